@@ -1,0 +1,20 @@
+"""megascale: mixed precision optimizers for training on many ranks."""
+
+from megascale.builder import build_optimizer
+from megascale.config import OptimizerConfig
+from megascale.grad_scaler import ConstantGradScaler, DynamicGradScaler, MegatronGradScaler
+from megascale.optimizer import MixedPrecisionOptimizer, StepResult
+from megascale.parallel import ParallelGroups
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ConstantGradScaler",
+    "DynamicGradScaler",
+    "MegatronGradScaler",
+    "MixedPrecisionOptimizer",
+    "OptimizerConfig",
+    "ParallelGroups",
+    "StepResult",
+    "build_optimizer",
+]

@@ -1,0 +1,90 @@
+"""The only module that calls torch.distributed collectives.
+
+A group of None means "this rank alone": every function then returns without communication.
+"""
+
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+from megascale.errors import MegascaleError, RankError
+
+T = TypeVar("T")
+
+
+def group_size(group: ProcessGroup | None) -> int:
+    """Return how many ranks ``group`` has."""
+    return 1 if group is None else group.size()
+
+
+def group_rank(group: ProcessGroup | None) -> int:
+    """Return this rank's place in ``group``."""
+    return 0 if group is None else group.rank()
+
+
+def all_reduce_sum_(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Sum ``tensor`` over ``group`` in place. SUM only: gloo's MAX and MIN can lose a NaN."""
+    if group_size(group) > 1:
+        dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group)
+    return tensor
+
+
+def barrier(group: ProcessGroup | None) -> None:
+    """Return when every rank of ``group`` has come here."""
+    if group_size(group) > 1:
+        dist.barrier(group=group)
+
+
+def all_gather_object(value: T, group: ProcessGroup | None) -> list[T]:
+    """Return every rank's ``value``, in the order of ranks."""
+    if group_size(group) == 1:
+        return [value]
+    gathered: list[Any] = [None] * group_size(group)
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
+
+
+def broadcast_object(value: T, group: ProcessGroup | None) -> T:
+    """Return the ``value`` of the group's first rank."""
+    if group_size(group) == 1 or group is None:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
+    return box[0]
+
+
+def redistribute_like(tensor: DTensor, like: DTensor) -> DTensor:
+    """Return ``tensor`` with the placements of ``like``: the reduction of a Partial gradient ends here."""
+    return tensor.redistribute(like.device_mesh, like.placements)
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Return the whole tensor: a DTensor gathered, any other tensor itself."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def raise_together(error: Exception | None, group: ProcessGroup | None) -> None:
+    """Raise on every rank if any rank has an error; every rank must call this.
+
+    Each rank raises the class of the first failing rank's error, so that all tell the same story; the message names the
+    rank. Errors outside megascale's own come back as RankError on the ranks that did not fail.
+    """
+    if group_size(group) == 1:
+        if error is not None:
+            raise error
+        return
+    mine = None if error is None else (type(error) if isinstance(error, MegascaleError) else RankError, _story(error))
+    stories = all_gather_object(mine, group)
+    failed = [(rank, story) for rank, story in enumerate(stories) if story is not None]
+    if not failed:
+        return
+    rank, (kind, message) = failed[0]
+    others = f" (ranks {', '.join(str(r) for r, _ in failed)} failed)" if len(failed) > 1 else ""
+    raise kind(f"rank {rank}: {message}{others}") from error
+
+
+def _story(error: Exception) -> str:
+    return str(error) if isinstance(error, MegascaleError) else f"{type(error).__name__}: {error}"

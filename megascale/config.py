@@ -1,0 +1,108 @@
+"""OptimizerConfig: Megatron-Core's field names, validated once, frozen."""
+
+from dataclasses import dataclass
+
+from megascale import validate
+from megascale.errors import ArgumentError
+from megascale.grad_scaler import HYSTERESIS_RESETS
+
+BACKENDS = ("auto", "torch", "reference")
+OPTIMIZERS = ("adam", "sgd")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """How the step scales, clips and counts, and (for :func:`megascale.build_optimizer`) which optimizer it wraps.
+
+    Names and defaults are those of ``megatron.core.optimizer.OptimizerConfig`` where it has them. Exceptions:
+    ``initial_loss_scale`` is 2**16 here (Megatron: 2**32, which burns 16 steps). Fields without a peer are marked.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: naming the field and its value.
+    """
+
+    # Precision
+    fp16: bool = False
+    """fp16 gradients: a grad scaler is required."""
+    bf16: bool = False
+    """bf16 gradients: a grad scaler is optional."""
+
+    # Loss scale
+    loss_scale: float | None = None
+    """A constant loss scale. None: dynamic for fp16, none for bf16 and fp32."""
+    initial_loss_scale: float = 2.0**16
+    """First value of the dynamic loss scale."""
+    min_loss_scale: float = 1.0
+    """The dynamic loss scale never falls below it."""
+    max_loss_scale: float | None = None
+    """The dynamic loss scale never grows above it (ours). None: as long as fp32 holds it."""
+    loss_scale_window: int = 1000
+    """Clean steps before the dynamic loss scale grows."""
+    hysteresis: int = 2
+    """Overflows before the dynamic loss scale backs off."""
+    hysteresis_reset: str = "growth"
+    """When hysteresis is replenished: "growth" or "clean_step" (ours)."""
+    loss_scale_growth_factor: float = 2.0
+    """Factor of growth (ours; Megatron's constant 2.0)."""
+    loss_scale_backoff_factor: float = 0.5
+    """Factor of backoff (ours; Megatron's constant 0.5)."""
+
+    # Step
+    clip_grad: float = 1.0
+    """Largest global L2 norm of the unscaled gradients. 0: no clipping."""
+    log_num_zeros_in_grad: bool = False
+    """Count zero elements of the gradients. Otherwise ``num_zeros_in_grad`` is NaN."""
+    backend: str = "auto"
+    """Kernels (ours): "auto", "torch" or "reference". The environment variable MEGASCALE_BACKEND decides for "auto"."""
+
+    # Inner optimizer, read by build_optimizer
+    optimizer: str = "adam"
+    """"adam" (AdamW where ``decoupled_weight_decay``) or "sgd"."""
+    lr: float | None = None
+    """Learning rate. build_optimizer requires it."""
+    weight_decay: float = 0.01
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_eps: float = 1e-8
+    decoupled_weight_decay: bool = True
+    sgd_momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        for name in ("fp16", "bf16", "log_num_zeros_in_grad", "decoupled_weight_decay"):
+            validate.flag(name, getattr(self, name))
+        if self.fp16 and self.bf16:
+            raise ArgumentError("fp16 and bf16 are both True; choose one")
+        self._validate_loss_scale()
+        validate.non_negative("clip_grad", self.clip_grad)
+        validate.one_of("backend", self.backend, BACKENDS)
+        validate.one_of("optimizer", self.optimizer, OPTIMIZERS)
+        if self.lr is not None:
+            validate.non_negative("lr", self.lr)
+        validate.non_negative("weight_decay", self.weight_decay)
+        validate.fraction("adam_beta1", self.adam_beta1)
+        validate.fraction("adam_beta2", self.adam_beta2)
+        validate.positive("adam_eps", self.adam_eps)
+        validate.non_negative("sgd_momentum", self.sgd_momentum)
+
+    def _validate_loss_scale(self) -> None:
+        if self.loss_scale is not None:
+            validate.scale("loss_scale", self.loss_scale)
+        initial = validate.scale("initial_loss_scale", self.initial_loss_scale)
+        lowest = validate.scale("min_loss_scale", self.min_loss_scale)
+        highest = (
+            validate.LARGEST_SCALE
+            if self.max_loss_scale is None
+            else validate.scale("max_loss_scale", self.max_loss_scale)
+        )
+        if not lowest <= initial <= highest:
+            raise ArgumentError(
+                "min_loss_scale <= initial_loss_scale <= max_loss_scale must hold, "
+                f"got {lowest} <= {initial} <= {highest}"
+            )
+        validate.integer("loss_scale_window", self.loss_scale_window, minimum=1)
+        validate.integer("hysteresis", self.hysteresis, minimum=1)
+        validate.one_of("hysteresis_reset", self.hysteresis_reset, HYSTERESIS_RESETS)
+        if validate.positive("loss_scale_growth_factor", self.loss_scale_growth_factor) <= 1:
+            raise ArgumentError(f"loss_scale_growth_factor must be above 1, got {self.loss_scale_growth_factor!r}")
+        if validate.positive("loss_scale_backoff_factor", self.loss_scale_backoff_factor) >= 1:
+            raise ArgumentError(f"loss_scale_backoff_factor must be below 1, got {self.loss_scale_backoff_factor!r}")

@@ -1,0 +1,37 @@
+"""The named errors of megascale. Every one says which argument, which value, and what to do."""
+
+
+class MegascaleError(Exception):
+    """Base of every error that megascale raises on purpose."""
+
+
+class ArgumentError(MegascaleError, ValueError):
+    """An argument has a value outside its range."""
+
+
+class ArgumentTypeError(ArgumentError, TypeError):
+    """An argument has the wrong type."""
+
+
+class StateDictError(ArgumentError):
+    """A state dict does not fit the object it is loaded into. The object has not changed."""
+
+
+class UsageError(MegascaleError, RuntimeError):
+    """Calls came in an order, or with an option, that has no meaning here."""
+
+
+class GradientError(MegascaleError, RuntimeError):
+    """A gradient has a layout that the step cannot use. Nothing has been updated."""
+
+
+class MainParamOverflowError(MegascaleError, OverflowError):
+    """A main param is finite in fp32 but rounds to inf in its model param's dtype."""
+
+
+class CheckpointError(MegascaleError, RuntimeError):
+    """A checkpoint could not be written or read. Nothing that was live has changed."""
+
+
+class RankError(MegascaleError, RuntimeError):
+    """Another rank failed with an error that is not one of the named ones."""

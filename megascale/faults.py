@@ -1,0 +1,94 @@
+"""Faults of a step that every rank must hear of: they travel in the statistics vector, so that no collective is added.
+
+Two kinds: a gradient that cannot be used on one rank, and a main param whose rounding into fp16 is not finite. The host
+hears of an agreed fault as soon as it can without waiting: at once where statistics lie in host memory, one step late
+on an accelerator.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megascale.collectives import group_size, raise_together
+from megascale.errors import MainParamOverflowError, MegascaleError
+from megascale.host_view import HostView
+from megascale.inner_update import GroupUpdate
+from megascale.kernels import Backend
+from megascale.main_params import MainParam, local
+from megascale.parallel import ParallelGroups
+
+
+class Faults:
+    """Collects this rank's faults, and raises them on all ranks of ``grad_stats`` at the same step."""
+
+    def __init__(self, groups: ParallelGroups, device: torch.device) -> None:
+        self._group = groups.grad_stats
+        self._alone = group_size(self._group) == 1
+        self._on_host = device.type == "cpu"
+        self._device = device
+        self._view = HostView()
+        self._error: MegascaleError | None = None
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all faults: main params have been replaced."""
+        self._overflowed: list[tuple[list[MainParam], Tensor]] = []
+        self._num_overflowed = torch.zeros((), dtype=torch.float32, device=self._device)
+        self._view.flush()
+
+    def count(self, error: MegascaleError | None) -> Tensor:
+        """Return this rank's faults before the agreement, 0-d; ``error`` is this step's unusable gradient."""
+        if error is not None and self._alone:
+            raise error
+        self._error = self._error or error
+        return self._num_overflowed + (0 if self._error is None else 1)
+
+    def raise_agreed(self, agreed: Tensor, error: MegascaleError | None) -> None:
+        """Raise on every rank alike if any rank had a fault, as soon as the host can know."""
+        if self._alone and self._on_host:
+            return
+        seen = self._view.push({"faults": agreed})
+        if self._on_host:
+            seen = self._view.flush()
+        if seen is not None and seen["faults"] > 0:
+            self._raise_together()
+
+    def watch_rounding(self, updates: Sequence[GroupUpdate], backend: Backend) -> None:
+        """Note, on the device, which fp16 model params could not hold their main param."""
+        params = [param for update in updates for param in update.params if param.model.dtype == torch.float16]
+        by_device: dict[torch.device, list[MainParam]] = {}
+        for param in params:
+            by_device.setdefault(local(param.main).device, []).append(param)
+        self._overflowed = [
+            (held, backend.overflows([local(p.main) for p in held], [local(p.model) for p in held]))
+            for held in by_device.values()
+        ]
+        counts = [flags.sum(dtype=torch.float32).to(self._device, non_blocking=True) for _, flags in self._overflowed]
+        if counts:
+            self._num_overflowed = torch.stack(counts).sum()
+
+    def raise_local(self) -> None:
+        """Raise at once where this rank is alone and its values lie in host memory."""
+        if self._alone and self._on_host and self._num_overflowed.reshape(1).tolist() != [0.0]:
+            self._raise_together()
+
+    def _raise_together(self) -> None:
+        error = self._error or self._overflow_error()
+        self._error = None
+        self.clear()
+        raise_together(error, self._group)
+
+    def _overflow_error(self) -> MegascaleError | None:
+        names = [
+            param.name
+            for held, flags in self._overflowed
+            for param, bad in zip(held, flags.tolist(), strict=True)
+            if bad
+        ]
+        if not names:
+            return None
+        return MainParamOverflowError(
+            f"main param of {', '.join(map(repr, names[:8]))} is 65520 or more (or NaN), which rounds to inf in fp16; "
+            "the main param is intact: lower the learning rate, add weight decay, or train this model in bf16"
+        )

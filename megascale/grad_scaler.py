@@ -1,0 +1,279 @@
+"""Loss scalers. Their state lives in device tensors and follows a device `found_inf` without a host sync.
+
+The rule is Megatron-Core's (``core/optimizer/grad_scaler.py``), bounded on both sides; DESIGN.md states it in full.
+A scaler knows no process groups: whoever calls :meth:`MegatronGradScaler.update` hands in the agreed `found_inf`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megascale import validate
+from megascale.errors import ArgumentError, ArgumentTypeError, StateDictError
+
+HYSTERESIS_RESETS = ("growth", "clean_step")
+LARGEST_TRACKER = 2**62  # int64 with room to count on
+
+
+@dataclass(frozen=True)
+class ScalerState:
+    """A scaler's state as host numbers, validated. A tracker of None means "as freshly constructed"."""
+
+    scale: float
+    growth_tracker: int | None = None
+    hysteresis_tracker: int | None = None
+
+
+class MegatronGradScaler(ABC):
+    """What every scaler offers: a scale, its reciprocal, an update and a state dict.
+
+    Args:
+        initial_scale: the first loss scale, positive and finite.
+        device: where the state lives. None is the CPU; an optimizer moves the scaler to its parameters' device.
+    """
+
+    def __init__(self, initial_scale: float, *, device: torch.device | str | None = None) -> None:
+        self.initial_scale = validate.scale("initial_scale", initial_scale)
+        self._scale = torch.full((1,), self.initial_scale, dtype=torch.float32, device=device or "cpu")
+
+    @property
+    def scale(self) -> Tensor:
+        """The loss scale: fp32, shape [1], on the scaler's device. The live tensor: clone it to keep a value."""
+        return self._scale
+
+    @property
+    def inv_scale(self) -> Tensor:
+        """The reciprocal of the scale, taken in fp64 and rounded once: fp32, shape [1]."""
+        return self._scale.double().reciprocal().float()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the state lives."""
+        return self._scale.device
+
+    def to(self, device: torch.device | str) -> "MegatronGradScaler":
+        """Move the state to ``device`` and return self."""
+        self._scale = self._scale.to(device)
+        return self
+
+    @abstractmethod
+    def update(self, found_inf: bool | Tensor) -> None:
+        """Take note of one step. ``found_inf``: a bool, or a tensor of one element (non-zero, or NaN: found)."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state: tensors and primitives only, not aliasing the live state."""
+
+    @abstractmethod
+    def parse_state_dict(self, state_dict: Mapping[str, Any]) -> ScalerState:
+        """Validate ``state_dict`` against this scaler and return what it holds. Changes nothing.
+
+        Raises StateDictError naming the key, the value and the remedy.
+        """
+
+    @abstractmethod
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a state. On StateDictError nothing has changed."""
+
+
+class ConstantGradScaler(MegatronGradScaler):
+    """A scale that never changes."""
+
+    def update(self, found_inf: bool | Tensor) -> None:
+        """Check the argument; the scale stays."""
+        _as_device_flag(found_inf, self.device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return ``{"scale": fp32 tensor of shape [1]}``."""
+        return {"scale": self._scale.detach().clone()}
+
+    def parse_state_dict(self, state_dict: Mapping[str, Any]) -> ScalerState:
+        """Accept Megatron's ``{}`` (the scale stays as configured) and any state with a valid ``scale``."""
+        _check_mapping(state_dict)
+        if not state_dict:
+            return ScalerState(float(self._scale))
+        return ScalerState(_parse_scale(state_dict))
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a state. On StateDictError nothing has changed."""
+        self._scale.fill_(self.parse_state_dict(state_dict).scale)
+
+
+class DynamicGradScaler(MegatronGradScaler):
+    """A scale that backs off at overflows and grows after clean steps.
+
+    One step, exactly (``g`` growth tracker, ``h`` hysteresis tracker)::
+
+        found_inf:  g = 0; h = max(h - 1, 0); if h == 0: scale = max(scale * backoff_factor, min_scale)
+        clean:      g += 1; if hysteresis_reset == "clean_step": h = hysteresis
+                    if g >= growth_interval: g = 0; h = hysteresis; scale = min(scale * growth_factor, max_scale) if
+                    finite
+
+    Args:
+        initial_scale: first scale, between ``min_scale`` and ``max_scale``.
+        min_scale: the scale never falls below it.
+        growth_factor: above 1.
+        backoff_factor: between 0 and 1, exclusive.
+        growth_interval: clean steps before the scale grows.
+        hysteresis: overflows before the scale backs off. Once they are used up every further overflow backs off.
+        max_scale: the scale never grows above it. None: as long as fp32 holds it and its reciprocal.
+        hysteresis_reset: when hysteresis is replenished: "growth" (only when the scale grows; Megatron-Core) or
+            "clean_step" (by every clean step, so that it counts overflows in a row; apex, DeepSpeed's consecutive
+            mode).
+        device: where the state lives; see :class:`MegatronGradScaler`.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: naming the argument and its value.
+    """
+
+    def __init__(
+        self,
+        initial_scale: float,
+        min_scale: float,
+        growth_factor: float,
+        backoff_factor: float,
+        growth_interval: int,
+        hysteresis: int,
+        *,
+        max_scale: float | None = None,
+        hysteresis_reset: str = "growth",
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(initial_scale, device=device)
+        self.min_scale = validate.scale("min_scale", min_scale)
+        self.max_scale = validate.LARGEST_SCALE if max_scale is None else validate.scale("max_scale", max_scale)
+        if not self.min_scale <= self.initial_scale <= self.max_scale:
+            raise ArgumentError(
+                f"min_scale <= initial_scale <= max_scale must hold, got {self.min_scale} <= "
+                f"{self.initial_scale} <= {self.max_scale}"
+            )
+        self.growth_factor = validate.positive("growth_factor", growth_factor)
+        if self.growth_factor <= 1:
+            raise ArgumentError(f"growth_factor must be above 1, got {growth_factor!r}")
+        self.backoff_factor = validate.positive("backoff_factor", backoff_factor)
+        if self.backoff_factor >= 1:
+            raise ArgumentError(f"backoff_factor must be below 1, got {backoff_factor!r}")
+        self.growth_interval = validate.integer("growth_interval", growth_interval, minimum=1, maximum=LARGEST_TRACKER)
+        self.hysteresis = validate.integer("hysteresis", hysteresis, minimum=1, maximum=LARGEST_TRACKER)
+        self.hysteresis_reset = validate.one_of("hysteresis_reset", hysteresis_reset, HYSTERESIS_RESETS)
+        self._growth_tracker = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self._hysteresis_tracker = torch.full_like(self._growth_tracker, self.hysteresis)
+
+    def to(self, device: torch.device | str) -> "DynamicGradScaler":
+        """Move the state to ``device`` and return self."""
+        super().to(device)
+        self._growth_tracker = self._growth_tracker.to(device)
+        self._hysteresis_tracker = self._hysteresis_tracker.to(device)
+        return self
+
+    @torch.no_grad()
+    def update(self, found_inf: bool | Tensor) -> None:
+        """Follow the rule for one step. A tensor `found_inf` is never read on the host."""
+        found = _as_device_flag(found_inf, self.device)
+        growth, hysteresis, scale = self._growth_tracker, self._hysteresis_tracker, self._scale
+
+        hysteresis_after_inf = (hysteresis - 1).clamp_(min=0)
+        backed_off = (scale * self.backoff_factor).clamp_(min=self.min_scale)
+        scale_after_inf = torch.where(hysteresis_after_inf == 0, backed_off, scale)
+
+        clean_steps = growth + 1
+        grows = clean_steps >= self.growth_interval
+        grown = scale * self.growth_factor
+        grown = torch.where(torch.isfinite(grown), grown.clamp(max=self.max_scale), scale)
+        replenished = grows if self.hysteresis_reset == "growth" else torch.ones_like(grows)
+
+        growth.copy_(torch.where(found | grows, 0, clean_steps))
+        hysteresis.copy_(
+            torch.where(found, hysteresis_after_inf, torch.where(replenished, self.hysteresis, hysteresis))
+        )
+        scale.copy_(torch.where(found, scale_after_inf, torch.where(grows, grown, scale)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return Megatron-Core's keys: ``scale`` (fp32 tensor [1]), ``growth_tracker``, ``hysteresis_tracker``
+        (ints).
+        """
+        return {
+            "scale": self._scale.detach().clone(),
+            "growth_tracker": int(self._growth_tracker),
+            "hysteresis_tracker": int(self._hysteresis_tracker),
+        }
+
+    def parse_state_dict(self, state_dict: Mapping[str, Any]) -> ScalerState:
+        """Accept our own and Megatron-Core's state, and torch.amp.GradScaler's (``_growth_tracker``, no hysteresis).
+
+        Factors, interval and bounds are configuration and stay as constructed; torch's copies of them are ignored.
+        Megatron's trackers may be below zero (it does not stop at 0) and count as 0; a hysteresis above ours is cut to
+        ours.
+        """
+        _check_mapping(state_dict)
+        if "_growth_tracker" in state_dict:
+            state = ScalerState(_parse_scale(state_dict), _parse_tracker(state_dict, "_growth_tracker"))
+        else:
+            hysteresis = max(_parse_tracker(state_dict, "hysteresis_tracker", minimum=None), 0)
+            state = ScalerState(_parse_scale(state_dict), _parse_tracker(state_dict, "growth_tracker"), hysteresis)
+        if not self.min_scale <= state.scale <= self.max_scale:
+            raise StateDictError(
+                f"grad scaler state 'scale' is {state.scale}, outside [min_scale={self.min_scale}, "
+                f"max_scale={self.max_scale}]; "
+                "construct the scaler with bounds that hold it"
+            )
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a state. On StateDictError nothing has changed."""
+        state = self.parse_state_dict(state_dict)
+        hysteresis = self.hysteresis if state.hysteresis_tracker is None else state.hysteresis_tracker
+        self._scale.fill_(state.scale)
+        self._growth_tracker.fill_(state.growth_tracker or 0)
+        self._hysteresis_tracker.fill_(min(hysteresis, self.hysteresis))
+
+
+def _as_device_flag(found_inf: bool | Tensor, device: torch.device) -> Tensor:
+    """Return `found_inf` as a bool tensor of shape [1] on ``device``, without reading it."""
+    if isinstance(found_inf, Tensor):
+        if found_inf.numel() != 1:
+            raise ArgumentError(f"found_inf must have one element, got shape {tuple(found_inf.shape)}")
+        return (found_inf.detach().to(device, non_blocking=True) != 0).reshape(1)
+    if not isinstance(found_inf, bool):
+        raise ArgumentTypeError(
+            f"found_inf must be a bool or a tensor, got {found_inf!r} of type {type(found_inf).__name__}"
+        )
+    return torch.full((1,), found_inf, dtype=torch.bool, device=device)
+
+
+def _check_mapping(state_dict: Any) -> None:
+    if not isinstance(state_dict, Mapping):
+        raise StateDictError(f"grad scaler state must be a dict, got {type(state_dict).__name__}")
+
+
+def _entry(state_dict: Mapping[str, Any], key: str) -> Any:
+    """Return ``state_dict[key]``, a one-element tensor unpacked to a Python number."""
+    if key not in state_dict:
+        raise StateDictError(f"grad scaler state lacks '{key}'; it has {sorted(map(str, state_dict)) or 'no keys'}")
+    value = state_dict[key]
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise StateDictError(f"grad scaler state '{key}' must have one element, got shape {tuple(value.shape)}")
+        value = value.item()
+    return value
+
+
+def _parse_scale(state_dict: Mapping[str, Any]) -> float:
+    try:
+        return validate.scale("grad scaler state 'scale'", _entry(state_dict, "scale"))
+    except ArgumentError as error:
+        raise StateDictError(str(error)) from None
+
+
+def _parse_tracker(state_dict: Mapping[str, Any], key: str, minimum: int | None = 0) -> int:
+    lowest = -LARGEST_TRACKER if minimum is None else minimum
+    try:
+        return validate.integer(
+            f"grad scaler state '{key}'", _entry(state_dict, key), minimum=lowest, maximum=LARGEST_TRACKER
+        )
+    except ArgumentError as error:
+        raise StateDictError(str(error)) from None

@@ -1,0 +1,167 @@
+"""Measure, agree, decide: from local gradients to one decision that every rank shares.
+
+The vector that travels has four numbers: sum of squares, non-finite count, zeros, faults. A gradient held alike by k
+ranks adds its sums divided by k, so that a single SUM all-reduce serves replicated, sharded and tensor-parallel
+gradients at once.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from megascale.collectives import all_reduce_sum_
+from megascale.errors import ArgumentError
+from megascale.kernels import Backend, Decision, TensorStats, stats_dtype
+from megascale.parallel import ParallelGroups, ranks_of
+
+LARGEST_SUM_SQUARES = torch.finfo(torch.float32).max
+"""A finite sum of squares above it does not fit every backend's accumulator and counts as an overflow, on every
+backend.
+"""
+
+
+class Holders:
+    """How many ranks of `grad_stats` hold the same gradient element as this rank does."""
+
+    def __init__(self, groups: ParallelGroups) -> None:
+        self._stats = ranks_of(groups.grad_stats)
+        self._data = ranks_of(groups.data_parallel)
+        self._tensor = ranks_of(groups.tensor_parallel)
+
+    def weight(self, param: nn.Parameter) -> float:
+        """Return what this rank's sums of ``param`` count: 1 / holders, and 0 for Megatron's ``shared`` copies.
+
+        Raises ArgumentError for a DTensor whose mesh reaches beyond ``grad_stats``: its ranks could not agree.
+        """
+        if getattr(param, "shared", False):
+            return 0.0
+        mesh_ranks: frozenset[int] = frozenset()
+        holders = 1.0
+        if isinstance(param, DTensor):
+            mesh = param.device_mesh
+            mesh_ranks = frozenset(mesh.mesh.flatten().tolist())
+            if len(mesh_ranks) > 1 and not mesh_ranks <= self._stats:
+                raise ArgumentError(
+                    f"a parameter is a DTensor over ranks {sorted(mesh_ranks)}, but grad_stats has only "
+                    f"{sorted(self._stats)}; "
+                    "pass groups whose grad_stats spans the parameter's mesh"
+                )
+            holders = math.prod(mesh.size(dim) for dim, placed in enumerate(param.placements) if placed.is_replicate())
+        holders *= self._replicas(self._data, mesh_ranks)
+        if not getattr(param, "tensor_model_parallel", False):
+            holders *= self._replicas(self._tensor, mesh_ranks)
+        return 1.0 / holders
+
+    def _replicas(self, group: frozenset[int], mesh_ranks: frozenset[int]) -> float:
+        """Return how often ``group`` repeats the parameter. Ranks of a DTensor's own mesh are one holder: it counts
+        them itself.
+        """
+        return max(1, len(group & self._stats)) / max(1, len(group & self._stats & mesh_ranks))
+
+
+@dataclass(frozen=True)
+class GradStats:
+    """One rank's, or after :func:`agree` all ranks', statistics.
+
+    Attributes:
+        vector: shape [4], statistics dtype: sum of squares of the scaled gradients, non-finite elements, zeros (NaN
+            where not counted), faults (parameters that overflowed at the last rounding, plus one for a gradient that
+            cannot be used).
+        non_finite: shape [number of gradients], this rank's non-finite elements of each gradient; None without
+            gradients.
+    """
+
+    vector: Tensor
+    non_finite: Tensor | None
+
+    @property
+    def faults(self) -> Tensor:
+        """Faults, 0-d."""
+        return self.vector[3]
+
+
+@torch.no_grad()
+def measure(
+    grads: Sequence[Tensor],
+    weights: Tensor,
+    faults: Tensor,
+    *,
+    backend: Backend,
+    count_zeros: bool,
+    device: torch.device,
+) -> GradStats:
+    """Measure local gradients in one pass; the result is on ``device``.
+
+    Args:
+        grads: local tensors in the dtypes they have, on any devices.
+        weights: shape [len(grads)]: what each gradient's sums count, see :class:`Holders`.
+        faults: 0-d, this rank's faults.
+    """
+    exact = stats_dtype(device)
+    uncounted = torch.full((), math.nan, dtype=exact, device=device)
+    zero = torch.zeros((), dtype=exact, device=device)
+    if not grads:
+        vector = torch.stack([zero, zero, zero if count_zeros else uncounted, faults.to(exact)])
+        return GradStats(vector, None)
+    stats = _measure_by_device(grads, backend, count_zeros, device)
+    counted = weights > 0
+
+    def total(values: Tensor) -> Tensor:
+        return torch.where(counted, values * weights, 0).sum()
+
+    zeros = uncounted if stats.zeros is None else total(stats.zeros)
+    vector = torch.stack([total(stats.sum_squares), stats.non_finite.sum(), zeros, faults.to(exact)])
+    return GradStats(vector, stats.non_finite)
+
+
+def _measure_by_device(
+    grads: Sequence[Tensor], backend: Backend, count_zeros: bool, device: torch.device
+) -> TensorStats:
+    """Measure each device's gradients there and bring the statistics to ``device``, in the order of ``grads``."""
+    devices = list(dict.fromkeys(grad.device for grad in grads))
+    if devices == [device]:
+        return backend.measure(list(grads), count_zeros)
+    indices = [[i for i, grad in enumerate(grads) if grad.device == place] for place in devices]
+    parts = [backend.measure([grads[i] for i in chosen], count_zeros) for chosen in indices]
+    order = torch.tensor([i for chosen in indices for i in chosen], device=device).argsort()
+
+    def gathered(values: list[Tensor]) -> Tensor:
+        return torch.cat([value.to(device, stats_dtype(device), non_blocking=True) for value in values])[order]
+
+    zeros = gathered([part.zeros for part in parts if part.zeros is not None]) if count_zeros else None
+    return TensorStats(
+        gathered([part.sum_squares for part in parts]), gathered([part.non_finite for part in parts]), zeros
+    )
+
+
+@torch.no_grad()
+def agree(stats: GradStats, groups: ParallelGroups) -> GradStats:
+    """Sum the vector over ``grad_stats``: the one collective of a step."""
+    return GradStats(all_reduce_sum_(stats.vector, groups.grad_stats), stats.non_finite)
+
+
+@torch.no_grad()
+def decide(stats: GradStats, inv_scale: Tensor | None, clip_grad: float) -> Decision:
+    """Turn agreed statistics into the decision, on the device.
+
+    ``found_inf`` is set by any non-finite element, by a sum of squares beyond fp32, and by a fault on any rank.
+    ``clip = min(1, clip_grad / (norm + 1e-6))``, Megatron-Core's and torch's rule; 0 does not clip.
+    """
+    sum_squares, non_finite, zeros, faults = stats.vector.unbind()
+    # "not <=" also catches NaN.
+    found_inf = (sum_squares <= LARGEST_SUM_SQUARES).logical_not() | (non_finite > 0) | (faults > 0)
+    unscale = torch.ones_like(sum_squares) if inv_scale is None else inv_scale.reshape(()).to(sum_squares.dtype)
+    norm = sum_squares.sqrt() * unscale
+    coefficient = unscale
+    if clip_grad > 0:
+        coefficient = coefficient * (clip_grad / (norm + 1e-6)).clamp(max=1.0)
+    return Decision(
+        found_inf=found_inf.float(),
+        coefficient=coefficient.float(),
+        grad_norm=norm.float(),
+        num_zeros=zeros,
+    )

@@ -1,0 +1,135 @@
+"""What kernels work on: parallel lists of local tensors, one entry per parameter, and plain hyperparameters."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+FP16_OVERFLOW = 65520.0
+"""The smallest fp32 magnitude that rounds to inf in fp16."""
+
+
+class TensorStats(NamedTuple):
+    """Per-tensor statistics of gradients, each of shape [number of tensors], in the statistics dtype."""
+
+    sum_squares: Tensor
+    non_finite: Tensor
+    zeros: Tensor | None
+
+
+@dataclass
+class Operands:
+    """The tensors of one update. All lists have one entry per parameter; entries of one parameter share a shape.
+
+    Attributes:
+        model: model params, updated with the rounding of main. The same object as in ``main`` where there is no copy.
+        main: main params, fp32 (or fp64 where the model is).
+        grad: gradients, still scaled, in any floating dtype. Never written.
+        state: optimizer state by torch's names (``exp_avg``, ``momentum_buffer``, ...), each a list like ``main``.
+        step: landed steps of each parameter before this one: 0-d fp32 tensors. Empty where the optimizer counts none.
+    """
+
+    model: list[Tensor] = field(default_factory=list)
+    main: list[Tensor] = field(default_factory=list)
+    grad: list[Tensor] = field(default_factory=list)
+    state: dict[str, list[Tensor]] = field(default_factory=dict)
+    step: list[Tensor] = field(default_factory=list)
+
+    def pick(self, indices: list[int]) -> "Operands":
+        """Return the operands of the parameters at ``indices``."""
+        return Operands(
+            model=[self.model[i] for i in indices],
+            main=[self.main[i] for i in indices],
+            grad=[self.grad[i] for i in indices],
+            state={name: [tensors[i] for i in indices] for name, tensors in self.state.items()},
+            step=[self.step[i] for i in indices] if self.step else [],
+        )
+
+    def rows(self) -> list[list[Tensor]]:
+        """Return, per parameter, all its tensors but the step: main, grad, model, then the state in order of names."""
+        return [list(row) for row in zip(self.main, self.grad, self.model, *self.state.values(), strict=True)]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the update obeys, all 0-d tensors on one device.
+
+    Attributes:
+        found_inf: fp32, 1.0 where the step is skipped, else 0.0.
+        coefficient: fp32, ``inv_scale * clip``: what a gradient is multiplied by.
+        grad_norm: fp32, global L2 norm of the unscaled gradients.
+        num_zeros: zero elements of the gradients, NaN where not counted.
+    """
+
+    found_inf: Tensor
+    coefficient: Tensor
+    grad_norm: Tensor
+    num_zeros: Tensor
+
+    def to(self, device: torch.device) -> "Decision":
+        """Return the decision on ``device``."""
+        if self.found_inf.device == device:
+            return self
+        moved = (
+            t.to(device, non_blocking=True) for t in (self.found_inf, self.coefficient, self.grad_norm, self.num_zeros)
+        )
+        return Decision(*moved)
+
+
+@dataclass(frozen=True)
+class AdamHyper:
+    """Hyperparameters of Adam (arXiv 1412.6980) and AdamW (``decoupled``, arXiv 1711.05101), as torch.optim has
+    them.
+    """
+
+    lr: float | Tensor
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    decoupled: bool
+    amsgrad: bool
+    maximize: bool
+
+
+@dataclass(frozen=True)
+class SgdHyper:
+    """Hyperparameters of SGD with momentum, as torch.optim has them."""
+
+    lr: float | Tensor
+    momentum: float
+    dampening: float
+    weight_decay: float
+    nesterov: bool
+    maximize: bool
+
+
+class Backend(Protocol):
+    """One implementation of the passes over memory. All of it runs without a host sync.
+
+    Every method takes local tensors on one device. Updates change nothing, bit for bit, where ``decision.found_inf`` is
+    set.
+    """
+
+    name: str
+
+    def measure(self, grads: list[Tensor], count_zeros: bool) -> TensorStats:
+        """One pass over ``grads`` (at least one) in the dtypes they have."""
+
+    def unscale(self, grads: list[Tensor], mains: list[Tensor], coefficient: Tensor) -> list[Tensor]:
+        """Return new tensors ``grad * coefficient`` in the dtypes of ``mains``."""
+
+    def adam_(self, operands: Operands, hyper: AdamHyper, decision: Decision) -> None:
+        """Update with state ``exp_avg``, ``exp_avg_sq`` (and ``max_exp_avg_sq``), then round main into model."""
+
+    def sgd_(self, operands: Operands, hyper: SgdHyper, decision: Decision) -> None:
+        """Update with state ``momentum_buffer`` (where momentum is not 0), then round main into model."""
+
+    def write_back_(self, mains: list[Tensor], models: list[Tensor]) -> None:
+        """Round main params into their model params."""
+
+    def overflows(self, mains: list[Tensor], models: list[Tensor]) -> Tensor:
+        """Return a bool per parameter, shape [n]: whether a main param's rounding into an fp16 model param is not
+        finite.
+        """

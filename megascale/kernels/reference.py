@@ -1,0 +1,118 @@
+"""The specification: plain tensor code, one parameter at a time, in the order in which the recipe is written.
+
+Statistics accumulate in fp64 (fp32 where the device has no fp64). The update's arithmetic is in the main param's dtype.
+"""
+
+import torch
+from torch import Tensor
+
+from megascale.kernels.operands import FP16_OVERFLOW, AdamHyper, Decision, Operands, SgdHyper, TensorStats
+
+
+def stats_dtype(device: torch.device) -> torch.dtype:
+    """Return the dtype of statistics on ``device``: fp64 wherever the hardware has it."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+class ReferenceBackend:
+    """Readable, slow, and what every other backend is tested against."""
+
+    name = "reference"
+
+    def measure(self, grads: list[Tensor], count_zeros: bool) -> TensorStats:
+        """See :class:`megascale.kernels.Backend`."""
+        exact = stats_dtype(grads[0].device)
+        return TensorStats(
+            sum_squares=torch.stack([grad.to(exact).square().sum() for grad in grads]),
+            non_finite=torch.stack([grad.isfinite().logical_not().sum(dtype=exact) for grad in grads]),
+            zeros=torch.stack([(grad == 0).sum(dtype=exact) for grad in grads]) if count_zeros else None,
+        )
+
+    def unscale(self, grads: list[Tensor], mains: list[Tensor], coefficient: Tensor) -> list[Tensor]:
+        """See :class:`megascale.kernels.Backend`."""
+        return [grad.to(main.dtype) * coefficient for grad, main in zip(grads, mains, strict=True)]
+
+    def adam_(self, operands: Operands, hyper: AdamHyper, decision: Decision) -> None:
+        """See :class:`megascale.kernels.Backend`."""
+        found = decision.found_inf != 0
+        for index, (main, model, grad, step) in enumerate(
+            zip(operands.main, operands.model, operands.grad, operands.step, strict=True)
+        ):
+            state = {name: tensors[index] for name, tensors in operands.state.items()}
+            g = _gradient(grad, main, hyper.maximize, decision)
+            p = main
+            if hyper.decoupled:
+                p = main * (1 - hyper.lr * hyper.weight_decay)
+            elif hyper.weight_decay != 0:
+                g = g + hyper.weight_decay * main
+            t = (step + 1).to(stats_dtype(step.device))
+            correction1 = 1 - hyper.beta1**t
+            correction2_sqrt = (1 - hyper.beta2**t).sqrt()
+            exp_avg = hyper.beta1 * state["exp_avg"].to(main.dtype) + (1 - hyper.beta1) * g
+            exp_avg_sq = hyper.beta2 * state["exp_avg_sq"].to(main.dtype) + (1 - hyper.beta2) * g * g
+            new = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+            second = exp_avg_sq
+            if hyper.amsgrad:
+                second = new["max_exp_avg_sq"] = torch.maximum(state["max_exp_avg_sq"].to(main.dtype), exp_avg_sq)
+            denominator = second.sqrt() / correction2_sqrt.to(main.dtype) + hyper.eps
+            p = p - (hyper.lr / correction1).to(main.dtype) * exp_avg / denominator
+            for name, value in new.items():
+                _land_(state[name], value, found)
+            _land_(main, p, found)
+            step.add_(1 - decision.found_inf)
+            _round_(main, model)
+
+    def sgd_(self, operands: Operands, hyper: SgdHyper, decision: Decision) -> None:
+        """See :class:`megascale.kernels.Backend`.
+
+        torch's first momentum buffer is the gradient itself, not dampened. Buffers here start as zeros, so with
+        dampening the step count says, on the device, whether a buffer is fresh.
+        """
+        found = decision.found_inf != 0
+        for index, (main, model, grad) in enumerate(zip(operands.main, operands.model, operands.grad, strict=True)):
+            g = _gradient(grad, main, hyper.maximize, decision)
+            if hyper.weight_decay != 0:
+                g = g + hyper.weight_decay * main
+            if hyper.momentum != 0:
+                buffer = operands.state["momentum_buffer"][index]
+                kept: float | Tensor = 1 - hyper.dampening
+                if hyper.dampening != 0:
+                    step = operands.step[index]
+                    kept = torch.where(step == 0, 1.0, kept)
+                    step.add_(1 - decision.found_inf)
+                velocity = hyper.momentum * buffer.to(main.dtype) + kept * g
+                _land_(buffer, velocity, found)
+                g = g + hyper.momentum * velocity if hyper.nesterov else velocity
+            _land_(main, main - hyper.lr * g, found)
+            _round_(main, model)
+
+    def write_back_(self, mains: list[Tensor], models: list[Tensor]) -> None:
+        """See :class:`megascale.kernels.Backend`."""
+        for main, model in zip(mains, models, strict=True):
+            _round_(main, model)
+
+    def overflows(self, mains: list[Tensor], models: list[Tensor]) -> Tensor:
+        """See :class:`megascale.kernels.Backend`."""
+        return torch.stack(
+            [
+                (main.abs() < FP16_OVERFLOW).all().logical_not()
+                if model.dtype == torch.float16
+                else torch.zeros((), dtype=torch.bool, device=main.device)
+                for main, model in zip(mains, models, strict=True)
+            ]
+        )
+
+
+def _gradient(grad: Tensor, main: Tensor, maximize: bool, decision: Decision) -> Tensor:
+    unscaled = grad.to(main.dtype) * decision.coefficient
+    return -unscaled if maximize else unscaled
+
+
+def _land_(target: Tensor, value: Tensor, found: Tensor) -> None:
+    """Write ``value`` where the step lands, the old bits where it is skipped."""
+    target.copy_(torch.where(found, target, value.to(target.dtype)))
+
+
+def _round_(main: Tensor, model: Tensor) -> None:
+    if model is not main:
+        model.copy_(main)

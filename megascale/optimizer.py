@@ -1,0 +1,310 @@
+"""MixedPrecisionOptimizer: the recipe of a 16-bit step around any torch optimizer."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.profiler import record_function
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from megascale import grad_stats
+from megascale.config import OptimizerConfig
+from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
+from megascale.faults import Faults
+from megascale.grad_scaler import MegatronGradScaler
+from megascale.inner_update import GroupUpdate, check_inner, select_update
+from megascale.kernels import Decision, select_backend
+from megascale.main_params import ReplicatedMainParams
+from megascale.optimizer_state import LiveState
+from megascale.parallel import ParallelGroups
+from megascale.ready_grads import ReadyGrads
+
+
+class StepResult(NamedTuple):
+    """What a step did: 0-d tensors on the parameters' device. Reading one (``bool(result.success)``) is the caller's
+    sync.
+
+    Attributes:
+        success: bool, False where the step was skipped.
+        grad_norm: fp32, global L2 norm of the unscaled, unclipped gradients. Non-finite where they were.
+        num_zeros_in_grad: fp64, zero elements of the gradients; NaN unless ``config.log_num_zeros_in_grad``.
+    """
+
+    success: Tensor
+    grad_norm: Tensor
+    num_zeros_in_grad: Tensor
+
+
+class MixedPrecisionOptimizer(torch.optim.Optimizer):
+    """Wraps a torch optimizer for 16-bit training: fp32 main params, loss scaling, one skip decision on every rank.
+
+    It is a ``torch.optim.Optimizer`` and shares the wrapped optimizer's ``param_groups`` (which hold the model params)
+    and ``state`` (in the main params' dtype, keyed by model param). The recipe follows Megatron-Core's
+    ``Float16OptimizerWithFloat16Params``; `found_inf`, scale, norm and clip coefficient never leave the device.
+
+    Args:
+        optimizer: Adam, AdamW and SGD run without a host sync; any other optimizer costs one host read of `found_inf` a
+            step.
+        config: None takes fp16 or bf16 from the parameters' dtypes and does not clip.
+        grad_scaler: required for fp16. Moved to the parameters' device.
+        groups: None, a ProcessGroup, a DeviceMesh or ParallelGroups; see :meth:`ParallelGroups.of`. None: the whole
+            world is data parallel if torch.distributed is initialised.
+        named_parameters: names for the state dict, as from ``model.named_parameters()``. Not given: the groups'
+            ``param_names`` (torch sets them when the optimizer was built from named parameters), else positions.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: for an argument that does not fit, naming it.
+    """
+
+    _constructed = False
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        config: OptimizerConfig | None = None,
+        grad_scaler: MegatronGradScaler | None = None,
+        *,
+        groups: ParallelGroups | ProcessGroup | DeviceMesh | None = None,
+        named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+    ) -> None:
+        _check_types(optimizer, config, grad_scaler)
+        check_inner(optimizer)
+        self.optimizer = optimizer
+        self.config = _config_for(optimizer, config)
+        self.groups = ParallelGroups.of(groups)
+        _check_scaler(self.config, grad_scaler)
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self._constructed = True
+
+        self.device = _device_of(optimizer)
+        self.grad_scaler = None if grad_scaler is None else grad_scaler.to(self.device)
+        self.backend = select_backend(self.config.backend)
+        self.num_skipped_steps = torch.zeros((), dtype=torch.int64, device=self.device)
+        self._update = select_update(optimizer, self.backend)
+        self._main_params = ReplicatedMainParams({id(param): name for name, param in named_parameters or ()})
+        self._ready_grads = ReadyGrads(self.groups, self.device)
+        self._faults = Faults(self.groups, self.device)
+        self._ready: tuple[list[GroupUpdate], Decision] | None = None
+        self._follow()
+
+    # The step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> StepResult:  # type: ignore[override]
+        """Take one step with the gradients that backward left, or skip it on every rank alike.
+
+        Raises:
+            UsageError: for a closure.
+            GradientError: for a sparse gradient, naming the parameter.
+            MainParamOverflowError: where a main param has outgrown fp16, naming the parameter.
+
+        All ranks raise these two at the same step: at once, or one step late where knowing it would stall the device.
+        """
+        if closure is not None:
+            raise UsageError("step() takes no closure: run forward and backward first, with the loss from scale_loss()")
+        self.prepare_grads()
+        return self.step_with_ready_grads()
+
+    @torch.no_grad()
+    def prepare_grads(self) -> Tensor:
+        """First half of a step: finish, measure, agree, decide, rescale. Returns `found_inf`, fp32 0-d, without a sync.
+
+        The scaler is updated here, as Megatron-Core does it, so that a caller may leave out the second half of a
+        skipped step. The decision keeps the reciprocal of the scale that scaled this step's loss.
+        """
+        with record_function("megascale.finish"):
+            self._follow()
+            ready = self._ready_grads.collect(self.param_groups, self._main_params)
+        with record_function("megascale.measure"):
+            stats = grad_stats.measure(
+                ready.grads,
+                ready.weights,
+                self._faults.count(ready.error),
+                backend=self.backend,
+                count_zeros=self.config.log_num_zeros_in_grad,
+                device=self.device,
+            )
+        with record_function("megascale.agree"):
+            stats = grad_stats.agree(stats, self.groups)
+        self._faults.raise_agreed(stats.faults, ready.error)
+        with record_function("megascale.decide"):
+            inv_scale = None if self.grad_scaler is None else self.grad_scaler.inv_scale
+            decision = grad_stats.decide(stats, inv_scale, self.config.clip_grad)
+        with record_function("megascale.rescale"):
+            if self.grad_scaler is not None:
+                self.grad_scaler.update(decision.found_inf)
+        self._ready = (ready.updates, decision)
+        return decision.found_inf
+
+    @torch.no_grad()
+    def step_with_ready_grads(self) -> StepResult:
+        """Second half of a step: update main params, optimizer state and model params, unless the decision is to
+        skip.
+        """
+        if self._ready is None:
+            raise UsageError("step_with_ready_grads() needs prepare_grads() first; step() calls both")
+        (updates, decision), self._ready = self._ready, None
+        with record_function("megascale.update"):
+            self._update.apply(updates, decision)
+            self._faults.watch_rounding(updates, self.backend)
+            for update in updates:
+                for param in update.params:
+                    param.seal()
+        self.num_skipped_steps.add_(decision.found_inf.to(torch.int64))
+        self._faults.raise_local()
+        return StepResult(decision.found_inf == 0, decision.grad_norm, decision.num_zeros)
+
+    # The loss
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """Return ``loss * scale`` in at least fp32 (an fp16 product could overflow). Without a scaler: the loss
+        itself.
+        """
+        if self.grad_scaler is None:
+            return loss
+        scale = self.grad_scaler.scale.reshape(()).to(loss.device, non_blocking=True)
+        return loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale
+
+    def get_loss_scale(self) -> Tensor:
+        """Return the current scale: fp32, shape [1], on the device; ones without a scaler."""
+        if self.grad_scaler is None:
+            return torch.ones(1, dtype=torch.float32, device=self.device)
+        return self.grad_scaler.scale.clone()
+
+    # Parameters
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The wrapped optimizer's param groups, shared: what is written here takes effect there."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        if self._constructed:
+            self.optimizer.param_groups = value
+
+    @property
+    def state(self) -> Any:
+        """The wrapped optimizer's state, shared, keyed by model param."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        if self._constructed:
+            self.optimizer.state = value
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a param group of model params (or of (name, param) pairs). Main params are made at once."""
+        if self._constructed:
+            self.optimizer.add_param_group(param_group)
+            self._follow()
+
+    def main_params(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, main param) of every trainable parameter, live. An fp32 model param is its own main param."""
+        self._follow()
+        return ((param.name, param.main) for param in self._main_params)
+
+    @torch.no_grad()
+    def reload_model_params(self) -> None:
+        """Set every main param to its model param's value exactly, as after loading weights into the model.
+
+        Weights written in place through torch (``load_state_dict``, ``copy_``) are followed at the next step without
+        this call; writes through ``param.data`` or raw memory are not.
+        """
+        self._follow()
+        for param in self._main_params:
+            if param.is_copy:
+                param.reload()
+        self._faults.clear()
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        """Catch up with ``param_groups`` and with what others wrote into model params."""
+        created = {id(param) for param in self._main_params.follow(self.param_groups)}
+        for group, params in zip(self.param_groups, self._main_params.ordered, strict=True):
+            for param in params:
+                if id(param) in created:
+                    self._update.create_state(group, param)
+
+    # State
+
+    def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
+        """Return all state, by parameter name: tensors and primitives only, the same keys on every rank.
+
+        ``copy=False`` returns live tensors instead of copies: for a caller that writes them out before the next step.
+        """
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        self._follow()
+        packed = self._live_state().pack(copy=copy)
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            packed = post_hook(self, packed) or packed
+        return packed
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
+        """Load what :meth:`state_dict` returned, at any number of ranks. All ranks of ``groups.grad_stats`` call it
+        together.
+
+        Everything is checked first, all ranks agree, then main params, state, options and scaler change, and model
+        params are rounded anew from their main params. ``strict=False`` skips names that only one side has.
+
+        Raises:
+            StateDictError, MainParamOverflowError: on every rank alike; nothing has changed.
+        """
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = pre_hook(self, state_dict) or state_dict
+        self._follow()
+        self._live_state().load(state_dict, strict=strict, group=self.groups.grad_stats)
+        self._ready = None
+        self._faults.clear()
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _live_state(self) -> LiveState:
+        return LiveState(self.param_groups, self.state, self._main_params, self._update, self.grad_scaler)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise UsageError(
+            "a MixedPrecisionOptimizer cannot be pickled or deep-copied (it holds process groups); use state_dict()"
+        )
+
+
+def _check_types(optimizer: Any, config: Any, grad_scaler: Any) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ArgumentTypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if isinstance(optimizer, MixedPrecisionOptimizer):
+        raise ArgumentTypeError("optimizer is a MixedPrecisionOptimizer already; wrap the torch optimizer once")
+    if config is not None and not isinstance(config, OptimizerConfig):
+        raise ArgumentTypeError(f"config must be an OptimizerConfig or None, got {type(config).__name__}")
+    if grad_scaler is not None and not isinstance(grad_scaler, MegatronGradScaler):
+        raise ArgumentTypeError(f"grad_scaler must be a MegatronGradScaler or None, got {type(grad_scaler).__name__}")
+
+
+def _config_for(optimizer: torch.optim.Optimizer, config: OptimizerConfig | None) -> OptimizerConfig:
+    """Return ``config`` checked against the parameters' dtypes, or one made from them."""
+    dtypes = {param.dtype for group in optimizer.param_groups for param in group["params"]}
+    fp16, bf16 = torch.float16 in dtypes, torch.bfloat16 in dtypes
+    if config is None:
+        return OptimizerConfig(fp16=fp16, bf16=bf16 and not fp16, clip_grad=0.0)
+    if fp16 and not config.fp16:
+        raise ArgumentError("config.fp16 is False, but the optimizer has fp16 parameters; set fp16=True")
+    if bf16 and not (config.bf16 or config.fp16):
+        raise ArgumentError("config.bf16 is False, but the optimizer has bf16 parameters; set bf16=True")
+    return config
+
+
+def _check_scaler(config: OptimizerConfig, grad_scaler: MegatronGradScaler | None) -> None:
+    if config.fp16 and grad_scaler is None:
+        raise ArgumentError(
+            "grad_scaler is None, but fp16 gradients need one; pass a DynamicGradScaler (or "
+            "ConstantGradScaler), or train in bf16"
+        )
+
+
+def _device_of(optimizer: torch.optim.Optimizer) -> torch.device:
+    """Return where decisions live: the first parameter's device."""
+    params: list[nn.Parameter] = [param for group in optimizer.param_groups for param in group["params"]]
+    return params[0].device if params else torch.device("cpu")

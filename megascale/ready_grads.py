@@ -1,0 +1,83 @@
+"""From ``param.grad`` to local gradients that can be measured: the end of gradient reduction."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from megascale.collectives import redistribute_like
+from megascale.errors import GradientError
+from megascale.grad_stats import Holders
+from megascale.inner_update import GroupUpdate
+from megascale.kernels import stats_dtype
+from megascale.main_params import MainParam, ReplicatedMainParams, local
+from megascale.parallel import ParallelGroups
+
+
+@dataclass(frozen=True)
+class Collected:
+    """Local gradients of one step.
+
+    Attributes:
+        updates: per param group, what the update needs.
+        grads: all local gradients, in the order of ``updates``, on one device for measuring.
+        weights: shape [len(grads)], what each gradient's sums count.
+        error: what makes a gradient of this rank unusable; the lists are empty then.
+    """
+
+    updates: list[GroupUpdate]
+    grads: list[Tensor]
+    weights: Tensor
+    error: GradientError | None
+
+
+class ReadyGrads:
+    """Collects gradients and remembers, as long as the same parameters have them, what their sums count."""
+
+    def __init__(self, groups: ParallelGroups, device: torch.device) -> None:
+        self._holders = Holders(groups)
+        self._device = device
+        self._weights: tuple[tuple[int, ...], Tensor] | None = None
+
+    def collect(self, param_groups: Sequence[dict[str, Any]], main_params: ReplicatedMainParams) -> Collected:
+        """Finish DTensor reductions and return the gradients there are. Parameters without a gradient take no part."""
+        active = [[param for param in params if param.model.grad is not None] for params in main_params.ordered]
+        error = _unusable(param for params in active for param in params)
+        if error is not None:
+            return Collected([], [], self._weigh([]), error)
+        updates = [
+            GroupUpdate(options, params, [_finished(param) for param in params])
+            for options, params in zip(param_groups, active, strict=True)
+            if params
+        ]
+        weights = self._weigh([param for update in updates for param in update.params])
+        return Collected(updates, [grad for update in updates for grad in update.grads], weights, None)
+
+    def _weigh(self, params: list[MainParam]) -> Tensor:
+        key = tuple(id(param) for param in params)
+        if self._weights is None or self._weights[0] != key:
+            weights = [self._holders.weight(param.model) for param in params]
+            self._weights = (key, torch.tensor(weights, dtype=stats_dtype(self._device), device=self._device))
+        return self._weights[1]
+
+
+def _finished(param: MainParam) -> Tensor:
+    """Return the local gradient, a Partial one reduced first. The parameter then holds the reduced one."""
+    grad, model = param.model.grad, param.model
+    if isinstance(grad, DTensor) and isinstance(model, DTensor) and grad.placements != model.placements:
+        model.grad = grad = redistribute_like(grad, model)
+    return local(grad)  # type: ignore[arg-type]
+
+
+def _unusable(params: Iterable[MainParam]) -> GradientError | None:
+    for param in params:
+        grad = param.model.grad
+        if grad is not None and grad.layout != torch.strided:
+            return GradientError(
+                f"the gradient of {param.name!r} has layout {grad.layout}; build the layer with sparse=False, "
+                "or call grad.to_dense()"
+            )
+    return None

@@ -1,0 +1,187 @@
+"""The optimizer's state as a named, flat, portable dict, and the checks of one that comes in.
+
+``{"optimizer": {"state": {name: {...}}, "param_groups": [...]}, "main_params": {name: tensor}, "grad_scaler": {...},
+"version": 1}`` holds tensors and primitives only. A load is planned in full before anything changes.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from megascale.collectives import full_tensor
+from megascale.errors import MainParamOverflowError, StateDictError
+from megascale.kernels.operands import FP16_OVERFLOW
+from megascale.main_params import local
+
+VERSION = 1
+KEYS = ("optimizer", "main_params", "grad_scaler", "version")
+# How torch runs an optimizer, not what it computes: these stay as the live optimizer has them.
+IMPLEMENTATION_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
+PRIMITIVES = (bool, int, float, str, type(None))
+
+
+def portable(value: Any, where: str, *, copy: bool) -> Any:
+    """Return ``value`` as tensors and primitives, tensors detached and, with ``copy``, cloned.
+
+    Raises StateDictError naming ``where`` for anything that ``torch.load(weights_only=True)`` could not read.
+    """
+    if isinstance(value, Tensor):
+        return value.detach().clone() if copy else value.detach()
+    if isinstance(value, PRIMITIVES):
+        return value
+    if isinstance(value, (list, tuple)):
+        return type(value)([portable(item, f"{where}[{i}]", copy=copy) for i, item in enumerate(value)])
+    if isinstance(value, Mapping):
+        return {key: portable(item, f"{where}[{key!r}]", copy=copy) for key, item in value.items()}
+    raise StateDictError(
+        f"{where} is a {type(value).__name__}, which a state dict cannot hold; keep tensors, numbers and strings there"
+    )
+
+
+def pack_group(group: Mapping[str, Any], names: Sequence[str], index: int, *, copy: bool) -> dict[str, Any]:
+    """Return a param group's options with its parameters' names under ``params``."""
+    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    return portable(options, f"param_groups[{index}]", copy=copy) | {"params": list(names)}
+
+
+def check_layout(state_dict: Any) -> None:
+    """Raise StateDictError unless ``state_dict`` has our keys and version."""
+    if not isinstance(state_dict, Mapping):
+        raise StateDictError(f"state dict must be a dict, got {type(state_dict).__name__}")
+    if "param_groups" in state_dict and "optimizer" not in state_dict:
+        raise StateDictError(
+            "state dict is a plain torch optimizer's (it has 'param_groups' at the top); load it into the torch "
+            "optimizer before wrapping it"
+        )
+    missing = [key for key in KEYS if key not in state_dict]
+    if missing:
+        raise StateDictError(f"state dict lacks {missing}; it has {sorted(map(str, state_dict))}")
+    if state_dict["version"] != VERSION:
+        raise StateDictError(
+            f"state dict has version {state_dict['version']!r}; this megascale reads version {VERSION}"
+        )
+    optimizer = state_dict["optimizer"]
+    if not isinstance(optimizer, Mapping) or not {"state", "param_groups"} <= set(optimizer):
+        raise StateDictError("state dict's 'optimizer' must hold 'state' and 'param_groups'")
+    for key, value in (("main_params", state_dict["main_params"]), ("optimizer.state", optimizer["state"])):
+        if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+            raise StateDictError(f"state dict's '{key}' must map parameter names to their state")
+    groups = optimizer["param_groups"]
+    if not isinstance(groups, (list, tuple)) or not all(
+        isinstance(group, Mapping) and "params" in group for group in groups
+    ):
+        raise StateDictError("state dict's 'optimizer.param_groups' must be a list of dicts with 'params'")
+
+
+def check_names(given: Iterable[str], known: Iterable[str], required: Iterable[str], what: str) -> None:
+    """Raise StateDictError listing the names in ``given`` that are not ``known`` and the ``required`` ones that
+    lack.
+    """
+    unexpected = sorted(set(given) - set(known))
+    missing = sorted(set(required) - set(given))
+    if unexpected or missing:
+        raise StateDictError(
+            f"{what}: missing {_shortened(missing)}, unexpected {_shortened(unexpected)}; "
+            "load with strict=False to take only what both sides have"
+        )
+
+
+def check_groups(given: Sequence[Mapping[str, Any]], live: Sequence[Sequence[str]]) -> None:
+    """Raise StateDictError unless both sides have the same parameters (``live``: their names) in the same param
+    groups.
+    """
+    if len(given) != len(live):
+        raise StateDictError(
+            f"state dict has {len(given)} param groups, the optimizer has {len(live)}; build the same groups, "
+            "or load with strict=False to keep the live options"
+        )
+    for index, (group, names) in enumerate(zip(given, live, strict=True)):
+        moved = sorted(set(group["params"]) ^ set(names))
+        if moved:
+            raise StateDictError(
+                f"param group {index} differs: {_shortened(moved)} are on one side only; build the same groups, "
+                "or load with strict=False"
+            )
+
+
+def loadable_options(group: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """Return a copy of the options of a saved group that a live group takes over."""
+    taken = {key: value for key, value in group.items() if key not in ("params", *IMPLEMENTATION_OPTIONS)}
+    return portable(taken, f"param_groups[{index}]", copy=True)
+
+
+def loadable_state(name: str, state: Any, param: Tensor, required: Collection[str]) -> dict[str, Any]:
+    """Return a copy of one parameter's saved state, each tensor in the dtype it has.
+
+    Tensors of the parameter's shape take its device, strides and placements; others only its device.
+    Raises StateDictError if one of ``required`` lacks, or has another shape than the parameter (``step``: one element).
+    """
+    if not isinstance(state, Mapping):
+        raise StateDictError(f"optimizer state of {name!r} must be a dict, got {type(state).__name__}")
+    for key in required:
+        if key not in state:
+            raise StateDictError(f"optimizer state of {name!r} lacks {key!r}; it has {sorted(map(str, state))}")
+        if key != "step":
+            check_tensor(name, key, state[key], param)
+        elif not isinstance(state[key], (int, float)) and not (
+            isinstance(state[key], Tensor) and state[key].numel() == 1
+        ):
+            raise StateDictError(
+                f"optimizer state of {name!r} has a step that is not one number: {_described(state[key])}"
+            )
+    loaded = portable(state, f"state[{name!r}]", copy=False)
+    for key, value in loaded.items():
+        if isinstance(value, Tensor):
+            same_shape = value.shape == param.shape and value.dim() > 0
+            loaded[key] = (
+                place_like(value, param, value.dtype) if same_shape else value.to(local(param).device, copy=True)
+            )
+    return loaded
+
+
+def check_tensor(name: str, what: str, value: Any, like: Tensor) -> None:
+    """Raise StateDictError unless ``value`` is a floating point tensor of the shape of ``like``."""
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        raise StateDictError(f"{what} of {name!r} must be a floating point tensor, got {_described(value)}")
+    if value.shape != like.shape:
+        raise StateDictError(
+            f"{what} of {name!r} has shape {tuple(value.shape)}, the parameter has {tuple(like.shape)}"
+        )
+
+
+def check_main_param(name: str, value: Any, model: Tensor) -> None:
+    """Raise unless ``value`` can be the main param of ``model``: its shape, fp32 or fp64, and finite after rounding."""
+    check_tensor(name, "main param", value, model)
+    if value.dtype not in (torch.float32, torch.float64):
+        raise StateDictError(f"main param of {name!r} has dtype {value.dtype}; main params are fp32")
+    with torch.no_grad():
+        overflows = model.dtype == torch.float16 and bool((local(value).abs() >= FP16_OVERFLOW).any())
+    if overflows:
+        raise MainParamOverflowError(
+            f"main param of {name!r} holds values of {FP16_OVERFLOW:.0f} or more, which round to inf in fp16; "
+            "train this model in bf16"
+        )
+
+
+def place_like(value: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a new tensor with the values of ``value`` and the device, strides and placements of ``like``."""
+    with torch.no_grad():
+        if isinstance(like, DTensor) and not isinstance(value, DTensor):
+            source = value.detach().to(like.device)
+            value = distribute_tensor(source, like.device_mesh, like.placements, src_data_rank=None)
+        elif isinstance(value, DTensor) and not isinstance(like, DTensor):
+            value = full_tensor(value)
+        placed = torch.empty_like(like, dtype=dtype, requires_grad=False, memory_format=torch.preserve_format)
+        return placed.copy_(value)
+
+
+def _described(value: Any) -> str:
+    return f"{value.dtype} tensor" if isinstance(value, Tensor) else f"{value!r} of type {type(value).__name__}"
+
+
+def _shortened(names: list[str], limit: int = 8) -> str:
+    shown = ", ".join(map(repr, names[:limit]))
+    return f"[{shown}{f', ... {len(names) - limit} more' if len(names) > limit else ''}]"

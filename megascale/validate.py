@@ -1,0 +1,82 @@
+"""Checks of single values. Each returns the value in its canonical type or raises an error that names it."""
+
+import math
+from collections.abc import Collection
+from typing import Any
+
+from megascale.errors import ArgumentError, ArgumentTypeError
+
+# Bounds of a loss scale: inside them both the scale and its reciprocal are finite, non-zero fp32 numbers.
+SMALLEST_SCALE = 2.0**-126
+LARGEST_SCALE = 2.0**127
+
+
+def real(name: str, value: Any) -> float:
+    """Return ``value`` as a finite float. Raises ArgumentTypeError (bool, non-number) or ArgumentError (NaN, inf)."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ArgumentTypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
+    if not math.isfinite(value):
+        raise ArgumentError(f"{name} must be finite, got {value!r}")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ArgumentError(f"{name} must fit a float, got {value!r:.40}...") from None
+
+
+def positive(name: str, value: Any) -> float:
+    """Return ``value`` as a float above zero."""
+    number = real(name, value)
+    if number <= 0:
+        raise ArgumentError(f"{name} must be above 0, got {value!r}")
+    return number
+
+
+def non_negative(name: str, value: Any) -> float:
+    """Return ``value`` as a float at or above zero."""
+    number = real(name, value)
+    if number < 0:
+        raise ArgumentError(f"{name} must be 0 or more, got {value!r}")
+    return number
+
+
+def fraction(name: str, value: Any) -> float:
+    """Return ``value`` as a float in [0, 1)."""
+    number = real(name, value)
+    if not 0 <= number < 1:
+        raise ArgumentError(f"{name} must be in [0, 1), got {value!r}")
+    return number
+
+
+def scale(name: str, value: Any) -> float:
+    """Return ``value`` as a loss scale: positive, and both it and its reciprocal normal in fp32."""
+    number = positive(name, value)
+    if not SMALLEST_SCALE <= number <= LARGEST_SCALE:
+        raise ArgumentError(
+            f"{name} must be between 2**-126 and 2**127 so that fp32 holds it and its reciprocal, got {value!r}"
+        )
+    return number
+
+
+def integer(name: str, value: Any, *, minimum: int, maximum: int | None = None) -> int:
+    """Return ``value`` as an int from ``minimum`` to ``maximum``. Bools and floats are refused."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ArgumentTypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}")
+    if value < minimum:
+        raise ArgumentError(f"{name} must be {minimum} or more, got {value!r}")
+    if maximum is not None and value > maximum:
+        raise ArgumentError(f"{name} must be {maximum} or less, got {value!r}")
+    return value
+
+
+def flag(name: str, value: Any) -> bool:
+    """Return ``value`` if it is a bool."""
+    if not isinstance(value, bool):
+        raise ArgumentTypeError(f"{name} must be True or False, got {value!r} of type {type(value).__name__}")
+    return value
+
+
+def one_of(name: str, value: Any, choices: Collection[str]) -> str:
+    """Return ``value`` if it is one of ``choices``."""
+    if not isinstance(value, str) or value not in choices:
+        raise ArgumentError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+    return value
