@@ -46,7 +46,7 @@ class Holders:
             mesh_ranks = frozenset(mesh.mesh.flatten().tolist())
             if len(mesh_ranks) > 1 and not mesh_ranks <= self._stats:
                 raise ArgumentError(
-                    f"a parameter is a DTensor over ranks {sorted(mesh_ranks)}, but grad_stats has only "
+                    f"a DTensor over ranks {sorted(mesh_ranks)}, but grad_stats has only "
                     f"{sorted(self._stats)}; "
                     "pass groups whose grad_stats spans the parameter's mesh"
                 )

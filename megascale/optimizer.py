@@ -226,6 +226,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         for group, params in zip(self.param_groups, self._main_params.ordered, strict=True):
             for param in params:
                 if id(param) in created:
+                    self._ready_grads.admit(param)
                     self._update.create_state(group, param)
 
     # State

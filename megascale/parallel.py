@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from megascale.collectives import group_size
 from megascale.errors import ArgumentError, ArgumentTypeError
 
 DATA_PARALLEL_NAMES = (
@@ -53,19 +54,20 @@ class ParallelGroups:
     tensor_parallel: ProcessGroup | None = None
 
     def __post_init__(self) -> None:
-        if self.grad_stats is UNSET:
-            if _size(self.data_parallel) > 1 and _size(self.tensor_parallel) > 1:
-                raise ArgumentError(
-                    "grad_stats is not given, and data_parallel and tensor_parallel are both larger than one rank; "
-                    "pass the group that spans both (often torch.distributed.group.WORLD), or use "
-                    "ParallelGroups.from_mesh"
-                )
-            only = self.data_parallel if _size(self.tensor_parallel) == 1 else self.tensor_parallel
-            object.__setattr__(self, "grad_stats", only)
         for field in ("data_parallel", "grad_stats", "tensor_parallel"):
             value = getattr(self, field)
-            if value is not None and not isinstance(value, ProcessGroup):
+            if value is not None and value is not UNSET and not isinstance(value, ProcessGroup):
                 raise ArgumentTypeError(f"{field} must be a ProcessGroup or None, got {value!r}")
+        if self.grad_stats is not UNSET:
+            return
+        if group_size(self.data_parallel) > 1 and group_size(self.tensor_parallel) > 1:
+            raise ArgumentError(
+                "grad_stats is not given, and data_parallel and tensor_parallel are both larger than one rank; "
+                "pass the "
+                "group that spans both (often torch.distributed.group.WORLD), or use ParallelGroups.from_mesh"
+            )
+        only = self.data_parallel if group_size(self.tensor_parallel) == 1 else self.tensor_parallel
+        object.__setattr__(self, "grad_stats", only)
 
     @classmethod
     def of(cls, groups: "ParallelGroups | ProcessGroup | DeviceMesh | None") -> "ParallelGroups":
@@ -117,10 +119,6 @@ class ParallelGroups:
 def ranks_of(group: ProcessGroup | None) -> frozenset[int]:
     """Return the global ranks of ``group``; of None, an empty set: this rank has no peers there."""
     return frozenset() if group is None else frozenset(dist.get_process_group_ranks(group))
-
-
-def _size(group: ProcessGroup | None) -> int:
-    return 1 if group is None else group.size()
 
 
 def _chosen(

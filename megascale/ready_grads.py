@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megascale.collectives import redistribute_like
-from megascale.errors import GradientError
+from megascale.errors import ArgumentError, GradientError
 from megascale.grad_stats import Holders
 from megascale.inner_update import GroupUpdate
 from megascale.kernels import stats_dtype
@@ -41,6 +41,13 @@ class ReadyGrads:
         self._holders = Holders(groups)
         self._device = device
         self._weights: tuple[tuple[int, ...], Tensor] | None = None
+
+    def admit(self, param: MainParam) -> None:
+        """Raise ArgumentError, naming it, for a parameter on whose gradient ``grad_stats`` could not agree."""
+        try:
+            self._holders.weight(param.model)
+        except ArgumentError as error:
+            raise ArgumentError(f"parameter {param.name!r}: {error}") from None
 
     def collect(self, param_groups: Sequence[dict[str, Any]], main_params: ReplicatedMainParams) -> Collected:
         """Finish DTensor reductions and return the gradients there are. Parameters without a gradient take no part."""

@@ -15,12 +15,15 @@ def real(name: str, value: Any) -> float:
     """Return ``value`` as a finite float. Raises ArgumentTypeError (bool, non-number) or ArgumentError (NaN, inf)."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ArgumentTypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
-    if not math.isfinite(value):
-        raise ArgumentError(f"{name} must be finite, got {value!r}")
     try:
-        return float(value)
+        number = float(value)
     except OverflowError:
-        raise ArgumentError(f"{name} must fit a float, got {value!r:.40}...") from None
+        raise ArgumentError(
+            f"{name} must be within the range of a float, got an integer of {len(str(abs(value)))} digits"
+        ) from None
+    if not math.isfinite(number):
+        raise ArgumentError(f"{name} must be finite, got {value!r}")
+    return number
 
 
 def positive(name: str, value: Any) -> float:

@@ -73,7 +73,8 @@ class TorchBackend:
         names = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if hyper.amsgrad else [])
         rows, steps, rest = _split(operands, names)
         if steps:
-            torch._foreach_add_(steps, 1 - decision.found_inf)
+            # A list, because the overload for a single tensor reads it on the host.
+            torch._foreach_add_(steps, [1 - decision.found_inf] * len(steps))
         fused = torch._fused_adamw_ if hyper.decoupled else torch._fused_adam_
         for block in _blocks(rows):
             grads = block.unscaled(decision.coefficient)

@@ -1,0 +1,25 @@
+"""Fixtures shared by every test."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.pool import RankPool
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """Gloo ranks that stay up for the session: `ranks.run(world_size, function, *args)`. See tests/pool.py."""
+    pool = RankPool()
+    yield pool
+    pool.close()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked `gpu` where there is no accelerator."""
+    if torch.accelerator.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu") is not None:
+            item.add_marker(pytest.mark.skip(reason="needs an accelerator"))

@@ -1,0 +1,131 @@
+"""OptimizerConfig and build_optimizer: what they build and what they refuse."""
+
+import math
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megascale import ConstantGradScaler, DynamicGradScaler, OptimizerConfig, build_optimizer
+from megascale.errors import ArgumentError
+from tests.training import model
+
+BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
+    *(({name: value}, f"{name} must be True or False") for name in ("fp16", "bf16") for value in (1, None, "yes")),
+    ({"fp16": True, "bf16": True}, "fp16 and bf16 are both True; choose one"),
+    *(
+        ({name: value}, f"{name} must be")
+        for name in ("loss_scale", "initial_loss_scale", "min_loss_scale", "max_loss_scale")
+        for value in (True, 0, -1.0, math.nan, math.inf, "8", 1e-40)
+    ),
+    ({"min_loss_scale": 2.0**17}, "must hold, got 131072.0 <= 65536.0"),
+    ({"max_loss_scale": 2.0}, "must hold, got 1.0 <= 65536.0 <= 2.0"),
+    *(
+        ({name: value}, f"{name} must be")
+        for name in ("loss_scale_window", "hysteresis")
+        for value in (True, 0, -3, 2.0, math.nan, None)
+    ),
+    ({"hysteresis_reset": "step"}, "hysteresis_reset must be one of 'growth', 'clean_step'"),
+    ({"loss_scale_growth_factor": 1.0}, "loss_scale_growth_factor must be above 1"),
+    ({"loss_scale_backoff_factor": 1.0}, "loss_scale_backoff_factor must be below 1"),
+    *(({"clip_grad": value}, "clip_grad must be") for value in (-1.0, math.nan, math.inf, None, True)),
+    ({"backend": "fast"}, "backend must be one of 'auto', 'torch', 'reference', got 'fast'"),
+    ({"optimizer": "adamw"}, "optimizer must be one of 'adam', 'sgd', got 'adamw'"),
+    *(({name: -1.0}, f"{name} must be 0 or more") for name in ("lr", "weight_decay", "sgd_momentum")),
+    *(({name: value}, f"{name} must be in") for name in ("adam_beta1", "adam_beta2") for value in (1.0, -0.1)),
+    ({"adam_eps": 0.0}, "adam_eps must be above 0"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), BAD_FIELDS)
+def test_bad_field_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
+    """Every field is validated when the config is made."""
+    with pytest.raises(ArgumentError, match=message):
+        OptimizerConfig(**fields)
+
+
+def test_defaults_are_megatrons() -> None:
+    """Megatron-Core's names and defaults, but for the initial loss scale; frozen and keyword-only."""
+    config = OptimizerConfig()
+    assert (config.clip_grad, config.hysteresis, config.loss_scale_window, config.weight_decay) == (1.0, 2, 1000, 0.01)
+    assert config.initial_loss_scale == 2.0**16
+    with pytest.raises(FrozenInstanceError):
+        config.lr = 1.0  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        OptimizerConfig(True)  # type: ignore[call-arg]
+
+
+def test_biases_and_norms_are_not_decayed() -> None:
+    """The default pattern exempts biases and whatever a norm layer owns, also under names without "norm" in them."""
+    module = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.GroupNorm(1, 2), nn.RMSNorm(2), nn.Conv1d(2, 2, 1))
+    optimizer = build_optimizer(OptimizerConfig(lr=0.1), module)
+    decay = {name: group["weight_decay"] for group in optimizer.param_groups for name in group["param_names"]}
+    assert {name for name, value in decay.items() if value} == {"0.weight", "4.weight"}
+    assert set(decay) == {name for name, _ in module.named_parameters()}
+    assert isinstance(optimizer.optimizer, torch.optim.AdamW)
+
+
+def test_overrides_apply_in_order() -> None:
+    """Patterns match names; later ones win; lr_mult multiplies the group's lr."""
+    overrides = {"*bias": {"weight_decay": 0.3}, "first.*": {"lr_mult": 0.5}, "first.bias": {"weight_decay": 0.0}}
+    optimizer = build_optimizer(OptimizerConfig(lr=0.1, fp16=True), model(), overrides=overrides)
+    options = {
+        name: (group["lr"], group["weight_decay"]) for group in optimizer.param_groups for name in group["param_names"]
+    }
+    assert options["first.weight"] == (0.05, 0.01)
+    assert options["first.bias"] == (0.05, 0.0)
+    assert options["second.bias"] == (0.1, 0.3)
+    assert options["norm.weight"] == (0.1, 0.0)
+
+
+def test_scaler_follows_the_config() -> None:
+    """loss_scale: constant. fp16: dynamic with the config's numbers. bf16 and fp32: none."""
+    constant = build_optimizer(OptimizerConfig(lr=0.1, fp16=True, loss_scale=128.0), model()).grad_scaler
+    assert isinstance(constant, ConstantGradScaler)
+    config = OptimizerConfig(lr=0.1, fp16=True, loss_scale_window=7, hysteresis=3, max_loss_scale=2.0**20)
+    dynamic = build_optimizer(config, model()).grad_scaler
+    assert isinstance(dynamic, DynamicGradScaler)
+    assert (dynamic.growth_interval, dynamic.hysteresis, dynamic.max_scale) == (7, 3, 2.0**20)
+    assert build_optimizer(OptimizerConfig(lr=0.1, bf16=True), model(torch.bfloat16)).grad_scaler is None
+
+
+def test_kinds_and_chunks() -> None:
+    """Adam without decoupled decay, SGD with momentum; several modules are chunks with prefixed names, tied weights
+    once.
+    """
+    assert type(build_optimizer(OptimizerConfig(lr=0.1, decoupled_weight_decay=False), nn.Linear(2, 2)).optimizer) is (
+        torch.optim.Adam
+    )
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    second.weight = first.weight
+    optimizer = build_optimizer(OptimizerConfig(lr=0.1, optimizer="sgd"), [first, second])
+    assert isinstance(optimizer.optimizer, torch.optim.SGD)
+    assert optimizer.param_groups[0]["momentum"] == 0.9
+    assert sorted(name for name, _ in optimizer.main_params()) == ["0.bias", "0.weight", "1.bias"]
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"config": OptimizerConfig()}, "config.lr is None; give the learning rate"),
+    ({"config": {"lr": 0.1}}, "config must be an OptimizerConfig, got dict"),
+    ({"modules": []}, "modules must be a module or a list of modules"),
+    ({"modules": nn.ReLU()}, "modules have no parameters"),
+    (
+        {"overrides": {"*wieght": {"lr": 0.1}}},
+        r"overrides pattern '\*wieght' matches no parameter; names look like 'weight'",
+    ),
+    ({"overrides": {"*": {"learning_rate": 0.1}}}, "must be one of 'lr', 'lr_mult', .* got 'learning_rate'"),
+    ({"overrides": {"*": {"lr": math.nan}}}, "must be finite, got nan"),
+    ({"overrides": {"*": {"betas": (0.9, 1.0)}}}, r"must be in \[0, 1\), got 1.0"),
+    ({"overrides": {"*": {"betas": 0.9}}}, "must be two numbers"),
+    ({"overrides": {"*": 3}}, "must be a dict of options, got 3"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED)
+def test_misuse_is_refused_by_name(arguments: dict[str, Any], message: str) -> None:
+    """Typos in patterns and options are errors, not silence."""
+    defaults: dict[str, Any] = {"config": OptimizerConfig(lr=0.1), "modules": nn.Linear(2, 2)}
+    with pytest.raises(ArgumentError, match=message):
+        build_optimizer(**(defaults | arguments))

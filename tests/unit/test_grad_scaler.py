@@ -1,0 +1,331 @@
+"""The scalers: their rule against an oracle, their state dicts, and everything they refuse."""
+
+import math
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megascale import ConstantGradScaler, DynamicGradScaler
+from megascale.errors import ArgumentError, ArgumentTypeError, StateDictError
+
+LARGEST = 2.0**127
+
+
+@dataclass
+class Oracle:
+    """The rule of DESIGN.md in host numbers; fp32 products are numpy's."""
+
+    scale: np.float32
+    minimum: float
+    maximum: float
+    growth_factor: float
+    backoff_factor: float
+    interval: int
+    hysteresis: int
+    reset: str
+    growth: int = 0
+    left: int = -1
+
+    def __post_init__(self) -> None:
+        self.left = self.hysteresis
+
+    def update(self, found_inf: bool) -> None:
+        if found_inf:
+            self.growth = 0
+            self.left = max(self.left - 1, 0)
+            if self.left == 0:
+                self.scale = max(self.scale * np.float32(self.backoff_factor), np.float32(self.minimum))
+            return
+        self.growth += 1
+        if self.reset == "clean_step":
+            self.left = self.hysteresis
+        if self.growth >= self.interval:
+            self.growth = 0
+            self.left = self.hysteresis
+            with np.errstate(over="ignore"):
+                grown = self.scale * np.float32(self.growth_factor)
+            if np.isfinite(grown):
+                self.scale = min(grown, np.float32(self.maximum))
+
+    def triple(self) -> tuple[float, int, int]:
+        return float(self.scale), self.growth, self.left
+
+
+def _triple(scaler: DynamicGradScaler) -> tuple[float, int, int]:
+    state = scaler.state_dict()
+    return float(state["scale"]), state["growth_tracker"], state["hysteresis_tracker"]
+
+
+def _random_pair(rng: random.Random) -> tuple[DynamicGradScaler, Oracle]:
+    minimum = rng.choice([2.0**-20, 1.0, 0.3, 128.0])
+    maximum = rng.choice([None, None, 2.0**20, 1e6, 2.0**127])
+    initial = rng.choice([minimum, 2.0**10, 1000.0, 65536.0])
+    initial = max(initial, minimum)
+    growth, backoff = rng.choice([2.0, 1.5, 4.0, 2.0**40]), rng.choice([0.5, 0.2, 0.9, 1 / 3])
+    interval, hysteresis = rng.randint(1, 6), rng.randint(1, 4)
+    reset = rng.choice(["growth", "clean_step"])
+    scaler = DynamicGradScaler(
+        initial, minimum, growth, backoff, interval, hysteresis, max_scale=maximum, hysteresis_reset=reset
+    )
+    top = LARGEST if maximum is None else maximum
+    return scaler, Oracle(np.float32(initial), minimum, top, growth, backoff, interval, hysteresis, reset)
+
+
+def _follow_schedule(rng: random.Random, steps: int) -> None:
+    """Run one random schedule, with bool and tensor updates and with saves and loads between, and compare every
+    step.
+    """
+    scaler, oracle = _random_pair(rng)
+    overflow_rate = rng.choice([0.05, 0.3, 0.7])
+    for _ in range(steps):
+        found = rng.random() < overflow_rate
+        form = rng.randrange(4)
+        scaler.update(found if form == 0 else torch.tensor([float(found)] if form == 1 else float(found)))
+        oracle.update(found)
+        assert _triple(scaler) == oracle.triple()
+        if rng.random() < 0.05:
+            state = scaler.state_dict()
+            scaler, _ = _same_kind(scaler), scaler.update(True)
+            scaler.load_state_dict(state)
+
+
+def _same_kind(scaler: DynamicGradScaler) -> DynamicGradScaler:
+    return DynamicGradScaler(
+        scaler.initial_scale,
+        scaler.min_scale,
+        scaler.growth_factor,
+        scaler.backoff_factor,
+        scaler.growth_interval,
+        scaler.hysteresis,
+        max_scale=scaler.max_scale,
+        hysteresis_reset=scaler.hysteresis_reset,
+    )
+
+
+def test_rule_equals_oracle_on_random_schedules() -> None:
+    """The dynamic rule, both hysteresis modes: no difference from the oracle on 2,000 schedules."""
+    rng = random.Random(0)
+    for _ in range(2000):
+        _follow_schedule(rng, steps=10)
+
+
+@pytest.mark.slow
+def test_rule_equals_oracle_on_100_000_schedules() -> None:
+    """The dynamic rule, both hysteresis modes: no difference from the oracle on 100,000 schedules."""
+    rng = random.Random(1)
+    for _ in range(100_000):
+        _follow_schedule(rng, steps=rng.randint(1, 20))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    found=st.lists(st.booleans(), max_size=60),
+    interval=st.integers(1, 7),
+    hysteresis=st.integers(1, 5),
+    reset=st.sampled_from(["growth", "clean_step"]),
+    exponent=st.integers(-100, 120),
+)
+def test_rule_equals_oracle_where_hypothesis_looks(
+    found: list[bool], interval: int, hysteresis: int, reset: str, exponent: int
+) -> None:
+    """The dynamic rule at any magnitude; a schedule that fails is shrunk."""
+    initial = 2.0**exponent
+    scaler = DynamicGradScaler(initial, 2.0**-100, 2.0, 0.5, interval, hysteresis, hysteresis_reset=reset)
+    oracle = Oracle(np.float32(initial), 2.0**-100, LARGEST, 2.0, 0.5, interval, hysteresis, reset)
+    for flag in found:
+        scaler.update(torch.tensor(flag))
+        oracle.update(flag)
+        assert _triple(scaler) == oracle.triple()
+
+
+def test_scale_never_leaves_fp32() -> None:
+    """Megatron's scale grows to inf and stays (PEERS, defect 9): ours stops where fp32 holds it and its reciprocal."""
+    scaler = DynamicGradScaler(2.0**126, 1.0, 2.0, 0.5, 1, 1)
+    for _ in range(5):
+        scaler.update(False)
+    assert scaler.scale.item() == LARGEST
+    assert scaler.inv_scale.item() == 2.0**-127
+
+
+def test_scale_stops_at_max_and_min() -> None:
+    """The scale is bounded on both sides by min_scale and max_scale."""
+    scaler = DynamicGradScaler(8.0, 3.0, 2.0, 0.5, 1, 1, max_scale=20.0)
+    for _ in range(4):
+        scaler.update(torch.tensor(0.0))
+    assert scaler.scale.item() == 20.0
+    for _ in range(9):
+        scaler.update(torch.tensor(1.0))
+    assert scaler.scale.item() == 3.0
+
+
+def test_hysteresis_minus_one_overflows_hold() -> None:
+    """Apex's test of hysteresis, written anew: H-1 overflows hold the scale, the H-th and each later one back off."""
+    scaler = DynamicGradScaler(1024.0, 1.0, 2.0, 0.5, 1000, 3)
+    scales = []
+    for _ in range(5):
+        scaler.update(True)
+        scales.append(scaler.scale.item())
+    assert scales == [1024.0, 1024.0, 512.0, 256.0, 128.0]
+
+
+@pytest.mark.parametrize(("reset", "expected"), [("growth", 512.0), ("clean_step", 1024.0)])
+def test_hysteresis_reset_modes_differ(reset: str, expected: float) -> None:
+    """A clean step between two overflows replenishes hysteresis in "clean_step" mode only."""
+    scaler = DynamicGradScaler(1024.0, 1.0, 2.0, 0.5, 1000, 2, hysteresis_reset=reset)
+    for found in (True, False, True):
+        scaler.update(found)
+    assert scaler.scale.item() == expected
+
+
+def test_nan_found_inf_counts_as_found() -> None:
+    """A NaN that reached `found_inf` must not read as clean."""
+    scaler = DynamicGradScaler(1024.0, 1.0, 2.0, 0.5, 10, 1)
+    scaler.update(torch.tensor(float("nan")))
+    assert scaler.scale.item() == 512.0
+
+
+def test_properties_have_megatrons_shape_and_dtype() -> None:
+    """``scale`` and ``inv_scale`` are fp32 tensors of shape [1]; the reciprocal is taken in fp64 and rounded once."""
+    scaler = DynamicGradScaler(3.0, 1.0, 2.0, 0.5, 10, 1)
+    for value in (scaler.scale, scaler.inv_scale):
+        assert value.shape == (1,)
+        assert value.dtype == torch.float32
+    assert scaler.inv_scale.item() == np.float32(1 / 3.0)
+
+
+def test_state_dict_does_not_alias() -> None:
+    """A state dict holds the values of its moment."""
+    scaler = DynamicGradScaler(1024.0, 1.0, 2.0, 0.5, 1, 1)
+    state = scaler.state_dict()
+    scaler.update(False)
+    assert state["scale"].item() == 1024.0
+    assert scaler.scale.item() == 2048.0
+
+
+def test_constant_scaler_stays() -> None:
+    """A constant scale changes at no update and loads Megatron's empty state."""
+    scaler = ConstantGradScaler(128.0)
+    scaler.update(True)
+    scaler.update(torch.tensor(1.0))
+    scaler.load_state_dict({})
+    assert scaler.scale.item() == 128.0
+    other = ConstantGradScaler(1.0)
+    other.load_state_dict(scaler.state_dict())
+    assert other.scale.item() == 128.0
+
+
+def test_loads_megatrons_state() -> None:
+    """Megatron's tracker may be below zero (it does not stop there) and above a shorter interval (where it never
+    grows).
+    """
+    scaler = DynamicGradScaler(2.0**16, 1.0, 2.0, 0.5, 4, 2)
+    scaler.load_state_dict({"scale": torch.tensor([256.0]), "growth_tracker": 9, "hysteresis_tracker": -3})
+    assert _triple(scaler) == (256.0, 9, 0)
+    scaler.update(False)
+    assert _triple(scaler) == (512.0, 0, 2)
+
+
+def test_loads_torchs_own_state() -> None:
+    """A real torch.amp.GradScaler's state continues: its scale and growth tracker, our hysteresis."""
+    theirs = torch.amp.GradScaler("cpu", init_scale=512.0, growth_interval=5)
+    theirs.scale(torch.ones(()))
+    theirs.load_state_dict(theirs.state_dict() | {"_growth_tracker": 4})
+    ours = DynamicGradScaler(2.0**16, 1.0, 2.0, 0.5, 5, 2)
+    ours.load_state_dict(theirs.state_dict())
+    assert _triple(ours) == (512.0, 4, 2)
+    ours.update(False)
+    assert ours.scale.item() == 1024.0
+
+
+GOOD = {"scale": torch.tensor([256.0]), "growth_tracker": 1, "hysteresis_tracker": 1}
+BAD_STATES: list[tuple[Any, str]] = [
+    (GOOD | {"scale": torch.tensor([math.nan])}, "'scale' must be finite, got nan"),
+    (GOOD | {"scale": math.inf}, "'scale' must be finite, got inf"),
+    (GOOD | {"scale": 0.0}, "'scale' must be above 0, got 0.0"),
+    (GOOD | {"scale": -2.0}, "'scale' must be above 0, got -2.0"),
+    (GOOD | {"scale": 2.0**-130}, "'scale' must be between 2\\*\\*-126 and 2\\*\\*127"),
+    (GOOD | {"scale": "256"}, "'scale' must be a number, got '256' of type str"),
+    (GOOD | {"scale": True}, "'scale' must be a number, got True of type bool"),
+    (GOOD | {"scale": torch.ones(2)}, "'scale' must have one element"),
+    (GOOD | {"scale": 0.5}, "outside \\[min_scale=1.0"),
+    (GOOD | {"scale": 2.0**30}, "outside \\[min_scale=1.0, max_scale=16777216.0\\]; construct the scaler with bounds"),
+    (GOOD | {"growth_tracker": -1}, "'growth_tracker' must be 0 or more, got -1"),
+    (GOOD | {"growth_tracker": 1.5}, "'growth_tracker' must be an integer"),
+    (GOOD | {"growth_tracker": 2**70}, "'growth_tracker' must be 4611686018427387904 or less"),
+    (GOOD | {"hysteresis_tracker": None}, "'hysteresis_tracker' must be an integer, got None"),
+    ({"scale": 256.0, "growth_tracker": 1}, "lacks 'hysteresis_tracker'; it has \\['growth_tracker', 'scale'\\]"),
+    ({"growth_tracker": 1, "hysteresis_tracker": 1}, "lacks 'scale'"),
+    ({}, "lacks 'hysteresis_tracker'; it has no keys"),
+    ({"_growth_tracker": 1}, "lacks 'scale'"),
+    ({"scale": 4.0, "_growth_tracker": "x"}, "'_growth_tracker' must be an integer"),
+    ([("scale", 1.0)], "grad scaler state must be a dict, got list"),
+    (None, "grad scaler state must be a dict, got NoneType"),
+]
+
+
+@pytest.mark.parametrize(("state", "message"), BAD_STATES)
+def test_bad_state_is_refused_and_changes_nothing(state: Any, message: str) -> None:
+    """A state that does not fit raises a named error and leaves every tracker as it was."""
+    scaler = DynamicGradScaler(1024.0, 1.0, 2.0, 0.5, 10, 3, max_scale=2.0**24)
+    scaler.update(True)
+    before = _triple(scaler)
+    with pytest.raises(StateDictError, match=message):
+        scaler.load_state_dict(state)
+    assert _triple(scaler) == before
+
+
+DEFAULTS: dict[str, Any] = {
+    "initial_scale": 1024.0,
+    "min_scale": 1.0,
+    "growth_factor": 2.0,
+    "backoff_factor": 0.5,
+    "growth_interval": 10,
+    "hysteresis": 2,
+}
+BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
+    *(
+        ({name: value}, f"{name} must be")
+        for name in ("initial_scale", "min_scale", "max_scale", "growth_factor", "backoff_factor")
+        for value in (True, math.nan, math.inf, -math.inf, 0.0, -1.0, "2", 10**400)
+    ),
+    *(
+        ({name: value}, f"{name} must be")
+        for name in ("growth_interval", "hysteresis")
+        for value in (True, 0, -1, 1.0, 2.5, math.nan, "3", None)
+    ),
+    ({"initial_scale": None}, "initial_scale must be a number, got None of type NoneType"),
+    ({"initial_scale": 0.5}, "min_scale <= initial_scale <= max_scale must hold, got 1.0 <= 0.5"),
+    ({"max_scale": 512.0}, "must hold, got 1.0 <= 1024.0 <= 512.0"),
+    ({"min_scale": 2048.0}, "must hold, got 2048.0 <= 1024.0"),
+    ({"initial_scale": 1e39}, "initial_scale must be between 2\\*\\*-126 and 2\\*\\*127"),
+    ({"growth_factor": 1.0}, "growth_factor must be above 1, got 1.0"),
+    ({"backoff_factor": 1.0}, "backoff_factor must be below 1, got 1.0"),
+    ({"hysteresis_reset": "never"}, "hysteresis_reset must be one of 'growth', 'clean_step', got 'never'"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD_ARGUMENTS)
+def test_bad_argument_is_refused_by_name(change: dict[str, Any], message: str) -> None:
+    """Every constructor argument is validated, and the error names it."""
+    with pytest.raises(ArgumentError, match=message):
+        DynamicGradScaler(**(DEFAULTS | change))
+
+
+@pytest.mark.parametrize("value", [1, None, "yes", np.bool_(True)])
+def test_update_refuses_what_is_neither_bool_nor_tensor(value: Any) -> None:
+    """An int or a None handed in for `found_inf` is a bug of the caller."""
+    for scaler in (DynamicGradScaler(**DEFAULTS), ConstantGradScaler(2.0)):
+        with pytest.raises(ArgumentTypeError, match="found_inf must be a bool or a tensor"):
+            scaler.update(value)
+
+
+def test_update_refuses_tensors_of_several_elements() -> None:
+    """One decision has one element."""
+    with pytest.raises(ArgumentError, match="found_inf must have one element, got shape \\(2,\\)"):
+        DynamicGradScaler(**DEFAULTS).update(torch.zeros(2))

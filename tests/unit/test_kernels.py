@@ -1,0 +1,219 @@
+"""Every backend against the reference, the reference against torch.optim, and the skip on all of them."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from megascale import kernels
+from megascale.errors import ArgumentError
+from megascale.kernels import Backend, Decision, select_backend
+from tests.training import INNER, Bag, bits_equal, constant, grad_of, model, same_bits, set_grads, snapshot
+
+BACKENDS = ["reference", "torch"]
+SHAPES = [(3,), (0,), (1,), (), (5, 7), (2, 3, 4), (300_000,), (70, 0, 2)]
+
+
+def _backend(name: str) -> Backend:
+    return select_backend(name)
+
+
+def _tensors(dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    made = [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+    made.append(torch.randn(6, 8, generator=generator).to(dtype).t())  # not contiguous
+    made.append(torch.randn(4, 9, generator=generator).to(dtype)[:, ::3])  # not dense
+    return made
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_statistics_equal_fp64(name: str, dtype: torch.dtype) -> None:
+    """Sum of squares to fp32 accuracy, exact counts, for every shape, alignment and emptiness."""
+    grads = _tensors(dtype)
+    grads[4][1, 2], grads[4][0, 0], grads[6][123_456] = math.inf, math.nan, -math.inf
+    grads[5].zero_()
+    grads[6][:1000] = 0
+    stats = _backend(name).measure(grads, count_zeros=True)
+    assert stats.zeros is not None
+    for index, grad in enumerate(grads):
+        exact = grad.double()
+        assert stats.non_finite[index].item() == (~exact.isfinite()).sum().item()
+        assert stats.zeros[index].item() == (exact == 0).sum().item()
+        expected = exact.square().sum()
+        if expected.isfinite():
+            torch.testing.assert_close(stats.sum_squares[index], expected, rtol=2e-6, atol=0)
+        else:
+            assert not stats.sum_squares[index].isfinite()
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_fp16_norm_does_not_overflow(name: str) -> None:
+    """fp16 squares overflow at 256; the statistics accumulate wider."""
+    stats = _backend(name).measure([torch.full((1000,), 60000.0, dtype=torch.float16)], count_zeros=False)
+    torch.testing.assert_close(stats.sum_squares[0].item(), 1000 * 59999.0**2 * (60000 / 59999) ** 2, rtol=1e-3, atol=0)
+    assert stats.non_finite[0].item() == 0
+    assert stats.zeros is None
+
+
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_update_follows_torch_optim_on_fp32(name: str, inner: str, dtype: torch.dtype) -> None:
+    """50 steps equal torch's own optimizer on fp32 masters fed the same gradients, to a few fp32 ulps.
+
+    A few, because torch's single tensor, foreach and fused forms differ among themselves in the order of operations.
+    """
+    module = model(dtype)
+    masters = model(torch.float32)
+    with torch.no_grad():
+        for master, param in zip(masters.parameters(), module.parameters(), strict=True):
+            master.copy_(param)
+    optimizer = constant(module, INNER[inner], 2.0**7, backend=name)
+    theirs = INNER[inner](masters)
+    for step in range(50):
+        set_grads(module, seed=step, scale=2.0**7)
+        for master, param in zip(masters.parameters(), module.parameters(), strict=True):
+            master.grad = grad_of(param).float() / 2.0**7
+        optimizer.step()
+        theirs.step()
+    for (_, main), master, param in zip(
+        optimizer.main_params(), masters.parameters(), module.parameters(), strict=True
+    ):
+        torch.testing.assert_close(main, master.detach(), rtol=3e-6, atol=3e-7)
+        assert bits_equal(param, main.to(dtype))
+
+
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_skipped_step_changes_no_bit(name: str, inner: str) -> None:
+    """Invariant 2: a skipped step changes no main param, model param, moment or step count, also as the very first."""
+    module = model()
+    optimizer = constant(module, INNER[inner], 1024.0, backend=name)
+    for step in range(4):
+        before = snapshot(optimizer, module)
+        set_grads(module, seed=step)
+        param = list(module.parameters())[step % 3]
+        grad_of(param).view(-1)[-1] = (math.inf, math.nan, -math.inf, math.nan)[step]
+        assert not optimizer.step().success
+        assert same_bits(before, snapshot(optimizer, module))
+        set_grads(module, seed=100 + step)
+        assert optimizer.step().success
+        assert not same_bits(before, snapshot(optimizer, module))
+
+
+@pytest.mark.parametrize("inner", INNER)
+def test_torch_backend_equals_reference(inner: str) -> None:
+    """Invariant 3: 100 steps with skips between; main params within 1e-6 relative, skips and step counts the same."""
+    results = {}
+    for name in BACKENDS:
+        module = model()
+        optimizer = constant(module, INNER[inner], 256.0, backend=name, clip_grad=0.7)
+        skips = []
+        for step in range(100):
+            set_grads(module, seed=step, scale=64.0)
+            if step % 7 == 3:
+                grad_of(module.first.weight)[0, 0] = math.nan
+            skips.append(bool(optimizer.step().success))
+        results[name] = (skips, dict(optimizer.main_params()))
+    assert results["reference"][0] == results["torch"][0]
+    for key, main in results["reference"][1].items():
+        torch.testing.assert_close(results["torch"][1][key], main, rtol=1e-6, atol=2e-7)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_backend_repeats_itself_bitwise(name: str) -> None:
+    """Two runs of one backend give the same bits."""
+    runs = []
+    for _ in range(2):
+        module = model()
+        optimizer = constant(module, INNER["adamw_fused"], 256.0, backend=name, clip_grad=0.7)
+        for step in range(20):
+            set_grads(module, seed=step, scale=64.0)
+            optimizer.step()
+        runs.append(snapshot(optimizer, module))
+    assert same_bits(*runs)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("inner", ["adamw_fused", "sgd_momentum_fused"])
+def test_update_takes_any_shape_and_stride(name: str, inner: str) -> None:
+    """0-element, 0-d, transposed, sliced, channels-last and block-sized params, and gradients of other strides.
+
+    torch's own fused CPU kernels walk raw memory and are wrong where a gradient's strides differ from its parameter's.
+    """
+    shaped = [*_tensors(torch.float16), torch.randn(4, 3, 5, 5).half().to(memory_format=torch.channels_last)]
+    module = Bag(shaped)
+    twin = Bag(tensor.detach().clone().contiguous().float() for tensor in shaped)
+    optimizer, theirs = constant(module, INNER[inner], 4.0, backend=name), INNER[inner](twin)
+    for step in range(3):
+        set_grads(module, seed=step, scale=4.0)
+        channels_last = module[-1]
+        if step != 1:  # the gradient's strides differ from the parameter's in step 1 only
+            channels_last.grad = grad_of(channels_last).to(memory_format=torch.channels_last)
+        for ours, other in zip(module.parameters(), twin.parameters(), strict=True):
+            other.grad = grad_of(ours).float().contiguous() / 4.0
+        assert optimizer.step().success
+        theirs.step()
+    for (_, main), other in zip(optimizer.main_params(), twin.parameters(), strict=True):
+        torch.testing.assert_close(main, other.detach(), rtol=3e-6, atol=3e-7)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_overflow_flags_where_rounding_is_not_finite(name: str) -> None:
+    """65520 is the first fp32 number that rounds to inf in fp16; NaN counts; bf16 and fp32 model params never do."""
+    below = torch.tensor([1.0, -65519.996])
+    mains = [
+        below,
+        torch.tensor([65520.0]),
+        torch.tensor([-1e9]),
+        torch.tensor([math.nan]),
+        torch.tensor([1e9]),
+        below[:0],
+    ]
+    models = [main.half() for main in mains[:4]] + [mains[4].bfloat16(), mains[5].half()]
+    flags = _backend(name).overflows(mains, models)
+    assert flags.tolist() == [False, True, True, True, False, False]
+    assert [bool(m.isfinite().all()) for m in models] == [not flag for flag in flags.tolist()]
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_update_never_writes_gradients(name: str) -> None:
+    """Gradients stay as backward left them: scaled, for diagnosis and accumulation."""
+    module = model()
+    optimizer = constant(module, INNER["adamw_fused"], 256.0, backend=name)
+    set_grads(module, seed=0)
+    before = [grad_of(p).clone() for p in module.parameters()]
+    optimizer.step()
+    assert all(bits_equal(b, grad_of(p)) for b, p in zip(before, module.parameters(), strict=True))
+
+
+def test_reference_bias_correction_is_exact_at_the_first_steps() -> None:
+    """1 - 0.999 in fp32 is off by 5e-5: the correction is taken in fp64."""
+    main, grad = torch.zeros(1), torch.full((1,), 0.5)
+    state = {"exp_avg": [torch.zeros(1)], "exp_avg_sq": [torch.zeros(1)]}
+    operands = kernels.Operands(model=[main], main=[main], grad=[grad], state=state, step=[torch.zeros(())])
+    hyper = kernels.AdamHyper(1e-3, 0.9, 0.999, 0.0, 0.0, True, False, False)
+    one = torch.ones(())
+    for name in BACKENDS:
+        main.zero_()
+        operands.step[0].zero_()
+        for tensors in state.values():
+            tensors[0].zero_()
+        _backend(name).adam_(operands, hyper, Decision(torch.zeros(()), one, one, one))
+        torch.testing.assert_close(main.item(), -1e-3, rtol=3e-7, atol=0)
+
+
+def test_selection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One function selects: the name, else the environment, else torch; unknown names are refused from either."""
+    monkeypatch.delenv("MEGASCALE_BACKEND", raising=False)
+    assert select_backend().name == "torch"
+    monkeypatch.setenv("MEGASCALE_BACKEND", "reference")
+    assert select_backend().name == "reference"
+    assert select_backend("torch").name == "torch"
+    monkeypatch.setenv("MEGASCALE_BACKEND", "cuda")
+    with pytest.raises(ArgumentError, match=r"MEGASCALE_BACKEND must be one of .* got 'cuda'"):
+        select_backend()
+    with pytest.raises(ArgumentError, match=r"backend must be one of .* got 'fast'"):
+        select_backend("fast")
