@@ -1,0 +1,32 @@
+"""Every rank leaves a phase of a save or load together: all well, or all with the same named error."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch.distributed import ProcessGroup
+
+from megascale.collectives import raise_together
+from megascale.errors import CheckpointError, MegascaleError
+
+
+@contextmanager
+def together(doing: str, group: ProcessGroup | None) -> Iterator[None]:
+    """Run a block that communicates nothing; then raise on every rank of ``group`` if it raised on any.
+
+    Errors that are not megascale's become CheckpointError ("cannot ``doing``: ...").
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except MegascaleError as named:
+        error = named
+    except Exception as other:
+        error = CheckpointError(f"cannot {doing}: {type(other).__name__}: {other}")
+        error.__cause__ = other
+    try:
+        raise_together(error, group)
+    except MegascaleError:
+        raise
+    except Exception as lost:
+        # The group itself failed: a rank has died, or has left the training loop.
+        raise CheckpointError(f"cannot {doing}: lost contact with another rank: {lost}") from (error or lost)

@@ -1,0 +1,406 @@
+"""Save and load: model, optimizer (its scaler inside), user state and each rank's own state, as one atomic folder."""
+
+import contextlib
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from megascale import validate
+from megascale.checkpoint import directory as folders
+from megascale.checkpoint import storage
+from megascale.checkpoint.agreement import together
+from megascale.checkpoint.contents import (
+    Contents,
+    SavedOptimizer,
+    bare,
+    check_types,
+    collect,
+    compare_model,
+    model_tree,
+    templates_of,
+    tree_of,
+)
+from megascale.checkpoint.manifest import Manifest
+from megascale.checkpoint.nest import Tree, flatten, unflatten
+from megascale.collectives import all_gather_object, broadcast_object, group_rank, group_size
+from megascale.errors import CheckpointError, MegascaleError
+from megascale.parallel import ParallelGroups
+
+Groups = ParallelGroups | ProcessGroup | DeviceMesh | None
+
+
+@dataclass(frozen=True)
+class LoadedCheckpoint:
+    """What a load returns.
+
+    Attributes:
+        step: the step that was given to `save`.
+        path: the checkpoint's folder.
+        user_state: as given to `save`, tensors on the host; None if none was.
+        rank_state: what this same rank gave; None if it gave none, or if another number of ranks saved.
+        skipped: with ``strict=False``, one line for everything that was not loaded.
+    """
+
+    step: int
+    path: Path
+    user_state: Any
+    rank_state: Any
+    skipped: tuple[str, ...]
+
+
+class Checkpointer:
+    """Saves into, and loads from, one directory that all ranks share.
+
+    Every method is called by all ranks together. A save that is killed at any moment leaves the earlier checkpoints as
+    they were.
+
+    Args:
+        directory: holds the checkpoints, `step_00000040` and so on; made at the first save.
+        keep_last: how many complete checkpoints to keep, 1 or more; None keeps all.
+        async_save: copy to host memory, then write in a background thread. An error of that write is raised by the next
+            `save` or `wait`. Call `wait` (or leave the ``with`` block) before torch.distributed is destroyed.
+        groups: the ranks that save together; None is the whole world, or this process alone without torch.distributed.
+            They must include every rank that holds a part of a DTensor.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        keep_last: int | None = None,
+        async_save: bool = False,
+        groups: Groups = None,
+    ) -> None:
+        self.directory = Path(directory)
+        self.keep_last = None if keep_last is None else validate.integer("keep_last", keep_last, minimum=1)
+        self.async_save = validate.flag("async_save", async_save)
+        self._groups = ParallelGroups.of(groups)
+        self._group = self._groups.grad_stats
+        self._background = _Background()
+        # The background thread has a group of its own: its collectives must not interleave with training's.
+        self._background_group: ProcessGroup | None = None
+
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: SavedOptimizer | None = None,
+        *,
+        user_state: Any = None,
+        rank_state: Any = None,
+    ) -> Path:
+        """Save everything as the checkpoint of ``step``; returns its path.
+
+        Args:
+            step: 0 or more; names the folder.
+            model: its ``state_dict()`` is saved, every tensor in its own dtype.
+            optimizer: a MixedPrecisionOptimizer, whose grad scaler is part of its state.
+            user_state: any nest of dicts, lists, tuples, tensors, bytes and primitives, the same on every rank.
+            rank_state: such a nest of this rank's own, such as its random number generators and data position.
+
+        Raises:
+            ArgumentError: an argument cannot be saved.
+            CheckpointError: the checkpoint exists already, cannot be written, or the ranks' states do not fit one
+                another; or an earlier background save failed. On all ranks alike.
+        """
+        self.wait()
+        with _named("save the checkpoint"):
+            contents, rank_trees = self._agreed_contents(step, model, optimizer, user_state, rank_state)
+            folder = self._begin(step)
+            with self._removed_on_error(folder):
+                planned = storage.plan_write(contents.tensors, folder, self._group)
+                if not self.async_save:
+                    return self._finish(step, planned, contents.trees, rank_trees, self._group)
+                with together("copy the checkpoint to host memory", self._group):
+                    planned.stage()
+        group = self._thread_group()
+        self._background.start(lambda: self._finish_in_background(step, planned, contents.trees, rank_trees, group))
+        return folders.path_of(self.directory, step)
+
+    def wait(self) -> None:
+        """Wait for the background save, if one is under way. Raises its error, on all ranks alike."""
+        self._background.join()
+
+    def load(
+        self, model: nn.Module, optimizer: SavedOptimizer | None = None, *, step: int | None = None, strict: bool = True
+    ) -> LoadedCheckpoint:
+        """Load the latest checkpoint, or the one of ``step``; see :func:`load`."""
+        self.wait()
+        return load(self.directory, model, optimizer, step=step, strict=strict, groups=self._groups)
+
+    def latest(self) -> Path | None:
+        """Return the complete checkpoint of the highest step, the same on all ranks; None if there is none."""
+        self.wait()
+        path: Path | None = None
+        with together("look for checkpoints", self._group):
+            if group_rank(self._group) == 0:
+                path = folders.latest(self.directory)
+        return broadcast_object(path, self._group)
+
+    def __enter__(self) -> "Checkpointer":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.wait()
+        else:
+            # The block's own error is the one to see.
+            with contextlib.suppress(MegascaleError):
+                self.wait()
+
+    def _agreed_contents(
+        self, step: int, model: nn.Module, optimizer: SavedOptimizer | None, user_state: Any, rank_state: Any
+    ) -> tuple[Contents, list[Tree]]:
+        """Collect this rank's contents; raise on all ranks if the ranks disagree. Returns all ranks' own trees too."""
+        with together("collect the state", self._group):
+            validate.integer("step", step, minimum=0)
+            rank = group_rank(self._group)
+            contents = collect(model, optimizer, user_state, rank_state, rank, self._groups)
+        gathered = all_gather_object(({"step": step, **contents.digest()}, contents.rank_tree), self._group)
+        first = gathered[0][0]
+        for rank, (digest, _) in enumerate(gathered):
+            parts = [part for part in first.keys() | digest.keys() if first.get(part) != digest.get(part)]
+            if parts:
+                raise CheckpointError(
+                    f"rank {rank} saves another {' and '.join(sorted(parts))} than rank 0 (names, shapes, dtypes or "
+                    "plain values differ); pass the same on every rank, and what differs by design as rank_state"
+                )
+        return contents, [tree for _, tree in gathered]
+
+    def _begin(self, step: int) -> Path:
+        folder: Path | None = None
+        with together(f"create a folder in {self.directory}", self._group):
+            if group_rank(self._group) == 0:
+                folder = folders.begin(self.directory, step)
+        folder = broadcast_object(folder, self._group)
+        with together(f"see the folder {folder}", self._group):
+            if folder is None or not folder.is_dir():
+                raise CheckpointError(
+                    f"{folder}, made by the first rank, is not visible here; choose a directory on a file system that "
+                    "all ranks share"
+                )
+        return folder
+
+    def _finish(
+        self,
+        step: int,
+        planned: storage.PlannedWrite,
+        trees: dict[str, Tree],
+        rank_trees: list[Tree],
+        group: ProcessGroup | None,
+    ) -> Path:
+        """Write, and give the folder its name once every rank has written."""
+        with together(f"write {planned.folder}", group):
+            written = planned.write()
+        gathered = all_gather_object(written, group)
+        with together(f"complete {planned.folder}", group):
+            if planned.rank == 0:
+                marks = planned.write_metadata([results for results, _ in gathered])
+                for _, rank_marks in gathered:
+                    marks.update(rank_marks)
+                Manifest(step, group_size(group), trees, rank_trees, marks).write(planned.folder)
+                folders.commit(planned.folder, self.directory, step)
+        with together("remove old checkpoints", group):
+            if planned.rank == 0 and self.keep_last is not None:
+                folders.prune(self.directory, self.keep_last, step)
+        return folders.path_of(self.directory, step)
+
+    def _finish_in_background(
+        self,
+        step: int,
+        planned: storage.PlannedWrite,
+        trees: dict[str, Tree],
+        rank_trees: list[Tree],
+        group: ProcessGroup | None,
+    ) -> None:
+        with _named("save the checkpoint in the background"), self._removed_on_error(planned.folder):
+            self._finish(step, planned, trees, rank_trees, group)
+
+    @contextlib.contextmanager
+    def _removed_on_error(self, folder: Path) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            if group_rank(self._group) == 0:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    def _thread_group(self) -> ProcessGroup | None:
+        if self._group is None or self._group.size() == 1:
+            return None
+        if self._background_group is None:
+            ranks = dist.get_process_group_ranks(self._group)
+            partial = len(ranks) != dist.get_world_size()
+            self._background_group = dist.new_group(ranks, backend="gloo", use_local_synchronization=partial)
+        return self._background_group
+
+
+def save(
+    directory: str | os.PathLike[str],
+    step: int,
+    model: nn.Module,
+    optimizer: SavedOptimizer | None = None,
+    *,
+    user_state: Any = None,
+    rank_state: Any = None,
+    keep_last: int | None = None,
+    groups: Groups = None,
+) -> Path:
+    """Save one checkpoint and wait until it is on disk; see :meth:`Checkpointer.save`."""
+    checkpointer = Checkpointer(directory, keep_last=keep_last, groups=groups)
+    return checkpointer.save(step, model, optimizer, user_state=user_state, rank_state=rank_state)
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: SavedOptimizer | None = None,
+    *,
+    step: int | None = None,
+    strict: bool = True,
+    groups: Groups = None,
+) -> LoadedCheckpoint:
+    """Load a checkpoint into the model and the optimizer; all ranks call it together, at any world size.
+
+    Everything is read and checked first. On an error nothing has changed in model, optimizer or grad scaler.
+
+    Args:
+        path: a directory of checkpoints (the latest is taken, or the one of ``step``), or one checkpoint's folder.
+        model: gets the saved weights and buffers.
+        optimizer: gets its state, main params and grad scaler back. None: the weights alone are loaded; the main params
+            of a MixedPrecisionOptimizer of this model follow at its next step.
+        step: which checkpoint.
+        strict: raise if a name, shape or dtype differs. False loads what fits and lists the rest in ``skipped``.
+        groups: as for :class:`Checkpointer`.
+
+    Raises:
+        CheckpointError: no checkpoint there, a file is missing or damaged, or it does not fit the model.
+        StateDictError: it does not fit the optimizer. On all ranks alike, with the rank that found it in the message.
+    """
+    group = ParallelGroups.of(groups).grad_stats
+    with _named("load the checkpoint"):
+        with together("load the checkpoint", group):
+            check_types(model, optimizer)
+            validate.flag("strict", strict)
+            if step is not None:
+                validate.integer("step", step, minimum=0)
+        folder = _found_together(Path(path), step, group)
+        with together(f"read the manifest of {folder}", group):
+            manifest = Manifest.read(folder)
+        with together(f"verify {folder}", group):
+            manifest.verify(folder, part=group_rank(group), parts=group_size(group))
+        with together(f"read {folder}", group):
+            staged = _stage(folder, manifest, model, optimizer, strict, group)
+        if optimizer is not None and staged.optimizer_state is not None:
+            # Validates all of it, on all ranks, before it changes anything; so it goes first.
+            optimizer.load_state_dict(staged.optimizer_state, strict=strict)
+        with together("load the weights into the model", group):
+            bare(model).load_state_dict(staged.weights, strict=False)
+            if optimizer is not None and staged.optimizer_state is None:
+                optimizer.reload_model_params()
+    return LoadedCheckpoint(manifest.step, folder, staged.user_state, staged.rank_state, staged.skipped)
+
+
+@dataclass(frozen=True)
+class _Staged:
+    """A checkpoint in memory of its own, checked, not yet copied into anything live."""
+
+    weights: dict[str, Any]
+    optimizer_state: dict[str, Any] | None
+    user_state: Any
+    rank_state: Any
+    skipped: tuple[str, ...]
+
+
+def _found_together(path: Path, step: int | None, group: ProcessGroup | None) -> Path:
+    found: Path | None = None
+    with together(f"find a checkpoint in {path}", group):
+        if group_rank(group) == 0:
+            found = folders.find(path, step)
+    found = broadcast_object(found, group)
+    if found is None:
+        raise CheckpointError(f"cannot find a checkpoint in {path}: the first rank named none")
+    return found
+
+
+def _stage(
+    folder: Path,
+    manifest: Manifest,
+    model: nn.Module,
+    optimizer: SavedOptimizer | None,
+    strict: bool,
+    group: ProcessGroup | None,
+) -> _Staged:
+    """Read what is wanted into fresh tensors. Raises CheckpointError if it does not fit the model."""
+    names, problems = compare_model(manifest, model)
+    if problems and strict:
+        raise CheckpointError(
+            f"{folder} does not fit the model: {'; '.join(problems)}. Build the model as it was saved, or pass "
+            "strict=False to load what fits"
+        )
+    trees: dict[str, Tree] = {"model": model_tree(manifest, names), "user": manifest.trees.get("user")}
+    _, live = flatten(bare(model).state_dict(), "model")
+    if optimizer is not None:
+        if strict or "optimizer" in manifest.trees:
+            trees["optimizer"] = tree_of(manifest, "optimizer")
+            live.update(flatten(optimizer.state_dict(copy=False), "optimizer")[1])
+        else:
+            problems.append("the checkpoint holds no optimizer state")
+    same_world = manifest.world_size == group_size(group)
+    trees["rank"] = manifest.rank_trees[group_rank(group)] if same_world else None
+    templates: dict[str, Tensor] = {}
+    for tree in trees.values():
+        templates.update(templates_of(tree, live))
+    storage.read(folder, templates)
+    nests = {part: unflatten(tree, templates) for part, tree in trees.items()}
+    return _Staged(nests["model"], nests.get("optimizer"), nests["user"], nests["rank"], tuple(problems))
+
+
+@contextlib.contextmanager
+def _named(doing: str) -> Iterator[None]:
+    """Turn what is left, such as a broken connection inside a collective, into a CheckpointError."""
+    try:
+        yield
+    except MegascaleError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"cannot {doing}: {type(error).__name__}: {error}") from error
+
+
+class _Background:
+    """At most one background save, and its error until someone asks for it."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def start(self, work: Any) -> None:
+        def run() -> None:
+            try:
+                work()
+            except Exception as error:
+                self._error = error
+
+        # Not a daemon: a process that ends normally finishes its save.
+        self._thread = threading.Thread(target=run, name="megascale checkpoint")
+        self._thread.start()
+
+    def join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error

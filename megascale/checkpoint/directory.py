@@ -1,0 +1,119 @@
+"""The folder that holds checkpoints: names, the latest one, what is removed when.
+
+A checkpoint is written into `.step_00000040.incomplete-<token>` and renamed to `step_00000040` when every byte is on
+disk. So a folder with the plain name is complete, whenever and however the writers died.
+"""
+
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from megascale.errors import CheckpointError
+
+MANIFEST_NAME = "megascale.json"
+_COMPLETE = re.compile(r"step_(\d{8,})")
+_INCOMPLETE = re.compile(r"\.step_\d{8,}\.incomplete-\w+")
+
+
+def latest(directory: str | os.PathLike[str]) -> Path | None:
+    """Return the complete checkpoint of the highest step in ``directory``, None if there is none.
+
+    Looks only; every rank sees what its own file system shows. `Checkpointer.latest` is the same answer on all ranks.
+    """
+    folders = complete(Path(directory))
+    return folders[max(folders)] if folders else None
+
+
+def complete(directory: Path) -> dict[int, Path]:
+    """Return the complete checkpoints by step, lowest first."""
+    named = {int(match[1]): entry for entry, match in _matching(directory, _COMPLETE)}
+    return {step: named[step] for step in sorted(named) if (named[step] / MANIFEST_NAME).is_file()}
+
+
+def path_of(directory: Path, step: int) -> Path:
+    """Return the folder of the checkpoint of ``step``, which need not exist."""
+    return directory / f"step_{step:08d}"
+
+
+def find(path: Path, step: int | None) -> Path:
+    """Return the checkpoint that ``path`` means: itself, or inside it the one of ``step``, or the latest.
+
+    Raises:
+        CheckpointError: there is none; the message says what is there.
+    """
+    if (path / MANIFEST_NAME).is_file() and step is None:
+        return path
+    if not path.is_dir():
+        raise CheckpointError(f"no checkpoint at {path}: the folder does not exist")
+    folders = complete(path)
+    if not folders:
+        raise CheckpointError(f"no complete checkpoint in {path}: expected folders named like {path_of(path, 40).name}")
+    if step is None:
+        return folders[max(folders)]
+    if step not in folders:
+        raise CheckpointError(f"no checkpoint of step {step} in {path}; there are steps {', '.join(map(str, folders))}")
+    return folders[step]
+
+
+def begin(directory: Path, step: int) -> Path:
+    """Make the folder to write the checkpoint of ``step`` into, and remove what killed saves have left.
+
+    Raises:
+        CheckpointError: the checkpoint exists already.
+    """
+    target = path_of(directory, step)
+    if target.exists():
+        raise CheckpointError(
+            f"the checkpoint {target} exists already; delete it, save another step, or choose another directory"
+        )
+    directory.mkdir(parents=True, exist_ok=True)
+    for stale, _ in _matching(directory, _INCOMPLETE):
+        shutil.rmtree(stale, ignore_errors=True)
+    folder = _incomplete(target)
+    folder.mkdir()
+    return folder
+
+
+def commit(folder: Path, directory: Path, step: int) -> Path:
+    """Give a written folder its name; after this the checkpoint exists, also after a power cut."""
+    sync_folder(folder)
+    target = path_of(directory, step)
+    os.rename(folder, target)
+    sync_folder(directory)
+    return target
+
+
+def prune(directory: Path, keep_last: int, saved_step: int) -> None:
+    """Remove all but ``keep_last`` checkpoints: the one just saved, and the highest steps of the others."""
+    folders = complete(directory)
+    others = [step for step in folders if step != saved_step]
+    for step in others[: max(0, len(others) - (keep_last - 1))]:
+        # Renamed first: a removal that is killed half-way leaves no folder that looks complete.
+        doomed = _incomplete(folders[step])
+        os.rename(folders[step], doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the folder's entries are on disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _incomplete(target: Path) -> Path:
+    return target.with_name(f".{target.name}.incomplete-{secrets.token_hex(4)}")
+
+
+def _matching(directory: Path, pattern: re.Pattern[str]) -> Iterator[tuple[Path, re.Match[str]]]:
+    if not directory.is_dir():
+        return
+    for entry in sorted(directory.iterdir()):
+        match = pattern.fullmatch(entry.name)
+        if match and entry.is_dir():
+            yield entry, match

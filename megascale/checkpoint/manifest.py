@@ -1,0 +1,113 @@
+"""`megascale.json`, the part of a checkpoint that says what the data files hold, and whether they are whole."""
+
+import json
+import os
+import zlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megascale.checkpoint.directory import MANIFEST_NAME
+from megascale.checkpoint.nest import Tree
+from megascale.errors import CheckpointError
+
+FORMAT = 1
+_CHUNK_BYTES = 1 << 24
+
+
+@dataclass(frozen=True)
+class FileMark:
+    """Size in bytes and CRC-32 of a data file."""
+
+    size: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds.
+
+    Attributes:
+        step: the caller's step number.
+        world_size: how many ranks saved it.
+        trees: by part ("model", "optimizer", "user"), the nest without its tensors; parts not saved are missing.
+        rank_trees: each rank's own state, in rank order; None for a rank that gave none.
+        files: size and checksum of every other file of the checkpoint.
+    """
+
+    step: int
+    world_size: int
+    trees: dict[str, Tree]
+    rank_trees: list[Tree]
+    files: dict[str, FileMark]
+
+    def write(self, folder: Path) -> None:
+        """Write the manifest into ``folder`` and wait until it is on disk."""
+        body = {**asdict(self), "torch": torch.__version__}
+        text = json.dumps({"format": FORMAT, "crc32": _json_crc32(body), "body": body})
+        with open(folder / MANIFEST_NAME, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    @classmethod
+    def read(cls, folder: Path) -> "Manifest":
+        """Read the manifest of the checkpoint ``folder``.
+
+        Raises:
+            CheckpointError: it is missing, damaged, or of a format that this version does not read.
+        """
+        path = folder / MANIFEST_NAME
+        if not path.is_file():
+            raise CheckpointError(
+                f"{folder} is not a checkpoint of megascale as seen from here: it has no {MANIFEST_NAME}"
+            )
+        try:
+            document = json.loads(path.read_text(encoding="utf-8"))
+            if document["format"] != FORMAT:
+                raise CheckpointError(
+                    f"{path} has format {document['format']!r}; this version of megascale reads {FORMAT}"
+                )
+            body = document["body"]
+            if document["crc32"] != _json_crc32(body):
+                raise CheckpointError(f"{path} is damaged: its checksum does not fit; load an earlier checkpoint")
+            files = {name: FileMark(**mark) for name, mark in body["files"].items()}
+            return cls(body["step"], body["world_size"], body["trees"], body["rank_trees"], files)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(
+                f"{path} is damaged ({type(error).__name__}: {error}); load an earlier checkpoint"
+            ) from error
+
+    def verify(self, folder: Path, *, part: int, parts: int) -> None:
+        """Compare every ``parts``-th file, from the ``part``-th, with its size and checksum.
+
+        Raises:
+            CheckpointError: one is missing or differs; the message names it.
+        """
+        for name in sorted(self.files)[part::parts]:
+            path = folder / name
+            if not path.is_file():
+                raise CheckpointError(f"{path} is missing; load an earlier checkpoint")
+            expected, found = self.files[name], mark_of(path)
+            if found.size != expected.size:
+                raise CheckpointError(
+                    f"{path} has {found.size} bytes, {expected.size} were written; load an earlier checkpoint"
+                )
+            if found != expected:
+                raise CheckpointError(f"{path} is damaged: its checksum does not fit; load an earlier checkpoint")
+
+
+def mark_of(path: Path) -> FileMark:
+    """Read a file and return its size and checksum."""
+    size = crc = 0
+    with open(path, "rb") as stream:
+        while chunk := stream.read(_CHUNK_BYTES):
+            size += len(chunk)
+            crc = zlib.crc32(chunk, crc)
+    return FileMark(size, crc)
+
+
+def _json_crc32(body: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())

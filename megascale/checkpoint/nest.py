@@ -1,0 +1,110 @@
+"""Nests of dicts, lists and tensors as one JSON tree and one flat dict of tensors.
+
+The tree goes into the manifest, the tensors into the data files. Nothing is pickled, so nothing is executed on the way
+back.
+"""
+
+import base64
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from megascale.errors import ArgumentError, ArgumentTypeError, CheckpointError
+
+Tree: TypeAlias = Any
+"""JSON: a primitive stands for itself, everything else is an object of one key: dict, list, tuple, bytes or tensor."""
+
+PRIMITIVES = (type(None), bool, int, float, str)
+
+
+def flatten(nest: Any, name: str) -> tuple[Tree, dict[str, Tensor]]:
+    """Split ``nest`` into a JSON tree and its tensors, which are not copied.
+
+    Args:
+        nest: dicts, lists and tuples of tensors (strided, any device; DTensor too), bytes, None, bool, int, float, str.
+            Keys of dicts are str, int, float, bool or None.
+        name: what the nest is called, the first part of every tensor's key.
+
+    Raises:
+        ArgumentTypeError: something else is in it; the message says where.
+        ArgumentError: a tensor is sparse or has no data.
+    """
+    tensors: dict[str, Tensor] = {}
+    return _encode(nest, name, tensors), tensors
+
+
+def unflatten(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
+    """Rebuild the nest from its tree and the tensors that belong to its keys."""
+    return _decode(tree, lambda leaf: tensors[leaf["key"]])
+
+
+def leaves(tree: Tree) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
+    """Yield key, shape and dtype of every tensor of a tree."""
+    found: list[tuple[str, tuple[int, ...], torch.dtype]] = []
+    _decode(tree, lambda leaf: found.append((leaf["key"], tuple(leaf["shape"]), _dtype(leaf["dtype"]))))
+    return iter(found)
+
+
+def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Tree:
+    if isinstance(value, PRIMITIVES):
+        return value
+    if isinstance(value, Tensor):
+        if value.layout is not torch.strided or value.is_meta or value.is_quantized:
+            raise ArgumentError(f"{path} is a tensor that a checkpoint cannot hold ({value.layout=}, {value.device=})")
+        tensors[path] = value.detach()
+        return {"tensor": {"key": path, "shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}}
+    if isinstance(value, Mapping):
+        return {"dict": [[_key(key, path), _encode(item, _join(path, key), tensors)] for key, item in value.items()]}
+    if isinstance(value, (list, tuple)):
+        items = [_encode(item, _join(path, place), tensors) for place, item in enumerate(value)]
+        return {"list" if isinstance(value, list) else "tuple": items}
+    if isinstance(value, bytes):
+        return {"bytes": base64.b64encode(value).decode()}
+    raise ArgumentTypeError(
+        f"{path} is a {type(value).__module__}.{type(value).__qualname__}; a checkpoint holds tensors, dicts, lists, "
+        "tuples, bytes, None, bool, int, float and str: convert it, e.g. a numpy array with torch.from_numpy"
+    )
+
+
+def _decode(tree: Tree, tensor_of: Callable[[dict[str, Any]], Any]) -> Any:
+    if isinstance(tree, PRIMITIVES):
+        return tree
+    [(kind, content)] = tree.items()
+    match kind:
+        case "tensor":
+            return tensor_of(content)
+        case "dict":
+            return {key: _decode(item, tensor_of) for key, item in content}
+        case "list":
+            return [_decode(item, tensor_of) for item in content]
+        case "tuple":
+            return tuple([_decode(item, tensor_of) for item in content])
+        case "bytes":
+            return base64.b64decode(content)
+    raise CheckpointError(f"the manifest holds {kind!r}, which this version of megascale does not know")
+
+
+def _key(key: Any, path: str) -> Any:
+    if isinstance(key, PRIMITIVES):
+        return key
+    raise ArgumentTypeError(
+        f"{path} has the key {key!r} of type {type(key).__name__}; keys are str, int, float, bool or None"
+    )
+
+
+def _join(path: str, key: Any) -> str:
+    """Keep "a/b" apart from "a" then "b", and 0 apart from "0"."""
+    if isinstance(key, str):
+        return f"{path}/{key.replace('%', '%25').replace('/', '%2F').replace('#', '%23')}"
+    return f"{path}/#{key!r}"
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(
+            f"the checkpoint holds a tensor of dtype {name!r}, which this torch {torch.__version__} lacks"
+        )
+    return dtype

@@ -1,0 +1,161 @@
+"""Tensors to and from a folder, by the planners and file format of torch.distributed.checkpoint.
+
+Its planners decide who writes what: a tensor that all ranks hold is written once, by the first of them; a DTensor's
+shards each by its own rank, and read back by whoever needs them at whatever world size. The coordination between ranks
+is done here, so that it can take place before a background thread begins to write.
+"""
+
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, is_dataclass
+from enum import Enum
+from pathlib import Path, PosixPath, PurePosixPath
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+
+from megascale.checkpoint.agreement import together
+from megascale.checkpoint.manifest import FileMark, mark_of
+from megascale.collectives import all_gather_object, broadcast_object, group_rank
+from megascale.errors import CheckpointError
+
+METADATA_NAME = ".metadata"
+
+
+class _SavePlanner(DefaultSavePlanner):
+    """Takes what it writes from `staged` where that holds it, from the live tensors otherwise."""
+
+    def __init__(self) -> None:
+        # The first rank's copy is the one that counts (a buffer may differ between data-parallel ranks, as DDP allows).
+        super().__init__(flatten_state_dict=False, dedup_save_to_lowest_rank=True)
+        self.staged: dict[MetadataIndex, Tensor] = {}
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        staged = self.staged.get(index)
+        return super().lookup_object(index) if staged is None else staged
+
+
+@dataclass
+class PlannedWrite:
+    """One rank's share of a save. It reads the live tensors until `write` has returned, or `stage` has copied them."""
+
+    folder: Path
+    rank: int
+    planner: _SavePlanner
+    writer: FileSystemWriter
+    plan: SavePlan
+    metadata: Metadata = field(repr=False)
+
+    def stage(self) -> None:
+        """Copy what this rank will write to host memory, and let go of the live tensors."""
+        for item in self.plan.items:
+            self.planner.staged[item.index] = self.planner.lookup_object(item.index).detach().to("cpu", copy=True)
+        self.planner.state_dict = {}
+
+    def write(self) -> tuple[list[WriteResult], dict[str, FileMark]]:
+        """Write this rank's file and wait until it is on disk; returns what was written, and the file's mark."""
+        results = self.writer.write_data(self.plan, self.planner).wait()
+        return results, {path.name: mark_of(path) for path in sorted(self.folder.glob(f"__{self.rank}_*"))}
+
+    def write_metadata(self, results: list[list[WriteResult]]) -> dict[str, FileMark]:
+        """Write, on the first rank, the file that tells where everything is. ``results`` are all ranks'."""
+        self.writer.finish(self.metadata, results)
+        return {METADATA_NAME: mark_of(self.folder / METADATA_NAME)}
+
+
+def plan_write(tensors: Mapping[str, Tensor], folder: Path, group: ProcessGroup | None) -> PlannedWrite:
+    """Agree with the ranks of ``group`` who writes what; every rank calls it with its own tensors."""
+    rank = group_rank(group)
+    planner = _SavePlanner()
+    writer = FileSystemWriter(folder, sync_files=True, overwrite=False)
+    local: SavePlan | None = None
+    with together("plan the checkpoint", group):
+        writer.set_up_storage_writer(rank == 0)
+        planner.set_up_planner(dict(tensors), writer.storage_meta(), is_coordinator=rank == 0)
+        local = writer.prepare_local_plan(planner.create_local_plan())
+    locals_ = all_gather_object(local, group)
+    agreed: tuple[list[SavePlan], Metadata] | None = None
+    with together("plan the checkpoint", group):
+        if rank == 0:
+            plans, metadata = planner.create_global_plan([plan for plan in locals_ if plan is not None])
+            agreed = writer.prepare_global_plan(plans), metadata
+    agreed = broadcast_object(agreed, group)
+    if agreed is None:
+        raise CheckpointError("cannot plan the checkpoint: the first rank sent no plan")
+    plans, metadata = agreed
+    return PlannedWrite(folder, rank, planner, writer, planner.finish_plan(plans[rank]), metadata)
+
+
+def read(folder: Path, templates: Mapping[str, Tensor]) -> None:
+    """Fill ``templates`` in place from the checkpoint ``folder``. Communicates nothing.
+
+    Raises:
+        CheckpointError: a tensor is not in the data files, or with another shape or dtype than its template.
+    """
+    reader = _Reader(folder)
+    metadata = reader.read_metadata()
+    for key, template in templates.items():
+        stored = metadata.state_dict_metadata.get(key)
+        if not isinstance(stored, TensorStorageMetadata):
+            raise CheckpointError(f"{folder} holds no tensor {key!r}")
+        if (stored.size, stored.properties.dtype) != (template.size(), template.dtype):
+            raise CheckpointError(
+                f"{folder} holds {key!r} as {stored.properties.dtype} {tuple(stored.size)}, "
+                f"expected {template.dtype} {tuple(template.size())}"
+            )
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(templates), metadata, is_coordinator=True)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
+    reader.read_data(plan, planner).wait()
+
+
+class _Reader(FileSystemReader):
+    """Reads the metadata file without executing what a stranger may have put into its pickle."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        path = Path(self.path) / METADATA_NAME
+        with open(path, "rb") as stream:
+            metadata = _MetadataUnpickler(stream).load()
+        if not isinstance(metadata, Metadata):
+            raise CheckpointError(f"{path} holds a {type(metadata).__name__}, not the metadata of a checkpoint")
+        return metadata
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        known = _KNOWN.get((module, name))
+        if known is not None:
+            return known
+        if module == "torch" and isinstance(getattr(torch, name, None), (torch.dtype, torch.layout)):
+            return getattr(torch, name)
+        if module.startswith("torch.distributed.checkpoint.") and "." not in name:
+            found = super().find_class(module, name)
+            # Records only: to build one runs nothing but its own initialiser.
+            if isinstance(found, type) and (is_dataclass(found) or issubclass(found, Enum)):
+                return found
+        raise CheckpointError(f"the checkpoint's {METADATA_NAME} refers to {module}.{name}, which has no place there")
+
+
+def _layout(name: str) -> torch.layout:
+    layout = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(layout, torch.layout):
+        raise CheckpointError(f"the checkpoint's {METADATA_NAME} has the layout {name!r}, which torch does not know")
+    return layout
+
+
+_KNOWN: dict[tuple[str, str], Callable[..., Any]] = {
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): _layout,
+    ("pathlib", "PosixPath"): PosixPath,
+    ("pathlib._local", "PosixPath"): PosixPath,
+    ("pathlib", "PurePosixPath"): PurePosixPath,
+    ("collections", "OrderedDict"): dict,
+}

@@ -1,0 +1,277 @@
+"""Saving and loading on several ranks: other world sizes, shards, and one error on all ranks."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from megascale import DynamicGradScaler, MixedPrecisionOptimizer, ParallelGroups
+from megascale.checkpoint import Checkpointer, latest, load, save
+from megascale.errors import ArgumentTypeError, CheckpointError
+from tests.checkpoint_cases import build, differences, message_of, state_of, train
+from tests.pool import RankPool
+
+
+def _build_ddp(seed: int) -> tuple[nn.Module, MixedPrecisionOptimizer]:
+    """As `build`, with DistributedDataParallel around the model; the optimizer's names do not have its prefix."""
+    model, optimizer = build(seed)
+    return DistributedDataParallel(model), optimizer
+
+
+def _save_and_go_on(directory: Path) -> dict[str, Any]:
+    rank = dist.get_rank()
+    model, optimizer = _build_ddp(0)
+    train(model, optimizer, 0, 3, rank)
+    save(
+        directory, 3, model, optimizer, user_state={"epoch": 1}, rank_state={"rank": rank, "rng": torch.get_rng_state()}
+    )
+    train(model, optimizer, 3, 6, rank)
+    return state_of(_inner(model), optimizer)
+
+
+def _resume(directory: Path, train_on: bool) -> tuple[dict[str, Any], Any]:
+    model, optimizer = _build_ddp(1)
+    loaded = load(directory, model, optimizer)
+    assert (loaded.step, loaded.user_state) == (3, {"epoch": 1})
+    if train_on:
+        train(model, optimizer, 3, 6, dist.get_rank())
+    return state_of(_inner(model), optimizer), loaded.rank_state
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    inner = model.module
+    assert isinstance(inner, nn.Module)
+    return inner
+
+
+def test_resume_on_two_ranks_and_load_on_one_and_four(ranks: RankPool, tmp_path: Path) -> None:
+    """6 steps = 3 + save + load into new objects + 3, bitwise, and the state loads at any world size.
+
+    Each rank gets its own state back, and none at another world size. Batch norm's buffers, which differ between ranks
+    until DDP's next forward, are the first rank's.
+    """
+    straight = ranks.run(2, _save_and_go_on, tmp_path)
+    resumed = ranks.run(2, _resume, tmp_path, True)
+    # Rank 1's own batch norm statistics of the last step come from its own data: all states are compared rank by rank.
+    for rank in range(2):
+        assert differences(resumed[rank][0], straight[rank]) == [], rank
+        assert resumed[rank][1]["rank"] == rank
+    [(alone, no_rank_state)] = ranks.run(1, _resume, tmp_path, False)
+    assert no_rank_state is None
+    for state, rank_state in ranks.run(4, _resume, tmp_path, False):
+        assert rank_state is None
+        assert differences(state, alone) == []
+
+
+def _sharded(seed: int, mesh: Any) -> tuple[nn.Module, MixedPrecisionOptimizer]:
+    torch.manual_seed(seed)
+    model = nn.Linear(6, 10).half()
+    for name, param in list(model.named_parameters()):
+        setattr(model, name, nn.Parameter(distribute_tensor(param.detach(), mesh, [Shard(0)])))
+    inner = torch.optim.AdamW(model.named_parameters(), lr=0.01)
+    scaler = DynamicGradScaler(64.0, 1.0, 2.0, 0.5, 2, 1)
+    return model, MixedPrecisionOptimizer(inner, grad_scaler=scaler, groups=ParallelGroups.from_mesh(mesh))
+
+
+def _full(nest: Any) -> Any:
+    if isinstance(nest, DTensor):
+        return nest.full_tensor()
+    if isinstance(nest, dict):
+        return {key: _full(value) for key, value in nest.items()}
+    if isinstance(nest, list):
+        return [_full(value) for value in nest]
+    return nest
+
+
+def _save_shards(directory: Path) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+    model, optimizer = _sharded(0, mesh)
+    for param in model.parameters():
+        param.grad = distribute_tensor(torch.randn(param.shape).half(), mesh, [Shard(0)])
+    optimizer.step()
+    Checkpointer(directory, async_save=True, groups=mesh).save(1, model, optimizer)
+    return _full(state_of(model, optimizer))
+
+
+def _load_shards(directory: Path) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+    model, optimizer = _sharded(1, mesh)
+    load(directory, model, optimizer, groups=mesh)
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+    return _full(state_of(model, optimizer))
+
+
+def _load_whole(directory: Path) -> dict[str, Any]:
+    model = nn.Linear(6, 10).half()
+    inner = torch.optim.AdamW(model.named_parameters(), lr=0.01)
+    optimizer = MixedPrecisionOptimizer(inner, grad_scaler=DynamicGradScaler(64.0, 1.0, 2.0, 0.5, 2, 1))
+    load(directory, model, optimizer)
+    return state_of(model, optimizer)
+
+
+def test_sharded_parameters_load_at_other_world_sizes(ranks: RankPool, tmp_path: Path) -> None:
+    """DTensors saved by 2 ranks (in the background) load as DTensors of 4 and 1 ranks, and as plain tensors."""
+    saved, _ = ranks.run(2, _save_shards, tmp_path)
+    for world_size in (4, 2, 1):
+        for state in ranks.run(world_size, _load_shards, tmp_path):
+            assert differences(state, saved) == [], world_size
+    assert differences(ranks.run(1, _load_whole, tmp_path)[0], saved) == []
+
+
+def _save_in_subgroup(directory: Path) -> str | None:
+    group = dist.new_group([1, 2])
+    if dist.get_rank() not in (1, 2):
+        return None
+    model, _ = build(0)
+    checkpointer = Checkpointer(directory, async_save=True, groups=group)
+    for step in (1, 2):
+        checkpointer.save(step, model, rank_state=dist.get_rank())
+    loaded = checkpointer.load(model)
+    assert loaded.rank_state == dist.get_rank()
+    return str(loaded.path)
+
+
+def test_group_that_is_not_the_world(ranks: RankPool, tmp_path: Path) -> None:
+    """The ranks outside take no part, and the group's first rank is not the world's."""
+    path = str(tmp_path / "step_00000002")
+    assert ranks.run(4, _save_in_subgroup, tmp_path) == [None, path, path, None]
+
+
+def _load_damaged(directory: Path) -> tuple[str, list[str]]:
+    model, optimizer = build(1)
+    before = state_of(model, optimizer)
+    message = message_of(CheckpointError, lambda: load(directory, model, optimizer))
+    return message, differences(state_of(model, optimizer), before)
+
+
+@pytest.mark.parametrize(("name", "finder"), [(".metadata", 0), ("__0_0.distcp", 1), ("__1_0.distcp", 0)])
+@pytest.mark.parametrize("how", ["damaged", "missing"])
+def test_damaged_file_is_one_error_on_all_ranks(
+    ranks: RankPool, tmp_path: Path, name: str, finder: int, how: str
+) -> None:
+    """Each file is checked by one rank; every rank raises its error, and none is left waiting or changed."""
+    ranks.run(2, _save_and_go_on, tmp_path)
+    path = tmp_path / "step_00000003" / name
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.unlink()
+    if how == "damaged":
+        path.write_bytes(content)
+    messages = ranks.run(2, _load_damaged, tmp_path)
+    assert messages[0] == messages[1]
+    assert f"rank {finder}: {path} is {how}" in messages[0][0]
+    assert messages[0][1] == []
+
+
+def _save_refused(directory: Path) -> list[str]:
+    rank = dist.get_rank()
+    model, optimizer = build(0)
+    save(directory, 1, model, optimizer)
+    other, _ = build(0, torch.float16 if rank == 0 else torch.bfloat16)
+    return [
+        message_of(ArgumentTypeError, lambda: save(directory, 2, model, user_state=None if rank == 0 else {1, 2})),
+        message_of(CheckpointError, lambda: save(directory, 2, model, user_state={"epoch": rank})),
+        message_of(CheckpointError, lambda: save(directory, 2 + rank, model)),
+        message_of(CheckpointError, lambda: save(directory, 2, other)),
+        message_of(CheckpointError, lambda: save(directory, 1, model)),
+        message_of(CheckpointError, lambda: load(directory, model if rank == 0 else nn.Linear(1, 1))),
+    ]
+
+
+def test_refused_saves_and_loads_are_alike_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    """What one rank refuses, all refuse, with that rank's message; what differs between ranks is noticed."""
+    messages = ranks.run(2, _save_refused, tmp_path)
+    assert messages[0] == messages[1]
+    wrong_type, user, step, model, existing, unfit = messages[0]
+    assert wrong_type.startswith("rank 1: user is a builtins.set")
+    assert user.startswith("rank 1 saves another user than rank 0")
+    assert step.startswith("rank 1 saves another step than rank 0")
+    assert model.startswith("rank 1 saves another model than rank 0")
+    assert "step_00000001 exists already" in existing
+    assert unfit.startswith("rank 1: ")
+    assert "does not fit the model" in unfit
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
+
+
+def _full_disk(*args: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def _background_error(directory: Path) -> str:
+    model, optimizer = build(0)
+    checkpointer = Checkpointer(directory, async_save=True)
+    with pytest.MonkeyPatch.context() as broken:
+        if dist.get_rank() == 1:
+            broken.setattr(os, "fsync", _full_disk)
+        checkpointer.save(1, model, optimizer)
+        # Training's collectives go on meanwhile.
+        for _ in range(20):
+            dist.all_reduce(torch.ones(1000))
+        message = message_of(CheckpointError, checkpointer.wait)
+    checkpointer.save(2, model, optimizer)
+    checkpointer.wait()
+    return message
+
+
+def test_background_error_of_one_rank_surfaces_on_all(ranks: RankPool, tmp_path: Path) -> None:
+    """One rank's full disk is every rank's error at wait(); the next save works."""
+    messages = ranks.run(2, _background_error, tmp_path)
+    assert messages[0] == messages[1]
+    assert "rank 1: cannot write" in messages[0]
+    assert "No space left on device" in messages[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000002"]
+
+
+def _save_and_die(directory: Path, dying_rank: int, event: str, name: str, async_save: bool) -> str:
+    model, optimizer = build(0)
+    checkpointer = Checkpointer(directory, async_save=async_save)
+    checkpointer.save(1, model, optimizer)
+    checkpointer.wait()
+    train(model, optimizer, 0, 1)
+
+    def hook(seen: str, args: tuple[Any, ...]) -> None:
+        if seen == event and any(name in str(argument) for argument in args):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if dist.get_rank() == dying_rank:
+        sys.addaudithook(hook)
+    checkpointer.save(2, model, optimizer)
+    checkpointer.wait()
+    return "saved"
+
+
+def _load_latest(directory: Path) -> tuple[int, dict[str, Any]]:
+    model, optimizer = build(1)
+    step = load(directory, model, optimizer).step
+    save(directory, 7, model, optimizer)
+    return step, state_of(model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("dying_rank", "event", "name", "async_save"),
+    [(1, "open", "__1_0.distcp", False), (0, "os.rename", "step_00000002", False), (1, "open", "__1_0.distcp", True)],
+    ids=["while writing", "before the rename", "in the background"],
+)
+def test_rank_killed_during_a_save(
+    ranks: RankPool, tmp_path: Path, dying_rank: int, event: str, name: str, async_save: bool
+) -> None:
+    """SIGKILL of one rank: the other gets a CheckpointError, the previous checkpoint loads, and a new save works."""
+    with ranks.spawn(2, _save_and_die, tmp_path, dying_rank, event, name, async_save) as fresh:
+        outcomes = fresh.outcomes(timeout=50, grace=30)
+    assert "exit code -9" in str(outcomes[dying_rank].error)
+    assert "megascale.errors.CheckpointError" in str(outcomes[1 - dying_rank].error)
+    assert latest(tmp_path) == tmp_path / "step_00000001"
+    expected = state_of(*build(0))
+    for step, state in ranks.run(2, _load_latest, tmp_path):
+        assert step == 1
+        assert differences(state, expected) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000001", "step_00000007"]

@@ -1,0 +1,94 @@
+"""Saves that write in the background."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megascale.checkpoint import Checkpointer, latest, load
+from megascale.errors import CheckpointError
+from tests.checkpoint_cases import build, differences, state_of, train
+
+
+def test_training_goes_on_while_it_writes(tmp_path: Path) -> None:
+    """What is written is the state at the call, not what training has made of it since."""
+    model, optimizer = build(0)
+    states = {}
+    with Checkpointer(tmp_path, async_save=True, keep_last=2) as checkpointer:
+        for step in range(1, 4):
+            train(model, optimizer, step, step + 1)
+            states[step] = state_of(model, optimizer)
+            path = checkpointer.save(step, model, optimizer, user_state={"step": step})
+            assert path == tmp_path / f"step_{step:08d}"
+        train(model, optimizer, 4, 6)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step_00000002", "step_00000003"]
+    for step in (2, 3):
+        assert load(tmp_path, model, optimizer, step=step).user_state == {"step": step}
+        assert differences(state_of(model, optimizer), states[step]) == []
+
+
+def test_latest_and_load_wait(tmp_path: Path) -> None:
+    """A save under way counts: it is finished first."""
+    model, optimizer = build(0)
+    checkpointer = Checkpointer(tmp_path, async_save=True)
+    checkpointer.save(1, model, optimizer)
+    assert checkpointer.latest() == tmp_path / "step_00000001"
+    checkpointer.save(2, model, optimizer)
+    assert checkpointer.load(model, optimizer).step == 2
+
+
+def _full_disk(*args: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def _leave_block(checkpointer: Checkpointer) -> None:
+    with checkpointer:
+        pass
+
+
+SURFACES: dict[str, Callable[[Checkpointer], Any]] = {
+    "wait": Checkpointer.wait,
+    "next save": lambda checkpointer: checkpointer.save(2, *build(0)),
+    "end of the with block": _leave_block,
+}
+
+
+@pytest.mark.parametrize("surface", SURFACES.values(), ids=SURFACES)
+def test_background_error_surfaces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, surface: Callable[[Checkpointer], Any]
+) -> None:
+    """At wait(), at the next save, or at the end of the with block; once; with nothing left behind."""
+    model, optimizer = build(0)
+    checkpointer = Checkpointer(tmp_path, async_save=True)
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "fsync", _full_disk)
+        checkpointer.save(1, model, optimizer)
+        with pytest.raises(CheckpointError, match=r"cannot write .*No space left on device"):
+            surface(checkpointer)
+    assert latest(tmp_path) is None
+    assert list(tmp_path.iterdir()) == []
+    checkpointer.save(3, model, optimizer)
+    checkpointer.wait()
+    assert latest(tmp_path) == tmp_path / "step_00000003"
+
+
+def test_error_of_the_block_is_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaving the with block by an error shows that error, not the background save's."""
+    model, optimizer = build(0)
+    checkpointer = Checkpointer(tmp_path, async_save=True)
+    monkeypatch.setattr(os, "fsync", _full_disk)
+    checkpointer.save(1, model, optimizer)
+    with pytest.raises(ZeroDivisionError), checkpointer:
+        _ = 1 / 0
+
+
+def test_synchronous_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A synchronous save raises at once, and removes what it had written."""
+    model, optimizer = build(0)
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "fsync", _full_disk)
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            Checkpointer(tmp_path).save(1, model, optimizer)
+    assert list(tmp_path.iterdir()) == []
