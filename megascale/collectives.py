@@ -56,6 +56,18 @@ def broadcast_object(value: T, group: ProcessGroup | None) -> T:
     return box[0]
 
 
+def twin_group(group: ProcessGroup | None) -> ProcessGroup | None:
+    """Return a new gloo group of the same ranks, for collectives on the host that another thread runs meanwhile.
+
+    Every rank of ``group`` calls it together. The new group lives until torch.distributed is destroyed.
+    """
+    if group is None or group.size() == 1:
+        return None
+    ranks = dist.get_process_group_ranks(group)
+    partial = len(ranks) != dist.get_world_size()
+    return dist.new_group(ranks, backend="gloo", use_local_synchronization=partial)
+
+
 def redistribute_like(tensor: DTensor, like: DTensor) -> DTensor:
     """Return ``tensor`` with the placements of ``like``: the reduction of a Partial gradient ends here."""
     return tensor.redistribute(like.device_mesh, like.placements)

@@ -10,7 +10,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -32,7 +31,7 @@ from megascale.checkpoint.contents import (
 )
 from megascale.checkpoint.manifest import Manifest
 from megascale.checkpoint.nest import Tree, flatten, unflatten
-from megascale.collectives import all_gather_object, broadcast_object, group_rank, group_size
+from megascale.collectives import all_gather_object, broadcast_object, group_rank, group_size, twin_group
 from megascale.errors import CheckpointError, MegascaleError
 from megascale.parallel import ParallelGroups
 
@@ -238,12 +237,8 @@ class Checkpointer:
             raise
 
     def _thread_group(self) -> ProcessGroup | None:
-        if self._group is None or self._group.size() == 1:
-            return None
         if self._background_group is None:
-            ranks = dist.get_process_group_ranks(self._group)
-            partial = len(ranks) != dist.get_world_size()
-            self._background_group = dist.new_group(ranks, backend="gloo", use_local_synchronization=partial)
+            self._background_group = twin_group(self._group)
         return self._background_group
 
 

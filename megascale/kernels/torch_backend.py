@@ -29,36 +29,19 @@ class TorchBackend:
         self._reference = ReferenceBackend()
 
     def measure(self, grads: list[Tensor], count_zeros: bool) -> TensorStats:
-        """See :class:`megascale.kernels.Backend`. Sums of squares are taken in fp32 within a block, in fp64 across
-        blocks.
-        """
-        device = grads[0].device
-        scratch = _Scratch(device)
-        partial: list[Tensor] = []
-        owner: list[int] = []
-        for index, grad in enumerate(grads):
-            for piece in (_flat([grad]) or [grad.reshape(-1)])[0].split(scratch.block):
-                dtype = torch.float64 if piece.dtype == torch.float64 else torch.float32
-                work = scratch.view(piece.numel(), dtype).copy_(piece)
-                stats = [torch.dot(work, work)]
-                if count_zeros:
-                    mask = scratch.view(piece.numel(), dtype, slot=1)
-                    stats.append(torch.eq(work, 0, out=mask).sum())
-                # x - x is 0 where x is finite and NaN where it is not; only NaN differs from itself.
-                torch.sub(work, work, out=work)
-                stats.append(torch.ne(work, work, out=work).sum())
-                partial.extend(stats)
-                owner.append(index)
-        exact = stats_dtype(device)
-        width = 3 if count_zeros else 2
-        table = torch.zeros(len(grads), width, dtype=exact, device=device)
-        if owner:
-            rows = torch.stack([value.to(exact) for value in partial]).view(-1, width)
-            if len(owner) == len(grads):
-                table = rows
-            else:
-                table.index_add_(0, torch.tensor(owner, device=device), rows)
-        return TensorStats(table[:, 0], table[:, -1], table[:, 1] if count_zeros else None)
+        """See :class:`megascale.kernels.Backend`. Sums of squares are fp32 within a block and fp64 across blocks."""
+        scratch = _Scratch(grads[0].device)
+        values: list[Tensor] = []
+        num_blocks = []
+        for grad in grads:
+            blocks = (_flat([grad]) or [grad.reshape(-1)])[0].split(scratch.block)
+            num_blocks.append(len(blocks))
+            for block in blocks:
+                values.extend(scratch.measure(block, count_zeros))
+        table = torch.stack(values).to(stats_dtype(grads[0].device)).view(sum(num_blocks), -1)
+        if len(table) > len(grads):
+            table = torch.stack([rows.sum(0) for rows in table.split(num_blocks)])
+        return TensorStats(table[:, 0], table[:, 1], table[:, 2] if count_zeros else None)
 
     def unscale(self, grads: list[Tensor], mains: list[Tensor], coefficient: Tensor) -> list[Tensor]:
         """See :class:`megascale.kernels.Backend`."""
@@ -155,6 +138,19 @@ class _Scratch:
         if buffer is None or buffer.numel() < numel:
             buffer = self._buffers[dtype, slot] = torch.empty(numel, dtype=dtype, device=self._device)
         return buffer[:numel]
+
+    def measure(self, block: Tensor, count_zeros: bool) -> list[Tensor]:
+        """Return sum of squares, non-finite count and, with ``count_zeros``, zeros of a 1-D block, as 0-d tensors."""
+        dtype = torch.float64 if block.dtype == torch.float64 else torch.float32
+        work = self.view(block.numel(), dtype).copy_(block)
+        stats = [torch.dot(work, work)]
+        zeros = []
+        if count_zeros:
+            zeros.append(torch.eq(work, 0, out=self.view(block.numel(), dtype, slot=1)).sum())
+        # x - x is 0 where x is finite and NaN where it is not; only NaN differs from itself.
+        torch.sub(work, work, out=work)
+        stats.append(torch.ne(work, work, out=work).sum())
+        return stats + zeros
 
 
 class _Block:

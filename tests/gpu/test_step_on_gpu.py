@@ -1,0 +1,146 @@
+"""The step on an accelerator: the same bodies as on the CPU, no host sync, one decision."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
+from megascale.errors import MainParamOverflowError
+from megascale.host_view import HostView
+from megascale.kernels import select_backend
+from tests.training import INNER, Bag, Tiny, bits_equal, grad_of, model, same_bits, set_grads, snapshot
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = [torch.float16, torch.bfloat16]
+
+
+def _device() -> torch.device:
+    return torch.accelerator.current_accelerator() or torch.device("cpu")
+
+
+@contextmanager
+def _no_sync() -> Iterator[None]:
+    """Let every implicit synchronisation of the host with the device raise."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def _on_device(inner: str, dtype: torch.dtype, **options: object) -> tuple[Tiny, MixedPrecisionOptimizer]:
+    module = model(dtype).to(_device())
+    config = OptimizerConfig(fp16=dtype == torch.float16, bf16=dtype == torch.bfloat16, **options)  # type: ignore[arg-type]
+    return module, MixedPrecisionOptimizer(
+        INNER[inner](module), config, DynamicGradScaler(2.0**10, 1.0, 2.0, 0.5, 4, 1)
+    )
+
+
+@pytest.mark.parametrize("inner", INNER)
+def test_no_sync_in_100_steps(inner: str) -> None:
+    """Invariant 5: 100 steps with skips and growth under set_sync_debug_mode("error")."""
+    module, optimizer = _on_device(inner, torch.float16, log_num_zeros_in_grad=True)
+    set_grads(module, 0)
+    optimizer.step()
+    clean, poisoned = [grad_of(p).clone() for p in module.parameters()], [grad_of(p) for p in module.parameters()]
+    poisoned[0][0, 0] = math.inf
+    params = list(module.parameters())
+    view = HostView()
+    seen = []
+    with _no_sync():
+        for step in range(100):
+            for param, grad in zip(params, poisoned if step % 10 == 3 else clean, strict=True):
+                param.grad = grad
+            result = optimizer.step()
+            seen.append(view.push({"success": result.success, "scale": optimizer.get_loss_scale()}))
+    assert optimizer.num_skipped_steps.item() == 10
+    assert [values["success"] for values in seen if values] == [float(step % 10 != 3) for step in range(99)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inner", INNER)
+def test_device_equals_cpu_reference(inner: str, dtype: torch.dtype) -> None:
+    """Invariant 3: 50 steps with skips and clipping; skips and scales equal the CPU reference, main params within
+    1e-6.
+    """
+    module, optimizer = _on_device(inner, dtype)
+    twin = model(dtype)
+    config = OptimizerConfig(fp16=dtype == torch.float16, bf16=dtype == torch.bfloat16, backend="reference")
+    reference = MixedPrecisionOptimizer(INNER[inner](twin), config, DynamicGradScaler(2.0**10, 1.0, 2.0, 0.5, 4, 1))
+    for step in range(50):
+        for one in (module, twin):
+            set_grads(one, seed=step, scale=64.0)
+            if step % 9 == 4:
+                grad_of(one.first.weight)[0, 0] = math.nan
+        ours, theirs = optimizer.step(), reference.step()
+        assert bool(ours.success) == bool(theirs.success)
+        assert optimizer.get_loss_scale().item() == reference.get_loss_scale().item()
+    for (_, main), (_, expected) in zip(optimizer.main_params(), reference.main_params(), strict=True):
+        torch.testing.assert_close(main.cpu(), expected, rtol=1e-6, atol=5e-7)
+    for param, (_, main) in zip(module.parameters(), optimizer.main_params(), strict=True):
+        assert bits_equal(param, main.to(dtype))
+
+
+@pytest.mark.parametrize("inner", INNER)
+def test_skipped_step_changes_no_bit(inner: str) -> None:
+    """Invariant 2, on the device."""
+    module, optimizer = _on_device(inner, torch.float16)
+    for step in range(4):
+        set_grads(module, seed=step)
+        grad_of(list(module.parameters())[step]).view(-1)[-1] = (math.inf, math.nan, -math.inf, math.nan)[step]
+        before = snapshot(optimizer, module)
+        assert not optimizer.step().success
+        assert same_bits(before, snapshot(optimizer, module))
+        set_grads(module, seed=100 + step)
+        assert optimizer.step().success
+
+
+def test_statistics_of_a_large_tensor() -> None:
+    """More than 2**31 elements: exact counts, no 32-bit index."""
+    numel = 2**31 + 5
+    if torch.cuda.get_device_properties(_device()).total_memory < 40 * 2**30:
+        pytest.skip("needs 40 GiB of device memory")
+    grad = torch.zeros(numel, dtype=torch.float16, device=_device())
+    grad[-1], grad[0], grad[numel // 2] = math.nan, 2.0, math.inf
+    stats = select_backend("torch").measure([grad, torch.full((3,), 2.0, device=_device())], count_zeros=True)
+    assert stats.non_finite.tolist() == [2, 0]
+    assert stats.zeros is not None
+    assert stats.zeros.tolist() == [numel - 3, 0]
+    assert stats.sum_squares[1].item() == 12
+
+
+def test_outgrown_main_param_is_named_one_step_late() -> None:
+    """On a device the host hears of it at the next step, without having waited."""
+    module = Bag(
+        [torch.ones(3, dtype=torch.float16, device=_device()), torch.ones(2, dtype=torch.float16, device=_device())]
+    )
+    optimizer = MixedPrecisionOptimizer(
+        torch.optim.SGD(module.named_parameters(), lr=70000.0), None, DynamicGradScaler(1.0, 1.0, 2.0, 0.5, 100, 1)
+    )
+    zero: list[Tensor] = [torch.zeros_like(p) for p in module.parameters()]
+    module[0].grad, module[1].grad = zero[0] + 1, zero[1]
+    optimizer.step()
+    module[0].grad = zero[0]
+    optimizer.step()  # the ranks hear of it here, the host at the next step
+    with pytest.raises(MainParamOverflowError, match=r"main param of 'params.0' is 65520 or more"):
+        optimizer.step()
+
+
+def test_state_moves_between_devices() -> None:
+    """State saved on the device loads on the CPU, bit for bit, and back."""
+    module, optimizer = _on_device("adamw_fused", torch.float16)
+    for step in range(3):
+        set_grads(module, seed=step)
+        optimizer.step()
+    twin = model()
+    config = OptimizerConfig(fp16=True)
+    other = MixedPrecisionOptimizer(INNER["adamw_fused"](twin), config, DynamicGradScaler(2.0**10, 1.0, 2.0, 0.5, 4, 1))
+    other.load_state_dict(optimizer.state_dict())
+    assert same_bits(snapshot(optimizer, module), snapshot(other, twin))
+    optimizer.load_state_dict(other.state_dict())
+    assert same_bits(snapshot(optimizer, module), snapshot(other, twin))
