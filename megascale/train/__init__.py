@@ -1,0 +1,1 @@
+"""The training program: ``python -m megascale.train``, alone or under torchrun. See config.py for every option."""

@@ -1,0 +1,296 @@
+"""Options of the training program: typed defaults, YAML files, ``a.b=c`` overrides. Unknown keys are refused."""
+
+import difflib
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from megascale import validate
+from megascale.errors import ArgumentError
+from megascale.grad_scaler import HYSTERESIS_RESETS
+
+TASKS = ("digits", "text")
+PRECISIONS = ("fp16", "bf16", "fp32")
+SCALERS = ("dynamic", "static", "none")
+OPTIMIZERS = ("sgd", "adamw", "adam")
+SCHEDULES = ("cosine", "constant")
+WANDB_MODES = ("disabled", "offline", "online")
+RESUMES = ("auto", "restart")
+
+
+@dataclass
+class ScalerConfig:
+    """The loss scaler."""
+
+    scaler_type: str = "dynamic"
+    """dynamic, static, or none (not with fp16)."""
+    scale: float = 65536.0
+    """The static scale, or the first dynamic one."""
+    min_scale: float = 2.0**-14
+    max_scale: float | None = None
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.2
+    growth_interval: int = 16
+    """Clean steps before the dynamic scale grows."""
+    hysteresis: int = 1
+    """Overflows before the dynamic scale backs off."""
+    hysteresis_reset: str = "growth"
+    """growth or clean_step; see DynamicGradScaler."""
+
+
+@dataclass
+class OptimizerConfig:
+    """The wrapped optimizer and its schedule."""
+
+    name: str = "sgd"
+    """sgd, adamw or adam."""
+    lr: float = 20.0
+    """The peak learning rate."""
+    momentum: float = 0.9
+    """Of sgd."""
+    beta1: float = 0.9
+    beta2: float = 0.95
+    weight_decay: float = 0.0
+    clip_grad: float = 0.01
+    """Largest global gradient norm; 0 does not clip."""
+    warmup_steps: int = 50
+    """Steps of linear warm-up."""
+    schedule: str = "cosine"
+    """After the warm-up: cosine to zero, or constant."""
+
+
+@dataclass
+class CheckpointConfig:
+    """When to save and how to start."""
+
+    every: int = 100
+    """Steps between checkpoints; one more is saved at the end. 0: only at the end."""
+    keep_last: int = 2
+    async_save: bool = False
+    """Write in a background thread."""
+    resume: str = "auto"
+    """auto: go on from the run folder's latest checkpoint. restart: remove it and begin anew."""
+
+
+@dataclass
+class DigitsConfig:
+    """The task ``digits``."""
+
+    size: int = 256
+    """Height and width of a scene, pixels."""
+    grid: int = 6
+    """A scene has grid x grid cells, each with at most one digit."""
+    fill: float = 0.6
+    """Probability that a cell has a digit."""
+    noise: float = 0.05
+    """Standard deviation of the noise on all pixels."""
+    patch: int = 4
+    """How often the 8 x 8 digits are enlarged, and height and width of the U-Net's patches, pixels."""
+    width: int = 16
+    """Channels of the first level of the U-Net."""
+    depth: int = 2
+    """Number of times it halves the resolution."""
+    heldout_scenes: int = 64
+
+
+@dataclass
+class TextConfig:
+    """The task ``text``."""
+
+    width: int = 128
+    """Size of the residual stream."""
+    layers: int = 4
+    heads: int = 4
+    context: int = 128
+    """Bytes a model sees at once."""
+    heldout_windows: int = 64
+
+
+@dataclass
+class TrainConfig:
+    """Everything ``python -m megascale.train`` takes."""
+
+    task: str = "digits"
+    """digits: label the pixels of scenes of handwritten digits. text: a byte-level GPT on Python's documentation."""
+    precision: str = "fp16"
+    """Parameters and gradients: fp16, bf16 or fp32."""
+    seed: int = 0
+    """Decides initial weights and data."""
+    steps: int = 800
+    batch_size: int = 8
+    """Samples per step over all ranks; a multiple of their number."""
+    evaluate_every: int = 100
+    """Steps between measurements on held-out data."""
+    threads: int = 0
+    """CPU threads of each rank; 0: the machine's cores divided by its ranks."""
+    output_dir: str = "runs"
+    wandb_name: str | None = None
+    """Name of the run and of its folder; default: task and precision."""
+    wandb: str = "disabled"
+    """disabled, offline or online."""
+    wandb_project: str = "megascale"
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    scaler: ScalerConfig = field(default_factory=ScalerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    digits: DigitsConfig = field(default_factory=DigitsConfig)
+    text: TextConfig = field(default_factory=TextConfig)
+
+    @property
+    def run_name(self) -> str:
+        """The run's name."""
+        return self.wandb_name or f"{self.task}_{self.precision}"
+
+    @property
+    def run_folder(self) -> Path:
+        """Where the run writes."""
+        return Path(self.output_dir) / self.run_name
+
+
+# A run may go on with other values of these.
+FREE_ON_RESUME = ("steps", "evaluate_every", "threads", "output_dir", "wandb", "checkpoint")
+
+
+def load_config(arguments: list[str]) -> TrainConfig:
+    """Return the defaults, overlaid by the file of ``config=FILE`` if given, overlaid by the ``a.b=c`` arguments.
+
+    Raises ArgumentError for an argument of another form, an unknown key (with the nearest known one) or a bad value.
+    """
+    pairs = [_pair(argument) for argument in arguments]
+    merged = OmegaConf.structured(TrainConfig)
+    for name, value in pairs:
+        if name == "config":
+            merged = _overlaid(merged, _read_yaml(value), value)
+    dotted = [f"{name}={value}" for name, value in pairs if name != "config"]
+    for name, _ in pairs:
+        if name != "config":
+            _check_key(name, "argument")
+    try:
+        merged = OmegaConf.merge(merged, OmegaConf.from_dotlist(dotted))
+        config = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        raise ArgumentError(f"{error.full_key or 'an argument'}: {str(error).splitlines()[0]}") from None
+    if not isinstance(config, TrainConfig):
+        raise ArgumentError(f"the options make a {type(config).__name__}; give a.b=c arguments only")
+    _check_values(config)
+    return config
+
+
+def as_dict(config: TrainConfig) -> dict[str, Any]:
+    """Return the options as nested dicts of primitives."""
+    plain = OmegaConf.to_container(OmegaConf.structured(config))
+    return {str(key): value for key, value in plain.items()} if isinstance(plain, dict) else {}
+
+
+def save_yaml(config: TrainConfig, path: Path) -> None:
+    """Write the options to a file that ``config=`` reads."""
+    OmegaConf.save(OmegaConf.structured(config), path)
+
+
+def usage() -> str:
+    """Return what ``--help`` prints: every key and its default."""
+    lines = ["python -m megascale.train [config=FILE] a.b=c ...", "", "Keys and defaults:"]
+    defaults = OmegaConf.structured(TrainConfig)
+    lines += [f"  {key}={OmegaConf.select(defaults, key)}" for key in _known_keys()]
+    return "\n".join(lines)
+
+
+def _pair(argument: str) -> tuple[str, str]:
+    name, separator, value = argument.partition("=")
+    if not separator or not name or name.startswith("-"):
+        raise ArgumentError(f"argument {argument!r} is not of the form key=value, e.g. scaler.scale=65536")
+    return name, value
+
+
+def _read_yaml(path: str) -> Any:
+    try:
+        return OmegaConf.load(path)
+    except FileNotFoundError:
+        raise ArgumentError(f"config={path}: there is no such file") from None
+    except Exception as error:  # yaml's errors have no common base that omegaconf exposes
+        raise ArgumentError(f"config={path} cannot be read: {error}") from None
+
+
+def _overlaid(merged: Any, loaded: Any, path: str) -> Any:
+    for key in _flat_keys(OmegaConf.to_container(loaded), ""):
+        _check_key(key, path)
+    try:
+        return OmegaConf.merge(merged, loaded)
+    except OmegaConfBaseException as error:
+        raise ArgumentError(f"{path}: {error.full_key}: {str(error).splitlines()[0]}") from None
+
+
+def _flat_keys(tree: Any, prefix: str) -> Iterator[str]:
+    if not isinstance(tree, dict):
+        raise ArgumentError(
+            f"a config file must hold keys and values, got {type(tree).__name__} at {prefix or 'its top'}"
+        )
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flat_keys(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+
+
+def _known_keys(kind: Any = TrainConfig, prefix: str = "") -> list[str]:
+    known: list[str] = []
+    for entry in fields(kind):
+        if is_dataclass(entry.type):
+            known += _known_keys(entry.type, f"{prefix}{entry.name}.")
+        else:
+            known.append(prefix + entry.name)
+    return known
+
+
+def _check_key(key: str, where: str) -> None:
+    known = _known_keys()
+    if key in known:
+        return
+    if any(name.startswith(f"{key}.") for name in known):
+        inside = ", ".join(name for name in known if name.startswith(f"{key}."))
+        raise ArgumentError(f"{where}: {key!r} is a group; give one of {inside}")
+    # A key may be right but for its group: compare both forms.
+    by_leaf = [name for name in known if name.split(".")[-1] == key.split(".")[-1]]
+    nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+    raise ArgumentError(f"{where}: unknown key {key!r}; did you mean {(by_leaf or nearest)[0]!r}?")
+
+
+def _check_values(config: TrainConfig) -> None:
+    validate.one_of("task", config.task, TASKS)
+    validate.one_of("precision", config.precision, PRECISIONS)
+    validate.one_of("wandb", config.wandb, WANDB_MODES)
+    validate.one_of("scaler.scaler_type", config.scaler.scaler_type, SCALERS)
+    validate.one_of("scaler.hysteresis_reset", config.scaler.hysteresis_reset, HYSTERESIS_RESETS)
+    validate.one_of("optimizer.name", config.optimizer.name, OPTIMIZERS)
+    validate.one_of("optimizer.schedule", config.optimizer.schedule, SCHEDULES)
+    validate.one_of("checkpoint.resume", config.checkpoint.resume, RESUMES)
+    if config.precision == "fp16" and config.scaler.scaler_type == "none":
+        raise ArgumentError("scaler.scaler_type=none does not go with precision=fp16; take static or dynamic")
+    for name in ("steps", "batch_size", "evaluate_every"):
+        validate.integer(name, getattr(config, name), minimum=1)
+    for name in ("seed", "threads"):
+        validate.integer(name, getattr(config, name), minimum=0)
+    validate.integer("optimizer.warmup_steps", config.optimizer.warmup_steps, minimum=0)
+    validate.integer("checkpoint.every", config.checkpoint.every, minimum=0)
+    validate.integer("checkpoint.keep_last", config.checkpoint.keep_last, minimum=1)
+    for name in ("lr", "momentum", "weight_decay", "clip_grad"):
+        validate.non_negative(f"optimizer.{name}", getattr(config.optimizer, name))
+    for name in ("beta1", "beta2"):
+        validate.fraction(f"optimizer.{name}", getattr(config.optimizer, name))
+    validate.scale("scaler.scale", config.scaler.scale)
+    for name in ("size", "grid", "patch", "width", "heldout_scenes"):
+        validate.integer(f"digits.{name}", getattr(config.digits, name), minimum=1)
+    validate.integer("digits.depth", config.digits.depth, minimum=0)
+    for name in ("fill", "noise"):
+        validate.non_negative(f"digits.{name}", getattr(config.digits, name))
+    for name in ("width", "layers", "heads", "context", "heldout_windows"):
+        validate.integer(f"text.{name}", getattr(config.text, name), minimum=1)
+    if config.text.width % config.text.heads:
+        raise ArgumentError(f"text.width={config.text.width} must be a multiple of text.heads={config.text.heads}")
+    if config.run_name in (".", "..") or "/" in config.run_name:
+        raise ArgumentError(
+            f"wandb_name must be a plain name without '/', got {config.run_name!r}; set output_dir for folders"
+        )

@@ -1,0 +1,141 @@
+"""What a run leaves behind: metrics.csv and TensorBoard always, Weights & Biases when asked, and a progress bar."""
+
+import csv
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+from megascale.errors import ArgumentError
+from megascale.train.config import TrainConfig, as_dict
+
+
+@dataclass(frozen=True)
+class Row:
+    """One step as all ranks saw it."""
+
+    step: int
+    loss: float
+    batch_accuracy: float
+    """Fraction of this step's labelled places that the model labels right, before the step."""
+    total_accuracy: float
+    """The same on all held-out data, as last measured up to the end of this step; NaN before that."""
+    grad_norm: float
+    """Of the unscaled gradients."""
+    scale: float
+    """The loss scale of this step."""
+    skipped: int
+    zero_grad_fraction: float
+    """Fraction of gradient elements that are exactly zero."""
+    lr: float
+    samples_per_second: float
+    """Of this step alone, without evaluation and checkpoints."""
+
+
+COLUMNS = [column.name for column in fields(Row)]
+
+
+class RunLog:
+    """Writes rows. Only the first rank has one.
+
+    Rows of steps that will be run again are removed from the CSV file and hidden in TensorBoard.
+
+    Args:
+        config: names the folder and the run.
+        start: the first step that this process will run.
+    """
+
+    def __init__(self, config: TrainConfig, start: int) -> None:
+        folder = config.run_folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file, self._csv = _open_csv(folder / "metrics.csv", start)
+        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=start)
+        self._wandb = _start_wandb(config)
+        quiet = not sys.stderr.isatty()
+        self._bar = tqdm(
+            total=config.steps,
+            initial=start,
+            desc=config.run_name,
+            mininterval=10.0 if quiet else 0.2,
+            file=sys.stderr,
+            dynamic_ncols=True,
+        )
+        self._skips = 0
+        self._after_skip = False
+
+    def write(self, row: Row) -> None:
+        """Log one step."""
+        values = asdict(row)
+        self._csv.writerow(values)
+        for name, value in values.items():
+            if name != "step":
+                self._board.add_scalar(name, value, row.step)
+        if self._wandb is not None:
+            self._wandb.log({name: value for name, value in values.items() if name != "step"}, step=row.step)
+        self._skips += row.skipped
+        if row.skipped:
+            self.say(f"step {row.step}: skipped at scale {row.scale:g}, gradients overflowed")
+        elif self._after_skip:
+            self.say(f"step {row.step}: landed at scale {row.scale:g}")
+        self._after_skip = bool(row.skipped)
+        self._bar.update(1)
+        self._bar.set_postfix_str(
+            f"loss {row.loss:.4f} acc {row.total_accuracy:.4f} scale {row.scale:g} norm {row.grad_norm:.3g} "
+            f"skips {self._skips} {row.samples_per_second:.0f} samples/s",
+            refresh=False,
+        )
+
+    def say(self, message: str) -> None:
+        """Print a line above the progress bar."""
+        self._bar.write(message, file=sys.stdout)
+        sys.stdout.flush()
+
+    def flush(self) -> None:
+        """Bring everything to disk, as before a checkpoint."""
+        self._file.flush()
+        self._board.flush()
+
+    def close(self) -> None:
+        """Finish all files."""
+        self._bar.close()
+        self._file.close()
+        self._board.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def _open_csv(path: Path, start: int) -> tuple[Any, "csv.DictWriter[str]"]:
+    """Open the file for rows from ``start`` on, keeping earlier ones."""
+    kept: list[Mapping[str, str]] = []
+    if start > 0 and path.is_file():
+        with open(path, newline="", encoding="utf-8") as stream:
+            kept = [row for row in csv.DictReader(stream) if row["step"].isdigit() and int(row["step"]) < start]
+    stream = open(path, "w", newline="", encoding="utf-8")  # noqa: SIM115  closed by RunLog.close
+    writer = csv.DictWriter(stream, COLUMNS)
+    writer.writeheader()
+    writer.writerows(kept)
+    return stream, writer
+
+
+def _start_wandb(config: TrainConfig) -> Any:
+    if config.wandb == "disabled":
+        return None
+    try:
+        import wandb
+    except ModuleNotFoundError as error:
+        if error.name != "wandb":
+            raise
+        raise ArgumentError(
+            f"wandb={config.wandb} needs Weights & Biases: pip install 'megascale[wandb]', or set wandb=disabled"
+        ) from None
+    return wandb.init(
+        project=config.wandb_project,
+        name=config.run_name,
+        dir=str(config.run_folder),
+        mode=config.wandb,
+        config=as_dict(config),
+    )

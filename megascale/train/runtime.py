@@ -1,0 +1,67 @@
+"""Where a rank runs: its place among the ranks, its device, its signals."""
+
+import os
+import signal
+from types import FrameType, TracebackType
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+FORCE_AFTER = 3  # signals; torchrun forwards the terminal's Ctrl-C, so that one key press may arrive twice
+
+
+class Runtime:
+    """Joins the ranks of torchrun, or stands alone; CUDA with NCCL where there is a GPU, else the CPU with gloo.
+
+    While it is entered, SIGINT and SIGTERM are noted instead of ending the process; the third one ends it.
+
+    Args:
+        threads: CPU threads of this rank; 0: the machine's cores divided by its ranks.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self.rank = int(os.environ.get("RANK", 0))
+        self.world_size = int(os.environ.get("WORLD_SIZE", 1))
+        local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        self.device = torch.device("cpu")
+        if torch.cuda.is_available():
+            self.device = torch.device("cuda", local_rank % torch.cuda.device_count())
+            torch.cuda.set_device(self.device)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(threads or max(1, cores // local_size))
+        self.under_torchrun = "RANK" in os.environ
+        self.stop_signal = 0
+        self._signals = 0
+        self._handlers: dict[int, object] = {}
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank speaks for all."""
+        return self.rank == 0
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The group of all ranks; None when alone."""
+        return dist.group.WORLD if self.under_torchrun else None
+
+    def __enter__(self) -> "Runtime":
+        if self.under_torchrun:
+            dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._handlers[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        if self.under_torchrun and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.stop_signal = self.stop_signal or number
+        self._signals += 1
+        if self._signals >= FORCE_AFTER:
+            raise KeyboardInterrupt

@@ -1,0 +1,50 @@
+"""What a task is: a model, batches that depend on seed and step alone, and held-out data."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from megascale.train.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples on the CPU.
+
+    Attributes:
+        inputs: shape [samples, ...]; floating inputs are fp32 and cast to the model's dtype by the trainer.
+        targets: int64 class of every labelled place, shape [samples, ...].
+    """
+
+    inputs: Tensor
+    targets: Tensor
+
+
+class Task(Protocol):
+    """A classification of many places per sample; the model's logits have shape [samples, classes, ...]."""
+
+    num_heldout: int
+
+    def model(self) -> nn.Module:
+        """Return the model in fp32, its initial weights decided by torch's global generator."""
+
+    def batch(self, step: int, first: int, last: int) -> Batch:
+        """Return samples ``first`` to ``last`` of the global batch of ``step``: a function of seed and step alone."""
+
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean loss over all places, in fp32, of fp32 logits."""
+
+    def heldout(self, first: int, last: int) -> Batch:
+        """Return held-out samples ``first`` to ``last`` of ``num_heldout``."""
+
+
+def build_task(config: TrainConfig) -> Task:
+    """Return the task that ``config`` asks for. Its libraries are imported only then."""
+    if config.task == "digits":
+        from megascale.train.digits import DigitsTask
+
+        return DigitsTask(config.digits, config.seed)
+    from megascale.train.text import TextTask
+
+    return TextTask(config.text, config.seed)

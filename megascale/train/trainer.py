@@ -1,0 +1,333 @@
+"""The training loop: data, model, MixedPrecisionOptimizer, checkpoints, metrics, and a clean stop."""
+
+import json
+import math
+import shutil
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from megascale import ConstantGradScaler, DynamicGradScaler, MegatronGradScaler, MixedPrecisionOptimizer
+from megascale import OptimizerConfig as StepConfig
+from megascale.checkpoint import Checkpointer
+from megascale.collectives import all_reduce_sum_, broadcast_object, raise_together
+from megascale.errors import ArgumentError, MegascaleError
+from megascale.host_view import HostView
+from megascale.train.config import FREE_ON_RESUME, OptimizerConfig, ScalerConfig, TrainConfig, as_dict, save_yaml
+from megascale.train.run_log import Row, RunLog
+from megascale.train.runtime import Runtime
+from megascale.train.tasks import Batch, build_task
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass
+class Progress:
+    """What a run has been through, across interruptions."""
+
+    step: int = 0
+    skipped: int = 0
+    zero_grad_fractions: float = 0.0
+    """Sum over steps."""
+    seconds: float = 0.0
+    total_accuracy: float = math.nan
+
+
+class Trainer:
+    """One run on one rank. The data is a function of (seed, step), so that a run does not depend on its
+    interruptions.
+    """
+
+    def __init__(self, config: TrainConfig, runtime: Runtime) -> None:
+        if config.batch_size % runtime.world_size:
+            raise ArgumentError(
+                f"batch_size={config.batch_size} must be a multiple of the {runtime.world_size} ranks that share it"
+            )
+        self.config = config
+        self.runtime = runtime
+        self.dtype = DTYPES[config.precision]
+        self.task = build_task(config)
+        torch.manual_seed(config.seed)
+        self.model = self.task.model().to(runtime.device, self.dtype)
+        self.optimizer = build_wrapped_optimizer(config, self.model)
+        self.network: nn.Module = DistributedDataParallel(self.model) if runtime.under_torchrun else self.model
+        self.num_params = sum(param.numel() for param in self.model.parameters())
+        self.checkpointer = Checkpointer(
+            config.run_folder / "checkpoints",
+            keep_last=config.checkpoint.keep_last,
+            async_save=config.checkpoint.async_save,
+        )
+        self.progress = Progress()
+        self.view = HostView()
+        self.log: RunLog | None = None
+        self._stop_seen = False
+        self._begun = time.perf_counter()
+
+    def run(self) -> int:
+        """Train to the last step, or to a signal; returns the exit status."""
+        self._restart_if_asked()
+        self._resume()
+        self._open_log()
+        started, stopped = self.progress.step, False
+        self._begun = time.perf_counter()
+        while self.progress.step < self.config.steps and not stopped:
+            self._step(self.progress.step)
+            stopped = self._due(self.progress.step)
+        if self.progress.step > started or self.checkpointer.latest() is None:
+            if not stopped:
+                self.progress.total_accuracy = self.evaluate()
+            self._observe(self.view.flush())
+            self._save()
+        self.checkpointer.wait()
+        self._summarise(stopped)
+        if self.log is not None:
+            self.log.close()
+        return 128 + (self.runtime.stop_signal or 2) if stopped else 0
+
+    # One step
+
+    def _step(self, step: int) -> None:
+        started = time.perf_counter()
+        lr = learning_rate(self.config.optimizer, step, self.config.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        loss, correct, places = self._loss(self.network, self._own_part(step))
+        self.optimizer.zero_grad()
+        self.optimizer.scale_loss(loss).backward()
+        scale = self.optimizer.get_loss_scale()
+        result = self.optimizer.step()
+        stop = 1.0 if self.runtime.stop_signal else 0.0
+        shared = torch.stack([loss.detach().double(), correct.double() / places, loss.new_tensor(stop).double()])
+        all_reduce_sum_(shared, self.runtime.group)
+        seen = self.view.push(
+            {
+                "step": step,
+                "loss": shared[0] / self.runtime.world_size,
+                "batch_accuracy": shared[1] / self.runtime.world_size,
+                "stop": shared[2],
+                "grad_norm": result.grad_norm,
+                "scale": scale,
+                "success": result.success,
+                "zeros": result.num_zeros_in_grad,
+                "lr": lr,
+                "samples_per_second": self.config.batch_size / (time.perf_counter() - started),
+            }
+        )
+        self._observe(seen)
+        self.progress.step = step + 1
+
+    def _due(self, done: int) -> bool:
+        """Evaluate and save where it is time. Returns whether the ranks have agreed to stop."""
+        if done % self.config.evaluate_every == 0 and done < self.config.steps:
+            self.progress.total_accuracy = self.evaluate()
+        every = self.config.checkpoint.every
+        if every and done % every == 0 and done < self.config.steps and not self._stop_seen:
+            self._observe(self.view.flush())
+            self._save()
+        return self._stop_seen
+
+    def _observe(self, seen: dict[str, float] | None) -> None:
+        """Take in the values of an earlier step, the same on all ranks."""
+        if seen is None:
+            return
+        self._stop_seen = self._stop_seen or seen["stop"] > 0
+        zero_fraction = seen["zeros"] / self.num_params
+        self.progress.skipped += int(not seen["success"])
+        self.progress.zero_grad_fractions += zero_fraction
+        if self.log is not None:
+            row = Row(
+                step=int(seen["step"]),
+                loss=seen["loss"],
+                batch_accuracy=seen["batch_accuracy"],
+                total_accuracy=self.progress.total_accuracy,
+                grad_norm=seen["grad_norm"],
+                scale=seen["scale"],
+                skipped=int(not seen["success"]),
+                zero_grad_fraction=zero_fraction,
+                lr=seen["lr"],
+                samples_per_second=seen["samples_per_second"],
+            )
+            self.log.write(row)
+
+    def _own_part(self, step: int) -> Batch:
+        share = self.config.batch_size // self.runtime.world_size
+        return self.task.batch(step, self.runtime.rank * share, (self.runtime.rank + 1) * share)
+
+    def _loss(self, network: nn.Module, batch: Batch) -> tuple[Tensor, Tensor, int]:
+        """Return the mean loss in fp32, the number of places labelled right, and the number of places."""
+        inputs = batch.inputs.to(self.runtime.device)
+        if inputs.is_floating_point():
+            inputs = inputs.to(self.dtype)
+        targets = batch.targets.to(self.runtime.device)
+        logits: Tensor = network(inputs)
+        return (
+            self.task.loss(logits.float(), targets),
+            (logits.detach().argmax(1) == targets).sum(),
+            targets.numel(),
+        )
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Return the fraction of held-out places labelled right; the ranks share the work."""
+        counts = torch.zeros(2, dtype=torch.float64, device=self.runtime.device)
+        share = max(1, self.config.batch_size // self.runtime.world_size)
+        firsts = range(self.runtime.rank * share, self.task.num_heldout, self.runtime.world_size * share)
+        for first in firsts:
+            batch = self.task.heldout(first, min(first + share, self.task.num_heldout))
+            _, correct, places = self._loss(self.model, batch)
+            counts += torch.stack([correct.double(), correct.new_tensor(places).double()])
+        correct_count, place_count = all_reduce_sum_(counts, self.runtime.group).tolist()
+        return float(correct_count / place_count)
+
+    # Checkpoints
+
+    def _save(self) -> None:
+        if self.log is not None:
+            self.log.flush()
+        now = time.perf_counter()
+        self.progress.seconds += now - self._begun
+        self._begun = now
+        state = {"progress": vars(self.progress), "config": as_dict(self.config)}
+        self.checkpointer.save(
+            self.progress.step,
+            self.model,
+            self.optimizer,
+            user_state=broadcast_object(state, self.runtime.group),
+            rank_state={"rng": torch.get_rng_state()},
+        )
+
+    def _resume(self) -> None:
+        if self.checkpointer.latest() is None:
+            return
+        loaded = self.checkpointer.load(self.model, self.optimizer)
+        self._refuse_other_config(loaded.user_state["config"])
+        self.progress = Progress(**loaded.user_state["progress"])
+        if loaded.rank_state is not None:
+            torch.set_rng_state(loaded.rank_state["rng"])
+        if self.runtime.is_first:
+            print(f"resumed at step {loaded.step} from {loaded.path}", flush=True)
+
+    def _refuse_other_config(self, saved: dict[str, Any]) -> None:
+        """Raise ArgumentError, naming the keys, if the run was begun with options that make it another run."""
+        mine, theirs = _flat(as_dict(self.config)), _flat(saved)
+        keys = [key for key in sorted(mine.keys() | theirs.keys()) if key.split(".")[0] not in FREE_ON_RESUME]
+        changed = [
+            f"{key}={theirs.get(key)} there, {mine.get(key)} here" for key in keys if mine.get(key) != theirs.get(key)
+        ]
+        if changed:
+            raise ArgumentError(
+                f"{self.config.run_folder} holds a run with other options: {'; '.join(changed)}. Give another "
+                "wandb_name "
+                "or output_dir, or checkpoint.resume=restart to remove that run"
+            )
+
+    def _restart_if_asked(self) -> None:
+        error: MegascaleError | None = None
+        if self.config.checkpoint.resume == "restart" and self.runtime.is_first:
+            try:
+                shutil.rmtree(self.config.run_folder)
+            except FileNotFoundError:
+                pass
+            except OSError as caught:
+                error = ArgumentError(f"checkpoint.resume=restart cannot remove {self.config.run_folder}: {caught}")
+        raise_together(error, self.runtime.group)
+
+    # What a run leaves
+
+    def _open_log(self) -> None:
+        error: MegascaleError | None = None
+        if self.runtime.is_first and self.progress.step < self.config.steps:
+            try:
+                self.log = RunLog(self.config, self.progress.step)
+                save_yaml(self.config, self.config.run_folder / "config.yaml")
+            except MegascaleError as caught:
+                error = caught
+        raise_together(error, self.runtime.group)
+
+    def _summarise(self, stopped: bool) -> None:
+        """Print the run in one line, and write it to summary.json."""
+        path, scale = self.checkpointer.latest(), self.optimizer.get_loss_scale().item()
+        if not self.runtime.is_first:
+            return
+        progress = self.progress
+        summary = {
+            "run": self.config.run_name,
+            "step": progress.step,
+            "steps": self.config.steps,
+            "total_accuracy": progress.total_accuracy,
+            "skipped": progress.skipped,
+            "scale": scale,
+            "zero_grad_fraction": progress.zero_grad_fractions / max(1, progress.step),
+            "seconds": progress.seconds,
+            "ranks": self.runtime.world_size,
+            "checkpoint": str(path),
+        }
+        (self.config.run_folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        state = "stopped by a signal; run the same command to go on" if stopped else "done"
+        print(
+            f"{state}: step {progress.step} of {self.config.steps}, total accuracy {progress.total_accuracy:.4f}, "
+            f"{progress.skipped} skipped, scale {scale:g}, zero gradients {summary['zero_grad_fraction']:.1%}, "
+            f"{progress.seconds:.0f} s, {path}",
+            flush=True,
+        )
+
+
+def learning_rate(options: OptimizerConfig, step: int, steps: int) -> float:
+    """Return the learning rate of ``step``: linear warm-up, then cosine to zero, or constant."""
+    warmup = min(1.0, (step + 1) / options.warmup_steps) if options.warmup_steps else 1.0
+    decay = 0.5 * (1 + math.cos(math.pi * step / steps)) if options.schedule == "cosine" else 1.0
+    return options.lr * warmup * decay
+
+
+def build_grad_scaler(config: ScalerConfig) -> MegatronGradScaler | None:
+    """Return the scaler that ``config`` asks for."""
+    if config.scaler_type == "none":
+        return None
+    if config.scaler_type == "static":
+        return ConstantGradScaler(config.scale)
+    return DynamicGradScaler(
+        config.scale,
+        config.min_scale,
+        config.growth_factor,
+        config.backoff_factor,
+        config.growth_interval,
+        config.hysteresis,
+        max_scale=config.max_scale,
+        hysteresis_reset=config.hysteresis_reset,
+    )
+
+
+def build_wrapped_optimizer(config: TrainConfig, model: nn.Module) -> MixedPrecisionOptimizer:
+    """Return the optimizer that ``config`` asks for around ``model``'s parameters."""
+    options = config.optimizer
+    inner: torch.optim.Optimizer
+    if options.name == "sgd":
+        inner = torch.optim.SGD(
+            model.named_parameters(), options.lr, momentum=options.momentum, weight_decay=options.weight_decay
+        )
+    else:
+        kind = torch.optim.AdamW if options.name == "adamw" else torch.optim.Adam
+        inner = kind(
+            model.named_parameters(),
+            options.lr,
+            betas=(options.beta1, options.beta2),
+            weight_decay=options.weight_decay,
+        )
+    step_config = StepConfig(
+        fp16=config.precision == "fp16",
+        bf16=config.precision == "bf16",
+        clip_grad=options.clip_grad,
+        log_num_zeros_in_grad=True,
+    )
+    return MixedPrecisionOptimizer(inner, step_config, build_grad_scaler(config.scaler))
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat

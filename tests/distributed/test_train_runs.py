@@ -1,0 +1,172 @@
+"""The training program as users start it: processes of its own, under torchrun and alone."""
+
+import csv
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megascale.checkpoint import load
+from megascale.train.config import load_config
+from megascale.train.run_log import COLUMNS
+from megascale.train.tasks import build_task
+from megascale.train.trainer import DTYPES, build_wrapped_optimizer
+from tests.training import same_bits, snapshot
+
+TINY = [
+    "task=text",
+    "text.width=16",
+    "text.layers=1",
+    "text.heads=2",
+    "text.context=16",
+    "text.heldout_windows=8",
+    "batch_size=4",
+    "evaluate_every=10",
+    "threads=1",
+    "optimizer.name=adamw",
+    "optimizer.lr=0.003",
+    "optimizer.schedule=constant",
+    "scaler.growth_interval=4",
+    "wandb_name=run",
+]
+
+
+def _command(ranks: int, folder: Path, *arguments: str) -> list[str]:
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    program = start if ranks > 1 else [sys.executable]
+    return [*program, "-m", "megascale.train", *TINY, f"output_dir={folder}", *arguments]
+
+
+def _train(ranks: int, folder: Path, *arguments: str, status: int = 0) -> str:
+    done = subprocess.run(_command(ranks, folder, *arguments), capture_output=True, text=True, timeout=150)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def _rows(folder: Path) -> list[dict[str, str]]:
+    with open(folder / "run" / "metrics.csv", newline="") as stream:
+        return list(csv.DictReader(stream))
+
+
+def _state(folder: Path, *arguments: str) -> tuple[dict[str, torch.Tensor], Any, Any]:
+    """Return model, main params and moments of a run's latest checkpoint, its scaler and its user state."""
+    config = load_config([*TINY, *arguments])
+    model = build_task(config).model().to(DTYPES[config.precision])
+    optimizer = build_wrapped_optimizer(config, model)
+    loaded = load(folder / "run" / "checkpoints", model, optimizer)
+    return snapshot(optimizer, model), optimizer.state_dict()["grad_scaler"], loaded.user_state
+
+
+def _without_speed(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    return [{name: value for name, value in row.items() if name != "samples_per_second"} for row in rows]
+
+
+def test_resume_is_bitwise_on_two_ranks(tmp_path: Path) -> None:
+    """40 steps straight equal 20, save, new processes and 20 more: params, main params, moments, scaler, data, log."""
+    _train(2, tmp_path / "straight", "steps=40")
+    _train(2, tmp_path / "halves", "steps=20")
+    output = _train(2, tmp_path / "halves", "steps=40")
+    assert "resumed at step 20" in output
+    straight, straight_scaler, straight_user = _state(tmp_path / "straight")
+    halves, halves_scaler, halves_user = _state(tmp_path / "halves")
+    assert same_bits(straight, halves)
+    assert straight_scaler == halves_scaler
+    for user in (straight_user, halves_user):
+        del user["progress"]["seconds"]
+    assert straight_user["progress"] == halves_user["progress"]
+    assert straight_user["progress"]["step"] == 40
+    rows = _rows(tmp_path / "straight")
+    assert _without_speed(rows) == _without_speed(_rows(tmp_path / "halves"))
+    assert [int(row["step"]) for row in rows] == list(range(40))
+    assert sum(int(row["skipped"]) for row in rows) == straight_user["progress"]["skipped"] > 0
+    output = _train(2, tmp_path / "halves", "steps=40")
+    assert "resumed at step 40" in output
+    assert "done: step 40 of 40" in output
+    assert _without_speed(rows) == _without_speed(_rows(tmp_path / "halves"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_interrupt_saves_and_the_next_run_goes_on(tmp_path: Path, ranks: int) -> None:
+    """Ctrl-C (a SIGINT to everybody) saves the step and ends; the same command then finishes the run, bit for bit."""
+    command = _command(ranks, tmp_path / "cut", "steps=300")
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        events = tmp_path / "cut" / "run" / "tensorboard"
+        deadline = time.monotonic() + 90
+        while not (events.is_dir() and any(events.iterdir())):
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        time.sleep(0.5)
+        os.killpg(process.pid, signal.SIGINT)
+        output = process.communicate(timeout=60)[0]
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert "stopped by a signal; run the same command to go on" in output
+    if ranks == 1:
+        assert process.returncode == 128 + signal.SIGINT
+    summary = json.loads((tmp_path / "cut" / "run" / "summary.json").read_text())
+    stopped = summary["step"]
+    assert 0 < stopped < 300
+    assert [int(row["step"]) for row in _rows(tmp_path / "cut")] == list(range(stopped))
+    assert f"resumed at step {stopped}" in _train(ranks, tmp_path / "cut", "steps=300")
+    _train(ranks, tmp_path / "straight", "steps=300")
+    assert same_bits(_state(tmp_path / "cut")[0], _state(tmp_path / "straight")[0])
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+def test_alone_in_each_precision(tmp_path: Path, precision: str) -> None:
+    """A run without torchrun: the loss falls, everything is logged each step, and the parameters have the dtype asked
+    for.
+    """
+    _train(1, tmp_path, f"precision={precision}", "steps=60", "checkpoint.async_save=true", "checkpoint.every=20")
+    rows = _rows(tmp_path)
+    assert list(rows[0]) == COLUMNS
+    losses = [float(row["loss"]) for row in rows]
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+    assert math.isnan(float(rows[0]["total_accuracy"]))
+    assert float(rows[-1]["total_accuracy"]) > 0.05
+    assert {float(row["scale"]) for row in rows} > {65536.0}
+    state, _, _ = _state(tmp_path, f"precision={precision}")
+    assert {value.dtype for name, value in state.items() if name.startswith("model.")} == {DTYPES[precision]}
+    folders = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert folders == ["step_00000040", "step_00000060"]
+    assert any((tmp_path / "run" / "tensorboard").iterdir())
+
+
+def test_refusals_of_a_run(tmp_path: Path) -> None:
+    """Another configuration in the same folder, an odd batch, a bad key: exit status 2 and a message with the
+    remedy.
+    """
+    _train(1, tmp_path, "steps=2")
+    output = _train(1, tmp_path, "steps=4", "seed=1", status=2)
+    assert "holds a run with other options: seed=0 there, 1 here. Give another wandb_name or output_dir" in output
+    output = _train(1, tmp_path, "steps=3", "seed=1", "checkpoint.resume=restart")
+    assert "done: step 3 of 3" in output
+    assert "unknown key 'step'; did you mean 'steps'" in _train(1, tmp_path, "step=4", status=2)
+    output = _train(2, tmp_path / "odd", "batch_size=5", status=1)
+    assert "batch_size=5 must be a multiple of the 2 ranks" in output
+
+
+def test_weights_and_biases_is_optional(tmp_path: Path) -> None:
+    """Asked for and not installed: a message with the pip line. Installed: the offline run is written."""
+    try:
+        import wandb  # noqa: F401
+    except ModuleNotFoundError:
+        output = _train(1, tmp_path, "steps=2", "wandb=offline", status=2)
+        assert "wandb=offline needs Weights & Biases: pip install 'megascale[wandb]'" in output
+    else:
+        _train(1, tmp_path, "steps=2", "wandb=offline")
+        assert any((tmp_path / "run" / "wandb").glob("offline-run-*"))

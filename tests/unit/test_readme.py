@@ -1,0 +1,59 @@
+"""README.md keeps its promises: its examples run as pasted, its commands are where CI looks for them."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def _blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("index", range(len(_blocks("python"))))
+def test_example_runs_as_pasted(index: int, tmp_path: Path) -> None:
+    """Every Python example of the page runs in a fresh interpreter, alone."""
+    code = _blocks("python")[index]
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_first_example_is_short() -> None:
+    """The first example shows the whole loop in about 15 lines."""
+    assert len(_blocks("python")[0].splitlines()) <= 16
+
+
+def test_commands_stand_where_they_are_looked_for() -> None:
+    """First bash block: the main job on 2 ranks. Second: the tests. Each in a virtual environment of the clone's
+    own.
+    """
+    job, tests = _blocks("bash")[:2]
+    assert "-m venv .venv" in job
+    assert "--nproc-per-node 2 -m megascale.train" in job
+    assert "-m venv .venv" in tests
+    assert "-m pytest" in tests
+
+
+def test_tree_names_what_exists() -> None:
+    """The annotated tree lists files and folders that are there."""
+    tree = README.read_text().split("## The tree")[1].split("```")[1]
+    root = README.parent
+    names = re.findall(r"([\w.]+\.(?:py|sh)|[\w.]+/)(?=\s)", tree)
+    assert len(names) > 15
+    missing = [name for name in names if not any(root.rglob(name.rstrip("/")))]
+    assert missing == []
+
+
+def test_core_imports_nothing_optional() -> None:
+    """`import megascale` brings no optional library."""
+    optional = "omegaconf", "sklearn", "tqdm", "tensorboard", "wandb", "triton", "lightning", "accelerate", "matplotlib"
+    code = (
+        "import sys, torch; before = set(sys.modules); import megascale; "
+        f"print([m for m in {optional} if m in sys.modules and m not in before])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "[]"
