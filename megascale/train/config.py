@@ -43,7 +43,7 @@ class ScalerConfig:
 
 
 @dataclass
-class OptimizerConfig:
+class OptimizerOptions:
     """The wrapped optimizer and its schedule."""
 
     name: str = "sgd"
@@ -133,7 +133,7 @@ class TrainConfig:
     wandb: str = "disabled"
     """disabled, offline or online."""
     wandb_project: str = "megascale"
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
     scaler: ScalerConfig = field(default_factory=ScalerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     digits: DigitsConfig = field(default_factory=DigitsConfig)

@@ -26,8 +26,8 @@ PRIOR = 0.01  # initial probability of every class
 class DigitsTask:
     """Label every pixel: background, or which digit's ink it is.
 
-    A scene is a grid of cells. A cell holds, with probability ``fill``, one digit at a random place inside it. Training and
-    held-out scenes are composed from disjoint sets of images. A scene depends on the seed, its step and its index alone.
+    A scene is a grid of cells. A cell holds, with probability ``fill``, one digit at a random place inside it. Training
+    and held-out scenes are composed from disjoint sets of images. A scene depends on seed, step and index alone.
 
     The loss is one-vs-rest logistic regression, averaged over every class of every pixel of the batch. With the default
     8 x 256 x 256 x 11 terms a logit's gradient is at most 1.7e-7, three of fp16's smallest steps: without a loss scale
@@ -107,8 +107,9 @@ def check_sizes(config: DigitsConfig) -> None:
     side, cell = SOURCE_SIZE * config.patch, config.size // config.grid
     if cell < side:
         raise ArgumentError(
-            f"digits.size={config.size} over digits.grid={config.grid} makes cells of {cell} pixels, too small for digits "
-            f"of {side} ({SOURCE_SIZE} x digits.patch={config.patch}); raise digits.size to {side * config.grid} or more"
+            f"digits.size={config.size} over digits.grid={config.grid} makes cells of {cell} pixels, too small for "
+            f"digits of {side} ({SOURCE_SIZE} x digits.patch={config.patch}); raise digits.size to "
+            f"{side * config.grid} or more"
         )
     multiple = config.patch * 2**config.depth
     if config.size % multiple:

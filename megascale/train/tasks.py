@@ -5,8 +5,6 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from megascale.train.config import TrainConfig
-
 
 @dataclass(frozen=True)
 class Batch:
@@ -37,14 +35,3 @@ class Task(Protocol):
 
     def heldout(self, first: int, last: int) -> Batch:
         """Return held-out samples ``first`` to ``last`` of ``num_heldout``."""
-
-
-def build_task(config: TrainConfig) -> Task:
-    """Return the task that ``config`` asks for. Its libraries are imported only then."""
-    if config.task == "digits":
-        from megascale.train.digits import DigitsTask
-
-        return DigitsTask(config.digits, config.seed)
-    from megascale.train.text import TextTask
-
-    return TextTask(config.text, config.seed)

@@ -15,10 +15,9 @@ import pytest
 import torch
 
 from megascale.checkpoint import load
+from megascale.train.build import DTYPES, build_task, build_wrapped_optimizer
 from megascale.train.config import load_config
 from megascale.train.run_log import COLUMNS
-from megascale.train.tasks import build_task
-from megascale.train.trainer import DTYPES, build_wrapped_optimizer
 from tests.training import same_bits, snapshot
 
 TINY = [

@@ -1,0 +1,79 @@
+"""From the options of a run to its objects: task, optimizer, scaler, learning rate."""
+
+import math
+
+import torch
+from torch import nn
+
+from megascale import (
+    ConstantGradScaler,
+    DynamicGradScaler,
+    MegatronGradScaler,
+    MixedPrecisionOptimizer,
+    OptimizerConfig,
+)
+from megascale.train.config import OptimizerOptions, ScalerConfig, TrainConfig
+from megascale.train.tasks import Task
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def build_task(config: TrainConfig) -> Task:
+    """Return the task that ``config`` asks for. Its libraries are imported only then."""
+    if config.task == "digits":
+        from megascale.train.digits import DigitsTask
+
+        return DigitsTask(config.digits, config.seed)
+    from megascale.train.text import TextTask
+
+    return TextTask(config.text, config.seed)
+
+
+def learning_rate(options: OptimizerOptions, step: int, steps: int) -> float:
+    """Return the learning rate of ``step``: linear warm-up, then cosine to zero, or constant."""
+    warmup = min(1.0, (step + 1) / options.warmup_steps) if options.warmup_steps else 1.0
+    decay = 0.5 * (1 + math.cos(math.pi * step / steps)) if options.schedule == "cosine" else 1.0
+    return options.lr * warmup * decay
+
+
+def build_grad_scaler(config: ScalerConfig) -> MegatronGradScaler | None:
+    """Return the scaler that ``config`` asks for."""
+    if config.scaler_type == "none":
+        return None
+    if config.scaler_type == "static":
+        return ConstantGradScaler(config.scale)
+    return DynamicGradScaler(
+        config.scale,
+        config.min_scale,
+        config.growth_factor,
+        config.backoff_factor,
+        config.growth_interval,
+        config.hysteresis,
+        max_scale=config.max_scale,
+        hysteresis_reset=config.hysteresis_reset,
+    )
+
+
+def build_wrapped_optimizer(config: TrainConfig, model: nn.Module) -> MixedPrecisionOptimizer:
+    """Return the optimizer that ``config`` asks for around ``model``'s parameters."""
+    options = config.optimizer
+    inner: torch.optim.Optimizer
+    if options.name == "sgd":
+        inner = torch.optim.SGD(
+            model.named_parameters(), options.lr, momentum=options.momentum, weight_decay=options.weight_decay
+        )
+    else:
+        kind = torch.optim.AdamW if options.name == "adamw" else torch.optim.Adam
+        inner = kind(
+            model.named_parameters(),
+            options.lr,
+            betas=(options.beta1, options.beta2),
+            weight_decay=options.weight_decay,
+        )
+    step_config = OptimizerConfig(
+        fp16=config.precision == "fp16",
+        bf16=config.precision == "bf16",
+        clip_grad=options.clip_grad,
+        log_num_zeros_in_grad=True,
+    )
+    return MixedPrecisionOptimizer(inner, step_config, build_grad_scaler(config.scaler))
