@@ -29,8 +29,7 @@ def build_optimizer(
     groups: ParallelGroups | ProcessGroup | DeviceMesh | None = None,
     overrides: Overrides | None = None,
 ) -> MixedPrecisionOptimizer:
-    """Build param groups, the torch optimizer, the grad scaler and the wrapper (Megatron-Core's
-    ``get_megatron_optimizer``).
+    """Build param groups, torch optimizer, grad scaler and wrapper: Megatron-Core's ``get_megatron_optimizer``.
 
     Biases and the parameters of norm layers get no weight decay: names that end in "bias", and parameters owned by a
         module

@@ -5,6 +5,7 @@ hears of an agreed fault as soon as it can without waiting: at once where statis
 on an accelerator.
 """
 
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -29,11 +30,13 @@ class Faults:
         self._device = device
         self._view = HostView()
         self._error: MegascaleError | None = None
+        # Params and flags of this step and the one before: when the host hears, another step has been taken.
+        self._overflowed: deque[list[tuple[list[MainParam], Tensor]]] = deque(maxlen=2)
         self.clear()
 
     def clear(self) -> None:
         """Forget all faults: main params have been replaced."""
-        self._overflowed: list[tuple[list[MainParam], Tensor]] = []
+        self._overflowed.clear()
         self._num_overflowed = torch.zeros((), dtype=torch.float32, device=self._device)
         self._view.flush()
 
@@ -44,8 +47,8 @@ class Faults:
         self._error = self._error or error
         return self._num_overflowed + (0 if self._error is None else 1)
 
-    def raise_agreed(self, agreed: Tensor, error: MegascaleError | None) -> None:
-        """Raise on every rank alike if any rank had a fault, as soon as the host can know."""
+    def raise_agreed(self, agreed: Tensor) -> None:
+        """Raise on every rank alike if any had a fault, as soon as the host can know. ``agreed``: their sum, 0-d."""
         if self._alone and self._on_host:
             return
         seen = self._view.push({"faults": agreed})
@@ -60,11 +63,12 @@ class Faults:
         by_device: dict[torch.device, list[MainParam]] = {}
         for param in params:
             by_device.setdefault(local(param.main).device, []).append(param)
-        self._overflowed = [
+        watched = [
             (held, backend.overflows([local(p.main) for p in held], [local(p.model) for p in held]))
             for held in by_device.values()
         ]
-        counts = [flags.sum(dtype=torch.float32).to(self._device, non_blocking=True) for _, flags in self._overflowed]
+        self._overflowed.append(watched)
+        counts = [flags.sum(dtype=torch.float32).to(self._device, non_blocking=True) for _, flags in watched]
         if counts:
             self._num_overflowed = torch.stack(counts).sum()
 
@@ -80,15 +84,13 @@ class Faults:
         raise_together(error, self._group)
 
     def _overflow_error(self) -> MegascaleError | None:
-        names = [
-            param.name
-            for held, flags in self._overflowed
-            for param, bad in zip(held, flags.tolist(), strict=True)
-            if bad
-        ]
+        watched = [entry for step in self._overflowed for entry in step]
+        names = dict.fromkeys(
+            param.name for held, flags in watched for param, bad in zip(held, flags.tolist(), strict=True) if bad
+        )
         if not names:
             return None
         return MainParamOverflowError(
-            f"main param of {', '.join(map(repr, names[:8]))} is 65520 or more (or NaN), which rounds to inf in fp16; "
-            "the main param is intact: lower the learning rate, add weight decay, or train this model in bf16"
+            f"main param of {', '.join(map(repr, list(names)[:8]))} is 65520 or more (or NaN), which rounds to inf "
+            "in fp16; the main param is intact: lower the learning rate, add weight decay, or train this model in bf16"
         )

@@ -1,6 +1,6 @@
 """Loss scalers. Their state lives in device tensors and follows a device `found_inf` without a host sync.
 
-The rule is Megatron-Core's (``core/optimizer/grad_scaler.py``), bounded on both sides; DESIGN.md states it in full.
+The rule is Megatron-Core's (``core/optimizer/grad_scaler.py``), bounded on both sides; see :class:`DynamicGradScaler`.
 A scaler knows no process groups: whoever calls :meth:`MegatronGradScaler.update` hands in the agreed `found_inf`.
 """
 
@@ -193,9 +193,7 @@ class DynamicGradScaler(MegatronGradScaler):
         scale.copy_(torch.where(found, scale_after_inf, torch.where(grows, grown, scale)))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return Megatron-Core's keys: ``scale`` (fp32 tensor [1]), ``growth_tracker``, ``hysteresis_tracker``
-        (ints).
-        """
+        """Return ``scale`` (fp32 tensor [1]), ``growth_tracker``, ``hysteresis_tracker`` (ints): Megatron's keys."""
         return {
             "scale": self._scale.detach().clone(),
             "growth_tracker": int(self._growth_tracker),

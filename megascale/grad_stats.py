@@ -19,9 +19,7 @@ from megascale.kernels import Backend, Decision, TensorStats, stats_dtype
 from megascale.parallel import ParallelGroups, ranks_of
 
 LARGEST_SUM_SQUARES = torch.finfo(torch.float32).max
-"""A finite sum of squares above it does not fit every backend's accumulator and counts as an overflow, on every
-backend.
-"""
+"""A larger finite sum of squares does not fit every backend's accumulator: on every backend it counts as overflow."""
 
 
 class Holders:
@@ -46,8 +44,7 @@ class Holders:
             mesh_ranks = frozenset(mesh.mesh.flatten().tolist())
             if len(mesh_ranks) > 1 and not mesh_ranks <= self._stats:
                 raise ArgumentError(
-                    f"a DTensor over ranks {sorted(mesh_ranks)}, but grad_stats has only "
-                    f"{sorted(self._stats)}; "
+                    f"a DTensor over ranks {sorted(mesh_ranks)}, but grad_stats has only {sorted(self._stats)}; "
                     "pass groups whose grad_stats spans the parameter's mesh"
                 )
             holders = math.prod(mesh.size(dim) for dim, placed in enumerate(param.placements) if placed.is_replicate())
@@ -57,9 +54,7 @@ class Holders:
         return 1.0 / holders
 
     def _replicas(self, group: frozenset[int], mesh_ranks: frozenset[int]) -> float:
-        """Return how often ``group`` repeats the parameter. Ranks of a DTensor's own mesh are one holder: it counts
-        them itself.
-        """
+        """Return how often ``group`` repeats the parameter. A DTensor's own mesh counts itself: it is one holder."""
         return max(1, len(group & self._stats)) / max(1, len(group & self._stats & mesh_ranks))
 
 

@@ -5,6 +5,7 @@ reads `found_inf` once and calls its ``step()`` where the step lands. Both keep 
 by model param.
 """
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,9 +26,7 @@ SPARSE_OPTIMIZERS = (torch.optim.SparseAdam,)
 
 @dataclass(frozen=True)
 class GroupUpdate:
-    """One param group's part of a step: its options and the main params that have gradients, with those gradients
-    (local).
-    """
+    """One param group's part of a step: options, main params that have gradients, and those gradients, local."""
 
     options: dict[str, Any]
     params: list[MainParam]
@@ -75,10 +74,8 @@ def select_update(optimizer: torch.optim.Optimizer, backend: Backend) -> InnerUp
     return GeneralUpdate(optimizer, backend)
 
 
-class _KernelUpdate:
-    """What Adam and SGD share: eager state, one kernel call per group and device, and a detour when hooks ask for
-    it.
-    """
+class _KernelUpdate(ABC):
+    """What Adam and SGD share: eager state, one kernel call per group and device, a detour when hooks ask for it."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, backend: Backend) -> None:
         self.optimizer = optimizer
@@ -133,17 +130,21 @@ class _KernelUpdate:
                 operands.step.append(state["step"])
         return by_device
 
+    @abstractmethod
     def state_names(self, options: dict[str, Any]) -> list[str]:
-        raise NotImplementedError
+        """Return the names of the state tensors of a parameter's shape."""
 
+    @abstractmethod
     def counts_steps(self, options: dict[str, Any]) -> bool:
-        raise NotImplementedError
+        """Whether each parameter counts its landed steps."""
 
+    @abstractmethod
     def fits(self, options: dict[str, Any]) -> bool:
-        raise NotImplementedError
+        """Whether the kernels can run these options on the device."""
 
+    @abstractmethod
     def run(self, operands: Operands, options: dict[str, Any], decision: Decision) -> None:
-        raise NotImplementedError
+        """Call the kernel."""
 
 
 class AdamUpdate(_KernelUpdate):
@@ -186,9 +187,7 @@ class SgdUpdate(_KernelUpdate):
         return ["momentum_buffer"] if options["momentum"] != 0 else []
 
     def counts_steps(self, options: dict[str, Any]) -> bool:
-        """With dampening the first landed step differs (see the reference backend), so it must be known on the
-        device.
-        """
+        """With dampening the first landed step differs; see the reference backend."""
         return bool(options["momentum"] != 0 and options["dampening"] != 0)
 
     def fits(self, options: dict[str, Any]) -> bool:
@@ -216,17 +215,12 @@ class GeneralUpdate:
         self.backend = backend
 
     def create_state(self, options: dict[str, Any], param: MainParam) -> None:
-        """The optimizer makes its own state at the first landed step; state it has already moves to the main param's
-        dtype.
-        """
+        """Widen state of the parameter's shape to the main param's dtype. New state is the optimizer's own affair."""
+        if not param.is_copy:
+            return
         state = self.optimizer.state.get(param.model, {})
         for name, value in state.items():
-            if (
-                isinstance(value, Tensor)
-                and value.is_floating_point()
-                and value.shape == param.model.shape
-                and param.is_copy
-            ):
+            if isinstance(value, Tensor) and value.is_floating_point() and value.shape == param.model.shape:
                 state[name] = value.to(param.main.dtype)
 
     def required_state(self, options: dict[str, Any]) -> list[str]:

@@ -126,9 +126,7 @@ class BufferLayout:
         return bucket.start + rank * numel, bucket.start + (rank + 1) * numel
 
     def shard_start(self, bucket: Bucket) -> int:
-        """Return where a rank's shard of ``bucket`` lies in the rank's own flat shard, all buckets one after
-        another.
-        """
+        """Return where a rank's shard of ``bucket`` lies in the rank's own flat shard of all buckets."""
         return bucket.start // self.num_shards
 
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:

@@ -47,15 +47,13 @@ class MainParam:
         self._seen = _fingerprint(self.model)
 
     def follow(self) -> None:
-        """Take over a model param written outside. Elements that still equal the main param's rounding keep all its
-        bits.
-        """
+        """Take over a model param written outside. Where it still is the main param's rounding, all bits stay."""
         model, main = local(self.model), local(self.main)
         if model.device != main.device or model.shape != main.shape or model.dtype not in HALF_DTYPES:
             raise UsageError(
                 f"parameter {self.name!r} became {tuple(model.shape)} {model.dtype} on {model.device} after the "
-                "optimizer "
-                f"was built, its main param is {tuple(main.shape)} on {main.device}; move or cast the model first"
+                f"optimizer was built, its main param is {tuple(main.shape)} on {main.device}; move or cast the "
+                "model first"
             )
         same = main.to(model.dtype).view(torch.int16) == model.view(torch.int16)
         main.copy_(torch.where(same, main, model.to(main.dtype)))
@@ -71,8 +69,7 @@ class ReplicatedMainParams:
     """The main params of all trainable parameters of ``param_groups``, in their order.
 
     A parameter gets its main param when it is first seen with ``requires_grad``: at construction, or at the first step
-        after it
-    was unfrozen or added. It keeps it when it is frozen again.
+    after it was unfrozen or added. It keeps it when it is frozen again.
     """
 
     def __init__(self, names: Mapping[int, str]) -> None:
@@ -82,22 +79,19 @@ class ReplicatedMainParams:
 
     @torch.no_grad()
     def follow(self, param_groups: Sequence[dict[str, Any]]) -> list[MainParam]:
-        """Catch up with ``param_groups`` and with outside writes to model params. Returns the main params made by this
-        call.
+        """Catch up with ``param_groups`` and with outside writes to model params. Returns the main params it made.
 
         Raises ArgumentError or ArgumentTypeError for a parameter that cannot be trained, before anything has changed.
         """
-        created: list[MainParam] = []
-        unseen = any(p.requires_grad and id(p) not in self._by_id for group in param_groups for p in group["params"])
+        unseen = [p for p in self._trainable(param_groups) if id(p) not in self._by_id]
         names = self.names(param_groups) if unseen else {}
-        made = {id(p): _make(names[id(p)], p) for p in self._trainable(param_groups) if id(p) not in self._by_id}
+        made = {id(p): _make(names[id(p)], p) for p in unseen}
         self._by_id.update(made)
-        created.extend(made.values())
         self.ordered = [[self._by_id[id(p)] for p in group["params"] if id(p) in self._by_id] for group in param_groups]
         for param in self:
             if param.changed_outside:
                 param.follow()
-        return created
+        return list(made.values())
 
     def names(self, param_groups: Sequence[dict[str, Any]]) -> dict[int, str]:
         """Return the name of every parameter by id: as given, else its group's ``param_names``, else its position.
@@ -152,8 +146,6 @@ def _make(name: str, model: nn.Parameter) -> MainParam:
 
 
 def _fingerprint(model: Tensor) -> tuple[int, int]:
-    """Return what changes when the tensor is written in place through torch, or gets other storage. Reads no
-    element.
-    """
+    """Return what changes when torch writes the tensor in place, or it gets other storage. Reads no element."""
     part = model._local_tensor if isinstance(model, DTensor) else model
     return part._version, part.data_ptr()

@@ -23,8 +23,9 @@ from megascale.ready_grads import ReadyGrads
 
 
 class StepResult(NamedTuple):
-    """What a step did: 0-d tensors on the parameters' device. Reading one (``bool(result.success)``) is the caller's
-    sync.
+    """What a step did: 0-d tensors on the parameters' device.
+
+    Reading one on the host, as ``bool(result.success)`` does, is the caller's sync.
 
     Attributes:
         success: bool, False where the step was skipped.
@@ -128,7 +129,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             )
         with record_function("megascale.agree"):
             stats = grad_stats.agree(stats, self.groups)
-        self._faults.raise_agreed(stats.faults, ready.error)
+        self._faults.raise_agreed(stats.faults)
         with record_function("megascale.decide"):
             inv_scale = None if self.grad_scaler is None else self.grad_scaler.inv_scale
             decision = grad_stats.decide(stats, inv_scale, self.config.clip_grad)
@@ -140,9 +141,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> StepResult:
-        """Second half of a step: update main params, optimizer state and model params, unless the decision is to
-        skip.
-        """
+        """Second half of a step: update main params, optimizer state and model params, where the step lands."""
         if self._ready is None:
             raise UsageError("step_with_ready_grads() needs prepare_grads() first; step() calls both")
         (updates, decision), self._ready = self._ready, None
@@ -159,9 +158,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     # The loss
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Return ``loss * scale`` in at least fp32 (an fp16 product could overflow). Without a scaler: the loss
-        itself.
-        """
+        """Return ``loss * scale`` in at least fp32, as fp16 could overflow. Without a scaler: the loss itself."""
         if self.grad_scaler is None:
             return loss
         scale = self.grad_scaler.scale.reshape(()).to(loss.device, non_blocking=True)
@@ -246,8 +243,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
-        """Load what :meth:`state_dict` returned, at any number of ranks. All ranks of ``groups.grad_stats`` call it
-        together.
+        """Load what :meth:`state_dict` returned, at any number of ranks; all of ``groups.grad_stats`` call it together.
 
         Everything is checked first, all ranks agree, then main params, state, options and scaler change, and model
         params are rounded anew from their main params. ``strict=False`` skips names that only one side has.

@@ -59,9 +59,7 @@ class LiveState:
         }
 
     def load(self, state_dict: Mapping[str, Any], *, strict: bool, group: ProcessGroup | None) -> None:
-        """Plan on every rank, agree that every plan is sound, then apply. Raises on all ranks alike, with nothing
-        changed.
-        """
+        """Plan on every rank, agree that every plan is sound, then apply. Raises on all ranks alike."""
         error: Exception | None = None
         try:
             plan = self._plan(state_dict, strict)
@@ -104,9 +102,7 @@ class LiveState:
         return plan
 
     def _plan_scaler(self, given: Any, strict: bool) -> Mapping[str, Any] | None:
-        """Return the scaler's state if it is to be loaded. A scaler on one side only is an error unless ``strict`` is
-        False.
-        """
+        """Return the scaler's state if it is to be loaded. ``strict``: a scaler on one side only is an error."""
         if self.grad_scaler is None:
             if given and strict:
                 raise StateDictError(

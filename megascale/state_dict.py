@@ -77,9 +77,7 @@ def check_layout(state_dict: Any) -> None:
 
 
 def check_names(given: Iterable[str], known: Iterable[str], required: Iterable[str], what: str) -> None:
-    """Raise StateDictError listing the names in ``given`` that are not ``known`` and the ``required`` ones that
-    lack.
-    """
+    """Raise StateDictError listing names in ``given`` that are not ``known``, and ``required`` ones that lack."""
     unexpected = sorted(set(given) - set(known))
     missing = sorted(set(required) - set(given))
     if unexpected or missing:
@@ -90,9 +88,7 @@ def check_names(given: Iterable[str], known: Iterable[str], required: Iterable[s
 
 
 def check_groups(given: Sequence[Mapping[str, Any]], live: Sequence[Sequence[str]]) -> None:
-    """Raise StateDictError unless both sides have the same parameters (``live``: their names) in the same param
-    groups.
-    """
+    """Raise StateDictError unless both sides have the same parameters in the same groups. ``live``: names by group."""
     if len(given) != len(live):
         raise StateDictError(
             f"state dict has {len(given)} param groups, the optimizer has {len(live)}; build the same groups, "

@@ -79,9 +79,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class AdamHyper:
-    """Hyperparameters of Adam (arXiv 1412.6980) and AdamW (``decoupled``, arXiv 1711.05101), as torch.optim has
-    them.
-    """
+    """Hyperparameters of Adam (arXiv 1412.6980) and AdamW (``decoupled``, arXiv 1711.05101), by torch's names."""
 
     lr: float | Tensor
     beta1: float
@@ -130,6 +128,4 @@ class Backend(Protocol):
         """Round main params into their model params."""
 
     def overflows(self, mains: list[Tensor], models: list[Tensor]) -> Tensor:
-        """Return a bool per parameter, shape [n]: whether a main param's rounding into an fp16 model param is not
-        finite.
-        """
+        """Return a bool per parameter, shape [n]: whether its rounding into an fp16 model param is not finite."""

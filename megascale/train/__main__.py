@@ -9,9 +9,7 @@ from megascale.train.trainer import Trainer
 
 
 def main(arguments: list[str]) -> int:
-    """Run the program. Returns its exit status: 0 done, 2 bad arguments, 128 + signal after a clean stop by a
-    signal.
-    """
+    """Run the program. Returns its exit status: 0 done, 2 bad arguments, 128 + signal after a clean stop."""
     if any(argument in ("-h", "--help") for argument in arguments):
         print(usage())
         return 0

@@ -35,9 +35,7 @@ class Progress:
 
 
 class Trainer:
-    """One run on one rank. The data is a function of (seed, step), so that a run does not depend on its
-    interruptions.
-    """
+    """One run on one rank. Its data depends on seed and step alone, so that it may be interrupted at will."""
 
     def __init__(self, config: TrainConfig, runtime: Runtime) -> None:
         if config.batch_size % runtime.world_size:

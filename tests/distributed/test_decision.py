@@ -43,7 +43,7 @@ def _poison_every_rank_in_turn(inner: str, poison: float) -> list[Any]:
 def test_poison_on_any_rank_skips_all(ranks: RankPool, world: int, inner: str, poison: float) -> None:
     """Invariants 1 and 2: one bad element on one rank, each rank and several tensors in turn: all skip, no bit changes.
 
-    torch's ShardedGradScaler with a fused optimizer lets the ranks diverge here (PEERS, defect 3).
+    torch's ShardedGradScaler with a fused optimizer lets the ranks diverge here.
     """
     results = ranks.run(world, _poison_every_rank_in_turn, inner, poison)
     first_scales, first_state, _ = results[0]

@@ -123,7 +123,7 @@ def _dtensor(layout: str, inner: str) -> Any:
 def test_dtensors(ranks: RankPool, layout: str, world: int, inner: str) -> None:
     """Sharded, replicated and 2D DTensors: norm, zeros and update equal one process; NaN on the last rank skips all.
 
-    A list of DTensors with a replicated one first gives torch's ranks different `found_inf` (PEERS, defect 4).
+    A list of DTensors with a replicated one first gives torch's ranks different `found_inf`.
     """
     for norm, zeros, expected_norm, expected_zeros, skipped, same in ranks.run(world, _dtensor, layout, inner):
         assert norm == pytest.approx(expected_norm, rel=1e-6)

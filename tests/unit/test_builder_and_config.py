@@ -92,9 +92,7 @@ def test_scaler_follows_the_config() -> None:
 
 
 def test_kinds_and_chunks() -> None:
-    """Adam without decoupled decay, SGD with momentum; several modules are chunks with prefixed names, tied weights
-    once.
-    """
+    """Adam without decoupled decay, SGD with momentum; chunks have prefixed names, tied weights are taken once."""
     assert type(build_optimizer(OptimizerConfig(lr=0.1, decoupled_weight_decay=False), nn.Linear(2, 2)).optimizer) is (
         torch.optim.Adam
     )

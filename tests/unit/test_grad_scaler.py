@@ -19,7 +19,7 @@ LARGEST = 2.0**127
 
 @dataclass
 class Oracle:
-    """The rule of DESIGN.md in host numbers; fp32 products are numpy's."""
+    """The documented rule in host numbers; fp32 products are numpy's."""
 
     scale: np.float32
     minimum: float
@@ -78,9 +78,7 @@ def _random_pair(rng: random.Random) -> tuple[DynamicGradScaler, Oracle]:
 
 
 def _follow_schedule(rng: random.Random, steps: int) -> None:
-    """Run one random schedule, with bool and tensor updates and with saves and loads between, and compare every
-    step.
-    """
+    """Run one random schedule of bool and tensor updates, saves and loads between, and compare every step."""
     scaler, oracle = _random_pair(rng)
     overflow_rate = rng.choice([0.05, 0.3, 0.7])
     for _ in range(steps):
@@ -145,7 +143,7 @@ def test_rule_equals_oracle_where_hypothesis_looks(
 
 
 def test_scale_never_leaves_fp32() -> None:
-    """Megatron's scale grows to inf and stays (PEERS, defect 9): ours stops where fp32 holds it and its reciprocal."""
+    """Megatron's scale grows to inf and stays: ours stops where fp32 holds it and its reciprocal."""
     scaler = DynamicGradScaler(2.0**126, 1.0, 2.0, 0.5, 1, 1)
     for _ in range(5):
         scaler.update(False)
@@ -221,9 +219,7 @@ def test_constant_scaler_stays() -> None:
 
 
 def test_loads_megatrons_state() -> None:
-    """Megatron's tracker may be below zero (it does not stop there) and above a shorter interval (where it never
-    grows).
-    """
+    """Megatron's trackers may be below zero, and above a shorter interval, where Megatron itself never grows."""
     scaler = DynamicGradScaler(2.0**16, 1.0, 2.0, 0.5, 4, 2)
     scaler.load_state_dict({"scale": torch.tensor([256.0]), "growth_tracker": 9, "hysteresis_tracker": -3})
     assert _triple(scaler) == (256.0, 9, 0)

@@ -54,9 +54,7 @@ def test_every_element_has_one_place_and_one_owner(
 def test_buckets_and_shards_tile_the_buffer(
     sizes: list[tuple[int, str]], num_shards: int, bucket_numel: int, alignment: int
 ) -> None:
-    """Buckets tile the buffer; equal shards tile each bucket; parameters and shards start at multiples of the
-    alignment.
-    """
+    """Buckets tile the buffer, equal shards tile each bucket, and all start at multiples of the alignment."""
     for layout in build_layouts(_params(sizes), num_shards, bucket_numel=bucket_numel, alignment=alignment):
         assert [bucket.start for bucket in layout.buckets] == [0, *(bucket.stop for bucket in layout.buckets[:-1])]
         for bucket in layout.buckets:
@@ -79,9 +77,7 @@ def test_buckets_and_shards_tile_the_buffer(
 def test_ranges_map_to_names_and_back(
     sizes: list[tuple[int, str]], data: st.DataObject, num_shards: int, bucket_numel: int, alignment: int
 ) -> None:
-    """Any range of the buffer yields exactly the pieces that the written-out map has there; owners agree with
-    shards.
-    """
+    """Any range yields exactly the pieces that the written-out map has there; owners agree with shards."""
     for layout in build_layouts(_params(sizes), num_shards, bucket_numel=bucket_numel, alignment=alignment):
         positions = _map_of(layout)
         start = data.draw(st.integers(0, layout.numel))

@@ -68,9 +68,7 @@ GENERAL: dict[str, Any] = {
 
 @pytest.mark.parametrize("kind", GENERAL)
 def test_any_optimizer_works_on_main_params(kind: str) -> None:
-    """Another optimizer sees fp32 main params and unscaled fp32 gradients; skips change nothing; model params
-    follow.
-    """
+    """Another optimizer sees main params and unscaled fp32 gradients; skips change nothing; the model follows."""
     module, masters = model(), model(torch.float32)
     with torch.no_grad():
         for master, param in zip(masters.parameters(), module.parameters(), strict=True):
@@ -186,7 +184,7 @@ def test_result_is_a_named_tuple_of_device_scalars() -> None:
 
 
 def test_bf16_without_a_scaler_skips_non_finite_gradients() -> None:
-    """Megatron's clip turns a NaN norm into zero or NaN gradients and steps (PEERS, defect 8): ours skips, and
+    """Megatron's clip turns a NaN norm into zero or NaN gradients and steps: ours skips, and
     counts.
     """
     module = model(torch.bfloat16)
@@ -252,7 +250,7 @@ def test_skips_and_scales_equal_torch_amp() -> None:
 
 
 def test_growth_step_unscales_with_the_scale_that_scaled() -> None:
-    """DeepSpeed updates the scale before unscaling: each growth step applies half a gradient (PEERS, defect 2)."""
+    """DeepSpeed updates the scale before unscaling: each growth step applies half a gradient."""
     module, twin = model(), model()
     growing, still = wrap(module, INNER["sgd"], scale=2.0**4), constant(twin, INNER["sgd"], 2.0**4)
     for step in range(4):  # the window is 4: the fourth step grows
@@ -498,7 +496,7 @@ def test_model_cast_after_wrapping_is_refused() -> None:
 
 @pytest.mark.parametrize("inner", [INNER["sgd"], lambda m: Sign(m.named_parameters(), lr=1e-2)])
 def test_main_param_that_outgrows_fp16_is_named(inner: Any) -> None:
-    """Nobody checks the rounding of masters (PEERS, defect 7): ours raises, names the parameter, keeps the main
+    """Nobody checks the rounding of masters: ours raises, names the parameter, keeps the main
     param.
     """
     module = model()
@@ -551,7 +549,7 @@ def test_halves_of_a_step() -> None:
 
 
 def test_step_count_is_right_after_a_first_skip() -> None:
-    """Apex's and TE's capturable Adam is off by one for later groups if the first step overflows (PEERS, defect 6)."""
+    """Apex's and TE's capturable Adam is off by one for later groups if the first step overflows."""
     module = model()
     inner = torch.optim.AdamW([{"params": [p]} for p in module.parameters()])
     optimizer = constant(module, lambda _: inner, 1.0)

@@ -28,9 +28,7 @@ def test_first_example_is_short() -> None:
 
 
 def test_commands_stand_where_they_are_looked_for() -> None:
-    """First bash block: the main job on 2 ranks. Second: the tests. Each in a virtual environment of the clone's
-    own.
-    """
+    """First bash block: the main job on 2 ranks. Second: the tests. Each in an environment of the clone's own."""
     job, tests = _blocks("bash")[:2]
     assert "-m venv .venv" in job
     assert "--nproc-per-node 2 -m megascale.train" in job

@@ -52,7 +52,9 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def test_layout() -> None:
-    """DESIGN's keys, keyed by parameter name; Megatron's scaler keys; step counts and moments under torch's names."""
+    """The documented keys, keyed by parameter name; Megatron's scaler keys; step counts and moments under torch's
+    names.
+    """
     _, optimizer = _trained()
     state = optimizer.state_dict()
     assert list(state) == ["optimizer", "main_params", "grad_scaler", "version"]
@@ -102,9 +104,7 @@ def test_resume_is_bitwise(inner: str) -> None:
 
 
 def test_model_params_follow_the_loaded_main_params() -> None:
-    """Megatron's load does not refresh model params from masters (PEERS, defect 10): ours does, without loading the
-    model.
-    """
+    """Megatron's load does not refresh model params from masters: ours does, without loading the model."""
     module, optimizer = _trained()
     fresh = model(seed=9)
     resumed = wrap(fresh)
@@ -138,9 +138,7 @@ def test_without_copy_it_is_live() -> None:
 
 
 def test_dtypes_are_preserved() -> None:
-    """Torch casts loaded state to the parameter's dtype and loses fp32 moments (PEERS, defect 12): ours keeps every
-    dtype.
-    """
+    """Torch casts loaded state to the parameter's dtype and loses fp32 moments: ours keeps every dtype."""
     _, optimizer = _trained()
     resumed = wrap(model(seed=9))
     resumed.load_state_dict(optimizer.state_dict())
@@ -197,9 +195,7 @@ def test_hooks_run_around_save_and_load() -> None:
 
 
 def test_options_load_but_implementation_flags_stay() -> None:
-    """lr, weight decay and scheduler keys come from the state dict; fused, foreach and the like stay as the live run
-    has them.
-    """
+    """lr, weight decay and scheduler keys come from the state dict; fused, foreach and the like stay live."""
     module, twin = model(), model()
     saved, live = wrap(module, INNER["adamw_fused"]), wrap(twin, INNER["adamw_foreach"])
     saved.param_groups[0].update(lr=0.5, initial_lr=0.7)
@@ -373,7 +369,7 @@ def test_bad_state_is_refused_and_nothing_changes(change: Change, kind: type[Exc
 
 
 def test_scaler_state_without_a_scaler_is_refused() -> None:
-    """A missing scaler is an info line in Megatron (PEERS, defect 10): here it is an error, unless strict=False."""
+    """A missing scaler is an info line in Megatron: here it is an error, unless strict=False."""
     _, source = _trained()
     module = model(torch.bfloat16)
     optimizer = MixedPrecisionOptimizer(INNER["adamw_fused"](module), OptimizerConfig(bf16=True))
