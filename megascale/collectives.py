@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Work
 from torch.distributed.tensor import DTensor
 
 from megascale.errors import MegascaleError, RankError
@@ -29,6 +29,22 @@ def all_reduce_sum_(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
     """Sum ``tensor`` over ``group`` in place. SUM only: gloo's MAX and MIN can lose a NaN."""
     if group_size(group) > 1:
         dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group)
+    return tensor
+
+
+def all_reduce_sum_start(tensor: Tensor, group: ProcessGroup | None) -> Work | None:
+    """Begin to sum ``tensor`` over ``group`` in place; the sum is there after ``wait()``. None where there is nothing
+    to do.
+    """
+    if group_size(group) == 1:
+        return None
+    return dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group, async_op=True)
+
+
+def broadcast_(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Overwrite ``tensor`` with the one of the group's first rank."""
+    if group is not None and group.size() > 1:
+        dist.broadcast(tensor, src=dist.get_global_rank(group, 0), group=group)
     return tensor
 
 

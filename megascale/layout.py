@@ -183,7 +183,8 @@ def build_layouts(
         params: in the order in which the forward pass uses them. Gradients are expected in the reverse order, so that
             the last parameter lies first.
         num_shards: ranks that share each bucket, 1 or more.
-        bucket_numel: a bucket is closed when its parameters reach so many elements; a larger parameter has its own.
+        bucket_numel: a bucket is closed when it reaches so many elements, alignment included; a larger parameter has
+            its own.
         alignment: elements; parameters start, and shards start and end, at multiples of it.
 
     Raises:

@@ -14,6 +14,7 @@ from megascale.config import OptimizerConfig
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.faults import Faults
 from megascale.grad_scaler import MegatronGradScaler
+from megascale.grad_sync import GradSync
 from megascale.inner_update import GroupUpdate, check_inner, select_update
 from megascale.kernels import Decision, select_backend
 from megascale.main_params import ReplicatedMainParams
@@ -54,6 +55,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             world is data parallel if torch.distributed is initialised.
         named_parameters: names for the state dict, as from ``model.named_parameters()``. Not given: the groups'
             ``param_names`` (torch sets them when the optimizer was built from named parameters), else positions.
+        grad_sync: accumulates and reduces the gradients, in place of DistributedDataParallel. Its parameters are
+            updated from their main grads; one that no rank has used is updated with a gradient of zeros.
 
     Raises:
         ArgumentError, ArgumentTypeError: for an argument that does not fit, naming it.
@@ -69,6 +72,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         *,
         groups: ParallelGroups | ProcessGroup | DeviceMesh | None = None,
         named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+        grad_sync: GradSync | None = None,
     ) -> None:
         _check_types(optimizer, config, grad_scaler)
         check_inner(optimizer)
@@ -85,7 +89,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self.num_skipped_steps = torch.zeros((), dtype=torch.int64, device=self.device)
         self._update = select_update(optimizer, self.backend)
         self._main_params = ReplicatedMainParams({id(param): name for name, param in named_parameters or ()})
-        self._ready_grads = ReadyGrads(self.groups, self.device)
+        self._grad_sync = grad_sync
+        self._ready_grads = ReadyGrads(self.groups, self.device, grad_sync)
         self._faults = Faults(self.groups, self.device)
         self._ready: tuple[list[GroupUpdate], Decision] | None = None
         self._follow()
@@ -191,6 +196,12 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     def state(self, value: Any) -> None:
         if self._constructed:
             self.optimizer.state = value
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop (or zero) all gradients, those of ``grad_sync`` too."""
+        super().zero_grad(set_to_none)
+        if self._grad_sync is not None:
+            self._grad_sync.zero_()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group of model params (or of (name, param) pairs). Main params are made at once."""

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from megascale.collectives import redistribute_like
 from megascale.errors import ArgumentError, GradientError
 from megascale.grad_stats import Holders
+from megascale.grad_sync import GradSync
 from megascale.inner_update import GroupUpdate
 from megascale.kernels import stats_dtype
 from megascale.main_params import MainParam, ReplicatedMainParams, local
@@ -37,7 +38,8 @@ class Collected:
 class ReadyGrads:
     """Collects gradients and remembers, as long as the same parameters have them, what their sums count."""
 
-    def __init__(self, groups: ParallelGroups, device: torch.device) -> None:
+    def __init__(self, groups: ParallelGroups, device: torch.device, grad_sync: GradSync | None = None) -> None:
+        self._grad_sync = grad_sync
         self._holders = Holders(groups)
         self._device = device
         self._weights: tuple[tuple[int, ...], Tensor] | None = None
@@ -50,18 +52,31 @@ class ReadyGrads:
             raise ArgumentError(f"parameter {param.name!r}: {error}") from None
 
     def collect(self, param_groups: Sequence[dict[str, Any]], main_params: ReplicatedMainParams) -> Collected:
-        """Finish DTensor reductions and return the gradients there are. Parameters without a gradient take no part."""
-        active = [[param for param in params if param.model.grad is not None] for params in main_params.ordered]
+        """Finish reductions and return the gradients there are. Parameters without a gradient take no part."""
+        if self._grad_sync is not None:
+            self._grad_sync.finish()
+        active = [[param for param in params if self._grad(param) is not None] for params in main_params.ordered]
         error = _unusable(param for params in active for param in params)
         if error is not None:
             return Collected([], [], self._weigh([]), error)
         updates = [
-            GroupUpdate(options, params, [_finished(param) for param in params])
+            GroupUpdate(options, params, [self._finished(param) for param in params])
             for options, params in zip(param_groups, active, strict=True)
             if params
         ]
         weights = self._weigh([param for update in updates for param in update.params])
         return Collected(updates, [grad for update in updates for grad in update.grads], weights, None)
+
+    def _grad(self, param: MainParam) -> Tensor | None:
+        main_grad = None if self._grad_sync is None else self._grad_sync.main_grad(param.model)
+        return param.model.grad if main_grad is None else main_grad
+
+    def _finished(self, param: MainParam) -> Tensor:
+        """Return the local gradient, a Partial one reduced first. The parameter then holds the reduced one."""
+        grad, model = self._grad(param), param.model
+        if isinstance(grad, DTensor) and isinstance(model, DTensor) and grad.placements != model.placements:
+            model.grad = grad = redistribute_like(grad, model)
+        return local(grad)  # type: ignore[arg-type]
 
     def _weigh(self, params: list[MainParam]) -> Tensor:
         key = tuple(id(param) for param in params)
@@ -69,14 +84,6 @@ class ReadyGrads:
             weights = [self._holders.weight(param.model) for param in params]
             self._weights = (key, torch.tensor(weights, dtype=stats_dtype(self._device), device=self._device))
         return self._weights[1]
-
-
-def _finished(param: MainParam) -> Tensor:
-    """Return the local gradient, a Partial one reduced first. The parameter then holds the reduced one."""
-    grad, model = param.model.grad, param.model
-    if isinstance(grad, DTensor) and isinstance(model, DTensor) and grad.placements != model.placements:
-        model.grad = grad = redistribute_like(grad, model)
-    return local(grad)  # type: ignore[arg-type]
 
 
 def _unusable(params: Iterable[MainParam]) -> GradientError | None:

@@ -1,0 +1,275 @@
+"""Gradient accumulation in fp32 and bucketed reduction on plain modules, against DDP and against fp64."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
+from megascale.errors import ArgumentError, UsageError
+from megascale.grad_sync import GradSync, find_differing
+from tests.pool import RankPool
+from tests.training import INNER, Tiny, bits_equal, grad_of, model, same_bits, snapshot
+
+SMALL_BUCKET = 20
+
+
+def _data(step: int, rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(4, 4, generator=torch.Generator().manual_seed(97 * step + rank)).to(dtype)
+
+
+def _main_grads(sync: GradSync, module: nn.Module) -> list[Tensor]:
+    return [main for param in module.parameters() if (main := sync.main_grad(param)) is not None]
+
+
+def _against_ddp(bucket_numel: int, overlap: bool) -> list[Any]:
+    module, twin = model(torch.float32), model(torch.float32)
+    sync = GradSync(module.named_parameters(), bucket_numel=bucket_numel, overlap=overlap)
+    ddp = DistributedDataParallel(twin)
+    equal = []
+    for step in range(3):
+        sync.zero_()
+        ddp.zero_grad()
+        data = _data(step, dist.get_rank())
+        with CommDebugMode() as in_backward:
+            module(data).square().mean().backward()
+        with CommDebugMode() as in_finish:
+            sync.finish()
+            sync.finish()
+        ddp(data).square().mean().backward()
+        mains = _main_grads(sync, module)
+        equal.append(all(bits_equal(m, grad_of(p)) for m, p in zip(mains, twin.parameters(), strict=True)))
+        assert all(p.grad is None for p in module.parameters())
+    return [all(equal), in_backward.get_total_counts(), in_finish.get_total_counts()]
+
+
+@pytest.mark.parametrize(("bucket_numel", "buckets"), [(SMALL_BUCKET, 5), (10_000, 1)])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_equals_ddp_bitwise(ranks: RankPool, bucket_numel: int, buckets: int, overlap: bool) -> None:
+    """On 2 ranks the reduced gradients are DDP's bits. One collective a bucket; with overlap all start in backward."""
+    expected = [True, buckets, 0] if overlap else [True, 0, buckets]
+    assert ranks.run(2, _against_ddp, bucket_numel, overlap) == [expected] * 2
+
+
+def _micro_batches(dtype: torch.dtype) -> list[float]:
+    module = model(dtype)
+    sync = GradSync(module.named_parameters(), bucket_numel=SMALL_BUCKET)
+    exact = [torch.zeros(p.shape, dtype=torch.float64) for p in module.parameters()]
+    for micro in range(64):
+        loss = module(_data(micro, dist.get_rank(), dtype)).float().square().mean()
+        for total, grad in zip(exact, torch.autograd.grad(loss, list(module.parameters())), strict=True):
+            total += grad.double()
+        loss = module(_data(micro, dist.get_rank(), dtype)).float().square().mean()
+        if micro < 63:
+            with sync.no_sync():
+                loss.backward()
+        else:
+            loss.backward()
+    sync.finish()
+    for total in exact:
+        dist.all_reduce(total)
+        total /= dist.get_world_size()
+    mains = _main_grads(sync, module)
+    assert {main.dtype for main in mains} == {torch.float32}
+    return [
+        (main - total).abs().max().item() / total.abs().max().item() for main, total in zip(mains, exact, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_micro_batches_add_up_in_fp32(ranks: RankPool, dtype: torch.dtype) -> None:
+    """64 micro-batches of 16-bit gradients under no_sync() equal their fp64 sum to fp32 accuracy; 16-bit sums would
+    not.
+    """
+    for errors in ranks.run(2, _micro_batches, dtype):
+        assert max(errors) < 1e-5
+
+
+class _Gated(nn.Module):
+    """Uses its second layer on some ranks only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, gate: bool) -> Tensor:
+        x = self.first(x)
+        x = self.second(x) if gate else x
+        out: Tensor = self.third(x)
+        return out
+
+
+def _unused(gates: list[bool]) -> list[Tensor]:
+    torch.manual_seed(0)
+    module = _Gated()
+    sync = GradSync(module.named_parameters(), bucket_numel=1)
+    for _ in range(2):
+        sync.zero_()
+        module(_data(0, dist.get_rank()), gates[dist.get_rank()]).square().mean().backward()
+        sync.finish()
+    result = [main.clone() for main in _main_grads(sync, module)]
+    single = _Gated()
+    single.load_state_dict(module.state_dict())
+    losses = [single(_data(0, rank), gate).square().mean() for rank, gate in enumerate(gates)]
+    torch.stack(losses).mean().backward()
+    for main, param in zip(result, single.parameters(), strict=True):
+        expected = torch.zeros_like(param) if param.grad is None else param.grad
+        torch.testing.assert_close(main, expected)
+    return result
+
+
+@pytest.mark.parametrize("gates", [[True, False], [False, True], [False, False]])
+def test_unused_parameters_neither_hang_nor_poison(ranks: RankPool, gates: list[bool]) -> None:
+    """A layer that one rank, or every rank, leaves out: the reduction ends, with zeros in its place."""
+    first, second = ranks.run(2, _unused, gates)
+    assert all(bits_equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def _sixteen_bit_reduction(reduction: str) -> list[bool]:
+    param = nn.Parameter(torch.zeros(3))
+    sync = GradSync([("w", param)], reduce_dtype=torch.float16, reduction=reduction)
+    (param * 40000.0).sum().backward()
+    sync.finish()
+    main = sync.main_grad(param)
+    return [] if main is None else [bool(torch.isfinite(main).all()), main.dtype == torch.float32]
+
+
+def test_sixteen_bit_reduction_divides_first(ranks: RankPool) -> None:
+    """40000 + 40000 overflows fp16: the mean divides before it travels; a sum, asked for, overflows and would be
+    skipped.
+    """
+    assert ranks.run(2, _sixteen_bit_reduction, "mean") == [[True, True]] * 2
+    assert ranks.run(2, _sixteen_bit_reduction, "sum") == [[False, True]] * 2
+
+
+def _trained(kind: str) -> Any:
+    module = model()
+    twin = model()
+    config = OptimizerConfig(fp16=True, clip_grad=0.5, log_num_zeros_in_grad=True)
+
+    def scaler() -> DynamicGradScaler:
+        return DynamicGradScaler(2.0**8, 1.0, 2.0, 0.5, 4, 1)
+
+    sync = GradSync(module.named_parameters(), bucket_numel=SMALL_BUCKET)
+    ours = MixedPrecisionOptimizer(INNER[kind](module), config, scaler(), grad_sync=sync)
+    theirs = MixedPrecisionOptimizer(INNER[kind](twin), config, scaler())
+    ddp = DistributedDataParallel(twin)
+    log = []
+    for step in range(12):
+        data = _data(step, dist.get_rank(), torch.float16)
+        factor = math.inf if step in (3, 8) and dist.get_rank() == step % 2 else 1.0
+        for optimizer, network in ((ours, module), (theirs, ddp)):
+            optimizer.zero_grad()
+            optimizer.scale_loss(network(data).float().square().mean() * factor).backward()
+        results = [bool(ours.step().success), bool(theirs.step().success)]
+        log.append((*results, ours.get_loss_scale().item(), theirs.get_loss_scale().item()))
+    state = snapshot(ours, module)
+    close = all(
+        torch.allclose(a, b, rtol=5e-3, atol=2e-3)
+        for (_, a), (_, b) in zip(ours.main_params(), theirs.main_params(), strict=True)
+    )
+    return log, state, close
+
+
+@pytest.mark.parametrize("kind", ["adamw_fused", "sgd_momentum_fused"])
+def test_trains_without_ddp(ranks: RankPool, kind: str) -> None:
+    """The same recipe over main grads: skips and scales are DDP's, ranks stay bitwise equal, weights within fp16
+    rounding.
+    """
+    (log, state, close), (other_log, other_state, other_close) = ranks.run(2, _trained, kind)
+    assert log == other_log
+    assert all(ours == theirs and scale == their_scale for ours, theirs, scale, their_scale in log)
+    assert [step for step, row in enumerate(log) if not row[0]] == [3, 8]
+    assert same_bits(state, other_state)
+    assert close
+    assert other_close
+
+
+def _checkpointed(module: Tiny, data: Tensor, reentrant: bool) -> Tensor:
+    hidden = data
+    for _ in range(2):  # the same layers twice: their gradient comes in two parts
+        inner = checkpoint(lambda x: module.norm(module.first(x)), hidden, use_reentrant=reentrant)
+        hidden = checkpoint(module.second, inner, use_reentrant=reentrant)
+    out: Tensor = module.head(hidden).square().mean()
+    return out
+
+
+def _activation_checkpointing() -> list[Any]:
+    outcome: list[Any] = []
+    for reentrant, overlap in ((False, True), (True, False), (True, True)):
+        module, twin = model(torch.float32), model(torch.float32)
+        sync = GradSync(module.named_parameters(), bucket_numel=1, overlap=overlap)
+        data = [_data(0, rank).requires_grad_() for rank in range(2)]
+        try:
+            _checkpointed(module, data[dist.get_rank()], reentrant).backward()
+        except UsageError as error:
+            outcome.append(str(error))
+            continue
+        sync.finish()
+        torch.stack([_checkpointed(twin, one, False) for one in data]).mean().backward()
+        mains = _main_grads(sync, module)
+        outcome.append(all(torch.allclose(m, grad_of(p)) for m, p in zip(mains, twin.parameters(), strict=True)))
+    return outcome
+
+
+def test_activation_checkpointing_and_shared_layers(ranks: RankPool) -> None:
+    """Layers used twice under checkpointing are right; reentrant checkpointing needs overlap=False, and says so."""
+    for plain, reentrant, refused in ranks.run(2, _activation_checkpointing):
+        assert plain is True
+        assert reentrant is True
+        assert "came after its bucket's reduction had begun" in refused
+        assert "overlap=False with reentrant" in refused
+
+
+def _differing() -> list[list[str]]:
+    module = model()
+    same = find_differing(module.named_parameters())
+    with torch.no_grad():
+        if dist.get_rank() == 1:
+            module.second.weight[1, 1] += 0.5
+            module.norm.bias[[0, 1]] = torch.tensor([1.0, 2.0]).half()
+        else:
+            module.norm.bias[[0, 1]] = torch.tensor([2.0, 1.0]).half()
+    return [same, find_differing(module.named_parameters())]
+
+
+def test_parameters_that_differ_between_ranks_are_named(ranks: RankPool) -> None:
+    """One element, or two elements swapped: found by name, on every rank alike."""
+    assert ranks.run(2, _differing) == [[[], ["norm.bias", "second.weight"]]] * 2
+
+
+def test_alone_it_only_accumulates() -> None:
+    """World size 1 uses the same class and communicates nothing."""
+    module = model()
+    sync = GradSync(module.named_parameters())
+    module(_data(0, 0, torch.float16)).float().sum().backward()
+    sync.finish()
+    assert all(main.abs().sum() > 0 for main in _main_grads(sync, module)[-2:])
+    with pytest.raises(UsageError, match=r"a gradient of '.*' came after its bucket's reduction had begun"):
+        module(_data(0, 0, torch.float16)).float().sum().backward()
+    sync.detach()
+    module(_data(0, 0, torch.float16)).float().sum().backward()
+    assert all(p.grad is not None for p in module.parameters())
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"reduction": "max"}, "reduction must be one of 'mean', 'sum', got 'max'"),
+    ({"overlap": 1}, "overlap must be True or False, got 1"),
+    ({"bucket_numel": 0}, "bucket_numel must be 1 or more, got 0"),
+    ({"grad_dtype": torch.int32}, "grad_dtype and reduce_dtype must be floating point, got torch.int32"),
+    ({"named_parameters": []}, "named_parameters has no parameter with requires_grad"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED)
+def test_bad_argument_is_refused(options: dict[str, Any], message: str) -> None:
+    """Every argument is checked by name."""
+    defaults: dict[str, Any] = {"named_parameters": list(model().named_parameters())}
+    with pytest.raises(ArgumentError, match=message):
+        GradSync(**(defaults | options))
