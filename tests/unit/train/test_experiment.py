@@ -1,0 +1,76 @@
+"""The experiment's commands, what it reads from runs, and the table it prints."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from megascale.train.experiment import RUNS, Outcome, command, main, outcome, report, table
+
+TINY = ["task=text", "text.width=8", "text.layers=1", "text.heads=1", "text.context=8", "text.heldout_windows=4"]
+TINY += ["steps=3", "batch_size=2", "threads=1", "optimizer.clip_grad=1", "optimizer.lr=0.1"]
+
+
+def test_commands_are_the_documented_ones() -> None:
+    """Each run is what a user would type, plus seed and folder."""
+    assert command("dynamic_scaling_65536", 2, Path("runs/x"), ["steps=5"]) == [
+        "-m",
+        "megascale.train",
+        "scaler.scaler_type=dynamic",
+        "scaler.scale=65536",
+        "wandb_name=dynamic_scaling_65536",
+        "seed=2",
+        "output_dir=runs/x/seed_2",
+        "steps=5",
+    ]
+    assert RUNS["no_scaling"] == ("scaler.scaler_type=static", "scaler.scale=1")
+
+
+def _leave(folder: Path, run: str, seed: int, accuracy: float, skipped: list[int]) -> None:
+    place = folder / f"seed_{seed}" / run
+    place.mkdir(parents=True)
+    summary = {"total_accuracy": accuracy, "skipped": sum(skipped), "zero_grad_fraction": 0.25, "scale": 2.0**seed}
+    (place / "summary.json").write_text(json.dumps(summary | {"seconds": 1.0}))
+    rows = "".join(f"{step},{flag}\n" for step, flag in enumerate(skipped))
+    (place / "metrics.csv").write_text(f"step,skipped\n{rows}")
+
+
+def test_table_shows_mean_and_spread_over_seeds(tmp_path: Path) -> None:
+    """Accuracies as mean with extremes; skipped steps at the start are counted apart from later ones."""
+    _leave(tmp_path, "no_scaling", 0, 0.5, [0, 0, 1])
+    _leave(tmp_path, "dynamic_scaling_4294967296", 0, 0.96, [1, 1, 0, 1])
+    _leave(tmp_path, "dynamic_scaling_4294967296", 1, 0.98, [1, 0, 0, 0])
+    outcomes = [outcome("no_scaling", 0, tmp_path)]
+    outcomes += [outcome("dynamic_scaling_4294967296", seed, tmp_path) for seed in (0, 1)]
+    lines = table(outcomes).splitlines()
+    assert len(lines) == 4
+    assert lines[2] == "| `no_scaling` | 0.5000 (0.5000 to 0.5000) | 25.0% | 1 | 0 | 1 |"
+    assert lines[3] == (
+        "| `dynamic_scaling_4294967296` | 0.9700 (0.9600 to 0.9800) | 25.0% | 1 to 3 | 1 to 2 | 1 to 2 |"
+    )
+    assert lines[3] in report(outcomes, ["seeds=0,1"])
+
+
+def test_a_run_that_only_skips_is_counted_whole(tmp_path: Path) -> None:
+    """No step landed: all are skipped at the start."""
+    _leave(tmp_path, "static_scaling_65536", 0, 0.1, [1, 1])
+    assert outcome("static_scaling_65536", 0, tmp_path) == Outcome("static_scaling_65536", 0, 0.1, 2, 2, 0.25, 1.0, 1.0)
+
+
+@pytest.mark.parametrize("seeds", ["", "0;1", "0,x", "0,,1"])
+def test_bad_seeds_are_refused(seeds: str) -> None:
+    """Seeds are integers with commas between."""
+    with pytest.raises(ValueError, match="seeds must be integers with commas between"):
+        main([f"seeds={seeds}"])
+
+
+@pytest.mark.slow
+def test_experiment_runs_and_does_not_repeat_itself(tmp_path: Path) -> None:
+    """Four runs a seed with the further options; a second call finds them done and writes the same results."""
+    arguments = ["seeds=0", f"folder={tmp_path}", *TINY]
+    assert main(arguments) == 0
+    first = (tmp_path / "results.csv").read_text()
+    assert [row["run"] for row in csv.DictReader(first.splitlines())] == list(RUNS)
+    assert main(arguments) == 0
+    assert (tmp_path / "results.csv").read_text() == first
