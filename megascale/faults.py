@@ -6,7 +6,6 @@ on an accelerator.
 """
 
 from collections import deque
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,9 +13,7 @@ from torch import Tensor
 from megascale.collectives import group_size, raise_together
 from megascale.errors import MainParamOverflowError, MegascaleError
 from megascale.host_view import HostView
-from megascale.inner_update import GroupUpdate
-from megascale.kernels import Backend
-from megascale.main_params import MainParam, local
+from megascale.inner_update import Rounded
 from megascale.parallel import ParallelGroups
 
 
@@ -30,13 +27,13 @@ class Faults:
         self._device = device
         self._view = HostView()
         self._error: MegascaleError | None = None
-        # Params and flags of this step and the one before: when the host hears, another step has been taken.
-        self._overflowed: deque[list[tuple[list[MainParam], Tensor]]] = deque(maxlen=2)
+        # What this step and the one before rounded: when the host hears, another step has been taken.
+        self._rounded: deque[list[Rounded]] = deque(maxlen=2)
         self.clear()
 
     def clear(self) -> None:
         """Forget all faults: main params have been replaced."""
-        self._overflowed.clear()
+        self._rounded.clear()
         self._num_overflowed = torch.zeros((), dtype=torch.float32, device=self._device)
         self._view.flush()
 
@@ -57,18 +54,10 @@ class Faults:
         if seen is not None and seen["faults"] > 0:
             self._raise_together()
 
-    def watch_rounding(self, updates: Sequence[GroupUpdate], backend: Backend) -> None:
-        """Note, on the device, which fp16 model params could not hold their main param."""
-        params = [param for update in updates for param in update.params if param.model.dtype == torch.float16]
-        by_device: dict[torch.device, list[MainParam]] = {}
-        for param in params:
-            by_device.setdefault(local(param.main).device, []).append(param)
-        watched = [
-            (held, backend.overflows([local(p.main) for p in held], [local(p.model) for p in held]))
-            for held in by_device.values()
-        ]
-        self._overflowed.append(watched)
-        counts = [flags.sum(dtype=torch.float32).to(self._device, non_blocking=True) for _, flags in watched]
+    def note(self, rounded: list[Rounded]) -> None:
+        """Remember, on the device, which model params could not hold their main param."""
+        self._rounded.append(rounded)
+        counts = [one.overflowed.sum(dtype=torch.float32).to(self._device, non_blocking=True) for one in rounded]
         if counts:
             self._num_overflowed = torch.stack(counts).sum()
 
@@ -84,9 +73,12 @@ class Faults:
         raise_together(error, self._group)
 
     def _overflow_error(self) -> MegascaleError | None:
-        watched = [entry for step in self._overflowed for entry in step]
         names = dict.fromkeys(
-            param.name for held, flags in watched for param, bad in zip(held, flags.tolist(), strict=True) if bad
+            param.name
+            for rounded in self._rounded
+            for one in rounded
+            for param, overflowed in zip(one.params, one.overflowed.tolist(), strict=True)
+            if overflowed
         )
         if not names:
             return None

@@ -33,6 +33,14 @@ class GroupUpdate:
     grads: list[Tensor]
 
 
+@dataclass(frozen=True)
+class Rounded:
+    """Main params of one device and, shape [len(params)], whether the rounding of each into fp16 was not finite."""
+
+    params: list[MainParam]
+    overflowed: Tensor
+
+
 class InnerUpdate(Protocol):
     """Applies one decision to all groups."""
 
@@ -42,7 +50,7 @@ class InnerUpdate(Protocol):
     def required_state(self, options: dict[str, Any]) -> list[str]:
         """Return the keys without which a saved state of a parameter is not whole."""
 
-    def apply(self, groups: Sequence[GroupUpdate], decision: Decision) -> None:
+    def apply(self, groups: Sequence[GroupUpdate], decision: Decision) -> list[Rounded]:
         """Update main params and model params where the step lands; change nothing where it is skipped."""
 
 
@@ -96,16 +104,17 @@ class _KernelUpdate(ABC):
             device = local(param.main).device
             state["step"] = value.to(device) if isinstance(value, Tensor) else torch.tensor(value, device=device)
 
-    def apply(self, groups: Sequence[GroupUpdate], decision: Decision) -> None:
+    def apply(self, groups: Sequence[GroupUpdate], decision: Decision) -> list[Rounded]:
         """See :class:`InnerUpdate`."""
         if self._hooked() or not all(self.fits(group.options) for group in groups):
             return self._general.apply(groups, decision)
+        rounded = []
         for group in groups:
-            for device, operands in self._operands(group).items():
-                self.run(operands, group.options, decision.to(device))
+            for device, (params, operands) in self._operands(group).items():
+                rounded.append(Rounded(params, self.run(operands, group.options, decision.to(device))))
         # Tells an LR scheduler that was built on the inner optimizer that a step was taken.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
-        return None
+        return rounded
 
     def required_state(self, options: dict[str, Any]) -> list[str]:
         """See :class:`InnerUpdate`."""
@@ -114,12 +123,13 @@ class _KernelUpdate(ABC):
     def _hooked(self) -> bool:
         return bool(self.optimizer._optimizer_step_pre_hooks or self.optimizer._optimizer_step_post_hooks)
 
-    def _operands(self, group: GroupUpdate) -> dict[torch.device, Operands]:
-        by_device: defaultdict[torch.device, Operands] = defaultdict(Operands)
+    def _operands(self, group: GroupUpdate) -> dict[torch.device, tuple[list[MainParam], Operands]]:
+        by_device: defaultdict[torch.device, tuple[list[MainParam], Operands]] = defaultdict(lambda: ([], Operands()))
         names = self.state_names(group.options)
         for param, grad in zip(group.params, group.grads, strict=True):
             main = local(param.main)
-            operands = by_device[main.device]
+            params, operands = by_device[main.device]
+            params.append(param)
             operands.main.append(main)
             operands.model.append(local(param.model) if param.is_copy else main)
             operands.grad.append(grad)
@@ -143,8 +153,8 @@ class _KernelUpdate(ABC):
         """Whether the kernels can run these options on the device."""
 
     @abstractmethod
-    def run(self, operands: Operands, options: dict[str, Any], decision: Decision) -> None:
-        """Call the kernel."""
+    def run(self, operands: Operands, options: dict[str, Any], decision: Decision) -> Tensor:
+        """Call the kernel; returns its flags of overflow."""
 
 
 class AdamUpdate(_KernelUpdate):
@@ -162,7 +172,7 @@ class AdamUpdate(_KernelUpdate):
         """Tensor betas go through torch's own step."""
         return not any(isinstance(beta, Tensor) for beta in options["betas"])
 
-    def run(self, operands: Operands, options: dict[str, Any], decision: Decision) -> None:
+    def run(self, operands: Operands, options: dict[str, Any], decision: Decision) -> Tensor:
         """One kernel call."""
         beta1, beta2 = options["betas"]
         decoupled = options.get("decoupled_weight_decay", type(self.optimizer) is torch.optim.AdamW)
@@ -176,7 +186,7 @@ class AdamUpdate(_KernelUpdate):
             amsgrad=options["amsgrad"],
             maximize=options["maximize"],
         )
-        self.backend.adam_(operands, hyper, decision)
+        return self.backend.adam_(operands, hyper, decision)
 
 
 class SgdUpdate(_KernelUpdate):
@@ -194,7 +204,7 @@ class SgdUpdate(_KernelUpdate):
         """All options run on our kernels."""
         return True
 
-    def run(self, operands: Operands, options: dict[str, Any], decision: Decision) -> None:
+    def run(self, operands: Operands, options: dict[str, Any], decision: Decision) -> Tensor:
         """One kernel call."""
         hyper = SgdHyper(
             lr=options["lr"],
@@ -204,7 +214,7 @@ class SgdUpdate(_KernelUpdate):
             nesterov=options["nesterov"],
             maximize=options["maximize"],
         )
-        self.backend.sgd_(operands, hyper, decision)
+        return self.backend.sgd_(operands, hyper, decision)
 
 
 class GeneralUpdate:
@@ -227,16 +237,22 @@ class GeneralUpdate:
         """Nothing is known of the optimizer's state."""
         return []
 
-    def apply(self, groups: Sequence[GroupUpdate], decision: Decision) -> None:
+    def apply(self, groups: Sequence[GroupUpdate], decision: Decision) -> list[Rounded]:
         """See :class:`InnerUpdate`."""
         if bool(decision.found_inf):
-            return
+            return []
         params = [param for group in groups for param in group.params]
         grads = [grad for group in groups for grad in group.grads]
         with self._on_main_params(params, grads, decision):
             self.optimizer.step()
-        copies = [param for param in params if param.is_copy]
-        self.backend.write_back_([local(param.main) for param in copies], [local(param.model) for param in copies])
+        by_device: defaultdict[torch.device, list[MainParam]] = defaultdict(list)
+        for param in params:
+            if param.is_copy:
+                by_device[local(param.main).device].append(param)
+        return [
+            Rounded(held, self.backend.write_back_([local(p.main) for p in held], [local(p.model) for p in held]))
+            for held in by_device.values()
+        ]
 
     @contextmanager
     def _on_main_params(self, params: list[MainParam], grads: list[Tensor], decision: Decision) -> Iterator[None]:

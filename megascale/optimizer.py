@@ -151,8 +151,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             raise UsageError("step_with_ready_grads() needs prepare_grads() first; step() calls both")
         (updates, decision), self._ready = self._ready, None
         with record_function("megascale.update"):
-            self._update.apply(updates, decision)
-            self._faults.watch_rounding(updates, self.backend)
+            self._faults.note(self._update.apply(updates, decision))
             for update in updates:
                 for param in update.params:
                     param.seal()

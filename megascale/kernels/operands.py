@@ -118,14 +118,11 @@ class Backend(Protocol):
     def unscale(self, grads: list[Tensor], mains: list[Tensor], coefficient: Tensor) -> list[Tensor]:
         """Return new tensors ``grad * coefficient`` in the dtypes of ``mains``."""
 
-    def adam_(self, operands: Operands, hyper: AdamHyper, decision: Decision) -> None:
+    def adam_(self, operands: Operands, hyper: AdamHyper, decision: Decision) -> Tensor:
         """Update with state ``exp_avg``, ``exp_avg_sq`` (and ``max_exp_avg_sq``), then round main into model."""
 
-    def sgd_(self, operands: Operands, hyper: SgdHyper, decision: Decision) -> None:
+    def sgd_(self, operands: Operands, hyper: SgdHyper, decision: Decision) -> Tensor:
         """Update with state ``momentum_buffer`` (where momentum is not 0), then round main into model."""
 
-    def write_back_(self, mains: list[Tensor], models: list[Tensor]) -> None:
-        """Round main params into their model params."""
-
-    def overflows(self, mains: list[Tensor], models: list[Tensor]) -> Tensor:
-        """Return a bool per parameter, shape [n]: whether its rounding into an fp16 model param is not finite."""
+    def write_back_(self, mains: list[Tensor], models: list[Tensor]) -> Tensor:
+        """Round main params (at least one) into their model params."""

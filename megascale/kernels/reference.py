@@ -32,12 +32,10 @@ class ReferenceBackend:
         """See :class:`megascale.kernels.Backend`."""
         return [grad.to(main.dtype) * coefficient for grad, main in zip(grads, mains, strict=True)]
 
-    def adam_(self, operands: Operands, hyper: AdamHyper, decision: Decision) -> None:
+    def adam_(self, operands: Operands, hyper: AdamHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
         found = decision.found_inf != 0
-        for index, (main, model, grad, step) in enumerate(
-            zip(operands.main, operands.model, operands.grad, operands.step, strict=True)
-        ):
+        for index, (main, grad, step) in enumerate(zip(operands.main, operands.grad, operands.step, strict=True)):
             state = {name: tensors[index] for name, tensors in operands.state.items()}
             g = _gradient(grad, main, hyper.maximize, decision)
             p = main
@@ -60,16 +58,16 @@ class ReferenceBackend:
                 _land_(state[name], value, found)
             _land_(main, p, found)
             step.add_(1 - decision.found_inf)
-            _round_(main, model)
+        return self.write_back_(operands.main, operands.model)
 
-    def sgd_(self, operands: Operands, hyper: SgdHyper, decision: Decision) -> None:
+    def sgd_(self, operands: Operands, hyper: SgdHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`.
 
         torch's first momentum buffer is the gradient itself, not dampened. Buffers here start as zeros, so with
         dampening the step count says, on the device, whether a buffer is fresh.
         """
         found = decision.found_inf != 0
-        for index, (main, model, grad) in enumerate(zip(operands.main, operands.model, operands.grad, strict=True)):
+        for index, (main, grad) in enumerate(zip(operands.main, operands.grad, strict=True)):
             g = _gradient(grad, main, hyper.maximize, decision)
             if hyper.weight_decay != 0:
                 g = g + hyper.weight_decay * main
@@ -84,23 +82,19 @@ class ReferenceBackend:
                 _land_(buffer, velocity, found)
                 g = g + hyper.momentum * velocity if hyper.nesterov else velocity
             _land_(main, main - hyper.lr * g, found)
-            _round_(main, model)
+        return self.write_back_(operands.main, operands.model)
 
-    def write_back_(self, mains: list[Tensor], models: list[Tensor]) -> None:
+    def write_back_(self, mains: list[Tensor], models: list[Tensor]) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
+        flags = []
         for main, model in zip(mains, models, strict=True):
-            _round_(main, model)
-
-    def overflows(self, mains: list[Tensor], models: list[Tensor]) -> Tensor:
-        """See :class:`megascale.kernels.Backend`."""
-        return torch.stack(
-            [
-                (main.abs() < FP16_OVERFLOW).all().logical_not()
-                if model.dtype == torch.float16
-                else torch.zeros((), dtype=torch.bool, device=main.device)
-                for main, model in zip(mains, models, strict=True)
-            ]
-        )
+            if model is not main:
+                model.copy_(main)
+            finite = (
+                main.abs() < FP16_OVERFLOW if model.dtype == torch.float16 else torch.ones_like(main, dtype=torch.bool)
+            )
+            flags.append(finite.all().logical_not())
+        return torch.stack(flags)
 
 
 def _gradient(grad: Tensor, main: Tensor, maximize: bool, decision: Decision) -> Tensor:
@@ -111,8 +105,3 @@ def _gradient(grad: Tensor, main: Tensor, maximize: bool, decision: Decision) ->
 def _land_(target: Tensor, value: Tensor, found: Tensor) -> None:
     """Write ``value`` where the step lands, the old bits where it is skipped."""
     target.copy_(torch.where(found, target, value.to(target.dtype)))
-
-
-def _round_(main: Tensor, model: Tensor) -> None:
-    if model is not main:
-        model.copy_(main)

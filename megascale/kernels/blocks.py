@@ -1,0 +1,147 @@
+"""Cache-sized blocks: runs of 1-D pieces of many parameters that go through cache together, and the scratch they
+share.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from megascale.kernels.operands import FP16_OVERFLOW
+
+BLOCK_ON_CPU = 1 << 18  # elements; 1 MiB of fp32 scratch stays in cache
+BLOCK_ON_DEVICE = 1 << 24  # elements; 64 MiB of fp32 scratch fills a GPU, and counts up to it are exact in fp32
+
+Row = list[Tensor]
+"""1-D tensors of one parameter, or of a piece of it: main, grad, model, then the state."""
+
+
+class Scratch:
+    """Reused buffers of one block on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.block = BLOCK_ON_CPU if device.type == "cpu" else BLOCK_ON_DEVICE
+        self._device = device
+        self._buffers: dict[tuple[torch.dtype, int], Tensor] = {}
+
+    def view(self, numel: int, dtype: torch.dtype, slot: int = 0) -> Tensor:
+        """Return uninitialised scratch of shape [numel]. Valid until the next call for the same slot and dtype."""
+        buffer = self._buffers.get((dtype, slot))
+        if buffer is None or buffer.numel() < numel:
+            buffer = self._buffers[dtype, slot] = torch.empty(numel, dtype=dtype, device=self._device)
+        return buffer[:numel]
+
+    def measure(self, block: Tensor, count_zeros: bool) -> list[Tensor]:
+        """Return sum of squares, non-finite count and, with ``count_zeros``, zeros of a 1-D block, as 0-d tensors."""
+        dtype = torch.float64 if block.dtype == torch.float64 else torch.float32
+        work = self.view(block.numel(), dtype).copy_(block)
+        stats = [torch.dot(work, work)]
+        zeros = []
+        if count_zeros:
+            zeros.append(torch.eq(work, 0, out=self.view(block.numel(), dtype, slot=1)).sum())
+        # x - x is 0 where x is finite and NaN where it is not; only NaN differs from itself.
+        torch.sub(work, work, out=work)
+        stats.append(torch.ne(work, work, out=work).sum())
+        return stats + zeros
+
+
+class RoundingWatch:
+    """Collects, per row, the extremes of main params that are rounded to fp16."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._extremes: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(num_rows)]
+
+    def note(self, row: int, main: Tensor, model: Tensor) -> None:
+        """Look at a piece, best while it is in cache. Other dtypes than fp16 hold every fp32 number."""
+        if model.dtype == torch.float16 and main.numel():
+            low, high = torch.aminmax(main)
+            self._extremes[row].append((low, high))
+
+    def flags(self, device: torch.device) -> Tensor:
+        """Return a bool per row, shape [rows]: whether a rounding is not finite. A NaN is not between the bounds."""
+        nothing = torch.zeros((), device=device)
+        lows, highs = [], []
+        for found in self._extremes:
+            low, high = found[0] if found else (nothing, nothing)
+            if len(found) > 1:
+                low = torch.stack([one for one, _ in found]).amin()
+                high = torch.stack([one for _, one in found]).amax()
+            lows.append(low)
+            highs.append(high)
+        return ((torch.stack(lows) > -FP16_OVERFLOW) & (torch.stack(highs) < FP16_OVERFLOW)).logical_not_()
+
+
+class Block:
+    """Pieces of one main dtype; ``owners`` says which row each is of."""
+
+    def __init__(self, scratch: Scratch) -> None:
+        self._scratch = scratch
+        self.pieces: list[Row] = []
+        self.owners: list[int] = []
+        self.numel = 0
+
+    def add(self, owner: int, piece: Row) -> None:
+        """Append a piece."""
+        self.owners.append(owner)
+        self.pieces.append(piece)
+        self.numel += piece[0].numel()
+
+    def column(self, index: int) -> list[Tensor]:
+        """Return one tensor of every piece."""
+        return [piece[index] for piece in self.pieces]
+
+    def unscaled(self, coefficient: Tensor) -> list[Tensor]:
+        """Return the gradients times ``coefficient`` in the main params' dtype, in scratch."""
+        buffer = self._scratch.view(self.numel, self.pieces[0][0].dtype)
+        if len(self.pieces) == 1:
+            return [buffer.copy_(self.pieces[0][1]).mul_(coefficient)]
+        grads = list(buffer.split([piece[0].numel() for piece in self.pieces]))
+        torch._foreach_copy_(grads, self.column(1))
+        buffer.mul_(coefficient)
+        return grads
+
+    def write_back_(self, watch: RoundingWatch) -> None:
+        """Round main into model where they differ in dtype."""
+        copied = [piece for piece in self.pieces if piece[2].dtype != piece[0].dtype]
+        if copied:
+            torch._foreach_copy_([piece[2] for piece in copied], [piece[0] for piece in copied])
+        for owner, piece in zip(self.owners, self.pieces, strict=True):
+            watch.note(owner, piece[0], piece[2])
+
+
+def blocks_of(rows: list[Row]) -> Iterator[Block]:
+    """Cut rows into blocks that fit the scratch, one main dtype to a block, in order. Empty rows are left out."""
+    if not rows:
+        return
+    scratch = Scratch(rows[0][0].device)
+    block = Block(scratch)
+    for owner, row in enumerate(rows):
+        for piece in _pieces(row, scratch.block):
+            full = block.numel + piece[0].numel() > scratch.block
+            if block.pieces and (full or block.pieces[0][0].dtype != piece[0].dtype):
+                yield block
+                block = Block(scratch)
+            block.add(owner, piece)
+    if block.pieces:
+        yield block
+
+
+def flat(tensors: list[Tensor]) -> Row | None:
+    """Return 1-D views in memory order if all tensors are dense with the same strides, else None."""
+    if all(tensor.is_contiguous() for tensor in tensors):
+        return [tensor.view(-1) for tensor in tensors]
+    strides = tensors[0].stride()
+    order = sorted(range(len(strides)), key=lambda dim: strides[dim], reverse=True)
+    permuted = [tensor.permute(order) for tensor in tensors]
+    if all(tensor.stride() == strides for tensor in tensors) and permuted[0].is_contiguous():
+        return [tensor.view(-1) for tensor in permuted]
+    return None
+
+
+def _pieces(row: Row, limit: int) -> Iterator[Row]:
+    numel = row[0].numel()
+    if 0 < numel <= limit:
+        yield row
+        return
+    for start in range(0, numel, limit):
+        yield [tensor[start : start + limit] for tensor in row]
