@@ -103,13 +103,10 @@ def measure(
         vector = torch.stack([zero, zero, zero if count_zeros else uncounted, faults.to(exact)])
         return GradStats(vector, None)
     stats = _measure_by_device(grads, backend, count_zeros, device)
-    counted = weights > 0
-
-    def total(values: Tensor) -> Tensor:
-        return torch.where(counted, values * weights, 0).sum()
-
-    zeros = uncounted if stats.zeros is None else total(stats.zeros)
-    vector = torch.stack([total(stats.sum_squares), stats.non_finite.sum(), zeros, faults.to(exact)])
+    # A weight of 0 times inf is NaN: a shared copy that is not finite spoils the norm of a step that is skipped anyway.
+    sum_squares = (stats.sum_squares * weights).sum()
+    zeros = uncounted if stats.zeros is None else (stats.zeros * weights).sum()
+    vector = torch.stack([sum_squares, stats.non_finite.sum(), zeros, faults.to(exact)])
     return GradStats(vector, stats.non_finite)
 
 

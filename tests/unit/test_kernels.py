@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megascale import kernels
 from megascale.errors import ArgumentError
-from megascale.kernels import Backend, Decision, select_backend
+from megascale.kernels import Backend, Decision, blocks, select_backend
 from tests.training import INNER, Bag, bits_equal, constant, grad_of, model, same_bits, set_grads, snapshot
 
 BACKENDS = ["reference", "torch"]
@@ -203,6 +203,17 @@ def test_reference_bias_correction_is_exact_at_the_first_steps() -> None:
             tensors[0].zero_()
         _backend(name).adam_(operands, hyper, Decision(torch.zeros(()), one, one, one))
         torch.testing.assert_close(main.item(), -1e-3, rtol=3e-7, atol=0)
+
+
+def test_blocks_bound_the_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces fill blocks up to the limit and no further, in order, every element once."""
+    monkeypatch.setattr(blocks, "BLOCK_ON_CPU", 10)
+    rows = [[torch.arange(numel) + 100 * index] * 3 for index, numel in enumerate([3, 0, 6, 4, 25, 1, 9])]
+    made = list(blocks.blocks_of(rows))
+    assert [block.numel for block in made] == [9, 4, 10, 10, 6, 9]
+    assert [block.owners for block in made] == [[0, 2], [3], [4], [4], [4, 5], [6]]
+    joined = torch.cat([piece for block in made for piece in block.column(0)])
+    assert torch.equal(joined, torch.cat([row[0] for row in rows]))
 
 
 def test_selection(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -477,6 +477,25 @@ def test_following_keeps_the_bits_that_still_fit() -> None:
     assert all(bits_equal(main, weights[name].float()) for name, main in optimizer.main_params())
 
 
+def test_untouched_weights_cost_no_pass() -> None:
+    """Only a model param that someone else wrote is compared with its main param: not after a step, not after a
+    load.
+    """
+    module = model()
+    optimizer = constant(module, INNER["sgd"], 1.0)
+    compared = torch.ops.aten.view.dtype
+    for action in (optimizer.step, lambda: optimizer.load_state_dict(optimizer.state_dict())):
+        set_grads(module, 0)
+        action()
+        with OperatorCounter() as counter:
+            optimizer.step()
+        assert counter.counts[compared] == 0
+    module.load_state_dict(module.state_dict())
+    with OperatorCounter() as counter:
+        optimizer.step()
+    assert counter.counts[compared] > 0
+
+
 def test_new_storage_is_followed() -> None:
     """``param.data = tensor`` swaps storage without a version: it is noticed all the same."""
     module = model()
