@@ -41,19 +41,6 @@ def all_reduce_sum_start(tensor: Tensor, group: ProcessGroup | None) -> Work | N
     return dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group, async_op=True)
 
 
-def broadcast_(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Overwrite ``tensor`` with the one of the group's first rank."""
-    if group is not None and group.size() > 1:
-        dist.broadcast(tensor, src=dist.get_global_rank(group, 0), group=group)
-    return tensor
-
-
-def barrier(group: ProcessGroup | None) -> None:
-    """Return when every rank of ``group`` has come here."""
-    if group_size(group) > 1:
-        dist.barrier(group=group)
-
-
 def all_gather_object(value: T, group: ProcessGroup | None) -> list[T]:
     """Return every rank's ``value``, in the order of ranks."""
     if group_size(group) == 1:

@@ -95,8 +95,8 @@ class Trainer:
         self.optimizer.scale_loss(loss).backward()
         scale = self.optimizer.get_loss_scale()
         result = self.optimizer.step()
-        stop = 1.0 if self.runtime.stop_signal else 0.0
-        shared = torch.stack([loss.detach().double(), correct.double() / places, loss.new_tensor(stop).double()])
+        stop = torch.full_like(loss, bool(self.runtime.stop_signal), dtype=torch.float64, requires_grad=False)
+        shared = torch.stack([loss.detach().double(), correct.double() / places, stop])
         all_reduce_sum_(shared, self.runtime.group)
         seen = self.view.push(
             {
@@ -122,7 +122,8 @@ class Trainer:
         every = self.config.checkpoint.every
         if every and done % every == 0 and done < self.config.steps and not self._stop_seen:
             self._observe(self.view.flush())
-            self._save()
+            if not self._stop_seen:  # run() saves what it stops at
+                self._save()
         return self._stop_seen
 
     def _observe(self, seen: dict[str, float] | None) -> None:

@@ -86,6 +86,11 @@ def test_resume_is_bitwise_on_two_ranks(tmp_path: Path) -> None:
     assert _without_speed(rows) == _without_speed(_rows(tmp_path / "halves"))
     assert [int(row["step"]) for row in rows] == list(range(40))
     assert sum(int(row["skipped"]) for row in rows) == straight_user["progress"]["skipped"] > 0
+    _train(1, tmp_path / "alone", "steps=1")
+    [alone] = _rows(tmp_path / "alone")
+    # The ranks share one global batch: the first step sees what a single process sees, up to fp16 rounding.
+    for name in ("loss", "batch_accuracy", "grad_norm"):
+        assert float(rows[0][name]) == pytest.approx(float(alone[name]), rel=2e-3)
     output = _train(2, tmp_path / "halves", "steps=40")
     assert "resumed at step 40" in output
     assert "done: step 40 of 40" in output
