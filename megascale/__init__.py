@@ -1,7 +1,9 @@
 """megascale: mixed precision optimizers for training on many ranks."""
 
 from megascale.builder import build_optimizer
+from megascale.chained import ChainedOptimizer
 from megascale.config import OptimizerConfig
+from megascale.distributed_optimizer import DistributedOptimizer
 from megascale.grad_scaler import ConstantGradScaler, DynamicGradScaler, MegatronGradScaler
 from megascale.optimizer import MixedPrecisionOptimizer, StepResult
 from megascale.parallel import ParallelGroups
@@ -9,7 +11,9 @@ from megascale.parallel import ParallelGroups
 __version__ = "0.1.0"
 
 __all__ = [
+    "ChainedOptimizer",
     "ConstantGradScaler",
+    "DistributedOptimizer",
     "DynamicGradScaler",
     "MegatronGradScaler",
     "MixedPrecisionOptimizer",

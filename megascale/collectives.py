@@ -14,6 +14,10 @@ from megascale.errors import MegascaleError, RankError
 
 T = TypeVar("T")
 
+# torch 2.13's names; the older ones, which torch 2.11 has, warn there.
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 def group_size(group: ProcessGroup | None) -> int:
     """Return how many ranks ``group`` has."""
@@ -39,6 +43,47 @@ def all_reduce_sum_start(tensor: Tensor, group: ProcessGroup | None) -> Work | N
     if group_size(group) == 1:
         return None
     return dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group, async_op=True)
+
+
+def sums_own_shards(group: ProcessGroup | None) -> bool:
+    """Return whether a reduce-scatter over ``group`` is faster as an exchange of shards and a sum on arrival.
+
+    gloo's own reduces the whole tensor on every rank: twice the traffic.
+    """
+    return group_size(group) > 1 and dist.get_backend(group) == "gloo"
+
+
+def reduce_scatter_sum_start(output: Tensor, tensor: Tensor, group: ProcessGroup | None) -> Work | None:
+    """Begin to sum ``tensor`` over ``group``, of which this rank gets its shard: shape [numel / ranks], ``output``.
+
+    ``output`` may be this rank's own shard of ``tensor``; the rest of ``tensor`` is then undefined.
+    """
+    if group_size(group) == 1:
+        return None
+    return _reduce_scatter(output, tensor, op=dist.ReduceOp.SUM, group=group, async_op=True)
+
+
+def exchange_shards_start(received: Tensor, tensor: Tensor, group: ProcessGroup | None) -> Work | None:
+    """Begin to send each rank its shard of ``tensor``. ``received``: shape [numel], every rank's part of this rank's
+    shard, in the order of ranks.
+    """
+    if group_size(group) == 1:
+        return None
+    return dist.all_to_all_single(received, tensor, group=group, async_op=True)
+
+
+def all_gather_start(tensor: Tensor, shard: Tensor, group: ProcessGroup | None) -> Work | None:
+    """Begin to fill ``tensor`` with every rank's ``shard``, which may be this rank's own part of ``tensor``."""
+    if group_size(group) == 1:
+        return None
+    return _all_gather(tensor, shard, group=group, async_op=True)
+
+
+def broadcast_(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Overwrite ``tensor`` with that of the group's first rank."""
+    if group is not None and group_size(group) > 1:
+        dist.broadcast(tensor, src=dist.get_global_rank(group, 0), group=group)
+    return tensor
 
 
 def all_gather_object(value: T, group: ProcessGroup | None) -> list[T]:

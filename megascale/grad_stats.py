@@ -23,18 +23,26 @@ LARGEST_SUM_SQUARES = torch.finfo(torch.float32).max
 
 
 class Holders:
-    """How many ranks of `grad_stats` hold the same gradient element as this rank does."""
+    """How many ranks of `grad_stats` hold the same gradient element as this rank does.
 
-    def __init__(self, groups: ParallelGroups) -> None:
+    Args:
+        groups: who shares what.
+        sharded: gradients are reduced into shards, which only ``replicate`` ranks repeat.
+    """
+
+    def __init__(self, groups: ParallelGroups, *, sharded: bool = False) -> None:
+        self._groups = groups
+        self._sharded = sharded
         self._stats = ranks_of(groups.grad_stats)
-        self._data = ranks_of(groups.data_parallel)
         self._tensor = ranks_of(groups.tensor_parallel)
 
     def weight(self, param: nn.Parameter) -> float:
         """Return what this rank's sums of ``param`` count: 1 / holders, and 0 for Megatron's ``shared`` copies.
 
-        Raises ArgumentError for a DTensor whose mesh reaches beyond ``grad_stats``: its ranks could not agree.
+        Raises ArgumentError for a DTensor whose mesh reaches beyond ``grad_stats``: its ranks could not agree. And for
+        an expert's parameter without a group.
         """
+        data = self._groups.of_param(param)
         if getattr(param, "shared", False):
             return 0.0
         mesh_ranks: frozenset[int] = frozenset()
@@ -48,7 +56,7 @@ class Holders:
                     "pass groups whose grad_stats spans the parameter's mesh"
                 )
             holders = math.prod(mesh.size(dim) for dim, placed in enumerate(param.placements) if placed.is_replicate())
-        holders *= self._replicas(self._data, mesh_ranks)
+        holders *= self._replicas(ranks_of(data.replicate if self._sharded else data.holders), mesh_ranks)
         if not getattr(param, "tensor_model_parallel", False):
             holders *= self._replicas(self._tensor, mesh_ranks)
         return 1.0 / holders
@@ -131,6 +139,13 @@ def _measure_by_device(
 
 
 @torch.no_grad()
+def combined(parts: Sequence[GradStats]) -> GradStats:
+    """Return the statistics of several optimizers' gradients as those of one, still of this rank alone."""
+    non_finite = [part.non_finite for part in parts if part.non_finite is not None]
+    return GradStats(torch.stack([part.vector for part in parts]).sum(0), torch.cat(non_finite) if non_finite else None)
+
+
+@torch.no_grad()
 def agree(stats: GradStats, groups: ParallelGroups) -> GradStats:
     """Sum the vector over ``grad_stats``: the one collective of a step."""
     return GradStats(all_reduce_sum_(stats.vector, groups.grad_stats), stats.non_finite)
@@ -155,5 +170,6 @@ def decide(stats: GradStats, inv_scale: Tensor | None, clip_grad: float) -> Deci
         found_inf=found_inf.float(),
         coefficient=coefficient.float(),
         grad_norm=norm.float(),
-        num_zeros=zeros,
+        # Shares of a third do not add up to a whole number.
+        num_zeros=zeros.round(),
     )

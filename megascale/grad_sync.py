@@ -6,54 +6,84 @@ order its own gradients come in; what backward did not start, :meth:`GradSync.fi
 hang nobody.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from megascale import validate
-from megascale.collectives import all_gather_object, all_reduce_sum_start, group_size
-from megascale.errors import ArgumentError, UsageError
-from megascale.grad_buffer import GradBuffer
-from megascale.layout import DEFAULT_BUCKET_NUMEL, Bucket, ParamSize, build_layouts
-from megascale.parallel import ParallelGroups
+from megascale.bucket_reduction import BucketReduction, bucket_reduction
+from megascale.collectives import group_rank, group_size
+from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
+from megascale.flat_buffer import FlatBucket
+from megascale.layout import DEFAULT_BUCKET_NUMEL, ParamSize, build_layouts
+from megascale.parallel import GradGroup, ParallelGroups, is_expert
 
 REDUCTIONS = ("mean", "sum")
+MOST_UNSETTLED = 2
+"""Buckets on their way at the same time: each may hold scratch of its own size."""
 
 
 @dataclass(eq=False)
-class _Reduction:
-    """One bucket: which gradients it still waits for, and its collective while that is under way."""
+class SyncedBucket:
+    """One bucket: its parameters, its main grads, its reduction, and which gradients it still waits for."""
 
-    buffer: GradBuffer
-    bucket: Bucket
-    names: frozenset[str]
-    waiting: set[str]
-    started: bool = False
-    narrow: Tensor | None = None
-    work: Work | None = None
+    index: int
+    memory: FlatBucket
+    group: GradGroup
+    params: dict[str, nn.Parameter]
+    reduction: BucketReduction
+    waiting: set[str] = field(init=False)
+    fresh: set[str] = field(init=False)
+    started: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.reset()
+
+    @property
+    def rank(self) -> int:
+        """Which shard of the bucket is this rank's."""
+        return group_rank(self.group.shard)
+
+    def reset(self) -> None:
+        """Begin a new step: every first gradient overwrites what the step before has left."""
+        self.waiting = set(self.params)
+        self.fresh = set(self.params)
+        self.started = False
+
+    def start(self) -> None:
+        """Begin the reduction. Parameters that had no gradient take part with zeros."""
+        for name in self.fresh:
+            self.memory.views[name].zero_()
+        self.fresh = set()
+        self.started = True
+        self.reduction.start()
 
 
 class GradSync:
     """Owns the main grads of a set of parameters and keeps them reduced over the data-parallel ranks.
 
     After backward and :meth:`finish`, :meth:`main_grad` is the reduced gradient, on every rank; ``param.grad`` is None.
-    A parameter that no rank has used has a main grad of zeros.
+    A parameter that no rank has used has a main grad of zeros. Main grads are undefined between :meth:`zero_` and
+    :meth:`finish`.
 
     Args:
         named_parameters: in the order of the forward pass, as ``model.named_parameters()`` gives them. Frozen ones are
             left out.
-        groups: ``data_parallel`` ranks reduce; see :meth:`ParallelGroups.of`.
+        groups: ``data_parallel`` ranks reduce, those of ``expert_data_parallel`` for experts; see
+            :meth:`ParallelGroups.of`.
         grad_dtype: of the main grads; micro-batches add up in it.
-        reduce_dtype: what travels. None: ``grad_dtype``. A 16-bit type halves the traffic; gradients are divided first,
-            because 16-bit sums overflow.
-        reduction: "mean" over the ranks, or "sum".
+        reduce_dtype: what travels. None: ``grad_dtype``. A 16-bit type halves the traffic; gradients are divided by the
+            number of ranks first, because 16-bit sums overflow.
+        reduction: "mean" over the data-parallel ranks, or "sum". See :meth:`set_divisor` for any other divisor.
         bucket_numel: elements of a bucket, see :func:`megascale.layout.build_layouts`.
         overlap: start reductions during backward. False: all of them in :meth:`finish`.
+        sharded: reduce-scatter: only this rank's shard of every bucket is reduced. DistributedOptimizer sets it.
 
     Raises:
         ArgumentError: for an argument that does not fit, naming it.
@@ -69,29 +99,77 @@ class GradSync:
         reduction: str = "mean",
         bucket_numel: int = DEFAULT_BUCKET_NUMEL,
         overlap: bool = True,
+        sharded: bool = False,
     ) -> None:
-        self._group = ParallelGroups.of(groups).data_parallel
+        self._groups = ParallelGroups.of(groups)
+        self._grad_dtype = grad_dtype
         self._reduce_dtype = reduce_dtype or grad_dtype
-        self._alone = group_size(self._group) == 1
-        self._divisor = group_size(self._group) if validate.one_of("reduction", reduction, REDUCTIONS) == "mean" else 1
+        is_mean = validate.one_of("reduction", reduction, REDUCTIONS) == "mean"
+        self._usual_divisor = group_size(self._groups.data_parallel) if is_mean else 1
+        self._bucket_numel = validate.integer("bucket_numel", bucket_numel, minimum=1)
         self._overlap = validate.flag("overlap", overlap)
-        self._params = {name: param for name, param in named_parameters if param.requires_grad}
-        if not self._params:
-            raise ArgumentError("named_parameters has no parameter with requires_grad")
+        self._sharded = validate.flag("sharded", sharded)
         if not grad_dtype.is_floating_point or not self._reduce_dtype.is_floating_point:
             raise ArgumentError(f"grad_dtype and reduce_dtype must be floating point, got {grad_dtype}, {reduce_dtype}")
-        self._reductions = self._build(grad_dtype, bucket_numel)
-        self._reduction_of = {name: reduction for reduction in self._reductions for name in reduction.names}
+        self.buckets: list[SyncedBucket] = []
+        self._bucket_of: dict[int, SyncedBucket] = {}
+        self._main_grads: dict[int, Tensor] = {}
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._divisor: float | Tensor | None = None
         self._syncing = True
         self._next = 0
+        self._settled = 0
         self._finished = False
-        self._hooks = [
-            param.register_post_accumulate_grad_hook(self._hook(name)) for name, param in self._params.items()
-        ]
+        named = list(named_parameters)
+        self.add(named)
+        if not self.buckets and not sharded:
+            raise ArgumentError("named_parameters has no parameter with requires_grad")
+
+    def add(
+        self, named_parameters: Iterable[tuple[str, nn.Parameter]], param_groups: Mapping[str, int] | None = None
+    ) -> list[SyncedBucket]:
+        """Take in more parameters, in buckets of their own behind the others; returns those buckets.
+
+        A gradient that is there already counts. ``param_groups``: by name; parameters of different groups do not share
+        a bucket.
+        """
+        params = {name: param for name, param in named_parameters if param.requires_grad}
+        for name, param in params.items():
+            if isinstance(param, DTensor):
+                raise ArgumentTypeError(
+                    f"parameter {name!r} is a DTensor, whose own mesh reduces its gradient; use "
+                    "MixedPrecisionOptimizer without grad_sync"
+                )
+        added = self._build(params, param_groups or {})
+        self.buckets += added
+        for bucket in added:
+            for name, param in bucket.params.items():
+                self._bucket_of[id(param)] = bucket
+                self._main_grads[id(param)] = bucket.memory.views[name]
+                self._hooks.append(param.register_post_accumulate_grad_hook(self._hook(name, bucket)))
+                if param.grad is not None:
+                    self._accumulate(name, param, bucket)
+        return added
 
     def main_grad(self, param: nn.Parameter) -> Tensor | None:
         """Return the main grad of ``param``, live, in its shape; None for a parameter that is not synced here."""
         return self._main_grads.get(id(param))
+
+    def set_divisor(self, divisor: float | Tensor) -> None:
+        """Divide this step's sum over all ranks by ``divisor``, in place of the mean: by tokens, say.
+
+        Call it after :meth:`zero_` and before the step; the next step has the usual divisor again. A 0-d device tensor
+        is not read by the host.
+
+        Raises:
+            ArgumentError: for a number that is not above 0, or a tensor of more than one element.
+        """
+        if isinstance(divisor, Tensor):
+            if divisor.numel() != 1:
+                raise ArgumentError(f"divisor must be one number, got a tensor of shape {tuple(divisor.shape)}")
+            self._divisor = divisor.detach().reshape(())
+        else:
+            self._divisor = validate.positive("divisor", divisor)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -107,27 +185,24 @@ class GradSync:
         """Start what backward has not started, and wait until every main grad is reduced. Again: nothing happens."""
         if self._finished:
             return
-        while self._next < len(self._reductions):
+        while self._next < len(self.buckets):
             self._start_next()
-        for reduction in self._reductions:
-            if reduction.work is not None:
-                reduction.work.wait()
-            if reduction.narrow is not None:
-                reduction.buffer.bucket(reduction.bucket).copy_(reduction.narrow)
-            reduction.work = reduction.narrow = None
+        for bucket in self.buckets:
+            bucket.reduction.settle()
+        for bucket in self.buckets:
+            bucket.reduction.finish()
+            self._divide(bucket.reduction)
         self._finished = True
 
     @torch.no_grad()
     def zero_(self) -> None:
-        """Begin a new step: main grads are zero. A reduction still on its way ends first."""
+        """Begin a new step. A reduction still on its way ends first."""
         if self._next > 0:
             self.finish()
-        for buffer in self._buffers:
-            buffer.zero_()
-        for reduction in self._reductions:
-            reduction.waiting = set(reduction.names)
-            reduction.started = False
-        self._next = 0
+        for bucket in self.buckets:
+            bucket.reset()
+        self._divisor = None
+        self._next = self._settled = 0
         self._finished = False
 
     def detach(self) -> None:
@@ -135,84 +210,74 @@ class GradSync:
         for hook in self._hooks:
             hook.remove()
 
-    def _build(self, grad_dtype: torch.dtype, bucket_numel: int) -> list[_Reduction]:
-        """Return all buckets in the order in which backward is expected to fill them."""
-        sizes = [ParamSize(name, param.numel(), (param.dtype, param.device)) for name, param in self._params.items()]
-        place = {name: index for index, name in enumerate(self._params)}
-        self._buffers: list[GradBuffer] = []
-        self._main_grads: dict[int, Tensor] = {}
-        last_used: list[tuple[int, _Reduction]] = []
-        for layout in build_layouts(sizes, 1, bucket_numel=bucket_numel):
-            buffer = GradBuffer(layout, self._params, grad_dtype)
-            self._buffers.append(buffer)
-            self._main_grads.update({id(self._params[name]): view for name, view in buffer.main_grads.items()})
-            for bucket in layout.buckets:
-                inside = layout.placements[bucket.first_placement : bucket.last_placement]
-                names = frozenset(placement.name for placement in inside)
-                last_used.append((min(place[name] for name in names), _Reduction(buffer, bucket, names, set(names))))
+    def _build(self, params: dict[str, nn.Parameter], param_groups: Mapping[str, int]) -> list[SyncedBucket]:
+        """Return new buckets in the order in which backward is expected to fill them."""
+        groups = {is_expert(param): self._groups.of_param(param) for param in params.values()}
+        place = {name: index for index, name in enumerate(params)}
+        shapes = {name: param.shape for name, param in params.items()}
+        built: list[tuple[int, SyncedBucket]] = []
+        for expert, group in groups.items():
+            sizes = [
+                ParamSize(name, param.numel(), (param.dtype, param.device, param_groups.get(name)))
+                for name, param in params.items()
+                if is_expert(param) == expert
+            ]
+            num_shards = group_size(group.shard) if self._sharded else 1
+            for layout in build_layouts(sizes, num_shards, bucket_numel=self._bucket_numel):
+                device = params[layout.placements[0].name].device
+                for bucket in layout.buckets:
+                    memory = FlatBucket(layout, bucket, shapes, self._grad_dtype, device)
+                    own = {name: params[name] for name in memory.views}
+                    reduction = bucket_reduction(memory.flat, group, self._reduce_dtype, sharded=self._sharded)
+                    synced = SyncedBucket(0, memory, group, own, reduction)
+                    built.append((min(place[name] for name in own), synced))
         # Backward fills a bucket when it reaches the bucket's earliest parameter, and reaches late layers first.
-        return [reduction for _, reduction in sorted(last_used, key=lambda entry: -entry[0])]
+        built.sort(key=lambda entry: -entry[0])
+        for index, (_, synced) in enumerate(built, start=len(self.buckets)):
+            synced.index = index
+        return [synced for _, synced in built]
 
-    def _hook(self, name: str) -> Callable[[Tensor], None]:
+    def _hook(self, name: str, bucket: SyncedBucket) -> Callable[[nn.Parameter], None]:
         @torch.no_grad()
-        def take(param: Tensor) -> None:
-            reduction = self._reduction_of[name]
-            if self._finished or reduction.started:
+        def take(param: nn.Parameter) -> None:
+            if self._finished or bucket.started:
                 raise UsageError(
-                    f"a gradient of {name!r} came after its bucket's reduction had begun: call zero_grad() "
-                    "before a new step, "
-                    "use no_sync() for all backward passes of a step but the last, and overlap=False with reentrant "
-                    "activation checkpointing"
+                    f"a gradient of {name!r} came after its bucket's reduction had begun: call zero_grad() before a "
+                    "new step, use no_sync() for all backward passes of a step but the last, and overlap=False "
+                    "(DistributedOptimizer: overlap_grad_reduce=False) with reentrant activation checkpointing"
                 )
-            if param.grad is not None:
-                self._main_grads[id(param)].add_(param.grad)
-                param.grad = None
-            if self._syncing:
-                reduction.waiting.discard(name)
-                while self._overlap and self._next < len(self._reductions) and not self._reductions[self._next].waiting:
-                    self._start_next()
+            self._accumulate(name, param, bucket)
+            while self._overlap and self._next < len(self.buckets) and not self.buckets[self._next].waiting:
+                self._start_next()
 
         return take
 
+    @torch.no_grad()
+    def _accumulate(self, name: str, param: nn.Parameter, bucket: SyncedBucket) -> None:
+        if param.grad is not None:
+            main_grad = bucket.memory.views[name]
+            if name in bucket.fresh:
+                main_grad.copy_(param.grad)
+                bucket.fresh.discard(name)
+            else:
+                main_grad.add_(param.grad)
+            param.grad = None
+        if self._syncing:
+            bucket.waiting.discard(name)
+
     def _start_next(self) -> None:
-        """Start the next bucket's reduction. The order is the same on every rank: that of ``_reductions``."""
-        reduction = self._reductions[self._next]
+        """Start the next bucket's reduction. The order is the same on every rank: that of ``buckets``."""
+        while self._next - self._settled >= MOST_UNSETTLED:
+            self.buckets[self._settled].reduction.settle()
+            self._settled += 1
+        self.buckets[self._next].start()
         self._next += 1
-        reduction.started = True
-        part = reduction.buffer.bucket(reduction.bucket)
-        if self._divisor != 1:
-            part.div_(self._divisor)
-        if self._alone:
-            return
-        if self._reduce_dtype != part.dtype:
-            part = reduction.narrow = part.to(self._reduce_dtype)
-        reduction.work = all_reduce_sum_start(part, self._group)
 
-
-def find_differing(
-    named_parameters: Iterable[tuple[str, nn.Parameter]],
-    groups: ParallelGroups | ProcessGroup | DeviceMesh | None = None,
-) -> list[str]:
-    """Return the names of parameters that are not the same, bit for bit, on all data-parallel ranks.
-
-    All ranks call it together and get the same answer. Costs one pass over the parameters and one small exchange.
-    """
-    group = ParallelGroups.of(groups).data_parallel
-    mine = {name: _digest(param) for name, param in named_parameters}
-    theirs = all_gather_object(mine, group)
-    names = list(dict.fromkeys(name for digests in theirs for name in digests))
-    return [name for name in names if any(digests.get(name) != theirs[0].get(name) for digests in theirs)]
-
-
-@torch.no_grad()
-def _digest(param: Tensor, chunk: int = 1 << 22) -> tuple[str, tuple[int, ...], int, int]:
-    """Return dtype, shape, and two sums over the parameter's bits: plain, and weighted by position, modulo 2**64."""
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[param.element_size()]
-    flat = param.detach().contiguous().view(-1).view(bits)
-    plain = weighted = 0
-    for start in range(0, flat.numel(), chunk):
-        part = flat[start : start + chunk].long()
-        places = torch.arange(start + 1, start + 1 + part.numel(), device=part.device)
-        plain += int(part.sum())
-        weighted += int((part * places).sum())
-    return str(param.dtype), tuple(param.shape), plain % 2**64, weighted % 2**64
+    def _divide(self, reduction: BucketReduction) -> None:
+        """Divide what this rank keeps by what is left to divide by."""
+        divisor = self._usual_divisor if self._divisor is None else self._divisor
+        left = divisor / reduction.pre_divisor
+        if isinstance(left, Tensor):
+            reduction.kept.div_(left.to(reduction.kept.device, torch.float32))
+        elif left != 1:
+            reduction.kept.div_(left)

@@ -7,7 +7,7 @@ by model param.
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -26,7 +26,7 @@ SPARSE_OPTIMIZERS = (torch.optim.SparseAdam,)
 
 @dataclass(frozen=True)
 class GroupUpdate:
-    """One param group's part of a step: options, main params that have gradients, and those gradients, local."""
+    """A batch of one param group: its options, main params that have gradients, and those gradients, local."""
 
     options: dict[str, Any]
     params: list[MainParam]
@@ -41,6 +41,9 @@ class Rounded:
     overflowed: Tensor
 
 
+Publish = Callable[[Sequence[MainParam]], None]
+
+
 class InnerUpdate(Protocol):
     """Applies one decision to all groups."""
 
@@ -50,8 +53,11 @@ class InnerUpdate(Protocol):
     def required_state(self, options: dict[str, Any]) -> list[str]:
         """Return the keys without which a saved state of a parameter is not whole."""
 
-    def apply(self, groups: Sequence[GroupUpdate], decision: Decision) -> list[Rounded]:
-        """Update main params and model params where the step lands; change nothing where it is skipped."""
+    def apply(self, groups: Sequence[GroupUpdate], decision: Decision, publish: Publish) -> list[Rounded]:
+        """Update main params and model params where the step lands; change nothing where it is skipped.
+
+        ``publish`` is called with the main params of each batch once their model params are written, or left alone.
+        """
 
 
 def check_inner(optimizer: torch.optim.Optimizer) -> None:
@@ -104,14 +110,15 @@ class _KernelUpdate(ABC):
             device = local(param.main).device
             state["step"] = value.to(device) if isinstance(value, Tensor) else torch.tensor(value, device=device)
 
-    def apply(self, groups: Sequence[GroupUpdate], decision: Decision) -> list[Rounded]:
+    def apply(self, groups: Sequence[GroupUpdate], decision: Decision, publish: Publish) -> list[Rounded]:
         """See :class:`InnerUpdate`."""
         if self._hooked() or not all(self.fits(group.options) for group in groups):
-            return self._general.apply(groups, decision)
+            return self._general.apply(groups, decision, publish)
         rounded = []
         for group in groups:
             for device, (params, operands) in self._operands(group).items():
                 rounded.append(Rounded(params, self.run(operands, group.options, decision.to(device))))
+            publish(group.params)
         # Tells an LR scheduler that was built on the inner optimizer that a step was taken.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         return rounded
@@ -131,7 +138,7 @@ class _KernelUpdate(ABC):
             params, operands = by_device[main.device]
             params.append(param)
             operands.main.append(main)
-            operands.model.append(local(param.model) if param.is_copy else main)
+            operands.model.append(param.part if param.is_copy else main)
             operands.grad.append(grad)
             state = self.optimizer.state[param.model]
             for name in names:
@@ -225,21 +232,23 @@ class GeneralUpdate:
         self.backend = backend
 
     def create_state(self, options: dict[str, Any], param: MainParam) -> None:
-        """Widen state of the parameter's shape to the main param's dtype. New state is the optimizer's own affair."""
+        """Widen state of the main param's shape to its dtype. New state is the optimizer's own affair."""
         if not param.is_copy:
             return
         state = self.optimizer.state.get(param.model, {})
         for name, value in state.items():
-            if isinstance(value, Tensor) and value.is_floating_point() and value.shape == param.model.shape:
+            if isinstance(value, Tensor) and value.is_floating_point() and value.shape == param.main.shape:
                 state[name] = value.to(param.main.dtype)
 
     def required_state(self, options: dict[str, Any]) -> list[str]:
         """Nothing is known of the optimizer's state."""
         return []
 
-    def apply(self, groups: Sequence[GroupUpdate], decision: Decision) -> list[Rounded]:
+    def apply(self, groups: Sequence[GroupUpdate], decision: Decision, publish: Publish) -> list[Rounded]:
         """See :class:`InnerUpdate`."""
         if bool(decision.found_inf):
+            for group in groups:
+                publish(group.params)
             return []
         params = [param for group in groups for param in group.params]
         grads = [grad for group in groups for grad in group.grads]
@@ -249,10 +258,13 @@ class GeneralUpdate:
         for param in params:
             if param.is_copy:
                 by_device[local(param.main).device].append(param)
-        return [
-            Rounded(held, self.backend.write_back_([local(p.main) for p in held], [local(p.model) for p in held]))
+        rounded = [
+            Rounded(held, self.backend.write_back_([local(p.main) for p in held], [p.part for p in held]))
             for held in by_device.values()
         ]
+        for group in groups:
+            publish(group.params)
+        return rounded
 
     @contextmanager
     def _on_main_params(self, params: list[MainParam], grads: list[Tensor], decision: Decision) -> Iterator[None]:
@@ -266,7 +278,7 @@ class GeneralUpdate:
                 [unscaled] = self.backend.unscale([grad], [local(param.main)], decision.to(grad.device).coefficient)
                 param.model.grad = None
                 param.main.grad = like_param(unscaled, param.main)
-                if param.is_copy and param.model in state:
+                if param.main is not param.model and param.model in state:
                     state[param.main] = state.pop(param.model)
             for group in optimizer.param_groups:
                 group["params"] = [shown[id(p)].main for p in group["params"] if id(p) in shown]
@@ -274,7 +286,7 @@ class GeneralUpdate:
         finally:
             for param in params:
                 param.main.grad = None
-                if param.is_copy and param.main in state:
+                if param.main is not param.model and param.main in state:
                     state[param.model] = state.pop(param.main)
             for group, originals in zip(optimizer.param_groups, model_params, strict=True):
                 group["params"] = originals

@@ -1,17 +1,19 @@
-"""Main params: the fp32 master of each 16-bit model param, replicated on every data-parallel rank.
+"""Main params: the fp32 masters of 16-bit model params.
 
-A model param in fp32 or fp64 is its own main param and is never copied. Every main param has the shape, strides and
-(for DTensors) placements of its model param.
+A model param in fp32 or fp64 is its own main param and is never copied. What is kept, and where, is a strategy:
+replicated (here), or sharded over data-parallel ranks (:mod:`megascale.sharded_main_params`).
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
+from megascale.collectives import full_tensor
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 
 MODEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -25,47 +27,57 @@ def local(tensor: Tensor) -> Tensor:
 
 @dataclass(eq=False, slots=True)
 class MainParam:
-    """A model param, its main param, and what tells whether someone else wrote the model param since the last step."""
+    """A model param, its main param, and what tells whether someone else wrote the model param since the last step.
+
+    Attributes:
+        name: of the model param.
+        model: the whole model param, key of the optimizer's state.
+        main: replicated: shape, strides and placements of ``model``. Sharded: 1-D, the part that this rank owns.
+        shard: sharded: the same part of ``model``, a live view; None where this rank owns the whole.
+        is_copy: whether the main param has memory of its own.
+    """
 
     name: str
     model: nn.Parameter
     main: Tensor
+    shard: Tensor | None
+    is_copy: bool
     _seen: tuple[int, int]
 
     @property
-    def is_copy(self) -> bool:
-        """Whether the main param is a tensor of its own."""
-        return self.main is not self.model
+    def part(self) -> Tensor:
+        """The local part of the model param that rounds this rank's main param."""
+        return local(self.model) if self.shard is None else self.shard
 
     @property
     def changed_outside(self) -> bool:
         """Whether the model param was written, or got other storage, since the last :meth:`seal`."""
-        return self.is_copy and _fingerprint(self.model) != self._seen
+        return self.is_copy and fingerprint(self.model) != self._seen
 
     def seal(self) -> None:
         """Take the model param as it is now for the rounding of the main param."""
-        self._seen = _fingerprint(self.model)
+        self._seen = fingerprint(self.model)
 
     def follow(self) -> None:
         """Take over a model param written outside. Where it still is the main param's rounding, all bits stay."""
-        model, main = local(self.model), local(self.main)
-        if model.device != main.device or model.shape != main.shape or model.dtype not in HALF_DTYPES:
+        part, main = self.part, local(self.main)
+        if part.device != main.device or part.shape != main.shape or part.dtype not in HALF_DTYPES:
             raise UsageError(
-                f"parameter {self.name!r} became {tuple(model.shape)} {model.dtype} on {model.device} after the "
+                f"parameter {self.name!r} became {tuple(part.shape)} {part.dtype} on {part.device} after the "
                 f"optimizer was built, its main param is {tuple(main.shape)} on {main.device}; move or cast the "
                 "model first"
             )
-        same = main.to(model.dtype).view(torch.int16) == model.view(torch.int16)
-        main.copy_(torch.where(same, main, model.to(main.dtype)))
+        same = main.to(part.dtype).view(torch.int16) == part.view(torch.int16)
+        main.copy_(torch.where(same, main, part.to(main.dtype)))
         self.seal()
 
     def reload(self) -> None:
         """Set the main param to the model param's value exactly."""
-        local(self.main).copy_(local(self.model))
+        local(self.main).copy_(self.part)
         self.seal()
 
 
-class ReplicatedMainParams:
+class MainParams(ABC):
     """The main params of all trainable parameters of ``param_groups``, in their order.
 
     A parameter gets its main param when it is first seen with ``requires_grad``: at construction, or at the first step
@@ -83,15 +95,25 @@ class ReplicatedMainParams:
 
         Raises ArgumentError or ArgumentTypeError for a parameter that cannot be trained, before anything has changed.
         """
-        unseen = [p for p in self._trainable(param_groups) if id(p) not in self._by_id]
-        names = self.names(param_groups) if unseen else {}
-        made = {id(p): _make(names[id(p)], p) for p in unseen}
-        self._by_id.update(made)
+        names: dict[int, str] = {}
+        unseen: dict[str, nn.Parameter] = {}
+        group_of: dict[str, int] = {}
+        for index, group in enumerate(param_groups):
+            for param in group["params"]:
+                if param.requires_grad and id(param) not in self._by_id:
+                    names = names or self.names(param_groups)
+                    name = names[id(param)]
+                    check_trainable(name, param)
+                    unseen[name] = param
+                    group_of[name] = index
+        made = self.make(unseen, group_of) if unseen else []
+        self._by_id.update({id(param.model): param for param in made})
         self.ordered = [[self._by_id[id(p)] for p in group["params"] if id(p) in self._by_id] for group in param_groups]
-        for param in self:
-            if param.changed_outside:
-                param.follow()
-        return list(made.values())
+        self.restore()
+        for main in self:
+            if main.changed_outside:
+                main.follow()
+        return made
 
     def names(self, param_groups: Sequence[dict[str, Any]]) -> dict[int, str]:
         """Return the name of every parameter by id: as given, else its group's ``param_names``, else its position.
@@ -114,12 +136,6 @@ class ReplicatedMainParams:
             seen.add(name)
         return names
 
-    def adopt(self, param: nn.Parameter, name: str) -> MainParam:
-        """Return the main param of ``param``, made now if it has none (a frozen parameter whose state is loaded)."""
-        if id(param) not in self._by_id:
-            self._by_id[id(param)] = _make(name, param)
-        return self._by_id[id(param)]
-
     def __iter__(self) -> Iterator[MainParam]:
         return (param for group in self.ordered for param in group)
 
@@ -127,25 +143,117 @@ class ReplicatedMainParams:
         """Return the main param of a model param, or None."""
         return self._by_id.get(id(param))
 
-    @staticmethod
-    def _trainable(param_groups: Iterable[dict[str, Any]]) -> Iterator[nn.Parameter]:
-        return (param for group in param_groups for param in group["params"] if param.requires_grad)
+    def keeps(self, param: nn.Parameter) -> bool:
+        """Whether this optimizer can hold state of ``param``."""
+        return True
+
+    def batches(self) -> list[tuple[int, list[MainParam]]]:
+        """Return what is updated in one go, in order: the index of a param group, and main params of it."""
+        return list(enumerate(self.ordered))
+
+    @abstractmethod
+    def make(self, params: Mapping[str, nn.Parameter], group_of: Mapping[str, int]) -> list[MainParam]:
+        """Return main params for ``params`` (by name; ``group_of``: their param groups), with the model's values."""
+
+    @abstractmethod
+    def adopt(self, param: nn.Parameter, name: str) -> MainParam | None:
+        """Return the main param of ``param``; of a frozen one whose state is loaded, a new one. None: it has none."""
+
+    @abstractmethod
+    def restore(self) -> None:
+        """Mend the storage of model params that others have replaced."""
+
+    @abstractmethod
+    def publish(self, params: Sequence[MainParam]) -> None:
+        """Take note that the model params of one batch have been written."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Wait until every model param is whole on every rank."""
+
+    @abstractmethod
+    def place(self, param: nn.Parameter, value: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return what this rank keeps of ``value``, a saved tensor of the parameter's shape, as ``dtype``."""
+
+    @abstractmethod
+    def cut(self, param: MainParam, value: Tensor) -> Tensor:
+        """Return what this rank keeps of ``value``, a live tensor of the model param's shape."""
+
+    @abstractmethod
+    def export(self, param: MainParam, values: Mapping[str, Tensor], *, copy: bool) -> dict[str, Tensor]:
+        """Return tensors of ``param`` as a state dict holds them: whole, or as ParamShards of the live ones.
+
+        With ``copy`` all ranks call it together.
+        """
 
 
-def _make(name: str, model: nn.Parameter) -> MainParam:
+class ReplicatedMainParams(MainParams):
+    """Every rank keeps all main params."""
+
+    def make(self, params: Mapping[str, nn.Parameter], group_of: Mapping[str, int]) -> list[MainParam]:
+        """See :class:`MainParams`."""
+        return [_make(name, param) for name, param in params.items()]
+
+    def adopt(self, param: nn.Parameter, name: str) -> MainParam:
+        """See :class:`MainParams`."""
+        if id(param) not in self._by_id:
+            self._by_id[id(param)] = _make(name, param)
+        return self._by_id[id(param)]
+
+    def restore(self) -> None:
+        """See :class:`MainParams`. Other storage counts as a write."""
+
+    def publish(self, params: Sequence[MainParam]) -> None:
+        """See :class:`MainParams`."""
+        for param in params:
+            param.seal()
+
+    def settle(self) -> None:
+        """See :class:`MainParams`. They always are."""
+
+    def place(self, param: nn.Parameter, value: Tensor, dtype: torch.dtype) -> Tensor:
+        """See :class:`MainParams`."""
+        return place_like(value, param, dtype)
+
+    def cut(self, param: MainParam, value: Tensor) -> Tensor:
+        """See :class:`MainParams`."""
+        return value
+
+    def export(self, param: MainParam, values: Mapping[str, Tensor], *, copy: bool) -> dict[str, Tensor]:
+        """See :class:`MainParams`."""
+        return {key: value.detach().clone() if copy else value.detach() for key, value in values.items()}
+
+
+def check_trainable(name: str, model: Tensor) -> None:
+    """Raise ArgumentTypeError, naming it, for a parameter of a dtype or layout that no step can update."""
     if model.dtype not in MODEL_DTYPES:
         raise ArgumentTypeError(
             f"parameter {name!r} has dtype {model.dtype}; train fp16, bf16, fp32 or fp64 parameters"
         )
     if model.layout != torch.strided:
         raise ArgumentTypeError(f"parameter {name!r} has layout {model.layout}; make it dense")
+
+
+def _make(name: str, model: nn.Parameter) -> MainParam:
     main: Tensor = model
     if model.dtype in HALF_DTYPES:
         main = model.detach().to(torch.float32, memory_format=torch.preserve_format)
-    return MainParam(name, model, main, _fingerprint(model))
+    return MainParam(name, model, main, None, main is not model, fingerprint(model))
 
 
-def _fingerprint(model: Tensor) -> tuple[int, int]:
+def fingerprint(model: Tensor) -> tuple[int, int]:
     """Return what changes when torch writes the tensor in place, or it gets other storage. Reads no element."""
     part = model._local_tensor if isinstance(model, DTensor) else model
     return part._version, part.data_ptr()
+
+
+def place_like(value: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a new tensor with the values of ``value`` and the device, strides and placements of ``like``."""
+    with torch.no_grad():
+        if isinstance(like, DTensor) and not isinstance(value, DTensor):
+            source = value.detach().to(like.device)
+            value = distribute_tensor(source, like.device_mesh, like.placements, src_data_rank=None)
+        elif isinstance(value, DTensor) and not isinstance(like, DTensor):
+            value = full_tensor(value)
+        placed = torch.empty_like(like, dtype=dtype, requires_grad=False, memory_format=torch.preserve_format)
+        return placed.copy_(value)

@@ -14,13 +14,16 @@ from megascale.config import OptimizerConfig
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.faults import Faults
 from megascale.grad_scaler import MegatronGradScaler
+from megascale.grad_stats import GradStats
 from megascale.grad_sync import GradSync
 from megascale.inner_update import GroupUpdate, check_inner, select_update
 from megascale.kernels import Decision, select_backend
-from megascale.main_params import ReplicatedMainParams
-from megascale.optimizer_state import LiveState
+from megascale.main_params import MainParam, MainParams, ReplicatedMainParams
+from megascale.optimizer_state import LiveState, load_together
 from megascale.parallel import ParallelGroups
+from megascale.param_shard import ParamShard
 from megascale.ready_grads import ReadyGrads
+from megascale.sharded_main_params import ShardedMainParams
 
 
 class StepResult(NamedTuple):
@@ -57,6 +60,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             ``param_names`` (torch sets them when the optimizer was built from named parameters), else positions.
         grad_sync: accumulates and reduces the gradients, in place of DistributedDataParallel. Its parameters are
             updated from their main grads; one that no rank has used is updated with a gradient of zeros.
+        main_params: where main params and state live; None: on every rank. DistributedOptimizer passes its own.
 
     Raises:
         ArgumentError, ArgumentTypeError: for an argument that does not fit, naming it.
@@ -73,6 +77,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         groups: ParallelGroups | ProcessGroup | DeviceMesh | None = None,
         named_parameters: Iterable[tuple[str, Tensor]] | None = None,
         grad_sync: GradSync | None = None,
+        main_params: ShardedMainParams | None = None,
     ) -> None:
         _check_types(optimizer, config, grad_scaler)
         check_inner(optimizer)
@@ -88,9 +93,10 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self.backend = select_backend(self.config.backend)
         self.num_skipped_steps = torch.zeros((), dtype=torch.int64, device=self.device)
         self._update = select_update(optimizer, self.backend)
-        self._main_params = ReplicatedMainParams({id(param): name for name, param in named_parameters or ()})
+        names = {id(param): name for name, param in named_parameters or ()}
+        self._main_params: MainParams = ReplicatedMainParams(names) if main_params is None else main_params
         self._grad_sync = grad_sync
-        self._ready_grads = ReadyGrads(self.groups, self.device, grad_sync)
+        self._ready_grads = ReadyGrads(self.groups, self.device, grad_sync, shards=main_params)
         self._faults = Faults(self.groups, self.device)
         self._ready: tuple[list[GroupUpdate], Decision] | None = None
         self._follow()
@@ -120,6 +126,33 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         The scaler is updated here, as Megatron-Core does it, so that a caller may leave out the second half of a
         skipped step. The decision keeps the reciprocal of the scale that scaled this step's loss.
         """
+        updates, stats = self.measure_grads()
+        with record_function("megascale.agree"):
+            stats = grad_stats.agree(stats, self.groups)
+        self.raise_agreed(stats)
+        decision = decide_and_rescale(stats, self.grad_scaler, self.config)
+        self.accept(updates, decision)
+        return decision.found_inf
+
+    @torch.no_grad()
+    def step_with_ready_grads(self) -> StepResult:
+        """Second half of a step: update main params, optimizer state and model params, where the step lands."""
+        if self._ready is None:
+            raise UsageError("step_with_ready_grads() needs prepare_grads() first; step() calls both")
+        (updates, decision), self._ready = self._ready, None
+        with record_function("megascale.update"):
+            self._faults.note(self._update.apply(updates, decision, self._main_params.publish))
+        self.num_skipped_steps.add_(decision.found_inf.to(torch.int64))
+        with record_function("megascale.gather"):
+            self._settle()
+        self._faults.raise_local()
+        return StepResult(decision.found_inf == 0, decision.grad_norm, decision.num_zeros)
+
+    # The parts of prepare_grads, for a caller that decides for several optimizers at once
+
+    @torch.no_grad()
+    def measure_grads(self) -> tuple[list[GroupUpdate], GradStats]:
+        """Finish reductions; return what this rank will update, and its own statistics."""
         with record_function("megascale.finish"):
             self._follow()
             ready = self._ready_grads.collect(self.param_groups, self._main_params)
@@ -132,32 +165,19 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
                 count_zeros=self.config.log_num_zeros_in_grad,
                 device=self.device,
             )
-        with record_function("megascale.agree"):
-            stats = grad_stats.agree(stats, self.groups)
-        self._faults.raise_agreed(stats.faults)
-        with record_function("megascale.decide"):
-            inv_scale = None if self.grad_scaler is None else self.grad_scaler.inv_scale
-            decision = grad_stats.decide(stats, inv_scale, self.config.clip_grad)
-        with record_function("megascale.rescale"):
-            if self.grad_scaler is not None:
-                self.grad_scaler.update(decision.found_inf)
-        self._ready = (ready.updates, decision)
-        return decision.found_inf
+        return ready.updates, stats
 
-    @torch.no_grad()
-    def step_with_ready_grads(self) -> StepResult:
-        """Second half of a step: update main params, optimizer state and model params, where the step lands."""
-        if self._ready is None:
-            raise UsageError("step_with_ready_grads() needs prepare_grads() first; step() calls both")
-        (updates, decision), self._ready = self._ready, None
-        with record_function("megascale.update"):
-            self._faults.note(self._update.apply(updates, decision))
-            for update in updates:
-                for param in update.params:
-                    param.seal()
-        self.num_skipped_steps.add_(decision.found_inf.to(torch.int64))
-        self._faults.raise_local()
-        return StepResult(decision.found_inf == 0, decision.grad_norm, decision.num_zeros)
+    def raise_agreed(self, stats: GradStats) -> None:
+        """Raise a fault of this optimizer on every rank alike, if the agreed statistics tell of one."""
+        self._faults.raise_agreed(stats.faults)
+
+    def accept(self, updates: list[GroupUpdate], decision: Decision) -> None:
+        """Take the decision for what :meth:`measure_grads` returned; :meth:`step_with_ready_grads` carries it out."""
+        self._ready = (updates, decision)
+
+    def _settle(self) -> None:
+        """End the step with model params that are whole on every rank."""
+        self._main_params.settle()
 
     # The loss
 
@@ -213,6 +233,10 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self._follow()
         return ((param.name, param.main) for param in self._main_params)
 
+    def param_names(self) -> list[str]:
+        """Return the names of all parameters, in the order of ``param_groups``."""
+        return list(self._main_params.names(self.param_groups).values())
+
     @torch.no_grad()
     def reload_model_params(self) -> None:
         """Set every main param to its model param's value exactly, as after loading weights into the model.
@@ -234,7 +258,15 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             for param in params:
                 if id(param) in created:
                     self._ready_grads.admit(param)
+                    self._cut_state(param)
                     self._update.create_state(group, param)
+
+    def _cut_state(self, param: MainParam) -> None:
+        """Keep this rank's part of state that the optimizer had before it was wrapped."""
+        state = self.state.get(param.model, {})
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.shape == param.model.shape and value.dim() > 0:
+                state[key] = self._main_params.cut(param, value)
 
     # State
 
@@ -246,7 +278,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         self._follow()
-        packed = self._live_state().pack(copy=copy)
+        packed = self.live_state().pack(copy=copy)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             packed = post_hook(self, packed) or packed
         return packed
@@ -264,19 +296,49 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
         self._follow()
-        self._live_state().load(state_dict, strict=strict, group=self.groups.grad_stats)
-        self._ready = None
-        self._faults.clear()
+        live = self.live_state()
+        load_together(lambda: [(live, live.plan(state_dict, strict=strict))], self.groups.grad_stats)
+        self.forget_step()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    def _live_state(self) -> LiveState:
+    def forget_step(self) -> None:
+        """Drop what is left of a step: main params have been replaced."""
+        self._ready = None
+        self._faults.clear()
+
+    def check_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
+        """Raise StateDictError as :meth:`load_state_dict` would, as far as that takes no tensor's values.
+
+        Changes and communicates nothing.
+        """
+        self._follow()
+        self.live_state().check(state_dict, strict=strict)
+
+    def model_shards(self) -> dict[int, ParamShard]:
+        """Return, by id of the parameter, the part that this rank keeps of each sharded model param; here none."""
+        return {}
+
+    def live_state(self) -> LiveState:
+        """Return references to everything that a state dict covers."""
         return LiveState(self.param_groups, self.state, self._main_params, self._update, self.grad_scaler)
 
     def __getstate__(self) -> dict[str, Any]:
         raise UsageError(
             "a MixedPrecisionOptimizer cannot be pickled or deep-copied (it holds process groups); use state_dict()"
         )
+
+
+@torch.no_grad()
+def decide_and_rescale(stats: GradStats, grad_scaler: MegatronGradScaler | None, config: OptimizerConfig) -> Decision:
+    """Decide, with the scale that scaled this step's loss; then let the scaler hear of it."""
+    with record_function("megascale.decide"):
+        inv_scale = None if grad_scaler is None else grad_scaler.inv_scale
+        decision = grad_stats.decide(stats, inv_scale, config.clip_grad)
+    with record_function("megascale.rescale"):
+        if grad_scaler is not None:
+            grad_scaler.update(decision.found_inf)
+    return decision
 
 
 def _check_types(optimizer: Any, config: Any, grad_scaler: Any) -> None:

@@ -1,6 +1,6 @@
 """An optimizer's live state, packed into a state dict and loaded from one: plan, agree, apply."""
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,11 +13,11 @@ from megascale.collectives import raise_together
 from megascale.errors import StateDictError
 from megascale.grad_scaler import MegatronGradScaler
 from megascale.inner_update import InnerUpdate
-from megascale.main_params import HALF_DTYPES, ReplicatedMainParams, local
+from megascale.main_params import HALF_DTYPES, MainParams, local
 
 
 @dataclass
-class _Plan:
+class Plan:
     """What a load will change, all of it checked and copied: applying it cannot fail half way."""
 
     options: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
@@ -32,7 +32,7 @@ class LiveState:
 
     param_groups: list[dict[str, Any]]
     state: MutableMapping[Tensor, dict[str, Any]]
-    main_params: ReplicatedMainParams
+    main_params: MainParams
     update: InnerUpdate
     grad_scaler: MegatronGradScaler | None
 
@@ -42,11 +42,17 @@ class LiveState:
         states: dict[str, Any] = {}
         mains: dict[str, Tensor] = {}
         for param in self._params():
-            name = names[id(param)]
-            states[name] = portable_state.portable(dict(self.state.get(param, {})), f"state[{name!r}]", copy=copy)
-            main = self.main_params.get(param)
-            if main is not None and main.is_copy:
-                mains[name] = portable_state.portable(main.main, name, copy=copy)
+            name, main = names[id(param)], self.main_params.get(param)
+            state = dict(self.state.get(param, {}))
+            tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+            if main is not None:
+                whole = {"": main.main} if main.is_copy else {}
+                exported = self.main_params.export(main, tensors | whole, copy=copy)
+                if main.is_copy:
+                    mains[name] = exported.pop("")
+                states[name] = portable_state.portable(state | exported, f"state[{name!r}]", copy=False)
+            else:
+                states[name] = portable_state.portable(state, f"state[{name!r}]", copy=copy)
         groups = [
             portable_state.pack_group(group, [names[id(p)] for p in group["params"]], index, copy=copy)
             for index, group in enumerate(self.param_groups)
@@ -58,48 +64,92 @@ class LiveState:
             "version": portable_state.VERSION,
         }
 
-    def load(self, state_dict: Mapping[str, Any], *, strict: bool, group: ProcessGroup | None) -> None:
-        """Plan on every rank, agree that every plan is sound, then apply. Raises on all ranks alike."""
-        error: Exception | None = None
-        try:
-            plan = self._plan(state_dict, strict)
-        except Exception as caught:  # any failure of one rank must reach the others
-            error = caught
-        raise_together(error, group)
-        self._apply(plan)
-
-    def _params(self) -> list[nn.Parameter]:
-        return [param for group in self.param_groups for param in group["params"]]
-
-    def _plan(self, state_dict: Mapping[str, Any], strict: bool) -> _Plan:
+    def check(self, state_dict: Any, *, strict: bool) -> None:
+        """Raise StateDictError for what is wrong with a state dict without looking at a tensor's values."""
         portable_state.check_layout(state_dict)
-        names = self.main_params.names(self.param_groups)
-        params = {names[id(param)]: param for param in self._params()}
+        params = self._named_params()
         states, groups = state_dict["optimizer"]["state"], state_dict["optimizer"]["param_groups"]
         mains = state_dict["main_params"]
         if strict:
             portable_state.check_names(states, params, params, "optimizer state")
             halves = [name for name, param in params.items() if param.dtype in HALF_DTYPES and param.requires_grad]
             portable_state.check_names(mains, params, halves, "main params")
+            names = self.main_params.names(self.param_groups)
             portable_state.check_groups(
                 groups, [[names[id(p)] for p in group["params"]] for group in self.param_groups]
             )
-        plan = _Plan(scaler=self._plan_scaler(state_dict["grad_scaler"], strict))
+            self._check_frozen(params, states, mains)
+        options = {id(p): group for group in self.param_groups for p in group["params"]}
+        for name in (name for name in params if name in mains):
+            portable_state.check_main_param(name, mains[name], params[name])
+        for name in (name for name in params if name in states):
+            required = self.update.required_state(options[id(params[name])]) if states[name] else ()
+            portable_state.check_state(name, states[name], params[name], required)
+        for index, group in enumerate(groups):
+            portable_state.loadable_options(group, index)
+        self._plan_scaler(state_dict["grad_scaler"], strict)
+
+    def plan(self, state_dict: Mapping[str, Any], *, strict: bool) -> "Plan":
+        """Check a state dict, values too, and copy what it holds. Raises StateDictError or MainParamOverflowError."""
+        self.check(state_dict, strict=strict)
+        return self._plan(state_dict, strict)
+
+    def _params(self) -> list[nn.Parameter]:
+        return [param for group in self.param_groups for param in group["params"]]
+
+    def _named_params(self) -> dict[str, nn.Parameter]:
+        names = self.main_params.names(self.param_groups)
+        return {names[id(param)]: param for param in self._params()}
+
+    def _check_frozen(
+        self, params: Mapping[str, nn.Parameter], states: Mapping[str, Any], mains: Mapping[str, Any]
+    ) -> None:
+        """Raise StateDictError for saved state of a frozen parameter that has no place here."""
+        homeless = [
+            name
+            for name, param in params.items()
+            if (states.get(name) or name in mains) and not self.main_params.keeps(param)
+        ]
+        if homeless:
+            raise StateDictError(
+                f"state dict holds state of {', '.join(map(repr, homeless[:8]))}, frozen here; set requires_grad "
+                "before the optimizer is built, or load with strict=False to leave it out"
+            )
+
+    def _plan(self, state_dict: Mapping[str, Any], strict: bool) -> Plan:
+        """Copy what a checked state dict holds. Raises MainParamOverflowError."""
+        states, groups = state_dict["optimizer"]["state"], state_dict["optimizer"]["param_groups"]
+        mains = state_dict["main_params"]
+        plan = Plan(scaler=self._plan_scaler(state_dict["grad_scaler"], strict))
         if len(groups) == len(self.param_groups):
             plan.options = [
                 (live, portable_state.loadable_options(given, index))
                 for index, (live, given) in enumerate(zip(self.param_groups, groups, strict=True))
             ]
-        for name in (name for name in params if name in mains):
-            portable_state.check_main_param(name, mains[name], params[name])
-            dtype = torch.float32 if params[name].dtype in HALF_DTYPES else params[name].dtype
-            plan.main_params.append((params[name], name, portable_state.place_like(mains[name], params[name], dtype)))
-        options = {id(p): group for group in self.param_groups for p in group["params"]}
-        for name in (name for name in params if name in states):
-            param = params[name]
-            required = self.update.required_state(options[id(param)]) if states[name] else ()
-            plan.states.append((param, portable_state.loadable_state(name, states[name], param, required)))
+        for name, param in self._named_params().items():
+            if not self.main_params.keeps(param):
+                continue
+            if name in mains:
+                dtype = torch.float32 if param.dtype in HALF_DTYPES else param.dtype
+                value = self.main_params.place(param, mains[name], dtype)
+                portable_state.check_fits_model(name, value, param)
+                plan.main_params.append((param, name, value))
+            if name in states:
+                plan.states.append((param, self._placed_state(name, param, states[name])))
         return plan
+
+    def _placed_state(self, name: str, param: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return one parameter's state: tensors of its shape in its place, others on its device."""
+        placed = portable_state.portable(state, f"state[{name!r}]", copy=False)
+        for key, value in placed.items():
+            if isinstance(value, Tensor):
+                same_shape = value.shape == param.shape and value.dim() > 0
+                placed[key] = (
+                    self.main_params.place(param, value, value.dtype)
+                    if same_shape
+                    else value.to(local(param).device, copy=True)
+                )
+        return dict(placed)
 
     def _plan_scaler(self, given: Any, strict: bool) -> Mapping[str, Any] | None:
         """Return the scaler's state if it is to be loaded. ``strict``: a scaler on one side only is an error."""
@@ -116,7 +166,8 @@ class LiveState:
         return dict(given)
 
     @torch.no_grad()
-    def _apply(self, plan: _Plan) -> None:
+    def apply(self, plan: Plan) -> None:
+        """Change everything that the plan names. All ranks call it together."""
         for live, options in plan.options:
             for key, value in options.items():
                 if isinstance(live.get(key), Tensor) and isinstance(value, (Tensor, float, int)):
@@ -125,12 +176,17 @@ class LiveState:
                     live[key] = value
         for param, name, value in plan.main_params:
             main = self.main_params.adopt(param, name)
+            if main is None:
+                continue
             local(main.main).copy_(local(value))
             if main.is_copy:
-                local(main.model).copy_(local(main.main))
+                main.part.copy_(local(main.main))
             main.seal()
         for param, state in plan.states:
             self.state[param] = state
+        for _, batch in self.main_params.batches():
+            self.main_params.publish(batch)
+        self.main_params.settle()
         for group, params in zip(self.param_groups, self._trained(), strict=True):
             for main in params:
                 self.update.create_state(group, main)
@@ -140,3 +196,16 @@ class LiveState:
     def _trained(self) -> Sequence[Sequence[Any]]:
         self.main_params.follow(self.param_groups)
         return self.main_params.ordered
+
+
+def load_together(plan: Callable[[], Sequence[tuple[LiveState, Plan]]], group: ProcessGroup | None) -> None:
+    """Plan on every rank, agree that every plan is sound, then apply. Raises on all ranks alike."""
+    error: Exception | None = None
+    planned: Sequence[tuple[LiveState, Plan]] = []
+    try:
+        planned = plan()
+    except Exception as caught:  # any failure of one rank must reach the others
+        error = caught
+    raise_together(error, group)
+    for live, one in planned:
+        live.apply(one)

@@ -1,7 +1,7 @@
 """Which ranks share what: the process groups of a step, resolved once."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch.distributed as dist
@@ -23,6 +23,7 @@ DATA_PARALLEL_NAMES = (
     "cp",
     "dp_cp",
 )
+REPLICATE_NAMES = ("dp_replicate", "replicate", "ddp")
 TENSOR_PARALLEL_NAMES = ("tp", "tensor_parallel", "tensor")
 
 
@@ -37,27 +38,56 @@ UNSET: Any = _Unset()
 
 
 @dataclass(frozen=True)
+class GradGroup:
+    """The ranks that hold one parameter and reduce its gradient together.
+
+    Attributes:
+        holders: all of them.
+        shard: those over which DistributedOptimizer cuts gradient, main param and state.
+        replicate: those that hold the same shard as this rank; ``shard`` times ``replicate`` is ``holders``.
+    """
+
+    holders: ProcessGroup | None
+    shard: ProcessGroup | None
+    replicate: ProcessGroup | None
+
+
+@dataclass(frozen=True)
 class ParallelGroups:
     """The groups that one step needs. A field of None is this rank alone.
 
     Attributes:
         data_parallel: ranks that hold the same parameters and average their gradients.
         grad_stats: ranks that agree on `found_inf`, the norm and the zero count. Not given: ``data_parallel``, or
-            ``tensor_parallel`` where only that is given. With both, name the group that spans both, or use
-            :meth:`from_mesh`.
+            ``tensor_parallel`` where only that is given. With both, or with an expert group, name the group that spans
+            all, or use :meth:`from_mesh`.
         tensor_parallel: ranks that split single parameters. Needed for parameters that carry Megatron's
             ``tensor_model_parallel`` attribute; DTensors bring their own mesh.
+        data_shard: the part of ``data_parallel`` over which DistributedOptimizer shards, such as the ranks of a node.
+            Not given: all of it.
+        data_replicate: the ranks of ``data_parallel`` with the same shard as this one (hybrid sharding). Each shard's
+            gradient is summed over them too.
+        expert_data_parallel: ranks that hold the same experts: parameters with Megatron's attribute
+            ``allreduce = False``. Their gradients are reduced and sharded over it, and divided by the size of
+            ``data_parallel``, because tokens reach them from all of its ranks.
     """
 
     data_parallel: ProcessGroup | None = None
     grad_stats: ProcessGroup | None = UNSET
     tensor_parallel: ProcessGroup | None = None
+    data_shard: ProcessGroup | None = UNSET
+    data_replicate: ProcessGroup | None = None
+    expert_data_parallel: ProcessGroup | None = UNSET
 
     def __post_init__(self) -> None:
-        for field in ("data_parallel", "grad_stats", "tensor_parallel"):
-            value = getattr(self, field)
+        for field in fields(self):
+            value = getattr(self, field.name)
             if value is not None and value is not UNSET and not isinstance(value, ProcessGroup):
-                raise ArgumentTypeError(f"{field} must be a ProcessGroup or None, got {value!r}")
+                raise ArgumentTypeError(f"{field.name} must be a ProcessGroup or None, got {value!r}")
+        self._resolve_grad_stats()
+        self._resolve_data_shard()
+
+    def _resolve_grad_stats(self) -> None:
         if self.grad_stats is not UNSET:
             return
         if group_size(self.data_parallel) > 1 and group_size(self.tensor_parallel) > 1:
@@ -68,6 +98,36 @@ class ParallelGroups:
             )
         only = self.data_parallel if group_size(self.tensor_parallel) == 1 else self.tensor_parallel
         object.__setattr__(self, "grad_stats", only)
+
+    def _resolve_data_shard(self) -> None:
+        if self.data_shard is UNSET:
+            if group_size(self.data_replicate) > 1:
+                raise ArgumentError(
+                    "data_replicate is given without data_shard; name the ranks of data_parallel that share one copy"
+                )
+            object.__setattr__(self, "data_shard", self.data_parallel)
+        shard, replicate, holders = self.data_shard, self.data_replicate, self.data_parallel
+        if group_size(shard) * group_size(replicate) != group_size(holders) or not (
+            ranks_of(shard) | ranks_of(replicate) <= ranks_of(holders)
+        ):
+            raise ArgumentError(
+                f"data_shard ({group_size(shard)} ranks) and data_replicate ({group_size(replicate)} ranks) must "
+                f"together make up data_parallel ({group_size(holders)} ranks)"
+            )
+
+    def of_param(self, param: Any) -> GradGroup:
+        """Return the ranks that reduce the gradient of ``param``.
+
+        Raises ArgumentError for an expert's parameter where ``expert_data_parallel`` was not given.
+        """
+        if not is_expert(param):
+            return GradGroup(self.data_parallel, self.data_shard, self.data_replicate)
+        if self.expert_data_parallel is UNSET:
+            raise ArgumentError(
+                "expert_data_parallel is not given, but a parameter has allreduce=False, which marks an expert's; pass "
+                "ParallelGroups(expert_data_parallel=...), None where each rank has experts of its own"
+            )
+        return GradGroup(self.expert_data_parallel, self.expert_data_parallel, None)
 
     @classmethod
     def of(cls, groups: "ParallelGroups | ProcessGroup | DeviceMesh | None") -> "ParallelGroups":
@@ -95,12 +155,14 @@ class ParallelGroups:
         *,
         data_parallel: Sequence[str] | str | None = None,
         tensor_parallel: Sequence[str] | str | None = None,
+        data_replicate: Sequence[str] | str | None = None,
+        expert_data_parallel: Sequence[str] | str | None = None,
     ) -> "ParallelGroups":
         """Take the groups from a mesh; every rank of it calls this together (it may create groups).
 
-        ``data_parallel`` and ``tensor_parallel`` name mesh dimensions. Not given: the usual names are recognised
-        (dp, dp_replicate, dp_shard, fsdp, cp, ...; tp, ...); an unnamed mesh of one dimension is data parallel.
-        ``grad_stats`` spans all dimensions of the mesh.
+        The arguments name mesh dimensions. Not given: the usual names are recognised (dp, dp_replicate, dp_shard, fsdp,
+        cp, ...; tp, ...); an unnamed mesh of one dimension is data parallel. ``data_shard`` is what ``data_replicate``
+        leaves of ``data_parallel``; ``grad_stats`` spans all dimensions of the mesh.
         """
         names = mesh.mesh_dim_names
         if names is None:
@@ -109,11 +171,26 @@ class ParallelGroups:
             raise ArgumentError(
                 f"mesh has {mesh.ndim} dimensions without names; construct it with mesh_dim_names, e.g. ('dp', 'tp')"
             )
+        data = _chosen(names, data_parallel, DATA_PARALLEL_NAMES, "data_parallel")
+        replicate = _chosen(names, data_replicate, REPLICATE_NAMES, "data_replicate")
+        shard = tuple(name for name in data if name not in replicate)
+        if not shard or (data_replicate is None and not set(replicate) < set(data)):
+            shard, replicate = data, ()
+        tensor = _chosen(names, tensor_parallel, TENSOR_PARALLEL_NAMES, "tensor_parallel")
+        experts = None if expert_data_parallel is None else _chosen(names, expert_data_parallel, (), "expert")
         return cls(
-            data_parallel=_spanning(mesh, _chosen(names, data_parallel, DATA_PARALLEL_NAMES, "data_parallel")),
+            data_parallel=_spanning(mesh, data),
             grad_stats=_spanning(mesh, names),
-            tensor_parallel=_spanning(mesh, _chosen(names, tensor_parallel, TENSOR_PARALLEL_NAMES, "tensor_parallel")),
+            tensor_parallel=_spanning(mesh, tensor),
+            data_shard=_spanning(mesh, shard),
+            data_replicate=_spanning(mesh, replicate),
+            expert_data_parallel=UNSET if experts is None else _spanning(mesh, experts),
         )
+
+
+def is_expert(param: Any) -> bool:
+    """Return whether ``param`` carries Megatron's mark of an expert's parameter."""
+    return not getattr(param, "allreduce", True)
 
 
 def ranks_of(group: ProcessGroup | None) -> frozenset[int]:

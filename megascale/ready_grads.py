@@ -14,8 +14,9 @@ from megascale.grad_stats import Holders
 from megascale.grad_sync import GradSync
 from megascale.inner_update import GroupUpdate
 from megascale.kernels import stats_dtype
-from megascale.main_params import MainParam, ReplicatedMainParams, local
+from megascale.main_params import MainParam, MainParams, local
 from megascale.parallel import ParallelGroups
+from megascale.sharded_main_params import ShardedMainParams
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,17 @@ class Collected:
 class ReadyGrads:
     """Collects gradients and remembers, as long as the same parameters have them, what their sums count."""
 
-    def __init__(self, groups: ParallelGroups, device: torch.device, grad_sync: GradSync | None = None) -> None:
+    def __init__(
+        self,
+        groups: ParallelGroups,
+        device: torch.device,
+        grad_sync: GradSync | None = None,
+        *,
+        shards: ShardedMainParams | None = None,
+    ) -> None:
         self._grad_sync = grad_sync
-        self._holders = Holders(groups)
+        self._shards = shards
+        self._holders = Holders(groups, sharded=shards is not None)
         self._device = device
         self._weights: tuple[tuple[int, ...], Tensor] | None = None
 
@@ -51,29 +60,48 @@ class ReadyGrads:
         except ArgumentError as error:
             raise ArgumentError(f"parameter {param.name!r}: {error}") from None
 
-    def collect(self, param_groups: Sequence[dict[str, Any]], main_params: ReplicatedMainParams) -> Collected:
+    def collect(self, param_groups: Sequence[dict[str, Any]], main_params: MainParams) -> Collected:
         """Finish reductions and return the gradients there are. Parameters without a gradient take no part."""
         if self._grad_sync is not None:
             self._grad_sync.finish()
-        active = [[param for param in params if self._grad(param) is not None] for params in main_params.ordered]
-        error = _unusable(param for params in active for param in params)
+        active = [
+            (param_groups[index], [param for param in params if self._has_grad(param)])
+            for index, params in main_params.batches()
+        ]
+        error = _unusable(param for _, params in active for param in params)
         if error is not None:
             return Collected([], [], self._weigh([]), error)
         updates = [
             GroupUpdate(options, params, [self._finished(param) for param in params])
-            for options, params in zip(param_groups, active, strict=True)
+            for options, params in active
             if params
         ]
-        weights = self._weigh([param for update in updates for param in update.params])
-        return Collected(updates, [grad for update in updates for grad in update.grads], weights, None)
+        # What this rank owns nothing of has nothing to measure.
+        measured = [
+            (param, grad)
+            for update in updates
+            for param, grad in zip(update.params, update.grads, strict=True)
+            if param.shard is None or grad.numel()
+        ]
+        return Collected(updates, [grad for _, grad in measured], self._weigh([param for param, _ in measured]), None)
 
-    def _grad(self, param: MainParam) -> Tensor | None:
-        main_grad = None if self._grad_sync is None else self._grad_sync.main_grad(param.model)
-        return param.model.grad if main_grad is None else main_grad
+    def _main_grad(self, param: MainParam) -> Tensor | None:
+        """Return the synced gradient. A parameter that was frozen since takes no part."""
+        if self._grad_sync is None or not param.model.requires_grad:
+            return None
+        return self._grad_sync.main_grad(param.model)
+
+    def _has_grad(self, param: MainParam) -> bool:
+        return param.model.grad is not None or self._main_grad(param) is not None
 
     def _finished(self, param: MainParam) -> Tensor:
         """Return the local gradient, a Partial one reduced first. The parameter then holds the reduced one."""
-        grad, model = self._grad(param), param.model
+        if self._shards is not None:
+            return self._shards.grad(param.model)
+        main_grad, model = self._main_grad(param), param.model
+        if main_grad is not None:
+            return main_grad
+        grad = model.grad
         if isinstance(grad, DTensor) and isinstance(model, DTensor) and grad.placements != model.placements:
             model.grad = grad = redistribute_like(grad, model)
         return local(grad)  # type: ignore[arg-type]

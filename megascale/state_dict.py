@@ -9,9 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
 
-from megascale.collectives import full_tensor
 from megascale.errors import MainParamOverflowError, StateDictError
 from megascale.kernels.operands import FP16_OVERFLOW
 from megascale.main_params import local
@@ -109,11 +107,10 @@ def loadable_options(group: Mapping[str, Any], index: int) -> dict[str, Any]:
     return portable(taken, f"param_groups[{index}]", copy=True)
 
 
-def loadable_state(name: str, state: Any, param: Tensor, required: Collection[str]) -> dict[str, Any]:
-    """Return a copy of one parameter's saved state, each tensor in the dtype it has.
+def check_state(name: str, state: Any, param: Tensor, required: Collection[str]) -> None:
+    """Raise StateDictError for one parameter's saved state that is not portable, or not whole.
 
-    Tensors of the parameter's shape take its device, strides and placements; others only its device.
-    Raises StateDictError if one of ``required`` lacks, or has another shape than the parameter (``step``: one element).
+    It is not whole if one of ``required`` lacks, or has another shape than the parameter (``step``: one element).
     """
     if not isinstance(state, Mapping):
         raise StateDictError(f"optimizer state of {name!r} must be a dict, got {type(state).__name__}")
@@ -128,14 +125,7 @@ def loadable_state(name: str, state: Any, param: Tensor, required: Collection[st
             raise StateDictError(
                 f"optimizer state of {name!r} has a step that is not one number: {_described(state[key])}"
             )
-    loaded = portable(state, f"state[{name!r}]", copy=False)
-    for key, value in loaded.items():
-        if isinstance(value, Tensor):
-            same_shape = value.shape == param.shape and value.dim() > 0
-            loaded[key] = (
-                place_like(value, param, value.dtype) if same_shape else value.to(local(param).device, copy=True)
-            )
-    return loaded
+    portable(state, f"state[{name!r}]", copy=False)
 
 
 def check_tensor(name: str, what: str, value: Any, like: Tensor) -> None:
@@ -149,29 +139,20 @@ def check_tensor(name: str, what: str, value: Any, like: Tensor) -> None:
 
 
 def check_main_param(name: str, value: Any, model: Tensor) -> None:
-    """Raise unless ``value`` can be the main param of ``model``: its shape, fp32 or fp64, and finite after rounding."""
+    """Raise StateDictError unless ``value`` can be the main param of ``model``: its shape, and fp32 or fp64."""
     check_tensor(name, "main param", value, model)
     if value.dtype not in (torch.float32, torch.float64):
         raise StateDictError(f"main param of {name!r} has dtype {value.dtype}; main params are fp32")
-    with torch.no_grad():
-        overflows = model.dtype == torch.float16 and bool((local(value).abs() >= FP16_OVERFLOW).any())
-    if overflows:
+
+
+@torch.no_grad()
+def check_fits_model(name: str, main: Tensor, model: Tensor) -> None:
+    """Raise MainParamOverflowError unless ``main`` is finite after rounding to the model param's dtype."""
+    if model.dtype == torch.float16 and bool((local(main).abs() >= FP16_OVERFLOW).any()):
         raise MainParamOverflowError(
             f"main param of {name!r} holds values of {FP16_OVERFLOW:.0f} or more, which round to inf in fp16; "
             "train this model in bf16"
         )
-
-
-def place_like(value: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a new tensor with the values of ``value`` and the device, strides and placements of ``like``."""
-    with torch.no_grad():
-        if isinstance(like, DTensor) and not isinstance(value, DTensor):
-            source = value.detach().to(like.device)
-            value = distribute_tensor(source, like.device_mesh, like.placements, src_data_rank=None)
-        elif isinstance(value, DTensor) and not isinstance(like, DTensor):
-            value = full_tensor(value)
-        placed = torch.empty_like(like, dtype=dtype, requires_grad=False, memory_format=torch.preserve_format)
-        return placed.copy_(value)
 
 
 def _described(value: Any) -> str:

@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.errors import ArgumentError, UsageError
-from megascale.grad_sync import GradSync, find_differing
+from megascale.grad_sync import GradSync
+from megascale.replica_check import find_differing
 from tests.pool import RankPool
 from tests.training import INNER, Tiny, bits_equal, grad_of, model, same_bits, snapshot
 
@@ -131,21 +132,46 @@ def test_unused_parameters_neither_hang_nor_poison(ranks: RankPool, gates: list[
     assert all(bits_equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def _sixteen_bit_reduction(reduction: str) -> list[bool]:
+def _sixteen_bit_reduction(reduction: str, sharded: bool) -> list[float]:
     param = nn.Parameter(torch.zeros(3))
-    sync = GradSync([("w", param)], reduce_dtype=torch.float16, reduction=reduction)
+    sync = GradSync([("w", param)], reduce_dtype=torch.float16, reduction=reduction, sharded=sharded)
     (param * 40000.0).sum().backward()
     sync.finish()
-    main = sync.main_grad(param)
-    return [] if main is None else [bool(torch.isfinite(main).all()), main.dtype == torch.float32]
+    assert sync.buckets[0].memory.flat.dtype == torch.float32
+    kept = sync.buckets[0].reduction.kept
+    return sorted(set(kept.tolist()))
 
 
-def test_sixteen_bit_reduction_divides_first(ranks: RankPool) -> None:
-    """40000 + 40000 overflows fp16: the mean divides before it travels; a sum, asked for, overflows and would be
-    skipped.
-    """
-    assert ranks.run(2, _sixteen_bit_reduction, "mean") == [[True, True]] * 2
-    assert ranks.run(2, _sixteen_bit_reduction, "sum") == [[False, True]] * 2
+@pytest.mark.parametrize("sharded", [False, True])
+def test_sixteen_bit_reduction_divides_first(ranks: RankPool, sharded: bool) -> None:
+    """40000 + 40000 overflows fp16: what travels is divided first, and a sum is multiplied back in fp32."""
+    for reduction, value in (("mean", 40000.0), ("sum", 80000.0)):
+        first, second = ranks.run(2, _sixteen_bit_reduction, reduction, sharded)
+        # Padding stays zero, and is all that the second shard has.
+        assert (first, second) == ([0.0, value], [0.0] if sharded else [0.0, value])
+
+
+def _tokens(sharded: bool, divisor: float) -> list[list[float]]:
+    params = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))]
+    named = [("a", params[0]), ("b", params[1])]
+    sync = GradSync(named, sharded=sharded)
+    seen = []
+    for step in range(3):
+        sync.zero_()
+        if step == 1:
+            sync.set_divisor(torch.tensor(divisor))
+        if step == 2:
+            sync.set_divisor(divisor)
+        ((params[0] + params[1]) * (1.0 + dist.get_rank())).sum().backward()
+        sync.finish()
+        seen.append(sorted({value for b in sync.buckets for value in b.reduction.kept.tolist() if value}))
+    return seen
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_divisor_of_the_caller(ranks: RankPool, sharded: bool) -> None:
+    """set_divisor(tokens), number or device tensor, divides the sum over ranks, for one step."""
+    assert ranks.run(2, _tokens, sharded, 6.0) == [[[1.5], [0.5], [0.5]]] * 2
 
 
 def _trained(kind: str) -> Any:
@@ -224,7 +250,7 @@ def test_activation_checkpointing_and_shared_layers(ranks: RankPool) -> None:
         assert plain is True
         assert reentrant is True
         assert "came after its bucket's reduction had begun" in refused
-        assert "overlap=False with reentrant" in refused
+        assert "overlap=False (DistributedOptimizer: overlap_grad_reduce=False) with reentrant" in refused
 
 
 def _differing() -> list[list[str]]:

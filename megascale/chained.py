@@ -1,0 +1,268 @@
+"""ChainedOptimizer: several optimizers that step as one, with one scaler, one decision and one norm."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.profiler import record_function
+
+from megascale import grad_stats
+from megascale.errors import ArgumentError, ArgumentTypeError, StateDictError, UsageError
+from megascale.grad_scaler import MegatronGradScaler
+from megascale.optimizer import MixedPrecisionOptimizer, StepResult, decide_and_rescale
+from megascale.optimizer_state import LiveState, Plan, load_together
+from megascale.param_shard import ParamShard
+from megascale.state_dict import VERSION, check_layout
+
+
+class ChainedOptimizer(torch.optim.Optimizer):
+    """Several MixedPrecisionOptimizers or DistributedOptimizers over one model: dense and expert parameters, say.
+
+    An overflow anywhere skips all of them; the norm that clips is that of all gradients; one scaler serves all. In
+    Megatron-Core's ``ChainedOptimizer`` each has its own scaler, and the loss is scaled by the first.
+
+    Args:
+        optimizers: one or more, that share one grad scaler object (or have none), ``groups.grad_stats``, device,
+            ``config.clip_grad`` and ``config.log_num_zeros_in_grad``. Parameter names must differ, so pass
+            named parameters. They may be in any order, the same on all ranks.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: for optimizers that cannot step as one, saying in what they differ.
+    """
+
+    _constructed = False
+
+    def __init__(self, optimizers: Sequence[MixedPrecisionOptimizer]) -> None:
+        self.optimizers = list(optimizers)
+        _check(self.optimizers)
+        first = self.optimizers[0]
+        self.config = first.config
+        self.groups = first.groups
+        self.device = first.device
+        self.grad_scaler: MegatronGradScaler | None = first.grad_scaler
+        super().__init__(self.param_groups, {})
+        self._constructed = True
+        self._names()
+
+    # The step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> StepResult:  # type: ignore[override]
+        """Step all optimizers, or skip all, on every rank alike; see :meth:`MixedPrecisionOptimizer.step`."""
+        if closure is not None:
+            raise UsageError("step() takes no closure: run forward and backward first, with the loss from scale_loss()")
+        self.prepare_grads()
+        return self.step_with_ready_grads()
+
+    @torch.no_grad()
+    def prepare_grads(self) -> Tensor:
+        """First half of a step, for all optimizers together. Returns `found_inf`, fp32 0-d, without a sync."""
+        measured = [optimizer.measure_grads() for optimizer in self.optimizers]
+        with record_function("megascale.agree"):
+            stats = grad_stats.agree(grad_stats.combined([stats for _, stats in measured]), self.groups)
+        for optimizer in self.optimizers:
+            optimizer.raise_agreed(stats)
+        decision = decide_and_rescale(stats, self.grad_scaler, self.config)
+        for optimizer, (updates, _) in zip(self.optimizers, measured, strict=True):
+            optimizer.accept(updates, decision)
+        return decision.found_inf
+
+    @torch.no_grad()
+    def step_with_ready_grads(self) -> StepResult:
+        """Second half of a step."""
+        results = [optimizer.step_with_ready_grads() for optimizer in self.optimizers]
+        return results[0]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop (or zero) all gradients."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
+
+    # The loss
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """Return ``loss * scale``; see :meth:`MixedPrecisionOptimizer.scale_loss`."""
+        return self.optimizers[0].scale_loss(loss)
+
+    def get_loss_scale(self) -> Tensor:
+        """Return the current scale: fp32, shape [1], on the device; ones without a scaler."""
+        return self.optimizers[0].get_loss_scale()
+
+    # Parameters
+
+    @property
+    def num_skipped_steps(self) -> Tensor:
+        """Skipped steps since construction: int64, 0-d, on the device."""
+        return self.optimizers[0].num_skipped_steps
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """All param groups, in the order of the optimizers. The dicts are the live ones, the list is not."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        if self._constructed:
+            raise UsageError("param_groups of a ChainedOptimizer cannot be replaced; change those of its optimizers")
+
+    @property
+    def state(self) -> Any:
+        """The state of all optimizers, by model param; a new dict of live entries."""
+        return {param: state for optimizer in self.optimizers for param, state in optimizer.state.items()}
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        if self._constructed:
+            raise UsageError("state of a ChainedOptimizer cannot be replaced; use load_state_dict()")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: add it to one of ``optimizers``."""
+        if self._constructed:
+            raise UsageError("add the param group to one of ChainedOptimizer.optimizers: it cannot choose which")
+
+    def main_params(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, main param) of all optimizers."""
+        for optimizer in self.optimizers:
+            yield from optimizer.main_params()
+
+    def reload_model_params(self) -> None:
+        """Set every main param to its model param's value exactly."""
+        for optimizer in self.optimizers:
+            optimizer.reload_model_params()
+
+    def model_shards(self) -> dict[int, ParamShard]:
+        """See :meth:`DistributedOptimizer.model_shards`."""
+        return {key: shard for optimizer in self.optimizers for key, shard in optimizer.model_shards().items()}
+
+    # State
+
+    def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
+        """Return the state of all optimizers in the form of one; see :meth:`MixedPrecisionOptimizer.state_dict`."""
+        parts = [optimizer.state_dict(copy=copy) for optimizer in self.optimizers]
+        return {
+            "optimizer": {
+                "state": {name: state for part in parts for name, state in part["optimizer"]["state"].items()},
+                "param_groups": [group for part in parts for group in part["optimizer"]["param_groups"]],
+            },
+            "main_params": {name: main for part in parts for name, main in part["main_params"].items()},
+            "grad_scaler": parts[0]["grad_scaler"],
+            "version": VERSION,
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
+        """Load what :meth:`state_dict` returned, into all optimizers or, on an error, into none.
+
+        Raises:
+            StateDictError, MainParamOverflowError: on every rank alike; nothing has changed.
+        """
+        lives = [optimizer.live_state() for optimizer in self.optimizers]
+
+        def plan() -> list[tuple[LiveState, Plan]]:
+            parts = self._split(state_dict, strict)
+            return [(live, live.plan(part, strict=strict)) for live, part in zip(lives, parts, strict=True)]
+
+        load_together(plan, self.groups.grad_stats)
+        for optimizer in self.optimizers:
+            optimizer.forget_step()
+
+    def check_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
+        """See :meth:`MixedPrecisionOptimizer.check_state_dict`."""
+        for optimizer, part in zip(self.optimizers, self._split(state_dict, strict), strict=True):
+            optimizer.check_state_dict(part, strict=strict)
+
+    def _names(self) -> list[list[str]]:
+        """Return each optimizer's parameter names. Raises ArgumentError if two share one."""
+        names = [optimizer.param_names() for optimizer in self.optimizers]
+        seen: set[str] = set()
+        for name in (name for own in names for name in own):
+            if name in seen:
+                raise ArgumentError(
+                    f"two of the optimizers have a parameter called {name!r}; build them from named parameters"
+                )
+            seen.add(name)
+        return names
+
+    def _split(self, state_dict: Any, strict: bool) -> list[dict[str, Any]]:
+        """Return each optimizer's part of a state dict. Raises StateDictError for a part that nobody takes."""
+        check_layout(state_dict)
+        names = self._names()
+        states, mains = state_dict["optimizer"]["state"], state_dict["main_params"]
+        groups = state_dict["optimizer"]["param_groups"]
+        known = {name for own in names for name in own}
+        unexpected = sorted((states.keys() | mains.keys()) - known)
+        if unexpected and strict:
+            raise StateDictError(
+                f"state dict has parameters that no optimizer has: {unexpected[:8]}; load with strict=False to take "
+                "only what both sides have"
+            )
+        if len(groups) != len(self.param_groups) and strict:
+            raise StateDictError(
+                f"state dict has {len(groups)} param groups, the optimizers have {len(self.param_groups)}; build the "
+                "same groups, or load with strict=False to keep the live options"
+            )
+        parts = []
+        taken = 0
+        for optimizer, own in zip(self.optimizers, names, strict=True):
+            count = len(optimizer.param_groups)
+            fits = len(groups) == len(self.param_groups)
+            parts.append(
+                {
+                    "optimizer": {
+                        "state": _picked(states, own),
+                        "param_groups": groups[taken : taken + count] if fits else [],
+                    },
+                    "main_params": _picked(mains, own),
+                    "grad_scaler": state_dict["grad_scaler"],
+                    "version": state_dict["version"],
+                }
+            )
+            taken += count
+        return parts
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise UsageError("a ChainedOptimizer cannot be pickled or deep-copied; use state_dict()")
+
+
+def _picked(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: values[name] for name in names if name in values}
+
+
+def _check(optimizers: Sequence[Any]) -> None:
+    """Raise ArgumentError or ArgumentTypeError unless ``optimizers`` can step as one."""
+    if not optimizers:
+        raise ArgumentError("optimizers is empty; pass one or more")
+    for index, optimizer in enumerate(optimizers):
+        if not isinstance(optimizer, MixedPrecisionOptimizer):
+            raise ArgumentTypeError(
+                f"optimizers[{index}] must be a MixedPrecisionOptimizer or DistributedOptimizer, got "
+                f"{type(optimizer).__name__}"
+            )
+    first = optimizers[0]
+    for index, optimizer in enumerate(optimizers):
+        for what, mine, theirs in (
+            ("device", optimizer.device, first.device),
+            ("config.clip_grad", optimizer.config.clip_grad, first.config.clip_grad),
+            (
+                "config.log_num_zeros_in_grad",
+                optimizer.config.log_num_zeros_in_grad,
+                first.config.log_num_zeros_in_grad,
+            ),
+        ):
+            if mine != theirs:
+                raise ArgumentError(
+                    f"optimizers[{index}] has {what}={mine}, optimizers[0] has {theirs}; make them equal"
+                )
+        if optimizer.grad_scaler is not first.grad_scaler:
+            raise ArgumentError(
+                f"optimizers[{index}] has another grad scaler than optimizers[0]; pass the same object to each, as "
+                "there is one scale"
+            )
+        if optimizer.groups.grad_stats != first.groups.grad_stats:
+            raise ArgumentError(
+                f"optimizers[{index}] has another groups.grad_stats than optimizers[0]; all must take one decision"
+            )
+    ids = [id(param) for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
+    if len(ids) != len(set(ids)):
+        raise ArgumentError("two of the optimizers hold the same parameter; give each parameter to one optimizer")

@@ -1,0 +1,178 @@
+"""DistributedOptimizer: the same recipe with main params and optimizer state sharded over data-parallel ranks."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from megascale import validate
+from megascale.config import OptimizerConfig
+from megascale.errors import ArgumentError, ArgumentTypeError
+from megascale.grad_scaler import MegatronGradScaler
+from megascale.grad_sync import GradSync
+from megascale.layout import DEFAULT_BUCKET_NUMEL
+from megascale.optimizer import MixedPrecisionOptimizer
+from megascale.parallel import ParallelGroups
+from megascale.param_gather import ParamGather
+from megascale.param_shard import ParamShard
+from megascale.sharded_main_params import ShardedMainParams
+
+ELEMENTWISE = (
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.ASGD,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+)
+"""Optimizers of torch that update every element from that element's own history: any cut of a parameter will do."""
+
+
+class DistributedOptimizer(MixedPrecisionOptimizer):
+    """MixedPrecisionOptimizer with ZeRO stage 1 (arXiv 1910.02054), after Megatron-Core's ``DistributedOptimizer``.
+
+    The modules stay plain: no DistributedDataParallel around them. Hooks add up gradients in main grads and
+    reduce-scatter them bucket by bucket during backward. Each rank updates the shard that it owns, and the parameters
+    are gathered again. A rank holds the model params, one main grad per parameter, and main params and optimizer state
+    of its shard. Parameters become contiguous views of flat buckets.
+
+    ``state`` holds this rank's 1-D pieces, :meth:`main_params` yields them. :meth:`state_dict` is whole: gathered into
+    host memory, it loads into a MixedPrecisionOptimizer too. :mod:`megascale.checkpoint` gathers nothing.
+
+    Args:
+        optimizer: elementwise: its update of an element looks at no other element. LAMB, Adafactor and Muon do.
+        config, grad_scaler, groups: see :class:`MixedPrecisionOptimizer`. ``groups.data_shard`` ranks share one copy.
+        modules: the model, or its chunks, that own the optimizer's parameters; they give the names.
+        grad_dtype: of the main grads. None: fp32.
+        reduce_dtype: what travels; None: ``grad_dtype``. A 16-bit type is divided by the number of ranks first.
+        reduction: "mean" over ``groups.data_parallel``, or "sum"; ``grad_sync.set_divisor`` for any other divisor.
+        bucket_numel: elements that are reduced and gathered at once.
+        overlap_grad_reduce: reduce during backward. False: at the step.
+        overlap_param_gather: let the gather run into the next forward; every module waits for its own parameters. A
+            module that reads another module's parameters without calling it must not be used so.
+        broadcast_params: take the first rank's values of parameters that differ between ranks. False: raise.
+        elementwise: True vouches for an optimizer that is not torch's.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: on every rank alike, before anything has changed.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        config: OptimizerConfig | None = None,
+        grad_scaler: MegatronGradScaler | None = None,
+        *,
+        modules: nn.Module | Sequence[nn.Module],
+        groups: ParallelGroups | ProcessGroup | DeviceMesh | None = None,
+        grad_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        reduction: str = "mean",
+        bucket_numel: int = DEFAULT_BUCKET_NUMEL,
+        overlap_grad_reduce: bool = True,
+        overlap_param_gather: bool = False,
+        broadcast_params: bool = False,
+        elementwise: bool | None = None,
+    ) -> None:
+        check_elementwise(optimizer, elementwise)
+        chunks = [modules] if isinstance(modules, nn.Module) else list(modules)
+        names = _names(chunks, optimizer)
+        resolved = ParallelGroups.of(groups)
+        self.grad_sync = GradSync(
+            [],
+            groups=resolved,
+            grad_dtype=torch.float32 if grad_dtype is None else grad_dtype,
+            reduce_dtype=reduce_dtype,
+            reduction=reduction,
+            bucket_numel=bucket_numel,
+            overlap=validate.flag("overlap_grad_reduce", overlap_grad_reduce),
+            sharded=True,
+        )
+        self._overlap_param_gather = validate.flag("overlap_param_gather", overlap_param_gather)
+        self._gather = ParamGather(chunks, overlap=overlap_param_gather)
+        self._shards = ShardedMainParams(
+            {id(param): name for name, param in names.items()},
+            resolved,
+            self.grad_sync,
+            self._gather,
+            broadcast=validate.flag("broadcast_params", broadcast_params),
+        )
+        super().__init__(
+            optimizer,
+            config,
+            grad_scaler,
+            groups=resolved,
+            named_parameters=names.items(),
+            grad_sync=self.grad_sync,
+            main_params=self._shards,
+        )
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context in which backward only accumulates: for every micro-batch of a step but the last."""
+        return self.grad_sync.no_sync()
+
+    def finish_param_gather(self) -> None:
+        """Wait until every parameter is whole, where ``overlap_param_gather`` lets the gather run on.
+
+        Modules wait by themselves, in forward and for a state dict. Call it before reading parameters in other ways.
+        """
+        self._gather.wait()
+
+    def model_shards(self) -> dict[int, ParamShard]:
+        """Return, by id of the parameter, the part that this rank keeps of each sharded model param, live."""
+        self._follow()
+        self._gather.wait()
+        return self._shards.model_shards()
+
+    def _settle(self) -> None:
+        if not self._overlap_param_gather:
+            self._gather.wait()
+
+
+def check_elementwise(optimizer: Any, vouched: bool | None) -> None:
+    """Raise ArgumentError, naming it, for an optimizer that cannot work on pieces of parameters."""
+    if vouched is not None:
+        validate.flag("elementwise", vouched)
+    known = isinstance(optimizer, MixedPrecisionOptimizer) or type(optimizer) in ELEMENTWISE
+    if known or vouched or not isinstance(optimizer, torch.optim.Optimizer):
+        return
+    name = type(optimizer).__name__
+    raise ArgumentError(
+        f"optimizer {name} is not known to be elementwise, and a shard holds pieces of parameters: use "
+        "MixedPrecisionOptimizer with GradSync, which keeps them whole on every rank; or, if each element is updated "
+        "from itself alone, pass elementwise=True"
+    )
+
+
+def _names(chunks: Sequence[nn.Module], optimizer: Any) -> dict[str, nn.Parameter]:
+    """Return the optimizer's parameters by name, in the modules' order, which is taken for that of forward."""
+    if not chunks or not all(isinstance(chunk, nn.Module) for chunk in chunks):
+        raise ArgumentTypeError(f"modules must be a module or a list of modules, got {chunks!r}")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ArgumentTypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    wanted = {id(param): index for index, param in enumerate(_params(optimizer))}
+    names: dict[str, nn.Parameter] = {}
+    for index, chunk in enumerate(chunks):
+        prefix = f"{index}." if len(chunks) > 1 else ""
+        for name, param in chunk.named_parameters():
+            if wanted.pop(id(param), None) is not None:
+                names[prefix + name] = param
+    if wanted:
+        raise ArgumentError(
+            f"modules do not own parameter {min(wanted.values())} of the optimizer (and {len(wanted) - 1} more); pass "
+            "every module whose parameters it updates"
+        )
+    return names
+
+
+def _params(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
+    return (param for group in optimizer.param_groups for param in group["params"])

@@ -1,0 +1,112 @@
+"""Model params as views of flat buckets, and their gathering after each rank has updated its shard.
+
+All gathers start during the step, in the order in which forward needs them. Without overlap the step ends when all have
+ended. With overlap, hooks on the modules wait for a bucket just before forward uses its parameters.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import Work
+
+from megascale.collectives import all_gather_start
+from megascale.errors import UsageError
+from megascale.grad_sync import SyncedBucket
+
+# Modules of torch.nn that only call their children; any other one of torch.nn may use its children's weights itself, as
+# MultiheadAttention does.
+CALLERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
+
+
+class GatheredBucket:
+    """One bucket of model params, whole on every rank once gathered."""
+
+    def __init__(self, synced: SyncedBucket, dtype: torch.dtype) -> None:
+        self.synced = synced
+        self.memory = synced.memory.twin(dtype)
+        self._work: Work | None = None
+
+    @torch.no_grad()
+    def point(self, name: str, param: nn.Parameter) -> None:
+        """Make ``param`` a view of this bucket, with the values that it has."""
+        view = self.memory.views[name]
+        if param.dtype != view.dtype or param.device != view.device or param.shape != view.shape:
+            raise UsageError(
+                f"parameter {name!r} became {tuple(param.shape)} {param.dtype} on {param.device} after the optimizer "
+                f"was built, its bucket holds {tuple(view.shape)} {view.dtype} on {view.device}; move or cast the "
+                "model first"
+            )
+        view.copy_(param)
+        param.data = view
+
+    def is_view(self, name: str, param: nn.Parameter) -> bool:
+        """Return whether ``param`` still lies in this bucket."""
+        return param.data_ptr() == self.memory.views[name].data_ptr() and param.dtype == self.memory.flat.dtype
+
+    def start(self) -> None:
+        """Begin to gather."""
+        self._work = all_gather_start(self.memory.flat, self.memory.shard(self.synced.rank), self.synced.group.shard)
+
+    def wait(self) -> None:
+        """Wait for the gather, if one is under way."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+
+class ParamGather:
+    """All buckets of model params, by the index of their gradients' bucket."""
+
+    def __init__(self, modules: Sequence[nn.Module], *, overlap: bool) -> None:
+        self.buckets: dict[int, GatheredBucket] = {}
+        self.overlap = overlap
+        self._modules = modules
+        self._bucket_of: dict[int, GatheredBucket] = {}
+        self._hooked: set[int] = set()
+
+    def add(self, synced: Iterable[SyncedBucket]) -> None:
+        """Move the parameters of new buckets into flat memory, one bucket at a time."""
+        for bucket in synced:
+            dtype = next(iter(bucket.params.values())).dtype
+            gathered = self.buckets[bucket.index] = GatheredBucket(bucket, dtype)
+            for name, param in bucket.params.items():
+                gathered.point(name, param)
+                self._bucket_of[id(param)] = gathered
+        if self.overlap:
+            self._hook_modules()
+
+    def bucket_of(self, param: Tensor) -> GatheredBucket | None:
+        """Return the bucket that holds ``param``, None for one that is not gathered."""
+        return self._bucket_of.get(id(param))
+
+    def in_forward_order(self) -> list[GatheredBucket]:
+        """Return all buckets, those that forward needs first at the start."""
+        return [self.buckets[index] for index in sorted(self.buckets, reverse=True)]
+
+    def wait(self) -> None:
+        """Wait until every parameter is whole."""
+        for bucket in self.buckets.values():
+            bucket.wait()
+
+    def _hook_modules(self) -> None:
+        """Let each module wait for what its forward reads; a state dict, for everything."""
+        for root in self._modules:
+            if id(root) not in self._hooked:
+                root.register_state_dict_pre_hook(self._before_state_dict)
+                root.register_load_state_dict_pre_hook(self._before_state_dict)
+            for module in root.modules():
+                if id(module) not in self._hooked:
+                    self._hooked.add(id(module))
+                    module.register_forward_pre_hook(self._before_forward)
+
+    def _before_forward(self, module: nn.Module, _inputs: Any) -> None:
+        reads_children = type(module).__module__.startswith("torch.nn.") and not isinstance(module, CALLERS)
+        for param in module.parameters(recurse=reads_children):
+            bucket = self._bucket_of.get(id(param))
+            if bucket is not None:
+                bucket.wait()
+
+    def _before_state_dict(self, *_: Any) -> None:
+        self.wait()

@@ -1,0 +1,180 @@
+"""Main params sharded over data-parallel ranks (ZeRO stage 1, arXiv 1910.02054).
+
+Each rank keeps one contiguous 1-D piece of every parameter, often empty, in the main params and in the optimizer's
+state. It updates its pieces from its shard of the reduced gradients, writes them into flat buckets that the model's
+parameters are views of, and gathers those buckets.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from megascale.collectives import all_reduce_sum_
+from megascale.errors import StateDictError
+from megascale.grad_sync import GradSync
+from megascale.layout import Piece
+from megascale.main_params import HALF_DTYPES, MainParam, MainParams, fingerprint
+from megascale.parallel import ParallelGroups
+from megascale.param_gather import GatheredBucket, ParamGather
+from megascale.param_shard import ParamShard
+from megascale.replica_check import broadcast_parameters, require_same
+
+
+class ShardedMainParams(MainParams):
+    """Every rank keeps its pieces.
+
+    Args:
+        names: of the parameters, by id, in the order of the forward pass.
+        groups: who shares what.
+        grad_sync: sharded; gets the parameters' buckets.
+        gather: gets the same buckets for the model params.
+        broadcast: take the first rank's parameters where ranks differ, rather than refuse.
+    """
+
+    def __init__(
+        self,
+        names: Mapping[int, str],
+        groups: ParallelGroups,
+        grad_sync: GradSync,
+        gather: ParamGather,
+        *,
+        broadcast: bool,
+    ) -> None:
+        super().__init__(names)
+        self._groups = groups
+        self._grad_sync = grad_sync
+        self._gather = gather
+        self._broadcast = broadcast
+        self._place = {name: index for index, name in enumerate(names.values())}
+        self._pieces: dict[int, Piece | None] = {}
+        self._grads: dict[int, Tensor] = {}
+
+    def make(self, params: Mapping[str, nn.Parameter], group_of: Mapping[str, int]) -> list[MainParam]:
+        """See :class:`MainParams`. All ranks call it together.
+
+        Raises ArgumentError, before anything has changed, if ranks hold different values and may not be overwritten.
+        """
+        if self._broadcast:
+            broadcast_parameters(params.items(), self._groups)
+        else:
+            require_same(params.items(), self._groups)
+        in_order = sorted(params.items(), key=lambda item: self._place.get(item[0], len(self._place)))
+        added = self._grad_sync.add(in_order, group_of)
+        self._gather.add(added)
+        made: dict[str, MainParam] = {}
+        for synced in added:
+            gathered = self._gather.buckets[synced.index]
+            pieces = gathered.memory.pieces(synced.rank)
+            for name, param in synced.params.items():
+                piece = pieces.get(name)
+                made[name] = self._make(name, param, gathered, piece)
+                self._pieces[id(param)] = piece
+                empty = synced.memory.flat[:0]
+                self._grads[id(param)] = empty if piece is None else synced.memory.part(piece)
+        return [made[name] for name in params]
+
+    def grad(self, param: nn.Parameter) -> Tensor:
+        """Return this rank's piece of the reduced gradient, live."""
+        return self._grads[id(param)]
+
+    def start_of(self, param: nn.Parameter) -> int:
+        """Return where this rank's piece begins in the flattened parameter; 0 for an empty one."""
+        piece = self._pieces.get(id(param))
+        return 0 if piece is None else piece.param_start
+
+    def model_shards(self) -> dict[int, ParamShard]:
+        """Return, by id of the parameter, this rank's piece of every sharded model param, live."""
+        return {id(p.model): ParamShard(p.part, p.model.shape, self.start_of(p.model)) for p in self}
+
+    def keeps(self, param: nn.Parameter) -> bool:
+        """See :class:`MainParams`. A frozen parameter has no bucket."""
+        return id(param) in self._by_id
+
+    def batches(self) -> list[tuple[int, list[MainParam]]]:
+        """See :class:`MainParams`. One for each bucket, so that its gather starts while the next one is updated."""
+        group_of = {id(param): index for index, group in enumerate(self.ordered) for param in group}
+        found: list[tuple[int, list[MainParam]]] = []
+        for bucket in self._gather.in_forward_order():
+            params = [self._by_id[id(param)] for param in bucket.synced.params.values()]
+            by_group: dict[int, list[MainParam]] = {}
+            for param in params:
+                if id(param) in group_of:
+                    by_group.setdefault(group_of[id(param)], []).append(param)
+            found += by_group.items()
+        return found
+
+    def adopt(self, param: nn.Parameter, name: str) -> MainParam | None:
+        """See :class:`MainParams`. A frozen parameter has no bucket, and so no main param."""
+        return self._by_id.get(id(param))
+
+    def restore(self) -> None:
+        """See :class:`MainParams`. A parameter with storage of its own moves back into its bucket, values and all."""
+        for param in self:
+            bucket = self._gather.bucket_of(param.model)
+            if bucket is not None and not bucket.is_view(param.name, param.model):
+                bucket.wait()
+                bucket.point(param.name, param.model)
+        if any(param.changed_outside for param in self):
+            self.settle()
+
+    def publish(self, params: Sequence[MainParam]) -> None:
+        """See :class:`MainParams`. Starts the gather of the bucket that ``params`` are in."""
+        for param in params:
+            param.seal()
+        for bucket in {id(b): b for b in map(self._bucket_of, params)}.values():
+            bucket.start()
+
+    def settle(self) -> None:
+        """See :class:`MainParams`."""
+        self._gather.wait()
+
+    def place(self, param: nn.Parameter, value: Tensor, dtype: torch.dtype) -> Tensor:
+        """See :class:`MainParams`. The live piece itself, where ``value`` is a ParamShard of it in the same dtype."""
+        main = self._by_id[id(param)].main
+        start = self.start_of(param)
+        if not isinstance(value, ParamShard):
+            return value.detach().reshape(-1)[start : start + main.numel()].to(main.device, dtype, copy=True)
+        if value.piece.numel() != main.numel() or (value.start != start and main.numel()):
+            raise StateDictError(
+                f"a ParamShard holds elements from {value.start} of {self._by_id[id(param)].name!r}, this rank owns "
+                f"those from {start}; read the checkpoint with megascale.checkpoint, which reshards"
+            )
+        return value.piece.to(main.device, dtype)
+
+    def cut(self, param: MainParam, value: Tensor) -> Tensor:
+        """See :class:`MainParams`."""
+        start = self.start_of(param.model)
+        return value.detach().reshape(-1)[start : start + param.main.numel()].clone()
+
+    def export(self, param: MainParam, values: Mapping[str, Tensor], *, copy: bool) -> dict[str, Tensor]:
+        """See :class:`MainParams`. Whole tensors lie in host memory."""
+        shape, start = param.model.shape, self.start_of(param.model)
+        exported: dict[str, Tensor] = {}
+        for key, value in values.items():
+            if value.shape != param.main.shape:
+                exported[key] = value.detach().clone() if copy else value.detach()
+            elif copy:
+                exported[key] = self._whole(param, value)
+            else:
+                exported[key] = ParamShard(value.detach(), shape, start)
+        return exported
+
+    def _make(self, name: str, param: nn.Parameter, bucket: GatheredBucket, piece: Piece | None) -> MainParam:
+        shard = bucket.memory.flat[:0] if piece is None else bucket.memory.part(piece)
+        is_copy = param.dtype in HALF_DTYPES
+        return MainParam(name, param, shard.float() if is_copy else shard, shard, is_copy, fingerprint(param))
+
+    def _bucket_of(self, param: MainParam) -> GatheredBucket:
+        bucket = self._gather.bucket_of(param.model)
+        if bucket is None:
+            raise KeyError(param.name)
+        return bucket
+
+    def _whole(self, param: MainParam, piece: Tensor) -> Tensor:
+        """Return the whole tensor on the host: the sum, byte by byte, of pieces that do not overlap."""
+        whole = piece.new_zeros(param.model.numel())
+        start = self.start_of(param.model)
+        whole[start : start + piece.numel()] = piece
+        all_reduce_sum_(whole.view(torch.uint8), self._bucket_of(param).synced.group.shard)
+        return whole.view(param.model.shape).cpu()
