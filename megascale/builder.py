@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megascale import validate
 from megascale.config import OptimizerConfig
+from megascale.distributed_optimizer import DistributedOptimizer
 from megascale.errors import ArgumentError, ArgumentTypeError
 from megascale.grad_scaler import ConstantGradScaler, DynamicGradScaler, MegatronGradScaler
 from megascale.optimizer import MixedPrecisionOptimizer
@@ -32,8 +33,8 @@ def build_optimizer(
     """Build param groups, torch optimizer, grad scaler and wrapper: Megatron-Core's ``get_megatron_optimizer``.
 
     Biases and the parameters of norm layers get no weight decay: names that end in "bias", and parameters owned by a
-        module
-    whose class name contains "Norm".
+    module whose class name contains "Norm". ``config.use_distributed_optimizer`` makes it a DistributedOptimizer; the
+    modules must then not be wrapped in DistributedDataParallel.
 
     Args:
         config: ``config.lr`` is required.
@@ -41,8 +42,7 @@ def build_optimizer(
         groups: see :class:`MixedPrecisionOptimizer`.
         overrides: shell-style name patterns (``fnmatch``, case matters) to options of their param group, applied in
             order on top of the default: ``{"*embed*": {"lr_mult": 0.1}, "*.bias": {"weight_decay": 0.01}}``. Options:
-                lr, lr_mult (a
-            factor on lr), weight_decay, betas, eps, momentum.
+            lr, lr_mult (a factor on lr), weight_decay, betas, eps, momentum.
 
     Raises:
         ArgumentError, ArgumentTypeError: for a config without lr, a pattern that matches nothing, an unknown option.
@@ -52,9 +52,17 @@ def build_optimizer(
     if config.lr is None:
         raise ArgumentError("config.lr is None; give the learning rate, e.g. OptimizerConfig(lr=1e-4)")
     param_groups = _param_groups(config, _named_parameters(modules), overrides or {})
-    return MixedPrecisionOptimizer(
-        _inner_optimizer(config, param_groups), config, build_grad_scaler(config), groups=groups
-    )
+    inner, grad_scaler = _inner_optimizer(config, param_groups), build_grad_scaler(config)
+    if config.use_distributed_optimizer:
+        return DistributedOptimizer(
+            inner,
+            config,
+            grad_scaler,
+            modules=modules,
+            groups=groups,
+            overlap_param_gather=config.overlap_param_gather,
+        )
+    return MixedPrecisionOptimizer(inner, config, grad_scaler, groups=groups)
 
 
 def build_grad_scaler(config: OptimizerConfig) -> MegatronGradScaler | None:

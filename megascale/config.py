@@ -8,6 +8,14 @@ from megascale.grad_scaler import HYSTERESIS_RESETS
 
 BACKENDS = ("auto", "torch", "reference")
 OPTIMIZERS = ("adam", "sgd")
+FLAGS = (
+    "fp16",
+    "bf16",
+    "log_num_zeros_in_grad",
+    "decoupled_weight_decay",
+    "use_distributed_optimizer",
+    "overlap_param_gather",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +63,12 @@ class OptimizerConfig:
     backend: str = "auto"
     """Kernels (ours): "auto", "torch" or "reference". The environment variable MEGASCALE_BACKEND decides for "auto"."""
 
+    # Sharding, read by build_optimizer
+    use_distributed_optimizer: bool = False
+    """Shard main params and optimizer state over data-parallel ranks: a DistributedOptimizer."""
+    overlap_param_gather: bool = False
+    """Of the DistributedOptimizer: let the parameters' gather run into the next forward."""
+
     # Inner optimizer, read by build_optimizer
     optimizer: str = "adam"
     """"adam" (AdamW where ``decoupled_weight_decay``) or "sgd"."""
@@ -68,8 +82,10 @@ class OptimizerConfig:
     sgd_momentum: float = 0.9
 
     def __post_init__(self) -> None:
-        for name in ("fp16", "bf16", "log_num_zeros_in_grad", "decoupled_weight_decay"):
+        for name in FLAGS:
             validate.flag(name, getattr(self, name))
+        if self.overlap_param_gather and not self.use_distributed_optimizer:
+            raise ArgumentError("overlap_param_gather=True needs use_distributed_optimizer=True: nothing is gathered")
         if self.fp16 and self.bf16:
             raise ArgumentError("fp16 and bf16 are both True; choose one")
         self._validate_loss_scale()

@@ -19,9 +19,10 @@ def find_differing(
     """Return the names of parameters that are not the same, bit for bit, on all ranks that hold them.
 
     All ranks call it together and get the same answer. Costs one pass over the parameters and one small exchange.
+    Parameters on the meta device have no values to compare.
     """
     resolved = ParallelGroups.of(groups)
-    named = list(named_parameters)
+    named = [(name, param) for name, param in named_parameters if not param.is_meta]
     names: dict[str, None] = {}
     for experts in _kinds(named):
         mine = {name: _digest(param) for name, param in named if is_expert(param) == experts}

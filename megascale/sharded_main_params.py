@@ -115,6 +115,8 @@ class ShardedMainParams(MainParams):
             if bucket is not None and not bucket.is_view(param.name, param.model):
                 bucket.wait()
                 bucket.point(param.name, param.model)
+                if param.is_copy:
+                    param.follow()
         if any(param.changed_outside for param in self):
             self.settle()
 

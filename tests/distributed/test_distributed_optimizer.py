@@ -307,3 +307,40 @@ def test_bytes_of_state(ranks: RankPool, world: int) -> None:
         totals.append(found["main_params"] + found["state"])
     assert sum(totals) == pytest.approx(12, rel=0.001)
     assert max(totals) <= 12 / world * 1.05
+
+
+class _Layer(nn.Module):
+    """One block of a 70B decoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = {"q": 8192, "k": 1024, "v": 1024, "o": 8192, "gate": 28_672, "up": 28_672}
+        self.linears = nn.ModuleDict({name: nn.Linear(8192, size, bias=False) for name, size in shapes.items()})
+        self.down = nn.Linear(28_672, 8192, bias=False)
+        self.norms = nn.ModuleList([nn.RMSNorm(8192), nn.RMSNorm(8192)])
+
+
+def _seventy_billion() -> list[Any]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=511, world_size=1024)
+    with torch.device("meta"):
+        layers = [_Layer() for _ in range(80)]
+        embedding, head = nn.Embedding(128_256, 8192), nn.Linear(8192, 128_256, bias=False)
+        module = nn.Sequential(embedding, *layers, nn.RMSNorm(8192), head).bfloat16()
+    inner = torch.optim.AdamW(module.named_parameters(), fused=False)
+    with OperatorCounter() as operators:
+        optimizer = DistributedOptimizer(inner, OptimizerConfig(bf16=True), modules=module)
+    held = [main for _, main in optimizer.main_params()]
+    real = [tensor for state in optimizer.state.values() for tensor in state.values() if not tensor.is_meta]
+    total = sum(param.numel() for param in module.parameters())
+    return [total, sum(main.numel() for main in held), all(m.is_meta for m in held), len(real), operators.host_reads]
+
+
+def test_seventy_billion_parameters_build_without_memory(ranks: RankPool) -> None:
+    """Rank 511 of 1,024 with a 70B model on the meta device: everything is built, nothing is allocated or read."""
+    with ranks.spawn(1, _seventy_billion, process_group=False) as fresh:
+        [[total, held, all_meta, real, host_reads]] = fresh.results()
+    assert total > 70e9
+    assert held == pytest.approx(total / 1024, rel=1e-3)
+    assert (all_meta, real, host_reads) == (True, 0, 0)

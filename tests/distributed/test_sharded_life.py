@@ -1,0 +1,396 @@
+"""What happens around a DistributedOptimizer: refusals, outside writes, overlap, frozen and new parameters."""
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megascale import DistributedOptimizer, MixedPrecisionOptimizer, OptimizerConfig, build_optimizer
+from megascale.errors import ArgumentError, ArgumentTypeError, StateDictError, UsageError
+from tests.distributed.test_distributed_optimizer import (
+    INNER,
+    batch,
+    config_of,
+    flat,
+    net,
+    same,
+    scaler,
+    sharded,
+    weights,
+)
+from tests.pool import RankPool
+from tests.training import Sign, bits_equal
+
+FP16 = torch.float16
+
+
+def _step(optimizer: MixedPrecisionOptimizer, module: nn.Module, step: int) -> None:
+    optimizer.zero_grad()
+    loss = module(batch(step, dist.get_rank(), FP16)).float().square().mean()
+    optimizer.scale_loss(loss).backward()
+    assert bool(optimizer.step().success)
+
+
+def _not_elementwise() -> dict[str, str]:
+    module = net()
+    kinds: dict[str, Any] = {
+        "Adafactor": lambda: torch.optim.Adafactor(module.parameters()),
+        "Muon": lambda: torch.optim.Muon([p for p in module.parameters() if p.dim() == 2]),
+        "Sign": lambda: Sign(module.parameters()),
+        "LBFGS": lambda: torch.optim.LBFGS(module.parameters()),
+    }
+    messages = {}
+    for name, make in kinds.items():
+        with pytest.raises(ArgumentError) as caught:
+            DistributedOptimizer(make(), config_of(FP16), scaler(FP16), modules=module)
+        messages[name] = str(caught.value)
+        assert not any(param._post_accumulate_grad_hooks for param in module.parameters())
+    return messages
+
+
+def test_optimizers_that_need_whole_parameters_are_refused_by_name(ranks: RankPool) -> None:
+    """Adafactor and Muon look at whole matrices; an unknown optimizer may. The error names it and the way out."""
+    for messages in ranks.run(2, _not_elementwise):
+        for name, message in messages.items():
+            assert f"optimizer {name} is not known to be elementwise" in message
+            assert "use MixedPrecisionOptimizer with GradSync" in message
+
+
+def _vouched() -> list[bool]:
+    module, twin = net(), net()
+    ours = DistributedOptimizer(
+        Sign(module.named_parameters()),
+        config_of(FP16),
+        scaler(FP16),
+        modules=module,
+        grad_dtype=FP16,
+        elementwise=True,
+    )
+    theirs = MixedPrecisionOptimizer(Sign(twin.named_parameters()), config_of(FP16), scaler(FP16))
+    network = nn.parallel.DistributedDataParallel(twin)
+    for step in range(4):
+        _step(ours, module, step)
+        _step(theirs, network, step)
+    return [same(flat(ours.state_dict()), flat(theirs.state_dict())), same(weights(module), weights(twin))]
+
+
+def test_elementwise_optimizer_of_the_users_own(ranks: RankPool) -> None:
+    """With elementwise=True an unknown optimizer runs on pieces, bit for bit as on whole parameters."""
+    assert ranks.run(2, _vouched) == [[True, True]] * 2
+
+
+REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"modules": []}, ArgumentTypeError, r"modules must be a module or a list of modules, got \[\]"),
+    ({"modules": nn.Linear(1, 1)}, ArgumentError, r"modules do not own parameter 0 of the optimizer \(and 9 more\)"),
+    ({"bucket_numel": 0}, ArgumentError, r"bucket_numel must be 1 or more, got 0"),
+    ({"reduction": "max"}, ArgumentError, r"reduction must be one of 'mean', 'sum', got 'max'"),
+    ({"overlap_grad_reduce": 1}, ArgumentTypeError, r"overlap_grad_reduce must be True or False, got 1"),
+    ({"overlap_param_gather": None}, ArgumentTypeError, r"overlap_param_gather must be True or False, got None"),
+    ({"broadcast_params": "yes"}, ArgumentTypeError, r"broadcast_params must be True or False, got 'yes'"),
+    ({"elementwise": 1}, ArgumentTypeError, r"elementwise must be True or False, got 1"),
+    ({"grad_dtype": torch.int32}, ArgumentError, r"grad_dtype and reduce_dtype must be floating point"),
+    ({"groups": "world"}, ArgumentTypeError, r"groups must be None, a ParallelGroups"),
+    ({"grad_scaler": None}, ArgumentError, r"grad_scaler is None, but fp16 gradients need one"),
+    ({"config": OptimizerConfig(bf16=True)}, ArgumentError, r"config.fp16 is False, but the optimizer has fp16"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), REFUSED)
+def test_bad_argument_is_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    """Every argument is checked by name, before a parameter is moved or hooked."""
+    module = net()
+    before = [param.data_ptr() for param in module.parameters()]
+    defaults: dict[str, Any] = {"config": config_of(FP16), "grad_scaler": scaler(FP16), "modules": module}
+    with pytest.raises(error, match=message):
+        DistributedOptimizer(INNER["adamw"](module), **(defaults | options))
+    assert [param.data_ptr() for param in module.parameters()] == before
+    assert not any(param._post_accumulate_grad_hooks for param in module.parameters())
+
+
+def test_wrapping_twice_is_refused() -> None:
+    """A wrapped optimizer is not an inner optimizer."""
+    module = net()
+    with pytest.raises(ArgumentTypeError, match=r"is a MixedPrecisionOptimizer already"):
+        DistributedOptimizer(sharded(module), modules=module)
+
+
+def _differing() -> list[Any]:
+    module = net()
+    with torch.no_grad():
+        module.second.bias.add_(dist.get_rank())
+    with pytest.raises(ArgumentError) as caught:
+        sharded(module)
+    untouched = not any(param._post_accumulate_grad_hooks for param in module.parameters())
+    optimizer = sharded(module, broadcast_params=True)
+    _step(optimizer, module, 0)
+    return [str(caught.value), untouched, weights(module)]
+
+
+def test_parameters_that_differ_are_named_or_broadcast(ranks: RankPool) -> None:
+    """Ranks that start apart are refused on every rank alike; with broadcast_params the first rank's values count."""
+    results = ranks.run(3, _differing)
+    for message, untouched, model in results:
+        assert "parameters differ between data-parallel ranks: 'second.bias'" in message
+        assert untouched
+        assert same(model, results[0][2])
+
+
+def _loaded_weights(overlap: bool) -> list[bool]:
+    module = net()
+    optimizer = sharded(module, overlap_param_gather=overlap)
+    _step(optimizer, module, 0)
+    mains = flat(optimizer.state_dict())
+    module.load_state_dict(module.state_dict())
+    kept = same(mains, flat(optimizer.state_dict()))
+    module.load_state_dict(net(seed=9).state_dict())
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    _step(optimizer, module, 1)
+    optimizer.finish_param_gather()
+    survived = same(weights(module), weights(net(seed=9)))
+    module.first.weight.data = torch.full((37, 4), 0.5, dtype=FP16)  # storage of its own
+    _step(optimizer, module, 2)
+    optimizer.finish_param_gather()
+    moved = bool((module.first.weight == 0.5).all())
+    module.head.weight.data.zero_()
+    optimizer.reload_model_params()
+    main = optimizer.state_dict()["main_params"]["head.weight"]
+    return [kept, survived, moved, not main.any()]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_weights_that_others_write_are_followed(ranks: RankPool, overlap: bool) -> None:
+    """Invariant 6: loading weights refreshes every rank's pieces; new storage moves back into the bucket."""
+    assert ranks.run(3, _loaded_weights, overlap) == [[True] * 4] * 3
+
+
+def test_model_cast_after_wrapping_is_refused() -> None:
+    """module.float() tears parameters from their buckets."""
+    module = net()
+    optimizer = sharded(module)
+    module.float()
+    with pytest.raises(UsageError, match=r"parameter 'first.weight' became .* torch.float32 .* cast the model first"):
+        optimizer.step()
+
+
+class _Attention(nn.Module):
+    """MultiheadAttention reads out_proj.weight without calling out_proj; a tied weight is read by two modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return shape [batch, length, 16]."""
+        x = self.embed(tokens)
+        out: Tensor = self.head(self.attention(x, x, x)[0])
+        return out
+
+
+def _slow_gather() -> list[Any]:
+    logs = []
+    for overlap in (False, True):
+        torch.manual_seed(0)
+        module = _Attention()
+        inner = torch.optim.SGD(module.named_parameters(), lr=0.5)
+        optimizer = DistributedOptimizer(inner, modules=module, bucket_numel=64, overlap_param_gather=overlap)
+        losses = []
+        for step in range(6):
+            if overlap and dist.get_rank() == 1:
+                time.sleep(0.02)  # the other rank reaches forward while its gathers are still on their way
+            tokens = torch.randint(16, (2, 3), generator=torch.Generator().manual_seed(step))
+            loss = nn.functional.cross_entropy(module(tokens).flatten(0, 1), tokens.flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        logs.append([losses, {k: v.clone() for k, v in module.state_dict().items()}])
+    return logs
+
+
+def test_overlapped_gather_is_waited_for(ranks: RankPool) -> None:
+    """Modules wait for what they read: attention's inner weights, tied weights, a state dict. Same bits as without."""
+    for (losses, state), (overlapped, overlapped_state) in ranks.run(2, _slow_gather):
+        assert losses == overlapped
+        assert same(state, overlapped_state)
+
+
+def _checkpointed() -> list[bool]:
+    results = []
+    for reentrant in (False, True):
+        module, twin = net(torch.float32), net(torch.float32)
+        ours = sharded(module, "sgd", overlap_grad_reduce=not reentrant)
+        theirs = MixedPrecisionOptimizer(INNER["sgd"](twin), config_of(torch.float32))
+        network = nn.parallel.DistributedDataParallel(twin)
+        for step in range(3):
+            data = batch(step, dist.get_rank(), torch.float32).requires_grad_()
+            ours.zero_grad()
+            theirs.zero_grad()
+            checkpoint(module, data, use_reentrant=reentrant).square().mean().backward()
+            network(data).square().mean().backward()
+            ours.step()
+            theirs.step()
+        results.append(same(weights(module), weights(twin)))
+    return results
+
+
+def test_activation_checkpointing(ranks: RankPool) -> None:
+    """Both kinds of activation checkpointing, the reentrant one without overlap."""
+    assert ranks.run(2, _checkpointed) == [[True, True]] * 2
+
+
+def _frozen() -> list[Any]:
+    module = net()
+    module.second.weight.requires_grad_(False)
+    optimizer = sharded(module)
+    first = weights(module)["second.weight"]
+    _step(optimizer, module, 0)
+    unchanged = bits_equal(first, module.second.weight)
+    packed = optimizer.state_dict()
+    no_state = packed["optimizer"]["state"]["second.weight"] == {} and "second.weight" not in packed["main_params"]
+    module.second.weight.requires_grad_(True)
+    module.third.weight.requires_grad_(False)
+    third = weights(module)["third.weight"]
+    for step in (1, 2):
+        _step(optimizer, module, step)
+    trained = not bits_equal(first, module.second.weight)
+    frozen = bits_equal(third, module.third.weight)
+    extra = nn.Linear(11, 1).half()
+    with torch.no_grad():
+        extra.weight.fill_(0.25)
+        extra.bias.zero_()
+    optimizer.add_param_group({"params": list(extra.named_parameters()), "lr": 0.1})
+    optimizer.zero_grad()
+    loss = extra(torch.ones(1, 11, dtype=FP16) * (1 + dist.get_rank())).float().sum()
+    optimizer.scale_loss(loss).backward()
+    optimizer.step()
+    added = bool((extra.weight < 0.25).all())
+    state = flat(optimizer.state_dict())
+    twin = net(seed=3)
+    other = sharded(twin)
+    with pytest.raises(StateDictError, match=r"optimizer state: missing \[\], unexpected \['bias', 'weight'\]"):
+        other.load_state_dict(optimizer.state_dict())
+    other.load_state_dict(optimizer.state_dict(), strict=False)
+    taken = flat(other.state_dict())
+    partly = all(bits_equal(taken[key], state[key]) for key in taken)
+    return [unchanged, no_state, trained, frozen, added, partly, state]
+
+
+def test_frozen_unfrozen_and_added_parameters(ranks: RankPool) -> None:
+    """Frozen: no bucket, no state. Unfrozen or added: gradients of that very step are reduced. Frozen again: kept."""
+    results = ranks.run(2, _frozen)
+    for *checks, state in results:
+        assert checks == [True] * 6
+        assert same(state, results[0][-1])
+
+
+def _state_of_before() -> bool:
+    module, twin = net(torch.float32), net(torch.float32)
+    optimizers = []
+    for one in (module, twin):
+        inner = INNER["adamw"](one)
+        one(batch(0, 0, torch.float32)).square().mean().backward()
+        inner.step()
+        inner.zero_grad()
+        optimizers.append(inner)
+    ours = DistributedOptimizer(optimizers[0], modules=module, bucket_numel=300)
+    theirs = MixedPrecisionOptimizer(optimizers[1])
+    network = nn.parallel.DistributedDataParallel(twin)
+    for step in range(3):
+        for optimizer, net_ in ((ours, module), (theirs, network)):
+            optimizer.zero_grad()
+            net_(batch(step, dist.get_rank(), torch.float32)).square().mean().backward()
+            optimizer.step()
+    return same(flat(ours.state_dict()), flat(theirs.state_dict())) and same(weights(module), weights(twin))
+
+
+def test_state_of_before_wrapping_is_kept(ranks: RankPool) -> None:
+    """Moments and step counts that the torch optimizer had already are cut into pieces, not lost."""
+    assert ranks.run(2, _state_of_before) == [True, True]
+
+
+def _unused() -> list[Any]:
+    module = nn.ModuleDict({"used": nn.Linear(4, 20), "sometimes": nn.Linear(4, 20), "never": nn.Linear(4, 20)})
+    inner = torch.optim.SGD(module.named_parameters(), lr=1.0)
+    optimizer = DistributedOptimizer(inner, modules=module, bucket_numel=10, broadcast_params=True)
+    before = weights(module)
+    for step in range(3):
+        optimizer.zero_grad()
+        data = torch.ones(1, 4)
+        loss = module["used"](data).sum()
+        if dist.get_rank() == step % 2:
+            loss = loss + module["sometimes"](data).sum()
+        loss.backward()
+        assert bool(optimizer.step().success)
+    moved = {name: (before[name] - value).unique().tolist() for name, value in weights(module).items()}
+    return [moved]
+
+
+def test_unused_parameters_neither_hang_nor_poison(ranks: RankPool) -> None:
+    """A layer that one rank, or every rank, leaves out counts as zeros; nothing of the step before remains."""
+    for [moved] in ranks.run(2, _unused):
+        assert moved["used.bias"] == [3.0]
+        assert moved["sometimes.bias"] == [1.5]
+        assert moved["never.bias"] == moved["never.weight"] == [0.0]
+
+
+def _sixteen_bit_traffic() -> list[float]:
+    module, twin = net(), net()
+    narrow, wide = sharded(module, "sgd", reduce_dtype=FP16), sharded(twin, "sgd")
+    for step in range(6):
+        _step(narrow, module, step)
+        _step(wide, twin, step)
+    mine, theirs = flat(narrow.state_dict()), flat(wide.state_dict())
+    return [(mine[key] - value).abs().max().item() for key, value in theirs.items() if key.startswith("main")]
+
+
+def test_sixteen_bit_traffic_is_close_to_fp32(ranks: RankPool) -> None:
+    """reduce_dtype=fp16 halves what travels; weights stay within fp16's rounding of gradients."""
+    for apart in ranks.run(3, _sixteen_bit_traffic):
+        assert 0 < max(apart) < 1e-3
+
+
+def _built() -> list[Any]:
+    module = net()
+    config = OptimizerConfig(fp16=True, lr=1e-2, use_distributed_optimizer=True, overlap_param_gather=True)
+    optimizer = build_optimizer(config, module)
+    _step(optimizer, module, 0)
+    return [type(optimizer).__name__, optimizer.param_names()[:2], len(optimizer.param_groups)]
+
+
+def test_build_optimizer_shards_when_asked(ranks: RankPool) -> None:
+    """Megatron-Core's use_distributed_optimizer in the config is all it takes."""
+    assert ranks.run(2, _built) == [["DistributedOptimizer", ["first.weight", "second.weight"], 2]] * 2
+
+
+def _late() -> str:
+    module = net()
+    optimizer = sharded(module)
+    _step(optimizer, module, 0)
+    with pytest.raises(UsageError) as caught:
+        module(batch(1, 0, FP16)).float().sum().backward()
+    return str(caught.value)
+
+
+def test_backward_without_zero_grad_is_refused(ranks: RankPool) -> None:
+    """A gradient that comes after its bucket was reduced would be lost or counted twice."""
+    for message in ranks.run(2, _late):
+        assert "call zero_grad() before a new step" in message
+
+
+def test_main_params_of_a_rank_are_pieces() -> None:
+    """Alone, the pieces are whole, flattened parameters; the state is theirs."""
+    module = net()
+    optimizer = sharded(module)
+    shapes = {name: tuple(main.shape) for name, main in optimizer.main_params()}
+    assert shapes == {name: (param.numel(),) for name, param in module.named_parameters()}
+    assert {tuple(state["exp_avg"].shape) for state in optimizer.state.values()} == set(shapes.values())
+    packed: dict[str, Tensor] = optimizer.state_dict()["main_params"]
+    assert {name: value.shape for name, value in packed.items()} == {n: p.shape for n, p in module.named_parameters()}
