@@ -3,6 +3,7 @@
 A group of None means "this rank alone": every function then returns without communication.
 """
 
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -17,6 +18,10 @@ T = TypeVar("T")
 # torch 2.13's names; the older ones, which torch 2.11 has, warn there.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+# Messages of one tag between two ranks arrive in the order in which they were sent: ranks start buckets in one order.
+_EXCHANGE_TAG = 0x6D53
+_GATHER_TAG = 0x6D54
 
 
 def group_size(group: ProcessGroup | None) -> int:
@@ -45,10 +50,25 @@ def all_reduce_sum_start(tensor: Tensor, group: ProcessGroup | None) -> Work | N
     return dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group, async_op=True)
 
 
-def sums_own_shards(group: ProcessGroup | None) -> bool:
-    """Return whether a reduce-scatter over ``group`` is faster as an exchange of shards and a sum on arrival.
+class Pending:
+    """Messages under way, waited for together. The tensors live until then."""
 
-    gloo's own reduces the whole tensor on every rank: twice the traffic.
+    def __init__(self, works: Sequence[Work | None], tensors: Sequence[Tensor] = ()) -> None:
+        self._works = [work for work in works if work is not None]
+        self._tensors = tensors
+
+    def wait(self) -> None:
+        """Wait for all of them."""
+        for work in self._works:
+            work.wait()
+        self._tensors = ()
+
+
+def is_message_passing(group: ProcessGroup | None) -> bool:
+    """Return whether shards over ``group`` are best moved by single messages.
+
+    gloo's own reduce-scatter reduces the whole tensor on every rank, and its all-gather copies once more: messages move
+    half as much, and take a third of the time.
     """
     return group_size(group) > 1 and dist.get_backend(group) == "gloo"
 
@@ -63,20 +83,36 @@ def reduce_scatter_sum_start(output: Tensor, tensor: Tensor, group: ProcessGroup
     return _reduce_scatter(output, tensor, op=dist.ReduceOp.SUM, group=group, async_op=True)
 
 
-def exchange_shards_start(received: Tensor, tensor: Tensor, group: ProcessGroup | None) -> Work | None:
-    """Begin to send each rank its shard of ``tensor``. ``received``: shape [numel], every rank's part of this rank's
-    shard, in the order of ranks.
+def exchange_shards_start(received: Tensor, tensor: Tensor, group: ProcessGroup | None) -> Pending:
+    """Begin to send every other rank its shard of ``tensor``.
+
+    ``received``, shape [ranks - 1, numel / ranks], gets the others' parts of this rank's shard, in the order of ranks.
     """
-    if group_size(group) == 1:
-        return None
-    return dist.all_to_all_single(received, tensor, group=group, async_op=True)
+    rank = group_rank(group)
+    shards = list(tensor.view(group_size(group), -1).unbind())
+    others = [other for other in range(len(shards)) if other != rank]
+    works: list[Work | None] = [
+        dist.irecv(place, group=group, group_src=other, tag=_EXCHANGE_TAG)
+        for other, place in zip(others, received.unbind(), strict=True)
+    ]
+    works += [dist.isend(shards[other], group=group, group_dst=other, tag=_EXCHANGE_TAG) for other in others]
+    return Pending(works, [tensor, received])
 
 
-def all_gather_start(tensor: Tensor, shard: Tensor, group: ProcessGroup | None) -> Work | None:
-    """Begin to fill ``tensor`` with every rank's ``shard``, which may be this rank's own part of ``tensor``."""
+def all_gather_start(tensor: Tensor, shard: Tensor, group: ProcessGroup | None) -> Pending:
+    """Begin to fill ``tensor`` with every rank's ``shard``, which is this rank's own part of ``tensor``."""
     if group_size(group) == 1:
-        return None
-    return _all_gather(tensor, shard, group=group, async_op=True)
+        return Pending([])
+    if not is_message_passing(group):
+        return Pending([_all_gather(tensor, shard, group=group, async_op=True)], [tensor])
+    rank = group_rank(group)
+    places = tensor.view(group_size(group), -1).unbind()
+    others = [other for other in range(len(places)) if other != rank]
+    works: list[Work | None] = [
+        dist.irecv(places[other], group=group, group_src=other, tag=_GATHER_TAG) for other in others
+    ]
+    works += [dist.isend(shard, group=group, group_dst=other, tag=_GATHER_TAG) for other in others]
+    return Pending(works, [tensor])
 
 
 def broadcast_(tensor: Tensor, group: ProcessGroup | None) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 from megascale import validate
 from megascale.config import OptimizerConfig
@@ -52,8 +53,7 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
         optimizer: elementwise: its update of an element looks at no other element. LAMB, Adafactor and Muon do.
         config, grad_scaler, groups: see :class:`MixedPrecisionOptimizer`. ``groups.data_shard`` ranks share one copy.
         modules: the model, or its chunks, that own the optimizer's parameters; they give the names.
-        grad_dtype: of the main grads. None: fp32.
-        reduce_dtype: what travels; None: ``grad_dtype``. A 16-bit type is divided by the number of ranks first.
+        grad_dtype, reduce_dtype: of the main grads (None: fp32), and what travels (None: the same); see GradSync.
         reduction: "mean" over ``groups.data_parallel``, or "sum"; ``grad_sync.set_divisor`` for any other divisor.
         bucket_numel: elements that are reduced and gathered at once.
         overlap_grad_reduce: reduce during backward. False: at the step.
@@ -159,6 +159,11 @@ def _names(chunks: Sequence[nn.Module], optimizer: Any) -> dict[str, nn.Paramete
         raise ArgumentTypeError(f"modules must be a module or a list of modules, got {chunks!r}")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ArgumentTypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if any(isinstance(module, DistributedDataParallel) for chunk in chunks for module in chunk.modules()):
+        raise ArgumentError(
+            "modules holds a DistributedDataParallel, which would reduce every gradient a second time; pass the bare "
+            "module"
+        )
     wanted = {id(param): index for index, param in enumerate(_params(optimizer))}
     names: dict[str, nn.Parameter] = {}
     for index, chunk in enumerate(chunks):

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from megascale import validate
-from megascale.bucket_reduction import BucketReduction, bucket_reduction
+from megascale.bucket_reduction import BucketReduction, ScratchPool, bucket_reduction
 from megascale.collectives import group_rank, group_size
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.flat_buffer import FlatBucket
@@ -26,7 +26,7 @@ from megascale.parallel import GradGroup, ParallelGroups, is_expert
 
 REDUCTIONS = ("mean", "sum")
 MOST_UNSETTLED = 2
-"""Buckets on their way at the same time: each may hold scratch of its own size."""
+"""Buckets on their way at the same time, where each holds scratch of its own size."""
 
 
 @dataclass(eq=False)
@@ -65,6 +65,16 @@ class SyncedBucket:
         self.reduction.start()
 
 
+def check_plain(params: Mapping[str, nn.Parameter]) -> None:
+    """Raise ArgumentTypeError, naming it, for a parameter whose gradient cannot be synced here."""
+    for name, param in params.items():
+        if isinstance(param, DTensor):
+            raise ArgumentTypeError(
+                f"parameter {name!r} is a DTensor, whose own mesh reduces its gradient; use MixedPrecisionOptimizer "
+                "without grad_sync"
+            )
+
+
 class GradSync:
     """Owns the main grads of a set of parameters and keeps them reduced over the data-parallel ranks.
 
@@ -77,9 +87,10 @@ class GradSync:
             left out.
         groups: ``data_parallel`` ranks reduce, those of ``expert_data_parallel`` for experts; see
             :meth:`ParallelGroups.of`.
-        grad_dtype: of the main grads; micro-batches add up in it.
-        reduce_dtype: what travels. None: ``grad_dtype``. A 16-bit type halves the traffic; gradients are divided by the
-            number of ranks first, because 16-bit sums overflow.
+        grad_dtype: of the main grads; micro-batches add up in it. A parameter of a wider or another 16-bit type has
+            main grads of its own type.
+        reduce_dtype: what travels. None: the main grads' type. A 16-bit type halves the traffic; gradients are divided
+            by the number of ranks first, because 16-bit sums overflow.
         reduction: "mean" over the data-parallel ranks, or "sum". See :meth:`set_divisor` for any other divisor.
         bucket_numel: elements of a bucket, see :func:`megascale.layout.build_layouts`.
         overlap: start reductions during backward. False: all of them in :meth:`finish`.
@@ -103,15 +114,16 @@ class GradSync:
     ) -> None:
         self._groups = ParallelGroups.of(groups)
         self._grad_dtype = grad_dtype
-        self._reduce_dtype = reduce_dtype or grad_dtype
+        self._reduce_dtype = reduce_dtype
         is_mean = validate.one_of("reduction", reduction, REDUCTIONS) == "mean"
         self._usual_divisor = group_size(self._groups.data_parallel) if is_mean else 1
         self._bucket_numel = validate.integer("bucket_numel", bucket_numel, minimum=1)
         self._overlap = validate.flag("overlap", overlap)
         self._sharded = validate.flag("sharded", sharded)
-        if not grad_dtype.is_floating_point or not self._reduce_dtype.is_floating_point:
+        if not all(dtype.is_floating_point for dtype in (grad_dtype, reduce_dtype or grad_dtype)):
             raise ArgumentError(f"grad_dtype and reduce_dtype must be floating point, got {grad_dtype}, {reduce_dtype}")
         self.buckets: list[SyncedBucket] = []
+        self._pool = ScratchPool()
         self._bucket_of: dict[int, SyncedBucket] = {}
         self._main_grads: dict[int, Tensor] = {}
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -134,12 +146,7 @@ class GradSync:
         a bucket.
         """
         params = {name: param for name, param in named_parameters if param.requires_grad}
-        for name, param in params.items():
-            if isinstance(param, DTensor):
-                raise ArgumentTypeError(
-                    f"parameter {name!r} is a DTensor, whose own mesh reduces its gradient; use "
-                    "MixedPrecisionOptimizer without grad_sync"
-                )
+        check_plain(params)
         added = self._build(params, param_groups or {})
         self.buckets += added
         for bucket in added:
@@ -224,11 +231,13 @@ class GradSync:
             ]
             num_shards = group_size(group.shard) if self._sharded else 1
             for layout in build_layouts(sizes, num_shards, bucket_numel=self._bucket_numel):
-                device = params[layout.placements[0].name].device
+                first = params[layout.placements[0].name]
+                dtype = self._dtype_for(first)
                 for bucket in layout.buckets:
-                    memory = FlatBucket(layout, bucket, shapes, self._grad_dtype, device)
+                    memory = FlatBucket(layout, bucket, shapes, dtype, first.device)
                     own = {name: params[name] for name in memory.views}
-                    reduction = bucket_reduction(memory.flat, group, self._reduce_dtype, sharded=self._sharded)
+                    travel = self._reduce_dtype or dtype
+                    reduction = bucket_reduction(memory.flat, group, travel, self._pool, sharded=self._sharded)
                     synced = SyncedBucket(0, memory, group, own, reduction)
                     built.append((min(place[name] for name in own), synced))
         # Backward fills a bucket when it reaches the bucket's earliest parameter, and reaches late layers first.
@@ -236,6 +245,11 @@ class GradSync:
         for index, (_, synced) in enumerate(built, start=len(self.buckets)):
             synced.index = index
         return [synced for _, synced in built]
+
+    def _dtype_for(self, param: nn.Parameter) -> torch.dtype:
+        """Return the dtype of a main grad: ``grad_dtype`` where it can hold the parameter's gradients."""
+        asked = self._grad_dtype
+        return asked if torch.promote_types(asked, param.dtype) == asked else param.dtype
 
     def _hook(self, name: str, bucket: SyncedBucket) -> Callable[[nn.Parameter], None]:
         @torch.no_grad()
@@ -267,7 +281,7 @@ class GradSync:
 
     def _start_next(self) -> None:
         """Start the next bucket's reduction. The order is the same on every rank: that of ``buckets``."""
-        while self._next - self._settled >= MOST_UNSETTLED:
+        while self._next - self._settled >= MOST_UNSETTLED and self.buckets[self._settled].reduction.has_scratch:
             self.buckets[self._settled].reduction.settle()
             self._settled += 1
         self.buckets[self._next].start()

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import Work
 
-from megascale.collectives import all_gather_start
+from megascale.collectives import Pending, all_gather_start
 from megascale.errors import UsageError
 from megascale.grad_sync import SyncedBucket
 
@@ -26,7 +25,7 @@ class GatheredBucket:
     def __init__(self, synced: SyncedBucket, dtype: torch.dtype) -> None:
         self.synced = synced
         self.memory = synced.memory.twin(dtype)
-        self._work: Work | None = None
+        self._pending: Pending | None = None
 
     @torch.no_grad()
     def point(self, name: str, param: nn.Parameter) -> None:
@@ -47,13 +46,13 @@ class GatheredBucket:
 
     def start(self) -> None:
         """Begin to gather."""
-        self._work = all_gather_start(self.memory.flat, self.memory.shard(self.synced.rank), self.synced.group.shard)
+        self._pending = all_gather_start(self.memory.flat, self.memory.shard(self.synced.rank), self.synced.group.shard)
 
     def wait(self) -> None:
         """Wait for the gather, if one is under way."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
 
 
 class ParamGather:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megascale.collectives import all_reduce_sum_
 from megascale.errors import StateDictError
-from megascale.grad_sync import GradSync
+from megascale.grad_sync import GradSync, check_plain
 from megascale.layout import Piece
 from megascale.main_params import HALF_DTYPES, MainParam, MainParams, fingerprint
 from megascale.parallel import ParallelGroups
@@ -55,6 +55,7 @@ class ShardedMainParams(MainParams):
 
         Raises ArgumentError, before anything has changed, if ranks hold different values and may not be overwritten.
         """
+        check_plain(params)
         if self._broadcast:
             broadcast_parameters(params.items(), self._groups)
         else:

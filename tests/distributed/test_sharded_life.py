@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from megascale import DistributedOptimizer, MixedPrecisionOptimizer, OptimizerConfig, build_optimizer
@@ -109,6 +110,42 @@ def test_bad_argument_is_refused(options: dict[str, Any], error: type[Exception]
         DistributedOptimizer(INNER["adamw"](module), **(defaults | options))
     assert [param.data_ptr() for param in module.parameters()] == before
     assert not any(param._post_accumulate_grad_hooks for param in module.parameters())
+
+
+def _wrapped_modules() -> list[str]:
+    messages = []
+    sharded_already = net()
+    fully_shard(sharded_already)
+    for module in (nn.parallel.DistributedDataParallel(net()), sharded_already):
+        with pytest.raises(ArgumentError) as caught:
+            sharded(module)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_modules_that_reduce_or_shard_already_are_refused(ranks: RankPool) -> None:
+    """Under DDP every gradient would be reduced twice; FSDP2 shards already."""
+    for under_ddp, under_fsdp in ranks.run(2, _wrapped_modules):
+        assert "modules holds a DistributedDataParallel" in under_ddp
+        assert "is a DTensor, whose own mesh reduces its gradient; use MixedPrecisionOptimizer" in under_fsdp
+
+
+def _mixed_dtypes() -> list[Any]:
+    module = net()
+    module.norm.float()
+    module.head.bfloat16()
+    inner = torch.optim.AdamW(module.named_parameters(), lr=1e-2)
+    optimizer = DistributedOptimizer(inner, config_of(FP16), scaler(FP16), modules=module, grad_dtype=FP16)
+    found = {name: optimizer.grad_sync.main_grad(param) for name, param in module.named_parameters()}
+    return [{name: str(grad.dtype) for name, grad in found.items() if grad is not None}]
+
+
+def test_main_grads_hold_what_their_parameters_make(ranks: RankPool) -> None:
+    """grad_dtype=fp16 narrows neither fp32 gradients nor the range of bf16 ones."""
+    for [dtypes] in ranks.run(2, _mixed_dtypes):
+        assert dtypes["first.weight"] == "torch.float16"
+        assert dtypes["norm.weight"] == "torch.float32"
+        assert dtypes["head.weight"] == "torch.bfloat16"
 
 
 def test_wrapping_twice_is_refused() -> None:
