@@ -84,6 +84,9 @@ class MainParams(ABC):
     after it was unfrozen or added. It keeps it when it is frozen again.
     """
 
+    is_sharded = False
+    """Whether a rank keeps pieces only."""
+
     def __init__(self, names: Mapping[int, str]) -> None:
         self._explicit_names = dict(names)
         self._by_id: dict[int, MainParam] = {}
@@ -146,6 +149,10 @@ class MainParams(ABC):
     def keeps(self, param: nn.Parameter) -> bool:
         """Whether this optimizer can hold state of ``param``."""
         return True
+
+    def grad(self, param: MainParam) -> Tensor | None:
+        """Return this rank's piece of the reduced gradient, live; None where gradients are whole."""
+        return None
 
     def batches(self) -> list[tuple[int, list[MainParam]]]:
         """Return what is updated in one go, in order: the index of a param group, and main params of it."""

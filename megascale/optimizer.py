@@ -23,7 +23,6 @@ from megascale.optimizer_state import LiveState, load_together
 from megascale.parallel import ParallelGroups
 from megascale.param_shard import ParamShard
 from megascale.ready_grads import ReadyGrads
-from megascale.sharded_main_params import ShardedMainParams
 
 
 class StepResult(NamedTuple):
@@ -77,7 +76,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         groups: ParallelGroups | ProcessGroup | DeviceMesh | None = None,
         named_parameters: Iterable[tuple[str, Tensor]] | None = None,
         grad_sync: GradSync | None = None,
-        main_params: ShardedMainParams | None = None,
+        main_params: MainParams | None = None,
     ) -> None:
         _check_types(optimizer, config, grad_scaler)
         check_inner(optimizer)
@@ -94,9 +93,9 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self.num_skipped_steps = torch.zeros((), dtype=torch.int64, device=self.device)
         self._update = select_update(optimizer, self.backend)
         names = {id(param): name for name, param in named_parameters or ()}
-        self._main_params: MainParams = ReplicatedMainParams(names) if main_params is None else main_params
+        self._main_params = main_params or ReplicatedMainParams(names)
         self._grad_sync = grad_sync
-        self._ready_grads = ReadyGrads(self.groups, self.device, grad_sync, shards=main_params)
+        self._ready_grads = ReadyGrads(self.groups, self.device, grad_sync, sharded=self._main_params.is_sharded)
         self._faults = Faults(self.groups, self.device)
         self._ready: tuple[list[GroupUpdate], Decision] | None = None
         self._follow()

@@ -16,7 +16,6 @@ from megascale.inner_update import GroupUpdate
 from megascale.kernels import stats_dtype
 from megascale.main_params import MainParam, MainParams, local
 from megascale.parallel import ParallelGroups
-from megascale.sharded_main_params import ShardedMainParams
 
 
 @dataclass(frozen=True)
@@ -45,11 +44,10 @@ class ReadyGrads:
         device: torch.device,
         grad_sync: GradSync | None = None,
         *,
-        shards: ShardedMainParams | None = None,
+        sharded: bool = False,
     ) -> None:
         self._grad_sync = grad_sync
-        self._shards = shards
-        self._holders = Holders(groups, sharded=shards is not None)
+        self._holders = Holders(groups, sharded=sharded)
         self._device = device
         self._weights: tuple[tuple[int, ...], Tensor] | None = None
 
@@ -72,7 +70,7 @@ class ReadyGrads:
         if error is not None:
             return Collected([], [], self._weigh([]), error)
         updates = [
-            GroupUpdate(options, params, [self._finished(param) for param in params])
+            GroupUpdate(options, params, [self._finished(param, main_params) for param in params])
             for options, params in active
             if params
         ]
@@ -94,10 +92,11 @@ class ReadyGrads:
     def _has_grad(self, param: MainParam) -> bool:
         return param.model.grad is not None or self._main_grad(param) is not None
 
-    def _finished(self, param: MainParam) -> Tensor:
+    def _finished(self, param: MainParam, main_params: MainParams) -> Tensor:
         """Return the local gradient, a Partial one reduced first. The parameter then holds the reduced one."""
-        if self._shards is not None:
-            return self._shards.grad(param.model)
+        piece = main_params.grad(param)
+        if piece is not None:
+            return piece
         main_grad, model = self._main_grad(param), param.model
         if main_grad is not None:
             return main_grad

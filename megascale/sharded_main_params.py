@@ -32,6 +32,8 @@ class ShardedMainParams(MainParams):
         broadcast: take the first rank's parameters where ranks differ, rather than refuse.
     """
 
+    is_sharded = True
+
     def __init__(
         self,
         names: Mapping[int, str],
@@ -75,9 +77,9 @@ class ShardedMainParams(MainParams):
                 self._grads[id(param)] = empty if piece is None else synced.memory.part(piece)
         return [made[name] for name in params]
 
-    def grad(self, param: nn.Parameter) -> Tensor:
-        """Return this rank's piece of the reduced gradient, live."""
-        return self._grads[id(param)]
+    def grad(self, param: MainParam) -> Tensor:
+        """See :class:`MainParams`."""
+        return self._grads[id(param.model)]
 
     def start_of(self, param: nn.Parameter) -> int:
         """Return where this rank's piece begins in the flattened parameter; 0 for an empty one."""

@@ -34,13 +34,15 @@ class Scratch:
     def measure(self, block: Tensor, count_zeros: bool) -> list[Tensor]:
         """Return sum of squares, non-finite count and, with ``count_zeros``, zeros of a 1-D block, as 0-d tensors."""
         dtype = torch.float64 if block.dtype == torch.float64 else torch.float32
-        work = self.view(block.numel(), dtype).copy_(block)
-        stats = [torch.dot(work, work)]
+        work = self.view(block.numel(), dtype)
+        if block.dtype != dtype:
+            block = work.copy_(block)
+        stats = [torch.dot(block, block)]
         zeros = []
         if count_zeros:
-            zeros.append(torch.eq(work, 0, out=self.view(block.numel(), dtype, slot=1)).sum())
+            zeros.append(torch.eq(block, 0, out=self.view(block.numel(), dtype, slot=1)).sum())
         # x - x is 0 where x is finite and NaN where it is not; only NaN differs from itself.
-        torch.sub(work, work, out=work)
+        torch.sub(block, block, out=work)
         stats.append(torch.ne(work, work, out=work).sum())
         return stats + zeros
 
@@ -93,11 +95,13 @@ class Block:
     def unscaled(self, coefficient: Tensor) -> list[Tensor]:
         """Return the gradients times ``coefficient`` in the main params' dtype, in scratch."""
         buffer = self._scratch.view(self.numel, self.pieces[0][0].dtype)
-        if len(self.pieces) == 1:
-            return [buffer.copy_(self.pieces[0][1]).mul_(coefficient)]
-        grads = list(buffer.split([piece[0].numel() for piece in self.pieces]))
-        torch._foreach_copy_(grads, self.column(1))
-        buffer.mul_(coefficient)
+        scaled, grads = self.column(1), list(buffer.split([piece[0].numel() for piece in self.pieces]))
+        if all(grad.dtype == buffer.dtype for grad in scaled):
+            for grad, out in zip(scaled, grads, strict=True):
+                torch.mul(grad, coefficient, out=out)
+        else:
+            torch._foreach_copy_(grads, scaled)
+            buffer.mul_(coefficient)
         return grads
 
     def write_back_(self, watch: RoundingWatch) -> None:

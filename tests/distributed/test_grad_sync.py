@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.errors import ArgumentError, UsageError
-from megascale.grad_sync import GradSync
+from megascale.grad_sync import MOST_UNSETTLED, GradSync
 from megascale.replica_check import find_differing
 from tests.pool import RankPool
 from tests.training import INNER, Tiny, bits_equal, grad_of, model, same_bits, snapshot
@@ -299,3 +299,23 @@ def test_bad_argument_is_refused(options: dict[str, Any], message: str) -> None:
     defaults: dict[str, Any] = {"named_parameters": list(model().named_parameters())}
     with pytest.raises(ArgumentError, match=message):
         GradSync(**(defaults | options))
+
+
+def _scratch() -> list[Any]:
+    module = model(torch.float32)
+    sync = GradSync(module.named_parameters(), bucket_numel=1, sharded=True)
+    seen = []
+    for step in range(3):
+        sync.zero_()
+        module(_data(step, dist.get_rank())).square().mean().backward()
+        sync.finish()
+        seen.append(sorted(buffer.data_ptr() for buffer in sync._pool._free))
+    return [len(sync.buckets), seen]
+
+
+def test_scratch_does_not_grow_with_the_model(ranks: RankPool) -> None:
+    """However many buckets there are, two borrow scratch at a time, and the next step has the same memory."""
+    for buckets, [first, second, third] in ranks.run(2, _scratch):
+        assert buckets == 7
+        assert 1 <= len(first) <= MOST_UNSETTLED
+        assert first == second == third
