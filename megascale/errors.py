@@ -25,6 +25,13 @@ class GradientError(MegascaleError, RuntimeError):
     """A gradient has a layout that the step cannot use. Nothing has been updated."""
 
 
+def sparse_gradient(name: str, layout: object) -> GradientError:
+    """Return the error for a gradient of parameter ``name`` that is not dense."""
+    return GradientError(
+        f"the gradient of {name!r} has layout {layout}; build the layer with sparse=False, or call grad.to_dense()"
+    )
+
+
 class MainParamOverflowError(MegascaleError, OverflowError):
     """A main param is finite in fp32 but rounds to inf in its model param's dtype."""
 

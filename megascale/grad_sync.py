@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from megascale import validate
 from megascale.bucket_reduction import BucketReduction, ScratchPool, bucket_reduction
 from megascale.collectives import group_rank, group_size
-from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
+from megascale.errors import ArgumentError, ArgumentTypeError, UsageError, sparse_gradient
 from megascale.flat_buffer import FlatBucket
 from megascale.layout import DEFAULT_BUCKET_NUMEL, ParamSize, build_layouts
 from megascale.parallel import GradGroup, ParallelGroups, is_expert
@@ -95,6 +95,8 @@ class GradSync:
         bucket_numel: elements of a bucket, see :func:`megascale.layout.build_layouts`.
         overlap: start reductions during backward. False: all of them in :meth:`finish`.
         sharded: reduce-scatter: only this rank's shard of every bucket is reduced. DistributedOptimizer sets it.
+
+    Backward raises GradientError for a sparse gradient and UsageError for one that is too late, naming the parameter.
 
     Raises:
         ArgumentError: for an argument that does not fit, naming it.
@@ -269,6 +271,8 @@ class GradSync:
     @torch.no_grad()
     def _accumulate(self, name: str, param: nn.Parameter, bucket: SyncedBucket) -> None:
         if param.grad is not None:
+            if param.grad.layout != torch.strided:
+                raise sparse_gradient(name, param.grad.layout)
             main_grad = bucket.memory.views[name]
             if name in bucket.fresh:
                 main_grad.copy_(param.grad)

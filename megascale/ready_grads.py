@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megascale.collectives import redistribute_like
-from megascale.errors import ArgumentError, GradientError
+from megascale.errors import ArgumentError, GradientError, sparse_gradient
 from megascale.grad_stats import Holders
 from megascale.grad_sync import GradSync
 from megascale.inner_update import GroupUpdate
@@ -117,8 +117,5 @@ def _unusable(params: Iterable[MainParam]) -> GradientError | None:
     for param in params:
         grad = param.model.grad
         if grad is not None and grad.layout != torch.strided:
-            return GradientError(
-                f"the gradient of {param.name!r} has layout {grad.layout}; build the layer with sparse=False, "
-                "or call grad.to_dense()"
-            )
+            return sparse_gradient(param.name, grad.layout)
     return None

@@ -156,7 +156,7 @@ def _tokens(sharded: bool, divisor: float) -> list[list[float]]:
     named = [("a", params[0]), ("b", params[1])]
     sync = GradSync(named, sharded=sharded)
     seen = []
-    for step in range(3):
+    for step in range(4):
         sync.zero_()
         if step == 1:
             sync.set_divisor(torch.tensor(divisor))
@@ -171,7 +171,7 @@ def _tokens(sharded: bool, divisor: float) -> list[list[float]]:
 @pytest.mark.parametrize("sharded", [False, True])
 def test_divisor_of_the_caller(ranks: RankPool, sharded: bool) -> None:
     """set_divisor(tokens), number or device tensor, divides the sum over ranks, for one step."""
-    assert ranks.run(2, _tokens, sharded, 6.0) == [[[1.5], [0.5], [0.5]]] * 2
+    assert ranks.run(2, _tokens, sharded, 6.0) == [[[1.5], [0.5], [0.5], [1.5]]] * 2
 
 
 def _trained(kind: str) -> Any:
@@ -319,3 +319,18 @@ def test_scratch_does_not_grow_with_the_model(ranks: RankPool) -> None:
         assert buckets == 7
         assert 1 <= len(first) <= MOST_UNSETTLED
         assert first == second == third
+
+
+@pytest.mark.parametrize(
+    ("divisor", "message"),
+    [
+        (0, r"divisor must be above 0, got 0"),
+        (math.nan, r"divisor must be finite"),
+        (torch.ones(2), r"divisor must be one number, got a tensor of shape \(2,\)"),
+    ],
+)
+def test_bad_divisor_is_refused(divisor: Any, message: str) -> None:
+    """A divisor that would turn every gradient into inf or NaN is not taken."""
+    sync = GradSync(model().named_parameters())
+    with pytest.raises(ArgumentError, match=message):
+        sync.set_divisor(divisor)

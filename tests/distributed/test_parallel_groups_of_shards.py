@@ -19,7 +19,7 @@ from megascale import (
     OptimizerConfig,
     ParallelGroups,
 )
-from megascale.errors import ArgumentError, ArgumentTypeError, StateDictError, UsageError
+from megascale.errors import ArgumentError, ArgumentTypeError, GradientError, StateDictError, UsageError
 from megascale.grad_sync import GradSync
 from tests.distributed.test_distributed_optimizer import batch, config_of, flat, net, same, scaler, sharded, weights
 from tests.pool import RankPool
@@ -334,6 +334,29 @@ def test_a_chain_steps_like_one_optimizer(ranks: RankPool) -> None:
         assert single == chain
         assert [row[0] for row in chain].count(False) == 1
         assert (equal, loaded, unchanged) == (True, True, True)
+
+
+def _fault_in_one_part() -> list[str]:
+    one, two = nn.Embedding(4, 3).half(), nn.Embedding(4, 3, sparse=dist.get_rank() == 1).half()
+    first = ConstantGradScaler(2.0)
+    parts = [
+        MixedPrecisionOptimizer(torch.optim.SGD([(name, m.weight)], lr=0.1), OptimizerConfig(fp16=True), first)
+        for name, m in (("one", one), ("two", two))
+    ]
+    chain = ChainedOptimizer(parts)
+    before = [weights(one), weights(two)]
+    (one(torch.tensor([1])).float().sum() + two(torch.tensor([1])).float().sum()).backward()
+    with pytest.raises(GradientError) as caught:
+        chain.step()
+    assert same(before[0], weights(one))
+    assert same(before[1], weights(two))
+    return [str(caught.value)]
+
+
+def test_a_fault_in_one_part_is_heard_by_all(ranks: RankPool) -> None:
+    """Invariant 7: what the second optimizer cannot use on one rank raises the same error on every rank."""
+    for [message] in ranks.run(2, _fault_in_one_part):
+        assert "rank 1: the gradient of 'two' has layout torch.sparse_coo" in message
 
 
 def _wrap(params: list[Tensor], scale: Any, **options: Any) -> MixedPrecisionOptimizer:

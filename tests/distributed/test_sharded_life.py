@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from megascale import DistributedOptimizer, MixedPrecisionOptimizer, OptimizerConfig, build_optimizer
-from megascale.errors import ArgumentError, ArgumentTypeError, StateDictError, UsageError
+from megascale.errors import ArgumentError, ArgumentTypeError, GradientError, StateDictError, UsageError
 from tests.distributed.test_distributed_optimizer import (
     INNER,
     batch,
@@ -405,6 +405,21 @@ def _built() -> list[Any]:
 def test_build_optimizer_shards_when_asked(ranks: RankPool) -> None:
     """Megatron-Core's use_distributed_optimizer in the config is all it takes."""
     assert ranks.run(2, _built) == [["DistributedOptimizer", ["first.weight", "second.weight"], 2]] * 2
+
+
+def _sparse() -> str:
+    module = nn.Embedding(4, 3, sparse=True)
+    optimizer = DistributedOptimizer(torch.optim.SGD(module.named_parameters()), modules=module, broadcast_params=True)
+    with pytest.raises(GradientError) as caught:
+        module(torch.tensor([1])).sum().backward()
+    assert optimizer.param_names() == ["weight"]
+    return str(caught.value)
+
+
+def test_sparse_gradient_is_refused_by_name(ranks: RankPool) -> None:
+    """A sparse embedding is named in backward, with the way out."""
+    for message in ranks.run(2, _sparse):
+        assert "the gradient of 'weight' has layout torch.sparse_coo; build the layer with sparse=False" in message
 
 
 def _late() -> str:
