@@ -37,7 +37,7 @@ class MainParamOverflowError(MegascaleError, OverflowError):
 
 
 class CheckpointError(MegascaleError, RuntimeError):
-    """A checkpoint could not be written or read. Nothing that was live has changed."""
+    """A checkpoint could not be written or read. Nothing that was live has changed, or the message says what has."""
 
 
 class RankError(MegascaleError, RuntimeError):

@@ -14,6 +14,7 @@ from megascale.errors import StateDictError
 from megascale.grad_scaler import MegatronGradScaler
 from megascale.inner_update import InnerUpdate
 from megascale.main_params import HALF_DTYPES, MainParams, local
+from megascale.param_shard import ParamShard
 
 
 @dataclass
@@ -141,15 +142,22 @@ class LiveState:
     def _placed_state(self, name: str, param: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return one parameter's state: tensors of its shape in its place, others on its device."""
         placed = portable_state.portable(state, f"state[{name!r}]", copy=False)
+        live = self.state.get(param, {})
         for key, value in placed.items():
             if isinstance(value, Tensor):
-                same_shape = value.shape == param.shape and value.dim() > 0
                 placed[key] = (
                     self.main_params.place(param, value, value.dtype)
-                    if same_shape
+                    if self._is_elementwise(value, param, live.get(key))
                     else value.to(local(param).device, copy=True)
                 )
         return dict(placed)
+
+    def _is_elementwise(self, value: Tensor, param: nn.Parameter, live: Any) -> bool:
+        """Return whether a saved tensor has an element for each of ``param``; for a scalar one the live state tells."""
+        if isinstance(value, ParamShard) or value.dim() > 0:
+            return value.shape == param.shape
+        main = self.main_params.get(param)
+        return param.dim() == 0 and main is not None and isinstance(live, Tensor) and live.shape == main.main.shape
 
     def _plan_scaler(self, given: Any, strict: bool) -> Mapping[str, Any] | None:
         """Return the scaler's state if it is to be loaded. ``strict``: a scaler on one side only is an error."""

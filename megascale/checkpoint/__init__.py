@@ -11,7 +11,9 @@ Use::
     checkpointer.save(step, model, optimizer, user_state={"epoch": 2}, rank_state={"rng": torch.get_rng_state()})
 """
 
-from megascale.checkpoint.checkpointer import Checkpointer, LoadedCheckpoint, load, save
+from megascale.checkpoint.checkpointer import Checkpointer, save
+from megascale.checkpoint.consolidation import consolidate
 from megascale.checkpoint.directory import latest
+from megascale.checkpoint.loading import LoadedCheckpoint, load
 
-__all__ = ["Checkpointer", "LoadedCheckpoint", "latest", "load", "save"]
+__all__ = ["Checkpointer", "LoadedCheckpoint", "consolidate", "latest", "load", "save"]

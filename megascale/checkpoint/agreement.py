@@ -30,3 +30,14 @@ def together(doing: str, group: ProcessGroup | None) -> Iterator[None]:
     except Exception as lost:
         # The group itself failed: a rank has died, or has left the training loop.
         raise CheckpointError(f"cannot {doing}: lost contact with another rank: {lost}") from (error or lost)
+
+
+@contextmanager
+def named(doing: str) -> Iterator[None]:
+    """Turn what is left, such as a broken connection inside a collective, into a CheckpointError."""
+    try:
+        yield
+    except MegascaleError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"cannot {doing}: {type(error).__name__}: {error}") from error

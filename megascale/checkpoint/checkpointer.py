@@ -1,60 +1,28 @@
-"""Save and load: model, optimizer (its scaler inside), user state and each rank's own state, as one atomic folder."""
+"""Save: model, optimizer (its scaler inside), user state and each rank's own state, as one atomic folder."""
 
 import contextlib
 import os
 import shutil
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
 from megascale import validate
 from megascale.checkpoint import directory as folders
 from megascale.checkpoint import storage
-from megascale.checkpoint.agreement import together
-from megascale.checkpoint.contents import (
-    Contents,
-    SavedOptimizer,
-    bare,
-    check_types,
-    collect,
-    compare_model,
-    model_tree,
-    templates_of,
-    tree_of,
-)
+from megascale.checkpoint.agreement import named, together
+from megascale.checkpoint.contents import Contents, SavedOptimizer, collect
+from megascale.checkpoint.loading import Groups, LoadedCheckpoint, load
 from megascale.checkpoint.manifest import Manifest
-from megascale.checkpoint.nest import Tree, flatten, unflatten
+from megascale.checkpoint.nest import Tree
 from megascale.collectives import all_gather_object, broadcast_object, group_rank, group_size, twin_group
 from megascale.errors import CheckpointError, MegascaleError
 from megascale.parallel import ParallelGroups
-
-Groups = ParallelGroups | ProcessGroup | DeviceMesh | None
-
-
-@dataclass(frozen=True)
-class LoadedCheckpoint:
-    """What a load returns.
-
-    Attributes:
-        step: the step that was given to `save`.
-        path: the checkpoint's folder.
-        user_state: as given to `save`, tensors on the host; None if none was.
-        rank_state: what this same rank gave; None if it gave none, or if another number of ranks saved.
-        skipped: with ``strict=False``, one line for everything that was not loaded.
-    """
-
-    step: int
-    path: Path
-    user_state: Any
-    rank_state: Any
-    skipped: tuple[str, ...]
 
 
 class Checkpointer:
@@ -113,7 +81,7 @@ class Checkpointer:
                 another; or an earlier background save failed. On all ranks alike.
         """
         self.wait()
-        with _named("save the checkpoint"):
+        with named("save the checkpoint"):
             contents, rank_trees = self._agreed_contents(step, model, optimizer, user_state, rank_state)
             folder = self._begin(step)
             with self._removed_on_error(folder):
@@ -224,7 +192,7 @@ class Checkpointer:
         rank_trees: list[Tree],
         group: ProcessGroup | None,
     ) -> None:
-        with _named("save the checkpoint in the background"), self._removed_on_error(planned.folder):
+        with named("save the checkpoint in the background"), self._removed_on_error(planned.folder):
             self._finish(step, planned, trees, rank_trees, group)
 
     @contextlib.contextmanager
@@ -256,122 +224,6 @@ def save(
     """Save one checkpoint and wait until it is on disk; see :meth:`Checkpointer.save`."""
     checkpointer = Checkpointer(directory, keep_last=keep_last, groups=groups)
     return checkpointer.save(step, model, optimizer, user_state=user_state, rank_state=rank_state)
-
-
-def load(
-    path: str | os.PathLike[str],
-    model: nn.Module,
-    optimizer: SavedOptimizer | None = None,
-    *,
-    step: int | None = None,
-    strict: bool = True,
-    groups: Groups = None,
-) -> LoadedCheckpoint:
-    """Load a checkpoint into the model and the optimizer; all ranks call it together, at any world size.
-
-    Everything is read and checked first. On an error nothing has changed in model, optimizer or grad scaler.
-
-    Args:
-        path: a directory of checkpoints (the latest is taken, or the one of ``step``), or one checkpoint's folder.
-        model: gets the saved weights and buffers.
-        optimizer: gets its state, main params and grad scaler back. None: the weights alone are loaded; the main params
-            of a MixedPrecisionOptimizer of this model follow at its next step.
-        step: which checkpoint.
-        strict: raise if a name, shape or dtype differs. False loads what fits and lists the rest in ``skipped``.
-        groups: as for :class:`Checkpointer`.
-
-    Raises:
-        CheckpointError: no checkpoint there, a file is missing or damaged, or it does not fit the model.
-        StateDictError: it does not fit the optimizer. On all ranks alike, with the rank that found it in the message.
-    """
-    group = ParallelGroups.of(groups).grad_stats
-    with _named("load the checkpoint"):
-        with together("load the checkpoint", group):
-            check_types(model, optimizer)
-            validate.flag("strict", strict)
-            if step is not None:
-                validate.integer("step", step, minimum=0)
-        folder = _found_together(Path(path), step, group)
-        with together(f"read the manifest of {folder}", group):
-            manifest = Manifest.read(folder)
-        with together(f"verify {folder}", group):
-            manifest.verify(folder, part=group_rank(group), parts=group_size(group))
-        with together(f"read {folder}", group):
-            staged = _stage(folder, manifest, model, optimizer, strict, group)
-        if optimizer is not None and staged.optimizer_state is not None:
-            # Validates all of it, on all ranks, before it changes anything; so it goes first.
-            optimizer.load_state_dict(staged.optimizer_state, strict=strict)
-        with together("load the weights into the model", group):
-            bare(model).load_state_dict(staged.weights, strict=False)
-            if optimizer is not None and staged.optimizer_state is None:
-                optimizer.reload_model_params()
-    return LoadedCheckpoint(manifest.step, folder, staged.user_state, staged.rank_state, staged.skipped)
-
-
-@dataclass(frozen=True)
-class _Staged:
-    """A checkpoint in memory of its own, checked, not yet copied into anything live."""
-
-    weights: dict[str, Any]
-    optimizer_state: dict[str, Any] | None
-    user_state: Any
-    rank_state: Any
-    skipped: tuple[str, ...]
-
-
-def _found_together(path: Path, step: int | None, group: ProcessGroup | None) -> Path:
-    found: Path | None = None
-    with together(f"find a checkpoint in {path}", group):
-        if group_rank(group) == 0:
-            found = folders.find(path, step)
-    found = broadcast_object(found, group)
-    if found is None:
-        raise CheckpointError(f"cannot find a checkpoint in {path}: the first rank named none")
-    return found
-
-
-def _stage(
-    folder: Path,
-    manifest: Manifest,
-    model: nn.Module,
-    optimizer: SavedOptimizer | None,
-    strict: bool,
-    group: ProcessGroup | None,
-) -> _Staged:
-    """Read what is wanted into fresh tensors. Raises CheckpointError if it does not fit the model."""
-    names, problems = compare_model(manifest, model)
-    if problems and strict:
-        raise CheckpointError(
-            f"{folder} does not fit the model: {'; '.join(problems)}. Build the model as it was saved, or pass "
-            "strict=False to load what fits"
-        )
-    trees: dict[str, Tree] = {"model": model_tree(manifest, names), "user": manifest.trees.get("user")}
-    _, live = flatten(bare(model).state_dict(), "model")
-    if optimizer is not None:
-        if strict or "optimizer" in manifest.trees:
-            trees["optimizer"] = tree_of(manifest, "optimizer")
-            live.update(flatten(optimizer.state_dict(copy=False), "optimizer")[1])
-        else:
-            problems.append("the checkpoint holds no optimizer state")
-    same_world = manifest.world_size == group_size(group)
-    trees["rank"] = manifest.rank_trees[group_rank(group)] if same_world else None
-    templates: dict[str, Tensor] = {}
-    for tree in trees.values():
-        templates.update(templates_of(tree, live))
-    storage.read(folder, templates)
-    nests = {part: unflatten(tree, templates) for part, tree in trees.items()}
-    return _Staged(nests["model"], nests.get("optimizer"), nests["user"], nests["rank"], tuple(problems))
-
-
-@contextlib.contextmanager
-def _named(doing: str) -> Iterator[None]:
-    """Turn what is left, such as a broken connection inside a collective, into a CheckpointError."""
-    try:
-        yield
-    except MegascaleError:
-        raise
-    except Exception as error:
-        raise CheckpointError(f"cannot {doing}: {type(error).__name__}: {error}") from error
 
 
 class _Background:

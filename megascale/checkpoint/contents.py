@@ -13,19 +13,34 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megascale.checkpoint.manifest import Manifest
 from megascale.checkpoint.nest import Tree, flatten, leaves
+from megascale.collectives import group_size
 from megascale.errors import ArgumentTypeError, CheckpointError
-from megascale.parallel import ParallelGroups
+from megascale.parallel import ParallelGroups, is_expert
+from megascale.param_shard import ParamShard
+
+PARAM_NAMES = "param_names"
+"""The part that tells the optimizer's names of parameters where they are not the model's."""
 
 
 @runtime_checkable
 class SavedOptimizer(Protocol):
-    """What a checkpoint needs of an optimizer. MixedPrecisionOptimizer is one; a bare torch optimizer is not."""
+    """What a checkpoint needs of an optimizer. Those of megascale have it, a bare torch optimizer has not."""
 
     def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
         """Tensors and primitives, the same keys on every rank; ``copy=False`` gives the live tensors."""
 
     def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
         """Load on all ranks, or raise the same error on all with nothing changed."""
+
+    def check_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
+        """Raise what `load_state_dict` would, as far as no value of a large tensor is needed for that."""
+
+    def model_shards(self) -> dict[int, ParamShard]:
+        """Return this rank's part of every sharded model param, by id of the parameter, live."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The model params, in the order in which `state_dict` names them."""
 
     def reload_model_params(self) -> None:
         """Set the main params from the model params."""
@@ -55,9 +70,14 @@ def collect(
     """Flatten everything that is saved. Raises ArgumentError or ArgumentTypeError for what a checkpoint cannot hold."""
     check_types(model, optimizer)
     _refuse_local_shards(model, groups)
-    parts: dict[str, Any] = {"model": bare(model).state_dict()}
-    if optimizer is not None:
+    parts: dict[str, Any] = {}
+    if optimizer is None:
+        parts["model"] = model_state(model)
+    else:
+        parts["model"] = model_state(model, optimizer.model_shards())
         parts["optimizer"] = optimizer.state_dict(copy=False)
+        renamed = _renamed(model, names_in(parts["optimizer"], optimizer))
+        parts |= {PARAM_NAMES: renamed} if renamed else {}
     if user_state is not None:
         parts["user"] = user_state
     trees: dict[str, Tree] = {}
@@ -86,6 +106,20 @@ def bare(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
+def model_state(model: nn.Module, shards: Mapping[int, ParamShard] | None = None) -> dict[str, Any]:
+    """Return the model's state dict, live, with this rank's part in place of every parameter that is sharded."""
+    state = bare(model).state_dict(keep_vars=True)
+    return {name: (shards or {}).get(id(value), value) for name, value in state.items()}
+
+
+def names_in(packed: Mapping[str, Any], optimizer: SavedOptimizer) -> dict[int, str]:
+    """Return the name of every parameter in the optimizer's state dict ``packed``, by id."""
+    groups = zip(optimizer.param_groups, packed["optimizer"]["param_groups"], strict=True)
+    return {
+        id(param): name for live, group in groups for param, name in zip(live["params"], group["params"], strict=True)
+    }
+
+
 def compare_model(manifest: Manifest, model: nn.Module) -> tuple[set[str], list[str]]:
     """Compare the model's state dict with the one saved.
 
@@ -111,18 +145,6 @@ def model_tree(manifest: Manifest, names: set[str]) -> Tree:
     return {"dict": [[name, node] for name, node in manifest.trees["model"]["dict"] if name in names]}
 
 
-def templates_of(tree: Tree, live: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Allocate a tensor for every leaf of ``tree``: placed as the live DTensor of that key, else whole on the host."""
-    templates: dict[str, Tensor] = {}
-    for key, shape, dtype in leaves(tree):
-        model = live.get(key, live.get(_main_param_key(key)))
-        if isinstance(model, DTensor) and tuple(model.shape) == shape:
-            templates[key] = torch.empty_like(model, dtype=dtype)
-        else:
-            templates[key] = torch.empty(shape, dtype=dtype)
-    return templates
-
-
 def tree_of(manifest: Manifest, part: str) -> Tree:
     """Return a part's tree. Raises CheckpointError if it was not saved."""
     if part not in manifest.trees:
@@ -132,11 +154,32 @@ def tree_of(manifest: Manifest, part: str) -> Tree:
     return manifest.trees[part]
 
 
-def _main_param_key(key: str) -> str:
-    """Return the key of the main param that an optimizer state tensor belongs to: it is placed alike."""
-    parts = key.split("/")
-    of_state = parts[:3] == ["optimizer", "optimizer", "state"] and len(parts) > 4
-    return f"optimizer/main_params/{parts[3]}" if of_state else ""
+def left_out(saved: Mapping[str, Any], live: Mapping[str, Any]) -> list[str]:
+    """Return one line for each parameter whose state was ``saved`` and is not ``live`` after a load, or the reverse.
+
+    Both are state dicts of an optimizer, of which only names are looked at.
+    """
+    there, here = _stateful(saved), _stateful(live)
+    lines = [f"optimizer state of {name!r} is missing in the checkpoint" for name in here - there]
+    for name in there - here:
+        known = name in live["optimizer"]["state"]
+        lines.append(f"optimizer state of {name!r} has no place here, where it is {'frozen' if known else 'unknown'}")
+    groups = [len(packed["optimizer"]["param_groups"]) for packed in (saved, live)]
+    if groups[0] != groups[1]:
+        lines.append(
+            f"the options of {groups[0]} param groups in the checkpoint do not fit {groups[1]} in the optimizer"
+        )
+    return sorted(lines)
+
+
+def _stateful(packed: Mapping[str, Any]) -> set[str]:
+    return {name for name, state in packed["optimizer"]["state"].items() if state} | set(packed["main_params"])
+
+
+def _renamed(model: nn.Module, names: Mapping[int, str]) -> dict[str, str]:
+    """Return the optimizer's name of each parameter that the model's state dict has under another, or a second one."""
+    state = model_state(model)
+    return {name: names[id(value)] for name, value in state.items() if id(value) in names and names[id(value)] != name}
 
 
 def _describe(found: list[tuple[str, tuple[int, ...], torch.dtype]]) -> str:
@@ -144,12 +187,17 @@ def _describe(found: list[tuple[str, tuple[int, ...], torch.dtype]]) -> str:
 
 
 def _refuse_local_shards(model: nn.Module, groups: ParallelGroups) -> None:
-    """Raise CheckpointError for a parameter of which each rank holds another part without saying so."""
-    if groups.tensor_parallel is None or groups.tensor_parallel.size() == 1:
-        return
+    """Raise CheckpointError for a parameter of which ranks hold different parts or values under one name."""
     for name, param in model.named_parameters():
-        if getattr(param, "tensor_model_parallel", False) and not isinstance(param, DTensor):
+        if isinstance(param, DTensor):
+            continue
+        if group_size(groups.tensor_parallel) > 1 and getattr(param, "tensor_model_parallel", False):
             raise CheckpointError(
                 f"parameter {name!r} is split over tensor-parallel ranks by its attribute tensor_model_parallel, and a "
                 "checkpoint would keep the first rank's part only; make it a DTensor"
+            )
+        if is_expert(param) and group_size(groups.of_param(param).holders) != group_size(groups.data_parallel):
+            raise CheckpointError(
+                f"parameter {name!r} is an expert's (allreduce=False), not the same on all ranks that save, and a "
+                "checkpoint would keep the first ranks' expert only; make it a DTensor"
             )

@@ -47,6 +47,13 @@ def leaves(tree: Tree) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
     return iter(found)
 
 
+def join(path: str, key: Any) -> str:
+    """Return the key of what ``path`` holds under ``key``: "a/b" differs from "a" then "b", 0 from "0"."""
+    if isinstance(key, str):
+        return f"{path}/{key.replace('%', '%25').replace('/', '%2F').replace('#', '%23')}"
+    return f"{path}/#{key!r}"
+
+
 def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Tree:
     if isinstance(value, PRIMITIVES):
         return value
@@ -56,9 +63,9 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Tree:
         tensors[path] = value.detach()
         return {"tensor": {"key": path, "shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}}
     if isinstance(value, Mapping):
-        return {"dict": [[_key(key, path), _encode(item, _join(path, key), tensors)] for key, item in value.items()]}
+        return {"dict": [[_key(key, path), _encode(item, join(path, key), tensors)] for key, item in value.items()]}
     if isinstance(value, (list, tuple)):
-        items = [_encode(item, _join(path, place), tensors) for place, item in enumerate(value)]
+        items = [_encode(item, join(path, place), tensors) for place, item in enumerate(value)]
         return {"list" if isinstance(value, list) else "tuple": items}
     if isinstance(value, bytes):
         return {"bytes": base64.b64encode(value).decode()}
@@ -92,13 +99,6 @@ def _key(key: Any, path: str) -> Any:
     raise ArgumentTypeError(
         f"{path} has the key {key!r} of type {type(key).__name__}; keys are str, int, float, bool or None"
     )
-
-
-def _join(path: str, key: Any) -> str:
-    """Keep "a/b" apart from "a" then "b", and 0 apart from "0"."""
-    if isinstance(key, str):
-        return f"{path}/{key.replace('%', '%25').replace('/', '%2F').replace('#', '%23')}"
-    return f"{path}/#{key!r}"
 
 
 def _dtype(name: str) -> torch.dtype:

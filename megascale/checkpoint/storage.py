@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megascale.checkpoint.agreement import together
@@ -93,16 +93,36 @@ def plan_write(tensors: Mapping[str, Tensor], folder: Path, group: ProcessGroup 
     return PlannedWrite(folder, rank, planner, writer, planner.finish_plan(plans[rank]), metadata)
 
 
-def read(folder: Path, templates: Mapping[str, Tensor]) -> None:
-    """Fill ``templates`` in place from the checkpoint ``folder``. Communicates nothing.
+def read_metadata(folder: Path) -> Metadata:
+    """Return what tells where everything is. Raises CheckpointError if it refers to what has no place there."""
+    return _Reader(folder).read_metadata()
+
+
+@dataclass
+class PlannedRead:
+    """What one rank reads, all of it known to be there in the right shape and dtype."""
+
+    reader: FileSystemReader
+    planner: DefaultLoadPlanner
+    plan: LoadPlan
+
+    def read(self) -> None:
+        """Fill the templates in place, one saved piece after another. Communicates nothing."""
+        self.reader.read_data(self.plan, self.planner).wait()
+
+
+def plan_read(folder: Path, metadata: Metadata, templates: Mapping[str, Tensor]) -> PlannedRead:
+    """Plan to fill ``templates``: whole tensors, DTensors or ParamShards. Communicates nothing.
 
     Raises:
         CheckpointError: a tensor is not in the data files, or with another shape or dtype than its template.
     """
-    reader = _Reader(folder)
-    metadata = reader.read_metadata()
+    filled: dict[str, Tensor] = {}
     for key, template in templates.items():
         stored = metadata.state_dict_metadata.get(key)
+        if stored is None and template.numel() == 0:
+            # Shards of an empty tensor are no files.
+            continue
         if not isinstance(stored, TensorStorageMetadata):
             raise CheckpointError(f"{folder} holds no tensor {key!r}")
         if (stored.size, stored.properties.dtype) != (template.size(), template.dtype):
@@ -110,11 +130,13 @@ def read(folder: Path, templates: Mapping[str, Tensor]) -> None:
                 f"{folder} holds {key!r} as {stored.properties.dtype} {tuple(stored.size)}, "
                 f"expected {template.dtype} {tuple(template.size())}"
             )
+        filled[key] = template
+    reader = _Reader(folder)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(templates), metadata, is_coordinator=True)
+    planner.set_up_planner(dict(filled), metadata, is_coordinator=True)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
-    reader.read_data(plan, planner).wait()
+    return PlannedRead(reader, planner, plan)
 
 
 class _Reader(FileSystemReader):

@@ -1,0 +1,113 @@
+"""One checkpoint, written by any number of ranks, as one file that ``torch.load(weights_only=True)`` reads."""
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+
+from megascale import validate
+from megascale.checkpoint import directory as folders
+from megascale.checkpoint import storage
+from megascale.checkpoint.agreement import named
+from megascale.checkpoint.contents import PARAM_NAMES, tree_of
+from megascale.checkpoint.destination import MAIN_PARAMS, Destination
+from megascale.checkpoint.manifest import Manifest
+from megascale.checkpoint.nest import Tree, join, leaves, unflatten
+from megascale.errors import ArgumentTypeError, CheckpointError
+
+
+def consolidate(
+    path: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    dtype: torch.dtype | None = None,
+    optimizer: bool = False,
+    overwrite: bool = False,
+) -> Path:
+    """Write the model's weights, or the whole training state, of a checkpoint into the file ``out``; returns its path.
+
+    One process does it, on the host, without torch.distributed being initialised. ``out`` appears when it is complete.
+    Memory: the size of ``out``, and one saved tensor more.
+
+    Args:
+        path: a directory of checkpoints (the latest is taken, or the one of ``step``), or one checkpoint's folder.
+        out: a file for ``torch.save``, commonly `.pt`; its folder must exist.
+        step: which checkpoint.
+        dtype: of all floating point weights, which are then rounded once, from their main params where they have one:
+            ``torch.float32`` gives the main params themselves. None: as the model had them, bit for bit.
+        optimizer: False: the file is the model's state dict. True: ``{"model": ..., "optimizer": ..., "step": n}``;
+            every optimizer of megascale takes that "optimizer" in ``load_state_dict``.
+        overwrite: replace ``out`` if it is there.
+
+    Raises:
+        CheckpointError: no checkpoint there, a file is missing or damaged, ``out`` exists or cannot be written.
+        ArgumentTypeError: an argument of another type.
+    """
+    validate.flag("optimizer", optimizer)
+    validate.flag("overwrite", overwrite)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ArgumentTypeError(f"dtype must be a floating point torch.dtype or None, got {dtype!r}")
+    if step is not None:
+        validate.integer("step", step, minimum=0)
+    target = Path(out)
+    if target.exists() and not overwrite:
+        raise CheckpointError(f"{target} exists already; choose another file, or pass overwrite=True")
+    with named(f"consolidate {path}"):
+        folder = folders.find(Path(path), step)
+        manifest = Manifest.read(folder)
+        manifest.verify(folder, part=0, parts=1)
+        metadata = storage.read_metadata(folder)
+        weights = _weights(folder, manifest, metadata, dtype)
+        content: dict[str, Any] = weights
+        if optimizer:
+            state = _read_nest(folder, metadata, tree_of(manifest, "optimizer"))
+            content = {"model": weights, "optimizer": state, "step": manifest.step}
+        with _appearing(target) as unnamed:
+            torch.save(content, unnamed)
+    return target
+
+
+def _weights(folder: Path, manifest: Manifest, metadata: Metadata, dtype: torch.dtype | None) -> dict[str, Any]:
+    tree = manifest.trees["model"]
+    if dtype is None:
+        weights: dict[str, Any] = _read_nest(folder, metadata, tree)
+        return weights
+    names = unflatten(manifest.trees.get(PARAM_NAMES, {"dict": []}), {})
+    mains = {key: saved for key, _, saved in leaves(manifest.trees.get("optimizer"))}
+    tensors: dict[str, Tensor] = {}
+    for name, node in tree["dict"]:
+        main = join(MAIN_PARAMS, names.get(name, name))
+        for key, shape, saved in leaves(node):
+            source, stored = (main, mains[main]) if main in mains else (key, saved)
+            value = torch.empty(shape, dtype=stored)
+            storage.plan_read(folder, metadata, {source: value}).read()
+            tensors[key] = value.to(dtype) if value.is_floating_point() else value
+    converted: dict[str, Any] = unflatten(tree, tensors)
+    return converted
+
+
+def _read_nest(folder: Path, metadata: Metadata, tree: Tree) -> Any:
+    templates = Destination().templates(tree)
+    storage.plan_read(folder, metadata, templates).read()
+    return unflatten(tree, templates)
+
+
+@contextlib.contextmanager
+def _appearing(target: Path) -> Iterator[Path]:
+    """Give a file to write, which gets the name ``target`` once it is on disk, and is removed on an error."""
+    unnamed = target.with_name(f".{target.name}.incomplete-{secrets.token_hex(4)}")
+    try:
+        yield unnamed
+        with open(unnamed, "rb") as stream:
+            os.fsync(stream.fileno())
+        os.replace(unnamed, target)
+        folders.sync_folder(target.parent)
+    finally:
+        unnamed.unlink(missing_ok=True)

@@ -1,0 +1,96 @@
+"""Where a saved tensor goes: into memory of its own, to be copied later, or straight into a live shard."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from megascale.checkpoint.contents import SavedOptimizer, model_state, names_in
+from megascale.checkpoint.manifest import Manifest
+from megascale.checkpoint.nest import Tree, flatten, join, leaves
+from megascale.param_shard import ParamShard
+
+MAIN_PARAMS = "optimizer/main_params"
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Destination:
+    """What is live in model and optimizer, by the keys of the saved tensors.
+
+    Attributes:
+        live: tensors whose placement a saved tensor of that key gets; ParamShards of it may be read in place.
+        rounded: the model's names that need no reading: their main params are loaded, and the optimizer rounds them.
+    """
+
+    live: Mapping[str, Tensor] = field(default_factory=dict)
+    rounded: frozenset[str] = frozenset()
+    _in_place: bool = False
+
+    @classmethod
+    def of(cls, manifest: Manifest, model: nn.Module, optimizer: SavedOptimizer | None) -> "Destination":
+        """Look at what is live. ``optimizer``: None if its state is not to be loaded."""
+        if optimizer is None:
+            return cls(flatten(model_state(model), "model")[1])
+        shards = optimizer.model_shards()
+        state = model_state(model, shards)
+        packed = optimizer.state_dict(copy=False)
+        names = names_in(packed, optimizer)
+        in_place = not _may_overflow(manifest, state)
+        live = flatten(state if in_place else model_state(model), "model")[1]
+        live |= flatten(packed, "optimizer")[1]
+        for param, shard in shards.items():
+            # An fp32 model param is its own main param.
+            live.setdefault(join(MAIN_PARAMS, names[param]), shard)
+        saved = {key for key, _, _ in leaves(manifest.trees["optimizer"])}
+        rounded = frozenset(
+            name
+            for name, param in model_state(model).items()
+            if id(param) in shards and param.dtype in HALF_DTYPES and join(MAIN_PARAMS, names[id(param)]) in saved
+        )
+        return cls(live, rounded, in_place)
+
+    def templates(self, tree: Tree) -> dict[str, Tensor]:
+        """Return a tensor to read into for every leaf of ``tree``.
+
+        It is the live ParamShard of that key, where it is of the saved dtype; else new memory: placed as the live
+        tensor of that key if that is a shard, whole on the host if not.
+        """
+        templates: dict[str, Tensor] = {}
+        for key, shape, dtype in leaves(tree):
+            like = self.live.get(key, self.live.get(_main_param_key(key)))
+            if like is None or tuple(like.shape) != shape:
+                templates[key] = torch.empty(shape, dtype=dtype)
+            elif isinstance(like, ParamShard):
+                in_place = self._in_place and key in self.live and like.dtype == dtype
+                templates[key] = like if in_place else like.like(dtype)
+            elif isinstance(like, DTensor):
+                templates[key] = torch.empty_like(like, dtype=dtype)
+            else:
+                templates[key] = torch.empty(shape, dtype=dtype)
+        return templates
+
+    def is_live(self, key: str, template: Tensor) -> bool:
+        """Return whether what is read into ``template`` is read in place."""
+        return template is self.live.get(key)
+
+
+def _may_overflow(manifest: Manifest, state: Mapping[str, Any]) -> bool:
+    """Return whether saved main params may be too large for this model's fp16: a look at them must come first."""
+    saved = {name: [dtype for _, _, dtype in leaves(tree)] for name, tree in manifest.trees["model"]["dict"]}
+    return any(
+        isinstance(value, ParamShard)
+        and value.dtype == torch.float16
+        and saved.get(name, [value.dtype]) != [value.dtype]
+        for name, value in state.items()
+    )
+
+
+def _main_param_key(key: str) -> str:
+    """Return the key of the main param that an optimizer state tensor belongs to: it is placed alike."""
+    parts = key.split("/")
+    of_state = parts[:3] == ["optimizer", "optimizer", "state"] and len(parts) > 4
+    return f"{MAIN_PARAMS}/{parts[3]}" if of_state else ""

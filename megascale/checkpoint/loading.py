@@ -1,0 +1,214 @@
+"""Load: everything is read and checked before anything live changes, but for shards, which are read where they live.
+
+A rank's shard of main params and optimizer state would not fit into memory twice. So all that can be wrong with it is
+found first, on all ranks, without its values; then it is read into the live memory itself.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from megascale import validate
+from megascale.checkpoint import directory as folders
+from megascale.checkpoint import storage
+from megascale.checkpoint.agreement import named, together
+from megascale.checkpoint.contents import (
+    SavedOptimizer,
+    bare,
+    check_types,
+    compare_model,
+    left_out,
+    model_tree,
+    tree_of,
+)
+from megascale.checkpoint.destination import Destination
+from megascale.checkpoint.manifest import Manifest
+from megascale.checkpoint.nest import Tree, unflatten
+from megascale.collectives import broadcast_object, group_rank, group_size
+from megascale.errors import CheckpointError, MegascaleError
+from megascale.parallel import ParallelGroups
+from megascale.param_shard import ParamShard
+
+Groups = ParallelGroups | ProcessGroup | DeviceMesh | None
+
+
+@dataclass(frozen=True)
+class LoadedCheckpoint:
+    """What a load returns.
+
+    Attributes:
+        step: the step that was given to `save`.
+        path: the checkpoint's folder.
+        user_state: as given to `save`, tensors on the host; None if none was.
+        rank_state: what this same rank gave; None if it gave none, or if another number of ranks saved.
+        skipped: with ``strict=False``, one line for everything that was not loaded.
+    """
+
+    step: int
+    path: Path
+    user_state: Any
+    rank_state: Any
+    skipped: tuple[str, ...]
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: SavedOptimizer | None = None,
+    *,
+    step: int | None = None,
+    strict: bool = True,
+    groups: Groups = None,
+) -> LoadedCheckpoint:
+    """Load a checkpoint into the model and the optimizer; all ranks call it together, at any world size.
+
+    Everything is checked first. On an error nothing has changed in model, optimizer or grad scaler; with one exception,
+    a DistributedOptimizer whose files cannot be read any more after their checksums were found right: the error says
+    that it must be loaded again. A DistributedOptimizer and a MixedPrecisionOptimizer read each other's checkpoints.
+
+    Memory beside the live state: a DistributedOptimizer's shards are read where they live, one saved piece of one
+    parameter at a time. All else, such as a MixedPrecisionOptimizer's whole state, is held a second time on the host.
+
+    Args:
+        path: a directory of checkpoints (the latest is taken, or the one of ``step``), or one checkpoint's folder.
+        model: gets the saved weights and buffers.
+        optimizer: gets its state, main params and grad scaler back. None: the weights alone are loaded; the main params
+            of a MixedPrecisionOptimizer of this model follow at its next step.
+        step: which checkpoint.
+        strict: raise if a name, shape or dtype differs. False loads what fits and lists the rest in ``skipped``.
+        groups: as for :class:`Checkpointer`.
+
+    Raises:
+        CheckpointError: no checkpoint there, a file is missing or damaged, or it does not fit the model.
+        StateDictError: it does not fit the optimizer. On all ranks alike, with the rank that found it in the message.
+    """
+    group = ParallelGroups.of(groups).grad_stats
+    with named("load the checkpoint"):
+        with together("load the checkpoint", group):
+            check_types(model, optimizer)
+            validate.flag("strict", strict)
+            if step is not None:
+                validate.integer("step", step, minimum=0)
+        folder = _found_together(Path(path), step, group)
+        with together(f"read the manifest of {folder}", group):
+            manifest = Manifest.read(folder)
+        with together(f"verify {folder}", group):
+            manifest.verify(folder, part=group_rank(group), parts=group_size(group))
+        with together(f"read {folder}", group):
+            staged = _stage(folder, manifest, model, optimizer, strict, group)
+        skipped = list(staged.problems)
+        if optimizer is not None and staged.optimizer_state is not None:
+            _load_optimizer(folder, optimizer, staged.optimizer_state, staged.in_place, strict, group)
+            if not strict:
+                skipped += left_out(staged.optimizer_state, optimizer.state_dict(copy=False))
+        with together("load the weights into the model", group):
+            bare(model).load_state_dict(staged.weights, strict=False)
+            if optimizer is not None and staged.optimizer_state is None:
+                optimizer.reload_model_params()
+    return LoadedCheckpoint(manifest.step, folder, staged.user_state, staged.rank_state, tuple(skipped))
+
+
+@dataclass(frozen=True)
+class _Staged:
+    """A checkpoint in memory of its own, checked, not yet copied into anything live.
+
+    Attributes:
+        in_place: what is yet to be read into live shards, which ``optimizer_state`` refers to already.
+        problems: one line for everything in the model that is not loaded.
+    """
+
+    weights: dict[str, Any]
+    optimizer_state: dict[str, Any] | None
+    user_state: Any
+    rank_state: Any
+    in_place: storage.PlannedRead | None
+    problems: tuple[str, ...]
+
+
+def _found_together(path: Path, step: int | None, group: ProcessGroup | None) -> Path:
+    found: Path | None = None
+    with together(f"find a checkpoint in {path}", group):
+        if group_rank(group) == 0:
+            found = folders.find(path, step)
+    found = broadcast_object(found, group)
+    if found is None:
+        raise CheckpointError(f"cannot find a checkpoint in {path}: the first rank named none")
+    return found
+
+
+def _stage(
+    folder: Path,
+    manifest: Manifest,
+    model: nn.Module,
+    optimizer: SavedOptimizer | None,
+    strict: bool,
+    group: ProcessGroup | None,
+) -> _Staged:
+    """Read what is wanted into fresh tensors, and plan what is read in place.
+
+    Raises CheckpointError if it does not fit the model, StateDictError if it does not fit the optimizer.
+    """
+    names, problems = compare_model(manifest, model)
+    if problems and strict:
+        raise CheckpointError(
+            f"{folder} does not fit the model: {'; '.join(problems)}. Build the model as it was saved, or pass "
+            "strict=False to load what fits"
+        )
+    if optimizer is not None and not strict and "optimizer" not in manifest.trees:
+        problems.append("the checkpoint holds no optimizer state")
+        optimizer = None
+    same_world = manifest.world_size == group_size(group)
+    trees: dict[str, Tree] = {
+        "user": manifest.trees.get("user"),
+        "rank": manifest.rank_trees[group_rank(group)] if same_world else None,
+    }
+    if optimizer is not None:
+        trees["optimizer"] = tree_of(manifest, "optimizer")
+    destination = Destination.of(manifest, model, optimizer)
+    trees["model"] = model_tree(manifest, names - destination.rounded)
+    templates: dict[str, Tensor] = {}
+    for tree in trees.values():
+        templates.update(destination.templates(tree))
+    in_place = {key: template for key, template in templates.items() if destination.is_live(key, template)}
+    metadata = storage.read_metadata(folder)
+    storage.plan_read(folder, metadata, {key: templates[key] for key in templates.keys() - in_place.keys()}).read()
+    nests = {part: unflatten(tree, templates) for part, tree in trees.items()}
+    if optimizer is not None:
+        optimizer.check_state_dict(nests["optimizer"], strict=strict)
+    return _Staged(
+        weights={name: value for name, value in nests["model"].items() if not isinstance(value, ParamShard)},
+        optimizer_state=nests.get("optimizer"),
+        user_state=nests["user"],
+        rank_state=nests["rank"],
+        in_place=storage.plan_read(folder, metadata, in_place) if in_place else None,
+        problems=tuple(problems),
+    )
+
+
+def _load_optimizer(
+    folder: Path,
+    optimizer: SavedOptimizer,
+    state_dict: dict[str, Any],
+    in_place: storage.PlannedRead | None,
+    strict: bool,
+    group: ProcessGroup | None,
+) -> None:
+    """Fill the live shards, if any, then let the optimizer take over the rest."""
+    if in_place is None:
+        # Validates all of it, on all ranks, before it changes anything.
+        optimizer.load_state_dict(state_dict, strict=strict)
+        return
+    try:
+        with together(f"read {folder}", group):
+            in_place.read()
+        optimizer.load_state_dict(state_dict, strict=strict)
+    except MegascaleError as error:
+        raise CheckpointError(
+            f"{error}. This was found after the checks, so the optimizer holds a part of the checkpoint now: load "
+            "again, or load an earlier checkpoint, before training goes on"
+        ) from error

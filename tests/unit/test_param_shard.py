@@ -1,0 +1,162 @@
+"""ParamShard: a range of a flattened tensor is boxes, and travels through torch.distributed.checkpoint as such."""
+
+import math
+import tempfile
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from megascale.checkpoint import storage
+from megascale.checkpoint.storage import _SavePlanner
+from megascale.errors import ArgumentError, UsageError
+from megascale.param_shard import ParamShard, boxes_of
+
+SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
+
+
+@st.composite
+def _ranges(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int]:
+    shape = draw(SHAPES)
+    start, stop = sorted(draw(st.tuples(*[st.integers(0, math.prod(shape))] * 2)))
+    return shape, start, stop
+
+
+@given(_ranges())
+def test_boxes_are_the_range_in_order(case: tuple[tuple[int, ...], int, int]) -> None:
+    """The boxes' elements, row-major and box after box, are exactly start to stop; there are at most 2 * ndim - 1."""
+    shape, start, stop = case
+    boxes = list(boxes_of(shape, start, stop))
+    visited: list[int] = []
+    for box in boxes:
+        assert box.begin == len(visited)
+        for index in np.ndindex(*box.sizes):
+            place = tuple(offset + i for offset, i in zip(box.offsets, index, strict=True))
+            visited.append(int(np.ravel_multi_index(place, shape)) if shape else 0)
+        assert box.end == len(visited)
+    assert visited == list(range(start, stop))
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)
+
+
+@st.composite
+def _resharding(draw: st.DrawFn) -> tuple[tuple[int, ...], list[int], list[int]]:
+    shape = draw(SHAPES)
+    ends = st.lists(st.integers(0, math.prod(shape)), max_size=3)
+    return shape, [0, *sorted(draw(ends)), math.prod(shape)], [0, *sorted(draw(ends)), math.prod(shape)]
+
+
+def _write(folder: Path, pieces: list[ParamShard]) -> None:
+    """Write ``pieces`` under the name "w" as so many ranks do, in this process."""
+    planners = [_SavePlanner() for _ in pieces]
+    writers = [FileSystemWriter(folder, sync_files=False) for _ in pieces]
+    local = []
+    for rank, (planner, writer) in enumerate(zip(planners, writers, strict=True)):
+        writer.set_up_storage_writer(rank == 0)
+        planner.set_up_planner({"w": pieces[rank]}, writer.storage_meta(), is_coordinator=rank == 0)
+        local.append(writer.prepare_local_plan(planner.create_local_plan()))
+    plans, metadata = planners[0].create_global_plan(local)
+    plans = writers[0].prepare_global_plan(plans)
+    done = [
+        writer.write_data(planner.finish_plan(plan), planner).wait()
+        for writer, planner, plan in zip(writers, planners, plans, strict=True)
+    ]
+    writers[0].finish(metadata, done)
+
+
+@settings(deadline=None, max_examples=40)
+@given(_resharding(), st.sampled_from([torch.float32, torch.bfloat16]))
+def test_any_cut_is_read_back_by_any_other(
+    case: tuple[tuple[int, ...], list[int], list[int]], dtype: torch.dtype
+) -> None:
+    """Ranges written by N ranks, some of them empty, come back whole, and cut otherwise, bit for bit."""
+    shape, written, wanted = case
+    whole = torch.randn(shape).to(dtype)
+    flat = whole.reshape(-1)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        _write(folder, [ParamShard(flat[a:b], shape, a) for a, b in pairwise(written)])
+        metadata = storage.read_metadata(folder)
+        shards = [ParamShard(torch.empty(b - a, dtype=dtype), shape, a) for a, b in pairwise(wanted)]
+        for shard in shards:
+            storage.plan_read(folder, metadata, {"w": shard}).read()
+        got = torch.empty(shape, dtype=dtype)
+        storage.plan_read(folder, metadata, {"w": got}).read()
+    assert torch.equal(torch.cat([shard.piece for shard in shards]), flat)
+    assert torch.equal(got, whole)
+
+
+def test_same_box_on_two_ranks_is_written_once(tmp_path: Path) -> None:
+    """Hybrid sharding: two ranks hold the same range, one file holds it."""
+    flat = torch.randn(12)
+    _write(tmp_path, [ParamShard(flat[a:b], (3, 4), a) for a, b in [(0, 7), (7, 12), (0, 7), (7, 12)]])
+    files = sorted(path.name for path in tmp_path.glob("__*") if path.stat().st_size)
+    assert files == ["__0_0.distcp", "__1_0.distcp"]
+    got = torch.empty(3, 4)
+    storage.plan_read(tmp_path, storage.read_metadata(tmp_path), {"w": got}).read()
+    assert torch.equal(got.flatten(), flat)
+
+
+def test_read_goes_into_the_piece_itself(tmp_path: Path) -> None:
+    """Nothing but the range changes, and the piece keeps its memory."""
+    _write(tmp_path, [ParamShard(torch.arange(12.0), (3, 4), 0)])
+    memory = torch.full((9,), -1.0)
+    shard = ParamShard(memory[2:7], (3, 4), 3)
+    storage.plan_read(tmp_path, storage.read_metadata(tmp_path), {"w": shard}).read()
+    assert memory.tolist() == [-1, -1, 3, 4, 5, 6, 7, -1, -1]
+
+
+def test_it_has_the_shape_of_the_whole_and_the_dtype_of_the_piece() -> None:
+    """What a checkpoint's names and shapes are made of does not depend on the rank."""
+    shard = ParamShard(torch.zeros(5, dtype=torch.float16), (3, 4), 7)
+    assert (shard.shape, shard.dtype, shard.numel(), shard.requires_grad) == ((3, 4), torch.float16, 12, False)
+    assert repr(shard) == "ParamShard((3, 4), torch.float16, elements 7 to 12)"
+
+
+def test_detach_shares_the_piece_and_like_does_not() -> None:
+    """A state dict detaches what it holds; a staged read wants memory of its own."""
+    piece = torch.zeros(5)
+    shard = ParamShard(piece, (3, 4), 7)
+    detached = shard.detach()
+    assert isinstance(detached, ParamShard)
+    assert detached.piece.data_ptr() == piece.data_ptr()
+    other = shard.like(torch.float64)
+    assert (other.shape, other.dtype, other.start, other.piece.shape) == (shard.shape, torch.float64, 7, (5,))
+    assert other.piece.data_ptr() != piece.data_ptr()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda shard: shard + 1,
+        lambda shard: shard.to("cpu", copy=True),
+        lambda shard: shard.clone(),
+        lambda shard: torch.zeros(3, 4).copy_(shard),
+    ],
+)
+def test_use_as_a_tensor_is_refused(use: Callable[[Tensor], Any]) -> None:
+    """A part is never taken for the whole."""
+    with pytest.raises(UsageError, match=r"on a ParamShard, which is a part of a tensor only; use its piece"):
+        use(ParamShard(torch.zeros(5), (3, 4), 7))
+
+
+@pytest.mark.parametrize(("piece", "start"), [(torch.zeros(5, 1), 0), (torch.zeros(6), 7), (torch.zeros(2), -1)])
+def test_piece_that_does_not_fit_is_refused(piece: Tensor, start: int) -> None:
+    """A wrong range is found where it is made, not when the checkpoint is read."""
+    with pytest.raises(ArgumentError, match=r"does not fit a tensor of \(3, 4\)"):
+        ParamShard(piece, (3, 4), start)
+
+
+def test_unknown_box_is_refused() -> None:
+    """A plan made for another range does not read a wrong one."""
+    shard = ParamShard(torch.zeros(5), (3, 4), 7)
+    with pytest.raises(UsageError, match=r"is not one of the boxes of ParamShard"):
+        shard.__get_tensor_shard__(MetadataIndex("w", (0, 0)))
