@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import DeviceType
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from megascale import ChainedOptimizer, DistributedOptimizer, MixedPrecisionOptimizer, ParallelGroups

@@ -446,3 +446,32 @@ def test_main_params_of_a_rank_are_pieces() -> None:
     assert {tuple(state["exp_avg"].shape) for state in optimizer.state.values()} == set(shapes.values())
     packed: dict[str, Tensor] = optimizer.state_dict()["main_params"]
     assert {name: value.shape for name, value in packed.items()} == {n: p.shape for n, p in module.named_parameters()}
+
+
+def _loaded_state(overlap: bool) -> list[Any]:
+    source, module = net(), net(seed=7)
+    optimizer = sharded(source)
+    for step in range(3):
+        _step(optimizer, source, step)
+    packed, expected = optimizer.state_dict(), weights(source)
+    other = sharded(module, overlap_param_gather=overlap)
+    other.load_state_dict(packed)
+    loaded = same(weights(module), expected) and same(flat(other.state_dict()), flat(packed))
+    partly = net(seed=8)
+    partly.second.weight.requires_grad_(False)
+    frozen = sharded(partly)
+    before = weights(partly)["second.weight"]
+    with pytest.raises(StateDictError) as caught:
+        frozen.load_state_dict(packed)
+    frozen.load_state_dict(packed, strict=False)
+    taken = weights(partly)
+    kept = bits_equal(taken.pop("second.weight"), before)
+    return [loaded, kept, all(bits_equal(value, expected[name]) for name, value in taken.items()), str(caught.value)]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_loaded_state_reaches_every_rank(ranks: RankPool, overlap: bool) -> None:
+    """Invariant 6: a load rounds each rank's pieces and gathers them; what is frozen here is named, or left alone."""
+    for loaded, kept, others, message in ranks.run(3, _loaded_state, overlap):
+        assert (loaded, kept, others) == (True, True, True)
+        assert "state dict holds state of 'second.weight', frozen here" in message
