@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Train on this machine.
-#   launch/one_node.sh RANKS [a.b=c ...]        launch/one_node.sh 2 task=text
+#   launch/one_node.sh RANKS [a.b=c ...]        launch/one_node.sh 2 task=text optimizer.sharded=true
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 ranks=${1:?usage: launch/one_node.sh RANKS [a.b=c ...]}

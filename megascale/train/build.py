@@ -7,6 +7,7 @@ from torch import nn
 
 from megascale import (
     ConstantGradScaler,
+    DistributedOptimizer,
     DynamicGradScaler,
     MegatronGradScaler,
     MixedPrecisionOptimizer,
@@ -76,4 +77,14 @@ def build_wrapped_optimizer(config: TrainConfig, model: nn.Module) -> MixedPreci
         clip_grad=options.clip_grad,
         log_num_zeros_in_grad=True,
     )
-    return MixedPrecisionOptimizer(inner, step_config, build_grad_scaler(config.scaler))
+    grad_scaler = build_grad_scaler(config.scaler)
+    if not options.sharded:
+        return MixedPrecisionOptimizer(inner, step_config, grad_scaler)
+    return DistributedOptimizer(
+        inner,
+        step_config,
+        grad_scaler,
+        modules=model,
+        bucket_numel=options.bucket_numel,
+        overlap_param_gather=options.overlap_param_gather,
+    )

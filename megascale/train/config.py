@@ -61,6 +61,12 @@ class OptimizerOptions:
     """Steps of linear warm-up."""
     schedule: str = "cosine"
     """After the warm-up: cosine to zero, or constant."""
+    sharded: bool = False
+    """Shard main params and optimizer state over the ranks: a DistributedOptimizer in place of DDP."""
+    overlap_param_gather: bool = False
+    """With sharded: let the gather of parameters run into the next forward."""
+    bucket_numel: int = 1_000_000
+    """With sharded: parameters that are reduced and gathered at once."""
 
 
 @dataclass
@@ -151,7 +157,17 @@ class TrainConfig:
 
 
 # A run may go on with other values of these.
-FREE_ON_RESUME = ("steps", "evaluate_every", "threads", "output_dir", "wandb", "checkpoint")
+FREE_ON_RESUME = (
+    "steps",
+    "evaluate_every",
+    "threads",
+    "output_dir",
+    "wandb",
+    "checkpoint",
+    "optimizer.sharded",
+    "optimizer.overlap_param_gather",
+    "optimizer.bucket_numel",
+)
 
 
 def load_config(arguments: list[str]) -> TrainConfig:
@@ -276,6 +292,9 @@ def _check_values(config: TrainConfig) -> None:
     validate.integer("optimizer.warmup_steps", config.optimizer.warmup_steps, minimum=0)
     validate.integer("checkpoint.every", config.checkpoint.every, minimum=0)
     validate.integer("checkpoint.keep_last", config.checkpoint.keep_last, minimum=1)
+    validate.integer("optimizer.bucket_numel", config.optimizer.bucket_numel, minimum=1)
+    if config.optimizer.overlap_param_gather and not config.optimizer.sharded:
+        raise ArgumentError("optimizer.overlap_param_gather=true needs optimizer.sharded=true: nothing is gathered")
     for name in ("lr", "momentum", "weight_decay", "clip_grad"):
         validate.non_negative(f"optimizer.{name}", getattr(config.optimizer, name))
     for name in ("beta1", "beta2"):

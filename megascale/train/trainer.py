@@ -49,7 +49,9 @@ class Trainer:
         torch.manual_seed(config.seed)
         self.model = self.task.model().to(runtime.device, self.dtype)
         self.optimizer = build_wrapped_optimizer(config, self.model)
-        self.network: nn.Module = DistributedDataParallel(self.model) if runtime.under_torchrun else self.model
+        # A DistributedOptimizer reduces gradients itself.
+        wrapped = runtime.under_torchrun and not config.optimizer.sharded
+        self.network: nn.Module = DistributedDataParallel(self.model) if wrapped else self.model
         self.num_params = sum(param.numel() for param in self.model.parameters())
         self.checkpointer = Checkpointer(
             config.run_folder / "checkpoints",
@@ -208,7 +210,11 @@ class Trainer:
     def _refuse_other_config(self, saved: dict[str, Any]) -> None:
         """Raise ArgumentError, naming the keys, if the run was begun with options that make it another run."""
         mine, theirs = _flat(as_dict(self.config)), _flat(saved)
-        keys = [key for key in sorted(mine.keys() | theirs.keys()) if key.split(".")[0] not in FREE_ON_RESUME]
+        keys = [
+            key
+            for key in sorted(mine.keys() | theirs.keys())
+            if key not in FREE_ON_RESUME and key.split(".")[0] not in FREE_ON_RESUME
+        ]
         changed = [
             f"{key}={theirs.get(key)} there, {mine.get(key)} here" for key in keys if mine.get(key) != theirs.get(key)
         ]

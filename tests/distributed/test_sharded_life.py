@@ -296,7 +296,8 @@ def _frozen() -> list[Any]:
     module.third.weight.requires_grad_(False)
     third = weights(module)["third.weight"]
     _step(optimizer, module, 1)
-    trained = not bits_equal(first, module.second.weight)
+    moments = optimizer.state_dict()["optimizer"]["state"]["second.weight"]
+    trained = bool(moments["exp_avg"].any()) and not bits_equal(first, module.second.weight)
     _step(optimizer, module, 2)
     frozen = bits_equal(third, module.third.weight)
     extra = nn.Linear(11, 1).half()

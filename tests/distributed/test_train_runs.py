@@ -97,6 +97,39 @@ def test_resume_is_bitwise_on_two_ranks(tmp_path: Path) -> None:
     assert _without_speed(rows) == _without_speed(_rows(tmp_path / "halves"))
 
 
+SHARDED = ["optimizer.sharded=true", "optimizer.overlap_param_gather=true", "optimizer.bucket_numel=2000"]
+
+
+def test_sharded_run_goes_on_replicated(tmp_path: Path) -> None:
+    """optimizer.sharded=true: the same skips and scales; its checkpoint goes on on one rank, not sharded, and back."""
+    _train(2, tmp_path, *SHARDED, "steps=12")
+    assert "resumed at step 12" in _train(1, tmp_path, "steps=16")
+    assert "resumed at step 16" in _train(2, tmp_path, *SHARDED, "steps=20")
+    rows = _rows(tmp_path)
+    assert [int(row["step"]) for row in rows] == list(range(20))
+    _train(2, tmp_path / "replicated", "steps=12")
+    replicated = _rows(tmp_path / "replicated")
+    first = rows[:12]
+    assert [(row["skipped"], row["scale"]) for row in first] == [(row["skipped"], row["scale"]) for row in replicated]
+    assert sum(int(row["skipped"]) for row in first) > 0
+    for row, other in zip(first, replicated, strict=True):
+        assert float(row["loss"]) == pytest.approx(float(other["loss"]), rel=1e-2)
+
+
+@pytest.mark.slow
+def test_sharded_resume_is_bitwise_on_two_ranks(tmp_path: Path) -> None:
+    """Shards saved and read back by new processes: params, main params, moments, scaler and log as without a break."""
+    _train(2, tmp_path / "straight", *SHARDED, "steps=40")
+    _train(2, tmp_path / "halves", *SHARDED, "steps=20")
+    assert "resumed at step 20" in _train(2, tmp_path / "halves", *SHARDED, "steps=40")
+    straight, straight_scaler, _ = _state(tmp_path / "straight")
+    halves, halves_scaler, _ = _state(tmp_path / "halves")
+    assert same_bits(straight, halves)
+    assert straight_scaler == halves_scaler
+    assert _without_speed(_rows(tmp_path / "straight")) == _without_speed(_rows(tmp_path / "halves"))
+    assert "resumed at step 40" in _train(4, tmp_path / "halves", *SHARDED, "steps=44")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_interrupt_saves_and_the_next_run_goes_on(tmp_path: Path, ranks: int) -> None:

@@ -53,6 +53,9 @@ def test_usage_lists_every_key() -> None:
 
 
 REFUSED = [
+    (["optimizer.sharded=2x"], "optimizer.sharded"),
+    (["optimizer.bucket_numel=0"], "optimizer.bucket_numel must be 1 or more, got 0"),
+    (["optimizer.overlap_param_gather=true"], "optimizer.overlap_param_gather=true needs optimizer.sharded=true"),
     (["scaler.scal=1"], "unknown key 'scaler.scal'; did you mean 'scaler.scale'"),
     (["scale=1"], "unknown key 'scale'; did you mean 'scaler.scale'"),
     (["lr=1"], "unknown key 'lr'; did you mean 'optimizer.lr'"),
