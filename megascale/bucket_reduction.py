@@ -5,14 +5,17 @@ shard too where there are any. A 16-bit type that travels is divided by the numb
 overflow.
 """
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.profiler import record_function
 from torch.distributed import Work
 
 from megascale.collectives import (
-    Pending,
     all_reduce_sum_start,
     exchange_shards_start,
     group_rank,
@@ -22,186 +25,232 @@ from megascale.collectives import (
 )
 from megascale.parallel import GradGroup
 
+CHUNK = 1 << 18
+"""Elements that are summed and divided while they are in cache."""
+
+Divisor = float | Tensor
+
 
 class BucketReduction(Protocol):
     """One bucket. Calls come in this order, once a step: start, settle, finish."""
 
     kept: Tensor
     """1-D: the part of the bucket that this rank keeps."""
-    pre_divisor: int
-    """``kept`` is the sum divided by it."""
     has_scratch: bool
     """Whether memory of the bucket's size is held between :meth:`start` and :meth:`settle`."""
 
-    def start(self) -> None:
-        """Begin, without waiting. The bucket is not written again until :meth:`finish`."""
+    def start(self, divisor: Divisor) -> None:
+        """Begin, without waiting, to sum and to divide by ``divisor``. The bucket is not written until the end."""
 
     def settle(self) -> None:
         """Wait for what :meth:`start` began, and free its scratch."""
 
-    def finish(self) -> None:
-        """Wait until ``kept`` is reduced."""
+    def finish(self, divisor: Divisor) -> None:
+        """Wait until ``kept`` is the sum divided by ``divisor``, which may have changed since :meth:`start`."""
 
 
-class ScratchPool:
-    """Memory that reductions under way borrow, and give back for the next ones. Fresh pages cost more than the sum."""
+class Courier:
+    """A thread that carries buckets from rank to rank, one after the other, and the memory they arrive in.
+
+    The thread sums on arrival too, so that none of it stops backward.
+    """
 
     def __init__(self) -> None:
-        self._free: list[Tensor] = []
+        self._executor: ThreadPoolExecutor | None = None
+        self._memory: Tensor | None = None
 
-    def take(self, numel: int, like: Tensor) -> Tensor:
-        """Return uninitialised memory of shape [numel], dtype and device of ``like``."""
-        for index, buffer in enumerate(self._free):
-            if buffer.numel() >= numel and (buffer.dtype, buffer.device) == (like.dtype, like.device):
-                return self._free.pop(index)[:numel]
-        return torch.empty(numel, dtype=like.dtype, device=like.device)
+    def send(self, errand: Callable[[], None]) -> "Future[None]":
+        """Run ``errand`` after those before it."""
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="megascale gradients")
+        return self._executor.submit(errand)
 
-    def give_back(self, buffer: Tensor) -> None:
-        """Let others use what :meth:`take` returned."""
-        whole = buffer if buffer._base is None else buffer._base
-        self._free.append(whole)
+    def memory(self, numel: int, like: Tensor) -> Tensor:
+        """Return uninitialised memory of shape [numel], dtype and device of ``like``, until the next call.
+
+        It is kept from errand to errand: fresh pages cost more than a sum.
+        """
+        held = self._memory
+        if held is None or held.numel() < numel or (held.dtype, held.device) != (like.dtype, like.device):
+            held = self._memory = torch.empty(numel, dtype=like.dtype, device=like.device)
+        return held[:numel]
 
 
 def bucket_reduction(
-    flat: Tensor, group: GradGroup, travel_dtype: torch.dtype, pool: ScratchPool, *, sharded: bool
+    flat: Tensor, group: GradGroup, travel_dtype: torch.dtype, courier: Courier, tag: int, *, sharded: bool
 ) -> BucketReduction:
-    """Return the reduction of the bucket ``flat``."""
+    """Return the reduction of the bucket ``flat``; ``tag``: of its messages."""
     if not sharded:
         return AllReduced(flat, group, travel_dtype)
     if is_message_passing(group.shard):
-        return Exchanged(flat, group, travel_dtype, pool)
+        return Exchanged(flat, group, travel_dtype, courier, tag)
     return ReduceScattered(flat, group, travel_dtype)
 
 
-class _Reduction:
-    """What all have: the payload, and division ahead of a 16-bit journey."""
+class _Reduction(ABC):
+    """What all have: the payload, division ahead of a 16-bit journey, and after it."""
 
-    def __init__(self, flat: Tensor, group: GradGroup, travel_dtype: torch.dtype) -> None:
+    def __init__(self, flat: Tensor, kept: Tensor, group: GradGroup, travel_dtype: torch.dtype) -> None:
         self.flat = flat
+        self.kept = kept
         self.group = group
         self.travel_dtype = travel_dtype
-        self.pre_divisor = group_size(group.holders) if travel_dtype.itemsize < 4 else 1
         self.has_scratch = travel_dtype != flat.dtype
-        self.payload: Tensor | None = None
+        self.alone = group_size(group.holders) == 1
+        self._pre_divisor = group_size(group.holders) if travel_dtype.itemsize < 4 else 1
+        self._divisor: Divisor = 1
+
+    def start(self, divisor: Divisor) -> None:
+        """See :class:`BucketReduction`."""
+        self._divisor = divisor
+        if self.alone:
+            divide_(self.kept, divisor)
+        else:
+            self.begin()
+
+    def finish(self, divisor: Divisor) -> None:
+        """See :class:`BucketReduction`."""
+        self.settle()
+        if divisor is not self._divisor:
+            divide_(self.kept, divisor / self._divisor)
+            self._divisor = divisor
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Begin to sum over several ranks."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """See :class:`BucketReduction`."""
 
     def packed(self) -> Tensor:
         """Return the bucket as it travels: itself, or a copy in another dtype."""
-        if self.pre_divisor != 1:
-            self.flat.div_(self.pre_divisor)
+        if self._pre_divisor != 1:
+            self.flat.div_(self._pre_divisor)
         return self.flat.to(self.travel_dtype)
+
+    def left_to_divide(self) -> Divisor:
+        """Return what a sum of payloads is still to be divided by."""
+        return self._divisor / self._pre_divisor
 
 
 class AllReduced(_Reduction):
     """Every rank keeps the whole bucket."""
 
     def __init__(self, flat: Tensor, group: GradGroup, travel_dtype: torch.dtype) -> None:
-        super().__init__(flat, group, travel_dtype)
-        self.kept = flat
+        super().__init__(flat, flat, group, travel_dtype)
+        self._payload: Tensor | None = None
         self._work: Work | None = None
 
-    def start(self) -> None:
-        """See :class:`BucketReduction`."""
-        if group_size(self.group.holders) == 1:
-            return
-        self.payload = self.packed()
-        self._work = all_reduce_sum_start(self.payload, self.group.holders)
+    def begin(self) -> None:
+        """See :class:`_Reduction`."""
+        self._payload = self.packed()
+        self._work = all_reduce_sum_start(self._payload, self.group.holders)
 
     def settle(self) -> None:
         """See :class:`BucketReduction`."""
-        if self._work is not None and self.payload is not None:
-            self._work.wait()
-            if self.payload is not self.flat:
-                self.flat.copy_(self.payload)
-        self._work = self.payload = None
-
-    def finish(self) -> None:
-        """See :class:`BucketReduction`."""
-        self.settle()
+        if self._work is None or self._payload is None:
+            return
+        self._work.wait()
+        if self._payload is not self.flat:
+            self.flat.copy_(self._payload)
+        divide_(self.flat, self.left_to_divide())
+        self._work = self._payload = None
 
 
 class _Sharded(_Reduction):
     """Every rank keeps its shard. The rest of the bucket is undefined until the next step's gradients fill it."""
 
     def __init__(self, flat: Tensor, group: GradGroup, travel_dtype: torch.dtype) -> None:
-        super().__init__(flat, group, travel_dtype)
         self.rank = group_rank(group.shard)
         self.num_shards = group_size(group.shard)
-        self.kept = flat.view(self.num_shards, -1)[self.rank]
+        super().__init__(flat, self.own_part(flat), group, travel_dtype)
         self._over_replicas: Work | None = None
 
-    def own_part(self, payload: Tensor) -> Tensor:
-        """Return this rank's shard of a payload."""
-        return payload.view(self.num_shards, -1)[self.rank]
+    def own_part(self, flat: Tensor) -> Tensor:
+        """Return this rank's shard."""
+        return flat.view(self.num_shards, -1)[self.rank]
 
     def sum_over_replicas(self) -> None:
         """Begin to add the other copies of this shard."""
-        self.payload = None
         self._over_replicas = all_reduce_sum_start(self.kept, self.group.replicate)
 
-    def settle(self) -> None:
-        """See :class:`BucketReduction`."""
-        raise NotImplementedError
-
-    def finish(self) -> None:
+    def finish(self, divisor: Divisor) -> None:
         """See :class:`BucketReduction`."""
         self.settle()
         if self._over_replicas is not None:
             self._over_replicas.wait()
             self._over_replicas = None
+        super().finish(divisor)
 
 
 class ReduceScattered(_Sharded):
     """By the backend's own reduce-scatter, in place where the dtype is the same."""
 
+    _payload: Tensor | None = None
     _work: Work | None = None
 
-    def start(self) -> None:
-        """See :class:`BucketReduction`."""
-        if group_size(self.group.holders) == 1:
-            return
-        self.payload = self.packed()
-        self._work = reduce_scatter_sum_start(self.own_part(self.payload), self.payload, self.group.shard)
+    def begin(self) -> None:
+        """See :class:`_Reduction`."""
+        self._payload = self.packed()
+        self._work = reduce_scatter_sum_start(self.own_part(self._payload), self._payload, self.group.shard)
 
     def settle(self) -> None:
         """See :class:`BucketReduction`."""
-        if self.payload is None:
+        if self._payload is None:
             return
         if self._work is not None:
             self._work.wait()
-            self._work = None
-        if self.payload is not self.flat:
-            self.kept.copy_(self.own_part(self.payload))
+        if self._payload is not self.flat:
+            self.kept.copy_(self.own_part(self._payload))
+        divide_(self.kept, self.left_to_divide())
+        self._work = self._payload = None
         self.sum_over_replicas()
 
 
 class Exchanged(_Sharded):
     """By messages from rank to rank, summed on arrival: in fp32 at least, in the order of ranks."""
 
-    def __init__(self, flat: Tensor, group: GradGroup, travel_dtype: torch.dtype, pool: ScratchPool) -> None:
+    def __init__(self, flat: Tensor, group: GradGroup, travel_dtype: torch.dtype, courier: Courier, tag: int) -> None:
         super().__init__(flat, group, travel_dtype)
-        self.has_scratch = True
-        self._pool = pool
-        self._arrived: Tensor | None = None
-        self._pending: Pending | None = None
+        self.has_scratch = False
+        self._courier = courier
+        self._tag = tag
+        self._carried: Future[None] | None = None
 
-    def start(self) -> None:
-        """See :class:`BucketReduction`."""
-        self.payload = self.packed()
-        self._arrived = self._pool.take((self.num_shards - 1) * self.kept.numel(), self.payload)
-        self._pending = exchange_shards_start(
-            self._arrived.view(self.num_shards - 1, -1), self.payload, self.group.shard
-        )
+    def begin(self) -> None:
+        """See :class:`_Reduction`."""
+        self._carried = self._courier.send(self._carry)
 
     def settle(self) -> None:
-        """See :class:`BucketReduction`."""
-        if self._pending is None or self._arrived is None or self.payload is None:
-            return
-        self._pending.wait()
-        others = list(self._arrived.view(self.num_shards - 1, -1).unbind())
-        sum_in_order([*others[: self.rank], self.own_part(self.payload), *others[self.rank :]], self.kept, self.rank)
-        self._pool.give_back(self._arrived)
-        self._arrived = self._pending = None
-        self.sum_over_replicas()
+        """See :class:`BucketReduction`. Raises what went wrong on the way."""
+        if self._carried is not None:
+            carried, self._carried = self._carried, None
+            carried.result()
+            self.sum_over_replicas()
+
+    @torch.no_grad()
+    def _carry(self) -> None:
+        with record_function("megascale.reduce_bucket"):
+            payload = self.packed()
+            memory = self._courier.memory((self.num_shards - 1) * self.kept.numel(), payload)
+            arrived = memory.view(self.num_shards - 1, -1)
+            exchange_shards_start(arrived, payload, self.group.shard, self._tag).wait()
+            others = list(arrived.unbind())
+            parts = [*others[: self.rank], self.own_part(payload), *others[self.rank :]]
+            left = self.left_to_divide()
+            for begin in range(0, self.kept.numel(), CHUNK):
+                chunk = slice(begin, begin + CHUNK)
+                sum_in_order([part[chunk] for part in parts], self.kept[chunk], self.rank)
+                divide_(self.kept[chunk], left)
+
+
+def divide_(tensor: Tensor, divisor: Divisor) -> None:
+    """Divide in place; by 1, which the host knows, not at all."""
+    if isinstance(divisor, Tensor):
+        tensor.div_(divisor.to(tensor.device, torch.float32))
+    elif divisor != 1:
+        tensor.div_(divisor)
 
 
 def sum_in_order(parts: list[Tensor], out: Tensor, own: int) -> None:

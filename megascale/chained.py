@@ -25,7 +25,8 @@ class ChainedOptimizer(torch.optim.Optimizer):
     Args:
         optimizers: one or more, that share one grad scaler object (or have none), ``groups.grad_stats``, device,
             ``config.clip_grad`` and ``config.log_num_zeros_in_grad``. Parameter names must differ, so pass
-            named parameters. They may be in any order, the same on all ranks.
+            named parameters. Any order, the same on all ranks. Where optimizers have a GradSync each and the backend is
+            not gloo, backward must reach their parameters in the same order on all ranks; else switch overlap off.
 
     Raises:
         ArgumentError, ArgumentTypeError: for optimizers that cannot step as one, saying in what they differ.

@@ -3,7 +3,8 @@
 A group of None means "this rank alone": every function then returns without communication.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -18,10 +19,6 @@ T = TypeVar("T")
 # torch 2.13's names; the older ones, which torch 2.11 has, warn there.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-# Messages of one tag between two ranks arrive in the order in which they were sent: ranks start buckets in one order.
-_EXCHANGE_TAG = 0x6D53
-_GATHER_TAG = 0x6D54
 
 
 def group_size(group: ProcessGroup | None) -> int:
@@ -53,15 +50,30 @@ def all_reduce_sum_start(tensor: Tensor, group: ProcessGroup | None) -> Work | N
 class Pending:
     """Messages under way, waited for together. The tensors live until then."""
 
-    def __init__(self, works: Sequence[Work | None], tensors: Sequence[Tensor] = ()) -> None:
-        self._works = [work for work in works if work is not None]
+    def __init__(self, starts: Sequence[Callable[[], Work | None]], tensors: Sequence[Tensor] = ()) -> None:
         self._tensors = tensors
+        self._works: list[Work] = []
+        self._error: Exception | None = None
+        for start in starts:
+            self._keep_error(lambda start=start: self._add(start()))  # type: ignore[misc]
 
     def wait(self) -> None:
-        """Wait for all of them."""
+        """Wait for all of them. Where one rank is lost the others still get theirs, then the error is raised."""
         for work in self._works:
-            work.wait()
-        self._tensors = ()
+            self._keep_error(work.wait)
+        self._works, self._tensors = [], ()
+        if self._error is not None:
+            raise self._error
+
+    def _add(self, work: Work | None) -> None:
+        if work is not None:
+            self._works.append(work)
+
+    def _keep_error(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except Exception as error:  # whatever the backend raises
+            self._error = self._error or error
 
 
 def is_message_passing(group: ProcessGroup | None) -> bool:
@@ -83,36 +95,40 @@ def reduce_scatter_sum_start(output: Tensor, tensor: Tensor, group: ProcessGroup
     return _reduce_scatter(output, tensor, op=dist.ReduceOp.SUM, group=group, async_op=True)
 
 
-def exchange_shards_start(received: Tensor, tensor: Tensor, group: ProcessGroup | None) -> Pending:
+def exchange_shards_start(received: Tensor, tensor: Tensor, group: ProcessGroup | None, tag: int) -> Pending:
     """Begin to send every other rank its shard of ``tensor``.
 
     ``received``, shape [ranks - 1, numel / ranks], gets the others' parts of this rank's shard, in the order of ranks.
+    ``tag`` tells exchanges apart that are under way at the same time.
     """
-    rank = group_rank(group)
-    shards = list(tensor.view(group_size(group), -1).unbind())
-    others = [other for other in range(len(shards)) if other != rank]
-    works: list[Work | None] = [
-        dist.irecv(place, group=group, group_src=other, tag=_EXCHANGE_TAG)
+    shards = tensor.view(group_size(group), -1).unbind()
+    others = _others(group)
+    receive = [
+        partial(dist.irecv, place, group=group, group_src=other, tag=tag)
         for other, place in zip(others, received.unbind(), strict=True)
     ]
-    works += [dist.isend(shards[other], group=group, group_dst=other, tag=_EXCHANGE_TAG) for other in others]
-    return Pending(works, [tensor, received])
+    send = [partial(dist.isend, shards[other], group=group, group_dst=other, tag=tag) for other in others]
+    return Pending([*receive, *send], [tensor, received])
 
 
-def all_gather_start(tensor: Tensor, shard: Tensor, group: ProcessGroup | None) -> Pending:
-    """Begin to fill ``tensor`` with every rank's ``shard``, which is this rank's own part of ``tensor``."""
+def all_gather_start(tensor: Tensor, shard: Tensor, group: ProcessGroup | None, tag: int) -> Pending:
+    """Begin to fill ``tensor`` with every rank's ``shard``, which is this rank's own part of ``tensor``.
+
+    ``tag`` tells gathers apart that are under way at the same time.
+    """
     if group_size(group) == 1:
         return Pending([])
     if not is_message_passing(group):
-        return Pending([_all_gather(tensor, shard, group=group, async_op=True)], [tensor])
-    rank = group_rank(group)
+        return Pending([partial(_all_gather, tensor, shard, group=group, async_op=True)], [tensor])
     places = tensor.view(group_size(group), -1).unbind()
-    others = [other for other in range(len(places)) if other != rank]
-    works: list[Work | None] = [
-        dist.irecv(places[other], group=group, group_src=other, tag=_GATHER_TAG) for other in others
-    ]
-    works += [dist.isend(shard, group=group, group_dst=other, tag=_GATHER_TAG) for other in others]
-    return Pending(works, [tensor])
+    others = _others(group)
+    receive = [partial(dist.irecv, places[other], group=group, group_src=other, tag=tag) for other in others]
+    send = [partial(dist.isend, shard, group=group, group_dst=other, tag=tag) for other in others]
+    return Pending([*receive, *send], [tensor])
+
+
+def _others(group: ProcessGroup | None) -> list[int]:
+    return [rank for rank in range(group_size(group)) if rank != group_rank(group)]
 
 
 def broadcast_(tensor: Tensor, group: ProcessGroup | None) -> Tensor:

@@ -6,6 +6,7 @@ order its own gradients come in; what backward did not start, :meth:`GradSync.fi
 hang nobody.
 """
 
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from megascale import validate
-from megascale.bucket_reduction import BucketReduction, ScratchPool, bucket_reduction
+from megascale.bucket_reduction import BucketReduction, Courier, Divisor, bucket_reduction
 from megascale.collectives import group_rank, group_size
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError, sparse_gradient
 from megascale.flat_buffer import FlatBucket
@@ -38,6 +39,7 @@ class SyncedBucket:
     group: GradGroup
     params: dict[str, nn.Parameter]
     reduction: BucketReduction
+    tag: int
     waiting: set[str] = field(init=False)
     fresh: set[str] = field(init=False)
     started: bool = field(init=False)
@@ -56,13 +58,21 @@ class SyncedBucket:
         self.fresh = set(self.params)
         self.started = False
 
-    def start(self) -> None:
+    def start(self, divisor: Divisor) -> None:
         """Begin the reduction. Parameters that had no gradient take part with zeros."""
         for name in self.fresh:
             self.memory.views[name].zero_()
         self.fresh = set()
         self.started = True
-        self.reduction.start()
+        self.reduction.start(divisor)
+
+
+def tag_of(names: Iterable[str]) -> int:
+    """Return the tag of a bucket's messages: a checksum of its parameters' names, so that all ranks have the same.
+
+    Several optimizers' buckets may be under way over one group, started in another order on each rank.
+    """
+    return zlib.crc32("\n".join(names).encode()) & 0x3FFF_FFFF
 
 
 def check_plain(params: Mapping[str, nn.Parameter]) -> None:
@@ -125,11 +135,11 @@ class GradSync:
         if not all(dtype.is_floating_point for dtype in (grad_dtype, reduce_dtype or grad_dtype)):
             raise ArgumentError(f"grad_dtype and reduce_dtype must be floating point, got {grad_dtype}, {reduce_dtype}")
         self.buckets: list[SyncedBucket] = []
-        self._pool = ScratchPool()
+        self._courier = Courier()
         self._bucket_of: dict[int, SyncedBucket] = {}
         self._main_grads: dict[int, Tensor] = {}
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._divisor: float | Tensor | None = None
+        self._divisor: Divisor | None = None
         self._syncing = True
         self._next = 0
         self._settled = 0
@@ -164,7 +174,7 @@ class GradSync:
         """Return the main grad of ``param``, live, in its shape; None for a parameter that is not synced here."""
         return self._main_grads.get(id(param))
 
-    def set_divisor(self, divisor: float | Tensor) -> None:
+    def set_divisor(self, divisor: Divisor) -> None:
         """Divide this step's sum over all ranks by ``divisor``, in place of the mean: by tokens, say.
 
         Call it after :meth:`zero_` and before the step; the next step has the usual divisor again. A 0-d device tensor
@@ -199,8 +209,7 @@ class GradSync:
         for bucket in self.buckets:
             bucket.reduction.settle()
         for bucket in self.buckets:
-            bucket.reduction.finish()
-            self._divide(bucket.reduction)
+            bucket.reduction.finish(self._current_divisor())
         self._finished = True
 
     @torch.no_grad()
@@ -239,8 +248,9 @@ class GradSync:
                     memory = FlatBucket(layout, bucket, shapes, dtype, first.device)
                     own = {name: params[name] for name in memory.views}
                     travel = self._reduce_dtype or dtype
-                    reduction = bucket_reduction(memory.flat, group, travel, self._pool, sharded=self._sharded)
-                    synced = SyncedBucket(0, memory, group, own, reduction)
+                    tag = tag_of(own)
+                    reduction = bucket_reduction(memory.flat, group, travel, self._courier, tag, sharded=self._sharded)
+                    synced = SyncedBucket(0, memory, group, own, reduction, tag)
                     built.append((min(place[name] for name in own), synced))
         # Backward fills a bucket when it reaches the bucket's earliest parameter, and reaches late layers first.
         built.sort(key=lambda entry: -entry[0])
@@ -288,14 +298,8 @@ class GradSync:
         while self._next - self._settled >= MOST_UNSETTLED and self.buckets[self._settled].reduction.has_scratch:
             self.buckets[self._settled].reduction.settle()
             self._settled += 1
-        self.buckets[self._next].start()
+        self.buckets[self._next].start(self._current_divisor())
         self._next += 1
 
-    def _divide(self, reduction: BucketReduction) -> None:
-        """Divide what this rank keeps by what is left to divide by."""
-        divisor = self._usual_divisor if self._divisor is None else self._divisor
-        left = divisor / reduction.pre_divisor
-        if isinstance(left, Tensor):
-            reduction.kept.div_(left.to(reduction.kept.device, torch.float32))
-        elif left != 1:
-            reduction.kept.div_(left)
+    def _current_divisor(self) -> Divisor:
+        return self._usual_divisor if self._divisor is None else self._divisor

@@ -19,6 +19,10 @@ from megascale.grad_sync import SyncedBucket
 CALLERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
 
 
+_GATHER_BIT = 1 << 30
+"""Tells a bucket's gather from its reduction."""
+
+
 class GatheredBucket:
     """One bucket of model params, whole on every rank once gathered."""
 
@@ -46,7 +50,9 @@ class GatheredBucket:
 
     def start(self) -> None:
         """Begin to gather."""
-        self._pending = all_gather_start(self.memory.flat, self.memory.shard(self.synced.rank), self.synced.group.shard)
+        shard = self.memory.shard(self.synced.rank)
+        tag = self.synced.tag | _GATHER_BIT
+        self._pending = all_gather_start(self.memory.flat, shard, self.synced.group.shard, tag)
 
     def wait(self) -> None:
         """Wait for the gather, if one is under way."""

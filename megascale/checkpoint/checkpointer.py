@@ -34,8 +34,9 @@ class Checkpointer:
     Args:
         directory: holds the checkpoints, `step_00000040` and so on; made at the first save.
         keep_last: how many complete checkpoints to keep, 1 or more; None keeps all.
-        async_save: copy to host memory, then write in a background thread. An error of that write is raised by the next
-            `save` or `wait`. Call `wait` (or leave the ``with`` block) before torch.distributed is destroyed.
+        async_save: copy what this rank writes to host memory, then write it in a background thread. An error of that
+            write is raised by the next `save` or `wait`. Call `wait` (or leave the ``with`` block) before
+            torch.distributed is destroyed.
         groups: the ranks that save together; None is the whole world, or this process alone without torch.distributed.
             They must include every rank that holds a part of a DTensor.
     """
@@ -71,7 +72,8 @@ class Checkpointer:
         Args:
             step: 0 or more; names the folder.
             model: its ``state_dict()`` is saved, every tensor in its own dtype.
-            optimizer: a MixedPrecisionOptimizer, whose grad scaler is part of its state.
+            optimizer: a MixedPrecisionOptimizer, whose grad scaler is part of its state; of a DistributedOptimizer (or
+                ChainedOptimizer), every rank writes its own shard of main params, state and weights.
             user_state: any nest of dicts, lists, tuples, tensors, bytes and primitives, the same on every rank.
             rank_state: such a nest of this rank's own, such as its random number generators and data position.
 

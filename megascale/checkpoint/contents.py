@@ -96,8 +96,8 @@ def check_types(model: nn.Module, optimizer: SavedOptimizer | None) -> None:
         raise ArgumentTypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if optimizer is not None and not isinstance(optimizer, SavedOptimizer):
         raise ArgumentTypeError(
-            f"optimizer must be a MixedPrecisionOptimizer or None, got {type(optimizer).__name__}; "
-            "wrap a torch optimizer first"
+            f"optimizer must be an optimizer of megascale or None, got {type(optimizer).__name__}; wrap a torch "
+            "optimizer first"
         )
 
 
@@ -188,6 +188,7 @@ def _describe(found: list[tuple[str, tuple[int, ...], torch.dtype]]) -> str:
 
 def _refuse_local_shards(model: nn.Module, groups: ParallelGroups) -> None:
     """Raise CheckpointError for a parameter of which ranks hold different parts or values under one name."""
+    data_parallel = group_size(groups.data_parallel)
     for name, param in model.named_parameters():
         if isinstance(param, DTensor):
             continue
@@ -196,7 +197,7 @@ def _refuse_local_shards(model: nn.Module, groups: ParallelGroups) -> None:
                 f"parameter {name!r} is split over tensor-parallel ranks by its attribute tensor_model_parallel, and a "
                 "checkpoint would keep the first rank's part only; make it a DTensor"
             )
-        if is_expert(param) and group_size(groups.of_param(param).holders) != group_size(groups.data_parallel):
+        if data_parallel > 1 and is_expert(param) and group_size(groups.of_param(param).holders) < data_parallel:
             raise CheckpointError(
                 f"parameter {name!r} is an expert's (allreduce=False), not the same on all ranks that save, and a "
                 "checkpoint would keep the first ranks' expert only; make it a DTensor"

@@ -40,7 +40,9 @@ class Destination:
         packed = optimizer.state_dict(copy=False)
         names = names_in(packed, optimizer)
         in_place = not _may_overflow(manifest, state)
-        live = flatten(state if in_place else model_state(model), "model")[1]
+        # Half model params are rounded from their main params, or else loaded whole, as a user's own write would be.
+        own_mains = {param: shard for param, shard in shards.items() if shard.dtype not in HALF_DTYPES}
+        live = flatten(model_state(model, own_mains if in_place else {}), "model")[1]
         live |= flatten(packed, "optimizer")[1]
         for param, shard in shards.items():
             # An fp32 model param is its own main param.

@@ -1,24 +1,27 @@
 """Tensors to and from a folder, by the planners and file format of torch.distributed.checkpoint.
 
-Its planners decide who writes what: a tensor that all ranks hold is written once, by the first of them; a DTensor's
-shards each by its own rank, and read back by whoever needs them at whatever world size. The coordination between ranks
-is done here, so that it can take place before a background thread begins to write.
+Its planners decide who writes what: a tensor that all ranks hold is written once, by the first of them; the shards of a
+DTensor or a ParamShard each by its own rank, and read back by whoever needs them at whatever world size. The
+coordination between ranks is done here, so that it can take place before a background thread begins to write.
 """
 
+import os
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, is_dataclass
 from enum import Enum
+from itertools import groupby
 from pathlib import Path, PosixPath, PurePosixPath
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystemReader, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megascale.checkpoint.agreement import together
@@ -42,6 +45,32 @@ class _SavePlanner(DefaultSavePlanner):
         return super().lookup_object(index) if staged is None else staged
 
 
+class _Writer(FileSystemWriter):
+    """Writes torch's format, one tensor after another.
+
+    torch's own keeps every copy that it makes, of a view or of a tensor on a device, until the whole file is written.
+    """
+
+    def write_tensors(self, plan: SavePlan, planner: _SavePlanner) -> list[WriteResult]:
+        """Write one file, and wait until it is on disk."""
+        name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
+        results: list[WriteResult] = []
+        with open(Path(self.path) / name, "xb") as stream:
+            for item in plan.items:
+                tensor = planner.lookup_object(item.index).detach().cpu()
+                if tensor.untyped_storage().nbytes() != tensor.nbytes:
+                    # torch.save writes all of a storage.
+                    tensor = tensor.clone()
+                start = stream.tell()
+                torch.save(tensor, stream)
+                length = stream.tell() - start
+                results.append(WriteResult(item.index, length, _StorageInfo(name, start, length)))
+                del tensor
+            stream.flush()
+            os.fsync(stream.fileno())
+        return results
+
+
 @dataclass
 class PlannedWrite:
     """One rank's share of a save. It reads the live tensors until `write` has returned, or `stage` has copied them."""
@@ -49,7 +78,7 @@ class PlannedWrite:
     folder: Path
     rank: int
     planner: _SavePlanner
-    writer: FileSystemWriter
+    writer: _Writer
     plan: SavePlan
     metadata: Metadata = field(repr=False)
 
@@ -61,7 +90,7 @@ class PlannedWrite:
 
     def write(self) -> tuple[list[WriteResult], dict[str, FileMark]]:
         """Write this rank's file and wait until it is on disk; returns what was written, and the file's mark."""
-        results = self.writer.write_data(self.plan, self.planner).wait()
+        results = self.writer.write_tensors(self.plan, self.planner)
         return results, {path.name: mark_of(path) for path in sorted(self.folder.glob(f"__{self.rank}_*"))}
 
     def write_metadata(self, results: list[list[WriteResult]]) -> dict[str, FileMark]:
@@ -74,7 +103,7 @@ def plan_write(tensors: Mapping[str, Tensor], folder: Path, group: ProcessGroup 
     """Agree with the ranks of ``group`` who writes what; every rank calls it with its own tensors."""
     rank = group_rank(group)
     planner = _SavePlanner()
-    writer = FileSystemWriter(folder, sync_files=True, overwrite=False)
+    writer = _Writer(folder, sync_files=True, overwrite=False)
     local: SavePlan | None = None
     with together("plan the checkpoint", group):
         writer.set_up_storage_writer(rank == 0)
@@ -102,13 +131,13 @@ def read_metadata(folder: Path) -> Metadata:
 class PlannedRead:
     """What one rank reads, all of it known to be there in the right shape and dtype."""
 
-    reader: FileSystemReader
+    reader: "_Reader"
     planner: DefaultLoadPlanner
     plan: LoadPlan
 
     def read(self) -> None:
         """Fill the templates in place, one saved piece after another. Communicates nothing."""
-        self.reader.read_data(self.plan, self.planner).wait()
+        self.reader.read_tensors(self.plan, self.planner)
 
 
 def plan_read(folder: Path, metadata: Metadata, templates: Mapping[str, Tensor]) -> PlannedRead:
@@ -140,7 +169,36 @@ def plan_read(folder: Path, metadata: Metadata, templates: Mapping[str, Tensor])
 
 
 class _Reader(FileSystemReader):
-    """Reads the metadata file without executing what a stranger may have put into its pickle."""
+    """Reads torch's format, each saved piece once, in the order of the file.
+
+    torch's own reads a piece again for every box that needs a part of it. The metadata file is read without executing
+    what a stranger may have put into its pickle.
+    """
+
+    def read_tensors(self, plan: LoadPlan, planner: DefaultLoadPlanner) -> None:
+        """Read what ``plan`` wants into the tensors that ``planner`` knows."""
+
+        def place(item: ReadItem) -> tuple[str, int]:
+            info = self.storage_data[item.storage_index]
+            return info.relative_path, info.offset
+
+        for _, items in groupby(sorted(plan.items, key=place), place):
+            self._read_piece(list(items), planner)
+
+    def _read_piece(self, items: list[ReadItem], planner: DefaultLoadPlanner) -> None:
+        """Read one saved piece, and copy the parts of it that ``items`` want. It is free again afterwards."""
+        info = self.storage_data[items[0].storage_index]
+        with open(Path(self.path) / info.relative_path, "rb") as stream:
+            saved = torch.load(self._slice_file(stream, info), map_location="cpu", weights_only=True)
+        for item in items:
+            wanted = planner.resolve_tensor(item).detach()
+            found = narrow_tensor_by_index(saved, item.storage_offsets, item.lengths)
+            if found.shape != wanted.shape:
+                raise CheckpointError(
+                    f"{info.relative_path} holds {tuple(found.shape)} of {item.dest_index.fqn!r}, expected "
+                    f"{tuple(wanted.shape)}"
+                )
+            wanted.copy_(found)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         path = Path(self.path) / METADATA_NAME

@@ -55,4 +55,4 @@ def test_rank_killed_in_backward(ranks: RankPool, world: int, victim: int, overl
         # With the gather running on, a rank may hear of it at its next forward.
         assert step in ((3, 4) if overlap else (3,))
         assert error != LAST_WORDS
-        assert seconds < GLOO_TIMEOUT_S
+        assert seconds < GLOO_TIMEOUT_S / 2, "gloo tells of a lost connection at once"

@@ -170,7 +170,7 @@ def test_refused_async_flag(tmp_path: Path) -> None:
 
 LOAD_REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"model": None}, ArgumentTypeError, r"model must be a torch\.nn\.Module, got NoneType"),
-    ({"optimizer": "adam"}, ArgumentTypeError, "optimizer must be a MixedPrecisionOptimizer or None, got str"),
+    ({"optimizer": "adam"}, ArgumentTypeError, "optimizer must be an optimizer of megascale or None, got str"),
     ({"step": -2}, ArgumentError, "step must be 0 or more, got -2"),
     ({"strict": 1}, ArgumentTypeError, "strict must be True or False, got 1"),
     ({"step": 8}, CheckpointError, r"no checkpoint of step 8 in .*; there are steps 7"),

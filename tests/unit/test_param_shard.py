@@ -13,11 +13,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megascale.checkpoint import storage
-from megascale.checkpoint.storage import _SavePlanner
+from megascale.checkpoint.storage import _SavePlanner, _Writer
 from megascale.errors import ArgumentError, UsageError
 from megascale.param_shard import ParamShard, boxes_of
 
@@ -57,7 +56,7 @@ def _resharding(draw: st.DrawFn) -> tuple[tuple[int, ...], list[int], list[int]]
 def _write(folder: Path, pieces: list[ParamShard]) -> None:
     """Write ``pieces`` under the name "w" as so many ranks do, in this process."""
     planners = [_SavePlanner() for _ in pieces]
-    writers = [FileSystemWriter(folder, sync_files=False) for _ in pieces]
+    writers = [_Writer(folder) for _ in pieces]
     local = []
     for rank, (planner, writer) in enumerate(zip(planners, writers, strict=True)):
         writer.set_up_storage_writer(rank == 0)
@@ -66,7 +65,7 @@ def _write(folder: Path, pieces: list[ParamShard]) -> None:
     plans, metadata = planners[0].create_global_plan(local)
     plans = writers[0].prepare_global_plan(plans)
     done = [
-        writer.write_data(planner.finish_plan(plan), planner).wait()
+        writer.write_tensors(planner.finish_plan(plan), planner)
         for writer, planner, plan in zip(writers, planners, plans, strict=True)
     ]
     writers[0].finish(metadata, done)
