@@ -136,7 +136,7 @@ SAVE_REFUSALS: list[tuple[dict[str, Any], type[ArgumentError], str]] = [
     (
         {"optimizer": torch.optim.SGD([torch.zeros(1)])},
         ArgumentTypeError,
-        "MixedPrecisionOptimizer or None, got SGD; wrap",
+        "an optimizer of megascale or None, got SGD; wrap",
     ),
     ({"user_state": {"a": [{1, 2}]}}, ArgumentTypeError, r"user/a/#0 is a builtins\.set"),
     ({"user_state": {"a": torch.float16}}, ArgumentTypeError, r"user/a is a torch\.dtype"),
