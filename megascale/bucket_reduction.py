@@ -6,6 +6,7 @@ overflow.
 """
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
@@ -16,8 +17,9 @@ from torch.autograd.profiler import record_function
 from torch.distributed import Work
 
 from megascale.collectives import (
+    Pending,
     all_reduce_sum_start,
-    exchange_shards_start,
+    exchange_start,
     group_rank,
     group_size,
     is_message_passing,
@@ -27,6 +29,8 @@ from megascale.parallel import GradGroup
 
 CHUNK = 1 << 18
 """Elements that are summed and divided while they are in cache."""
+MESSAGE = 1 << 21
+"""Elements of a message: two of them from every other rank are held at a time."""
 
 Divisor = float | Tensor
 
@@ -232,17 +236,41 @@ class Exchanged(_Sharded):
     @torch.no_grad()
     def _carry(self) -> None:
         with record_function("megascale.reduce_bucket"):
-            payload = self.packed()
-            memory = self._courier.memory((self.num_shards - 1) * self.kept.numel(), payload)
-            arrived = memory.view(self.num_shards - 1, -1)
-            exchange_shards_start(arrived, payload, self.group.shard, self._tag).wait()
-            others = list(arrived.unbind())
-            parts = [*others[: self.rank], self.own_part(payload), *others[self.rank :]]
-            left = self.left_to_divide()
-            for begin in range(0, self.kept.numel(), CHUNK):
-                chunk = slice(begin, begin + CHUNK)
-                sum_in_order([part[chunk] for part in parts], self.kept[chunk], self.rank)
-                divide_(self.kept[chunk], left)
+            shards = self.packed().view(self.num_shards, -1)
+            parts = [slice(begin, begin + MESSAGE) for begin in range(0, shards.size(1), MESSAGE)]
+            memory = self._courier.memory(2 * (self.num_shards - 1) * min(MESSAGE, shards.size(1)), shards)
+            places = memory.view(2, self.num_shards - 1, -1)
+            under_way: deque[tuple[Pending, Tensor, slice]] = deque()
+            errors: list[Exception] = []
+            for index, part in enumerate(parts):
+                # The next message travels while this one is summed.
+                sent = shards[:, part]
+                arrived = places[index % 2, :, : sent.size(1)]
+                under_way.append((exchange_start(arrived, sent, self.group.shard, self._tag), arrived, part))
+                if len(under_way) == 2:
+                    self._sum(*under_way.popleft(), shards, errors)
+            for exchange in under_way:
+                self._sum(*exchange, shards, errors)
+            if errors:
+                raise errors[0]
+
+    def _sum(self, exchange: Pending, arrived: Tensor, part: slice, shards: Tensor, errors: list[Exception]) -> None:
+        """Wait for one message from every other rank, sum them and this rank's own, and divide.
+
+        Where a rank is lost, the error is kept for later: the others still wait for this rank's messages.
+        """
+        try:
+            exchange.wait()
+        except Exception as error:  # whatever the backend raises
+            errors.append(error)
+            return
+        others = list(arrived.unbind())
+        sources = [*others[: self.rank], shards[self.rank, part], *others[self.rank :]]
+        kept, left = self.kept[part], self.left_to_divide()
+        for begin in range(0, kept.numel(), CHUNK):
+            chunk = slice(begin, begin + CHUNK)
+            sum_in_order([source[chunk] for source in sources], kept[chunk], self.rank)
+            divide_(kept[chunk], left)
 
 
 def divide_(tensor: Tensor, divisor: Divisor) -> None:

@@ -95,20 +95,19 @@ def reduce_scatter_sum_start(output: Tensor, tensor: Tensor, group: ProcessGroup
     return _reduce_scatter(output, tensor, op=dist.ReduceOp.SUM, group=group, async_op=True)
 
 
-def exchange_shards_start(received: Tensor, tensor: Tensor, group: ProcessGroup | None, tag: int) -> Pending:
-    """Begin to send every other rank its shard of ``tensor``.
+def exchange_start(received: Tensor, shards: Tensor, group: ProcessGroup | None, tag: int) -> Pending:
+    """Begin to send every other rank its row of ``shards``, shape [ranks, numel].
 
-    ``received``, shape [ranks - 1, numel / ranks], gets the others' parts of this rank's shard, in the order of ranks.
-    ``tag`` tells exchanges apart that are under way at the same time.
+    ``received``, shape [ranks - 1, numel], gets what the others have for this rank, in the order of ranks. ``tag``
+    tells exchanges apart that are under way at the same time; those of one tag keep their order.
     """
-    shards = tensor.view(group_size(group), -1).unbind()
     others = _others(group)
     receive = [
         partial(dist.irecv, place, group=group, group_src=other, tag=tag)
         for other, place in zip(others, received.unbind(), strict=True)
     ]
     send = [partial(dist.isend, shards[other], group=group, group_dst=other, tag=tag) for other in others]
-    return Pending([*receive, *send], [tensor, received])
+    return Pending([*receive, *send], [shards, received])
 
 
 def all_gather_start(tensor: Tensor, shard: Tensor, group: ProcessGroup | None, tag: int) -> Pending:

@@ -302,6 +302,9 @@ def test_bad_argument_is_refused(options: dict[str, Any], message: str) -> None:
 
 
 def _scratch() -> list[Any]:
+    from megascale import bucket_reduction
+
+    bucket_reduction.MESSAGE = 8  # several messages a bucket
     module = model(torch.float32)
     sync = GradSync(module.named_parameters(), bucket_numel=1, sharded=True)
     seen = []
@@ -311,17 +314,37 @@ def _scratch() -> list[Any]:
         sync.finish()
         held = sync._courier._memory
         seen.append((held.data_ptr(), held.numel()) if held is not None else None)
-    largest = max(bucket.memory.flat.numel() for bucket in sync.buckets)
-    return [len(sync.buckets), largest, seen]
+    bucket_reduction.MESSAGE = 1 << 21
+    return [len(sync.buckets), seen]
 
 
 def test_scratch_does_not_grow_with_the_model(ranks: RankPool) -> None:
-    """However many buckets there are, one arrives at a time, and the next step has the same memory for it."""
-    for buckets, largest, [first, second, third] in ranks.run(2, _scratch):
+    """However many buckets there are, and however large, two messages arrive at a time, in the same memory."""
+    for buckets, [first, second, third] in ranks.run(2, _scratch):
         assert buckets == 7
         assert first is not None
-        assert first[1] <= largest
+        assert first[1] == 2 * 8
         assert first == second == third
+
+
+def _split(size: int) -> list[Tensor]:
+    from megascale import bucket_reduction
+
+    bucket_reduction.MESSAGE, bucket_reduction.CHUNK = size, max(1, size // 2)
+    module = model(torch.float32)
+    sync = GradSync(module.named_parameters(), sharded=True)
+    module(_data(0, dist.get_rank())).square().mean().backward()
+    sync.finish()
+    bucket_reduction.MESSAGE, bucket_reduction.CHUNK = 1 << 21, 1 << 18
+    return [bucket.reduction.kept for bucket in sync.buckets]
+
+
+def test_messages_of_any_size_make_the_same_sum(ranks: RankPool) -> None:
+    """A bucket in one message, in many, or in pieces that do not divide it: the same bits."""
+    whole = ranks.run(3, _split, 1 << 21)
+    for size in (1, 7, 64, 100):
+        for ours, theirs in zip(ranks.run(3, _split, size), whole, strict=True):
+            assert all(bits_equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize(

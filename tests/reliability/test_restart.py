@@ -1,0 +1,209 @@
+"""A sharded run loses a rank or a node without a word. No process waits for ever, and the run goes on from its latest
+checkpoint, on as many ranks or fewer.
+"""
+
+import contextlib
+import csv
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megascale.checkpoint import load
+from megascale.train.build import DTYPES, build_grad_scaler, build_task, build_wrapped_optimizer
+from megascale.train.config import load_config
+from tests.training import same_bits, snapshot
+
+# The scale rises and falls all the time, and a save every 10 steps finds the count of clean steps anywhere below 7.
+RUN = [
+    *("task=text", "text.width=16", "text.layers=1", "text.heads=2", "text.context=16", "text.heldout_windows=8"),
+    *("batch_size=4", "evaluate_every=100", "threads=1", "wandb_name=run", "scaler.growth_interval=7"),
+    *("optimizer.name=adamw", "optimizer.lr=0.003", "optimizer.schedule=constant", "checkpoint.every=10"),
+]
+SHARDED = ["optimizer.sharded=true", "optimizer.overlap_param_gather=true", "optimizer.bucket_numel=2000"]
+TORCHRUN = ["-m", "torch.distributed.run"]
+Process = subprocess.Popen[str]
+
+
+@contextlib.contextmanager
+def _job(
+    folder: Path, *arguments: str, launcher: tuple[str, ...] = (), environment: dict[str, str] | None = None
+) -> Iterator[Process]:
+    """Start a process in a session of its own. At the end the session is killed."""
+    program = ["-m", "megascale.train", *RUN, *SHARDED, f"output_dir={folder}", *arguments]
+    process = subprocess.Popen(
+        [sys.executable, *launcher, *program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env=os.environ | (environment or {}),
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def _output(process: Process, timeout: float = 120) -> str:
+    return process.communicate(timeout=timeout)[0]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
+
+
+def _await(condition: Callable[[], object], *running: Process) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        for process in running:
+            assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
+
+
+def _checkpoints(folder: Path) -> set[str]:
+    return {path.name for path in folder.glob("run/checkpoints/step_*")}
+
+
+def _workers(launcher: Process) -> dict[int, int]:
+    """The processes below torchrun: rank to process id."""
+    children = subprocess.run(["pgrep", "-P", str(launcher.pid)], capture_output=True, text=True).stdout.split()
+    found: dict[int, int] = {}
+    for pid in map(int, children):
+        with contextlib.suppress(OSError):
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            found |= {int(value[len(b"RANK=") :]): pid for value in variables if value.startswith(b"RANK=")}
+    return found
+
+
+def _rows(folder: Path) -> list[dict[str, str]]:
+    with open(folder / "run" / "metrics.csv", newline="") as stream:
+        return [{k: v for k, v in row.items() if k != "samples_per_second"} for row in csv.DictReader(stream)]
+
+
+def _end(folder: Path) -> tuple[dict[str, torch.Tensor], Any, dict[str, Any]]:
+    """Model, main params and moments of the last checkpoint; its scaler; its progress but for the time it took."""
+    config = load_config(RUN)
+    model = build_task(config).model().to(DTYPES[config.precision])
+    optimizer = build_wrapped_optimizer(config, model)
+    progress = dict(load(folder / "run" / "checkpoints", model, optimizer).user_state["progress"])
+    del progress["seconds"]
+    return snapshot(optimizer, model), optimizer.state_dict()["grad_scaler"], progress
+
+
+def _resumed_at(output: str) -> list[int]:
+    return [int(step) for step in re.findall(r"resumed at step (\d+)", output)]
+
+
+def _check_log(folder: Path, steps: int, resumed: int) -> None:
+    """Every step is there once, the scale is that of one scaler that saw them all, and the run has learned."""
+    rows = _rows(folder)
+    assert [row["step"] for row in rows] == [str(step) for step in range(steps)]
+    scaler = build_grad_scaler(load_config(RUN).scaler)
+    assert scaler is not None
+    scales = []
+    for row in rows:
+        scales.append(scaler.scale.item())
+        scaler.update(row["skipped"] == "1")
+    assert [float(row["scale"]) for row in rows] == scales
+    assert 0 < resumed < steps
+    assert sum(int(row["skipped"]) for row in rows[:resumed]) > 0
+    assert sum(int(row["skipped"]) for row in rows[resumed:]) > 0
+    losses = [float(row["loss"]) for row in rows]
+    assert sum(losses[-20:]) < 0.8 * sum(losses[:20])
+    assert float(rows[-1]["total_accuracy"]) > 0.1
+    progress = _end(folder)[2]
+    assert progress["step"] == steps
+    assert progress["skipped"] == sum(int(row["skipped"]) for row in rows)
+    assert not list(folder.glob("run/checkpoints/.*")), "what the killed save had begun is removed"
+
+
+@pytest.mark.parametrize(("victim", "async_save"), [(0, "false"), (1, "true")])
+def test_the_other_rank_ends_and_one_rank_goes_on(tmp_path: Path, victim: int, async_save: str) -> None:
+    """One of two ranks is killed in mid-run: the other's process ends by itself, with an error, long before gloo's 30
+    minutes; its threads keep nothing alive. One rank then goes on from the shards that two have written.
+    """
+    arguments = ("steps=10000", f"checkpoint.async_save={async_save}")
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(_free_port())}
+    with (
+        _job(tmp_path, *arguments, environment=place | {"RANK": "0"}) as first,
+        _job(tmp_path, *arguments, environment=place | {"RANK": "1"}) as second,
+    ):
+        both = (first, second)
+        _await(lambda: len(_checkpoints(tmp_path)) > 1, *both)
+        both[victim].kill()
+        output = _output(both[1 - victim], timeout=60)
+        assert both[1 - victim].returncode == 1, output
+        assert "Error" in output
+    saved = max(_checkpoints(tmp_path))
+    steps = int(saved.removeprefix("step_")) + 100
+    with _job(tmp_path, f"steps={steps}", f"checkpoint.async_save={async_save}") as alone:
+        output = _output(alone)
+    assert alone.returncode == 0, output
+    [resumed] = _resumed_at(output)
+    assert saved == f"step_{resumed:08d}"
+    _check_log(tmp_path, steps, resumed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_killed_rank_leaves_no_trace(tmp_path: Path, victim: int) -> None:
+    """A rank is killed in mid-run and torchrun starts both again: the end is that of a run that nothing happened to.
+
+    To the bit: params, main params, moments, scaler, counts and every row of the log. Each rank had half of the state.
+    """
+    launcher = (*TORCHRUN, "--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    with _job(broken, "steps=400", launcher=launcher) as job:
+        _await(lambda: _checkpoints(broken), job)
+        os.kill(_workers(job)[victim], signal.SIGKILL)
+        output = _output(job)
+    assert job.returncode == 0, output
+    [resumed] = _resumed_at(output)
+    with _job(whole, "steps=400", launcher=launcher) as job:
+        output = _output(job)
+    assert job.returncode == 0, output
+    assert _resumed_at(output) == []
+    state, scaler, progress = _end(broken)
+    whole_state, whole_scaler, whole_progress = _end(whole)
+    assert same_bits(state, whole_state)
+    assert scaler == whole_scaler
+    assert progress == whole_progress
+    assert _rows(broken) == _rows(whole)
+    _check_log(broken, 400, resumed)
+
+
+@pytest.mark.slow
+def test_lost_node_leaves_fewer_ranks(tmp_path: Path) -> None:
+    """One of two nodes is gone, launcher and rank: torchrun starts the other alone, and it goes on."""
+    # Torchrun's own patience with a lost node is 15 s, with a late one 30 s.
+    patience = "last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=3"
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{_free_port()}", "--rdzv-id", "restart"]
+    size = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "5"]
+    launcher = (*TORCHRUN, *size, *meeting, "--rdzv-conf", patience)
+    with _job(tmp_path, "steps=1500", launcher=launcher) as stays:
+        time.sleep(2)  # the first to come hosts the meeting
+        with _job(tmp_path, "steps=1500", launcher=launcher) as leaves:
+            _await(lambda: _workers(leaves), stays, leaves)
+            before = _checkpoints(tmp_path)
+            _await(lambda: _checkpoints(tmp_path) - before, stays, leaves)
+            [worker] = _workers(leaves).values()
+            for pid in (leaves.pid, worker):
+                os.kill(pid, signal.SIGKILL)
+            output = _output(stays)
+    assert stays.returncode == 0, output
+    _check_log(tmp_path, 1500, _resumed_at(output)[-1])
