@@ -1,6 +1,7 @@
 """What a run leaves behind: metrics.csv and TensorBoard always, Weights & Biases when asked, and a progress bar."""
 
 import csv
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -109,16 +110,27 @@ class RunLog:
 
 
 def _open_csv(path: Path, start: int) -> tuple[Any, "csv.DictWriter[str]"]:
-    """Open the file for rows from ``start`` on, keeping earlier ones."""
+    """Open the file for rows from ``start`` on, keeping earlier ones.
+
+    The file on disk has the earlier rows at every moment: this process may be killed before it flushes any.
+    """
     kept: list[Mapping[str, str]] = []
     if start > 0 and path.is_file():
         with open(path, newline="", encoding="utf-8") as stream:
-            kept = [row for row in csv.DictReader(stream) if row["step"].isdigit() and int(row["step"]) < start]
-    stream = open(path, "w", newline="", encoding="utf-8")  # noqa: SIM115  closed by RunLog.close
-    writer = csv.DictWriter(stream, COLUMNS)
-    writer.writeheader()
-    writer.writerows(kept)
-    return stream, writer
+            kept = [row for row in csv.DictReader(stream) if _is_whole(row) and int(row["step"]) < start]
+    replacement = path.with_suffix(".csv.new")
+    with open(replacement, "w", newline="", encoding="utf-8") as stream:
+        writer = csv.DictWriter(stream, COLUMNS)
+        writer.writeheader()
+        writer.writerows(kept)
+    os.replace(replacement, path)
+    stream = open(path, "a", newline="", encoding="utf-8")  # noqa: SIM115  closed by RunLog.close
+    return stream, csv.DictWriter(stream, COLUMNS)
+
+
+def _is_whole(row: Mapping[str, str | None]) -> bool:
+    """Return whether no cell is missing. A killed process may leave half a line, even half a step number."""
+    return None not in row.values() and str(row["step"]).isdigit()
 
 
 def _start_wandb(config: TrainConfig) -> Any:

@@ -1,0 +1,50 @@
+"""metrics.csv of a run that was killed, perhaps more than once."""
+
+import csv
+from pathlib import Path
+
+from megascale.train.config import TrainConfig, load_config
+from megascale.train.run_log import COLUMNS, Row, RunLog
+
+
+def _config(folder: Path) -> TrainConfig:
+    return load_config([f"output_dir={folder}", "wandb_name=run"])
+
+
+def _write(log: RunLog, steps: range) -> None:
+    for step in steps:
+        log.write(Row(step, 1.0, 0.5, 0.5, 1.0, 65536.0, 0, 0.1, 0.01, 100.0))
+
+
+def _steps(folder: Path) -> list[str]:
+    with open(folder / "run" / "metrics.csv", newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    assert all(list(row) == COLUMNS and None not in row.values() for row in rows)
+    return [row["step"] for row in rows]
+
+
+def test_half_a_line_is_no_row(tmp_path: Path) -> None:
+    """A line that a killed process cut inside its step number, 13 of 137, is not taken for step 13."""
+    log = RunLog(_config(tmp_path), 0)
+    _write(log, range(137))
+    log.close()
+    with open(tmp_path / "run" / "metrics.csv", "a") as stream:
+        stream.write("13")
+    RunLog(_config(tmp_path), 100).close()
+    assert _steps(tmp_path) == [str(step) for step in range(100)]
+
+
+def test_killed_again_before_it_saved(tmp_path: Path) -> None:
+    """A run that goes on and is killed before its first flush has lost no row of before."""
+    log = RunLog(_config(tmp_path), 0)
+    _write(log, range(5))
+    log.close()
+    killed = RunLog(_config(tmp_path), 5)
+    _write(killed, range(5, 7))
+    # Nothing of the killed run's own buffer is on disk; the third run resumes where the second did.
+    assert _steps(tmp_path) == [str(step) for step in range(5)]
+    last = RunLog(_config(tmp_path), 5)
+    _write(last, range(5, 8))
+    last.close()
+    assert _steps(tmp_path) == [str(step) for step in range(8)]
+    killed.close()
