@@ -112,16 +112,17 @@ class ShardedMainParams(MainParams):
         return self._by_id.get(id(param))
 
     def restore(self) -> None:
-        """See :class:`MainParams`. A parameter with storage of its own moves back into its bucket, values and all."""
+        """See :class:`MainParams`. A parameter with storage of its own moves back into its bucket, values and all.
+
+        No gather is under way afterwards, so that shards may be written: forward waits for what it uses only.
+        """
+        self.settle()
         for param in self:
             bucket = self._gather.bucket_of(param.model)
             if bucket is not None and not bucket.is_view(param.name, param.model):
-                bucket.wait()
                 bucket.point(param.name, param.model)
                 if param.is_copy:
                     param.follow()
-        if any(param.changed_outside for param in self):
-            self.settle()
 
     def publish(self, params: Sequence[MainParam]) -> None:
         """See :class:`MainParams`. Starts the gather of the bucket that ``params`` are in."""

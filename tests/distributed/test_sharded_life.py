@@ -354,10 +354,12 @@ def test_state_of_before_wrapping_is_kept(ranks: RankPool) -> None:
     assert ranks.run(2, _state_of_before) == [True, True]
 
 
-def _unused() -> list[Any]:
+def _unused(overlap: bool) -> list[Any]:
     module = nn.ModuleDict({"used": nn.Linear(4, 20), "sometimes": nn.Linear(4, 20), "never": nn.Linear(4, 20)})
     inner = torch.optim.SGD(module.named_parameters(), lr=1.0)
-    optimizer = DistributedOptimizer(inner, modules=module, bucket_numel=10, broadcast_params=True)
+    optimizer = DistributedOptimizer(
+        inner, modules=module, bucket_numel=10, broadcast_params=True, overlap_param_gather=overlap
+    )
     before = weights(module)
     for step in range(3):
         optimizer.zero_grad()
@@ -366,14 +368,20 @@ def _unused() -> list[Any]:
         if dist.get_rank() == step % 2:
             loss = loss + module["sometimes"](data).sum()
         loss.backward()
-        assert bool(optimizer.step().success)
+        optimizer.prepare_grads()
+        # Forward has not waited for a layer that it did not use; its shard is written next.
+        assert not any(bucket._pending for bucket in optimizer._gather.buckets.values())
+        assert bool(optimizer.step_with_ready_grads().success)
+        assert any(bucket._pending for bucket in optimizer._gather.buckets.values()) == overlap
+    optimizer.finish_param_gather()
     moved = {name: (before[name] - value).unique().tolist() for name, value in weights(module).items()}
     return [moved]
 
 
-def test_unused_parameters_neither_hang_nor_poison(ranks: RankPool) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_unused_parameters_neither_hang_nor_poison(ranks: RankPool, overlap: bool) -> None:
     """A layer that one rank, or every rank, leaves out counts as zeros; nothing of the step before remains."""
-    for [moved] in ranks.run(2, _unused):
+    for [moved] in ranks.run(2, _unused, overlap):
         assert moved["used.bias"] == [3.0]
         assert moved["sometimes.bias"] == [1.5]
         assert moved["never.bias"] == moved["never.weight"] == [0.0]
