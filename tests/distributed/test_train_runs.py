@@ -100,6 +100,7 @@ def test_resume_is_bitwise_on_two_ranks(tmp_path: Path) -> None:
 SHARDED = ["optimizer.sharded=true", "optimizer.overlap_param_gather=true", "optimizer.bucket_numel=2000"]
 
 
+@pytest.mark.slow
 def test_sharded_run_goes_on_replicated(tmp_path: Path) -> None:
     """optimizer.sharded=true: the same skips and scales; its checkpoint goes on on one rank, not sharded, and back."""
     _train(2, tmp_path, *SHARDED, "steps=12")

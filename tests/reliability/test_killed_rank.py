@@ -40,8 +40,20 @@ def _die_in_backward(victim: int, at_step: int, overlap: bool) -> Any:
     return 20, LAST_WORDS, 0.0
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize(("world", "victim"), [(2, 0), (2, 1), (4, 2)])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("world", "victim", "overlap"),
+    [
+        (2, 1, False),
+        (4, 2, True),
+        pytest.param(2, 0, False, marks=SLOW),
+        pytest.param(2, 0, True, marks=SLOW),
+        pytest.param(2, 1, True, marks=SLOW),
+        pytest.param(4, 2, False, marks=SLOW),
+    ],
+)
 def test_rank_killed_in_backward(ranks: RankPool, world: int, victim: int, overlap: bool) -> None:
     """SIGKILL with buckets in flight: every other rank raises within the process group's timeout, at that very step."""
     with ranks.spawn(world, _die_in_backward, victim, 3, overlap) as fresh:
