@@ -1,5 +1,6 @@
 """Where a rank runs: its place among the ranks, its device, its signals."""
 
+import gc
 import os
 import signal
 from types import FrameType, TracebackType
@@ -58,6 +59,8 @@ class Runtime:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
         if self.under_torchrun and dist.is_initialized():
+            # Gradient hooks make cycles that hold the process group: it must not outlive the interpreter.
+            gc.collect()
             dist.destroy_process_group()
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -132,7 +132,8 @@ def _check_log(folder: Path, steps: int, resumed: int) -> None:
     assert not list(folder.glob("run/checkpoints/.*")), "what the killed save had begun is removed"
 
 
-@pytest.mark.parametrize(("victim", "async_save"), [(1, "true"), pytest.param(0, "false", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("victim", "async_save"), [(0, "false"), (1, "true")])
 def test_the_other_rank_ends_and_one_rank_goes_on(tmp_path: Path, victim: int, async_save: str) -> None:
     """One of two ranks is killed in mid-run: the other's process ends by itself, with an error, long before gloo's 30
     minutes; its threads keep nothing alive. One rank then goes on from the shards that two have written.
