@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import warnings
 from types import FrameType, TracebackType
 
 import torch
@@ -48,6 +49,8 @@ class Runtime:
 
     def __enter__(self) -> "Runtime":
         if self.under_torchrun:
+            if self.is_first:
+                _check_restarts()
             dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
         for number in (signal.SIGINT, signal.SIGTERM):
             self._handlers[number] = signal.signal(number, self._note)
@@ -68,3 +71,14 @@ class Runtime:
         self._signals += 1
         if self._signals >= FORCE_AFTER:
             raise KeyboardInterrupt
+
+
+def _check_restarts() -> None:
+    """Warn of a torchrun whose restarted ranks would read the addresses of the dead ones."""
+    may_restart = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
+    if may_restart and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        warnings.warn(
+            "torchrun --max-restarts hands restarted ranks the store of those before them; they may fail to connect "
+            "(https://github.com/pytorch/pytorch/issues/135712); set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun",
+            stacklevel=3,
+        )

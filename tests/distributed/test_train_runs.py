@@ -5,7 +5,6 @@ import json
 import math
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,6 +17,7 @@ from megascale.checkpoint import load
 from megascale.train.build import DTYPES, build_task, build_wrapped_optimizer
 from megascale.train.config import load_config
 from megascale.train.run_log import COLUMNS
+from tests.jobs import job, wait_until
 from tests.training import same_bits, snapshot
 
 TINY = [
@@ -45,9 +45,8 @@ def _command(ranks: int, folder: Path, *arguments: str) -> list[str]:
 
 
 def _train(ranks: int, folder: Path, *arguments: str, status: int = 0) -> str:
-    done = subprocess.run(_command(ranks, folder, *arguments), capture_output=True, text=True, timeout=150)
-    assert done.returncode == status, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    with job(_command(ranks, folder, *arguments)) as run:
+        return run.finish(timeout=150, status=status)
 
 
 def _rows(folder: Path) -> list[dict[str, str]]:
@@ -136,25 +135,17 @@ def test_sharded_resume_is_bitwise_on_two_ranks(tmp_path: Path) -> None:
 def test_interrupt_saves_and_the_next_run_goes_on(tmp_path: Path, ranks: int) -> None:
     """Ctrl-C (a SIGINT to everybody) saves the step and ends; the same command then finishes the run, bit for bit."""
     command = _command(ranks, tmp_path / "cut", "steps=300")
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-    try:
-        events = tmp_path / "cut" / "run" / "tensorboard"
-        deadline = time.monotonic() + 90
-        while not (events.is_dir() and any(events.iterdir())):
-            assert process.poll() is None, process.communicate()[0]
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+    events = tmp_path / "cut" / "run" / "tensorboard"
+    with job(command) as run:
+        wait_until(lambda: events.is_dir() and any(events.iterdir()), run)
         time.sleep(0.5)
-        os.killpg(process.pid, signal.SIGINT)
-        output = process.communicate(timeout=60)[0]
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+        os.killpg(run.pid, signal.SIGINT)
+        run.process.wait(60)
+        output = run.output
+        returncode = run.process.returncode
     assert "stopped by a signal; run the same command to go on" in output
     if ranks == 1:
-        assert process.returncode == 128 + signal.SIGINT
+        assert returncode == 128 + signal.SIGINT
     summary = json.loads((tmp_path / "cut" / "run" / "summary.json").read_text())
     stopped = summary["step"]
     assert 0 < stopped < 300
