@@ -5,6 +5,7 @@ from megascale.chained import ChainedOptimizer
 from megascale.config import OptimizerConfig
 from megascale.distributed_optimizer import DistributedOptimizer
 from megascale.grad_scaler import ConstantGradScaler, DynamicGradScaler, MegatronGradScaler
+from megascale.lion import Lion
 from megascale.optimizer import MixedPrecisionOptimizer, StepResult
 from megascale.parallel import ParallelGroups
 
@@ -15,6 +16,7 @@ __all__ = [
     "ConstantGradScaler",
     "DistributedOptimizer",
     "DynamicGradScaler",
+    "Lion",
     "MegatronGradScaler",
     "MixedPrecisionOptimizer",
     "OptimizerConfig",

@@ -14,6 +14,7 @@ from megascale.config import OptimizerConfig
 from megascale.distributed_optimizer import DistributedOptimizer
 from megascale.errors import ArgumentError, ArgumentTypeError
 from megascale.grad_scaler import ConstantGradScaler, DynamicGradScaler, MegatronGradScaler
+from megascale.lion import Lion
 from megascale.optimizer import MixedPrecisionOptimizer
 from megascale.parallel import ParallelGroups
 
@@ -148,6 +149,9 @@ def _inner_optimizer(config: OptimizerConfig, param_groups: list[Options]) -> to
     lr = validate.non_negative("lr", config.lr)
     if config.optimizer == "sgd":
         return torch.optim.SGD(param_groups, lr=lr, momentum=config.sgd_momentum, weight_decay=config.weight_decay)
+    if config.optimizer == "lion":
+        betas = (config.lion_beta1, config.lion_beta2)
+        return Lion(param_groups, lr=lr, betas=betas, weight_decay=config.weight_decay)
     kind = torch.optim.AdamW if config.decoupled_weight_decay else torch.optim.Adam
     betas = (config.adam_beta1, config.adam_beta2)
     return kind(param_groups, lr=lr, betas=betas, eps=config.adam_eps, weight_decay=config.weight_decay)

@@ -2,12 +2,15 @@
 
 from dataclasses import dataclass
 
+import torch
+
 from megascale import validate
 from megascale.errors import ArgumentError
 from megascale.grad_scaler import HYSTERESIS_RESETS
 
-BACKENDS = ("auto", "torch", "reference")
-OPTIMIZERS = ("adam", "sgd")
+BACKENDS = ("auto", "reference", "torch", "native")
+OPTIMIZERS = ("adam", "sgd", "lion")
+STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLAGS = (
     "fp16",
     "bf16",
@@ -61,7 +64,14 @@ class OptimizerConfig:
     log_num_zeros_in_grad: bool = False
     """Count zero elements of the gradients. Otherwise ``num_zeros_in_grad`` is NaN."""
     backend: str = "auto"
-    """Kernels (ours): "auto", "torch" or "reference". The environment variable MEGASCALE_BACKEND decides for "auto"."""
+    """Kernels (ours): a name of :data:`megascale.config.BACKENDS`. "auto": the environment variable MEGASCALE_BACKEND,
+    else what is fastest here, see :func:`megascale.kernels.select_backend`."""
+    exp_avg_dtype: torch.dtype = torch.float32
+    """Of Adam's and Lion's first moment and of SGD's momentum buffer: float32, bfloat16 or float16. The arithmetic is
+    fp32; fp64 parameters keep fp64 moments."""
+    exp_avg_sq_dtype: torch.dtype = torch.float32
+    """Of Adam's second moment. bfloat16 cannot follow changes below 0.4%, which beta2=0.999 makes; float16 loses
+    gradients below 2.4e-4. Measure before you train with either."""
 
     # Sharding, read by build_optimizer
     use_distributed_optimizer: bool = False
@@ -71,7 +81,7 @@ class OptimizerConfig:
 
     # Inner optimizer, read by build_optimizer
     optimizer: str = "adam"
-    """"adam" (AdamW where ``decoupled_weight_decay``) or "sgd"."""
+    """"adam" (AdamW where ``decoupled_weight_decay``), "sgd" or "lion"."""
     lr: float | None = None
     """Learning rate. build_optimizer requires it."""
     weight_decay: float = 0.01
@@ -80,6 +90,8 @@ class OptimizerConfig:
     adam_eps: float = 1e-8
     decoupled_weight_decay: bool = True
     sgd_momentum: float = 0.9
+    lion_beta1: float = 0.9
+    lion_beta2: float = 0.99
 
     def __post_init__(self) -> None:
         for name in FLAGS:
@@ -91,12 +103,17 @@ class OptimizerConfig:
         self._validate_loss_scale()
         validate.non_negative("clip_grad", self.clip_grad)
         validate.one_of("backend", self.backend, BACKENDS)
+        for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+            if getattr(self, name) not in STATE_DTYPES:
+                raise ArgumentError(
+                    f"{name} must be one of {', '.join(map(str, STATE_DTYPES))}, got {getattr(self, name)!r}"
+                )
         validate.one_of("optimizer", self.optimizer, OPTIMIZERS)
         if self.lr is not None:
             validate.non_negative("lr", self.lr)
         validate.non_negative("weight_decay", self.weight_decay)
-        validate.fraction("adam_beta1", self.adam_beta1)
-        validate.fraction("adam_beta2", self.adam_beta2)
+        for name in ("adam_beta1", "adam_beta2", "lion_beta1", "lion_beta2"):
+            validate.fraction(name, getattr(self, name))
         validate.positive("adam_eps", self.adam_eps)
         validate.non_negative("sgd_momentum", self.sgd_momentum)
 

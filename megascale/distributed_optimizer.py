@@ -16,6 +16,7 @@ from megascale.errors import ArgumentError, ArgumentTypeError
 from megascale.grad_scaler import MegatronGradScaler
 from megascale.grad_sync import GradSync
 from megascale.layout import DEFAULT_BUCKET_NUMEL
+from megascale.lion import Lion
 from megascale.optimizer import MixedPrecisionOptimizer
 from megascale.parallel import ParallelGroups
 from megascale.param_gather import ParamGather
@@ -23,6 +24,7 @@ from megascale.param_shard import ParamShard
 from megascale.sharded_main_params import ShardedMainParams
 
 ELEMENTWISE = (
+    Lion,
     torch.optim.Adadelta,
     torch.optim.Adagrad,
     torch.optim.Adam,

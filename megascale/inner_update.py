@@ -1,24 +1,28 @@
 """How the wrapped optimizer's math reaches the main params: by our kernels, or through its own ``step()``.
 
-Adam, AdamW and SGD run on our kernels, which obey `found_inf` on the device. Any other optimizer cannot, so the host
-reads `found_inf` once and calls its ``step()`` where the step lands. Both keep the state in torch's own layout, keyed
-by model param.
+Adam, AdamW, SGD and Lion run on our kernels, which obey `found_inf` on the device. Any other optimizer cannot, so the
+host reads `found_inf` once and calls its ``step()`` where the step lands. Both keep the state in torch's own layout,
+keyed by model param.
 """
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import chain
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from megascale.config import OptimizerConfig
 from megascale.errors import ArgumentError
-from megascale.kernels import AdamHyper, Backend, Decision, Operands, SgdHyper
-from megascale.main_params import MainParam, local
+from megascale.kernels import AdamHyper, Backend, Decision, LionHyper, Operands, SgdHyper
+from megascale.lion import Lion
+from megascale.main_params import HALF_DTYPES, Batch, MainParam, local
 
 CLOSURE_OPTIMIZERS = (torch.optim.LBFGS,)
 SPARSE_OPTIMIZERS = (torch.optim.SparseAdam,)
@@ -26,11 +30,16 @@ SPARSE_OPTIMIZERS = (torch.optim.SparseAdam,)
 
 @dataclass(frozen=True)
 class GroupUpdate:
-    """A batch of one param group: its options, main params that have gradients, and those gradients, local."""
+    """A batch, all of which have gradients: its param group's options, and the gradients, local, in the same order."""
 
     options: dict[str, Any]
-    params: list[MainParam]
+    batch: Batch
     grads: list[Tensor]
+
+    @property
+    def params(self) -> list[MainParam]:
+        """The main params."""
+        return self.batch.params
 
 
 @dataclass(frozen=True)
@@ -41,7 +50,23 @@ class Rounded:
     overflowed: Tensor
 
 
-Publish = Callable[[Sequence[MainParam]], None]
+class Prepared(NamedTuple):
+    """Main params of one device, their places in the batch, and their operands, but for the gradients."""
+
+    params: list[MainParam]
+    indices: list[int]
+    operands: Operands
+
+
+class _Kept(NamedTuple):
+    """What was worked out for a batch with these state tensors. They are held, so that none can take another's id."""
+
+    ids: list[int]
+    columns: list[list[Tensor]]
+    prepared: list[Prepared]
+
+
+Publish = Callable[[Batch], None]
 
 
 class InnerUpdate(Protocol):
@@ -78,32 +103,54 @@ def check_inner(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
-def select_update(optimizer: torch.optim.Optimizer, backend: Backend) -> InnerUpdate:
-    """Return how ``optimizer`` is run. Exact types only: a subclass may have changed ``step()``."""
-    kind = type(optimizer)
-    if kind in (torch.optim.Adam, torch.optim.AdamW):
-        return AdamUpdate(optimizer, backend)
-    if kind is torch.optim.SGD:
-        return SgdUpdate(optimizer, backend)
+def select_update(optimizer: torch.optim.Optimizer, backend: Backend, config: OptimizerConfig) -> InnerUpdate:
+    """Return how ``optimizer`` is run. Exact types only: a subclass may have changed ``step()``.
+
+    Raises ArgumentError for 16-bit moments of an optimizer that runs its own ``step()``.
+    """
+    kinds: dict[type, type[_KernelUpdate]] = {
+        torch.optim.Adam: AdamUpdate,
+        torch.optim.AdamW: AdamUpdate,
+        torch.optim.SGD: SgdUpdate,
+        Lion: LionUpdate,
+    }
+    kind = kinds.get(type(optimizer))
+    if kind is not None:
+        return kind(optimizer, backend, config)
+    for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+        if getattr(config, name) != torch.float32:
+            raise ArgumentError(
+                f"config.{name}={getattr(config, name)} needs Adam, AdamW, SGD or Lion, not "
+                f"{type(optimizer).__name__}; leave it at torch.float32"
+            )
     return GeneralUpdate(optimizer, backend)
 
 
 class _KernelUpdate(ABC):
     """What Adam and SGD share: eager state, one kernel call per group and device, a detour when hooks ask for it."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, backend: Backend) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, backend: Backend, config: OptimizerConfig) -> None:
         self.optimizer = optimizer
         self.backend = backend
         self._general = GeneralUpdate(optimizer, backend)
+        self._prepared: WeakKeyDictionary[Batch, _Kept] = WeakKeyDictionary()
+        self._dtypes = dict.fromkeys(("exp_avg", "momentum_buffer"), config.exp_avg_dtype)
+        self._dtypes |= dict.fromkeys(("exp_avg_sq", "max_exp_avg_sq"), config.exp_avg_sq_dtype)
 
     def create_state(self, options: dict[str, Any], param: MainParam) -> None:
-        """Make the state of a parameter, in its main param's dtype; state that is there already keeps its values."""
+        """Make the state of a parameter, in the dtype that the config asks for; what is there keeps its values.
+
+        State of an fp64 parameter is fp64.
+        """
         state = self.optimizer.state[param.model]
         for name in self.state_names(options):
+            dtype = param.main.dtype if param.main.dtype == torch.float64 else self._dtypes[name]
             if state.get(name) is None:
-                state[name] = torch.zeros_like(param.main, requires_grad=False, memory_format=torch.preserve_format)
-            elif state[name].dtype.itemsize < param.main.dtype.itemsize:
-                state[name] = state[name].to(param.main.dtype)
+                state[name] = torch.zeros_like(
+                    param.main, dtype=dtype, requires_grad=False, memory_format=torch.preserve_format
+                )
+            elif state[name].dtype != dtype:
+                state[name] = state[name].to(dtype)
         if self.counts_steps(options):
             step = state.get("step", 0.0)
             value = step.detach().float() if isinstance(step, Tensor) else float(step)
@@ -116,9 +163,10 @@ class _KernelUpdate(ABC):
             return self._general.apply(groups, decision, publish)
         rounded = []
         for group in groups:
-            for device, (params, operands) in self._operands(group).items():
+            for params, _, operands in self._operands(group):
+                device = operands.main[0].device
                 rounded.append(Rounded(params, self.run(operands, group.options, decision.to(device))))
-            publish(group.params)
+            publish(group.batch)
         # Tells an LR scheduler that was built on the inner optimizer that a step was taken.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         return rounded
@@ -130,22 +178,19 @@ class _KernelUpdate(ABC):
     def _hooked(self) -> bool:
         return bool(self.optimizer._optimizer_step_pre_hooks or self.optimizer._optimizer_step_post_hooks)
 
-    def _operands(self, group: GroupUpdate) -> dict[torch.device, tuple[list[MainParam], Operands]]:
-        by_device: defaultdict[torch.device, tuple[list[MainParam], Operands]] = defaultdict(lambda: ([], Operands()))
-        names = self.state_names(group.options)
-        for param, grad in zip(group.params, group.grads, strict=True):
-            main = local(param.main)
-            params, operands = by_device[main.device]
-            params.append(param)
-            operands.main.append(main)
-            operands.model.append(param.part if param.is_copy else main)
-            operands.grad.append(grad)
-            state = self.optimizer.state[param.model]
-            for name in names:
-                operands.state.setdefault(name, []).append(local(state[name]))
-            if self.counts_steps(group.options):
-                operands.step.append(state["step"])
-        return by_device
+    def _operands(self, group: GroupUpdate) -> list[Prepared]:
+        """Return operands by device; the same objects, with this step's gradients, as long as all else is the same."""
+        names = self.required_state(group.options)
+        states = [self.optimizer.state[param.model] for param in group.params]
+        columns = [[state[name] for state in states] for name in names]
+        ids = list(map(id, chain(*columns)))
+        kept = self._prepared.get(group.batch)
+        if kept is None or kept.ids != ids:
+            kept = _Kept(ids, columns, _prepare(group.params, dict(zip(names, columns, strict=True))))
+            self._prepared[group.batch] = kept
+        for prepared in kept.prepared:
+            prepared.operands.grad = [group.grads[index] for index in prepared.indices]
+        return kept.prepared
 
     @abstractmethod
     def state_names(self, options: dict[str, Any]) -> list[str]:
@@ -162,6 +207,31 @@ class _KernelUpdate(ABC):
     @abstractmethod
     def run(self, operands: Operands, options: dict[str, Any], decision: Decision) -> Tensor:
         """Call the kernel; returns its flags of overflow."""
+
+
+def _prepare(params: Sequence[MainParam], state: Mapping[str, Sequence[Tensor]]) -> list[Prepared]:
+    """Sort a batch by device. ``state``: columns of the optimizer's state."""
+    by_device: defaultdict[torch.device, list[int]] = defaultdict(list)
+    mains = [local(param.main) for param in params]
+    for index, main in enumerate(mains):
+        by_device[main.device].append(index)
+    return [
+        Prepared(
+            [params[index] for index in indices],
+            indices,
+            Operands(
+                model=[params[index].part if params[index].is_copy else mains[index] for index in indices],
+                main=[mains[index] for index in indices],
+                state={
+                    name: [local(column[index]) for index in indices]
+                    for name, column in state.items()
+                    if name != "step"
+                },
+                step=[state["step"][index] for index in indices] if "step" in state else [],
+            ),
+        )
+        for indices in by_device.values()
+    ]
 
 
 class AdamUpdate(_KernelUpdate):
@@ -224,6 +294,28 @@ class SgdUpdate(_KernelUpdate):
         return self.backend.sgd_(operands, hyper, decision)
 
 
+class LionUpdate(_KernelUpdate):
+    """Lion."""
+
+    def state_names(self, options: dict[str, Any]) -> list[str]:
+        """See :class:`megascale.Lion`."""
+        return ["exp_avg"]
+
+    def counts_steps(self, options: dict[str, Any]) -> bool:
+        """Lion's rule is the same at every step."""
+        return False
+
+    def fits(self, options: dict[str, Any]) -> bool:
+        """All options run on our kernels."""
+        return True
+
+    def run(self, operands: Operands, options: dict[str, Any], decision: Decision) -> Tensor:
+        """One kernel call."""
+        beta1, beta2 = options["betas"]
+        hyper = LionHyper(options["lr"], beta1, beta2, options["weight_decay"], options["maximize"])
+        return self.backend.lion_(operands, hyper, decision)
+
+
 class GeneralUpdate:
     """Any optimizer, through its own ``step()`` on main params. Costs one host read of `found_inf` a step."""
 
@@ -248,7 +340,7 @@ class GeneralUpdate:
         """See :class:`InnerUpdate`."""
         if bool(decision.found_inf):
             for group in groups:
-                publish(group.params)
+                publish(group.batch)
             return []
         params = [param for group in groups for param in group.params]
         grads = [grad for group in groups for grad in group.grads]
@@ -263,7 +355,7 @@ class GeneralUpdate:
             for held in by_device.values()
         ]
         for group in groups:
-            publish(group.params)
+            publish(group.batch)
         return rounded
 
     @contextmanager
@@ -273,6 +365,7 @@ class GeneralUpdate:
         shown = {id(param.model): param for param in params}
         model_params = [list(group["params"]) for group in optimizer.param_groups]
         model_grads = [(param.model, param.model.grad) for param in params]
+        narrow = [(param, _widen(state.get(param.model, {}), param.main)) for param in params]
         try:
             for param, grad in zip(params, grads, strict=True):
                 [unscaled] = self.backend.unscale([grad], [local(param.main)], decision.to(grad.device).coefficient)
@@ -288,10 +381,23 @@ class GeneralUpdate:
                 param.main.grad = None
                 if param.main is not param.model and param.main in state:
                     state[param.model] = state.pop(param.main)
+            for param, dtypes in narrow:
+                state[param.model].update({name: state[param.model][name].to(dtype) for name, dtype in dtypes.items()})
             for group, originals in zip(optimizer.param_groups, model_params, strict=True):
                 group["params"] = originals
             for model, model_grad in model_grads:
                 model.grad = model_grad
+
+
+def _widen(state: dict[str, Any], main: Tensor) -> dict[str, torch.dtype]:
+    """Widen 16-bit moments for torch's own arithmetic, in place of the dict's entries. Returns what they were."""
+    narrow = {
+        name: value.dtype
+        for name, value in state.items()
+        if isinstance(value, Tensor) and value.shape == main.shape and value.dtype in HALF_DTYPES
+    }
+    state.update({name: state[name].to(main.dtype) for name in narrow})
+    return narrow
 
 
 def like_param(local_value: Tensor, param: Tensor) -> Tensor:

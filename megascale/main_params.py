@@ -6,7 +6,8 @@ replicated (here), or sharded over data-parallel ranks (:mod:`megascale.sharded_
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,10 +20,27 @@ from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 MODEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
+# Called for every parameter at every step, in loops that run in C.
+_REQUIRES_GRAD = attrgetter("requires_grad")
+_VERSION = attrgetter("_version")
+
 
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a DTensor, any other tensor itself. Call it without grad mode: the part aliases."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+class Models(list[nn.Parameter]):
+    """Model params whose writers are watched. Reads no element."""
+
+    def __init__(self, params: Sequence[nn.Parameter]) -> None:
+        super().__init__(params)
+        self._plain = not any(isinstance(param, DTensor) for param in params)
+
+    def fingerprints(self) -> list[tuple[int, int]]:
+        """Return, per param, what changes when torch writes it in place, or it gets other storage."""
+        parts = self if self._plain else [p._local_tensor if isinstance(p, DTensor) else p for p in self]
+        return list(zip(map(_VERSION, parts), map(Tensor.data_ptr, parts), strict=True))
 
 
 @dataclass(eq=False, slots=True)
@@ -35,6 +53,7 @@ class MainParam:
         main: replicated: shape, strides and placements of ``model``. Sharded: 1-D, the part that this rank owns.
         shard: sharded: the same part of ``model``, a live view; None where this rank owns the whole.
         is_copy: whether the main param has memory of its own.
+        seen: the model param's fingerprint at the last :meth:`seal`.
     """
 
     name: str
@@ -42,21 +61,16 @@ class MainParam:
     main: Tensor
     shard: Tensor | None
     is_copy: bool
-    _seen: tuple[int, int]
+    seen: tuple[int, int]
 
     @property
     def part(self) -> Tensor:
         """The local part of the model param that rounds this rank's main param."""
         return local(self.model) if self.shard is None else self.shard
 
-    @property
-    def changed_outside(self) -> bool:
-        """Whether the model param was written, or got other storage, since the last :meth:`seal`."""
-        return self.is_copy and fingerprint(self.model) != self._seen
-
     def seal(self) -> None:
         """Take the model param as it is now for the rounding of the main param."""
-        self._seen = fingerprint(self.model)
+        [self.seen] = Models([self.model]).fingerprints()
 
     def follow(self) -> None:
         """Take over a model param written outside. Where it still is the main param's rounding, all bits stay."""
@@ -77,6 +91,30 @@ class MainParam:
         self.seal()
 
 
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Batch:
+    """Main params that are updated in one go. The same object from step to step, as long as it holds the same params
+    in the same memory: what is worked out for a batch may be kept for it.
+
+    Attributes:
+        group: the index of their param group.
+        params: in the order of the update.
+        models: their model params.
+    """
+
+    group: int
+    params: list[MainParam]
+    models: Models = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.models = Models([param.model for param in self.params])
+
+    def seal(self) -> None:
+        """Take all model params as they are now for the roundings of their main params."""
+        for param, seen in zip(self.params, self.models.fingerprints(), strict=True):
+            param.seen = seen
+
+
 class MainParams(ABC):
     """The main params of all trainable parameters of ``param_groups``, in their order.
 
@@ -90,6 +128,10 @@ class MainParams(ABC):
     def __init__(self, names: Mapping[int, str]) -> None:
         self._explicit_names = dict(names)
         self._by_id: dict[int, MainParam] = {}
+        self._known: list[tuple[list[int], list[bool]]] = []
+        self._models = Models([])
+        self._pointers: list[int] = []
+        self._batches: list[Batch] | None = None
         self.ordered: list[list[MainParam]] = []
 
     @torch.no_grad()
@@ -98,6 +140,26 @@ class MainParams(ABC):
 
         Raises ArgumentError or ArgumentTypeError for a parameter that cannot be trained, before anything has changed.
         """
+        known = [(list(map(id, g["params"])), list(map(_REQUIRES_GRAD, g["params"]))) for g in param_groups]
+        made: list[MainParam] = []
+        if known != self._known:
+            made = self._admit(param_groups)
+            self._known = known
+        self.settle()
+        prints = self._models.fingerprints()
+        pointers = [pointer for _, pointer in prints]
+        if pointers != self._pointers:
+            self.restore()
+            self._batches = None
+            prints = self._models.fingerprints()
+            self._pointers = [pointer for _, pointer in prints]
+        for param, seen in zip(self, prints, strict=True):
+            if param.seen != seen and param.is_copy:
+                param.follow()
+        return made
+
+    def _admit(self, param_groups: Sequence[dict[str, Any]]) -> list[MainParam]:
+        """Make main params for parameters that have none, and order all of them."""
         names: dict[int, str] = {}
         unseen: dict[str, nn.Parameter] = {}
         group_of: dict[str, int] = {}
@@ -112,10 +174,8 @@ class MainParams(ABC):
         made = self.make(unseen, group_of) if unseen else []
         self._by_id.update({id(param.model): param for param in made})
         self.ordered = [[self._by_id[id(p)] for p in group["params"] if id(p) in self._by_id] for group in param_groups]
-        self.restore()
-        for main in self:
-            if main.changed_outside:
-                main.follow()
+        self._models = Models([param.model for param in self])
+        self._batches = None
         return made
 
     def names(self, param_groups: Sequence[dict[str, Any]]) -> dict[int, str]:
@@ -154,9 +214,15 @@ class MainParams(ABC):
         """Return this rank's piece of the reduced gradient, live; None where gradients are whole."""
         return None
 
-    def batches(self) -> list[tuple[int, list[MainParam]]]:
-        """Return what is updated in one go, in order: the index of a param group, and main params of it."""
-        return list(enumerate(self.ordered))
+    def batches(self) -> list[Batch]:
+        """Return what is updated in one go, in order."""
+        if self._batches is None:
+            self._batches = self.make_batches()
+        return self._batches
+
+    def make_batches(self) -> list[Batch]:
+        """Return the batches of :attr:`ordered`: here one for each param group."""
+        return [Batch(group, params) for group, params in enumerate(self.ordered)]
 
     @abstractmethod
     def make(self, params: Mapping[str, nn.Parameter], group_of: Mapping[str, int]) -> list[MainParam]:
@@ -171,7 +237,7 @@ class MainParams(ABC):
         """Mend the storage of model params that others have replaced."""
 
     @abstractmethod
-    def publish(self, params: Sequence[MainParam]) -> None:
+    def publish(self, batch: Batch) -> None:
         """Take note that the model params of one batch have been written."""
 
     @abstractmethod
@@ -210,10 +276,9 @@ class ReplicatedMainParams(MainParams):
     def restore(self) -> None:
         """See :class:`MainParams`. Other storage counts as a write."""
 
-    def publish(self, params: Sequence[MainParam]) -> None:
+    def publish(self, batch: Batch) -> None:
         """See :class:`MainParams`."""
-        for param in params:
-            param.seal()
+        batch.seal()
 
     def settle(self) -> None:
         """See :class:`MainParams`. They always are."""
@@ -245,13 +310,8 @@ def _make(name: str, model: nn.Parameter) -> MainParam:
     main: Tensor = model
     if model.dtype in HALF_DTYPES:
         main = model.detach().to(torch.float32, memory_format=torch.preserve_format)
-    return MainParam(name, model, main, None, main is not model, fingerprint(model))
-
-
-def fingerprint(model: Tensor) -> tuple[int, int]:
-    """Return what changes when torch writes the tensor in place, or it gets other storage. Reads no element."""
-    part = model._local_tensor if isinstance(model, DTensor) else model
-    return part._version, part.data_ptr()
+    [seen] = Models([model]).fingerprints()
+    return MainParam(name, model, main, None, main is not model, seen)
 
 
 def place_like(value: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:

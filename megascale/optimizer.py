@@ -89,9 +89,9 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
         self.device = _device_of(optimizer)
         self.grad_scaler = None if grad_scaler is None else grad_scaler.to(self.device)
-        self.backend = select_backend(self.config.backend)
+        self.backend = select_backend(self.config.backend, self.device)
         self.num_skipped_steps = torch.zeros((), dtype=torch.int64, device=self.device)
-        self._update = select_update(optimizer, self.backend)
+        self._update = select_update(optimizer, self.backend, self.config)
         names = {id(param): name for name, param in named_parameters or ()}
         self._main_params = main_params or ReplicatedMainParams(names)
         self._grad_sync = grad_sync

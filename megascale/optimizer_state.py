@@ -192,7 +192,7 @@ class LiveState:
             main.seal()
         for param, state in plan.states:
             self.state[param] = state
-        for _, batch in self.main_params.batches():
+        for batch in self.main_params.batches():
             self.main_params.publish(batch)
         self.main_params.settle()
         for group, params in zip(self.param_groups, self._trained(), strict=True):

@@ -1,8 +1,10 @@
 """From ``param.grad`` to local gradients that can be measured: the end of gradient reduction."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -14,8 +16,15 @@ from megascale.grad_stats import Holders
 from megascale.grad_sync import GradSync
 from megascale.inner_update import GroupUpdate
 from megascale.kernels import stats_dtype
-from megascale.main_params import MainParam, MainParams, local
+from megascale.main_params import Batch, MainParam, MainParams, local
 from megascale.parallel import ParallelGroups
+
+Found = tuple[Batch, list[Tensor]]
+"""Parameters that have a gradient, and those gradients, local."""
+
+# Called for every parameter at every step, in loops that run in C.
+_GRAD = attrgetter("grad")
+_LAYOUT = attrgetter("layout")
 
 
 @dataclass(frozen=True)
@@ -49,7 +58,8 @@ class ReadyGrads:
         self._grad_sync = grad_sync
         self._holders = Holders(groups, sharded=sharded)
         self._device = device
-        self._weights: tuple[tuple[int, ...], Tensor] | None = None
+        self._weights: tuple[list[int], Tensor] | None = None
+        self._kept: WeakKeyDictionary[Batch, list[Tensor]] = WeakKeyDictionary()
 
     def admit(self, param: MainParam) -> None:
         """Raise ArgumentError, naming it, for a parameter on whose gradient ``grad_stats`` could not agree."""
@@ -62,60 +72,70 @@ class ReadyGrads:
         """Finish reductions and return the gradients there are. Parameters without a gradient take no part."""
         if self._grad_sync is not None:
             self._grad_sync.finish()
-        active = [
-            (param_groups[index], [param for param in params if self._has_grad(param)])
-            for index, params in main_params.batches()
-        ]
-        error = _unusable(param for _, params in active for param in params)
-        if error is not None:
-            return Collected([], [], self._weigh([]), error)
-        updates = [
-            GroupUpdate(options, params, [self._finished(param, main_params) for param in params])
-            for options, params in active
-            if params
-        ]
-        # What this rank owns nothing of has nothing to measure.
+        updates: list[GroupUpdate] = []
+        for batch in main_params.batches():
+            found = self._synced(batch, main_params) or _plain(batch) or self._one_by_one(batch, main_params)
+            if isinstance(found, GradientError):
+                return Collected([], [], self._weigh([]), found)
+            if found[0].params:
+                updates.append(GroupUpdate(param_groups[batch.group], *found))
         measured = [
             (param, grad)
             for update in updates
-            for param, grad in zip(update.params, update.grads, strict=True)
+            for param, grad in zip(update.batch.params, update.grads, strict=True)
+            # What this rank owns nothing of has nothing to measure.
             if param.shard is None or grad.numel()
         ]
         return Collected(updates, [grad for _, grad in measured], self._weigh([param for param, _ in measured]), None)
 
-    def _main_grad(self, param: MainParam) -> Tensor | None:
+    def _synced(self, batch: Batch, main_params: MainParams) -> Found | None:
+        """Return the synced gradients of a batch all of whose parameters have one; they stay where they are."""
+        if self._grad_sync is None:
+            return None
+        if batch not in self._kept:
+            grads = [self._main_grad(param, main_params) for param in batch.params]
+            self._kept[batch] = [grad for grad in grads if grad is not None]
+        kept = self._kept[batch]
+        return (batch, kept) if len(kept) == len(batch.params) else None
+
+    def _main_grad(self, param: MainParam, main_params: MainParams) -> Tensor | None:
         """Return the synced gradient. A parameter that was frozen since takes no part."""
         if self._grad_sync is None or not param.model.requires_grad:
             return None
-        return self._grad_sync.main_grad(param.model)
-
-    def _has_grad(self, param: MainParam) -> bool:
-        return param.model.grad is not None or self._main_grad(param) is not None
-
-    def _finished(self, param: MainParam, main_params: MainParams) -> Tensor:
-        """Return the local gradient, a Partial one reduced first. The parameter then holds the reduced one."""
         piece = main_params.grad(param)
-        if piece is not None:
-            return piece
-        main_grad, model = self._main_grad(param), param.model
-        if main_grad is not None:
-            return main_grad
-        grad = model.grad
-        if isinstance(grad, DTensor) and isinstance(model, DTensor) and grad.placements != model.placements:
-            model.grad = grad = redistribute_like(grad, model)
-        return local(grad)  # type: ignore[arg-type]
+        return self._grad_sync.main_grad(param.model) if piece is None else piece
+
+    def _one_by_one(self, batch: Batch, main_params: MainParams) -> Found | GradientError:
+        """Return what has a gradient of either kind, a Partial one reduced first: the parameter then holds that."""
+        found: list[tuple[MainParam, Tensor]] = []
+        for param in batch.params:
+            grad, model = self._main_grad(param, main_params), param.model
+            if grad is None and model.grad is not None:
+                if model.grad.layout != torch.strided:
+                    return sparse_gradient(param.name, model.grad.layout)
+                if (
+                    isinstance(model.grad, DTensor)
+                    and isinstance(model, DTensor)
+                    and model.grad.placements != model.placements
+                ):
+                    model.grad = redistribute_like(model.grad, model)
+                grad = local(model.grad)
+            if grad is not None:
+                found.append((param, grad))
+        whole = len(found) == len(batch.params)
+        return (batch if whole else Batch(batch.group, [param for param, _ in found])), [grad for _, grad in found]
 
     def _weigh(self, params: list[MainParam]) -> Tensor:
-        key = tuple(id(param) for param in params)
+        key = list(map(id, params))
         if self._weights is None or self._weights[0] != key:
             weights = [self._holders.weight(param.model) for param in params]
             self._weights = (key, torch.tensor(weights, dtype=stats_dtype(self._device), device=self._device))
         return self._weights[1]
 
 
-def _unusable(params: Iterable[MainParam]) -> GradientError | None:
-    for param in params:
-        grad = param.model.grad
-        if grad is not None and grad.layout != torch.strided:
-            return sparse_gradient(param.name, grad.layout)
-    return None
+def _plain(batch: Batch) -> Found | None:
+    """Return the gradients of a batch if every parameter has one, a strided tensor that is whole."""
+    grads = list(map(_GRAD, batch.models))
+    if set(map(type, grads)) != {Tensor} or set(map(_LAYOUT, grads)) != {torch.strided}:
+        return None
+    return batch, grads

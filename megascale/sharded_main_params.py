@@ -5,7 +5,7 @@ state. It updates its pieces from its shard of the reduced gradients, writes the
 parameters are views of, and gathers those buckets.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from megascale.collectives import all_reduce_sum_
 from megascale.errors import StateDictError
 from megascale.grad_sync import GradSync, check_plain
 from megascale.layout import Piece
-from megascale.main_params import HALF_DTYPES, MainParam, MainParams, fingerprint
+from megascale.main_params import HALF_DTYPES, Batch, MainParam, MainParams, Models
 from megascale.parallel import ParallelGroups
 from megascale.param_gather import GatheredBucket, ParamGather
 from megascale.param_shard import ParamShard
@@ -94,17 +94,17 @@ class ShardedMainParams(MainParams):
         """See :class:`MainParams`. A frozen parameter has no bucket."""
         return id(param) in self._by_id
 
-    def batches(self) -> list[tuple[int, list[MainParam]]]:
+    def make_batches(self) -> list[Batch]:
         """See :class:`MainParams`. One for each bucket, so that its gather starts while the next one is updated."""
         group_of = {id(param): index for index, group in enumerate(self.ordered) for param in group}
-        found: list[tuple[int, list[MainParam]]] = []
+        found: list[Batch] = []
         for bucket in self._gather.in_forward_order():
             params = [self._by_id[id(param)] for param in bucket.synced.params.values()]
             by_group: dict[int, list[MainParam]] = {}
             for param in params:
                 if id(param) in group_of:
                     by_group.setdefault(group_of[id(param)], []).append(param)
-            found += by_group.items()
+            found += [Batch(group, members) for group, members in by_group.items()]
         return found
 
     def adopt(self, param: nn.Parameter, name: str) -> MainParam | None:
@@ -114,9 +114,8 @@ class ShardedMainParams(MainParams):
     def restore(self) -> None:
         """See :class:`MainParams`. A parameter with storage of its own moves back into its bucket, values and all.
 
-        No gather is under way afterwards, so that shards may be written: forward waits for what it uses only.
+        No gather may be under way.
         """
-        self.settle()
         for param in self:
             bucket = self._gather.bucket_of(param.model)
             if bucket is not None and not bucket.is_view(param.name, param.model):
@@ -124,11 +123,10 @@ class ShardedMainParams(MainParams):
                 if param.is_copy:
                     param.follow()
 
-    def publish(self, params: Sequence[MainParam]) -> None:
-        """See :class:`MainParams`. Starts the gather of the bucket that ``params`` are in."""
-        for param in params:
-            param.seal()
-        for bucket in {id(b): b for b in map(self._bucket_of, params)}.values():
+    def publish(self, batch: Batch) -> None:
+        """See :class:`MainParams`. Starts the gather of the bucket that the batch is in."""
+        batch.seal()
+        for bucket in {id(b): b for b in map(self._bucket_of, batch.params)}.values():
             bucket.start()
 
     def settle(self) -> None:
@@ -169,7 +167,9 @@ class ShardedMainParams(MainParams):
     def _make(self, name: str, param: nn.Parameter, bucket: GatheredBucket, piece: Piece | None) -> MainParam:
         shard = bucket.memory.flat[:0] if piece is None else bucket.memory.part(piece)
         is_copy = param.dtype in HALF_DTYPES
-        return MainParam(name, param, shard.float() if is_copy else shard, shard, is_copy, fingerprint(param))
+        return MainParam(
+            name, param, shard.float() if is_copy else shard, shard, is_copy, Models([param]).fingerprints()[0]
+        )
 
     def _bucket_of(self, param: MainParam) -> GatheredBucket:
         bucket = self._gather.bucket_of(param.model)

@@ -6,7 +6,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from megascale import ConstantGradScaler, DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
+from megascale import ConstantGradScaler, DynamicGradScaler, Lion, MixedPrecisionOptimizer, OptimizerConfig
 
 Inner = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -15,6 +15,7 @@ INNER: dict[str, Inner] = {
     "adamw_foreach": lambda m: torch.optim.AdamW(m.named_parameters(), lr=1e-2, foreach=True),
     "adam_amsgrad": lambda m: torch.optim.Adam(m.named_parameters(), lr=1e-2, weight_decay=0.1, amsgrad=True),
     "adam_maximize": lambda m: torch.optim.Adam(m.named_parameters(), lr=1e-2, maximize=True),
+    "lion": lambda m: Lion(m.named_parameters(), lr=1e-3, weight_decay=0.1),
     "sgd": lambda m: torch.optim.SGD(m.named_parameters(), lr=1e-2),
     "sgd_momentum_fused": lambda m: torch.optim.SGD(m.named_parameters(), lr=1e-2, momentum=0.9, fused=True),
     "sgd_nesterov": lambda m: torch.optim.SGD(

@@ -92,6 +92,23 @@ class Block:
         """Return one tensor of every piece."""
         return [piece[index] for piece in self.pieces]
 
+    def widened(self, index: int) -> list[Tensor]:
+        """Return a column in the main params' dtype: itself, or a copy in scratch that :meth:`narrow_` writes back."""
+        live, dtype = self.column(index), self.pieces[0][0].dtype
+        if all(tensor.dtype == dtype for tensor in live):
+            return live
+        buffer = self._scratch.view(self.numel, dtype, slot=index)
+        copies = list(buffer.split([tensor.numel() for tensor in live]))
+        torch._foreach_copy_(copies, live)
+        return copies
+
+    def narrow_(self, index: int, copies: list[Tensor]) -> None:
+        """Round what :meth:`widened` returned into the column, unless it is the column."""
+        pairs = [(piece[index], copy) for piece, copy in zip(self.pieces, copies, strict=True)]
+        pairs = [(live, copy) for live, copy in pairs if live.data_ptr() != copy.data_ptr()]
+        if pairs:
+            torch._foreach_copy_([live for live, _ in pairs], [copy for _, copy in pairs])
+
     def unscaled(self, coefficient: Tensor) -> list[Tensor]:
         """Return the gradients times ``coefficient`` in the main params' dtype, in scratch."""
         buffer = self._scratch.view(self.numel, self.pieces[0][0].dtype)
@@ -109,6 +126,10 @@ class Block:
         copied = [piece for piece in self.pieces if piece[2].dtype != piece[0].dtype]
         if copied:
             torch._foreach_copy_([piece[2] for piece in copied], [piece[0] for piece in copied])
+        self.note(watch)
+
+    def note(self, watch: RoundingWatch) -> None:
+        """Show the watch what has been rounded."""
         for owner, piece in zip(self.owners, self.pieces, strict=True):
             watch.note(owner, piece[0], piece[2])
 

@@ -18,15 +18,18 @@ class TensorStats(NamedTuple):
     zeros: Tensor | None
 
 
-@dataclass
+@dataclass(eq=False)
 class Operands:
     """The tensors of one update. All lists have one entry per parameter; entries of one parameter share a shape.
+
+    A caller may pass the same object again with another ``grad``, as long as everything else lies where it was.
 
     Attributes:
         model: model params, updated with the rounding of main. The same object as in ``main`` where there is no copy.
         main: main params, fp32 (or fp64 where the model is).
         grad: gradients, still scaled, in any floating dtype. Never written.
-        state: optimizer state by torch's names (``exp_avg``, ``momentum_buffer``, ...), each a list like ``main``.
+        state: optimizer state by torch's names (``exp_avg``, ``momentum_buffer``, ...), each a list like ``main``, in a
+            dtype of its own: that of ``main``, or fp16 or bf16 beside fp32. The arithmetic is in the dtype of ``main``.
         step: landed steps of each parameter before this one: 0-d fp32 tensors. Empty where the optimizer counts none.
     """
 
@@ -103,11 +106,22 @@ class SgdHyper:
     maximize: bool
 
 
+@dataclass(frozen=True)
+class LionHyper:
+    """Hyperparameters of Lion (arXiv 2302.06675), by the names of torch's optimizers."""
+
+    lr: float | Tensor
+    beta1: float
+    beta2: float
+    weight_decay: float
+    maximize: bool
+
+
 class Backend(Protocol):
     """One implementation of the passes over memory. All of it runs without a host sync.
 
     Every method takes local tensors on one device. Updates change nothing, bit for bit, where ``decision.found_inf`` is
-    set.
+    set. They return, a bool per parameter, whether a main param's rounding into fp16 is not finite.
     """
 
     name: str
@@ -123,6 +137,9 @@ class Backend(Protocol):
 
     def sgd_(self, operands: Operands, hyper: SgdHyper, decision: Decision) -> Tensor:
         """Update with state ``momentum_buffer`` (where momentum is not 0), then round main into model."""
+
+    def lion_(self, operands: Operands, hyper: LionHyper, decision: Decision) -> Tensor:
+        """Update with state ``exp_avg``, then round main into model."""
 
     def write_back_(self, mains: list[Tensor], models: list[Tensor]) -> Tensor:
         """Round main params (at least one) into their model params."""

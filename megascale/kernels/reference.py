@@ -6,7 +6,7 @@ Statistics accumulate in fp64 (fp32 where the device has no fp64). The update's 
 import torch
 from torch import Tensor
 
-from megascale.kernels.operands import FP16_OVERFLOW, AdamHyper, Decision, Operands, SgdHyper, TensorStats
+from megascale.kernels.operands import FP16_OVERFLOW, AdamHyper, Decision, LionHyper, Operands, SgdHyper, TensorStats
 
 
 def stats_dtype(device: torch.device) -> torch.dtype:
@@ -45,14 +45,14 @@ class ReferenceBackend:
                 g = g + hyper.weight_decay * main
             t = (step + 1).to(stats_dtype(step.device))
             correction1 = 1 - hyper.beta1**t
-            correction2_sqrt = (1 - hyper.beta2**t).sqrt()
+            inv_correction2_sqrt = 1 / (1 - hyper.beta2**t).sqrt()
             exp_avg = hyper.beta1 * state["exp_avg"].to(main.dtype) + (1 - hyper.beta1) * g
             exp_avg_sq = hyper.beta2 * state["exp_avg_sq"].to(main.dtype) + (1 - hyper.beta2) * g * g
             new = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
             second = exp_avg_sq
             if hyper.amsgrad:
                 second = new["max_exp_avg_sq"] = torch.maximum(state["max_exp_avg_sq"].to(main.dtype), exp_avg_sq)
-            denominator = second.sqrt() / correction2_sqrt.to(main.dtype) + hyper.eps
+            denominator = _sqrt(second) * inv_correction2_sqrt.to(main.dtype) + hyper.eps
             p = p - (hyper.lr / correction1).to(main.dtype) * exp_avg / denominator
             for name, value in new.items():
                 _land_(state[name], value, found)
@@ -84,6 +84,18 @@ class ReferenceBackend:
             _land_(main, main - hyper.lr * g, found)
         return self.write_back_(operands.main, operands.model)
 
+    def lion_(self, operands: Operands, hyper: LionHyper, decision: Decision) -> Tensor:
+        """See :class:`megascale.kernels.Backend`."""
+        found = decision.found_inf != 0
+        for main, grad, exp_avg in zip(operands.main, operands.grad, operands.state["exp_avg"], strict=True):
+            g = _gradient(grad, main, hyper.maximize, decision)
+            average = exp_avg.to(main.dtype)
+            direction = (hyper.beta1 * average + (1 - hyper.beta1) * g).sign()
+            p = main * (1 - hyper.lr * hyper.weight_decay) - hyper.lr * direction
+            _land_(exp_avg, hyper.beta2 * average + (1 - hyper.beta2) * g, found)
+            _land_(main, p, found)
+        return self.write_back_(operands.main, operands.model)
+
     def write_back_(self, mains: list[Tensor], models: list[Tensor]) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
         flags = []
@@ -95,6 +107,11 @@ class ReferenceBackend:
             )
             flags.append(finite.all().logical_not())
         return torch.stack(flags)
+
+
+def _sqrt(value: Tensor) -> Tensor:
+    """Return the correctly rounded square root. torch's own for fp32 is an ulp off on some processors."""
+    return value.to(stats_dtype(value.device)).sqrt().to(value.dtype)
 
 
 def _gradient(grad: Tensor, main: Tensor, maximize: bool, decision: Decision) -> Tensor:

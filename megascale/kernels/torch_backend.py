@@ -8,9 +8,10 @@ the device, take the reference's arithmetic.
 import torch
 from torch import Tensor
 
-from megascale.kernels.blocks import Block, RoundingWatch, Row, Scratch, blocks_of, flat
-from megascale.kernels.operands import AdamHyper, Decision, Operands, SgdHyper, TensorStats
+from megascale.kernels.blocks import Block, RoundingWatch, Scratch, blocks_of, flat
+from megascale.kernels.operands import AdamHyper, Decision, LionHyper, Operands, SgdHyper, TensorStats
 from megascale.kernels.reference import ReferenceBackend, stats_dtype
+from megascale.kernels.split import Split
 
 
 class TorchBackend:
@@ -48,20 +49,21 @@ class TorchBackend:
     def adam_(self, operands: Operands, hyper: AdamHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
         names = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if hyper.amsgrad else [])
-        rows, taken, rest = _split(operands, names)
-        steps = [operands.step[index] for index in taken]
+        split = Split(operands, names)
+        steps = [operands.step[index] for index in split.taken]
         if steps:
             # A list, because the overload for a single tensor reads it on the host.
             torch._foreach_add_(steps, [1 - decision.found_inf] * len(steps))
         fused = torch._fused_adamw_ if hyper.decoupled else torch._fused_adam_
-        watch = RoundingWatch(len(rows))
-        for block in blocks_of(rows):
+        watch = RoundingWatch(len(split.rows))
+        for block in blocks_of(split.rows):
+            moments = [block.widened(3 + index) for index in range(len(names))]
             fused(
                 block.column(0),
                 block.unscaled(decision.coefficient),
-                block.column(3),
-                block.column(4),
-                block.column(5) if hyper.amsgrad else [],
+                moments[0],
+                moments[1],
+                moments[2] if hyper.amsgrad else [],
                 [steps[owner] for owner in block.owners],
                 lr=hyper.lr,
                 beta1=hyper.beta1,
@@ -73,23 +75,43 @@ class TorchBackend:
                 grad_scale=None,
                 found_inf=decision.found_inf,
             )
+            for index, copies in enumerate(moments):
+                block.narrow_(3 + index, copies)
             block.write_back_(watch)
-        if not rest:
-            return watch.flags(decision.found_inf.device)
-        return _merged(watch, taken, self._reference.adam_(operands.pick(rest), hyper, decision), rest)
+        return split.joined(
+            lambda: watch.flags(decision.found_inf.device),
+            lambda rest: self._reference.adam_(rest, hyper, decision),
+        )
 
     def sgd_(self, operands: Operands, hyper: SgdHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
         if hyper.momentum != 0 and hyper.dampening != 0:
             return self._reference.sgd_(operands, hyper, decision)
-        rows, taken, rest = _split(operands, ["momentum_buffer"] if hyper.momentum != 0 else [])
-        watch = RoundingWatch(len(rows))
-        for block in blocks_of(rows):
-            _fused_sgd_(block, hyper, decision)
+        split = Split(operands, ["momentum_buffer"] if hyper.momentum != 0 else [])
+        watch = RoundingWatch(len(split.rows))
+        for block in blocks_of(split.rows):
+            buffers = block.widened(3) if hyper.momentum != 0 else []
+            _fused_sgd_(block, buffers, hyper, decision)
+            if buffers:
+                block.narrow_(3, buffers)
             block.write_back_(watch)
-        if not rest:
-            return watch.flags(decision.found_inf.device)
-        return _merged(watch, taken, self._reference.sgd_(operands.pick(rest), hyper, decision), rest)
+        return split.joined(
+            lambda: watch.flags(decision.found_inf.device),
+            lambda rest: self._reference.sgd_(rest, hyper, decision),
+        )
+
+    def lion_(self, operands: Operands, hyper: LionHyper, decision: Decision) -> Tensor:
+        """See :class:`megascale.kernels.Backend`. torch has no kernel of Lion's: the reference runs, in cache."""
+        split = Split(operands, ["exp_avg"])
+        watch = RoundingWatch(len(split.rows))
+        for block in blocks_of(split.rows):
+            main, grad, model, exp_avg = (block.column(index) for index in range(4))
+            self._reference.lion_(Operands(model, main, grad, {"exp_avg": exp_avg}), hyper, decision)
+            block.note(watch)
+        return split.joined(
+            lambda: watch.flags(decision.found_inf.device),
+            lambda rest: self._reference.lion_(rest, hyper, decision),
+        )
 
     def write_back_(self, mains: list[Tensor], models: list[Tensor]) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
@@ -100,11 +122,11 @@ class TorchBackend:
         return watch.flags(mains[0].device)
 
 
-def _fused_sgd_(block: Block, hyper: SgdHyper, decision: Decision) -> None:
+def _fused_sgd_(block: Block, buffers: list[Tensor], hyper: SgdHyper, decision: Decision) -> None:
     torch._fused_sgd_(
         block.column(0),
         block.unscaled(decision.coefficient),
-        block.column(3) if hyper.momentum != 0 else [],
+        buffers,
         weight_decay=hyper.weight_decay,
         momentum=hyper.momentum,
         lr=hyper.lr,
@@ -115,28 +137,3 @@ def _fused_sgd_(block: Block, hyper: SgdHyper, decision: Decision) -> None:
         grad_scale=None,
         found_inf=decision.found_inf,
     )
-
-
-def _split(operands: Operands, names: list[str]) -> tuple[list[Row], list[int], list[int]]:
-    """Return flat rows of what fused kernels can take, the indices of those, and the indices of what they cannot."""
-    rows: list[Row] = []
-    taken: list[int] = []
-    rest: list[int] = []
-    states = [operands.state[name] for name in names]
-    for index, (main, grad, model) in enumerate(zip(operands.main, operands.grad, operands.model, strict=True)):
-        state = [tensors[index] for tensors in states]
-        row = flat([main, grad, model, *state]) if all(s.dtype == main.dtype for s in state) else None
-        if row is None:
-            rest.append(index)
-        else:
-            rows.append(row)
-            taken.append(index)
-    return rows, taken, rest
-
-
-def _merged(watch: RoundingWatch, taken: list[int], rest_flags: Tensor, rest: list[int]) -> Tensor:
-    """Return the flags of both parts in the order of the operands."""
-    flags = dict(zip(rest, rest_flags.unbind(), strict=True))
-    if taken:
-        flags |= dict(zip(taken, watch.flags(rest_flags.device).unbind(), strict=True))
-    return torch.stack([flags[index] for index in sorted(flags)])

@@ -31,8 +31,11 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"loss_scale_growth_factor": 1.0}, "loss_scale_growth_factor must be above 1"),
     ({"loss_scale_backoff_factor": 1.0}, "loss_scale_backoff_factor must be below 1"),
     *(({"clip_grad": value}, "clip_grad must be") for value in (-1.0, math.nan, math.inf, None, True)),
-    ({"backend": "fast"}, "backend must be one of 'auto', 'torch', 'reference', got 'fast'"),
-    ({"optimizer": "adamw"}, "optimizer must be one of 'adam', 'sgd', got 'adamw'"),
+    (
+        {"backend": "fast"},
+        "backend must be one of 'auto', 'reference', 'torch',",
+    ),
+    ({"optimizer": "adamw"}, "optimizer must be one of 'adam', 'sgd', 'lion', got 'adamw'"),
     *(({name: -1.0}, f"{name} must be 0 or more") for name in ("lr", "weight_decay", "sgd_momentum")),
     *(({name: value}, f"{name} must be in") for name in ("adam_beta1", "adam_beta2") for value in (1.0, -0.1)),
     ({"adam_eps": 0.0}, "adam_eps must be above 0"),

@@ -11,7 +11,7 @@ from megascale.errors import ArgumentError
 from megascale.kernels import Backend, Decision, blocks, select_backend
 from tests.training import INNER, Bag, bits_equal, constant, grad_of, model, same_bits, set_grads, snapshot
 
-BACKENDS = ["reference", "torch"]
+BACKENDS = ["reference", "torch", "native"]
 SHAPES = [(3,), (0,), (1,), (), (5, 7), (2, 3, 4), (300_000,), (70, 0, 2)]
 
 
@@ -217,9 +217,9 @@ def test_blocks_bound_the_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_selection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One function selects: the name, else the environment, else torch; unknown names are refused from either."""
+    """One function selects: the name, else the environment, else what is fast. Unknown names are refused."""
     monkeypatch.delenv("MEGASCALE_BACKEND", raising=False)
-    assert select_backend().name == "torch"
+    assert select_backend().name == "native"
     monkeypatch.setenv("MEGASCALE_BACKEND", "reference")
     assert select_backend().name == "reference"
     assert select_backend("torch").name == "torch"

@@ -1,0 +1,232 @@
+"""The native backend: native.c over a table of pointers, one call for all tensors on a CPU.
+
+Bitwise the reference backend on main params and moments (with a learning rate in a tensor: within 1 ulp). What native.c
+cannot take, fp64 and tensors whose memory layouts differ, goes to the torch backend; so do tensors on other devices.
+"""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megascale.kernels.blocks import Row, flat
+from megascale.kernels.native_library import library
+from megascale.kernels.operands import AdamHyper, Decision, LionHyper, Operands, SgdHyper, TensorStats
+from megascale.kernels.split import Split
+from megascale.kernels.torch_backend import TorchBackend
+
+CHUNK = 65536  # elements; native.c's
+TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+ADAM, SGD, LION, NOTHING = range(4)  # native.c's rules
+
+# The columns of native.c's Row, all 8 bytes wide.
+NUMEL, GRAD, MAIN, MODEL, STATE, STEP, GRAD_TYPE, MODEL_TYPE, STATE_TYPE, FIRST_CHUNK = 0, 1, 2, 3, 4, 7, 8, 9, 10, 13
+COLUMNS = 14
+Table = NDArray[np.int64]
+
+_DTYPE = attrgetter("dtype")
+_IS_CPU = attrgetter("is_cpu")
+
+
+class _Hyper(ctypes.Structure):
+    """native.c's Hyper."""
+
+    _fields_ = (
+        *((name, ctypes.c_double) for name in ("lr", "beta1", "beta2", "eps", "weight_decay", "momentum", "dampening")),
+        *((name, ctypes.c_int64) for name in ("decoupled", "amsgrad", "maximize", "nesterov")),
+    )
+
+
+class _Call(NamedTuple):
+    """One of native.c's rules, its constants, and the decision; None: nothing to decide."""
+
+    rule: int
+    constants: _Hyper
+    decision: Decision | None
+
+
+class NativeBackend:
+    """See :class:`megascale.kernels.Backend`. Raises UsageError where there is no C compiler."""
+
+    name = "native"
+
+    def __init__(self) -> None:
+        self._library = library()
+        self._torch = TorchBackend()
+        self._kept: WeakKeyDictionary[Operands, tuple[list[str], Table | None]] = WeakKeyDictionary()
+
+    def measure(self, grads: list[Tensor], count_zeros: bool) -> TensorStats:
+        """See :class:`megascale.kernels.Backend`. Sums of squares are fp32 within 1,024 elements, fp64 across them."""
+        if not _all_known(grads) and not all(_takes([grad]) and flat([grad]) for grad in grads):
+            return self._torch.measure(grads, count_zeros)
+        table = _table(grads)
+        _set(table, GRAD, GRAD_TYPE, grads)
+        num_chunks = int(table[-1, FIRST_CHUNK]) + _num_chunks(int(table[-1, NUMEL]))
+        partial = torch.empty(num_chunks, 3, dtype=torch.float64)
+        out = torch.empty(3, len(grads), dtype=torch.float64)
+        self._library.measure(
+            table.ctypes.data,
+            len(grads),
+            num_chunks,
+            count_zeros,
+            partial.data_ptr(),
+            out.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return TensorStats(out[0], out[1], out[2] if count_zeros else None)
+
+    def unscale(self, grads: list[Tensor], mains: list[Tensor], coefficient: Tensor) -> list[Tensor]:
+        """See :class:`megascale.kernels.Backend`."""
+        return self._torch.unscale(grads, mains, coefficient)
+
+    def adam_(self, operands: Operands, hyper: AdamHyper, decision: Decision) -> Tensor:
+        """See :class:`megascale.kernels.Backend`."""
+        names = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if hyper.amsgrad else [])
+        constants = _Hyper(
+            lr=_number(hyper.lr),
+            beta1=hyper.beta1,
+            beta2=hyper.beta2,
+            eps=hyper.eps,
+            weight_decay=hyper.weight_decay,
+            decoupled=hyper.decoupled,
+            amsgrad=hyper.amsgrad,
+            maximize=hyper.maximize,
+        )
+        call = _Call(ADAM, constants, decision)
+        return self._update(operands, names, call, lambda rest: self._torch.adam_(rest, hyper, decision))
+
+    def sgd_(self, operands: Operands, hyper: SgdHyper, decision: Decision) -> Tensor:
+        """See :class:`megascale.kernels.Backend`."""
+        names = ["momentum_buffer"] if hyper.momentum != 0 else []
+        constants = _Hyper(
+            lr=_number(hyper.lr),
+            weight_decay=hyper.weight_decay,
+            momentum=hyper.momentum,
+            dampening=hyper.dampening,
+            maximize=hyper.maximize,
+            nesterov=hyper.nesterov,
+        )
+        call = _Call(SGD, constants, decision)
+        return self._update(operands, names, call, lambda rest: self._torch.sgd_(rest, hyper, decision))
+
+    def lion_(self, operands: Operands, hyper: LionHyper, decision: Decision) -> Tensor:
+        """See :class:`megascale.kernels.Backend`."""
+        constants = _Hyper(
+            lr=_number(hyper.lr),
+            beta1=hyper.beta1,
+            beta2=hyper.beta2,
+            weight_decay=hyper.weight_decay,
+            maximize=hyper.maximize,
+        )
+        call = _Call(LION, constants, decision)
+        return self._update(operands, ["exp_avg"], call, lambda rest: self._torch.lion_(rest, hyper, decision))
+
+    def write_back_(self, mains: list[Tensor], models: list[Tensor]) -> Tensor:
+        """See :class:`megascale.kernels.Backend`."""
+        operands = Operands(model=models, main=mains, grad=mains)
+        return self._update(
+            operands, [], _Call(NOTHING, _Hyper(), None), lambda rest: self._torch.write_back_(rest.main, rest.model)
+        )
+
+    def _update(self, operands: Operands, names: list[str], call: _Call, slow: Callable[[Operands], Tensor]) -> Tensor:
+        """Run native.c on what it can take, ``slow`` on the rest. Returns the flags of overflow."""
+        kept = self._kept.get(operands)
+        if kept is None or kept[0] != names:
+            kept = self._kept[operands] = (names, _fixed_columns(operands, names))
+        table, grads = kept[1], operands.grad
+        # Autograd must see that saved weights are no longer what they were.
+        torch.autograd.graph.increment_version(operands.model)
+        if table is not None and _all_known(grads):
+            _set(table, GRAD, GRAD_TYPE, grads)
+            return self._call(table, call)
+        split = Split(operands, names, _takes)
+        picked = operands.pick(split.taken)
+
+        def fast() -> Tensor:
+            table = _columns(split.rows, picked.step)
+            _set(table, GRAD, GRAD_TYPE, [row[1] for row in split.rows])
+            return self._call(table, call)
+
+        return split.joined(fast, slow)
+
+    def _call(self, table: Table, call: _Call) -> Tensor:
+        overflowed = torch.empty(len(table), dtype=torch.bool)
+        decision = call.decision
+        self._library.update(
+            table.ctypes.data,
+            len(table),
+            int(table[-1, FIRST_CHUNK]) + _num_chunks(int(table[-1, NUMEL])),
+            call.rule,
+            ctypes.addressof(call.constants),
+            None if decision is None else decision.found_inf.data_ptr(),
+            None if decision is None else decision.coefficient.data_ptr(),
+            overflowed.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return overflowed
+
+
+def _takes(tensors: Sequence[Tensor]) -> bool:
+    """Whether native.c knows the tensors of a row. A main param, the first of several, is fp32."""
+    known = all(tensor.dtype in TYPES and tensor.device.type == "cpu" for tensor in tensors)
+    return known and (len(tensors) == 1 or tensors[0].dtype == torch.float32)
+
+
+def _all_known(tensors: Sequence[Tensor]) -> bool:
+    """Whether all tensors are contiguous and of types that native.c knows: in loops that run in C."""
+    known = all(map(Tensor.is_contiguous, tensors)) and all(map(_IS_CPU, tensors))
+    return known and set(map(_DTYPE, tensors)) <= TYPES.keys()
+
+
+def _fixed_columns(operands: Operands, names: list[str]) -> Table | None:
+    """Return a table of everything but the gradients; None unless all of it is contiguous and native.c knows it."""
+    states = [operands.state[name] for name in names]
+    known = all(map(_all_known, (operands.main, operands.model, *states)))
+    if not known or set(map(_DTYPE, operands.main)) != {torch.float32}:
+        return None
+    rows = [list(row) for row in zip(operands.main, operands.grad, operands.model, *states, strict=True)]
+    return _columns(rows, operands.step)
+
+
+def _columns(rows: list[Row], steps: list[Tensor]) -> Table:
+    """Return a table of rows (main, grad, model, states) without their gradients."""
+    mains, models = [row[0] for row in rows], [row[2] for row in rows]
+    table = _table(mains)
+    _set(table, MAIN, None, mains)
+    _set(table, MODEL, MODEL_TYPE, models)
+    # An fp32 model param is its own main param.
+    table[table[:, MODEL] == table[:, MAIN], MODEL] = 0
+    for index in range(len(rows[0]) - 3):
+        _set(table, STATE + index, STATE_TYPE + index, [row[3 + index] for row in rows])
+    if steps:
+        _set(table, STEP, None, steps)
+    return table
+
+
+def _table(tensors: Sequence[Tensor]) -> Table:
+    """Return a table of rows of these lengths, chunks numbered, all else 0."""
+    table: Table = np.zeros((len(tensors), COLUMNS), dtype=np.int64)
+    table[:, NUMEL] = list(map(Tensor.numel, tensors))
+    table[1:, FIRST_CHUNK] = np.cumsum(_num_chunks(table[:-1, NUMEL]))
+    return table
+
+
+def _num_chunks(numel: Any) -> Any:
+    return (numel + CHUNK - 1) // CHUNK
+
+
+def _set(table: Table, column: int, type_column: int | None, tensors: Sequence[Tensor]) -> None:
+    table[:, column] = list(map(Tensor.data_ptr, tensors))
+    if type_column is not None:
+        table[:, type_column] = [TYPES[dtype] for dtype in map(_DTYPE, tensors)]
+
+
+def _number(lr: float | Tensor) -> float:
+    """Return a learning rate as a number. A tensor's is read where it lies, in this process's memory."""
+    return float(lr.detach().numpy()) if isinstance(lr, Tensor) else lr

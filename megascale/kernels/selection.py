@@ -1,0 +1,52 @@
+"""Which backend runs: by name, or the fastest one that works here."""
+
+import functools
+import os
+import warnings
+from collections.abc import Callable
+
+import torch
+
+from megascale import validate
+from megascale.config import BACKENDS
+from megascale.errors import UsageError
+from megascale.kernels.native_backend import NativeBackend
+from megascale.kernels.operands import Backend
+from megascale.kernels.reference import ReferenceBackend
+from megascale.kernels.torch_backend import TorchBackend
+
+ENVIRONMENT_VARIABLE = "MEGASCALE_BACKEND"
+
+
+def select_backend(name: str = "auto", device: torch.device | None = None) -> Backend:
+    """Return the backend called ``name``.
+
+    "auto" is what the environment variable MEGASCALE_BACKEND says, else the fastest one for ``device`` (None: the CPU):
+    native on a CPU, torch on an accelerator. Where native does not work, one warning says why, and torch it is.
+
+    Raises:
+        ArgumentError: for an unknown name, from either source.
+        UsageError: for a backend asked for by name that does not work here; says why.
+    """
+    validate.one_of("backend", name, BACKENDS)
+    if name == "auto":
+        name = validate.one_of(ENVIRONMENT_VARIABLE, os.environ.get(ENVIRONMENT_VARIABLE, "auto"), BACKENDS)
+    if name != "auto":
+        return _MAKERS[name]()
+    try:
+        return NativeBackend() if device is None or device.type == "cpu" else TorchBackend()
+    except UsageError as error:
+        _warn_once(f"{error}\nUsing the torch backend")
+        return TorchBackend()
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=4)
+
+
+_MAKERS: dict[str, Callable[[], Backend]] = {
+    "reference": ReferenceBackend,
+    "torch": TorchBackend,
+    "native": NativeBackend,
+}

@@ -1,0 +1,257 @@
+"""The native backend: the reference's bits, for every type, layout and number of threads; and how it is built."""
+
+import ctypes
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megascale.kernels import (
+    AdamHyper,
+    Decision,
+    LionHyper,
+    NativeBackend,
+    Operands,
+    ReferenceBackend,
+    SgdHyper,
+    native_backend,
+    native_library,
+)
+from tests.training import bits_equal
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+SIZES = st.lists(st.sampled_from([0, 1, 3, 16, 31, 511, 512, 513, 1025, 70_000]), min_size=1, max_size=5)
+
+
+def _decision(found_inf: float = 0.0, coefficient: float = 2.0**-10) -> Decision:
+    return Decision(torch.tensor(found_inf), torch.tensor(coefficient), torch.tensor(1.0), torch.tensor(0.0))
+
+
+def _operands(
+    sizes: list[int],
+    grad: torch.dtype,
+    model: torch.dtype,
+    states: dict[str, torch.dtype],
+    seed: int = 0,
+    offset: int = 0,
+    *,
+    counted: bool = False,
+) -> Operands:
+    """Tensors at odd addresses: each is a view that begins ``offset`` elements into its storage."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def made(size: int, dtype: torch.dtype, scale: float) -> Tensor:
+        return (torch.randn(size + offset, generator=generator) * scale).to(dtype)[offset:]
+
+    mains = [made(size, torch.float32, 0.1) for size in sizes]
+    return Operands(
+        model=mains if model == torch.float32 else [main.to(model) for main in mains],
+        main=mains,
+        grad=[made(size, grad, 30.0) for size in sizes],
+        state={
+            name: [made(size, dtype, 1e-2).abs_() if name.endswith("sq") else made(size, dtype, 1e-2) for size in sizes]
+            for name, dtype in states.items()
+        },
+        step=[torch.tensor(float(index * 7)) for index in range(len(sizes))] if counted else [],
+    )
+
+
+def _tensors(operands: Operands) -> list[Tensor]:
+    return [*operands.main, *operands.model, *operands.step, *(t for column in operands.state.values() for t in column)]
+
+
+def _same(ours: Operands, theirs: Operands) -> bool:
+    return all(bits_equal(a, b) for a, b in zip(_tensors(ours), _tensors(theirs), strict=True))
+
+
+@contextmanager
+def _threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+HYPERS = [
+    AdamHyper(1e-2, 0.9, 0.999, 1e-8, 0.1, True, False, False),
+    AdamHyper(1e-2, 0.9, 0.95, 1e-6, 0.1, False, True, True),
+    AdamHyper(1e-2, 0.9, 0.999, 1e-8, 0.0, False, False, False),
+    SgdHyper(1e-2, 0.0, 0.0, 0.1, False, False),
+    SgdHyper(1e-2, 0.9, 0.0, 0.1, True, False),
+    SgdHyper(1e-2, 0.9, 0.3, 0.0, False, True),
+    LionHyper(1e-2, 0.9, 0.99, 0.1, False),
+]
+
+
+def _run(backend: NativeBackend | ReferenceBackend, operands: Operands, hyper: object, decision: Decision) -> Tensor:
+    if isinstance(hyper, AdamHyper):
+        return backend.adam_(operands, hyper, decision)
+    if isinstance(hyper, SgdHyper):
+        return backend.sgd_(operands, hyper, decision)
+    assert isinstance(hyper, LionHyper)
+    return backend.lion_(operands, hyper, decision)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=SIZES,
+    grad=st.sampled_from(DTYPES),
+    model=st.sampled_from(DTYPES),
+    moments=st.tuples(st.sampled_from(DTYPES), st.sampled_from(DTYPES)),
+    hyper=st.sampled_from(HYPERS),
+    skipped=st.booleans(),
+    threads=st.sampled_from([1, 2, 3]),
+    offset=st.sampled_from([0, 1, 16]),
+)
+def test_bits_are_those_of_the_reference(
+    sizes: list[int],
+    grad: torch.dtype,
+    model: torch.dtype,
+    moments: tuple[torch.dtype, torch.dtype],
+    hyper: AdamHyper | SgdHyper | LionHyper,
+    skipped: bool,
+    threads: int,
+    offset: int,
+) -> None:
+    """Invariant 3: three steps, one perhaps skipped, give the same bits in main and model params, moments and step
+    counts, and the same flags, whatever the types, lengths, addresses and threads.
+    """
+    names = {"exp_avg": moments[0], "exp_avg_sq": moments[1], "max_exp_avg_sq": moments[1]}
+    if isinstance(hyper, SgdHyper):
+        names = {"momentum_buffer": moments[0]} if hyper.momentum else {}
+    elif isinstance(hyper, LionHyper):
+        names = {"exp_avg": moments[0]}
+    elif not hyper.amsgrad:
+        del names["max_exp_avg_sq"]
+    counted = isinstance(hyper, AdamHyper) or (isinstance(hyper, SgdHyper) and hyper.dampening != 0)
+    ours, theirs = (_operands(sizes, grad, model, names, len(sizes), offset, counted=counted) for _ in range(2))
+    native, reference = NativeBackend(), ReferenceBackend()
+    for step in range(3):
+        decision = _decision(found_inf=1.0 if skipped and step == 1 else 0.0)
+        with _threads(threads):
+            flags = _run(native, ours, hyper, decision)
+        assert torch.equal(flags, _run(reference, theirs, hyper, decision))
+        assert _same(ours, theirs)
+
+
+def test_every_half_is_widened_and_rounded_right() -> None:
+    """All 65,536 fp16 and bf16 patterns as gradients, in rows too short for vectors and in long ones; and fp32 numbers
+    on, between and beside fp16 and bf16 numbers as main params. torch's conversions are the oracle.
+    """
+    native = NativeBackend()
+    patterns = torch.arange(-32768, 32768, dtype=torch.int16)
+    for dtype in (torch.float16, torch.bfloat16):
+        halves = patterns.view(dtype)
+        for rows in ([halves], list(halves.split(7))):
+            mains = [torch.zeros(len(row)) for row in rows]
+            native.sgd_(Operands(mains, mains, rows), SgdHyper(-1.0, 0.0, 0.0, 0.0, False, False), _decision(0.0, 1.0))
+            torch.testing.assert_close(torch.cat(mains), halves.float(), rtol=0, atol=0, equal_nan=True)
+        bits = halves.float().view(torch.int32)
+        beside = torch.cat(
+            [bits + shift for shift in (-1, 0, 1, 1 << 11, 1 << 12, (1 << 12) + 1, 1 << 15, (1 << 15) + 1)]
+        )
+        for mains in ([beside.view(torch.float32)], list(beside.view(torch.float32).split(7))):
+            models = [torch.empty(len(main), dtype=dtype) for main in mains]
+            native.write_back_(mains, models)
+            rounded = torch.cat(models)
+            expected = beside.view(torch.float32).to(dtype)
+            assert torch.equal(rounded.isnan(), expected.isnan())
+            assert torch.equal(
+                rounded.view(torch.int16)[~expected.isnan()], expected.view(torch.int16)[~expected.isnan()]
+            )
+
+
+def test_statistics_are_the_same_bits_for_any_number_of_threads() -> None:
+    """Sums are added in one order, of chunks that do not depend on the threads."""
+    generator = torch.Generator().manual_seed(0)
+    grads = [torch.randn(size, generator=generator).half() for size in (200_000, 0, 65_537, 3)]
+    found = []
+    for threads in (1, 2, 3):
+        with _threads(threads):
+            found.append(NativeBackend().measure(grads, count_zeros=True))
+    for other in found[1:]:
+        assert torch.equal(other.sum_squares, found[0].sum_squares)
+
+
+def test_large_updates_leave_the_same_bits() -> None:
+    """Model params of large updates are written past the caches: the same values arrive."""
+    ours, theirs = (
+        _operands([5_000_001], torch.float16, torch.float16, {"exp_avg": torch.float32}, 0, 1) for _ in range(2)
+    )
+    hyper = LionHyper(1e-2, 0.9, 0.99, 0.1, False)
+    with _threads(2):
+        NativeBackend().lion_(ours, hyper, _decision())
+    ReferenceBackend().lion_(theirs, hyper, _decision())
+    assert _same(ours, theirs)
+
+
+def test_table_follows_the_operands() -> None:
+    """The same Operands with other gradients, other contents and another layout: nothing of the last call is used."""
+    native = NativeBackend()
+    operands = _operands([40, 3], torch.float16, torch.float16, {"exp_avg": torch.float32}, 0, 0)
+    hyper = LionHyper(1e-2, 0.9, 0.99, 0.0, False)
+    other = torch.ones(80, dtype=torch.float32)[::2]
+    for grads in ([t.float() for t in operands.grad], [other, operands.grad[1]], operands.grad):
+        operands.grad = grads
+        expected = [main - 1e-2 * grad.float().sign() for main, grad in zip(operands.main, grads, strict=True)]
+        for column in operands.state["exp_avg"]:
+            column.zero_()
+        native.lion_(operands, hyper, _decision())
+        for main, wanted in zip(operands.main, expected, strict=True):
+            torch.testing.assert_close(main, wanted, rtol=0, atol=1e-7)
+
+
+def test_build_is_kept_and_shared(tmp_path: Path) -> None:
+    """A second process loads what the first has compiled; the folder is the user's own."""
+    code = "from megascale.kernels.native_library import library; library()"
+    times = set()
+    for _ in range(2):
+        environment = os.environ | {native_library.CACHE_VARIABLE: str(tmp_path / "cache")}
+        subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60)
+        [built] = (tmp_path / "cache").iterdir()
+        times.add(built.stat().st_mtime_ns)
+    assert len(times) == 1
+    assert (tmp_path / "cache").stat().st_mode & 0o077 == 0
+
+
+def test_no_compiler_is_an_error_that_says_so(tmp_path: Path) -> None:
+    """Asked for by name: UsageError with the remedy. `auto`: one warning, and the torch backend."""
+    code = (
+        "import warnings, torch; from megascale.errors import UsageError\n"
+        "from megascale.kernels import select_backend\n"
+        "try: select_backend('native')\n"
+        "except UsageError as error: print(error)\n"
+        "with warnings.catch_warnings(record=True) as seen:\n"
+        "    warnings.simplefilter('always')\n"
+        "    print(select_backend('auto').name, select_backend('auto').name)\n"
+        "print(len(seen), seen[0].message)\n"
+    )
+    broken = tmp_path / "cc"
+    broken.write_text("#!/bin/sh\necho no such target >&2; exit 1\n")
+    broken.chmod(0o755)
+    for variables, reason in (({"PATH": "/nowhere"}, "needs a C compiler"), ({"CC": str(broken)}, "no such target")):
+        environment = {key: value for key, value in os.environ.items() if key not in ("CC", "MEGASCALE_BACKEND")}
+        environment |= variables | {native_library.CACHE_VARIABLE: str(tmp_path / "cache")}
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=60
+        )
+        assert reason in done.stdout
+        assert "torch torch\n" in done.stdout
+        assert "\n1 " in done.stdout
+
+
+def test_row_has_the_layout_of_native_c() -> None:
+    """The columns of the table are the fields of native.c's Row: 14 of 8 bytes."""
+    assert native_backend.COLUMNS * 8 == 112
+    assert ctypes.sizeof(native_backend._Hyper) == 11 * 8
+    source = native_library.SOURCE.read_text()
+    assert f"#define CHUNK {native_backend.CHUNK} " in source
