@@ -1,203 +1,263 @@
-"""Time one optimizer step against what users write by hand, interleaved in one run on the same tensors.
+"""Time one optimizer step: megascale and the peers that are installed, interleaved in one run on the same tensors.
 
-    python benchmarks/step.py --numel 50_000_000 --tensors 200 --threads 2
+    python benchmarks/step.py --numel 50_000_000 --tensors 200 --rounds 20 --threads 2 --device cpu --out table.md
 
-Contenders: unscale, overflow check, clip to norm 1.0, AdamW, and the 16-bit parameters rounded from their fp32 masters.
-`megascale` and `masters` train 16-bit parameters; `torch amp` trains fp32 parameters, with fp32 gradients, and has no
-masters. Every round times each contender once, in turn, so that drift of the machine meets all of them alike. Prints
-milliseconds (median, min, max), the ratio of medians and of minima to `megascale`, and host reads per step.
+The work: unscale, overflow check, clip to norm 1.0, AdamW, and the 16-bit parameters rounded from their fp32 masters.
+Every contender has parameters of its own with the same values; all read the same gradients, already multiplied by the
+loss scale. Every round times each contender once, in an order that rotates, so that drift of the machine and who went
+before meet all of them alike. A pass over a large buffer before each step measures the machine's bandwidth and leaves
+the caches cold. `--backends native,torch` adds a row for each backend of megascale. `--out FILE.md` also writes every
+round to FILE.csv. `--list` shows the contenders and how to install them.
 """
 
 import argparse
+import os
 import platform
 import statistics
-import time
-from collections.abc import Callable, Iterable
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from peers.contenders import BASELINE, OURS, PEERS, REFERENCE, Entry, backend_entry
+from peers.rounds import Bandwidth, Run, count_on_two_ranks, run_rounds
+from peers.work import given_work
 
-from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
+DTYPES = ("float16", "bfloat16", "float32")
+PROBE = {"cpu": 50_000_000, "cuda": 500_000_000}
+"""Elements of the pass that measures the bandwidth: far beyond any cache."""
+DISTRIBUTIONS = ("torch", "megatron-core", "deepspeed", "triton", "apex", "transformer-engine", "flashoptim")
 
-SCALE = 2.0**16
-CLIP = 1.0
-LR = 1e-4
-
-
-class HostReads(TorchDispatchMode):
-    """Counts values that go to the host."""
-
-    count = 0
-
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Count, then run."""
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
+# The table
 
 
-def parameters(numel: int, tensors: int, dtype: torch.dtype, device: torch.device) -> list[nn.Parameter]:
-    """Return ``tensors`` equal parameters of ``numel`` elements in all, with gradients scaled by SCALE."""
-    generator = torch.Generator(device).manual_seed(0)
-    made = []
-    for _ in range(tensors):
-        value = torch.randn(numel // tensors, generator=generator, device=device)
-        param = nn.Parameter((value * 0.02).to(dtype))
-        param.grad = (value.flip(0) * 1e-4 * SCALE).to(dtype)
-        made.append(param)
-    return made
+def bandwidths_of(runs: Sequence[Run]) -> list[float]:
+    """Return GB/s of the machine before every round of every contender."""
+    return [bandwidth for run in runs for bandwidth in run.bandwidths]
 
 
-def megascale_step(numel: int, tensors: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
-    """Return a step of MixedPrecisionOptimizer."""
-    params = parameters(numel, tensors, dtype, device)
-    config = OptimizerConfig(fp16=dtype == torch.float16, bf16=dtype == torch.bfloat16, clip_grad=CLIP)
-    scaler = DynamicGradScaler(SCALE, 1.0, 2.0, 0.5, 1000, 2)
-    return MixedPrecisionOptimizer(torch.optim.AdamW(params, lr=LR), config, scaler).step
+def bound_fractions(run: Run, numel: int, bandwidths: list[float]) -> tuple[float, float]:
+    """Return implied bytes per second over the machine's bandwidth: of the medians, and of the best of either."""
+    gigabytes = run.bytes_per_parameter * numel / 1e9
+    median = gigabytes / (run.median / 1e3) / statistics.median(bandwidths)
+    best = gigabytes / (min(run.times) / 1e3) / max(bandwidths)
+    return median, best
 
 
-def masters_step(numel: int, tensors: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
-    """Return a step as written by hand: fp32 masters, torch's fused AdamW, one host read of the overflow flag."""
-    params: list[Tensor] = [*parameters(numel, tensors, dtype, device)]
-    grads = [param.grad for param in params if param.grad is not None]
-    masters = [param.detach().float().requires_grad_() for param in params]
-    for master in masters:
-        master.grad = torch.empty_like(master)
-    master_grads = [master.grad for master in masters if master.grad is not None]
-    optimizer = torch.optim.AdamW(masters, lr=LR, fused=True)
-    inv_scale, found_inf = torch.full((), 1 / SCALE, device=device), torch.zeros((), device=device)
-
-    @torch.no_grad()
-    def step() -> None:
-        found_inf.zero_()
-        torch._foreach_copy_(master_grads, grads)
-        torch._amp_foreach_non_finite_check_and_unscale_(master_grads, found_inf, inv_scale)
-        if found_inf.item():
-            return
-        torch.nn.utils.clip_grad_norm_(masters, CLIP, foreach=True)
-        optimizer.step()
-        torch._foreach_copy_(params, masters)
-
-    return step
+def difference(reference: Run | None, run: Run) -> str:
+    """Return the largest difference of a parameter from the reference's."""
+    if reference is None or not reference.sample or not run.sample:
+        return "-"
+    return f"{max((a - b).abs().max().item() for a, b in zip(reference.sample, run.sample, strict=True)):.1e}"
 
 
-def amp_step(numel: int, tensors: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
-    """Return torch.amp.GradScaler's step on fp32 parameters, with unscale_, clip and fused AdamW.
-
-    It unscales in place. With a scale of 1, which costs the same, the gradients stay what they are from round to round.
-    """
-    params = parameters(numel, tensors, torch.float32, device)
-    optimizer = torch.optim.AdamW(params, lr=LR, fused=True)
-    scaler = torch.amp.GradScaler(device.type, init_scale=1.0)
-    scaler.scale(torch.ones((), device=device))
-
-    def step() -> None:
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(params, CLIP, foreach=True)
-        scaler.step(optimizer)
-        scaler.update()
-
-    return step
-
-
-CONTENDERS = {"megascale": megascale_step, "masters": masters_step, "torch amp": amp_step}
-
-
-def wait(device: torch.device) -> None:
-    """Wait until the device has finished."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
-def measure(steps: dict[str, Callable[[], object]], rounds: int, device: torch.device) -> dict[str, list[float]]:
-    """Return milliseconds of each contender's step, one per round."""
-    taken: dict[str, list[float]] = {name: [] for name in steps}
-    for warm_up in (True, True, *[False] * rounds):
-        for name, step in steps.items():
-            wait(device)
-            start = time.perf_counter()
-            step()
-            wait(device)
-            if not warm_up:
-                taken[name].append((time.perf_counter() - start) * 1e3)
-    return taken
-
-
-def bandwidth(numel: int, device: torch.device, rounds: int) -> float:
-    """Return the best in-place bandwidth of ``x += 1`` on fp32, in GB/s: what a pass over memory can reach here."""
-    x = torch.zeros(numel, device=device)
-    best = 0.0
-    for _ in range(rounds):
-        wait(device)
-        start = time.perf_counter()
-        x.add_(1)
-        wait(device)
-        best = max(best, 8 * numel / (time.perf_counter() - start) / 1e9)
-    return best
-
-
-def report(arguments: argparse.Namespace, dtype: torch.dtype, device: torch.device) -> str:
-    """Measure one dtype and return its Markdown table."""
-    steps = {name: make(arguments.numel, arguments.tensors, dtype, device) for name, make in CONTENDERS.items()}
-    reads = {}
-    for name, step in steps.items():
-        step()
-        with HostReads() as counter:
-            step()
-        reads[name] = counter.count
-    taken = measure(steps, arguments.rounds, device)
-    ours, fastest = statistics.median(taken["megascale"]), min(taken["megascale"])
-    title = f"{str(dtype).removeprefix('torch.')}, {arguments.numel:,} parameters in {arguments.tensors} tensors"
-    lines = [
-        f"### {title}",
-        "",
-        "| step | median ms | min | max | megascale / it (median) | (min) | host reads |",
-        "|---|---|---|---|---|---|---|",
+def heads(device: torch.device) -> list[str]:
+    """Return the names of the columns."""
+    cpu = device.type == "cpu"
+    return [
+        "step",
+        "median ms",
+        "min",
+        "max",
+        f"{BASELINE} / it (median)",
+        "(min)",
+        "bytes / parameter",
+        "GB/s",
+        "of the bandwidth (median)",
+        "(best)",
+        "operators" if cpu else "launches",
+        "host reads" if cpu else "host waits",
+        "collectives",
+        "held, peak: bytes / parameter",
+        "first step s",
+        "difference",
     ]
-    for name, times in taken.items():
-        median = statistics.median(times)
-        lines.append(
-            f"| {name} | {median:.1f} | {min(times):.1f} | {max(times):.1f} "
-            f"| {ours / median:.2f} | {fastest / min(times):.2f} | {reads[name]} |"
-        )
-    moved = 30 * arguments.numel / (fastest / 1e3) / 1e9
-    lines += ["", f"megascale at 30 bytes a parameter: {moved:.1f} GB/s in its fastest step."]
+
+
+def row(run: Run, by_name: dict[str, Run], numel: int, columns: int) -> str:
+    """Return one line of the table."""
+    if run.failure or run.counts is None:
+        return f"| {run.label} | {run.failure.splitlines()[0]} |" + " |" * (columns - 2)
+    ours = by_name[BASELINE]
+    ratios = ["-", "-"]
+    if ours.times:
+        ratios = [f"{ours.median / run.median:.2f}", f"{min(ours.times) / min(run.times):.2f}"]
+    of_median, of_best = bound_fractions(run, numel, bandwidths_of([*by_name.values()]))
+    counted = run.counts.collectives
+    collectives = "?" if counted is None else ", ".join(f"{name} {n}" for name, n in sorted(counted.items())) or "none"
+    compiled = "" if run.compile_seconds is None else f" (compiling {run.compile_seconds:.1f})"
+    cells = [
+        run.label,
+        f"{run.median:.1f}",
+        f"{min(run.times):.1f}",
+        f"{max(run.times):.1f}",
+        *ratios,
+        str(run.bytes_per_parameter),
+        f"{run.bytes_per_parameter * numel / run.median / 1e6:.1f}",
+        f"{of_median:.2f}",
+        f"{of_best:.2f}",
+        str(run.counts.operations),
+        str(run.counts.host_reads),
+        collectives,
+        "-" if run.counts.held is None else f"{run.counts.held:.1f}, {run.counts.peak:.1f}",
+        f"{run.first_step:.2f}{compiled}",
+        difference(by_name.get(REFERENCE), run),
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def table(runs: Sequence[Run], dtype: str, numel: int, tensors: int, device: torch.device) -> str:
+    """Return the Markdown of one dtype."""
+    by_name = {run.entry.name: run for run in runs}
+    bandwidths = bandwidths_of(runs)
+    columns = heads(device)
+    lines = [
+        f"### {dtype}, {numel:,} parameters in {tensors:,} tensors",
+        "",
+        "| " + " | ".join(columns) + " |",
+        "|" + "---|" * len(columns),
+        *(row(run, by_name, numel, len(columns)) for run in runs),
+    ]
+    if bandwidths:
+        what = "in-place" if device.type == "cpu" else "copy"
+        lines += [
+            "",
+            f"{what.capitalize()} bandwidth in the same run: median {statistics.median(bandwidths):.1f} GB/s, "
+            f"best {max(bandwidths):.1f}.",
+        ]
     return "\n".join(lines)
 
 
-def main() -> None:
-    """Parse arguments, measure, print, and write the table where asked."""
+def explanations(measured: dict[str, Sequence[Run]], device: torch.device) -> str:
+    """Return what the columns mean, and each contender's traffic by dtype."""
+    if device.type == "cpu":
+        counted = (
+            "`operators`: dispatched by torch, so that calls of other libraries do not count. `host reads`: values "
+        )
+        counted += "that Python takes from a tensor."
+    else:
+        counted = "`launches`: kernels, copies and fills. `host waits`: calls that let the host wait for the device."
+    lines = [
+        "A ratio below 1 means that megascale is faster. `bytes / parameter`: what the passes of a step have to read "
+        "and write, listed below; GB/s is that over the median. `of the bandwidth`: GB/s over the bandwidth of the "
+        "same run, measured before each step: median over median and best over best. "
+        f"{counted} `collectives`: of a step on two ranks; with none, ranks may disagree on a skip. "
+        "`held`: parameters, gradients, masters and state before the step, `peak`: at the step's worst moment. "
+        f"`difference`: the largest between a parameter and that of {REFERENCE}, after the last round.",
+        "",
+    ]
+    by_passes: dict[tuple[str, str, str], list[str]] = {}
+    for dtype, runs in measured.items():
+        for run in runs:
+            passes = ", ".join(f"{name} {number}" for name, number in run.traffic.items())
+            by_passes.setdefault((run.entry.name, run.entry.note, passes), []).append(dtype)
+    for (name, note, passes), dtypes in by_passes.items():
+        if passes:
+            lines.append(f"- {name}{f' ({note})' if note else ''}, {', '.join(dtypes)}: {passes}")
+    return "\n".join(lines)
+
+
+def rows_of_rounds(measured: dict[str, Sequence[Run]]) -> str:
+    """Return every round as CSV."""
+    lines = ["dtype,contender,round,ms,bandwidth_gb_s"]
+    for dtype, runs in measured.items():
+        for run in runs:
+            for index, (ms, bandwidth) in enumerate(zip(run.times, run.bandwidths, strict=True)):
+                lines.append(f'{dtype},"{run.entry.name}",{index},{ms:.3f},{bandwidth:.2f}')
+    return "\n".join(lines) + "\n"
+
+
+# The command
+
+
+def place(device: torch.device, threads: int) -> str:
+    """Return where this runs, and the versions of what is installed."""
+    versions = []
+    for name in DISTRIBUTIONS:
+        try:
+            versions.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            continue
+    cores = f"{platform.machine()}, {os.cpu_count()} cores, {threads} threads"
+    return f"{', '.join(versions)}, Python {platform.python_version()}, {platform.system()} {cores}"
+
+
+def chosen(arguments: argparse.Namespace) -> list[Entry]:
+    """Return who takes part."""
+    backends = [backend_entry(name.strip()) for name in arguments.backends.split(",") if name.strip()]
+    parts = [part.strip().lower() for part in arguments.only.split(",")]
+    return [OURS, *backends, *(entry for entry in PEERS if any(part in entry.name.lower() for part in parts))]
+
+
+def arguments_of_command() -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--numel", type=int, default=50_000_000)
     parser.add_argument("--tensors", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--device", default=str(torch.accelerator.current_accelerator() or "cpu"))
-    parser.add_argument("--out", type=Path, help="also write the tables to this file")
+    parser.add_argument("--dtypes", default="float16,bfloat16", help=f"of {', '.join(DTYPES)}")
+    parser.add_argument("--backends", default="", help="backends of megascale that get a row of their own")
+    parser.add_argument("--only", default="", help="peers, by parts of their names, separated by commas")
+    parser.add_argument("--probe", type=int, help="elements of the pass that measures the bandwidth")
+    parser.add_argument("--list", action="store_true", help="show the contenders, and how to install them")
+    parser.add_argument("--out", type=Path, help="write the tables to this file too, and every round beside it as .csv")
     arguments = parser.parse_args()
+    if not 0 < arguments.tensors <= arguments.numel:
+        parser.error(f"--tensors {arguments.tensors} must be from 1 to --numel {arguments.numel}")
+    unknown = [dtype for dtype in arguments.dtypes.split(",") if dtype not in DTYPES]
+    if unknown or arguments.rounds < 1:
+        parser.error(f"--dtypes are {', '.join(DTYPES)}; --rounds is at least 1")
+    return arguments
+
+
+def command_of(arguments: argparse.Namespace) -> str:
+    """Return the command that runs this again."""
+    options = [f"--{name} {getattr(arguments, name)}" for name in ("numel", "tensors", "rounds", "threads", "device")]
+    for name in ("dtypes", "backends", "only"):
+        options += [f'--{name} "{value}"' for value in (getattr(arguments, name),) if value]
+    return "python benchmarks/step.py " + " ".join(options)
+
+
+def main() -> None:
+    """Measure, print, and write the table where asked."""
+    arguments = arguments_of_command()
+    entries = chosen(arguments)
+    if arguments.list:
+        for entry in entries:
+            print(f"{entry.name}: needs {entry.needs}{', ' + entry.install if entry.install else ''}")
+        return
+    warnings.simplefilter("ignore")
     torch.set_num_threads(arguments.threads)
     device = torch.device(arguments.device)
+    bandwidth = Bandwidth(arguments.probe or PROBE.get(device.type, PROBE["cuda"]), device)
+    measured: dict[str, Sequence[Run]] = {}
+    tables = []
+    for dtype in arguments.dtypes.split(","):
+        work = given_work(arguments.numel, arguments.tensors, getattr(torch, dtype), device)
+        runs = run_rounds(entries, work, arguments.rounds, bandwidth, memory=True)
+        count_on_two_ranks(runs, work)
+        measured[dtype] = runs
+        tables.append(table(runs, dtype, work.numel, work.tensors, device))
     where = "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
     parts = [
         f"## One step on {where}",
-        f"torch {torch.__version__}, Python {platform.python_version()}, {arguments.threads} threads, "
-        f"{arguments.rounds} interleaved rounds; in-place bandwidth {bandwidth(arguments.numel, device, 10):.1f} GB/s.",
-        f"`python benchmarks/step.py --numel {arguments.numel} --tensors {arguments.tensors} "
-        f"--rounds {arguments.rounds} --threads {arguments.threads} --device {device}`",
-        *(report(arguments, dtype, device) for dtype in (torch.float16, torch.bfloat16)),
+        f"{place(device, arguments.threads)}; {arguments.rounds} interleaved rounds.",
+        f"`{command_of(arguments)}`",
+        *tables,
+        explanations(measured, device),
     ]
     text = "\n\n".join(parts) + "\n"
     print(text)
     if arguments.out is not None:
         arguments.out.write_text(text)
+        arguments.out.with_suffix(".csv").write_text(rows_of_rounds(measured))
+    broken = [run for runs in measured.values() for run in runs if run.broken and run.entry.module == OURS.module]
+    if broken:
+        sys.exit(f"{broken[0].entry.name}: {broken[0].failure}")
 
 
 if __name__ == "__main__":

@@ -1,18 +1,44 @@
 #!/usr/bin/env bash
-# The checks that need a GPU: tests/gpu, then the benchmarks; tables go to benchmarks/results/. Under 9 minutes.
-#   launch/gpu_check.sh [FOLDER]     FOLDER: where the tables go
-set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# The checks that need a GPU: tests/gpu, then the benchmarks; tables, rounds and plots go to a folder. Under 9 minutes.
+#   launch/gpu_check.sh [FOLDER]     FOLDER: where they go; benchmarks/results unless told
+# Every part has a time limit of its own. One that fails does not stop the next; the exit status is 1 then.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 out=${1:-benchmarks/results}
 python=${PYTHON:-$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo python3)}
-mkdir -p "$out"
+mkdir -p "$out" || exit 1
+failed=()
 
-run() {
-    printf '+ %s\n' "$*"
-    PYTHONPATH=. "$@"
+part() { # part NAME SECONDS COMMAND...
+    local name=$1 limit=$2 start=$SECONDS status=0
+    shift 2
+    printf '\n=== %s\n+ %s\n' "$name" "$*"
+    PYTHONPATH=. timeout --kill-after=5 "$limit" "$@" || status=$?
+    if [[ $status == 0 ]]; then
+        printf '=== %s: passed in %d s\n' "$name" $((SECONDS - start))
+    elif [[ $status == 124 || $status == 137 ]]; then
+        printf '=== %s: FAILED, stopped after its limit of %d s\n' "$name" "$limit"
+        failed+=("$name")
+    else
+        printf '=== %s: FAILED with status %d after %d s\n' "$name" "$status" $((SECONDS - start))
+        failed+=("$name")
+    fi
 }
 
-run "$python" -c 'import torch; assert torch.cuda.is_available(), "no GPU here"; print(torch.__version__, torch.version.cuda, torch.cuda.get_device_name())'
-command -v nvidia-smi > /dev/null && run nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv
-run timeout 240 "$python" -m pytest tests/gpu -q
-run timeout 280 "$python" benchmarks/step.py --numel 1000000000 --tensors 1000 --rounds 20 --out "$out/step_gpu.md"
+command -v nvidia-smi > /dev/null && nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv
+PYTHONPATH=. "$python" -c 'import torch; assert torch.cuda.is_available(), "no GPU here"; print(torch.__version__, torch.version.cuda, torch.cuda.get_device_name())' || exit 1
+
+part "tests" 165 "$python" -m pytest tests/gpu -q
+part "step" 165 "$python" benchmarks/step.py --numel 1000000000 --tensors 1000 --rounds 20 --device cuda \
+    --backends triton,torch,compiled --out "$out/step_gpu.md"
+part "tensors" 100 "$python" benchmarks/sweep.py tensors --tensor-counts 1,200,10000,100000 --rounds 5 --limit 5 \
+    --device cuda --out "$out/sweep_gpu"
+if [[ -f benchmarks/graph.py ]]; then
+    part "graph" 70 "$python" benchmarks/graph.py --out "$out/graph_gpu.md"
+fi
+
+if ((${#failed[@]})); then
+    printf '\nfailed: %s\n' "${failed[*]}"
+    exit 1
+fi
+printf '\nall parts passed\n'

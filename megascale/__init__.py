@@ -8,6 +8,7 @@ from megascale.grad_scaler import ConstantGradScaler, DynamicGradScaler, Megatro
 from megascale.lion import Lion
 from megascale.optimizer import MixedPrecisionOptimizer, StepResult
 from megascale.parallel import ParallelGroups
+from megascale.step_graph import StepGraph
 
 __version__ = "0.1.0"
 
@@ -21,6 +22,7 @@ __all__ = [
     "MixedPrecisionOptimizer",
     "OptimizerConfig",
     "ParallelGroups",
+    "StepGraph",
     "StepResult",
     "build_optimizer",
 ]

@@ -85,6 +85,11 @@ def is_message_passing(group: ProcessGroup | None) -> bool:
     return group_size(group) > 1 and dist.get_backend(group) == "gloo"
 
 
+def can_be_captured(group: ProcessGroup | None) -> bool:
+    """Return whether collectives over ``group`` can be part of a device's graph: not where the host carries them."""
+    return group_size(group) == 1 or dist.get_backend(group) not in ("gloo", "mpi")
+
+
 def reduce_scatter_sum_start(output: Tensor, tensor: Tensor, group: ProcessGroup | None) -> Work | None:
     """Begin to sum ``tensor`` over ``group``, of which this rank gets its shard: shape [numel / ranks], ``output``.
 

@@ -8,7 +8,7 @@ from megascale import validate
 from megascale.errors import ArgumentError
 from megascale.grad_scaler import HYSTERESIS_RESETS
 
-BACKENDS = ("auto", "reference", "torch", "native")
+BACKENDS = ("auto", "reference", "torch", "compiled", "native", "triton", "apex")
 OPTIMIZERS = ("adam", "sgd", "lion")
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLAGS = (

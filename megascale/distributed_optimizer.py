@@ -135,6 +135,12 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
         self._gather.wait()
         return self._shards.model_shards()
 
+    def why_not_capturable(self) -> str | None:
+        """See :class:`MixedPrecisionOptimizer`."""
+        if self._overlap_param_gather:
+            return "overlap_param_gather=True lets a gather run out of the graph: build the optimizer without it"
+        return super().why_not_capturable()
+
     def _settle(self) -> None:
         if not self._overlap_param_gather:
             self._gather.wait()

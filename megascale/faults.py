@@ -10,6 +10,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
+from megascale.capture import is_capturing
 from megascale.collectives import group_size, raise_together
 from megascale.errors import MainParamOverflowError, MegascaleError
 from megascale.host_view import HostView
@@ -29,12 +30,14 @@ class Faults:
         self._error: MegascaleError | None = None
         # What this step and the one before rounded: when the host hears, another step has been taken.
         self._rounded: deque[list[Rounded]] = deque(maxlen=2)
-        self.clear()
+        # Where they are, they stay: a captured graph reads and writes them.
+        self._num_overflowed = torch.zeros((), dtype=torch.float32, device=self._device)
+        self._agreed = torch.zeros((), device=self._device)
 
     def clear(self) -> None:
         """Forget all faults: main params have been replaced."""
         self._rounded.clear()
-        self._num_overflowed = torch.zeros((), dtype=torch.float32, device=self._device)
+        self._num_overflowed.zero_()
         self._view.flush()
 
     def count(self, error: MegascaleError | None) -> Tensor:
@@ -45,10 +48,19 @@ class Faults:
         return self._num_overflowed + (0 if self._error is None else 1)
 
     def raise_agreed(self, agreed: Tensor) -> None:
-        """Raise on every rank alike if any had a fault, as soon as the host can know. ``agreed``: their sum, 0-d."""
+        """Raise on every rank alike if any had a fault, as soon as the host can know. ``agreed``: their sum, 0-d.
+
+        While a graph is captured there is nothing to know: :meth:`look` follows each replay.
+        """
+        self._agreed = agreed
+        if not is_capturing(self._device):
+            self.look()
+
+    def look(self) -> None:
+        """Raise for the faults that were agreed on last, as soon as the host can know."""
         if self._alone and self._on_host:
             return
-        seen = self._view.push({"faults": agreed})
+        seen = self._view.push({"faults": self._agreed})
         if self._on_host:
             seen = self._view.flush()
         if seen is not None and seen["faults"] > 0:
@@ -59,7 +71,7 @@ class Faults:
         self._rounded.append(rounded)
         counts = [one.overflowed.sum(dtype=torch.float32).to(self._device, non_blocking=True) for one in rounded]
         if counts:
-            self._num_overflowed = torch.stack(counts).sum()
+            self._num_overflowed.copy_(torch.stack(counts).sum())
 
     def raise_local(self) -> None:
         """Raise at once where this rank is alone and its values lie in host memory."""

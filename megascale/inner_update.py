@@ -78,6 +78,9 @@ class InnerUpdate(Protocol):
     def required_state(self, options: dict[str, Any]) -> list[str]:
         """Return the keys without which a saved state of a parameter is not whole."""
 
+    def why_not_capturable(self) -> str | None:
+        """Return why updates cannot be part of a device's graph; None where they can."""
+
     def apply(self, groups: Sequence[GroupUpdate], decision: Decision, publish: Publish) -> list[Rounded]:
         """Update main params and model params where the step lands; change nothing where it is skipped.
 
@@ -174,6 +177,14 @@ class _KernelUpdate(ABC):
     def required_state(self, options: dict[str, Any]) -> list[str]:
         """See :class:`InnerUpdate`."""
         return self.state_names(options) + (["step"] if self.counts_steps(options) else [])
+
+    def why_not_capturable(self) -> str | None:
+        """See :class:`InnerUpdate`."""
+        if self._hooked():
+            return f"{type(self.optimizer).__name__} has step hooks, which the host must call: remove them"
+        if not all(self.fits(group) for group in self.optimizer.param_groups):
+            return f"{type(self.optimizer).__name__} has betas that are tensors: give numbers"
+        return None
 
     def _hooked(self) -> bool:
         return bool(self.optimizer._optimizer_step_pre_hooks or self.optimizer._optimizer_step_post_hooks)
@@ -331,6 +342,13 @@ class GeneralUpdate:
         for name, value in state.items():
             if isinstance(value, Tensor) and value.is_floating_point() and value.shape == param.main.shape:
                 state[name] = value.to(param.main.dtype)
+
+    def why_not_capturable(self) -> str | None:
+        """See :class:`InnerUpdate`."""
+        return (
+            f"the host must read the decision for {type(self.optimizer).__name__}, which runs its own step(): "
+            "use Adam, AdamW, SGD or megascale.Lion"
+        )
 
     def required_state(self, options: dict[str, Any]) -> list[str]:
         """Nothing is known of the optimizer's state."""

@@ -1,6 +1,7 @@
 """MixedPrecisionOptimizer: the recipe of a 16-bit step around any torch optimizer."""
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from megascale.grad_stats import GradStats
 from megascale.grad_sync import GradSync
 from megascale.inner_update import GroupUpdate, check_inner, select_update
 from megascale.kernels import Decision, select_backend
-from megascale.main_params import MainParam, MainParams, ReplicatedMainParams
+from megascale.main_params import MainParam, MainParams, ReplicatedMainParams, local
 from megascale.optimizer_state import LiveState, load_together
 from megascale.parallel import ParallelGroups
 from megascale.param_shard import ParamShard
@@ -177,6 +178,38 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     def _settle(self) -> None:
         """End the step with model params that are whole on every rank."""
         self._main_params.settle()
+
+    # For a graph that holds the step
+
+    @torch.no_grad()
+    def rehearse(self) -> None:
+        """Run a step that changes nothing but reduced gradients: kernels are compiled, and buffers made, by it."""
+        updates, stats = self.measure_grads()
+        inv_scale = None if self.grad_scaler is None else self.grad_scaler.inv_scale
+        decision = grad_stats.decide(grad_stats.agree(stats, self.groups), inv_scale, self.config.clip_grad)
+        skip = replace(decision, found_inf=torch.ones_like(decision.found_inf))
+        self._update.apply(updates, skip, self._main_params.publish)
+        self._settle()
+
+    @property
+    def reduces_in_backward(self) -> bool:
+        """Whether gradients are reduced by hooks of ours, in backward."""
+        return self._grad_sync is not None
+
+    def why_not_capturable(self) -> str | None:
+        """Return why :meth:`step` cannot be part of a device's graph; None where it can."""
+        return self._update.why_not_capturable()
+
+    def memory_layout(self) -> list[object]:
+        """Return what differs once parameters or state lie elsewhere. Follows weights loaded into the model."""
+        self._follow()
+        states = (self.state.get(param.model, {}) for param in self._main_params)
+        tensors = [local(value) for state in states for value in state.values() if isinstance(value, Tensor)]
+        return [*self._main_params.batches(), *map(Tensor.data_ptr, tensors)]
+
+    def after_replay(self) -> None:
+        """Raise what a replayed step found out, as :meth:`step` does on an accelerator: one step late."""
+        self._faults.look()
 
     # The loss
 

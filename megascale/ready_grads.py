@@ -59,6 +59,7 @@ class ReadyGrads:
         self._holders = Holders(groups, sharded=sharded)
         self._device = device
         self._weights: tuple[list[int], Tensor] | None = None
+        self._owned: WeakKeyDictionary[Batch, list[int]] = WeakKeyDictionary()
         self._kept: WeakKeyDictionary[Batch, list[Tensor]] = WeakKeyDictionary()
 
     def admit(self, param: MainParam) -> None:
@@ -79,14 +80,22 @@ class ReadyGrads:
                 return Collected([], [], self._weigh([]), found)
             if found[0].params:
                 updates.append(GroupUpdate(param_groups[batch.group], *found))
-        measured = [
-            (param, grad)
-            for update in updates
-            for param, grad in zip(update.batch.params, update.grads, strict=True)
-            # What this rank owns nothing of has nothing to measure.
-            if param.shard is None or grad.numel()
-        ]
-        return Collected(updates, [grad for _, grad in measured], self._weigh([param for param, _ in measured]), None)
+        params, grads = self._to_measure(updates)
+        return Collected(updates, grads, self._weigh(params), None)
+
+    def _to_measure(self, updates: list[GroupUpdate]) -> tuple[list[MainParam], list[Tensor]]:
+        """Return what has elements on this rank: of many parameters it may own nothing."""
+        params: list[MainParam] = []
+        grads: list[Tensor] = []
+        for update in updates:
+            if update.batch not in self._owned:
+                owned = [
+                    index for index, param in enumerate(update.params) if param.shard is None or param.main.numel()
+                ]
+                self._owned[update.batch] = owned
+            params += [update.params[index] for index in self._owned[update.batch]]
+            grads += [update.grads[index] for index in self._owned[update.batch]]
+        return params, grads
 
     def _synced(self, batch: Batch, main_params: MainParams) -> Found | None:
         """Return the synced gradients of a batch all of whose parameters have one; they stay where they are."""

@@ -1,11 +1,16 @@
 """Fixtures shared by every test."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from tests.pool import RankPool
+
+if not torch.accelerator.is_available():
+    # Triton reads this once, when it is first imported. Ranks and other programs that tests start inherit it.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session")

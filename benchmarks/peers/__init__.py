@@ -1,1 +1,1 @@
-"""Contenders for benchmarks/distributed.py: one module each, imported only in the processes that run it."""
+"""Contenders of distributed.py, step.py and sweep.py: a module each, imported only where they run."""

@@ -1,13 +1,16 @@
-"""What a rank can say about itself: bytes that live, bytes at the peak, collectives."""
+"""What a process can say about its work: bytes that live, bytes at the peak, collectives, operators, host reads."""
 
 import gc
+import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 OPERATIONS = {
     "_reduce_scatter_base_": "reduce_scatter",
@@ -37,6 +40,72 @@ def count_collectives(work: Callable[[], object]) -> Counter[str]:
         if namespace == "c10d" and name != "barrier":
             counts[OPERATIONS.get(name, name)] += 1
     return counts
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[Any] = Counter()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        # Otherwise torch.compile would run what it has compiled operator by operator while we count.
+        return True
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        self.counts[func] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def count_operators(work: Callable[[], object]) -> tuple[int, int]:
+    """Run ``work`` and return how many operators of torch it dispatched, and how many of them gave the host a value."""
+    with _Operators() as operators:
+        work()
+    return sum(operators.counts.values()), operators.counts[torch.ops.aten._local_scalar_dense.default]
+
+
+_LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaMemcpy", "cuMemcpy", "cudaMemset", "cuMemset", "cudaGraphLaunch")
+"""How the names of CUDA's calls begin that give the device something to do."""
+
+
+def count_launches(work: Callable[[], object]) -> int:
+    """Run ``work`` and return how many kernels, copies and fills it launched on the CUDA device."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        work()
+        torch.cuda.synchronize()
+    return sum(event.name.startswith(_LAUNCHES) for event in profile.events())
+
+
+def count_host_syncs(work: Callable[[], object]) -> int:
+    """Run ``work`` and return how often torch let the host wait for the CUDA device."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            work()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing CUDA operation" in str(warning.message) for warning in caught)
+
+
+def transient_bytes(work: Callable[[], object]) -> int:
+    """Run ``work`` and return how far torch's allocator for the CPU rose above its start."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        work()
+    held = highest = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            highest = max(highest, held)
+    return highest
 
 
 def live_bytes(but: Tensor | None = None) -> int:

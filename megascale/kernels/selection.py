@@ -22,7 +22,7 @@ def select_backend(name: str = "auto", device: torch.device | None = None) -> Ba
     """Return the backend called ``name``.
 
     "auto" is what the environment variable MEGASCALE_BACKEND says, else the fastest one for ``device`` (None: the CPU):
-    native on a CPU, torch on an accelerator. Where native does not work, one warning says why, and torch it is.
+    native on a CPU, triton on an accelerator. Where that does not work, one warning says why, and torch it is.
 
     Raises:
         ArgumentError: for an unknown name, from either source.
@@ -34,7 +34,7 @@ def select_backend(name: str = "auto", device: torch.device | None = None) -> Ba
     if name != "auto":
         return _MAKERS[name]()
     try:
-        return NativeBackend() if device is None or device.type == "cpu" else TorchBackend()
+        return _MAKERS["native" if device is None or device.type == "cpu" else "triton"]()
     except UsageError as error:
         _warn_once(f"{error}\nUsing the torch backend")
         return TorchBackend()
@@ -45,8 +45,29 @@ def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=4)
 
 
+def _compiled() -> Backend:
+    from megascale.kernels.compiled_backend import CompiledBackend
+
+    return CompiledBackend()
+
+
+def _triton() -> Backend:
+    from megascale.kernels.triton_backend import TritonBackend
+
+    return TritonBackend()
+
+
+def _apex() -> Backend:
+    from megascale.kernels.apex_backend import ApexBackend
+
+    return ApexBackend()
+
+
 _MAKERS: dict[str, Callable[[], Backend]] = {
     "reference": ReferenceBackend,
     "torch": TorchBackend,
     "native": NativeBackend,
+    "compiled": _compiled,
+    "triton": _triton,
+    "apex": _apex,
 }

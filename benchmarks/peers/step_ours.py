@@ -1,0 +1,114 @@
+"""megascale's step: on plain gradients with any backend, on GradSync's main grads, and DistributedOptimizer's."""
+
+import time
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
+from megascale.errors import ArgumentError, UsageError
+from peers import ours
+from peers.given import CLIP, EPS, GROWTH_INTERVAL, HYSTERESIS, LR, SCALE, WEIGHT_DECAY, GivenModel, Setup
+from peers.work import Traffic, UnavailableError, Work
+
+
+def traffic(grad: int, model: int, moments: int) -> Traffic:
+    """Return bytes per parameter, for gradients, model params and both moments of so many bytes.
+
+    An fp32 model param is its own main param.
+    """
+    copy = model if model < 4 else 0
+    return {"statistics": grad, "AdamW and write back": grad + 2 * 4 + 2 * moments + copy}
+
+
+class Megascale:
+    """MixedPrecisionOptimizer on ``param.grad``."""
+
+    own_grad_bytes = 0
+
+    def __init__(self, work: Work) -> None:
+        asked = work.options.get("backend", "auto")
+        moments: torch.dtype = work.options.get("moments", torch.float32)
+        self.params = work.parameters_with_grads()
+        inner = torch.optim.AdamW(self.params, lr=LR, eps=EPS, weight_decay=WEIGHT_DECAY)
+        start = time.perf_counter()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                config = OptimizerConfig(
+                    fp16=work.dtype == torch.float16,
+                    bf16=work.dtype == torch.bfloat16,
+                    clip_grad=CLIP,
+                    backend=asked,
+                    exp_avg_dtype=moments,
+                    exp_avg_sq_dtype=moments,
+                )
+                scaler = DynamicGradScaler(SCALE, 1.0, 2.0, 0.5, GROWTH_INTERVAL, HYSTERESIS)
+                self.optimizer = MixedPrecisionOptimizer(inner, config, scaler)
+            except (ArgumentError, UsageError, ImportError) as error:
+                if asked == "auto":
+                    raise
+                raise UnavailableError(f"not available: {error}") from error
+        self.setup_seconds = time.perf_counter() - start
+        self.backend_name = self.optimizer.backend.name
+        if asked not in ("auto", self.backend_name):
+            reason = "; ".join(str(warning.message) for warning in caught)
+            raise UnavailableError(reason or f"not available: {self.backend_name!r} is taken in its place")
+        size = work.dtype.itemsize
+        self.traffic = traffic(size, size, 2 * moments.itemsize)
+
+    @property
+    def compile_seconds(self) -> float | None:
+        """Seconds that the backend has compiled, where it says so."""
+        return getattr(self.optimizer.backend, "compile_seconds", None)
+
+    def prepare(self) -> None:
+        """Do nothing: the gradients are there, and stay as they are."""
+
+    def step(self) -> None:
+        """See :class:`peers.work.Stepper`."""
+        self.optimizer.step()
+
+    def parameters(self) -> list[Tensor]:
+        """See :class:`peers.work.Stepper`."""
+        return [*self.params]
+
+
+class OnMainGrads:
+    """An optimizer of peers.ours. The given backward and the reduction over one rank are not timed."""
+
+    def __init__(self, work: Work, build: Any) -> None:
+        self.own_grad_bytes = 4
+        self.traffic = traffic(4, work.dtype.itemsize, 8)
+        setup = Setup(0, 1, work.device, work.dtype, None, {})
+        self.contender: ours.Megascale = build(GivenModel(work.tensors, torch.cat(work.grads), setup), setup)
+        self.backend_name = self.contender.optimizer.backend.name
+
+    def prepare(self) -> None:
+        """Run the given backward, which adds up main grads."""
+        self.contender.reduce()
+
+    def step(self) -> None:
+        """See :class:`peers.work.Stepper`."""
+        self.contender.step()
+
+    def parameters(self) -> list[Tensor]:
+        """See :class:`peers.work.Stepper`."""
+        return self.contender.parameters()
+
+
+def plain(work: Work) -> Megascale:
+    """Return MixedPrecisionOptimizer. Options "backend" (default "auto") and "moments", their dtype (fp32)."""
+    return Megascale(work)
+
+
+def grad_sync(work: Work) -> OnMainGrads:
+    """Return MixedPrecisionOptimizer with GradSync, fp32 main grads."""
+    return OnMainGrads(work, ours.replicated)
+
+
+def distributed(work: Work) -> OnMainGrads:
+    """Return DistributedOptimizer at one rank, fp32 main grads."""
+    return OnMainGrads(work, ours.sharded)

@@ -1,0 +1,11 @@
+"""Whether a device is recording a graph: nothing runs then, and the host may not ask."""
+
+import torch
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Return whether the current stream of ``device`` is being captured into a graph."""
+    if device.type == "cpu":
+        return False
+    capturing = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return capturing is not None and bool(capturing())

@@ -1,0 +1,252 @@
+"""The triton backend: one launch for the statistics and one for the update, whatever the number of tensors.
+
+Both reach their tensors through a table of pointers on the device. Tensors that share no dense memory layout, and fp64
+main params, take the reference's arithmetic. On CPU tensors the kernels run in Triton's interpreter, for tests.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megascale.capture import is_capturing
+from megascale.errors import UsageError
+from megascale.kernels import device_table
+from megascale.kernels.device_table import DeviceTable, Plan, PlanCache
+from megascale.kernels.operands import AdamHyper, Decision, LionHyper, Operands, SgdHyper, TensorStats
+from megascale.kernels.reference import ReferenceBackend, stats_dtype
+
+BLOCK = 1 << 10  # elements that a program holds at once
+NUM_WARPS = 4
+
+
+class TritonBackend:
+    """See :class:`megascale.kernels.Backend`.
+
+    Operations are the reference backend's, in its order, each correctly rounded, and so are the bits. Only powers in
+    Adam's bias corrections may differ, in the last bits of fp64. Sums of squares are fp32 within a chunk, fp64 across
+    chunks, and added in a fixed order.
+
+    Methods raise UsageError for CPU tensors outside Triton's interpreter, for other tensors inside it, and where a
+    graph captures a step whose tensors have moved. The constructor raises UsageError where triton is not installed.
+    """
+
+    name = "triton"
+
+    def __init__(self) -> None:
+        _import_kernels()  # fails here, where the backend is asked for, if triton is not there
+        self._reference = ReferenceBackend()
+        self._plans = PlanCache()
+        self._rates: dict[torch.device, tuple[float, Tensor]] = {}
+
+    @property
+    def _kernels(self) -> ModuleType:
+        return _import_kernels()  # not kept, so that an optimizer can be copied: a module cannot
+
+    def measure(self, grads: list[Tensor], count_zeros: bool) -> TensorStats:
+        """See :class:`megascale.kernels.Backend`."""
+        device = self._check(grads[0].device)
+        plan = self._plans.find([grads])
+        stats = torch.empty(len(grads), 3, dtype=stats_dtype(device), device=device)
+        for table in plan.tables:
+            partials = torch.empty(len(table.chunk_rows), 4, dtype=stats.dtype, device=device)
+            [grad] = self._dtypes(table)
+            sizes = self._sizes(table)
+            self._launch(
+                self._kernels.measure_kernel,
+                len(table.chunk_rows),
+                (table.rows, table.chunk_rows, partials),
+                {"GRAD_DTYPE": grad, "COUNT_ZEROS": count_zeros, **sizes},
+            )
+            self._launch(self._kernels.combine_kernel, len(table.rows), (table.rows, partials, stats), sizes)
+        if plan.rest:
+            theirs = self._reference.measure([grads[index] for index in plan.rest], count_zeros)
+            for column, values in enumerate(theirs):
+                if values is not None:
+                    _scatter(stats[:, column], plan.rest, values)
+        return TensorStats(stats[:, 0], stats[:, 1], stats[:, 2] if count_zeros else None)
+
+    def unscale(self, grads: list[Tensor], mains: list[Tensor], coefficient: Tensor) -> list[Tensor]:
+        """See :class:`megascale.kernels.Backend`. For optimizers that run their own ``step()``: plain tensor code."""
+        return self._reference.unscale(grads, mains, coefficient)
+
+    def adam_(self, operands: Operands, hyper: AdamHyper, decision: Decision) -> Tensor:
+        """See :class:`megascale.kernels.Backend`."""
+        plan = self._plan(operands, ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if hyper.amsgrad else []), True)
+        flags, pointers = self._prepared(operands, hyper.lr, decision)
+        scalars = (
+            *_with_rest(hyper.beta1),
+            *_with_rest(hyper.beta2),
+            _log(hyper.beta1),
+            _log(hyper.beta2),
+            float(hyper.eps),
+            float(hyper.weight_decay),
+        )
+        for table in plan.tables:
+            _, model, grad, exp_avg, exp_avg_sq, *largest = self._dtypes(table)
+            constants = {
+                "MODEL_DTYPE": model,
+                "GRAD_DTYPE": grad,
+                "AVG_DTYPE": exp_avg,
+                "SQ_DTYPE": exp_avg_sq,
+                "MAX_DTYPE": largest[0] if largest else None,
+                "DECOUPLED": hyper.decoupled,
+                "L2": hyper.weight_decay != 0,
+                "MAXIMIZE": hyper.maximize,
+            }
+            self._update(self._kernels.adam_kernel, table, (flags, *pointers, *scalars), constants)
+        if plan.rest:
+            _scatter(flags, plan.rest, self._reference.adam_(operands.pick(list(plan.rest)), hyper, decision))
+        return self._written(operands, flags)
+
+    def sgd_(self, operands: Operands, hyper: SgdHyper, decision: Decision) -> Tensor:
+        """See :class:`megascale.kernels.Backend`."""
+        dampened = hyper.momentum != 0 and hyper.dampening != 0
+        plan = self._plan(operands, ["momentum_buffer"] if hyper.momentum != 0 else [], dampened)
+        flags, pointers = self._prepared(operands, hyper.lr, decision)
+        scalars = (float(hyper.momentum), float(1 - hyper.dampening), float(hyper.weight_decay))
+        for table in plan.tables:
+            _, model, grad, *buffer = self._dtypes(table)
+            constants = {
+                "MODEL_DTYPE": model,
+                "GRAD_DTYPE": grad,
+                "BUFFER_DTYPE": buffer[0] if buffer else None,
+                "DAMPENED": dampened,
+                "NESTEROV": hyper.nesterov,
+                "L2": hyper.weight_decay != 0,
+                "MAXIMIZE": hyper.maximize,
+            }
+            self._update(self._kernels.sgd_kernel, table, (flags, *pointers, *scalars), constants)
+        if plan.rest:
+            _scatter(flags, plan.rest, self._reference.sgd_(operands.pick(list(plan.rest)), hyper, decision))
+        return self._written(operands, flags)
+
+    def lion_(self, operands: Operands, hyper: LionHyper, decision: Decision) -> Tensor:
+        """See :class:`megascale.kernels.Backend`."""
+        plan = self._plan(operands, ["exp_avg"], False)
+        flags, pointers = self._prepared(operands, hyper.lr, decision)
+        scalars = (*_with_rest(hyper.beta1), *_with_rest(hyper.beta2), float(hyper.weight_decay))
+        for table in plan.tables:
+            _, model, grad, exp_avg = self._dtypes(table)
+            constants = {
+                "MODEL_DTYPE": model,
+                "GRAD_DTYPE": grad,
+                "AVG_DTYPE": exp_avg,
+                "MAXIMIZE": hyper.maximize,
+            }
+            self._update(self._kernels.lion_kernel, table, (flags, *pointers, *scalars), constants)
+        if plan.rest:
+            _scatter(flags, plan.rest, self._reference.lion_(operands.pick(list(plan.rest)), hyper, decision))
+        return self._written(operands, flags)
+
+    def write_back_(self, mains: list[Tensor], models: list[Tensor]) -> Tensor:
+        """See :class:`megascale.kernels.Backend`."""
+        device = self._check(mains[0].device)
+        plan = self._plans.find([mains, models])
+        flags = torch.empty(len(mains), dtype=torch.uint8, device=device)
+        for table in plan.tables:
+            self._update(self._kernels.write_back_kernel, table, (flags,), {"MODEL_DTYPE": self._dtypes(table)[1]})
+        if plan.rest:
+            rest = [mains[index] for index in plan.rest], [models[index] for index in plan.rest]
+            _scatter(flags, plan.rest, self._reference.write_back_(*rest))
+        torch.autograd.graph.increment_version(models)
+        return flags.view(torch.bool)
+
+    def _check(self, device: torch.device) -> torch.device:
+        """Raise UsageError unless the kernels, as they were made, can reach memory of ``device``."""
+        if device.type == "cpu" and not self._kernels.INTERPRETED:
+            raise UsageError(
+                "backend 'triton' runs on CPU tensors in Triton's interpreter only: set TRITON_INTERPRET=1 before "
+                "Python starts, or choose backend 'torch'"
+            )
+        if device.type != "cpu" and self._kernels.INTERPRETED:
+            raise UsageError(f"Triton's interpreter cannot reach tensors on {device}: unset TRITON_INTERPRET")
+        return device
+
+    def _plan(self, operands: Operands, names: Sequence[str], counts_steps: bool) -> Plan:
+        self._check(operands.main[0].device)
+        columns = [operands.main, operands.model, operands.grad, *(operands.state[name] for name in names)]
+        return self._plans.find(columns, operands.step if counts_steps else ())
+
+    def _prepared(
+        self, operands: Operands, lr: float | Tensor, decision: Decision
+    ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """Return the flags to fill, uint8, shape [parameters], and what the kernels read on the device."""
+        device = operands.main[0].device
+        flags = torch.empty(len(operands.main), dtype=torch.uint8, device=device)
+        return flags, (decision.found_inf, decision.coefficient, self._rate(lr, device))
+
+    def _rate(self, lr: float | Tensor, device: torch.device) -> Tensor:
+        """Return the learning rate on the device: a float as fp64, written there only where it has changed."""
+        if isinstance(lr, Tensor):
+            return lr if lr.device == device else lr.to(device, non_blocking=True)
+        known = self._rates.get(device)
+        if known is not None and known[0] == lr and not is_capturing(device):
+            return known[1]
+        rate = torch.full((), lr, dtype=stats_dtype(device), device=device)
+        if not is_capturing(device):  # a graph's own memory holds no value before its first replay
+            self._rates[device] = (lr, rate)
+        return rate
+
+    def _dtypes(self, table: DeviceTable) -> list[Any]:
+        return [self._kernels.LANGUAGE_DTYPES[dtype] for dtype in table.dtypes]
+
+    def _sizes(self, table: DeviceTable) -> dict[str, int]:
+        """Return the row's, the chunk's and the block's length.
+
+        On a device the block is always the same, so that one compiled kernel serves. The interpreter takes about as
+        long for a few elements as for many, so there a chunk is one block, no longer than the longest row.
+        """
+        chunk = device_table.CHUNK
+        block = 1 << (table.longest - 1).bit_length() if self._kernels.INTERPRETED else BLOCK
+        return {"COLUMNS": table.rows.shape[1], "CHUNK": chunk, "BLOCK": min(block, chunk)}
+
+    def _update(self, kernel: Any, table: DeviceTable, arguments: Iterable[Any], constants: dict[str, Any]) -> None:
+        self._launch(
+            kernel,
+            len(table.chunk_rows),
+            (table.rows, table.chunk_rows, table.counters, *arguments),
+            {**constants, **self._sizes(table)},
+        )
+
+    def _launch(self, kernel: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+        with _on(arguments[0].device):
+            kernel[(programs,)](*arguments, **constants, num_warps=NUM_WARPS, enable_fp_fusion=False)
+
+    def _written(self, operands: Operands, flags: Tensor) -> Tensor:
+        """Tell autograd what has been written, as torch's own in-place operations do; return the flags."""
+        states = [tensor for tensors in operands.state.values() for tensor in tensors]
+        torch.autograd.graph.increment_version([*operands.main, *operands.model, *states, *operands.step])
+        return flags.view(torch.bool)
+
+
+def _import_kernels() -> ModuleType:
+    try:
+        from megascale.kernels import triton_kernels
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        raise UsageError("backend 'triton' needs triton: pip install triton, or choose backend 'torch'") from error
+    return triton_kernels
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """Make ``device`` the current one, on which Triton launches."""
+    return nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index)
+
+
+def _with_rest(beta: float) -> tuple[float, float]:
+    return float(beta), float(1 - beta)
+
+
+def _log(beta: float) -> float:
+    return math.log(beta) if beta > 0 else -math.inf
+
+
+def _scatter(target: Tensor, indices: Sequence[int], values: Tensor) -> None:
+    for index, value in zip(indices, values.unbind(), strict=True):
+        target[index] = value

@@ -1,0 +1,433 @@
+"""Triton kernels that reach all tensors of a call through a :class:`megascale.kernels.device_table.DeviceTable`.
+
+One program works on one chunk. All arithmetic is fp32 in the order of the reference backend, with fp64 where the
+reference has it for scalars. Launch with ``enable_fp_fusion=False``: a multiplication and an addition fused into one
+rounding would give other bits than the reference.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+# ruff: noqa: SIM102, SIM108, SIM300 - these rules know Python, not what Triton compiles
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from megascale.errors import UsageError
+from megascale.kernels import device_table
+from megascale.kernels.operands import FP16_OVERFLOW
+
+INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
+"""Whether these kernels run in Triton's interpreter."""
+
+if isinstance(tl.sum, triton.JITFunction) == INTERPRETED:
+    raise UsageError("TRITON_INTERPRET has changed since triton was imported; set it before Python starts")
+
+INTERPRETED_KERNELS = tl.constexpr(INTERPRETED)
+
+LANGUAGE_DTYPES = {None: None, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+
+NUMEL = tl.constexpr(device_table.NUMEL)
+FIRST_CHUNK = tl.constexpr(device_table.FIRST_CHUNK)
+SLOT = tl.constexpr(device_table.SLOT)
+ALIGNED = tl.constexpr(device_table.ALIGNED)
+STEP = tl.constexpr(device_table.STEP)
+TENSORS = tl.constexpr(device_table.TENSORS)
+# Order of an update's tensors in a row.
+MAIN, MODEL, GRAD, STATE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+WHOLE = tl.constexpr(device_table.VECTOR)  # elements that are whole vectors in every dtype
+OVERFLOW = tl.constexpr(FP16_OVERFLOW)
+
+
+def _inlined(function: Any) -> Any:
+    """Make a function that kernels call. In the interpreter it stays as it is: a jit function called there looks
+    through all of Triton anew, which takes longer than the function.
+    """
+    return function if INTERPRETED else triton.jit(function)
+
+
+@_inlined
+def _sum(values):
+    """Return sums over the first dimension, in an order that the shape fixes."""
+    if INTERPRETED_KERNELS:
+        return tl.reduce(values, 0, tl.standard._sum_combine)  # tl.sum without the jit function around it
+    return tl.sum(values, axis=0)
+
+
+# Read one number at a time: whatever their alignment, one compiled kernel serves.
+POINTERS = ["rows", "chunk_rows", "counters", "flags", "found_inf", "coefficient", "lr", "partials", "stats"]
+
+# A kernel's arguments one to a line would be half of this file.
+# fmt: off
+
+
+@_inlined
+def _locate(rows, chunk_rows, COLUMNS: tl.constexpr, CHUNK: tl.constexpr):
+    """Return this program's row as a number and as a pointer, the chunk's first element, int64, and its length."""
+    program = tl.program_id(0)
+    index = tl.load(chunk_rows + program)
+    row = rows + index * COLUMNS
+    start = (program - tl.load(row + FIRST_CHUNK)) * CHUNK
+    length = tl.minimum(tl.load(row + NUMEL) - start, CHUNK).to(tl.int32)
+    return index, row, start, length
+
+
+@_inlined
+def _vectors_fit(row, length):
+    """Whether the chunk consists of whole, aligned vectors. Masks then keep or drop a vector as one."""
+    return (tl.load(row + ALIGNED) != 0) & (length % WHOLE == 0)
+
+
+@_inlined
+def _chunk_of(row, TENSOR: tl.constexpr, start, DTYPE: tl.constexpr, VECTOR: tl.constexpr):
+    """Return a pointer to the chunk's first element in a row's tensor. DTYPE None: there is no such tensor.
+
+    VECTOR is how many elements an access may take as one. An update takes as many of each tensor, 8 bytes of a 16-bit
+    one: otherwise Triton would shuffle each of them through shared memory into the arrangement of another.
+    """
+    pointer = row
+    if DTYPE is not None:
+        pointer = tl.load(row + TENSORS + TENSOR).to(tl.pointer_type(DTYPE))
+        if VECTOR > 1:
+            pointer = tl.multiple_of(pointer, VECTOR * DTYPE.primitive_bitwidth // 8)
+        pointer += start
+    return pointer
+
+
+@_inlined
+def _read(pointer, offsets, mask):
+    """Return elements in fp32, 0 where masked."""
+    return tl.load(pointer + offsets, mask=mask, other=0).to(tl.float32)
+
+
+@_inlined
+def _round_to_bf16(value):
+    """Round fp32 to the nearest bf16, ties to even. By hand: the interpreter's own cast truncates. NaN stays NaN."""
+    bits = value.to(tl.int32, bitcast=True)
+    high = bits >> 16
+    high += ((bits & 0xFFFF) + 0x7FFF + (high & 1)) >> 16
+    high = tl.where(value == value, high, 0x7FC0)
+    return high.to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@_inlined
+def _write(pointer, offsets, value, mask):
+    """Round fp32 elements into a tensor."""
+    if pointer.dtype.element_ty == tl.bfloat16:
+        rounded = _round_to_bf16(value)
+    else:
+        rounded = value.to(pointer.dtype.element_ty)
+    tl.store(pointer + offsets, rounded, mask=mask)
+
+
+@_inlined
+def _round_into_model(model, offsets, value, mask, kept, overflow, MODEL_DTYPE: tl.constexpr):
+    """Write main's rounding where ``kept``; return ``overflow`` with 1 where the rounding is not finite fp16."""
+    if MODEL_DTYPE is not None:
+        _write(model, offsets, value, kept)
+    if MODEL_DTYPE == tl.float16:
+        overflow = overflow | (mask & ((tl.abs(value) < OVERFLOW) == 0)).to(tl.int32)
+    return overflow
+
+
+@_inlined
+def _arrive(row, counter, flags, overflow, CHUNK: tl.constexpr):
+    """Count this chunk as done. Return whether it is its row's last one, which then has written the row's flag.
+
+    All programs of a row have read the step count before the last one arrives, so that it may write the next. The
+    counter holds arrivals in its low half and overflowing chunks in its high half, and is 0 again afterwards.
+    """
+    tl.debug_barrier()
+    mine = 1 + (overflow.to(tl.int64) << 32)
+    counted = tl.atomic_add(counter, mine) + mine
+    last = (counted & 0xFFFFFFFF) == tl.maximum((tl.load(row + NUMEL) + (CHUNK - 1)) // CHUNK, 1)
+    if last:
+        tl.store(counter, tl.full((), 0, tl.int64))
+        tl.store(flags + tl.load(row + SLOT), (counted >> 32 != 0).to(tl.uint8))
+    return last
+
+
+@_inlined
+def _adam_chunk(
+    row, start, length, landing, coefficient, decay, step_size, inv_correction2_sqrt, beta1, rest1, beta2, rest2, eps,
+    weight_decay, MODEL_DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr, AVG_DTYPE: tl.constexpr,
+    SQ_DTYPE: tl.constexpr, MAX_DTYPE: tl.constexpr, DECOUPLED: tl.constexpr, L2: tl.constexpr,
+    MAXIMIZE: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+):
+    main_chunk = _chunk_of(row, MAIN, start, tl.float32, VECTOR)
+    model_chunk = _chunk_of(row, MODEL, start, MODEL_DTYPE, VECTOR)
+    grad_chunk = _chunk_of(row, GRAD, start, GRAD_DTYPE, VECTOR)
+    avg_chunk = _chunk_of(row, STATE, start, AVG_DTYPE, VECTOR)
+    sq_chunk = _chunk_of(row, STATE + 1, start, SQ_DTYPE, VECTOR)
+    max_chunk = _chunk_of(row, STATE + 2, start, MAX_DTYPE, VECTOR)
+    overflow = tl.full((BLOCK,), 0, tl.int32)
+    for begin in range(0, length, BLOCK):
+        offsets = begin + tl.arange(0, BLOCK)
+        mask = offsets < length
+        kept = offsets < landing
+        main = _read(main_chunk, offsets, mask)
+        g = _read(grad_chunk, offsets, mask) * coefficient
+        if MAXIMIZE:
+            g = -g
+        p = main
+        if DECOUPLED:
+            p = main * decay
+        elif L2:
+            g = g + weight_decay * main
+        exp_avg = beta1 * _read(avg_chunk, offsets, mask) + rest1 * g
+        exp_avg_sq = beta2 * _read(sq_chunk, offsets, mask) + rest2 * g * g
+        second = exp_avg_sq
+        if MAX_DTYPE is not None:
+            largest = _read(max_chunk, offsets, mask)
+            second = tl.maximum(largest, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
+            _write(max_chunk, offsets, second, kept)
+        _write(avg_chunk, offsets, exp_avg, kept)
+        _write(sq_chunk, offsets, exp_avg_sq, kept)
+        denominator = tl.sqrt_rn(second) * inv_correction2_sqrt + eps
+        p = tl.where(kept, p - tl.div_rn(step_size * exp_avg, denominator), main)
+        _write(main_chunk, offsets, p, kept)
+        overflow = _round_into_model(model_chunk, offsets, p, mask, kept, overflow, MODEL_DTYPE)
+    return tl.minimum(_sum(overflow), 1)
+
+
+@triton.jit(do_not_specialize=POINTERS)
+def adam_kernel(
+    rows, chunk_rows, counters, flags, found_inf, coefficient, lr, beta1, rest1, beta2, rest2,
+    log_beta1: tl.float64, log_beta2: tl.float64, eps, weight_decay, COLUMNS: tl.constexpr,
+    MODEL_DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr, AVG_DTYPE: tl.constexpr, SQ_DTYPE: tl.constexpr,
+    MAX_DTYPE: tl.constexpr, DECOUPLED: tl.constexpr, L2: tl.constexpr, MAXIMIZE: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Adam and AdamW: ``rest1`` is 1 - beta1, ``L2`` decay through the gradient, ``MAX_DTYPE`` amsgrad's or None."""
+    index, row, start, length = _locate(rows, chunk_rows, COLUMNS, CHUNK)
+    skipped = tl.load(found_inf)
+    landing = tl.where(skipped == 0, length, 0)
+    scale = tl.load(coefficient)
+    rate = tl.load(lr)
+    count = tl.load(row + STEP).to(tl.pointer_type(tl.float32))
+    step = tl.load(count)
+    t = (step + 1).to(tl.float64)
+    correction1 = 1 - tl.exp(t * log_beta1)
+    inv_correction2_sqrt = (1 / tl.sqrt(1 - tl.exp(t * log_beta2))).to(tl.float32)
+    step_size = (rate.to(tl.float64) / correction1).to(tl.float32)
+    decay = (1 - rate * weight_decay).to(tl.float32)
+    if _vectors_fit(row, length):
+        overflow = _adam_chunk(
+            row, start, length // WHOLE * WHOLE, landing // WHOLE * WHOLE, scale, decay, step_size,
+            inv_correction2_sqrt, beta1, rest1, beta2, rest2, eps, weight_decay, MODEL_DTYPE, GRAD_DTYPE, AVG_DTYPE,
+            SQ_DTYPE, MAX_DTYPE, DECOUPLED, L2, MAXIMIZE, BLOCK, 4,
+        )
+    else:
+        overflow = _adam_chunk(
+            row, start, length, landing, scale, decay, step_size, inv_correction2_sqrt,
+            beta1, rest1, beta2, rest2, eps, weight_decay, MODEL_DTYPE, GRAD_DTYPE, AVG_DTYPE, SQ_DTYPE,
+            MAX_DTYPE, DECOUPLED, L2, MAXIMIZE, BLOCK, 1,
+        )
+    if _arrive(row, counters + index, flags, overflow, CHUNK):
+        tl.store(count, step + (1 - skipped))
+
+
+@_inlined
+def _sgd_chunk(
+    row, start, length, landing, coefficient, rate, momentum, share, weight_decay, MODEL_DTYPE: tl.constexpr,
+    GRAD_DTYPE: tl.constexpr, BUFFER_DTYPE: tl.constexpr, NESTEROV: tl.constexpr, L2: tl.constexpr,
+    MAXIMIZE: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+):
+    main_chunk = _chunk_of(row, MAIN, start, tl.float32, VECTOR)
+    model_chunk = _chunk_of(row, MODEL, start, MODEL_DTYPE, VECTOR)
+    grad_chunk = _chunk_of(row, GRAD, start, GRAD_DTYPE, VECTOR)
+    buffer_chunk = _chunk_of(row, STATE, start, BUFFER_DTYPE, VECTOR)
+    overflow = tl.full((BLOCK,), 0, tl.int32)
+    for begin in range(0, length, BLOCK):
+        offsets = begin + tl.arange(0, BLOCK)
+        mask = offsets < length
+        kept = offsets < landing
+        main = _read(main_chunk, offsets, mask)
+        g = _read(grad_chunk, offsets, mask) * coefficient
+        if MAXIMIZE:
+            g = -g
+        if L2:
+            g = g + weight_decay * main
+        if BUFFER_DTYPE is not None:
+            velocity = momentum * _read(buffer_chunk, offsets, mask) + share * g
+            _write(buffer_chunk, offsets, velocity, kept)
+            if NESTEROV:
+                g = g + momentum * velocity
+            else:
+                g = velocity
+        p = tl.where(kept, main - rate * g, main)
+        _write(main_chunk, offsets, p, kept)
+        overflow = _round_into_model(model_chunk, offsets, p, mask, kept, overflow, MODEL_DTYPE)
+    return tl.minimum(_sum(overflow), 1)
+
+
+@triton.jit(do_not_specialize=POINTERS)
+def sgd_kernel(
+    rows, chunk_rows, counters, flags, found_inf, coefficient, lr, momentum, undampened, weight_decay,
+    COLUMNS: tl.constexpr, MODEL_DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr, BUFFER_DTYPE: tl.constexpr,
+    DAMPENED: tl.constexpr, NESTEROV: tl.constexpr, L2: tl.constexpr, MAXIMIZE: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """SGD: ``undampened`` is 1 - dampening, ``BUFFER_DTYPE`` None without momentum; ``DAMPENED`` rows count steps."""
+    index, row, start, length = _locate(rows, chunk_rows, COLUMNS, CHUNK)
+    skipped = tl.load(found_inf)
+    landing = tl.where(skipped == 0, length, 0)
+    scale = tl.load(coefficient)
+    rate = tl.load(lr).to(tl.float32)
+    share = tl.full((), 1.0, tl.float32)
+    count = tl.load(row + STEP).to(tl.pointer_type(tl.float32))
+    step = share
+    if DAMPENED:
+        step = tl.load(count)
+        # torch's first momentum buffer is the gradient itself, not dampened.
+        share = tl.where(step == 0, share, undampened)
+    if _vectors_fit(row, length):
+        overflow = _sgd_chunk(
+            row, start, length // WHOLE * WHOLE, landing // WHOLE * WHOLE, scale, rate, momentum, share, weight_decay,
+            MODEL_DTYPE, GRAD_DTYPE, BUFFER_DTYPE, NESTEROV, L2, MAXIMIZE, BLOCK, 4,
+        )
+    else:
+        overflow = _sgd_chunk(
+            row, start, length, landing, scale, rate, momentum, share, weight_decay,
+            MODEL_DTYPE, GRAD_DTYPE, BUFFER_DTYPE, NESTEROV, L2, MAXIMIZE, BLOCK, 1,
+        )
+    last = _arrive(row, counters + index, flags, overflow, CHUNK)
+    if DAMPENED:
+        if last:
+            tl.store(count, step + (1 - skipped))
+
+
+@_inlined
+def _lion_chunk(
+    row, start, length, landing, coefficient, rate, decay, beta1, rest1, beta2, rest2, MODEL_DTYPE: tl.constexpr,
+    GRAD_DTYPE: tl.constexpr, AVG_DTYPE: tl.constexpr, MAXIMIZE: tl.constexpr, BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    main_chunk = _chunk_of(row, MAIN, start, tl.float32, VECTOR)
+    model_chunk = _chunk_of(row, MODEL, start, MODEL_DTYPE, VECTOR)
+    grad_chunk = _chunk_of(row, GRAD, start, GRAD_DTYPE, VECTOR)
+    avg_chunk = _chunk_of(row, STATE, start, AVG_DTYPE, VECTOR)
+    overflow = tl.full((BLOCK,), 0, tl.int32)
+    for begin in range(0, length, BLOCK):
+        offsets = begin + tl.arange(0, BLOCK)
+        mask = offsets < length
+        kept = offsets < landing
+        main = _read(main_chunk, offsets, mask)
+        g = _read(grad_chunk, offsets, mask) * coefficient
+        if MAXIMIZE:
+            g = -g
+        average = _read(avg_chunk, offsets, mask)
+        blend = beta1 * average + rest1 * g
+        direction = (blend > 0).to(tl.float32) - (blend < 0).to(tl.float32)
+        p = tl.where(kept, main * decay - rate * direction, main)
+        _write(avg_chunk, offsets, beta2 * average + rest2 * g, kept)
+        _write(main_chunk, offsets, p, kept)
+        overflow = _round_into_model(model_chunk, offsets, p, mask, kept, overflow, MODEL_DTYPE)
+    return tl.minimum(_sum(overflow), 1)
+
+
+@triton.jit(do_not_specialize=POINTERS)
+def lion_kernel(
+    rows, chunk_rows, counters, flags, found_inf, coefficient, lr, beta1, rest1, beta2, rest2, weight_decay,
+    COLUMNS: tl.constexpr, MODEL_DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr, AVG_DTYPE: tl.constexpr,
+    MAXIMIZE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """Lion: ``rest1`` is 1 - beta1."""
+    index, row, start, length = _locate(rows, chunk_rows, COLUMNS, CHUNK)
+    landing = tl.where(tl.load(found_inf) == 0, length, 0)
+    scale = tl.load(coefficient)
+    rate = tl.load(lr)
+    decay = (1 - rate * weight_decay).to(tl.float32)
+    if _vectors_fit(row, length):
+        overflow = _lion_chunk(
+            row, start, length // WHOLE * WHOLE, landing // WHOLE * WHOLE, scale, rate.to(tl.float32), decay,
+            beta1, rest1, beta2, rest2, MODEL_DTYPE, GRAD_DTYPE, AVG_DTYPE, MAXIMIZE, BLOCK, 4,
+        )
+    else:
+        overflow = _lion_chunk(
+            row, start, length, landing, scale, rate.to(tl.float32), decay,
+            beta1, rest1, beta2, rest2, MODEL_DTYPE, GRAD_DTYPE, AVG_DTYPE, MAXIMIZE, BLOCK, 1,
+        )
+    _arrive(row, counters + index, flags, overflow, CHUNK)
+
+
+@_inlined
+def _write_back_chunk(row, start, length, MODEL_DTYPE: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
+    main_chunk = _chunk_of(row, MAIN, start, tl.float32, VECTOR)
+    model_chunk = _chunk_of(row, MODEL, start, MODEL_DTYPE, VECTOR)
+    overflow = tl.full((BLOCK,), 0, tl.int32)
+    for begin in range(0, length, BLOCK):
+        offsets = begin + tl.arange(0, BLOCK)
+        mask = offsets < length
+        main = _read(main_chunk, offsets, mask)
+        overflow = _round_into_model(model_chunk, offsets, main, mask, mask, overflow, MODEL_DTYPE)
+    return tl.minimum(_sum(overflow), 1)
+
+
+@triton.jit(do_not_specialize=POINTERS)
+def write_back_kernel(
+    rows, chunk_rows, counters, flags, COLUMNS: tl.constexpr, MODEL_DTYPE: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Round main params into their model params."""
+    index, row, start, length = _locate(rows, chunk_rows, COLUMNS, CHUNK)
+    if _vectors_fit(row, length):
+        overflow = _write_back_chunk(row, start, length // WHOLE * WHOLE, MODEL_DTYPE, BLOCK, 4)
+    else:
+        overflow = _write_back_chunk(row, start, length, MODEL_DTYPE, BLOCK, 1)
+    _arrive(row, counters + index, flags, overflow, CHUNK)
+
+
+@_inlined
+def _measure_chunk(
+    row, start, length, GRAD_DTYPE: tl.constexpr, COUNT_ZEROS: tl.constexpr, BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    grad_chunk = _chunk_of(row, 0, start, GRAD_DTYPE, VECTOR)
+    squares = tl.full((BLOCK,), 0, tl.float32)
+    non_finite = tl.full((BLOCK,), 0, tl.int32)
+    zeros = tl.full((BLOCK,), 0, tl.int32)
+    for begin in range(0, length, BLOCK):
+        offsets = begin + tl.arange(0, BLOCK)
+        mask = offsets < length
+        g = _read(grad_chunk, offsets, mask)
+        squares += g * g
+        non_finite += ((tl.abs(g) < float("inf")) == 0).to(tl.int32)
+        if COUNT_ZEROS:
+            zeros += (mask & (g == 0)).to(tl.int32)
+    return _sum(squares), _sum(non_finite), _sum(zeros)
+
+
+@triton.jit(do_not_specialize=POINTERS)
+def measure_kernel(
+    rows, chunk_rows, partials, COLUMNS: tl.constexpr, GRAD_DTYPE: tl.constexpr, COUNT_ZEROS: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """Write each chunk's sum of squares, non-finite count and zeros to ``partials``, fp64, shape [chunks, 4]."""
+    _, row, start, length = _locate(rows, chunk_rows, COLUMNS, CHUNK)
+    if _vectors_fit(row, length):
+        squares, non_finite, zeros = _measure_chunk(
+            row, start, length // WHOLE * WHOLE, GRAD_DTYPE, COUNT_ZEROS, BLOCK, 128 // GRAD_DTYPE.primitive_bitwidth
+        )
+    else:
+        squares, non_finite, zeros = _measure_chunk(row, start, length, GRAD_DTYPE, COUNT_ZEROS, BLOCK, 1)
+    out = partials + tl.program_id(0).to(tl.int64) * 4
+    tl.store(out, squares.to(tl.float64))
+    tl.store(out + 1, non_finite.to(tl.float64))
+    tl.store(out + 2, zeros.to(tl.float64))
+
+
+@triton.jit(do_not_specialize=POINTERS)
+def combine_kernel(rows, partials, stats, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """Add up a row's partials, in an order that its number of chunks fixes, into ``stats``, fp64, shape [rows, 3]."""
+    row = rows + tl.program_id(0).to(tl.int64) * COLUMNS
+    chunks = tl.maximum((tl.load(row + NUMEL) + (CHUNK - 1)) // CHUNK, 1).to(tl.int32)
+    first = partials + tl.load(row + FIRST_CHUNK) * 4
+    columns = tl.arange(0, 4)
+    totals = tl.full((BLOCK, 4), 0, tl.float64)
+    for begin in range(0, chunks, BLOCK):
+        offsets = begin + tl.arange(0, BLOCK)
+        mask = (offsets[:, None] < chunks) & (columns[None, :] < 3)
+        totals += tl.load(first + offsets[:, None] * 4 + columns[None, :], mask=mask, other=0)
+    tl.store(stats + tl.load(row + SLOT) * 3 + columns, _sum(totals), mask=columns < 3)

@@ -1,0 +1,142 @@
+"""The whole step in a CUDA graph: captured once, replayed without Python, launches or host work.
+
+What is decided on the device is decided anew in every replay: skips, growth and backoff of the scale, clipping. What
+the host decides is looked at between replays: learning rates, weights loaded into the model, faults to raise.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megascale import validate
+from megascale.capture import is_capturing
+from megascale.collectives import can_be_captured
+from megascale.errors import ArgumentTypeError, UsageError
+from megascale.optimizer import MixedPrecisionOptimizer, StepResult
+
+
+class StepGraph:
+    """One training step of ``optimizer`` as a graph, alone or after forward and backward.
+
+        graph = StepGraph(optimizer, lambda: optimizer.scale_loss(loss_fn(model(inputs), targets)).backward())
+        for batch in data:
+            inputs.copy_(batch[0]), targets.copy_(batch[1])
+            result = graph.replay()
+
+    Construction runs ``forward_backward`` ``warmup`` times, each followed by a step that changes nothing, and once more
+    while it captures. Gradients are kept in place and zeroed inside the graph; inputs are too: write new ones into the
+    tensors that ``forward_backward`` reads. Learning rates become fp64 tensors of their param groups, which torch's LR
+    schedulers write into; a number put into a param group is copied there by the next replay.
+
+    Args:
+        optimizer: on one accelerator; Adam, AdamW, SGD or Lion, whose updates read the decision on the device.
+        forward_backward: forward and backward, through ``optimizer.scale_loss``. None: the graph holds the step alone,
+            and gradients are written, before each replay, where they are at construction.
+        warmup: runs before capture, at least 1: they compile kernels and make buffers.
+
+    Attributes:
+        output: what ``forward_backward`` returned while captured. Its tensors hold the values of the latest replay.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: naming the argument.
+        UsageError: for what cannot be captured, with the reason. Nothing has been trained.
+    """
+
+    def __init__(
+        self,
+        optimizer: MixedPrecisionOptimizer,
+        forward_backward: Callable[[], Any] | None = None,
+        *,
+        warmup: int = 3,
+    ) -> None:
+        validate.integer("warmup", warmup, minimum=1)
+        check_capturable(optimizer)
+        if forward_backward is None and optimizer.reduces_in_backward:
+            raise UsageError(
+                "the step alone cannot be captured into a graph: its gradients are reduced by hooks in backward; give "
+                "forward_backward"
+            )
+        self.output: Any = None
+        self._optimizer = optimizer
+        self._forward_backward = forward_backward
+        device = optimizer.device
+        self._module = torch.get_device_module(device)
+        self._rates = [_rate_on(group, device) for group in optimizer.param_groups]
+        stream = self._module.Stream(device)
+        stream.wait_stream(self._module.current_stream(device))
+        with self._module.stream(stream):
+            for _ in range(warmup):
+                self._run_forward_backward()
+                optimizer.rehearse()
+        self._module.current_stream(device).wait_stream(stream)
+        self._grads = self._grad_pointers()
+        self._layout = optimizer.memory_layout()
+        self._graph = self._module.CUDAGraph()
+        with self._module.graph(self._graph):
+            self.output = self._run_forward_backward()
+            self._result = optimizer.step()
+
+    def replay(self) -> StepResult:
+        """Run the step. Returns the same tensors each time, with the values of this replay.
+
+        Raises:
+            UsageError: gradients, parameters or state are not where they were when the graph was captured.
+            MainParamOverflowError: one step late, as :meth:`MixedPrecisionOptimizer.step` raises it.
+        """
+        self._take_rates()
+        if self._optimizer.memory_layout() != self._layout:
+            raise UsageError(
+                "parameters or optimizer state have moved since the graph was captured (added, loaded, or moved to "
+                "another device); make a new StepGraph"
+            )
+        if self._grad_pointers() != self._grads:
+            raise UsageError(
+                "gradients have moved since the graph was captured; keep them in place: zero_grad(set_to_none=False)"
+            )
+        self._graph.replay()
+        self._optimizer.after_replay()
+        return self._result
+
+    def _run_forward_backward(self) -> Any:
+        if self._forward_backward is None:
+            return None
+        self._optimizer.zero_grad(set_to_none=False)
+        return self._forward_backward()
+
+    def _grad_pointers(self) -> list[int | None]:
+        grads = [param.grad for group in self._optimizer.param_groups for param in group["params"]]
+        return [None if grad is None else grad.data_ptr() for grad in grads]
+
+    def _take_rates(self) -> None:
+        """Copy learning rates that were set as numbers, or as other tensors, to where the graph reads them."""
+        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+            if group["lr"] is not rate:
+                rate.copy_(torch.as_tensor(group["lr"]), non_blocking=True)
+                group["lr"] = rate
+
+
+def check_capturable(optimizer: Any) -> None:
+    """Raise UsageError, with the reason, for an optimizer whose step cannot be captured into a graph."""
+    if not isinstance(optimizer, MixedPrecisionOptimizer):
+        raise ArgumentTypeError(
+            f"optimizer must be a MixedPrecisionOptimizer or a DistributedOptimizer, got {type(optimizer).__name__}"
+        )
+    reason = optimizer.why_not_capturable()
+    device = optimizer.device
+    if reason is None and not hasattr(torch.get_device_module(device), "CUDAGraph"):
+        reason = f"its parameters are on {device}, which has no graphs: move the model to a GPU"
+    if reason is None and not can_be_captured(optimizer.groups.grad_stats):
+        reason = "its process group's backend runs on the host: use NCCL"
+    if reason is None and is_capturing(device):
+        reason = "another capture is under way"
+    if reason is not None:
+        raise UsageError(f"the step cannot be captured into a graph: {reason}")
+
+
+def _rate_on(group: dict[str, Any], device: torch.device) -> Tensor:
+    """Put a param group's learning rate on the device, as a tensor of its own."""
+    rate = torch.as_tensor(group["lr"]).detach().to(device, torch.float64, copy=True)
+    group["lr"] = rate
+    return rate

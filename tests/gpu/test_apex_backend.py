@@ -1,0 +1,404 @@
+"""The apex backend against the reference, on a GPU with NVIDIA apex or TransformerEngine.
+
+Tolerances: ``amp_C`` is compiled with fast math, and both libraries round betas to fp32 before they take 1 - beta. The
+latter is 1.3e-5 of a second moment. A fast power is off by up to 4e-7, 4e-4 of the second bias correction of the
+first step and changes its update by 2e-4, later updates by less: in all by under 1e-3 of one step of size lr.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from megascale import DynamicGradScaler
+from megascale.errors import ArgumentError, UsageError
+from megascale.kernels import (
+    AdamHyper,
+    Backend,
+    Decision,
+    LionHyper,
+    Operands,
+    ReferenceBackend,
+    SgdHyper,
+    TorchBackend,
+)
+from megascale.kernels.apex_backend import PIECE, ApexBackend, update_scale_hysteresis_
+from tests.training import bits_equal
+
+
+def _why_not() -> str:
+    if not torch.cuda.is_available():
+        return "needs a CUDA device"
+    try:
+        ApexBackend()
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+WHY_NOT = _why_not()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
+
+DEVICE = torch.device("cuda", 0)
+SHAPES = [(3,), (0,), (1,), (), (5, 7), (300_000,), (2, 3, 4), (70, 0, 2)]  # an empty one last, and between others
+LR = 1e-2
+ADAM = partial(
+    AdamHyper,
+    lr=LR,
+    beta1=0.9,
+    beta2=0.999,
+    eps=1e-8,
+    weight_decay=0.1,
+    decoupled=True,
+    amsgrad=False,
+    maximize=False,
+)
+HYPERS: dict[str, Callable[[], AdamHyper]] = {
+    "adamw": ADAM,
+    "adam_l2": partial(ADAM, decoupled=False),
+    "no_decay": partial(ADAM, weight_decay=0.0),
+    "maximize": partial(ADAM, maximize=True),
+    "lr_on_device": lambda: ADAM(lr=torch.tensor(LR, device=DEVICE)),
+}
+DTYPES = [  # of gradients and model params
+    (torch.float16, torch.float16),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float32, torch.float16),
+    (torch.float16, torch.bfloat16),
+    (torch.float32, torch.float32),
+    (torch.float16, torch.float32),
+]
+
+
+def _tensors(dtype: torch.dtype, seed: int, scale: float = 1.0) -> list[Tensor]:
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+
+    def made(*shape: int) -> Tensor:
+        return (torch.randn(shape, generator=generator, device=DEVICE) * scale).to(dtype)
+
+    tensors = [made(*shape) for shape in SHAPES]
+    tensors.append(made(6, 8).t())  # not contiguous
+    tensors.append(made(4, 9)[:, ::3])  # not dense
+    tensors.append(made(4, 3, 5, 5).to(memory_format=torch.channels_last))
+    tensors.append(made(1001)[1:])  # not aligned
+    return tensors
+
+
+def _operands(model: torch.dtype, names: list[str], moment: torch.dtype = torch.float32) -> Operands:
+    main_dtype = torch.float64 if model == torch.float64 else torch.float32
+    mains = [tensor.to(main_dtype) for tensor in _tensors(model, seed=0)]
+    return Operands(
+        model=mains if model == main_dtype else [main.to(model) for main in mains],
+        main=mains,
+        state={name: [torch.zeros_like(main, dtype=moment) for main in mains] for name in names},
+        step=[torch.zeros((), device=DEVICE) for _ in mains],
+    )
+
+
+def _decision(found_inf: bool = False, coefficient: float = 2.0**-7) -> Decision:
+    found, factor = torch.tensor(float(found_inf), device=DEVICE), torch.tensor(coefficient, device=DEVICE)
+    return Decision(found, factor, torch.ones_like(found), torch.zeros_like(found))
+
+
+def _live(operands: Operands) -> list[Tensor]:
+    """Everything that an update may write."""
+    state = [tensor for tensors in operands.state.values() for tensor in tensors]
+    return [*operands.main, *operands.model, *state, *operands.step]
+
+
+def _train(backend: Backend, operands: Operands, hyper: AdamHyper, grad: torch.dtype, steps: int) -> list[Tensor]:
+    """Take steps of Adam, every seventh of which is skipped; returns the flags of each."""
+    flags = []
+    for step in range(steps):
+        operands.grad = _tensors(grad, seed=1 + step, scale=2.0**7)
+        flags.append(backend.adam_(operands, hyper, _decision(found_inf=step % 7 == 3)))
+    return flags
+
+
+def _assert_close(ours: Operands, theirs: Operands) -> None:
+    """Compare after training with :func:`_train`."""
+    for one, other in zip(ours.main, theirs.main, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-3 * LR)
+    for one, other in zip(ours.state["exp_avg"], theirs.state["exp_avg"], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    for one, other in zip(ours.state["exp_avg_sq"], theirs.state["exp_avg_sq"], strict=True):
+        torch.testing.assert_close(one, other, rtol=5e-5, atol=1e-9)
+    assert all(map(bits_equal, ours.step, theirs.step))
+
+
+def _assert_rounded(operands: Operands) -> None:
+    assert all(
+        bits_equal(model, main.to(model.dtype)) for main, model in zip(operands.main, operands.model, strict=True)
+    )
+
+
+@contextmanager
+def _no_sync() -> Iterator[None]:
+    """Let every implicit synchronisation of the host with the device raise."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_statistics_equal_fp64(dtype: torch.dtype) -> None:
+    """Sum of squares to fp32 accuracy, exact counts, for every shape, alignment and emptiness, and beyond one piece."""
+    grads = [*_tensors(dtype, seed=0), torch.ones(2 * PIECE + 5, dtype=dtype, device=DEVICE)]
+    grads[4][1, 2], grads[4][0, 0], grads[5][123_456], grads[-1][-1] = math.inf, math.nan, -math.inf, math.nan
+    grads[6].zero_()
+    grads[5][:1000] = 0
+    stats = ApexBackend().measure(grads, count_zeros=True)
+    assert stats.zeros is not None
+    for index, grad in enumerate(grads):
+        exact = grad.double()
+        assert stats.non_finite[index].item() == (~exact.isfinite()).sum().item()
+        assert stats.zeros[index].item() == (exact == 0).sum().item()
+        expected = exact.square().sum()
+        if expected.isfinite():
+            torch.testing.assert_close(stats.sum_squares[index], expected, rtol=2e-6, atol=0)
+        else:
+            assert not stats.sum_squares[index].isfinite()
+
+
+def test_statistics_of_mixed_dtypes_keep_their_order() -> None:
+    """The kernel takes one dtype at a time; results come back in the order of the gradients."""
+    dtypes = [torch.float16, torch.float32, torch.bfloat16, torch.float16]
+    grads = [torch.full((10 + i,), 1.0 + i, dtype=dtype, device=DEVICE) for i, dtype in enumerate(dtypes)]
+    stats = ApexBackend().measure(grads, count_zeros=False)
+    torch.testing.assert_close(stats.sum_squares.tolist(), [10.0, 44.0, 108.0, 208.0], rtol=1e-6, atol=0)
+    assert stats.zeros is None
+
+
+def test_fp16_norm_does_not_overflow() -> None:
+    """fp16 squares overflow at 256; the statistics accumulate wider."""
+    stats = ApexBackend().measure([torch.full((1000,), 60000.0, dtype=torch.float16, device=DEVICE)], count_zeros=False)
+    torch.testing.assert_close(stats.sum_squares[0].item(), 1000 * 60000.0**2, rtol=1e-6, atol=0)
+    assert stats.non_finite[0].item() == 0
+
+
+@pytest.mark.parametrize("hyper", HYPERS)
+@pytest.mark.parametrize(("grad", "model"), DTYPES)
+def test_update_follows_reference(grad: torch.dtype, model: torch.dtype, hyper: str) -> None:
+    """50 steps with skips between: main params, moments and counts of the reference, model params main's rounding."""
+    names = ["exp_avg", "exp_avg_sq"]
+    ours, theirs = _operands(model, names), _operands(model, names)
+    flags = _train(ApexBackend(), ours, HYPERS[hyper](), grad, steps=50)
+    _train(ReferenceBackend(), theirs, HYPERS[hyper](), grad, steps=50)
+    _assert_close(ours, theirs)
+    _assert_rounded(ours)
+    assert not torch.stack(flags).any()
+
+
+@pytest.mark.parametrize(("grad", "model"), DTYPES)
+def test_skipped_step_changes_no_bit(grad: torch.dtype, model: torch.dtype) -> None:
+    """Invariant 2: a skipped step changes no main param, model param, moment or step count, also as the very first."""
+    backend, operands = ApexBackend(), _operands(model, ["exp_avg", "exp_avg_sq"])
+    for step in range(4):
+        operands.grad = _tensors(grad, seed=step)
+        operands.grad[step][...] = (math.inf, math.nan, -math.inf, math.nan)[step]
+        before = [tensor.clone() for tensor in _live(operands)]
+        backend.adam_(operands, ADAM(), _decision(found_inf=True, coefficient=math.nan))
+        assert all(map(bits_equal, before, _live(operands)))
+        operands.grad = _tensors(grad, seed=100 + step)
+        backend.adam_(operands, ADAM(), _decision())
+        assert not all(map(bits_equal, before, _live(operands)))
+
+
+def test_gradients_are_never_written() -> None:
+    """The libraries' kernels overwrite the gradients they are given; ours stay as backward left them."""
+    backend, operands = ApexBackend(), _operands(torch.float16, ["exp_avg", "exp_avg_sq"])
+    operands.grad = _tensors(torch.float16, seed=1)
+    before = [grad.clone() for grad in operands.grad]
+    backend.adam_(operands, ADAM(), _decision())
+    assert all(map(bits_equal, before, operands.grad))
+
+
+def test_each_parameter_has_its_own_step_count() -> None:
+    """A kernel call has one step count. Parameters with unequal ones, also written in place between, get their own."""
+    ours, theirs = (_operands(torch.float16, ["exp_avg", "exp_avg_sq"]) for _ in range(2))
+    backend = ApexBackend()
+    for start in (0.0, 40.0):
+        for operands in (ours, theirs):
+            for index, step in enumerate(operands.step):
+                step.fill_(start + index % 3)
+        for _ in range(2):  # the second time the host knows the counts
+            _train(backend, ours, ADAM(), torch.float16, steps=5)
+            _train(ReferenceBackend(), theirs, ADAM(), torch.float16, steps=5)
+            torch.cuda.synchronize()
+        _assert_close(ours, theirs)
+
+
+def test_launches_by_group_and_by_parameter_have_the_same_bits() -> None:
+    """When the host learns of equal step counts depends on timing; results must not."""
+    runs = []
+    for waits in (True, False):
+        backend, operands = ApexBackend(), _operands(torch.float16, ["exp_avg", "exp_avg_sq"])
+        for step in range(10):
+            operands.grad = _tensors(torch.float16, seed=step)
+            backend.adam_(operands, ADAM(), _decision())
+            if waits:
+                torch.cuda.synchronize()
+            else:
+                operands.step[0].add_(0)  # someone else wrote it: the host no longer knows
+        runs.append(_live(operands))
+    assert all(map(bits_equal, *runs))
+
+
+def test_replays_of_a_graph_may_change_step_counts_apart() -> None:
+    """A captured update reads each parameter's count at every replay, whatever was known when it was captured."""
+    ours, theirs = (_operands(torch.float16, ["exp_avg", "exp_avg_sq"]) for _ in range(2))
+    backend, decision = ApexBackend(), _decision()
+    for operands in (ours, theirs):
+        operands.grad = _tensors(torch.float16, seed=1)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            backend.adam_(ours, ADAM(), decision)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        backend.adam_(ours, ADAM(), decision)
+    for _ in range(3):
+        ReferenceBackend().adam_(theirs, ADAM(), decision)
+    for operands in (ours, theirs):
+        operands.step[0].fill_(90)
+    for _ in range(2):
+        graph.replay()
+        ReferenceBackend().adam_(theirs, ADAM(), decision)
+    _assert_close(ours, theirs)
+
+
+def test_overflow_flags_where_rounding_is_not_finite() -> None:
+    """65520 is the first fp32 number that rounds to inf in fp16; NaN counts; bf16 and fp32 model params never do."""
+    below = torch.tensor([1.0, -65519.996], device=DEVICE)
+    mains = [
+        below,
+        torch.tensor([65520.0], device=DEVICE),
+        torch.tensor([-1e9], device=DEVICE),
+        torch.tensor([math.nan], device=DEVICE),
+        torch.tensor([1e9], device=DEVICE),
+        below[:0],
+        torch.tensor([1e9], device=DEVICE),
+    ]
+    for grad in (torch.float16, torch.float32):
+        models = [main.half() for main in mains[:4]] + [mains[4].bfloat16(), mains[5].half(), mains[6]]
+        zeros = {name: [torch.zeros_like(main) for main in mains] for name in ("exp_avg", "exp_avg_sq")}
+        grads = [torch.zeros_like(main, dtype=grad) for main in mains]
+        operands = Operands(models, mains, grads, zeros, [torch.zeros((), device=DEVICE) for _ in mains])
+        flags = ApexBackend().adam_(operands, ADAM(weight_decay=0.0), _decision())
+        assert flags.tolist() == [False, True, True, True, False, False, False]
+        assert [bool(m.isfinite().all()) for m in models] == [not flag for flag in flags.tolist()]
+
+
+def test_bias_correction_at_the_first_steps() -> None:
+    """With eps 0 the first step is lr whatever the gradient, to what fast math leaves of it."""
+    main, grad = torch.zeros(1, device=DEVICE), torch.full((1,), 0.5, device=DEVICE)
+    state = {"exp_avg": [torch.zeros_like(main)], "exp_avg_sq": [torch.zeros_like(main)]}
+    operands = Operands([main], [main], [grad], state, [torch.zeros((), device=DEVICE)])
+    ApexBackend().adam_(operands, ADAM(eps=0.0, weight_decay=0.0), _decision(coefficient=1.0))
+    torch.testing.assert_close(main.item(), -LR, rtol=5e-4, atol=0)
+
+
+def test_what_the_kernels_lack_is_the_torch_backends() -> None:
+    """amsgrad, fp64, 16-bit moments, SGD, Lion and unscaling, all on the GPU, have TorchBackend's bits."""
+
+    def adam(backend: Backend, model: torch.dtype, moment: torch.dtype, amsgrad: bool) -> list[Tensor]:
+        names = ["exp_avg", "exp_avg_sq", "max_exp_avg_sq"][: 3 if amsgrad else 2]
+        operands = _operands(model, names, moment)
+        _train(backend, operands, ADAM(amsgrad=amsgrad), torch.float16, steps=5)
+        return _live(operands)
+
+    def other(backend: Backend, name: str) -> list[Tensor]:
+        operands = _operands(torch.float16, ["momentum_buffer" if name == "sgd" else "exp_avg"])
+        for step in range(5):
+            operands.grad = _tensors(torch.float16, seed=step)
+            if name == "sgd":
+                backend.sgd_(operands, SgdHyper(LR, 0.9, 0.0, 0.1, False, False), _decision())
+            else:
+                backend.lion_(operands, LionHyper(LR, 0.9, 0.99, 0.1, False), _decision())
+        return _live(operands)
+
+    def unscaled(backend: Backend) -> list[Tensor]:
+        grads = _tensors(torch.float16, seed=1)
+        return backend.unscale(grads, [grad.float() for grad in grads], torch.tensor(2.0**-7, device=DEVICE))
+
+    cases: dict[str, Callable[[Backend], list[Tensor]]] = {
+        "amsgrad": partial(adam, model=torch.float16, moment=torch.float32, amsgrad=True),
+        "fp64": partial(adam, model=torch.float64, moment=torch.float64, amsgrad=False),
+        "moments": partial(adam, model=torch.float16, moment=torch.bfloat16, amsgrad=False),
+        "sgd": partial(other, name="sgd"),
+        "lion": partial(other, name="lion"),
+        "unscale": unscaled,
+    }
+    for name, case in cases.items():
+        assert all(map(bits_equal, case(ApexBackend()), case(TorchBackend()))), name
+
+
+def test_cpu_tensors_go_to_the_torch_backend() -> None:
+    """A model that lies partly on the CPU trains with one backend."""
+    grad, step = torch.full((3,), 2.0), torch.zeros(())
+    assert ApexBackend().measure([grad], count_zeros=True).sum_squares.tolist() == [12.0]
+    main = torch.zeros(3)
+    state = {"exp_avg": [torch.zeros(3)], "exp_avg_sq": [torch.zeros(3)]}
+    one = torch.ones(())
+    operands = Operands([main], [main], [grad], state, [step])
+    ApexBackend().adam_(operands, ADAM(weight_decay=0.0), Decision(torch.zeros(()), one, one, one))
+    torch.testing.assert_close(main, torch.full((3,), -LR))
+    assert step.item() == 1
+
+
+def test_no_host_sync() -> None:
+    """Invariant 5: statistics and update, skips between, under set_sync_debug_mode("error"), from the first step on."""
+    backend, operands = ApexBackend(), _operands(torch.float16, ["exp_avg", "exp_avg_sq"])
+    grads = [_tensors(torch.float16, seed=step) for step in range(5)]
+    decisions = [_decision(found_inf=step == 2) for step in range(5)]
+    torch.cuda.synchronize()
+    with _no_sync():
+        for operands.grad, decision in zip(grads, decisions, strict=True):
+            backend.measure(operands.grad, count_zeros=True)
+            backend.adam_(operands, ADAM(), decision)
+
+
+def _require_scale_rule() -> None:
+    library = pytest.importorskip("amp_C", reason="TransformerEngine has no such kernel")
+    if not hasattr(library, "update_scale_hysteresis"):
+        pytest.skip("this apex has no update_scale_hysteresis")
+
+
+@pytest.mark.parametrize("hysteresis", [1, 2, 3])
+def test_scale_rule_is_the_scalers_in_clean_step_mode(hysteresis: int) -> None:
+    """Every run of overflows and clean steps gives our scaler's scale and trackers, as long as bounds are not met."""
+    _require_scale_rule()
+    scaler = DynamicGradScaler(
+        2.0**16, 2.0**-100, 2.0, 0.5, 4, hysteresis, hysteresis_reset="clean_step", device=DEVICE
+    )
+    scale = torch.full((1,), 2.0**16, device=DEVICE)
+    growth = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    left = torch.full((1,), hysteresis, dtype=torch.int32, device=DEVICE)
+    overflows = torch.rand(200, generator=torch.Generator().manual_seed(hysteresis)) < 0.3
+    for found in overflows.tolist():
+        found_inf = torch.full((1,), float(found), device=DEVICE)
+        update_scale_hysteresis_(scale, growth, left, found_inf, 2.0, 0.5, 4, hysteresis)
+        scaler.update(found_inf)
+        assert scale.item() == scaler.scale.item()
+        assert growth.item() == scaler.state_dict()["growth_tracker"]
+        assert max(left.item(), 0) == scaler.state_dict()["hysteresis_tracker"]
+
+
+def test_scale_rule_has_no_lower_bound() -> None:
+    """What its docstring says of min_scale and of the hysteresis tracker; and CPU tensors are refused."""
+    _require_scale_rule()
+    scale, found_inf = torch.ones(1, device=DEVICE), torch.ones(1, device=DEVICE)
+    growth, left = (torch.full((1,), count, dtype=torch.int32, device=DEVICE) for count in (0, 2))
+    for _ in range(30):
+        update_scale_hysteresis_(scale, growth, left, found_inf, 2.0, 0.5, 4, 2)
+    assert (scale.item(), left.item()) == (2.0**-29, -28)
+    with pytest.raises(ArgumentError, match="one CUDA device"):
+        update_scale_hysteresis_(scale.cpu(), growth, left, found_inf, 2.0, 0.5, 4, 2)

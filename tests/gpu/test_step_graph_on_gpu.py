@@ -1,0 +1,140 @@
+"""The step in a CUDA graph: replays equal eager steps bitwise; skips, growth and learning rates take effect in them."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megascale import (
+    DistributedOptimizer,
+    DynamicGradScaler,
+    MixedPrecisionOptimizer,
+    OptimizerConfig,
+    StepGraph,
+)
+from megascale.errors import MainParamOverflowError, UsageError
+from tests.training import INNER, Tiny, grad_of, model, same_bits, set_grads, snapshot
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are CUDA's")]
+
+BACKENDS = ["torch", "triton", "compiled"]
+
+
+def _made(inner: str, backend: str, sharded: bool = False) -> tuple[Tiny, MixedPrecisionOptimizer]:
+    module = model().cuda()
+    config = OptimizerConfig(fp16=True, clip_grad=1.0, backend=backend, log_num_zeros_in_grad=True)
+    scaler = DynamicGradScaler(2.0**10, 1.0, 2.0, 0.5, 4, 1)
+    if sharded:
+        return module, DistributedOptimizer(INNER[inner](module), config, scaler, modules=module)
+    return module, MixedPrecisionOptimizer(INNER[inner](module), config, scaler)
+
+
+def _as_tensor_rates(optimizer: MixedPrecisionOptimizer) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = torch.tensor(group["lr"], dtype=torch.float64, device="cuda")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("inner", ["adamw_fused", "sgd_momentum_fused", "lion"])
+def test_replays_of_the_step_equal_eager_steps(inner: str, backend: str) -> None:
+    """30 replays, skips and growth among them, a learning rate changed half-way: the bits of 30 eager steps."""
+    module, optimizer = _made(inner, backend)
+    twin, eager = _made(inner, backend)
+    _as_tensor_rates(eager)
+    set_grads(module, 0)
+    set_grads(twin, 0)
+    before = snapshot(optimizer, module)
+    graph = StepGraph(optimizer)
+    assert same_bits(before, snapshot(optimizer, module)), "construction trains nothing"
+    for step in range(30):
+        for one in (module, twin):
+            grads = [grad_of(param) for param in one.parameters()]
+            set_grads(one, step, 64.0)
+            for param, grad in zip(one.parameters(), grads, strict=True):
+                param.grad = grad.copy_(grad_of(param))
+            if step % 7 == 3:
+                grad_of(one.first.weight)[0, 0] = math.nan
+        if step == 15:
+            optimizer.param_groups[0]["lr"] = 3e-3
+            eager.param_groups[0]["lr"].fill_(3e-3)
+        ours, theirs = graph.replay(), eager.step()
+        assert torch.equal(ours.success, theirs.success)
+        assert torch.equal(ours.num_zeros_in_grad, theirs.num_zeros_in_grad)
+        assert same_bits(snapshot(optimizer, module), snapshot(eager, twin))
+        assert torch.equal(optimizer.get_loss_scale(), eager.get_loss_scale())
+    assert optimizer.num_skipped_steps.item() == eager.num_skipped_steps.item() == 4
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_forward_and_backward_in_the_graph(sharded: bool) -> None:
+    """Forward, backward and step replayed on new inputs: the bits of the same loop run eagerly."""
+    made = [_made("adamw_fused", "torch", sharded) for _ in range(2)]
+    inputs = [torch.zeros(8, 4, dtype=torch.float16, device="cuda") for _ in made]
+
+    def forward_backward(index: int) -> Tensor:
+        module, optimizer = made[index]
+        loss: Tensor = module(inputs[index]).float().square().mean()
+        optimizer.scale_loss(loss).backward()
+        return loss.detach()
+
+    graph = StepGraph(made[0][1], lambda: forward_backward(0))
+    _as_tensor_rates(made[1][1])
+    generator = torch.Generator().manual_seed(0)
+    for step in range(20):
+        batch = torch.randn(8, 4, generator=generator) * (math.inf if step == 9 else 1.0)
+        for one in inputs:
+            one.copy_(batch)
+        graph.replay()
+        made[1][1].zero_grad(set_to_none=False)
+        loss = forward_backward(1)
+        made[1][1].step()
+        assert torch.equal(graph.output, loss) or step == 9
+        assert same_bits(snapshot(made[0][1], made[0][0]), snapshot(made[1][1], made[1][0]))
+    assert made[0][1].num_skipped_steps.item() == 1
+
+
+def test_replay_notices_what_has_moved() -> None:
+    """New gradients or loaded state lie elsewhere: the replay is refused. Weights loaded in place are followed."""
+    module, optimizer = _made("adamw_fused", "torch")
+    set_grads(module, 0)
+    graph = StepGraph(optimizer)
+    graph.replay()
+    with torch.no_grad():
+        module.head.weight.fill_(0.5)
+    graph.replay()
+    assert (module.head.weight.float() - 0.5).abs().max().item() < 0.1
+    kept = module.head.weight.grad
+    module.head.weight.grad = grad_of(module.head.weight).clone()
+    with pytest.raises(UsageError, match="gradients have moved"):
+        graph.replay()
+    module.head.weight.grad = kept
+    optimizer.load_state_dict(optimizer.state_dict())
+    with pytest.raises(UsageError, match="make a new StepGraph"):
+        graph.replay()
+
+
+def test_overflowing_main_param_is_raised_one_step_late() -> None:
+    """What a replay finds out reaches the host at the next one."""
+    module, optimizer = _made("sgd", "torch")
+    set_grads(module, 0)
+    graph = StepGraph(optimizer)
+    optimizer.param_groups[0]["lr"] = 1e9
+    graph.replay()
+    graph.replay()
+    with pytest.raises(MainParamOverflowError):
+        graph.replay()
+
+
+def test_scheduler_drives_the_graph() -> None:
+    """Torch's LR schedulers write into the tensor that the graph reads."""
+    module, optimizer = _made("sgd", "torch")
+    set_grads(module, 0)
+    graph: Any = StepGraph(optimizer)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.0)
+    graph.replay()
+    scheduler.step()
+    before = [param.detach().clone() for param in nn.Module.parameters(module)]
+    graph.replay()
+    assert all(torch.equal(param, old) for param, old in zip(module.parameters(), before, strict=True))

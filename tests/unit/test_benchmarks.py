@@ -1,0 +1,114 @@
+"""The benchmarks of the step at tiny sizes: the tables are whole. Nothing here looks at times."""
+
+import csv
+import importlib
+import importlib.util
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+TINY = ("--threads", "1", "--device", "cpu", "--probe", "10000", "--rounds", "2", "--numel", "9999", "--tensors", "3")
+
+
+def run(program: str, *arguments: str) -> str:
+    """Return what a benchmark prints."""
+    command = [sys.executable, str(ROOT / "benchmarks" / program), *arguments, *TINY]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def table(text: str) -> list[dict[str, str]]:
+    """Return the rows of all Markdown tables, by the names of their columns."""
+    rows: list[dict[str, str]] = []
+    heads: list[str] = []
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if not line.startswith("|"):
+            heads = []
+        elif not heads:
+            heads = cells
+        elif not line.startswith("|---"):
+            assert len(cells) == len(heads), line
+            rows.append(dict(zip(heads, cells, strict=True)))
+    return rows
+
+
+def test_step_writes_whole_table_and_rounds(tmp_path: Path) -> None:
+    """One command times all contenders on the same work; whoever cannot run has a row with the reason."""
+    options = ("--backends", "reference,apex", "--only", "masters,torch amp,apex", "--out", str(tmp_path / "table.md"))
+    text = run("step.py", "--dtypes", "float16", *options)
+    assert (tmp_path / "table.md").read_text().strip() == text.strip()
+    rows = table(text)
+    names = [row["step"].partition(" (")[0] for row in rows]
+    expected = ["megascale", "megascale, reference", "megascale, apex", "masters", "torch amp", "apex FusedAdam"]
+    assert names == expected
+    for row, name in zip(rows, names, strict=True):
+        if "apex" in name:
+            assert "not " in row["median ms"]
+            continue
+        traffic = {"masters": "60", "torch amp": "48"}.get(name, "30")
+        assert row["bytes / parameter"] == traffic
+        assert row["host reads"] == ("1" if name == "masters" else "0")
+        assert row["collectives"] == ("all_reduce 1" if name.startswith("megascale") else "none")
+        assert float(row["difference"]) < 1.3e-4  # two of fp16's steps; seven updates of 1e-4 have been made
+        held, peak = (float(number) for number in row["held, peak: bytes / parameter"].split(","))
+        assert {"masters": 20, "torch amp": 16}.get(name, 16) == held <= peak
+    with (tmp_path / "table.csv").open() as file:
+        rounds = [(row["contender"], row["round"]) for row in csv.DictReader(file) if row["dtype"] == "float16"]
+    assert rounds == [(name, index) for name in expected if "apex" not in name for index in "01"]
+
+
+def test_sweeps_write_tables_rounds_and_plots(tmp_path: Path) -> None:
+    """Each sweep has a row for every point and contender; a point that memory cannot hold says so."""
+    lists = ("--parameters", "1e4,1e15", "--tensor-counts", "1,30")
+    text = run("sweep.py", "parameters", "tensors", "dtype", *lists, "--out", str(tmp_path / "sweep"))
+    rows = [tuple(row.values()) for row in table(text)]
+    timed = {(row[0], row[1].partition(" (")[0]) for row in rows if row[2].replace(".", "").isdigit()}
+    ours = {"megascale", "megascale, GradSync", "megascale DistributedOptimizer"}
+    assert {("10,000", name) for name in ("megascale", "masters", "torch amp")} <= timed
+    assert {(point, name) for point in ("1", "30") for name in ours} <= timed
+    assert {(dtype, "megascale, bf16 moments") for dtype in ("float16", "bfloat16", "float32")} <= timed
+    assert ("float32", "masters") not in timed
+    assert any(row[0] == f"{10**15:,}" and row[2].startswith("left out") for row in rows)
+    plotted = importlib.util.find_spec("matplotlib") is not None
+    for name in ("parameters", "tensors", "dtype"):
+        assert (tmp_path / f"sweep_{name}.md").read_text().strip() in text
+        with (tmp_path / f"sweep_{name}.csv").open() as file:
+            assert {row["round"] for row in csv.DictReader(file)} == {"0", "1"}
+        assert (tmp_path / f"sweep_{name}.png").exists() == plotted
+
+
+def test_slow_and_broken_contenders_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who takes longer than the limit, or fails, keeps a row with the reason, and the others go on."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    contenders, rounds, work = (importlib.import_module(f"peers.{name}") for name in ("contenders", "rounds", "work"))
+    cpu = torch.device("cpu")
+    broken = contenders.Entry("broken", "step_by_hand", "no_such_function")
+    little, bandwidth = work.given_work(100, 2, torch.float16, cpu), rounds.Bandwidth(100, cpu)
+    fine, failed = rounds.run_rounds([contenders.OURS, broken], little, 3, bandwidth, limit=60.0)
+    assert len(fine.times) == len(fine.bandwidths) == 3
+    assert failed.broken
+    assert "no_such_function" in failed.failure
+    (slow,) = rounds.run_rounds([contenders.OURS], little, 3, bandwidth, limit=1e-9)
+    assert slow.failure.startswith("left out")
+    assert not slow.broken
+    assert not slow.times
+
+
+def test_everybody_follows_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over as many rounds as there are contenders, each comes at every place once and after every other one once."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    order = importlib.import_module("peers.rounds").balanced_order
+    rounds = [order(6, index) for index in range(6)]
+    assert all(sorted(place) == list(range(6)) for place in zip(*rounds, strict=True))
+    pairs = [pair for places in rounds for pair in itertools.pairwise(places)]
+    assert sorted(pairs) == [(a, b) for a in range(6) for b in range(6) if a != b]
+    assert (order(0, 0), order(1, 5), sorted(order(5, 7))) == ([], [0], list(range(5)))
