@@ -80,39 +80,37 @@ static void widen(float *restrict out, const void *in, int64_t type, int64_t n) 
     for (; i < n; i++) out[i] = half_to_float(h[i]);
 }
 
-/* stream: past the caches, which saves reading what is overwritten. */
-static void narrow(void *out, const float *restrict in, int64_t type, int64_t n, int stream) {
+static void narrow(void *out, const float *restrict in, int64_t type, int64_t n) {
     uint16_t *restrict h = out;
     int64_t i = 0;
-    (void)stream;
     if (type == BF16) {
-#if defined(__AVX2__)
-        if (stream && !((uintptr_t)h & 31)) {
-            uint16_t rounded[16] __attribute__((aligned(32)));
-            for (; i + 16 <= n; i += 16) {
-                for (int j = 0; j < 16; j++) rounded[j] = float_to_bfloat(in[i + j]);
-                _mm256_stream_si256((__m256i *)(h + i), *(const __m256i *)rounded);
-            }
-        }
-#endif
         for (; i < n; i++) h[i] = float_to_bfloat(in[i]);
         return;
     }
 #if defined(__AVX512F__)
-    if (stream && !((uintptr_t)h & 31))
-        for (; i + 16 <= n; i += 16)
-            _mm256_stream_si256((__m256i *)(h + i),
-                                _mm512_cvtps_ph(_mm512_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT));
     for (; i + 16 <= n; i += 16)
         _mm256_storeu_si256((__m256i *)(h + i), _mm512_cvtps_ph(_mm512_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT));
 #elif defined(__F16C__)
-    if (stream && !((uintptr_t)h & 15))
-        for (; i + 8 <= n; i += 8)
-            _mm_stream_si128((__m128i *)(h + i), _mm256_cvtps_ph(_mm256_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT));
     for (; i + 8 <= n; i += 8)
         _mm_storeu_si128((__m128i *)(h + i), _mm256_cvtps_ph(_mm256_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT));
 #endif
     for (; i < n; i++) h[i] = float_to_half(in[i]);
+}
+
+/* Round n <= BLOCK elements past the caches, which saves reading what is overwritten. */
+static void narrow_streamed(void *out, const float *in, int64_t type, int64_t n) {
+#if defined(__SSE2__)
+    if (!((uintptr_t)out & 15)) {
+        uint16_t rounded[BLOCK] __attribute__((aligned(16)));
+        uint16_t *h = out;
+        int64_t i = 0;
+        narrow(rounded, in, type, n);
+        for (; i + 8 <= n; i += 8) _mm_stream_si128((__m128i *)(h + i), *(const __m128i *)(rounded + i));
+        for (; i < n; i++) h[i] = rounded[i];
+        return;
+    }
+#endif
+    narrow(out, in, type, n);
 }
 
 static inline int64_t size_of(int64_t type) { return type == F32 ? 4 : 2; }
@@ -314,10 +312,11 @@ static int update_chunk(const Row *row, int64_t start, int64_t end, int64_t rule
             if (rule == LION) lion_block(p, grad_stage, state[0], n, lion);
             for (int k = 0; k < 3; k++)
                 if (state[k] == state_stage[k])
-                    narrow((char *)row->state[k] + 2 * at, state[k], row->state_type[k], n, stream);
+                    narrow((char *)row->state[k] + 2 * at, state[k], row->state_type[k], n);
         }
         if (!row->model) continue;
-        narrow((char *)row->model + 2 * at, p, row->model_type, n, stream);
+        if (stream) narrow_streamed((char *)row->model + 2 * at, p, row->model_type, n);
+        else narrow((char *)row->model + 2 * at, p, row->model_type, n);
         if (row->model_type == F16) overflowed |= rounds_beyond(p, n);
     }
 #if defined(__SSE2__)

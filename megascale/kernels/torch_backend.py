@@ -65,7 +65,7 @@ class TorchBackend:
                 moments[1],
                 moments[2] if hyper.amsgrad else [],
                 [steps[owner] for owner in block.owners],
-                lr=hyper.lr,
+                lr=_rate(hyper.lr),
                 beta1=hyper.beta1,
                 beta2=hyper.beta2,
                 weight_decay=hyper.weight_decay,
@@ -129,7 +129,7 @@ def _fused_sgd_(block: Block, buffers: list[Tensor], hyper: SgdHyper, decision: 
         buffers,
         weight_decay=hyper.weight_decay,
         momentum=hyper.momentum,
-        lr=hyper.lr,
+        lr=_rate(hyper.lr),
         dampening=hyper.dampening,
         nesterov=hyper.nesterov,
         maximize=hyper.maximize,
@@ -137,3 +137,8 @@ def _fused_sgd_(block: Block, buffers: list[Tensor], hyper: SgdHyper, decision: 
         grad_scale=None,
         found_inf=decision.found_inf,
     )
+
+
+def _rate(lr: float | Tensor) -> float | Tensor:
+    """Return a learning rate as torch's fused kernels take it: on a device they read fp32."""
+    return lr.to(torch.float32) if isinstance(lr, Tensor) else lr
