@@ -5,7 +5,7 @@ import torch
 
 def is_capturing(device: torch.device) -> bool:
     """Return whether the current stream of ``device`` is being captured into a graph."""
-    if device.type == "cpu":
+    if device.type in ("cpu", "meta"):
         return False
     capturing = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
     return capturing is not None and bool(capturing())

@@ -34,10 +34,17 @@ def select_backend(name: str = "auto", device: torch.device | None = None) -> Ba
     if name != "auto":
         return _MAKERS[name]()
     try:
-        return _MAKERS["native" if device is None or device.type == "cpu" else "triton"]()
+        return _MAKERS[_fastest(device)]()
     except UsageError as error:
         _warn_once(f"{error}\nUsing the torch backend")
         return TorchBackend()
+
+
+def _fastest(device: torch.device | None) -> str:
+    if device is None or device.type == "cpu":
+        return "native"
+    accelerator = torch.accelerator.current_accelerator()
+    return "triton" if accelerator is not None and device.type == accelerator.type else "torch"
 
 
 @functools.cache

@@ -66,6 +66,7 @@ def test_step_writes_whole_table_and_rounds(tmp_path: Path) -> None:
     assert rounds == [(name, index) for name in expected if "apex" not in name for index in "01"]
 
 
+@pytest.mark.slow
 def test_sweeps_write_tables_rounds_and_plots(tmp_path: Path) -> None:
     """Each sweep has a row for every point and contender; a point that memory cannot hold says so."""
     lists = ("--parameters", "1e4,1e15", "--tensor-counts", "1,30")

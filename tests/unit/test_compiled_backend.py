@@ -329,6 +329,7 @@ def _in_a_process(cache: Path, **environment: str) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.slow
 def test_without_a_compiler_torch_takes_over_with_one_warning(tmp_path: Path) -> None:
     """CXX points nowhere: every backend object of the process works, in torch's arithmetic, and one warning says so."""
     result = _in_a_process(tmp_path, CXX=str(tmp_path / "no_compiler"))

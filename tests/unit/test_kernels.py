@@ -1,5 +1,6 @@
 """Every backend against the reference, the reference against torch.optim, and the skip on all of them."""
 
+import importlib.util
 import math
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig, kernels
-from megascale.errors import ArgumentError
+from megascale.errors import ArgumentError, UsageError
 from megascale.kernels import Backend, Decision, blocks, select_backend
 from tests.counting import OperatorCounter
 from tests.training import INNER, Bag, Sign, bits_equal, constant, grad_of, model, same_bits, set_grads, snapshot
@@ -216,6 +217,23 @@ def test_no_host_read_with_everything_on(name: str) -> None:
     assert optimizer.num_skipped_steps.item() == 2
 
 
+@pytest.mark.parametrize("name", BACKENDS)
+def test_state_put_in_place_of_another_is_used(name: str) -> None:
+    """What a backend keeps of the state tensors is dropped when the user puts others there between two steps."""
+    module = model()
+    optimizer = constant(module, INNER["adamw_fused"], 256.0, backend=name)
+    state = optimizer.state[module.head.weight]
+    for step in range(3):
+        set_grads(module, step, 256.0)
+        optimizer.step()
+        old, state["exp_avg"] = state["exp_avg"], torch.zeros_like(state["exp_avg"])
+        kept = old.clone()
+        set_grads(module, step, 256.0)
+        optimizer.step()
+        assert bits_equal(old, kept)
+        torch.testing.assert_close(state["exp_avg"], 0.1 * grad_of(module.head.weight).float() / 256.0)
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_autograd_sees_that_weights_have_changed(name: str) -> None:
     """Backward through a graph that saved the old weights is an error, also where a kernel writes raw memory."""
@@ -326,6 +344,7 @@ def test_selection(monkeypatch: pytest.MonkeyPatch) -> None:
     """One function selects: the name, else the environment, else what is fast. Unknown names are refused."""
     monkeypatch.delenv("MEGASCALE_BACKEND", raising=False)
     assert select_backend().name == "native"
+    assert select_backend(device=torch.device("meta")).name == "torch"
     monkeypatch.setenv("MEGASCALE_BACKEND", "reference")
     assert select_backend().name == "reference"
     assert select_backend("torch").name == "torch"
@@ -334,3 +353,6 @@ def test_selection(monkeypatch: pytest.MonkeyPatch) -> None:
         select_backend()
     with pytest.raises(ArgumentError, match=r"backend must be one of .* got 'fast'"):
         select_backend("fast")
+    if importlib.util.find_spec("amp_C") is None and importlib.util.find_spec("transformer_engine") is None:
+        with pytest.raises(UsageError, match="apex"):
+            select_backend("apex")

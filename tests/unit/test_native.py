@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -210,6 +211,7 @@ def test_table_follows_the_operands() -> None:
             torch.testing.assert_close(main, wanted, rtol=0, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_build_is_kept_and_shared(tmp_path: Path) -> None:
     """A second process loads what the first has compiled; the folder is the user's own."""
     code = "from megascale.kernels.native_library import library; library()"

@@ -118,15 +118,18 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
-@pytest.mark.parametrize("name", HYPERS)
-def test_update_has_the_bits_of_the_reference(name: str) -> None:
+LONG = [pytest.param(name, 100, marks=pytest.mark.slow) for name in ("adamw", "sgd_nesterov", "lion")]
+
+
+@pytest.mark.parametrize(("name", "steps"), [*((name, 12) for name in HYPERS), *LONG])
+def test_update_has_the_bits_of_the_reference(name: str, steps: int) -> None:
     """Invariant 3: main and model params, state and step counts are bitwise the reference's, with skips between.
 
-    100 steps for the common optimizers, 12 for their variants. Rows of one call differ in length and in every dtype.
+    Rows of one call differ in length and in every dtype.
     """
     backend, reference = TritonBackend(), ReferenceBackend()
     ours, theirs = _operands(), _operands()
-    for step in range(100 if name in ("adamw", "sgd_nesterov", "lion") else 12):
+    for step in range(steps):
         _set_grads(ours, seed=step)
         _set_grads(theirs, seed=step)
         decision = _decision(skip=step % 5 == 2)
@@ -415,6 +418,7 @@ for name in ("adam", "sgd", "lion", "write_back", "measure", "combine"):
 """
 
 
+@pytest.mark.slow
 def test_kernels_compile_for_a_gpu(tmp_path: Any) -> None:
     """Outside the interpreter CPU tensors are refused, and every kernel compiles for a GPU that need not be there.
 
