@@ -63,8 +63,10 @@ class NativeBackend:
 
     def measure(self, grads: list[Tensor], count_zeros: bool) -> TensorStats:
         """See :class:`megascale.kernels.Backend`. Sums of squares are fp32 within 1,024 elements, fp64 across them."""
-        if not _all_known(grads) and not all(_takes([grad]) and flat([grad]) for grad in grads):
-            return self._torch.measure(grads, count_zeros)
+        if not _all_known(grads):
+            if not all(_takes([grad]) for grad in grads):
+                return self._torch.measure(grads, count_zeros)
+            grads = [grad.contiguous() if flat([grad]) is None else grad for grad in grads]
         table = _table(grads)
         _set(table, GRAD, GRAD_TYPE, grads)
         num_chunks = int(table[-1, FIRST_CHUNK]) + _num_chunks(int(table[-1, NUMEL]))

@@ -198,17 +198,28 @@ def test_large_updates_leave_the_same_bits() -> None:
 def test_table_follows_the_operands() -> None:
     """The same Operands with other gradients, other contents and another layout: nothing of the last call is used."""
     native = NativeBackend()
-    operands = _operands([40, 3], torch.float16, torch.float16, {"exp_avg": torch.float32}, 0, 0)
-    hyper = LionHyper(1e-2, 0.9, 0.99, 0.0, False)
-    other = torch.ones(80, dtype=torch.float32)[::2]
-    for grads in ([t.float() for t in operands.grad], [other, operands.grad[1]], operands.grad):
+    operands = _operands([40, 3], torch.float16, torch.float16, {"momentum_buffer": torch.float32})
+    strided = torch.randn(80, generator=torch.Generator().manual_seed(1))[::2]
+    for grads in ([t.float() for t in operands.grad], [strided, operands.grad[1]], operands.grad):
         operands.grad = grads
-        expected = [main - 1e-2 * grad.float().sign() for main, grad in zip(operands.main, grads, strict=True)]
-        for column in operands.state["exp_avg"]:
-            column.zero_()
-        native.lion_(operands, hyper, _decision())
-        for main, wanted in zip(operands.main, expected, strict=True):
-            torch.testing.assert_close(main, wanted, rtol=0, atol=1e-7)
+        for momentum in (0.0, 0.5):
+            buffers = [buffer.clone() for buffer in operands.state["momentum_buffer"]]
+            steps = [grad.float() + momentum * buffer for grad, buffer in zip(grads, buffers, strict=True)]
+            expected = [main - 0.25 * step for main, step in zip(operands.main, steps, strict=True)]
+            native.sgd_(operands, SgdHyper(0.25, momentum, 0.0, 0.0, False, False), _decision(0.0, 1.0))
+            for main, wanted in zip(operands.main, expected, strict=True):
+                torch.testing.assert_close(main, wanted, rtol=1e-6, atol=1e-6)
+            for index, buffer in enumerate(operands.state["momentum_buffer"]):
+                assert bits_equal(buffer, buffers[index]) == (momentum == 0.0)
+
+
+def test_skipped_step_still_tells_what_does_not_fit_fp16() -> None:
+    """Flags are of the main params as they are, as the reference gives them, whether or not the step lands."""
+    operands = _operands([70_000, 5, 5], torch.float16, torch.float16, {"exp_avg": torch.float32})
+    operands.main[0][69_999] = 1e5
+    operands.main[2][1] = torch.nan
+    hyper = LionHyper(1e-2, 0.9, 0.99, 0.0, False)
+    assert NativeBackend().lion_(operands, hyper, _decision(found_inf=1.0)).tolist() == [True, False, True]
 
 
 @pytest.mark.slow
