@@ -24,7 +24,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
 
     Args:
         optimizers: one or more, that share one grad scaler object (or have none), ``groups.grad_stats``, device,
-            ``config.clip_grad`` and ``config.log_num_zeros_in_grad``. Parameter names must differ, so pass
+            ``clip_grad`` and ``config.log_num_zeros_in_grad``. Parameter names must differ, so pass
             named parameters. Any order, the same on all ranks. Where optimizers have a GradSync each and the backend is
             not gloo, backward must reach their parameters in the same order on all ranks; else switch overlap off.
 
@@ -64,7 +64,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
             stats = grad_stats.agree(grad_stats.combined([stats for _, stats in measured]), self.groups)
         for optimizer in self.optimizers:
             optimizer.raise_agreed(stats)
-        decision = decide_and_rescale(stats, self.grad_scaler, self.config)
+        decision = decide_and_rescale(stats, self.grad_scaler, self.clip_grad)
         for optimizer, (updates, _) in zip(self.optimizers, measured, strict=True):
             optimizer.accept(updates, decision)
         return decision.found_inf
@@ -74,6 +74,22 @@ class ChainedOptimizer(torch.optim.Optimizer):
         """Second half of a step."""
         results = [optimizer.step_with_ready_grads() for optimizer in self.optimizers]
         return results[0]
+
+    @torch.no_grad()
+    def clip_grad_value_(self, max_value: float) -> None:
+        """Clamp every gradient of a prepared step; see :meth:`MixedPrecisionOptimizer.clip_grad_value_`."""
+        for optimizer in self.optimizers:
+            optimizer.clip_grad_value_(max_value)
+
+    @property
+    def clip_grad(self) -> float:
+        """Largest norm of all gradients together; see :attr:`MixedPrecisionOptimizer.clip_grad`."""
+        return self.optimizers[0].clip_grad
+
+    @clip_grad.setter
+    def clip_grad(self, value: float) -> None:
+        for optimizer in self.optimizers:
+            optimizer.clip_grad = value
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop (or zero) all gradients."""
@@ -244,7 +260,7 @@ def _check(optimizers: Sequence[Any]) -> None:
     for index, optimizer in enumerate(optimizers):
         for what, mine, theirs in (
             ("device", optimizer.device, first.device),
-            ("config.clip_grad", optimizer.config.clip_grad, first.config.clip_grad),
+            ("clip_grad", optimizer.clip_grad, first.clip_grad),
             (
                 "config.log_num_zeros_in_grad",
                 optimizer.config.log_num_zeros_in_grad,

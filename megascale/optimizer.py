@@ -10,7 +10,7 @@ from torch.autograd.profiler import record_function
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from megascale import grad_stats
+from megascale import grad_stats, validate
 from megascale.config import OptimizerConfig
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.faults import Faults
@@ -97,6 +97,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self._main_params = main_params or ReplicatedMainParams(names)
         self._grad_sync = grad_sync
         self._ready_grads = ReadyGrads(self.groups, self.device, grad_sync, sharded=self._main_params.is_sharded)
+        self._clip_grad = self.config.clip_grad
         self._faults = Faults(self.groups, self.device)
         self._ready: tuple[list[GroupUpdate], Decision] | None = None
         self._follow()
@@ -130,9 +131,25 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         with record_function("megascale.agree"):
             stats = grad_stats.agree(stats, self.groups)
         self.raise_agreed(stats)
-        decision = decide_and_rescale(stats, self.grad_scaler, self.config)
+        decision = decide_and_rescale(stats, self.grad_scaler, self.clip_grad)
         self.accept(updates, decision)
         return decision.found_inf
+
+    @torch.no_grad()
+    def clip_grad_value_(self, max_value: float) -> None:
+        """Clamp every element of the unscaled, norm-clipped gradients to [-max_value, max_value]. In place, no sync.
+
+        Call it between :meth:`prepare_grads` and :meth:`step_with_ready_grads`; the gradients stay scaled. Elementwise,
+        as ``torch.nn.utils.clip_grad_value_``; a step with non-finite gradients is skipped as without it.
+        """
+        max_value = validate.positive("max_value", max_value)
+        if self._ready is None:
+            raise UsageError("clip_grad_value_() needs prepare_grads() first: gradients are not unscaled before")
+        updates, decision = self._ready
+        for update in updates:
+            for grad in update.grads:
+                bound = (max_value / decision.coefficient).to(grad.device, non_blocking=True)
+                torch.clamp(grad, -bound, bound, out=grad)
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> StepResult:
@@ -186,7 +203,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         """Run a step that changes nothing but reduced gradients: kernels are compiled, and buffers made, by it."""
         updates, stats = self.measure_grads()
         inv_scale = None if self.grad_scaler is None else self.grad_scaler.inv_scale
-        decision = grad_stats.decide(grad_stats.agree(stats, self.groups), inv_scale, self.config.clip_grad)
+        decision = grad_stats.decide(grad_stats.agree(stats, self.groups), inv_scale, self.clip_grad)
         skip = replace(decision, found_inf=torch.ones_like(decision.found_inf))
         self._update.apply(updates, skip, self._main_params.publish)
         self._settle()
@@ -210,6 +227,19 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     def after_replay(self) -> None:
         """Raise what a replayed step found out, as :meth:`step` does on an accelerator: one step late."""
         self._faults.look()
+
+    @property
+    def clip_grad(self) -> float:
+        """Largest global L2 norm of the unscaled gradients; 0: no clipping. Starts as ``config.clip_grad``.
+
+        May be set between steps, to the same number on all ranks. A captured graph keeps the number it was captured
+        with.
+        """
+        return self._clip_grad
+
+    @clip_grad.setter
+    def clip_grad(self, value: float) -> None:
+        self._clip_grad = validate.non_negative("clip_grad", value)
 
     # The loss
 
@@ -362,11 +392,11 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
 
 @torch.no_grad()
-def decide_and_rescale(stats: GradStats, grad_scaler: MegatronGradScaler | None, config: OptimizerConfig) -> Decision:
+def decide_and_rescale(stats: GradStats, grad_scaler: MegatronGradScaler | None, clip_grad: float) -> Decision:
     """Decide, with the scale that scaled this step's loss; then let the scaler hear of it."""
     with record_function("megascale.decide"):
         inv_scale = None if grad_scaler is None else grad_scaler.inv_scale
-        decision = grad_stats.decide(stats, inv_scale, config.clip_grad)
+        decision = grad_stats.decide(stats, inv_scale, clip_grad)
     with record_function("megascale.rescale"):
         if grad_scaler is not None:
             grad_scaler.update(decision.found_inf)
