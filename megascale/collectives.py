@@ -5,14 +5,17 @@ A group of None means "this rank alone": every function then returns without com
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
-from torch.distributed.tensor import DTensor
 
+from megascale.dtensors import is_dtensor
 from megascale.errors import MegascaleError, RankError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 T = TypeVar("T")
 
@@ -172,14 +175,14 @@ def twin_group(group: ProcessGroup | None) -> ProcessGroup | None:
     return dist.new_group(ranks, backend="gloo", use_local_synchronization=partial)
 
 
-def redistribute_like(tensor: DTensor, like: DTensor) -> DTensor:
+def redistribute_like(tensor: "DTensor", like: "DTensor") -> "DTensor":
     """Return ``tensor`` with the placements of ``like``: the reduction of a Partial gradient ends here."""
     return tensor.redistribute(like.device_mesh, like.placements)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """Return the whole tensor: a DTensor gathered, any other tensor itself."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 
 def raise_together(error: Exception | None, group: ProcessGroup | None) -> None:

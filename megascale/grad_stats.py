@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from megascale.collectives import all_reduce_sum_
+from megascale.dtensors import is_dtensor
 from megascale.errors import ArgumentError
 from megascale.kernels import Backend, Decision, TensorStats, stats_dtype
 from megascale.parallel import ParallelGroups, ranks_of
@@ -47,7 +47,7 @@ class Holders:
             return 0.0
         mesh_ranks: frozenset[int] = frozenset()
         holders = 1.0
-        if isinstance(param, DTensor):
+        if is_dtensor(param):
             mesh = param.device_mesh
             mesh_ranks = frozenset(mesh.mesh.flatten().tolist())
             if len(mesh_ranks) > 1 and not mesh_ranks <= self._stats:

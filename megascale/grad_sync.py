@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from megascale import validate
 from megascale.bucket_reduction import BucketReduction, Courier, Divisor, bucket_reduction
 from megascale.collectives import group_rank, group_size
+from megascale.dtensors import is_dtensor
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError, sparse_gradient
 from megascale.flat_buffer import FlatBucket
 from megascale.layout import DEFAULT_BUCKET_NUMEL, ParamSize, build_layouts
@@ -78,7 +78,7 @@ def tag_of(names: Iterable[str]) -> int:
 def check_plain(params: Mapping[str, nn.Parameter]) -> None:
     """Raise ArgumentTypeError, naming it, for a parameter whose gradient cannot be synced here."""
     for name, param in params.items():
-        if isinstance(param, DTensor):
+        if is_dtensor(param):
             raise ArgumentTypeError(
                 f"parameter {name!r} is a DTensor, whose own mesh reduces its gradient; use MixedPrecisionOptimizer "
                 "without grad_sync"

@@ -16,13 +16,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from megascale.config import OptimizerConfig
+from megascale.dtensors import dtensor_like, local
 from megascale.errors import ArgumentError
 from megascale.kernels import AdamHyper, Backend, Decision, LionHyper, Operands, SgdHyper
 from megascale.lion import Lion
-from megascale.main_params import HALF_DTYPES, Batch, MainParam, local
+from megascale.main_params import HALF_DTYPES, Batch, MainParam
 
 CLOSURE_OPTIMIZERS = (torch.optim.LBFGS,)
 SPARSE_OPTIMIZERS = (torch.optim.SparseAdam,)
@@ -388,7 +388,7 @@ class GeneralUpdate:
             for param, grad in zip(params, grads, strict=True):
                 [unscaled] = self.backend.unscale([grad], [local(param.main)], decision.to(grad.device).coefficient)
                 param.model.grad = None
-                param.main.grad = like_param(unscaled, param.main)
+                param.main.grad = dtensor_like(unscaled, param.main)
                 if param.main is not param.model and param.model in state:
                     state[param.main] = state.pop(param.model)
             for group in optimizer.param_groups:
@@ -416,12 +416,3 @@ def _widen(state: dict[str, Any], main: Tensor) -> dict[str, torch.dtype]:
     }
     state.update({name: state[name].to(main.dtype) for name in narrow})
     return narrow
-
-
-def like_param(local_value: Tensor, param: Tensor) -> Tensor:
-    """Return a local tensor as the kind of tensor ``param`` is: a DTensor of its placements, or itself."""
-    if not isinstance(param, DTensor):
-        return local_value
-    return DTensor.from_local(
-        local_value, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-    )

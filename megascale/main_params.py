@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from megascale.collectives import full_tensor
+from megascale.dtensors import distribute_like, is_dtensor, local
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 
 MODEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -25,21 +25,16 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 _VERSION = attrgetter("_version")
 
 
-def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor, any other tensor itself. Call it without grad mode: the part aliases."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-
-
 class Models(list[nn.Parameter]):
     """Model params whose writers are watched. Reads no element."""
 
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
         super().__init__(params)
-        self._plain = not any(isinstance(param, DTensor) for param in params)
+        self._plain = not any(is_dtensor(param) for param in params)
 
     def fingerprints(self) -> list[tuple[int, int]]:
         """Return, per param, what changes when torch writes it in place, or it gets other storage."""
-        parts = self if self._plain else [p._local_tensor if isinstance(p, DTensor) else p for p in self]
+        parts = self if self._plain else [p._local_tensor if is_dtensor(p) else p for p in self]
         return list(zip(map(_VERSION, parts), map(Tensor.data_ptr, parts), strict=True))
 
 
@@ -317,10 +312,9 @@ def _make(name: str, model: nn.Parameter) -> MainParam:
 def place_like(value: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a new tensor with the values of ``value`` and the device, strides and placements of ``like``."""
     with torch.no_grad():
-        if isinstance(like, DTensor) and not isinstance(value, DTensor):
-            source = value.detach().to(like.device)
-            value = distribute_tensor(source, like.device_mesh, like.placements, src_data_rank=None)
-        elif isinstance(value, DTensor) and not isinstance(like, DTensor):
+        if is_dtensor(like) and not is_dtensor(value):
+            value = distribute_like(value, like)
+        elif is_dtensor(value) and not is_dtensor(like):
             value = full_tensor(value)
         placed = torch.empty_like(like, dtype=dtype, requires_grad=False, memory_format=torch.preserve_format)
         return placed.copy_(value)

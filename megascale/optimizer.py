@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megascale import grad_stats, validate
 from megascale.config import OptimizerConfig
+from megascale.dtensors import local
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.faults import Faults
 from megascale.grad_scaler import MegatronGradScaler
@@ -19,7 +20,7 @@ from megascale.grad_stats import GradStats
 from megascale.grad_sync import GradSync
 from megascale.inner_update import GroupUpdate, check_inner, select_update
 from megascale.kernels import Decision, select_backend
-from megascale.main_params import MainParam, MainParams, ReplicatedMainParams, local
+from megascale.main_params import MainParam, MainParams, ReplicatedMainParams
 from megascale.optimizer_state import LiveState, load_together
 from megascale.parallel import ParallelGroups
 from megascale.param_shard import ParamShard

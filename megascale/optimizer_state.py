@@ -10,10 +10,11 @@ from torch.distributed import ProcessGroup
 
 from megascale import state_dict as portable_state
 from megascale.collectives import raise_together
+from megascale.dtensors import local
 from megascale.errors import StateDictError
 from megascale.grad_scaler import MegatronGradScaler
 from megascale.inner_update import InnerUpdate
-from megascale.main_params import HALF_DTYPES, MainParams, local
+from megascale.main_params import HALF_DTYPES, MainParams
 from megascale.param_shard import ParamShard
 
 

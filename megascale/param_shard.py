@@ -7,14 +7,16 @@ be read back by any number of ranks, sharded or whole, without a gather.
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from megascale.errors import ArgumentError, UsageError
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +117,12 @@ class ParamShard(Tensor):
             f"{func} on a ParamShard, which is a part of a tensor only; use its piece, or the whole tensor"
         )
 
-    # The hooks of torch.distributed.checkpoint
+    # The hooks of torch.distributed.checkpoint, which takes long to import: whoever calls them has
 
-    def __create_write_items__(self, fqn: str, _object: Any) -> list[WriteItem]:
+    def __create_write_items__(self, fqn: str, _object: Any) -> "list[WriteItem]":
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
         properties = TensorProperties(dtype=self.dtype)
         return [
             WriteItem(
@@ -128,10 +133,12 @@ class ParamShard(Tensor):
             for index, chunk in enumerate(self.__create_chunk_list__())
         ]
 
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+    def __create_chunk_list__(self) -> "list[ChunkStorageMetadata]":
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
         return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in self.boxes()]
 
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+    def __get_tensor_shard__(self, index: "MetadataIndex") -> Tensor:
         for box in self.boxes():
             if index.offset is not None and tuple(index.offset) == box.offsets:
                 return self.piece[box.begin : box.end].view(box.sizes)

@@ -8,15 +8,15 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from megascale.collectives import redistribute_like
+from megascale.dtensors import is_dtensor, local
 from megascale.errors import ArgumentError, GradientError, sparse_gradient
 from megascale.grad_stats import Holders
 from megascale.grad_sync import GradSync
 from megascale.inner_update import GroupUpdate
 from megascale.kernels import stats_dtype
-from megascale.main_params import Batch, MainParam, MainParams, local
+from megascale.main_params import Batch, MainParam, MainParams
 from megascale.parallel import ParallelGroups
 
 Found = tuple[Batch, list[Tensor]]
@@ -122,11 +122,7 @@ class ReadyGrads:
             if grad is None and model.grad is not None:
                 if model.grad.layout != torch.strided:
                     return sparse_gradient(param.name, model.grad.layout)
-                if (
-                    isinstance(model.grad, DTensor)
-                    and isinstance(model, DTensor)
-                    and model.grad.placements != model.placements
-                ):
+                if is_dtensor(model.grad) and is_dtensor(model) and model.grad.placements != model.placements:
                     model.grad = redistribute_like(model.grad, model)
                 grad = local(model.grad)
             if grad is not None:

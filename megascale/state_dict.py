@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megascale.dtensors import local
 from megascale.errors import MainParamOverflowError, StateDictError
 from megascale.kernels.operands import FP16_OVERFLOW
-from megascale.main_params import local
 
 VERSION = 1
 KEYS = ("optimizer", "main_params", "grad_scaler", "version")

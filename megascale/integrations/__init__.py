@@ -1,0 +1,1 @@
+"""Hooks of other libraries, one module each. Nothing here is imported by ``import megascale``."""
