@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megascale.collectives import all_reduce_sum_
 from megascale.dtensors import is_dtensor
 from megascale.errors import ArgumentError
-from megascale.kernels import Backend, Decision, TensorStats, stats_dtype
+from megascale.kernels import Backend, Decision, TensorList, TensorStats, stats_dtype
 from megascale.parallel import ParallelGroups, ranks_of
 
 LARGEST_SUM_SQUARES = torch.finfo(torch.float32).max
@@ -89,7 +89,7 @@ class GradStats:
 
 @torch.no_grad()
 def measure(
-    grads: Sequence[Tensor],
+    grads: list[Tensor],
     weights: Tensor,
     faults: Tensor,
     *,
@@ -118,13 +118,11 @@ def measure(
     return GradStats(vector, stats.non_finite)
 
 
-def _measure_by_device(
-    grads: Sequence[Tensor], backend: Backend, count_zeros: bool, device: torch.device
-) -> TensorStats:
+def _measure_by_device(grads: list[Tensor], backend: Backend, count_zeros: bool, device: torch.device) -> TensorStats:
     """Measure each device's gradients there and bring the statistics to ``device``, in the order of ``grads``."""
-    devices = list(dict.fromkeys(grad.device for grad in grads))
-    if devices == [device]:
-        return backend.measure(list(grads), count_zeros)
+    devices = TensorList.of(grads).devices
+    if devices == {device}:
+        return backend.measure(grads, count_zeros)
     indices = [[i for i, grad in enumerate(grads) if grad.device == place] for place in devices]
     parts = [backend.measure([grads[i] for i in chosen], count_zeros) for chosen in indices]
     order = torch.tensor([i for chosen in indices for i in chosen], device=device).argsort()

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
+from operator import is_, itemgetter
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from megascale.config import OptimizerConfig
 from megascale.dtensors import dtensor_like, local
 from megascale.errors import ArgumentError
-from megascale.kernels import AdamHyper, Backend, Decision, LionHyper, Operands, SgdHyper
+from megascale.kernels import AdamHyper, Backend, Decision, LionHyper, Operands, SgdHyper, TensorList
 from megascale.lion import Lion
 from megascale.main_params import HALF_DTYPES, Batch, MainParam
 
@@ -34,7 +34,7 @@ class GroupUpdate:
 
     options: dict[str, Any]
     batch: Batch
-    grads: list[Tensor]
+    grads: TensorList
 
     @property
     def params(self) -> list[MainParam]:
@@ -59,11 +59,19 @@ class Prepared(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """What was worked out for a batch with these state tensors. They are held, so that none can take another's id."""
+    """What was worked out for a batch with these state tensors, held here so that none can take another's place."""
 
-    ids: list[int]
+    entries: list[dict[str, Any]]
+    names: list[str]
     columns: list[list[Tensor]]
     prepared: list[Prepared]
+
+    def holds(self, names: list[str]) -> bool:
+        """Whether every entry still has these very tensors. In loops that run in C."""
+        return self.names == names and all(
+            all(map(is_, column, map(itemgetter(name), self.entries)))
+            for name, column in zip(names, self.columns, strict=True)
+        )
 
 
 Publish = Callable[[Batch], None]
@@ -136,6 +144,7 @@ class _KernelUpdate(ABC):
         self.optimizer = optimizer
         self.backend = backend
         self._general = GeneralUpdate(optimizer, backend)
+        self._entries: list[dict[str, Any]] = []
         self._prepared: WeakKeyDictionary[Batch, _Kept] = WeakKeyDictionary()
         self._dtypes = dict.fromkeys(("exp_avg", "momentum_buffer"), config.exp_avg_dtype)
         self._dtypes |= dict.fromkeys(("exp_avg_sq", "max_exp_avg_sq"), config.exp_avg_sq_dtype)
@@ -164,6 +173,7 @@ class _KernelUpdate(ABC):
         """See :class:`InnerUpdate`."""
         if self._hooked() or not all(self.fits(group.options) for group in groups):
             return self._general.apply(groups, decision, publish)
+        self._follow_entries()
         rounded = []
         for group in groups:
             for params, _, operands in self._operands(group):
@@ -189,18 +199,25 @@ class _KernelUpdate(ABC):
     def _hooked(self) -> bool:
         return bool(self.optimizer._optimizer_step_pre_hooks or self.optimizer._optimizer_step_post_hooks)
 
+    def _follow_entries(self) -> None:
+        """Forget what was prepared where a parameter's state is another dict than before."""
+        entries = list(self.optimizer.state.values())
+        if len(entries) != len(self._entries) or not all(map(is_, entries, self._entries)):
+            self._entries = entries
+            self._prepared.clear()
+
     def _operands(self, group: GroupUpdate) -> list[Prepared]:
         """Return operands by device; the same objects, with this step's gradients, as long as all else is the same."""
         names = self.required_state(group.options)
-        states = [self.optimizer.state[param.model] for param in group.params]
-        columns = [[state[name] for state in states] for name in names]
-        ids = list(map(id, chain(*columns)))
         kept = self._prepared.get(group.batch)
-        if kept is None or kept.ids != ids:
-            kept = _Kept(ids, columns, _prepare(group.params, dict(zip(names, columns, strict=True))))
+        if kept is None or not kept.holds(names):
+            entries = [self.optimizer.state[param.model] for param in group.params]
+            columns = [[entry[name] for entry in entries] for name in names]
+            kept = _Kept(entries, names, columns, _prepare(group.params, dict(zip(names, columns, strict=True))))
             self._prepared[group.batch] = kept
         for prepared in kept.prepared:
-            prepared.operands.grad = [group.grads[index] for index in prepared.indices]
+            whole = len(prepared.indices) == len(group.grads)
+            prepared.operands.grad = group.grads if whole else [group.grads[index] for index in prepared.indices]
         return kept.prepared
 
     @abstractmethod

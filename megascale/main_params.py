@@ -16,31 +16,18 @@ from torch import Tensor, nn
 from megascale.collectives import full_tensor
 from megascale.dtensors import distribute_like, is_dtensor, local
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
+from megascale.watch import Watch, Watched
 
 MODEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
-# Called for every parameter at every step, in loops that run in C.
+# Called for every parameter at every step, in a loop that runs in C.
 _REQUIRES_GRAD = attrgetter("requires_grad")
-_VERSION = attrgetter("_version")
-
-
-class Models(list[nn.Parameter]):
-    """Model params whose writers are watched. Reads no element."""
-
-    def __init__(self, params: Sequence[nn.Parameter]) -> None:
-        super().__init__(params)
-        self._plain = not any(is_dtensor(param) for param in params)
-
-    def fingerprints(self) -> list[tuple[int, int]]:
-        """Return, per param, what changes when torch writes it in place, or it gets other storage."""
-        parts = self if self._plain else [p._local_tensor if is_dtensor(p) else p for p in self]
-        return list(zip(map(_VERSION, parts), map(Tensor.data_ptr, parts), strict=True))
 
 
 @dataclass(eq=False, slots=True)
 class MainParam:
-    """A model param, its main param, and what tells whether someone else wrote the model param since the last step.
+    """A model param, its main param, and who tells whether someone else wrote the model param since the last step.
 
     Attributes:
         name: of the model param.
@@ -48,7 +35,7 @@ class MainParam:
         main: replicated: shape, strides and placements of ``model``. Sharded: 1-D, the part that this rank owns.
         shard: sharded: the same part of ``model``, a live view; None where this rank owns the whole.
         is_copy: whether the main param has memory of its own.
-        seen: the model param's fingerprint at the last :meth:`seal`.
+        watch, place: where the model param is watched, since the last :meth:`seal`.
     """
 
     name: str
@@ -56,7 +43,8 @@ class MainParam:
     main: Tensor
     shard: Tensor | None
     is_copy: bool
-    seen: tuple[int, int]
+    watch: Watch
+    place: int = 0
 
     @property
     def part(self) -> Tensor:
@@ -65,10 +53,13 @@ class MainParam:
 
     def seal(self) -> None:
         """Take the model param as it is now for the rounding of the main param."""
-        [self.seen] = Models([self.model]).fingerprints()
+        self.watch.take(self.place)
 
     def follow(self) -> None:
         """Take over a model param written outside. Where it still is the main param's rounding, all bits stay."""
+        if not self.is_copy:
+            self.seal()
+            return
         part, main = self.part, local(self.main)
         if part.device != main.device or part.shape != main.shape or part.dtype not in HALF_DTYPES:
             raise UsageError(
@@ -99,15 +90,17 @@ class Batch:
 
     group: int
     params: list[MainParam]
-    models: Models = field(init=False)
+    models: Watched = field(init=False)
+    _places: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.models = Models([param.model for param in self.params])
+        self.models = Watched(param.model for param in self.params)
+        self._places = [param.place for param in self.params]
 
     def seal(self) -> None:
-        """Take all model params as they are now for the roundings of their main params."""
-        for param, seen in zip(self.params, self.models.fingerprints(), strict=True):
-            param.seen = seen
+        """Take all model params, just written where they lie, for the roundings of their main params."""
+        if self.params:
+            self.params[0].watch.take_written(self._places, self.models.versions())
 
 
 class MainParams(ABC):
@@ -124,8 +117,7 @@ class MainParams(ABC):
         self._explicit_names = dict(names)
         self._by_id: dict[int, MainParam] = {}
         self._known: list[tuple[list[int], list[bool]]] = []
-        self._models = Models([])
-        self._pointers: list[int] = []
+        self._watch = Watch([])
         self._batches: list[Batch] | None = None
         self.ordered: list[list[MainParam]] = []
 
@@ -141,16 +133,15 @@ class MainParams(ABC):
             made = self._admit(param_groups)
             self._known = known
         self.settle()
-        prints = self._models.fingerprints()
-        pointers = [pointer for _, pointer in prints]
-        if pointers != self._pointers:
+        written = self._watch.written()
+        if written and self._watch.moved():
             self.restore()
             self._batches = None
-            prints = self._models.fingerprints()
-            self._pointers = [pointer for _, pointer in prints]
-        for param, seen in zip(self, prints, strict=True):
-            if param.seen != seen and param.is_copy:
-                param.follow()
+            written = self._watch.written()
+        if written:
+            params = list(self)
+            for place in written:
+                params[place].follow()
         return made
 
     def _admit(self, param_groups: Sequence[dict[str, Any]]) -> list[MainParam]:
@@ -169,7 +160,9 @@ class MainParams(ABC):
         made = self.make(unseen, group_of) if unseen else []
         self._by_id.update({id(param.model): param for param in made})
         self.ordered = [[self._by_id[id(p)] for p in group["params"] if id(p) in self._by_id] for group in param_groups]
-        self._models = Models([param.model for param in self])
+        self._watch = Watch.joined((param.watch, param.place) for param in self)
+        for place, param in enumerate(self):
+            param.watch, param.place = self._watch, place
         self._batches = None
         return made
 
@@ -305,8 +298,7 @@ def _make(name: str, model: nn.Parameter) -> MainParam:
     main: Tensor = model
     if model.dtype in HALF_DTYPES:
         main = model.detach().to(torch.float32, memory_format=torch.preserve_format)
-    [seen] = Models([model]).fingerprints()
-    return MainParam(name, model, main, None, main is not model, seen)
+    return MainParam(name, model, main, None, main is not model, Watch([model]))
 
 
 def place_like(value: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:

@@ -317,6 +317,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     def _follow(self) -> None:
         """Catch up with ``param_groups`` and with what others wrote into model params."""
         created = {id(param) for param in self._main_params.follow(self.param_groups)}
+        if not created:
+            return
         for group, params in zip(self.param_groups, self._main_params.ordered, strict=True):
             for param in params:
                 if id(param) in created:

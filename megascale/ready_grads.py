@@ -15,11 +15,11 @@ from megascale.errors import ArgumentError, GradientError, sparse_gradient
 from megascale.grad_stats import Holders
 from megascale.grad_sync import GradSync
 from megascale.inner_update import GroupUpdate
-from megascale.kernels import stats_dtype
+from megascale.kernels import TensorList, stats_dtype
 from megascale.main_params import Batch, MainParam, MainParams
 from megascale.parallel import ParallelGroups
 
-Found = tuple[Batch, list[Tensor]]
+Found = tuple[Batch, TensorList]
 """Parameters that have a gradient, and those gradients, local."""
 
 # Called for every parameter at every step, in loops that run in C.
@@ -33,13 +33,13 @@ class Collected:
 
     Attributes:
         updates: per param group, what the update needs.
-        grads: all local gradients, in the order of ``updates``, on one device for measuring.
+        grads: all local gradients, in the order of ``updates``.
         weights: shape [len(grads)], what each gradient's sums count.
         error: what makes a gradient of this rank unusable; the lists are empty then.
     """
 
     updates: list[GroupUpdate]
-    grads: list[Tensor]
+    grads: TensorList
     weights: Tensor
     error: GradientError | None
 
@@ -60,7 +60,7 @@ class ReadyGrads:
         self._device = device
         self._weights: tuple[list[int], Tensor] | None = None
         self._owned: WeakKeyDictionary[Batch, list[int]] = WeakKeyDictionary()
-        self._kept: WeakKeyDictionary[Batch, list[Tensor]] = WeakKeyDictionary()
+        self._kept: WeakKeyDictionary[Batch, TensorList] = WeakKeyDictionary()
 
     def admit(self, param: MainParam) -> None:
         """Raise ArgumentError, naming it, for a parameter on whose gradient ``grad_stats`` could not agree."""
@@ -77,25 +77,30 @@ class ReadyGrads:
         for batch in main_params.batches():
             found = self._synced(batch, main_params) or _plain(batch) or self._one_by_one(batch, main_params)
             if isinstance(found, GradientError):
-                return Collected([], [], self._weigh([]), found)
+                return Collected([], TensorList(), self._weigh([]), found)
             if found[0].params:
                 updates.append(GroupUpdate(param_groups[batch.group], *found))
         params, grads = self._to_measure(updates)
         return Collected(updates, grads, self._weigh(params), None)
 
-    def _to_measure(self, updates: list[GroupUpdate]) -> tuple[list[MainParam], list[Tensor]]:
+    def _to_measure(self, updates: list[GroupUpdate]) -> tuple[list[MainParam], TensorList]:
         """Return what has elements on this rank: of many parameters it may own nothing."""
         params: list[MainParam] = []
-        grads: list[Tensor] = []
+        grads: list[TensorList] = []
         for update in updates:
             if update.batch not in self._owned:
                 owned = [
                     index for index, param in enumerate(update.params) if param.shard is None or param.main.numel()
                 ]
                 self._owned[update.batch] = owned
-            params += [update.params[index] for index in self._owned[update.batch]]
-            grads += [update.grads[index] for index in self._owned[update.batch]]
-        return params, grads
+            owned = self._owned[update.batch]
+            if len(owned) == len(update.params):
+                params += update.params
+                grads.append(update.grads)
+            else:
+                params += [update.params[index] for index in owned]
+                grads.append(TensorList(update.grads[index] for index in owned))
+        return params, TensorList.joined(grads) if grads else TensorList()
 
     def _synced(self, batch: Batch, main_params: MainParams) -> Found | None:
         """Return the synced gradients of a batch all of whose parameters have one; they stay where they are."""
@@ -103,7 +108,7 @@ class ReadyGrads:
             return None
         if batch not in self._kept:
             grads = [self._main_grad(param, main_params) for param in batch.params]
-            self._kept[batch] = [grad for grad in grads if grad is not None]
+            self._kept[batch] = TensorList(grad for grad in grads if grad is not None)
         kept = self._kept[batch]
         return (batch, kept) if len(kept) == len(batch.params) else None
 
@@ -128,7 +133,8 @@ class ReadyGrads:
             if grad is not None:
                 found.append((param, grad))
         whole = len(found) == len(batch.params)
-        return (batch if whole else Batch(batch.group, [param for param, _ in found])), [grad for _, grad in found]
+        batch = batch if whole else Batch(batch.group, [param for param, _ in found])
+        return batch, TensorList(grad for _, grad in found)
 
     def _weigh(self, params: list[MainParam]) -> Tensor:
         key = list(map(id, params))
@@ -140,7 +146,7 @@ class ReadyGrads:
 
 def _plain(batch: Batch) -> Found | None:
     """Return the gradients of a batch if every parameter has one, a strided tensor that is whole."""
-    grads = list(map(_GRAD, batch.models))
+    grads = TensorList(map(_GRAD, batch.models))
     if set(map(type, grads)) != {Tensor} or set(map(_LAYOUT, grads)) != {torch.strided}:
         return None
     return batch, grads

@@ -14,11 +14,12 @@ from megascale.collectives import all_reduce_sum_
 from megascale.errors import StateDictError
 from megascale.grad_sync import GradSync, check_plain
 from megascale.layout import Piece
-from megascale.main_params import HALF_DTYPES, Batch, MainParam, MainParams, Models
+from megascale.main_params import HALF_DTYPES, Batch, MainParam, MainParams
 from megascale.parallel import ParallelGroups
 from megascale.param_gather import GatheredBucket, ParamGather
 from megascale.param_shard import ParamShard
 from megascale.replica_check import broadcast_parameters, require_same
+from megascale.watch import Watch
 
 
 class ShardedMainParams(MainParams):
@@ -167,9 +168,7 @@ class ShardedMainParams(MainParams):
     def _make(self, name: str, param: nn.Parameter, bucket: GatheredBucket, piece: Piece | None) -> MainParam:
         shard = bucket.memory.flat[:0] if piece is None else bucket.memory.part(piece)
         is_copy = param.dtype in HALF_DTYPES
-        return MainParam(
-            name, param, shard.float() if is_copy else shard, shard, is_copy, Models([param]).fingerprints()[0]
-        )
+        return MainParam(name, param, shard.float() if is_copy else shard, shard, is_copy, Watch([param]))
 
     def _bucket_of(self, param: MainParam) -> GatheredBucket:
         bucket = self._gather.bucket_of(param.model)

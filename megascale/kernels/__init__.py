@@ -4,6 +4,7 @@ from megascale.kernels.native_backend import NativeBackend
 from megascale.kernels.operands import AdamHyper, Backend, Decision, LionHyper, Operands, SgdHyper, TensorStats
 from megascale.kernels.reference import ReferenceBackend, stats_dtype
 from megascale.kernels.selection import select_backend
+from megascale.kernels.tensor_list import TensorList
 from megascale.kernels.torch_backend import TorchBackend
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "Operands",
     "ReferenceBackend",
     "SgdHyper",
+    "TensorList",
     "TensorStats",
     "TorchBackend",
     "select_backend",

@@ -127,7 +127,7 @@ static inline float *as_float(void *data, int64_t type, int64_t start, int64_t n
 
 static int64_t chunks_of(const Row *row) { return (row->numel + CHUNK - 1) / CHUNK; }
 
-/* Return the row that holds a chunk: the last one whose first chunk is not beyond it and that is not empty. */
+/* Return the row that holds a chunk: the last one whose first chunk is not beyond it. Empty rows lie before it. */
 static int64_t row_of(const Row *rows, int64_t num_rows, int64_t chunk) {
     int64_t low = 0, high = num_rows;
     while (high - low > 1) {
@@ -135,6 +135,18 @@ static int64_t row_of(const Row *rows, int64_t num_rows, int64_t chunk) {
         if (rows[middle].first_chunk <= chunk) low = middle; else high = middle;
     }
     return low;
+}
+
+/* Return the row of a chunk, given that of an earlier one: a walk, as most rows have one chunk. */
+static inline int64_t row_after(const Row *rows, int64_t num_rows, int64_t row, int64_t chunk) {
+    while (row + 1 < num_rows && rows[row + 1].first_chunk <= chunk) row++;
+    return row;
+}
+
+/* The chunks of one of several threads: [*first, *last). Neighbours in memory stay with one thread. */
+static void share_of(int64_t num_chunks, int part, int parts, int64_t *first, int64_t *last) {
+    *first = num_chunks * part / parts;
+    *last = num_chunks * (part + 1) / parts;
 }
 
 /* ---- statistics ---- */
@@ -168,11 +180,17 @@ static void measure_chunk(const Row *row, int64_t start, int64_t end, int count_
 void measure(const Row *rows, int64_t num_rows, int64_t num_chunks, int64_t count_zeros, double *partial, double *out,
              int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads) if (num_chunks > 1)
-    for (int64_t chunk = 0; chunk < num_chunks; chunk++) {
-        const Row *row = rows + row_of(rows, num_rows, chunk);
-        int64_t start = (chunk - row->first_chunk) * CHUNK;
-        int64_t end = start + CHUNK < row->numel ? start + CHUNK : row->numel;
-        measure_chunk(row, start, end, (int)count_zeros, partial + 3 * chunk);
+    for (int part = 0; part < threads; part++) {
+        int64_t first, last;
+        share_of(num_chunks, part, threads, &first, &last);
+        int64_t index = row_of(rows, num_rows, first);
+        for (int64_t chunk = first; chunk < last; chunk++) {
+            index = row_after(rows, num_rows, index, chunk);
+            const Row *row = rows + index;
+            int64_t start = (chunk - row->first_chunk) * CHUNK;
+            int64_t end = start + CHUNK < row->numel ? start + CHUNK : row->numel;
+            measure_chunk(row, start, end, (int)count_zeros, partial + 3 * chunk);
+        }
     }
     for (int64_t r = 0; r < num_rows; r++) {
         double sums[3] = {0, 0, 0};
@@ -287,16 +305,29 @@ static int rounds_beyond(const float *main, int64_t n) {
     return beyond;
 }
 
+/* What blocks are updated with: constants of a row, kept from row to row as long as these have the same step. */
+typedef struct {
+    AdamScalars adam;
+    SgdScalars sgd;
+    LionScalars lion;
+    float step;
+    int known;
+} Scalars;
+
+static void scalars_of(const Row *row, int64_t rule, const Hyper *h, Scalars *s) {
+    float step = row->step ? *row->step : 0.0f;
+    if (s->known && step == s->step) return;
+    if (rule == ADAM) s->adam = adam_scalars(h, step);
+    if (rule == SGD) s->sgd = sgd_scalars(h, row->step);
+    if (rule == LION) s->lion = lion_scalars(h);
+    s->step = step;
+    s->known = 1;
+}
+
 /* Update one chunk. Returns whether a rounding into fp16 is not finite. */
-static int update_chunk(const Row *row, int64_t start, int64_t end, int64_t rule, const Hyper *h, float coefficient,
-                        int stream) {
+static int update_chunk(const Row *row, int64_t start, int64_t end, int64_t rule, const Hyper *h, const Scalars *scalars,
+                        float coefficient, int stream) {
     float grad_stage[BLOCK], state_stage[3][BLOCK];
-    AdamScalars adam = {0};
-    SgdScalars sgd = {0};
-    LionScalars lion = {0};
-    if (rule == ADAM) adam = adam_scalars(h, *row->step);
-    if (rule == SGD) sgd = sgd_scalars(h, row->step);
-    if (rule == LION) lion = lion_scalars(h);
     int decay = h->decoupled ? 1 : h->weight_decay != 0 ? 2 : 0;
     int overflowed = 0;
     for (int64_t at = start; at < end; at += BLOCK) {
@@ -307,9 +338,9 @@ static int update_chunk(const Row *row, int64_t start, int64_t end, int64_t rule
             for (int64_t i = 0; i < n; i++) grad_stage[i] = g[i] * coefficient;
             for (int k = 0; k < 3; k++)
                 if (row->state[k]) state[k] = as_float(row->state[k], row->state_type[k], at, n, state_stage[k]);
-            if (rule == ADAM) adam_any(p, grad_stage, state[0], state[1], state[2], n, adam, decay, (int)h->amsgrad);
-            if (rule == SGD) sgd_block(p, grad_stage, state[0], n, sgd);
-            if (rule == LION) lion_block(p, grad_stage, state[0], n, lion);
+            if (rule == ADAM) adam_any(p, grad_stage, state[0], state[1], state[2], n, scalars->adam, decay, (int)h->amsgrad);
+            if (rule == SGD) sgd_block(p, grad_stage, state[0], n, scalars->sgd);
+            if (rule == LION) lion_block(p, grad_stage, state[0], n, scalars->lion);
             for (int k = 0; k < 3; k++)
                 if (state[k] == state_stage[k])
                     narrow((char *)row->state[k] + 2 * at, state[k], row->state_type[k], n);
@@ -319,9 +350,6 @@ static int update_chunk(const Row *row, int64_t start, int64_t end, int64_t rule
         else narrow((char *)row->model + 2 * at, p, row->model_type, n);
         if (row->model_type == F16) overflowed |= rounds_beyond(p, n);
     }
-#if defined(__SSE2__)
-    if (stream) _mm_sfence(); /* what was streamed is there before other threads go on */
-#endif
     return overflowed;
 }
 
@@ -337,18 +365,28 @@ void update(const Row *rows, int64_t num_rows, int64_t num_chunks, int64_t rule,
     int stream = total > STREAMED;
     memset(overflowed, 0, (size_t)num_rows);
 #pragma omp parallel for schedule(static) num_threads(threads) if (num_chunks > 1)
-    for (int64_t chunk = 0; chunk < num_chunks; chunk++) {
-        int64_t index = row_of(rows, num_rows, chunk);
-        const Row *row = rows + index;
-        int64_t start = (chunk - row->first_chunk) * CHUNK;
-        int64_t end = start + CHUNK < row->numel ? start + CHUNK : row->numel;
-        int beyond;
-        if (!skip) beyond = update_chunk(row, start, end, rule, hyper, factor, stream);
-        else beyond = row->model && row->model_type == F16 && rounds_beyond((float *)row->main + start, end - start);
-        if (beyond) {
+    for (int part = 0; part < threads; part++) {
+        int64_t first, last;
+        share_of(num_chunks, part, threads, &first, &last);
+        int64_t index = row_of(rows, num_rows, first);
+        Scalars scalars = {0};
+        for (int64_t chunk = first; chunk < last; chunk++) {
+            index = row_after(rows, num_rows, index, chunk);
+            const Row *row = rows + index;
+            int64_t start = (chunk - row->first_chunk) * CHUNK;
+            int64_t end = start + CHUNK < row->numel ? start + CHUNK : row->numel;
+            int beyond;
+            scalars_of(row, rule, hyper, &scalars);
+            if (!skip) beyond = update_chunk(row, start, end, rule, hyper, &scalars, factor, stream);
+            else beyond = row->model && row->model_type == F16 && rounds_beyond((float *)row->main + start, end - start);
+            if (beyond) {
 #pragma omp atomic write
-            overflowed[index] = 1;
+                overflowed[index] = 1;
+            }
         }
+#if defined(__SSE2__)
+        if (stream) _mm_sfence(); /* what was streamed is there before other threads go on */
+#endif
     }
     if (skip || rule == NOTHING) return;
     for (int64_t r = 0; r < num_rows; r++)

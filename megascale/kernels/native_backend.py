@@ -6,7 +6,6 @@ cannot take, fp64 and tensors whose memory layouts differ, goes to the torch bac
 
 import ctypes
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -19,6 +18,7 @@ from megascale.kernels.blocks import Row, flat
 from megascale.kernels.native_library import library
 from megascale.kernels.operands import AdamHyper, Decision, LionHyper, Operands, SgdHyper, TensorStats
 from megascale.kernels.split import Split
+from megascale.kernels.tensor_list import TensorList
 from megascale.kernels.torch_backend import TorchBackend
 
 CHUNK = 65536  # elements; native.c's
@@ -30,8 +30,7 @@ NUMEL, GRAD, MAIN, MODEL, STATE, STEP, GRAD_TYPE, MODEL_TYPE, STATE_TYPE, FIRST_
 COLUMNS = 14
 Table = NDArray[np.int64]
 
-_DTYPE = attrgetter("dtype")
-_IS_CPU = attrgetter("is_cpu")
+CPU = torch.device("cpu")
 
 
 class _Hyper(ctypes.Structure):
@@ -63,12 +62,13 @@ class NativeBackend:
 
     def measure(self, grads: list[Tensor], count_zeros: bool) -> TensorStats:
         """See :class:`megascale.kernels.Backend`. Sums of squares are fp32 within 1,024 elements, fp64 across them."""
-        if not _all_known(grads):
+        looked = TensorList.of(grads)
+        if not _all_known(looked):
             if not all(_takes([grad]) for grad in grads):
                 return self._torch.measure(grads, count_zeros)
-            grads = [grad.contiguous() if flat([grad]) is None else grad for grad in grads]
-        table = _table(grads)
-        _set(table, GRAD, GRAD_TYPE, grads)
+            looked = TensorList(grad.contiguous() if flat([grad]) is None else grad for grad in grads)
+        table = _table(looked)
+        _set(table, GRAD, GRAD_TYPE, looked)
         num_chunks = int(table[-1, FIRST_CHUNK]) + _num_chunks(int(table[-1, NUMEL]))
         partial = torch.empty(num_chunks, 3, dtype=torch.float64)
         out = torch.empty(3, len(grads), dtype=torch.float64)
@@ -141,7 +141,7 @@ class NativeBackend:
         kept = self._kept.get(operands)
         if kept is None or kept[0] != names:
             kept = self._kept[operands] = (names, _fixed_columns(operands, names))
-        table, grads = kept[1], operands.grad
+        table, grads = kept[1], TensorList.of(operands.grad)
         # Autograd must see that saved weights are no longer what they were.
         torch.autograd.graph.increment_version(operands.model)
         if table is not None and _all_known(grads):
@@ -152,7 +152,7 @@ class NativeBackend:
 
         def fast() -> Tensor:
             table = _columns(split.rows, picked.step)
-            _set(table, GRAD, GRAD_TYPE, [row[1] for row in split.rows])
+            _set(table, GRAD, GRAD_TYPE, TensorList(row[1] for row in split.rows))
             return self._call(table, call)
 
         return split.joined(fast, slow)
@@ -180,17 +180,16 @@ def _takes(tensors: Sequence[Tensor]) -> bool:
     return known and (len(tensors) == 1 or tensors[0].dtype == torch.float32)
 
 
-def _all_known(tensors: Sequence[Tensor]) -> bool:
-    """Whether all tensors are contiguous and of types that native.c knows: in loops that run in C."""
-    known = all(map(Tensor.is_contiguous, tensors)) and all(map(_IS_CPU, tensors))
-    return known and set(map(_DTYPE, tensors)) <= TYPES.keys()
+def _all_known(tensors: TensorList) -> bool:
+    """Whether all tensors are contiguous and of types that native.c knows."""
+    return tensors.contiguous and tensors.devices <= {CPU} and set(tensors.dtypes) <= TYPES.keys()
 
 
 def _fixed_columns(operands: Operands, names: list[str]) -> Table | None:
     """Return a table of everything but the gradients; None unless all of it is contiguous and native.c knows it."""
     states = [operands.state[name] for name in names]
-    known = all(map(_all_known, (operands.main, operands.model, *states)))
-    if not known or set(map(_DTYPE, operands.main)) != {torch.float32}:
+    mains, *others = map(TensorList.of, (operands.main, operands.model, *states))
+    if not all(map(_all_known, (mains, *others))) or set(mains.dtypes) != {torch.float32}:
         return None
     rows = [list(row) for row in zip(operands.main, operands.grad, operands.model, *states, strict=True)]
     return _columns(rows, operands.step)
@@ -198,23 +197,23 @@ def _fixed_columns(operands: Operands, names: list[str]) -> Table | None:
 
 def _columns(rows: list[Row], steps: list[Tensor]) -> Table:
     """Return a table of rows (main, grad, model, states) without their gradients."""
-    mains, models = [row[0] for row in rows], [row[2] for row in rows]
+    mains = TensorList(row[0] for row in rows)
     table = _table(mains)
     _set(table, MAIN, None, mains)
-    _set(table, MODEL, MODEL_TYPE, models)
+    _set(table, MODEL, MODEL_TYPE, TensorList(row[2] for row in rows))
     # An fp32 model param is its own main param.
     table[table[:, MODEL] == table[:, MAIN], MODEL] = 0
     for index in range(len(rows[0]) - 3):
-        _set(table, STATE + index, STATE_TYPE + index, [row[3 + index] for row in rows])
+        _set(table, STATE + index, STATE_TYPE + index, TensorList(row[3 + index] for row in rows))
     if steps:
-        _set(table, STEP, None, steps)
+        _set(table, STEP, None, TensorList(steps))
     return table
 
 
-def _table(tensors: Sequence[Tensor]) -> Table:
+def _table(tensors: TensorList) -> Table:
     """Return a table of rows of these lengths, chunks numbered, all else 0."""
     table: Table = np.zeros((len(tensors), COLUMNS), dtype=np.int64)
-    table[:, NUMEL] = list(map(Tensor.numel, tensors))
+    table[:, NUMEL] = tensors.numels
     table[1:, FIRST_CHUNK] = np.cumsum(_num_chunks(table[:-1, NUMEL]))
     return table
 
@@ -223,10 +222,10 @@ def _num_chunks(numel: Any) -> Any:
     return (numel + CHUNK - 1) // CHUNK
 
 
-def _set(table: Table, column: int, type_column: int | None, tensors: Sequence[Tensor]) -> None:
-    table[:, column] = list(map(Tensor.data_ptr, tensors))
+def _set(table: Table, column: int, type_column: int | None, tensors: TensorList) -> None:
+    table[:, column] = tensors.pointers
     if type_column is not None:
-        table[:, type_column] = [TYPES[dtype] for dtype in map(_DTYPE, tensors)]
+        table[:, type_column] = list(map(TYPES.__getitem__, tensors.dtypes))
 
 
 def _number(lr: float | Tensor) -> float:

@@ -1,0 +1,46 @@
+"""Lists of tensors that are looked at once."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megascale.kernels import TensorList
+
+TENSORS = [
+    torch.zeros(3),
+    torch.zeros(2, 4, dtype=torch.float16),
+    torch.zeros(()),
+    torch.zeros(0, dtype=torch.bfloat16),
+]
+
+
+def _facts(tensors: TensorList) -> tuple[list[int], list[int], list[torch.dtype], set[torch.device], bool]:
+    return tensors.pointers.tolist(), tensors.numels.tolist(), tensors.dtypes, tensors.devices, tensors.contiguous
+
+
+@pytest.mark.parametrize("cut", [[4], [0, 4], [1, 3], [2, 0, 2], [1, 1, 1, 1]])
+@pytest.mark.parametrize("last", [torch.zeros(4, 2), torch.zeros(2, 4).t(), torch.zeros(5, device="meta")])
+def test_joined_tells_what_one_list_would(cut: list[int], last: Tensor) -> None:
+    """However a list is cut, the joined parts tell of addresses, lengths, dtypes, devices and layout as the whole."""
+    tensors = [*TENSORS[:3], last]
+    parts, start = [], 0
+    for length in cut:
+        parts.append(TensorList(tensors[start : start + length]))
+        start += length
+    joined = TensorList.joined(parts)
+    assert all(a is b for a, b in zip(joined, tensors, strict=True))
+    assert _facts(joined) == (
+        [t.data_ptr() for t in tensors],
+        [t.numel() for t in tensors],
+        [t.dtype for t in tensors],
+        {t.device for t in tensors},
+        all(t.is_contiguous() for t in tensors),
+    )
+
+
+def test_one_part_is_joined_as_itself() -> None:
+    """What is known of a single part stays known: `joined` and `of` return it."""
+    part = TensorList(TENSORS)
+    assert TensorList.joined([part]) is part
+    assert TensorList.of(part) is part
+    assert list(TensorList.of(TENSORS)) == TENSORS
