@@ -1,0 +1,27 @@
+"""Mends torch's fused SGD: the momentum of a skipped first step."""
+
+import torch
+from torch import Tensor
+
+from megascale.dtensors import local
+
+
+def params_without_momentum(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return the parameters for which the next step of an SGD with momentum makes a buffer; of any other, none."""
+    if not isinstance(optimizer, torch.optim.SGD):
+        return []
+    groups = [group for group in optimizer.param_groups if group["momentum"] != 0]
+    params = [param for group in groups for param in group["params"]]
+    return [param for param in params if optimizer.state.get(param, {}).get("momentum_buffer") is None]
+
+
+@torch.no_grad()
+def fill_momentum_(optimizer: torch.optim.Optimizer, params: list[Tensor], found_inf: Tensor) -> None:
+    """Zero the new momentum of ``params`` where the step was skipped, without a sync.
+
+    torch's fused kernel allocates it, fills it only in a step that lands, and reads it at the next step all the same.
+    """
+    for param in params:
+        buffer = optimizer.state.get(param, {}).get("momentum_buffer")
+        if buffer is not None:
+            local(buffer).masked_fill_(found_inf.to(buffer.device, non_blocking=True) > 0, 0.0)

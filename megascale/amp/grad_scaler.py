@@ -1,0 +1,445 @@
+"""GradScaler: torch.amp.GradScaler's surface, with a decision that all ranks share."""
+
+import inspect
+import warnings
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+from torch.cuda.amp.common import amp_definitely_not_available
+from torch.distributed import ProcessGroup
+
+from megascale import validate
+from megascale.amp import fused_sgd, rescale, scaler_state
+from megascale.amp.agreement import Agreement, Squares
+from megascale.amp.errors import ScalerArgumentError, ScalerOrderError
+from megascale.amp.local_grads import LocalGrads, found_in, squares_in
+from megascale.chained import ChainedOptimizer
+from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
+from megascale.kernels import Backend, select_backend, stats_dtype
+from megascale.optimizer import MixedPrecisionOptimizer
+
+
+class GradMeasure(NamedTuple):
+    """What one pass over an optimizer's scaled gradients found: 0-d tensors on the scale's device, unread.
+
+    Attributes:
+        found_inf: fp32, 1.0 where any gradient of any rank that agrees has a non-finite element, else 0.0.
+        sum_squares: statistics dtype: of this rank's gradients; of DTensors, of the whole tensors, each element once.
+    """
+
+    found_inf: Tensor
+    sum_squares: Tensor
+
+
+class GradScaler(torch.amp.GradScaler):
+    """Scales losses, unscales gradients, and skips steps whose gradients overflowed: torch.amp.GradScaler, and more.
+
+    In one process, on fp32 gradients, it does bit for bit what torch's does. It is a subclass, because libraries check
+    and annotate ``torch.amp.GradScaler``, and because optimizers that take a ``grad_scaler`` ask it through torch's own
+    methods; every decision is made here. Beyond torch's:
+
+    - Ranks agree on each optimizer's step: those of ``process_group``, and those of its DTensor parameters' meshes,
+      whatever the placements, also where a rank has no gradient. It takes one small all-reduce. (More only where no
+      group spans all: one for each dimension of a mesh that is not the whole world, one for each of several meshes that
+      are slices of one.) Ranks that share a loss, but none of an optimizer's groups and meshes, need a
+      ``process_group`` that spans them: their scales would part.
+    - With an optimizer that reads `found_inf` on the device (torch's with ``fused=True``), :meth:`step` waits for
+      nothing and writes no gradient before the update. Any other costs one host read a step.
+    - fp16 gradients are accepted. A fused optimizer unscales them in fp32, without loss. :meth:`unscale_`, and with it
+      the step of any other optimizer, rounds them to fp16 in place: what is below 2**-24 after division by the scale is
+      lost. What leaves fp16's range there counts as overflow.
+    - The scale stays within ``min_scale`` and ``max_scale``, where torch's falls to 0 and never recovers. A growth
+      tracker above the interval, as from a state dict or after :meth:`set_growth_interval`, grows at the next clean
+      step, where torch's never grows again.
+
+    Args:
+        device: type of the device of scale and losses, as torch has it: "cuda" without CUDA disables, with a warning.
+        init_scale: the first scale.
+        growth_factor: above 1.
+        backoff_factor: between 0 and 1, exclusive.
+        growth_interval: clean steps before the scale grows.
+        enabled: False: :meth:`step` calls the optimizer's, everything else does nothing.
+        loss_scale: "dynamic" or None: the scale follows overflows. A number: it is the scale and stays, in place of
+            ``init_scale``; steps that overflow are skipped (Cerebras's argument).
+        hysteresis: overflows before the scale backs off; see :class:`megascale.DynamicGradScaler`.
+        hysteresis_reset: what replenishes them: "growth", or "clean_step", so that it counts overflows in a row.
+        min_scale: the scale never falls below it. The default, 2**-126, is the smallest scale with which fp32 still
+            works: a smaller one, and then its gradients, are subnormal. Down to there torch's scale is the same.
+        max_scale: the scale never grows above it. None: as long as fp32 holds it, as torch does.
+        process_group: ranks that decide together. None: this rank alone, but the ranks of a DTensor's mesh always
+            agree. With DistributedDataParallel none is needed; with FSDP1 (as for ShardedGradScaler), pipeline stages
+            or different losses on different ranks one is.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: for an argument that cannot be, naming it. Also AssertionErrors where torch
+            raises that.
+    """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        loss_scale: str | float | None = None,
+        hysteresis: int = 1,
+        hysteresis_reset: str = "growth",
+        min_scale: float = validate.SMALLEST_SCALE,
+        max_scale: float | None = None,
+        process_group: ProcessGroup | None = None,
+    ) -> None:
+        if enabled and device == "cuda" and amp_definitely_not_available():
+            warnings.warn("GradScaler is enabled, but CUDA is not available. Disabling.", stacklevel=2)
+            enabled = False
+        self.process_group = process_group
+        if enabled:
+            self._limits = rescale.Limits(min_scale, max_scale, hysteresis, hysteresis_reset)
+            self._is_constant = _is_constant(loss_scale)
+            name, first = ("loss_scale", loss_scale) if self._is_constant else ("init_scale", init_scale)
+            init_scale = self._limits.scale(name, first)
+            growth_factor = rescale.growth_factor(growth_factor)
+            backoff_factor = rescale.backoff_factor(backoff_factor)
+            growth_interval = rescale.growth_interval(growth_interval)
+            _check_group(process_group)
+            self._init_hysteresis_tracker = hysteresis
+            self._hysteresis_tracker: Tensor | None = None
+            self._backends: dict[torch.device, Backend] = {}
+        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+
+    # A step
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the optimizer's gradients by the scale, in place, so that they can be looked at and clipped.
+
+        Call it at most once per optimizer and :meth:`update`, when all its gradients are there. No host sync. A sparse
+        or Partial gradient may be replaced.
+
+        Raises:
+            UsageError: a RuntimeError: it was called already, or after :meth:`step`.
+            ScalerOrderError: an AssertionError: nothing has been scaled yet.
+        """
+        if self._enabled:
+            self._unscale(optimizer)
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Step with unscaled gradients, or skip where any gradient of any rank that agrees is not finite.
+
+        Args:
+            optimizer: its gradients are unscaled first, unless :meth:`unscale_` was called.
+            args, kwargs: for ``optimizer.step()``. No closure.
+
+        Returns:
+            What ``optimizer.step()`` returned; None where it was skipped on the host. A fused optimizer skips on the
+            device: its ``step()`` is always called.
+
+        Raises:
+            UsageError: a RuntimeError: for a closure, or a second call since :meth:`update`.
+            ScalerOrderError: an AssertionError: nothing has been scaled yet, or there is no gradient on any rank.
+        """
+        if not self._enabled:
+            return optimizer.step(*args, **kwargs)
+        if "closure" in kwargs or any(map(callable, args[:1])):
+            raise UsageError("step() takes no closure while GradScaler is enabled: run forward and backward first")
+        self._check_scale_growth_tracker("step")
+        state = self._state_of(optimizer)
+        if state["stage"] is OptState.STEPPED:
+            raise UsageError("step() has already been called since the last update().")
+        result: float | None
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            result = self._step_on_device(optimizer, state, *args, **kwargs)
+        else:
+            if state["stage"] is OptState.READY:
+                self._unscale(optimizer)
+            if not state["found_inf_per_device"]:
+                raise ScalerOrderError("No inf checks were recorded for this optimizer: it has no gradients.")
+            result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
+        state["stage"] = OptState.STEPPED
+        return result
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """End the iteration: the scale backs off where any optimizer's gradients overflowed, or grows in time.
+
+        Args:
+            new_scale: the next scale, in place of all that: a number, or a tensor of one element on this scaler's kind
+                of device. A tensor is not read: it is clamped to ``min_scale`` and ``max_scale`` on the device, and one
+                that is not finite leaves the scale as it is.
+
+        Raises:
+            ScalerOrderError: an AssertionError: no step was taken, or nothing was scaled.
+            ArgumentError: for a number outside the limits, or a tensor that does not fit.
+        """
+        if not self._enabled:
+            return
+        scale, growth_tracker = self._check_scale_growth_tracker("update")
+        if new_scale is not None:
+            self._set_scale(scale, new_scale)
+        else:
+            found_infs = [flag for state in self._per_optimizer_states.values() for flag in _flags(state)]
+            if not found_infs:
+                raise ScalerOrderError("No inf checks were recorded prior to update.")
+            if not self._is_constant:
+                rescale.rescale_(
+                    scale,
+                    growth_tracker,
+                    self._hysteresis_tracker,
+                    _any(found_infs, scale.device),
+                    self._limits,
+                    growth=self._growth_factor,
+                    backoff=self._backoff_factor,
+                    interval=self._growth_interval,
+                )
+        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+
+    # What optimizer_step() needs beyond torch's surface
+
+    @torch.no_grad()
+    def _measure(self, optimizer: torch.optim.Optimizer) -> GradMeasure:
+        """Measure the optimizer's scaled gradients, and let ranks agree; :meth:`step` will not do it again.
+
+        Call it instead of :meth:`unscale_`, or before :meth:`_unscale`, with nothing in between that could overflow.
+        """
+        scale, _ = self._check_scale_growth_tracker("unscale_")
+        state = self._state_of(optimizer)
+        _check_unscaled(state)
+        stats = LocalGrads(optimizer, coalesced=True).measure(self._backend)
+        agreement = self._agreement(optimizer)
+        squares: Squares = {}
+        alone = torch.zeros((), dtype=stats_dtype(scale.device), device=scale.device)
+        for mesh in agreement.meshes:
+            squares[mesh] = torch.zeros_like(alone)
+        for place, found in stats.items():
+            share = squares_in(place, found).to(alone, non_blocking=True)
+            if place.mesh is None:
+                alone = alone + share
+            else:
+                squares[place.mesh] = squares[place.mesh] + share
+        flags = [found_in(found) for found in stats.values()]
+        found_inf, squares = agreement.agree(_any(flags, scale.device), squares)
+        if flags or not agreement.is_alone:
+            state["found_inf_per_device"] = {scale.device: found_inf}
+        return GradMeasure(found_inf, sum(squares.values(), start=alone))
+
+    @torch.no_grad()
+    def _unscale(self, optimizer: torch.optim.Optimizer, multiplier: Tensor | None = None) -> None:
+        """Unscale in place; ``multiplier``, 0-d fp32, such as a clip coefficient, goes into the same pass."""
+        factor = self._inv_scale()
+        state = self._state_of(optimizer)
+        _check_unscaled(state)
+        if multiplier is not None:
+            factor = factor * multiplier.to(factor.device, non_blocking=True)
+        found_infs = LocalGrads(optimizer).unscale_(factor, self._backend)
+        # Only fp16 gradients can overflow in this pass, after _measure() found them finite. All ranks know the dtypes.
+        if not state["found_inf_per_device"] or any(param.dtype == torch.float16 for param in _params(optimizer)):
+            state["found_inf_per_device"] = self._agreed(optimizer, found_infs)
+        state["stage"] = OptState.UNSCALED
+
+    def _inv_scale(self) -> Tensor:
+        """Return the reciprocal of the scale, taken in fp64 and rounded once: fp32, 0-d."""
+        scale, _ = self._check_scale_growth_tracker("unscale_")
+        return scale.to(stats_dtype(scale.device)).reciprocal().float()
+
+    # What torch's methods, and optimizers that take a grad_scaler, call
+
+    @torch.no_grad()
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Look for non-finite gradients in a pass that writes nothing; ranks agree. Returns flags by device."""
+        self._check_scale_growth_tracker("_check_inf_per_device")
+        found_infs: dict[torch.device, Tensor] = {}
+        for place, stats in LocalGrads(optimizer).measure(self._backend).items():
+            flag = found_in(stats)
+            found_infs[place.device] = torch.maximum(found_infs.get(place.device, flag), flag)
+        flags: dict[Any, Any] = self._agreed(optimizer, found_infs)
+        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
+        return flags
+
+    def _maybe_opt_step(
+        self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> float | None:
+        flags = _flags(optimizer_state)
+        found_inf = flags[0] if len(flags) == 1 else _any(flags, flags[0].device)
+        return None if found_inf.item() else optimizer.step(*args, **kwargs)  # the one host read
+
+    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
+        if self._scale is None or self._growth_tracker is None:
+            raise ScalerOrderError(
+                f"Attempted {funcname} but _scale is None.  "
+                "This may indicate your script did not use scaler.scale(loss or outputs) earlier in the iteration."
+            )
+        return self._scale, self._growth_tracker
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        super()._lazy_init_scale_growth_tracker(dev)
+        if self._limits.hysteresis > 1:
+            self._hysteresis_tracker = torch.full((), self._init_hysteresis_tracker, dtype=torch.int32, device=dev)
+
+    def _step_on_device(
+        self, optimizer: torch.optim.Optimizer, state: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> float | None:
+        """Call a ``step()`` that unscales and skips by itself, told by two attributes, or by this scaler itself."""
+        if "grad_scaler" in inspect.signature(optimizer.step).parameters:
+            return optimizer.step(*args, **{**kwargs, "grad_scaler": self})
+        scale, _ = self._check_scale_growth_tracker("step")
+        if not state["found_inf_per_device"]:
+            self._check_inf_per_device(optimizer)
+        fused: Any = optimizer
+        set_by_user = getattr(fused, "grad_scale", None)
+        if state["stage"] is OptState.UNSCALED:
+            fused.grad_scale = set_by_user
+        else:
+            fused.grad_scale = scale if set_by_user is None else scale * set_by_user
+        fused.found_inf = found_inf = _any(_flags(state), scale.device)
+        fresh = fused_sgd.params_without_momentum(optimizer)
+        try:
+            return optimizer.step(*args, **kwargs)
+        finally:
+            del fused.grad_scale, fused.found_inf
+            fused_sgd.fill_momentum_(optimizer, fresh, found_inf)
+
+    def _state_of(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        if isinstance(optimizer, (MixedPrecisionOptimizer, ChainedOptimizer)):
+            raise ArgumentTypeError(
+                f"optimizer is a {type(optimizer).__name__}, which scales by itself; call its scale_loss() and step(), "
+                "or pass the torch optimizer"
+            )
+        return self._per_optimizer_states[id(optimizer)]
+
+    def _agreement(self, optimizer: torch.optim.Optimizer) -> Agreement:
+        return Agreement(_params(optimizer), self.process_group)
+
+    def _agreed(
+        self, optimizer: torch.optim.Optimizer, found_infs: dict[torch.device, Tensor]
+    ) -> dict[torch.device, Tensor]:
+        """Return what all ranks found, for each device of ``found_infs``; a rank without gradients hears it, too."""
+        scale, _ = self._check_scale_growth_tracker("unscale_")
+        agreement = self._agreement(optimizer)
+        if agreement.is_alone:
+            return found_infs
+        found_inf, _ = agreement.agree(_any(list(found_infs.values()), scale.device))
+        return {device: found_inf.to(device, non_blocking=True) for device in found_infs or [scale.device]}
+
+    def _backend(self, device: torch.device) -> Backend:
+        if device not in self._backends:
+            self._backends[device] = select_backend("auto", device)
+        return self._backends[device]
+
+    def _set_scale(self, scale: Tensor, new_scale: Any) -> None:
+        if not isinstance(new_scale, Tensor):
+            scale.fill_(self._limits.scale("new_scale", new_scale))
+            return
+        fits = new_scale.device.type == self._device and new_scale.numel() == 1 and not new_scale.requires_grad
+        if not fits:
+            raise ScalerArgumentError(
+                f"new_scale should be a float or a tensor of one element on a {self._device} device with "
+                f"requires_grad=False, got shape {tuple(new_scale.shape)} on {new_scale.device}, "
+                f"requires_grad={new_scale.requires_grad}"
+            )
+        asked = new_scale.to(scale).reshape(())
+        scale.copy_(torch.where(asked.isfinite(), asked, scale))
+        self._limits.clamp_(scale)
+
+    # Settings and state
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Set the growth factor, above 1."""
+        super().set_growth_factor(rescale.growth_factor(new_factor))
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Set the backoff factor, between 0 and 1."""
+        super().set_backoff_factor(rescale.backoff_factor(new_factor))
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Set the clean steps before the scale grows."""
+        super().set_growth_interval(rescale.growth_interval(new_interval))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's five entries, Python numbers all, and ``hysteresis_tracker`` where hysteresis is above 1.
+
+        torch's scaler loads it. Empty where disabled. Call it after :meth:`update`; it reads the device.
+        """
+        state = super().state_dict()
+        if self._enabled and self._limits.hysteresis > 1:
+            state[scaler_state.HYSTERESIS] = self._get_hysteresis_tracker()
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what :meth:`state_dict`, ours or torch's, returned. Limits stay as constructed. Disabled: does nothing.
+
+        Raises:
+            StateDictError: naming the entry; nothing has changed. For an empty dict it is a RuntimeError, too.
+        """
+        if not self._enabled:
+            return
+        state = scaler_state.parse(state_dict, self._limits)
+        super().load_state_dict(state)
+        self._init_hysteresis_tracker = state[scaler_state.HYSTERESIS]
+        if self._hysteresis_tracker is not None:
+            self._hysteresis_tracker.fill_(self._init_hysteresis_tracker)
+
+    def _get_hysteresis_tracker(self) -> int:
+        tracker = self._hysteresis_tracker
+        return self._init_hysteresis_tracker if tracker is None else int(tracker)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if not self._enabled:
+            return super().__getstate__()
+        if self.process_group is not None:
+            raise UsageError("a GradScaler with a process_group cannot be pickled or deep-copied; use state_dict()")
+        if self._per_optimizer_states:
+            raise ScalerOrderError(
+                "A GradScaler instance may only be pickled at the beginning of an iteration, or at the end after "
+                "scaler.update()."
+            )
+        state = super().__getstate__()
+        state |= {
+            "_init_hysteresis_tracker": self._get_hysteresis_tracker(),
+            "_hysteresis_tracker": None,
+            "_backends": {},
+        }
+        return state
+
+
+def _is_constant(loss_scale: Any) -> bool:
+    if isinstance(loss_scale, str) and loss_scale != "dynamic":
+        raise ArgumentError(f"loss_scale must be 'dynamic', a number or None, got {loss_scale!r}")
+    return loss_scale is not None and loss_scale != "dynamic"
+
+
+def _check_group(process_group: Any) -> None:
+    if process_group is not None and not isinstance(process_group, ProcessGroup):
+        raise ArgumentTypeError(
+            f"process_group must be a ProcessGroup that this rank belongs to, or None, got {process_group!r}; "
+            "of a DeviceMesh pass mesh.get_group()"
+        )
+
+
+def _check_unscaled(state: dict[str, Any]) -> None:
+    if state["stage"] is OptState.UNSCALED:
+        raise UsageError("unscale_() has already been called on this optimizer since the last update().")
+    if state["stage"] is OptState.STEPPED:
+        raise UsageError("unscale_() is being called after step().")
+
+
+def _params(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _flags(state: dict[str, Any]) -> list[Tensor]:
+    """Return an optimizer's `found_inf` of each device."""
+    return list(state["found_inf_per_device"].values())
+
+
+def _any(flags: list[Tensor], device: torch.device) -> Tensor:
+    """Return whether any of the flags is set: fp32, 0-d, exactly 0 or 1: a fused optimizer would not skip at 2."""
+    if not flags:
+        return torch.zeros((), device=device)
+    found_inf = flags[0].to(device, non_blocking=True)
+    for flag in flags[1:]:
+        found_inf = torch.maximum(found_inf, flag.to(device, non_blocking=True))
+    return found_inf

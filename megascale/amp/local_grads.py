@@ -1,0 +1,100 @@
+"""This rank's part of an optimizer's gradients: what is measured, and what is unscaled in place."""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megascale.collectives import redistribute_like
+from megascale.dtensors import is_dtensor, local
+from megascale.kernels import Backend, TensorStats, stats_dtype
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+BackendOf = Callable[[torch.device], Backend]
+
+
+class Place(NamedTuple):
+    """Where gradients lie. ``mesh``: of DTensors, each element of which ``holders`` of its ranks repeat."""
+
+    device: torch.device
+    mesh: "DeviceMesh | None" = None
+    holders: int = 1
+
+
+class LocalGrads:
+    """The gradients of an optimizer, by place and dtype: dense local tensors that alias ``param.grad``.
+
+    A Partial DTensor gradient is reduced first, an fp16 sparse one coalesced, as duplicates may add up to inf: the
+    parameter then holds that. Of a sparse gradient the values count.
+
+    Args:
+        optimizer: whose gradients.
+        coalesced: for a norm: the values of sparse gradients are those without duplicates, and may be copies.
+    """
+
+    @torch.no_grad()
+    def __init__(self, optimizer: torch.optim.Optimizer, *, coalesced: bool = False) -> None:
+        self._grads: defaultdict[Place, defaultdict[torch.dtype, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
+        plain: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                grad = param.grad
+                if type(grad) is Tensor and grad.layout is torch.strided:  # nearly all, at torch's speed
+                    plain[grad.device, grad.dtype].append(grad)
+                elif grad is not None:
+                    place, values = _located(param, grad, coalesced)
+                    self._grads[place][values.dtype].append(values)
+        for (device, dtype), grads in plain.items():
+            self._grads[Place(device)][dtype] += grads
+
+    def measure(self, backend_of: BackendOf) -> dict[Place, TensorStats]:
+        """Return the statistics of each place's gradients, in one pass that writes none of them, without a sync."""
+        return {
+            place: backend_of(place.device).measure([grad for grads in by_dtype.values() for grad in grads], False)
+            for place, by_dtype in self._grads.items()
+        }
+
+    def unscale_(self, inv_scale: Tensor, backend_of: BackendOf) -> dict[torch.device, Tensor]:
+        """Multiply all gradients by ``inv_scale`` in place. Returns for each device whether any was not finite.
+
+        fp16 gradients are looked at again afterwards: a scale below 1 may have pushed them out of range.
+        """
+        found_infs: dict[torch.device, Tensor] = {}
+        for place, by_dtype in self._grads.items():
+            found_inf = found_infs.setdefault(place.device, torch.zeros((), device=place.device))
+            factor = inv_scale.to(place.device, non_blocking=True)
+            for dtype, grads in by_dtype.items():
+                torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, factor)
+                if dtype == torch.float16:
+                    found_inf.copy_(torch.maximum(found_inf, found_in(backend_of(place.device).measure(grads, False))))
+        return found_infs
+
+
+def found_in(stats: TensorStats) -> Tensor:
+    """Return whether any gradient has a non-finite element: fp32, 0-d, 0 or 1."""
+    return (stats.non_finite.sum() > 0).float()
+
+
+def squares_in(place: Place, stats: TensorStats) -> Tensor:
+    """Return this rank's share of the sum of squares at ``place``: 0-d, of :func:`stats_dtype`."""
+    return stats.sum_squares.sum().to(stats_dtype(place.device)) / place.holders
+
+
+def _located(param: Tensor, grad: Tensor, coalesced: bool) -> tuple[Place, Tensor]:
+    """Return a parameter's gradient, local and dense, and where it lies."""
+    if is_dtensor(param) and is_dtensor(grad):
+        if grad.placements != param.placements:
+            param.grad = grad = redistribute_like(grad, param)
+        mesh, values = grad.device_mesh, local(grad)
+        holders = math.prod(mesh.size(dim) for dim, placed in enumerate(grad.placements) if placed.is_replicate())
+        return Place(values.device, mesh, holders), values
+    if grad.is_sparse:
+        if grad.dtype == torch.float16:
+            param.grad = grad = grad.coalesce()
+        grad = (grad.coalesce() if coalesced else grad)._values()
+    return Place(grad.device), grad

@@ -1,0 +1,223 @@
+"""optimizer_step: one iteration's end in one call, in the right order, and in fewer passes than the loop has."""
+
+import inspect
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+
+from megascale import validate
+from megascale.amp.grad_scaler import GradScaler
+from megascale.chained import ChainedOptimizer
+from megascale.collectives import full_tensor
+from megascale.dtensors import local
+from megascale.errors import ArgumentError, ArgumentTypeError, UsageError, sparse_gradient
+from megascale.grad_scaler import MegatronGradScaler
+from megascale.optimizer import MixedPrecisionOptimizer, StepResult
+
+WRAPPERS = (MixedPrecisionOptimizer, ChainedOptimizer)
+"""Optimizers that scale and clip by themselves; DistributedOptimizer is one of them."""
+
+
+class _Clipping(NamedTuple):
+    """The largest norm of all unscaled gradients, then the largest magnitude of an element. None: unlimited."""
+
+    norm: float | None
+    value: float | None
+
+
+def optimizer_step(
+    loss: Tensor,
+    optimizer: torch.optim.Optimizer,
+    grad_scaler: torch.amp.GradScaler | MegatronGradScaler | None,
+    max_gradient_norm: float | None = None,
+    max_gradient_val: float | None = None,
+    *,
+    zero_grad: bool = True,
+) -> StepResult:
+    """Zero, scale, backward, unscale, clip, step, update: what ends an iteration, in this order.
+
+    ``cerebras.pytorch.amp``'s function. It equals torch's loop, with four differences:
+
+    - Gradients are looked at once, for overflow and norm together. With an optimizer that unscales by itself (torch's
+      with ``fused=True``) unscaling and clipping by norm then cost no pass at all: they are one number that it divides
+      by. Nothing waits for the device; any other optimizer costs one host read.
+    - Steps with non-finite gradients are skipped without a scaler, too: where `grad_scaler` is None or disabled, the
+      loss is multiplied by 1, and the rest is the same.
+    - Finite gradients whose norm overflows are skipped; torch would clip them to zeros, and step.
+    - The norm of DTensor gradients is that of the whole tensors. Plain gradients count as whole on every rank, as under
+      DistributedDataParallel, so each rank takes the norm of its own: shard parameters as DTensors.
+
+    Args:
+        loss: one element, not scaled, with its graph. Backward runs here.
+        optimizer: of any kind. A MixedPrecisionOptimizer, DistributedOptimizer or ChainedOptimizer scales with its own
+            scaler, and without ``max_gradient_norm`` clips as its config says.
+        grad_scaler: :class:`megascale.amp.GradScaler`, or torch's, with which torch's own loop runs. None: no scaling.
+            Of a MixedPrecisionOptimizer: None or its own. One call is one iteration: the scale is updated.
+        max_gradient_norm: clip the unscaled gradients to this global L2 norm: by ``max / (norm + 1e-6)``, torch's rule.
+        max_gradient_val: then clamp each element to [-max, max].
+        zero_grad: drop the gradients that are there. False adds to them: the last micro-batch of an accumulation.
+
+    Returns:
+        Tensors on the device, unread: whether the step landed, the norm before clipping, and NaN zeros (but for a
+        wrapped optimizer that counts them). The gradients stay; a fused optimizer leaves them unscaled and clipped
+        where the step lands, scaled where it is skipped.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: for an argument that does not fit; nothing has changed.
+        UsageError: for an iteration of the scaler that has begun (nothing has changed), or a loss that gives none of
+            the optimizer's parameters a gradient.
+        GradientError: for a sparse gradient that is to be clipped by value.
+    """
+    clipping = _Clipping(
+        None if max_gradient_norm is None else validate.positive("max_gradient_norm", max_gradient_norm),
+        None if max_gradient_val is None else validate.positive("max_gradient_val", max_gradient_val),
+    )
+    _check(loss, optimizer, grad_scaler)
+    if zero_grad:
+        optimizer.zero_grad()
+    if isinstance(optimizer, WRAPPERS):
+        optimizer.scale_loss(loss).backward()
+        return _step_of_wrapper(optimizer, clipping)
+    scaler = _scaler_of(grad_scaler, loss.device)
+    scaler.scale(loss).backward()
+    if isinstance(scaler, GradScaler):
+        result = _step_in_few_passes(optimizer, scaler, clipping)
+    else:
+        result = _step_as_torch_does(optimizer, scaler, clipping)
+    scaler.update()
+    return result
+
+
+# Ways to step
+
+
+def _step_of_wrapper(optimizer: MixedPrecisionOptimizer | ChainedOptimizer, clipping: _Clipping) -> StepResult:
+    configured = optimizer.clip_grad
+    if clipping.norm is not None:
+        optimizer.clip_grad = clipping.norm
+    try:
+        optimizer.prepare_grads()
+    finally:
+        optimizer.clip_grad = configured
+    if clipping.value is not None:
+        optimizer.clip_grad_value_(clipping.value)
+    return optimizer.step_with_ready_grads()
+
+
+@torch.no_grad()
+def _step_in_few_passes(optimizer: torch.optim.Optimizer, scaler: GradScaler, clipping: _Clipping) -> StepResult:
+    if clipping.value is not None:
+        _check_dense(optimizer)
+    sum_squares = scaler._measure(optimizer).sum_squares
+    if not scaler._found_inf_per_device(optimizer):
+        raise UsageError("the loss gave no parameter of the optimizer a gradient; does it depend on them?")
+    inv_scale = scaler._inv_scale()
+    norm = sum_squares.sqrt() * inv_scale
+    clip = None if clipping.norm is None else (clipping.norm / (norm + 1e-6)).clamp(max=1.0)
+    divides = _divides_by_itself(optimizer)
+    if not divides:
+        scaler._unscale(optimizer, None if clip is None else clip.float())
+    if clipping.value is not None:
+        left_to_do = (inv_scale if clip is None else inv_scale * clip) if divides else torch.ones_like(inv_scale)
+        _clamp_(optimizer, clipping.value / left_to_do)
+    if divides and clip is not None:
+        # Multiplied by the scale in the scaler's step().
+        optimizer.grad_scale = clip.reciprocal().float()  # type: ignore[attr-defined]
+    scaler.step(optimizer)
+    return _result(optimizer, scaler, norm)
+
+
+@torch.no_grad()
+def _step_as_torch_does(
+    optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, clipping: _Clipping
+) -> StepResult:
+    scaler.unscale_(optimizer)
+    params = _with_grads(optimizer)
+    if clipping.norm is None:
+        norm = torch.nn.utils.get_total_norm([param.grad for param in params if param.grad is not None])
+    else:
+        norm = torch.nn.utils.clip_grad_norm_(params, clipping.norm)
+    if clipping.value is not None:
+        torch.nn.utils.clip_grad_value_(params, clipping.value)
+    scaler.step(optimizer)
+    return _result(optimizer, scaler, full_tensor(norm))
+
+
+def _result(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, norm: Tensor) -> StepResult:
+    """Return what became of a step, before the scaler's update() forgets it."""
+    flags = [flag.to(norm.device, non_blocking=True) for flag in scaler._found_inf_per_device(optimizer).values()]
+    zeros = torch.full((), torch.nan, dtype=torch.float64, device=norm.device)
+    return StepResult(torch.stack(flags).sum() == 0, norm.float(), zeros)
+
+
+# Gradients
+
+
+def _with_grads(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
+
+
+def _divides_by_itself(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its ``step()`` divides gradients by the attribute ``grad_scale``, as torch's fused ones do."""
+    told = "grad_scaler" not in inspect.signature(optimizer.step).parameters
+    return told and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def _clamp_(optimizer: torch.optim.Optimizer, bound: Tensor) -> None:
+    """Clamp every element to [-bound, bound]: 0-d, unread. What overflowed has been noted before."""
+    for param in _with_grads(optimizer):
+        grad = local(param.grad)  # type: ignore[arg-type]
+        limit = bound.to(grad.device, non_blocking=True)
+        torch.clamp(grad, -limit, limit, out=grad)
+
+
+# Checks
+
+
+def _check(loss: Any, optimizer: Any, grad_scaler: Any) -> None:
+    """Raise what can be known before anything has changed."""
+    if not isinstance(loss, Tensor):
+        raise ArgumentTypeError(f"loss must be a tensor, got {type(loss).__name__}")
+    if loss.numel() != 1:
+        raise ArgumentError(f"loss must have one element, got shape {tuple(loss.shape)}; take its mean or sum")
+    if not loss.requires_grad:
+        raise ArgumentError("loss has no graph; compute it outside torch.no_grad(), and do not detach it")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ArgumentTypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if isinstance(optimizer, WRAPPERS):
+        if grad_scaler is not None and grad_scaler is not optimizer.grad_scaler:
+            raise ArgumentError(
+                f"grad_scaler is not that of the {type(optimizer).__name__}, which scales with its own; pass None, or "
+                "optimizer.grad_scaler"
+            )
+        return
+    if isinstance(grad_scaler, MegatronGradScaler):
+        raise ArgumentTypeError(
+            f"grad_scaler is a {type(grad_scaler).__name__}, which needs a MixedPrecisionOptimizer; wrap the "
+            "optimizer, or pass a megascale.amp.GradScaler"
+        )
+    if not isinstance(grad_scaler, torch.amp.GradScaler | None):
+        raise ArgumentTypeError(f"grad_scaler must be a megascale.amp.GradScaler or None, got {grad_scaler!r}")
+    if grad_scaler is not None and grad_scaler.is_enabled():
+        stages = [state["stage"] for state in grad_scaler._per_optimizer_states.values()]
+        if any(stage is not OptState.READY for stage in stages):
+            raise UsageError(
+                "an optimizer was unscaled or stepped since the last update(): optimizer_step() is a whole iteration; "
+                "call grad_scaler.update() first, or write out the loop"
+            )
+
+
+def _check_dense(optimizer: torch.optim.Optimizer) -> None:
+    for index, param in enumerate(_with_grads(optimizer)):
+        if param.grad is not None and param.grad.layout != torch.strided:
+            raise sparse_gradient(f"parameter {index}", param.grad.layout)
+
+
+def _scaler_of(grad_scaler: object, device: torch.device) -> torch.amp.GradScaler:
+    """Return the scaler, or in place of none or a disabled one a scaler that multiplies by 1."""
+    if isinstance(grad_scaler, torch.amp.GradScaler) and grad_scaler.is_enabled():
+        return grad_scaler
+    group = getattr(grad_scaler, "process_group", None)
+    return GradScaler(device.type, loss_scale=1.0, process_group=group)

@@ -1,0 +1,306 @@
+"""GradScaler on many ranks: one decision for all of them, where torch's scalers let ranks part."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+
+from megascale.amp import GradScaler
+from megascale.dtensors import local
+from megascale.errors import UsageError
+from tests.counting import OperatorCounter
+from tests.pool import RankPool
+from tests.training import Tiny, grad_of, model
+
+Optimizers = Callable[[Any], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Optimizers] = {
+    "adamw_fused": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
+    "adamw_foreach": lambda params: torch.optim.AdamW(params, lr=0.1, foreach=True),
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
+}
+ALL_REDUCE = torch.ops.c10d.allreduce_.default
+NAN = float("nan")
+
+
+def _scaler(kind: str) -> torch.amp.GradScaler:
+    if kind == "ours":
+        return GradScaler("cpu", 1024.0, process_group=dist.group.WORLD)
+    return ShardedGradScaler("cpu", 1024.0, process_group=dist.group.WORLD)
+
+
+def _own_param(kind: str, inner: str, poisoned: list[int]) -> tuple[float, float, int]:
+    """A shard of each rank's own, as FSDP1 has it: one clean step, then one with inf on some ranks."""
+    param = nn.Parameter(torch.ones(3))
+    optimizer, scaler = OPTIMIZERS[inner]([param]), _scaler(kind)
+    counter = OperatorCounter()
+    for bad in ([], poisoned):
+        param.grad = scaler.scale(torch.ones(3))
+        if dist.get_rank() in bad:
+            param.grad[1] = float("inf")
+        with counter:
+            scaler.step(optimizer)
+            scaler.update()
+    return round(param[0].item(), 2), scaler.get_scale(), counter.host_reads if "fused" in inner else 0
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("inner", OPTIMIZERS)
+def test_ranks_of_a_process_group_skip_together(ranks: RankPool, world: int, inner: str) -> None:
+    """With inf on rank 1 alone, or on all at once, all skip, and all scales back off; fused, without a host read.
+
+    torch's ShardedGradScaler lets ranks part where the optimizer is fused: rank 0 steps on, at twice the scale.
+    """
+    for poisoned in ([1], list(range(world))):
+        assert ranks.run(world, _own_param, "ours", inner, poisoned) == [(0.9, 512.0, 0)] * world
+    assert ranks.run(world, _own_param, "ours", inner, []) == [(0.8, 1024.0, 0)] * world
+    theirs = [result[:2] for result in ranks.run(world, _own_param, "torch", inner, [1])]
+    agreed, parted = [(0.9, 512.0)] * world, [(0.8, 1024.0), (0.9, 512.0), *[(0.8, 1024.0)] * (world - 2)]
+    assert theirs == (parted if "fused" in inner else agreed)
+
+
+def _dtensor(mesh: DeviceMesh, placements: list[Placement], value: float = 1.0) -> nn.Parameter:
+    """A parameter of 4 x 4, whose gradient is ``value`` all over."""
+    param = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, placements))
+    param.grad = distribute_tensor(torch.full((4, 4), value), mesh, placements)
+    return param
+
+
+@torch.no_grad()
+def _local_grad(param: nn.Parameter) -> Tensor:
+    return local(grad_of(param))
+
+
+def _replicated_first(kind: type[torch.amp.GradScaler], inner: str, order: list[int]) -> tuple[float, Any, float]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    pair = [_dtensor(mesh, [Replicate()]), _dtensor(mesh, [Shard(0)])]
+    if dist.get_rank() == 1:
+        _local_grad(pair[1])[0, 0] = NAN
+    optimizer, scaler = OPTIMIZERS[inner]([pair[index] for index in order]), kind("cpu", 1024.0)
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+    [found_inf] = scaler._found_inf_per_device(optimizer).values()
+    found = local(found_inf).item()
+    if kind is not GradScaler:
+        return found, None, 0.0  # its ranks part here, and would wait for one another for ever
+    scaler.step(optimizer)
+    scaler.update()
+    with torch.no_grad():
+        moved = any(bool((local(param) != 1).any()) for param in pair)
+    return found, moved, scaler.get_scale()
+
+
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]], ids=["replicated first", "sharded first"])
+@pytest.mark.parametrize("inner", OPTIMIZERS)
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_of_a_mesh_agree_on_mixed_placements(ranks: RankPool, world: int, inner: str, order: list[int]) -> None:
+    """NaN in rank 1's shard, beside a replicated DTensor: every rank finds it and skips, with no process_group.
+
+    torch's found_inf is 1 on rank 1 alone where the replicated one comes first.
+    """
+    assert ranks.run(world, _replicated_first, GradScaler, inner, order) == [(1.0, False, 512.0)] * world
+    if order == [0, 1]:
+        theirs = [found for found, *_ in ranks.run(world, _replicated_first, torch.amp.GradScaler, inner, order)]
+        assert theirs == [float(rank == 1) for rank in range(world)]
+
+
+def _grid(which: str) -> tuple[list[nn.Parameter], int]:
+    """Parameters on meshes of a 2 x 2 grid, and how many all-reduces a step may take."""
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    whole = init_device_mesh("cpu", (4,))
+    rows, columns = grid["dp"], grid["tp"]
+    if which == "nested":
+        sharded = [_dtensor(grid, [Shard(0), Shard(1)]), _dtensor(rows, [Shard(0)]), _dtensor(columns, [Replicate()])]
+        return [_dtensor(grid, [Replicate(), Replicate()]), *sharded, _dtensor(whole, [Shard(1)])], 1
+    if which == "whole":
+        return [_dtensor(grid, [Replicate(), Replicate()]), _dtensor(grid, [Replicate(), Shard(0)])], 1
+    if which == "crossing":
+        return [_dtensor(rows, [Replicate()]), _dtensor(columns, [Shard(0)]), _dtensor(rows, [Shard(0)])], 2
+    return [nn.Parameter(torch.ones(2)), _dtensor(columns, [Shard(0)])], 1  # "beside a group"
+
+
+def _poison_everywhere(which: str, inner: str) -> list[tuple[Any, ...]]:
+    """Poison each parameter on each rank in turn; return who found it, and how much was said and read."""
+    outcomes = []
+    num_params = len(_grid(which)[0])
+    for where in [None, *((rank, index) for rank in range(4) for index in range(num_params))]:
+        params, allowed = _grid(which)
+        for param in params:
+            if not isinstance(param, DTensor):
+                param.grad = torch.ones(2)
+        if where is not None and where[0] == dist.get_rank():
+            _local_grad(params[where[1]]).fill_(NAN)
+        group = dist.group.WORLD if which == "beside a group" else None
+        scaler = GradScaler("cpu", 4.0, process_group=group)
+        # A group each: torch's fused optimizers take no list of plain tensors and DTensors.
+        optimizer = OPTIMIZERS[inner]([{"params": [param]} for param in params])
+        scaler.scale(torch.ones(()))
+        with OperatorCounter() as counter:
+            [found] = scaler._check_inf_per_device(optimizer).values()
+        assert counter.counts[ALL_REDUCE] == allowed
+        assert counter.host_reads == 0, counter.host_reads
+        scaler.step(optimizer)
+        scaler.update()
+        outcomes.append((where is not None, found.item(), scaler.get_scale()))
+    return outcomes
+
+
+@pytest.mark.parametrize("inner", ["adamw_fused", "sgd"])
+@pytest.mark.parametrize("which", ["whole", "nested", "crossing", "beside a group"])
+def test_several_meshes_agree(ranks: RankPool, which: str, inner: str) -> None:
+    """NaN in any parameter on any of four ranks, on meshes that nest, cross, or lie in a group: all ranks skip alike.
+
+    It takes one all-reduce where one mesh or group holds all others.
+    """
+    results = ranks.run(4, _poison_everywhere, which, inner)
+    assert all(result == results[0] for result in results)
+    assert all(found == float(poisoned) for poisoned, found, _ in results[0])
+    assert all(scale == (2.0 if poisoned else 4.0) for poisoned, _, scale in results[0])
+
+
+def _without_gradients(inner: str, over: str, overflow: bool) -> tuple[float, float]:
+    """Two optimizers; rank 0 has gradients of the first alone, the last rank of the second alone, others of none."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if over == "group":
+        params = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+        for param in params:
+            param.grad = torch.ones(2)
+        group = dist.group.WORLD
+    else:
+        mesh = init_device_mesh("cpu", (world,))
+        params, group = [_dtensor(mesh, [Shard(0)]) for _ in range(2)], None
+    if overflow and rank == world - 1:
+        _local_grad(params[1]).fill_(NAN)
+    for index, owner in enumerate((0, world - 1)):
+        if rank != owner:
+            params[index].grad = None
+    pair = [OPTIMIZERS[inner]([param]) for param in params]
+    scaler = GradScaler("cpu", 8.0, growth_interval=1, process_group=group)
+    scaler.scale(torch.ones(()))
+    for optimizer in pair:
+        scaler.step(optimizer)
+    scaler.update()
+    with torch.no_grad():
+        mine = params[0 if rank == 0 else 1]
+        value = local(mine).flatten()[0].item()
+    return value, scaler.get_scale()
+
+
+@pytest.mark.parametrize("over", ["group", "mesh"])
+@pytest.mark.parametrize("inner", ["adamw_fused", "sgd"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_without_gradients_take_part(ranks: RankPool, world: int, inner: str, over: str) -> None:
+    """A rank without gradients neither hangs nor raises, and hears of the others' overflow; so does each optimizer."""
+    clean = ranks.run(world, _without_gradients, inner, over, False)
+    assert [scale for _, scale in clean] == [16.0] * world
+    assert [value < 1 for value, _ in clean] == [rank in (0, world - 1) for rank in range(world)]
+    overflow = ranks.run(world, _without_gradients, inner, over, True)
+    assert [scale for _, scale in overflow] == [4.0] * world
+    assert [value < 1 for value, _ in overflow] == [rank == 0 for rank in range(world)]
+
+
+def _measured() -> tuple[float, float, int]:
+    """Squares of gradients on several meshes, in several placements; what the whole tensors have; all-reduces."""
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    params = [
+        _dtensor(grid, [Shard(0), Shard(1)], 2.0),
+        _dtensor(grid, [Replicate(), Shard(0)], 3.0),
+        _dtensor(grid, [Replicate(), Replicate()], 5.0),
+        _dtensor(grid["dp"], [Shard(0)], 7.0),
+        _dtensor(grid["tp"], [Replicate()], 11.0),
+        nn.Parameter(torch.ones(4, 4)),
+    ]
+    params[-1].grad = torch.full((4, 4), 13.0)
+    # A sum that is still to be made over "tp": 8.5 + 8.5.
+    params.append(_dtensor(grid, [Replicate(), Replicate()]))
+    params[-1].grad = DTensor.from_local(torch.full((4, 4), 8.5), grid, [Replicate(), Partial()])
+    scaler, optimizer = GradScaler("cpu", 4.0), torch.optim.SGD(params, lr=1.0)
+    scaler.scale(torch.ones(()))
+    with OperatorCounter() as counter:
+        found_inf, sum_squares = scaler._measure(optimizer)
+    assert isinstance(params[-1].grad, DTensor)
+    assert params[-1].grad.placements == (Replicate(), Replicate())
+    assert found_inf.item() == 0.0
+    return (
+        sum_squares.item(),
+        16.0 * sum(value**2 for value in (2, 3, 5, 7, 11, 13, 17)),
+        counter.counts[ALL_REDUCE],
+    )
+
+
+def test_norm_of_dtensors_is_that_of_the_whole_tensors(ranks: RankPool) -> None:
+    """Shards add up, replicas count once, a Partial gradient is reduced first, a plain one is this rank's alone.
+
+    One all-reduce for the decision and the squares of the largest mesh, one for each smaller mesh.
+    """
+    for measured, expected, reductions in ranks.run(4, _measured):
+        assert measured == expected
+        assert reductions == 3
+
+
+LOSSES_THAT_OVERFLOW = {3: 1, 4: 0, 9: 1}  # step: rank
+
+
+def _fsdp2(inner: str) -> tuple[list[Any], list[Any], float]:
+    """15 steps of a sharded model with our scaler, beside torch's in one process on the mean of all ranks' losses."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    sharded, whole = model(torch.float32), model(torch.float32)
+    mesh = init_device_mesh("cpu", (world,))
+    for layer in sharded.children():
+        fully_shard(layer, mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
+    pair: list[tuple[Tiny, torch.optim.Optimizer, torch.amp.GradScaler]] = [
+        (sharded, OPTIMIZERS[inner](sharded.parameters()), GradScaler("cpu", 256.0, growth_interval=3)),
+        (whole, OPTIMIZERS[inner](whole.parameters()), torch.amp.GradScaler("cpu", 256.0, growth_interval=3)),
+    ]
+    scales: list[list[float]] = [[], []]
+    for step in range(15):
+        for log, (module, optimizer, scaler) in zip(scales, pair, strict=True):
+            losses = []
+            for other in [rank] if module is sharded else range(world):
+                x = torch.randn(4, 4, generator=torch.Generator().manual_seed(100 * step + other))
+                loss = module(x).square().mean()
+                losses.append(loss * float("inf") if LOSSES_THAT_OVERFLOW.get(step) == other else loss)
+            optimizer.zero_grad()
+            scaler.scale(torch.stack(losses).mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            log.append(scaler.get_scale())
+    pairs = zip(sharded.parameters(), whole.parameters(), strict=True)
+    far = max((ours.full_tensor() - theirs).abs().max().item() for ours, theirs in pairs if isinstance(ours, DTensor))
+    return scales[0], scales[1], far
+
+
+@pytest.mark.parametrize("inner", OPTIMIZERS)
+@pytest.mark.parametrize("world", [2, 4])
+def test_fsdp2_equals_one_process(ranks: RankPool, world: int, inner: str) -> None:
+    """Under fully_shard, with overflows on single ranks, scales are those of torch's scaler in one process.
+
+    Parameters differ by the order of sums in the reduction, which Adam's division may blow up.
+    """
+    for ours, theirs, far in ranks.run(world, _fsdp2, inner):
+        assert ours == theirs
+        assert ours.count(min(ours)) < len(ours)
+        assert far < 1e-4
+
+
+def _copied() -> list[str]:
+    messages = []
+    scaler = GradScaler("cpu", process_group=dist.group.WORLD)
+    with pytest.raises(UsageError) as caught:
+        copy.deepcopy(scaler)
+    messages.append(str(caught.value))
+    return messages
+
+
+def test_a_scaler_with_a_group_is_not_copied(ranks: RankPool) -> None:
+    """Process groups cannot be pickled: the error says to use the state dict."""
+    for [message] in ranks.run(2, _copied):
+        assert "state_dict()" in message
