@@ -15,6 +15,7 @@ from megascale.distributed_optimizer import DistributedOptimizer
 from megascale.errors import ArgumentError, ArgumentTypeError
 from megascale.grad_scaler import ConstantGradScaler, DynamicGradScaler, MegatronGradScaler
 from megascale.lion import Lion
+from megascale.megatron_config import check_grouping, from_megatron_config, is_megatron_config
 from megascale.optimizer import MixedPrecisionOptimizer
 from megascale.parallel import ParallelGroups
 
@@ -25,7 +26,7 @@ OVERRIDABLE = ("lr", "lr_mult", "weight_decay", "betas", "eps", "momentum")
 
 
 def build_optimizer(
-    config: OptimizerConfig,
+    config: OptimizerConfig | Any,
     modules: nn.Module | Sequence[nn.Module],
     *,
     groups: ParallelGroups | ProcessGroup | DeviceMesh | None = None,
@@ -38,7 +39,8 @@ def build_optimizer(
     modules must then not be wrapped in DistributedDataParallel.
 
     Args:
-        config: ``config.lr`` is required.
+        config: an :class:`OptimizerConfig`, or Megatron-Core's, of which every field that we do not do is refused; see
+            :mod:`megascale.megatron_config`. ``config.lr`` is required.
         modules: one model, or its chunks; with several, names are prefixed by the chunk's index.
         groups: see :class:`MixedPrecisionOptimizer`.
         overrides: shell-style name patterns (``fnmatch``, case matters) to options of their param group, applied in
@@ -48,12 +50,15 @@ def build_optimizer(
     Raises:
         ArgumentError, ArgumentTypeError: for a config without lr, a pattern that matches nothing, an unknown option.
     """
+    if is_megatron_config(config):
+        check_grouping(config)
+        config = from_megatron_config(config)
     if not isinstance(config, OptimizerConfig):
         raise ArgumentTypeError(f"config must be an OptimizerConfig, got {type(config).__name__}")
     if config.lr is None:
         raise ArgumentError("config.lr is None; give the learning rate, e.g. OptimizerConfig(lr=1e-4)")
     param_groups = _param_groups(config, _named_parameters(modules), overrides or {})
-    inner, grad_scaler = _inner_optimizer(config, param_groups), build_grad_scaler(config)
+    inner, grad_scaler = build_inner_optimizer(config, param_groups), build_grad_scaler(config)
     if config.use_distributed_optimizer:
         return DistributedOptimizer(
             inner,
@@ -82,6 +87,19 @@ def build_grad_scaler(config: OptimizerConfig) -> MegatronGradScaler | None:
         max_scale=config.max_loss_scale,
         hysteresis_reset=config.hysteresis_reset,
     )
+
+
+def build_inner_optimizer(config: OptimizerConfig, param_groups: list[Options]) -> torch.optim.Optimizer:
+    """Return the torch optimizer (or Lion) that ``config`` names, over ``param_groups`` of model params."""
+    lr = validate.non_negative("lr", config.lr)
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(param_groups, lr=lr, momentum=config.sgd_momentum, weight_decay=config.weight_decay)
+    if config.optimizer == "lion":
+        betas = (config.lion_beta1, config.lion_beta2)
+        return Lion(param_groups, lr=lr, betas=betas, weight_decay=config.weight_decay)
+    kind = torch.optim.AdamW if config.decoupled_weight_decay else torch.optim.Adam
+    betas = (config.adam_beta1, config.adam_beta2)
+    return kind(param_groups, lr=lr, betas=betas, eps=config.adam_eps, weight_decay=config.weight_decay)
 
 
 def _named_parameters(modules: nn.Module | Sequence[nn.Module]) -> list[tuple[str, nn.Parameter, bool]]:
@@ -143,15 +161,3 @@ def _check_overrides(overrides: Overrides, names: list[str]) -> None:
                     validate.fraction(where, beta)
             else:
                 validate.non_negative(where, value)
-
-
-def _inner_optimizer(config: OptimizerConfig, param_groups: list[Options]) -> torch.optim.Optimizer:
-    lr = validate.non_negative("lr", config.lr)
-    if config.optimizer == "sgd":
-        return torch.optim.SGD(param_groups, lr=lr, momentum=config.sgd_momentum, weight_decay=config.weight_decay)
-    if config.optimizer == "lion":
-        betas = (config.lion_beta1, config.lion_beta2)
-        return Lion(param_groups, lr=lr, betas=betas, weight_decay=config.weight_decay)
-    kind = torch.optim.AdamW if config.decoupled_weight_decay else torch.optim.Adam
-    betas = (config.adam_beta1, config.adam_beta2)
-    return kind(param_groups, lr=lr, betas=betas, eps=config.adam_eps, weight_decay=config.weight_decay)

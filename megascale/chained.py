@@ -14,6 +14,7 @@ from megascale.optimizer import MixedPrecisionOptimizer, StepResult, decide_and_
 from megascale.optimizer_state import LiveState, Plan, load_together
 from megascale.param_shard import ParamShard
 from megascale.state_dict import VERSION, check_layout
+from megascale.torch_state_dict import StateDict, StateNames, from_torch_layout, is_read_by_torch, is_torch_layout
 
 
 class ChainedOptimizer(torch.optim.Optimizer):
@@ -126,7 +127,8 @@ class ChainedOptimizer(torch.optim.Optimizer):
     @property
     def state(self) -> Any:
         """The state of all optimizers, by model param; a new dict of live entries."""
-        return {param: state for optimizer in self.optimizers for param, state in optimizer.state.items()}
+        state = {param: state for own in self.optimizers for param, state in own.optimizer.state.items()}
+        return StateNames(state) if is_read_by_torch() else state
 
     @state.setter
     def state(self, value: Any) -> None:
@@ -157,15 +159,15 @@ class ChainedOptimizer(torch.optim.Optimizer):
     def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
         """Return the state of all optimizers in the form of one; see :meth:`MixedPrecisionOptimizer.state_dict`."""
         parts = [optimizer.state_dict(copy=copy) for optimizer in self.optimizers]
-        return {
-            "optimizer": {
+        return StateDict(
+            optimizer={
                 "state": {name: state for part in parts for name, state in part["optimizer"]["state"].items()},
                 "param_groups": [group for part in parts for group in part["optimizer"]["param_groups"]],
             },
-            "main_params": {name: main for part in parts for name, main in part["main_params"].items()},
-            "grad_scaler": parts[0]["grad_scaler"],
-            "version": VERSION,
-        }
+            main_params={name: main for part in parts for name, main in part["main_params"].items()},
+            grad_scaler=parts[0]["grad_scaler"],
+            version=VERSION,
+        )
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
@@ -203,6 +205,8 @@ class ChainedOptimizer(torch.optim.Optimizer):
 
     def _split(self, state_dict: Any, strict: bool) -> list[dict[str, Any]]:
         """Return each optimizer's part of a state dict. Raises StateDictError for a part that nobody takes."""
+        if is_torch_layout(state_dict):
+            state_dict = from_torch_layout(state_dict, self.state_dict(copy=False), strict=strict)
         check_layout(state_dict)
         names = self._names()
         states, mains = state_dict["optimizer"]["state"], state_dict["main_params"]

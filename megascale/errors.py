@@ -17,6 +17,10 @@ class StateDictError(ArgumentError):
     """A state dict does not fit the object it is loaded into. The object has not changed."""
 
 
+class InteropError(StateDictError):
+    """Another system's checkpoint cannot be read, or holds what cannot be mapped faithfully. Nothing has changed."""
+
+
 class UsageError(MegascaleError, RuntimeError):
     """Calls came in an order, or with an option, that has no meaning here."""
 

@@ -157,6 +157,10 @@ class MainParams(ABC):
                     check_trainable(name, param)
                     unseen[name] = param
                     group_of[name] = index
+        if not self.is_sharded:
+            # Others replace parameters, as Accelerate does under FSDP2: those that were must not stay in memory.
+            here = {id(param) for group in param_groups for param in group["params"]}
+            self._by_id = {key: param for key, param in self._by_id.items() if key in here}
         made = self.make(unseen, group_of) if unseen else []
         self._by_id.update({id(param.model): param for param in made})
         self.ordered = [[self._by_id[id(p)] for p in group["params"] if id(p) in self._by_id] for group in param_groups]

@@ -25,6 +25,7 @@ from megascale.optimizer_state import LiveState, load_together
 from megascale.parallel import ParallelGroups
 from megascale.param_shard import ParamShard
 from megascale.ready_grads import ReadyGrads
+from megascale.torch_state_dict import StateNames, is_read_by_torch
 
 
 class StepResult(NamedTuple):
@@ -136,6 +137,11 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self.accept(updates, decision)
         return decision.found_inf
 
+    @property
+    def decision(self) -> Decision | None:
+        """What :meth:`prepare_grads` decided, until :meth:`step_with_ready_grads` carries it out; else None."""
+        return None if self._ready is None else self._ready[1]
+
     @torch.no_grad()
     def clip_grad_value_(self, max_value: float) -> None:
         """Clamp every element of the unscaled, norm-clipped gradients to [-max_value, max_value]. In place, no sync.
@@ -221,7 +227,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     def memory_layout(self) -> list[object]:
         """Return what differs once parameters or state lie elsewhere. Follows weights loaded into the model."""
         self._follow()
-        states = (self.state.get(param.model, {}) for param in self._main_params)
+        states = (self.optimizer.state.get(param.model, {}) for param in self._main_params)
         tensors = [local(value) for state in states for value in state.values() if isinstance(value, Tensor)]
         return [*self._main_params.batches(), *map(Tensor.data_ptr, tensors)]
 
@@ -272,7 +278,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     @property
     def state(self) -> Any:
         """The wrapped optimizer's state, shared, keyed by model param."""
-        return self.optimizer.state
+        return StateNames(self.optimizer.state) if is_read_by_torch() else self.optimizer.state
 
     @state.setter
     def state(self, value: Any) -> None:
@@ -319,6 +325,9 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         created = {id(param) for param in self._main_params.follow(self.param_groups)}
         if not created:
             return
+        here = {id(param) for group in self.param_groups for param in group["params"]}
+        for gone in [key for key in self.optimizer.state if isinstance(key, Tensor) and id(key) not in here]:
+            del self.optimizer.state[gone]
         for group, params in zip(self.param_groups, self._main_params.ordered, strict=True):
             for param in params:
                 if id(param) in created:
@@ -328,7 +337,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     def _cut_state(self, param: MainParam) -> None:
         """Keep this rank's part of state that the optimizer had before it was wrapped."""
-        state = self.state.get(param.model, {})
+        state = self.optimizer.state.get(param.model, {})
         for key, value in state.items():
             if isinstance(value, Tensor) and value.shape == param.model.shape and value.dim() > 0:
                 state[key] = self._main_params.cut(param, value)
@@ -338,6 +347,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
         """Return all state, by parameter name: tensors and primitives only, the same keys on every rank.
 
+        The functions of ``torch.distributed.checkpoint.state_dict`` take it too; see :mod:`megascale.torch_state_dict`.
         ``copy=False`` returns live tensors instead of copies: for a caller that writes them out before the next step.
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
@@ -354,6 +364,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
         Everything is checked first, all ranks agree, then main params, state, options and scaler change, and model
         params are rounded anew from their main params. ``strict=False`` skips names that only one side has.
+        What ``torch.distributed.checkpoint.state_dict`` makes of such a state dict loads too.
 
         Raises:
             StateDictError, MainParamOverflowError: on every rank alike; nothing has changed.
@@ -386,7 +397,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     def live_state(self) -> LiveState:
         """Return references to everything that a state dict covers."""
-        return LiveState(self.param_groups, self.state, self._main_params, self._update, self.grad_scaler)
+        return LiveState(self.param_groups, self.optimizer.state, self._main_params, self._update, self.grad_scaler)
 
     def __getstate__(self) -> dict[str, Any]:
         raise UsageError(

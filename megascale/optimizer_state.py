@@ -16,6 +16,7 @@ from megascale.grad_scaler import MegatronGradScaler
 from megascale.inner_update import InnerUpdate
 from megascale.main_params import HALF_DTYPES, MainParams
 from megascale.param_shard import ParamShard
+from megascale.torch_state_dict import StateDict, from_torch_layout, is_torch_layout
 
 
 @dataclass
@@ -59,15 +60,29 @@ class LiveState:
             portable_state.pack_group(group, [names[id(p)] for p in group["params"]], index, copy=copy)
             for index, group in enumerate(self.param_groups)
         ]
-        return {
-            "optimizer": {"state": states, "param_groups": groups},
-            "main_params": mains,
-            "grad_scaler": {} if self.grad_scaler is None else self.grad_scaler.state_dict(),
-            "version": portable_state.VERSION,
-        }
+        return StateDict(
+            optimizer={"state": states, "param_groups": groups},
+            main_params=mains,
+            grad_scaler={} if self.grad_scaler is None else self.grad_scaler.state_dict(),
+            version=portable_state.VERSION,
+        )
 
     def check(self, state_dict: Any, *, strict: bool) -> None:
         """Raise StateDictError for what is wrong with a state dict without looking at a tensor's values."""
+        self._check(self._own_layout(state_dict, strict), strict)
+
+    def plan(self, state_dict: Mapping[str, Any], *, strict: bool) -> "Plan":
+        """Check a state dict, values too, and copy what it holds. Raises StateDictError or MainParamOverflowError."""
+        own = self._own_layout(state_dict, strict)
+        self._check(own, strict)
+        return self._plan(own, strict)
+
+    def _own_layout(self, state_dict: Any, strict: bool) -> Any:
+        if not is_torch_layout(state_dict):
+            return state_dict
+        return from_torch_layout(state_dict, self.pack(copy=False), strict=strict)
+
+    def _check(self, state_dict: Any, strict: bool) -> None:
         portable_state.check_layout(state_dict)
         params = self._named_params()
         states, groups = state_dict["optimizer"]["state"], state_dict["optimizer"]["param_groups"]
@@ -90,11 +105,6 @@ class LiveState:
         for index, group in enumerate(groups):
             portable_state.loadable_options(group, index)
         self._plan_scaler(state_dict["grad_scaler"], strict)
-
-    def plan(self, state_dict: Mapping[str, Any], *, strict: bool) -> "Plan":
-        """Check a state dict, values too, and copy what it holds. Raises StateDictError or MainParamOverflowError."""
-        self.check(state_dict, strict=strict)
-        return self._plan(state_dict, strict)
 
     def _params(self) -> list[nn.Parameter]:
         return [param for group in self.param_groups for param in group["params"]]

@@ -49,11 +49,6 @@ def check_layout(state_dict: Any) -> None:
     """Raise StateDictError unless ``state_dict`` has our keys and version."""
     if not isinstance(state_dict, Mapping):
         raise StateDictError(f"state dict must be a dict, got {type(state_dict).__name__}")
-    if "param_groups" in state_dict and "optimizer" not in state_dict:
-        raise StateDictError(
-            "state dict is a plain torch optimizer's (it has 'param_groups' at the top); load it into the torch "
-            "optimizer before wrapping it"
-        )
     missing = [key for key in KEYS if key not in state_dict]
     if missing:
         raise StateDictError(f"state dict lacks {missing}; it has {sorted(map(str, state_dict))}")

@@ -1,55 +1,17 @@
 """Megatron-Core's DistributedOptimizer, from its wheel, with fp32 main grads.
 
-Its optimizer names "cuda" throughout. On CPU those literals are read as "cpu" while its modules are imported; nothing
-else of it is changed. Without TransformerEngine and apex it falls back to torch's AdamW, as its users get it.
+On CPU through :mod:`peers.megatron_on_cpu`. Without TransformerEngine and apex it falls back to torch's AdamW, as its
+users get it.
 """
 
-import importlib.abc
-import importlib.machinery
-import sys
-from collections.abc import Sequence
 from importlib import import_module
-from types import ModuleType
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from peers import megatron_on_cpu
 from peers.given import CLIP, EPS, GROWTH_INTERVAL, HYSTERESIS, LR, SCALE, WEIGHT_DECAY, GivenModel, Setup
-
-MODULES = ("megatron.core.optimizer", "megatron.core.distributed.param_and_grad_buffer", "megatron.core.utils")
-CPU_WORDS = {
-    b"torch.cuda.current_device()": b"torch.device('cpu')",
-    b"device='cuda'": b"device='cpu'",
-    b'device="cuda"': b'device="cpu"',
-    b"'torch.cuda.HalfTensor'": b"'torch.HalfTensor'",
-    b"'torch.cuda.BFloat16Tensor'": b"'torch.BFloat16Tensor'",
-    b"'torch.cuda.FloatTensor'": b"'torch.FloatTensor'",
-}
-
-
-class _CpuLoader(importlib.machinery.SourceFileLoader):
-    def get_data(self, path: str) -> bytes:
-        data = super().get_data(path)
-        for cuda, cpu in CPU_WORDS.items():
-            data = data.replace(cuda, cpu)
-        return data
-
-    def get_code(self, fullname: str) -> object:
-        # Compiled files of the unchanged source must be neither read nor written.
-        return self.source_to_code(self.get_data(self.path), self.path)
-
-
-class _CpuFinder(importlib.abc.MetaPathFinder):
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if not fullname.startswith(MODULES):
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
-            spec.loader = _CpuLoader(spec.loader.name, spec.loader.path)
-        return spec
 
 
 class MegatronCore:
@@ -115,7 +77,7 @@ class MegatronCore:
 def prepare(setup: Setup) -> None:
     """Import it."""
     if setup.device.type == "cpu":
-        sys.meta_path.insert(0, _CpuFinder())
+        megatron_on_cpu.install()
     import_module("megatron.core.optimizer")
 
 

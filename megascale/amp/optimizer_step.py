@@ -14,6 +14,7 @@ from megascale.collectives import full_tensor
 from megascale.dtensors import local
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError, sparse_gradient
 from megascale.grad_scaler import MegatronGradScaler
+from megascale.grad_stats import LARGEST_SUM_SQUARES
 from megascale.optimizer import MixedPrecisionOptimizer, StepResult
 
 WRAPPERS = (MixedPrecisionOptimizer, ChainedOptimizer)
@@ -45,7 +46,7 @@ def optimizer_step(
       by. Nothing waits for the device; any other optimizer costs one host read.
     - Steps with non-finite gradients are skipped without a scaler, too: where `grad_scaler` is None or disabled, the
       loss is multiplied by 1, and the rest is the same.
-    - Finite gradients whose norm overflows are skipped; torch would clip them to zeros, and step.
+    - Finite gradients that are to be clipped, but whose norm overflows, are skipped; torch steps with zeros.
     - The norm of DTensor gradients is that of the whole tensors. Plain gradients count as whole on every rank, as under
       DistributedDataParallel, so each rank takes the norm of its own: shard parameters as DTensors.
 
@@ -115,7 +116,11 @@ def _step_in_few_passes(optimizer: torch.optim.Optimizer, scaler: GradScaler, cl
         raise UsageError("the loss gave no parameter of the optimizer a gradient; does it depend on them?")
     inv_scale = scaler._inv_scale()
     norm = sum_squares.sqrt() * inv_scale
-    clip = None if clipping.norm is None else (clipping.norm / (norm + 1e-6)).clamp(max=1.0)
+    clip = None
+    if clipping.norm is not None:
+        clip = (clipping.norm / (norm + 1e-6)).clamp(max=1.0)
+        for found_inf in scaler._found_inf_per_device(optimizer).values():
+            found_inf.masked_fill_(sum_squares > LARGEST_SUM_SQUARES, 1.0)
     divides = _divides_by_itself(optimizer)
     if not divides:
         scaler._unscale(optimizer, None if clip is None else clip.float())
@@ -161,8 +166,10 @@ def _with_grads(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 def _divides_by_itself(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its ``step()`` divides gradients by the attribute ``grad_scale``, as torch's fused ones do."""
-    told = "grad_scaler" not in inspect.signature(optimizer.step).parameters
-    return told and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    # The older contract hands the scaler to step().
+    return "grad_scaler" not in inspect.signature(optimizer.step).parameters
 
 
 def _clamp_(optimizer: torch.optim.Optimizer, bound: Tensor) -> None:

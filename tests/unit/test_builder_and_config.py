@@ -110,6 +110,7 @@ def test_kinds_and_chunks() -> None:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"config": OptimizerConfig()}, "config.lr is None; give the learning rate"),
     ({"config": {"lr": 0.1}}, "config must be an OptimizerConfig, got dict"),
+    ({"config": type("OptimizerConfig", (), {"lr": 0.1})()}, "config must be an OptimizerConfig, got OptimizerConfig"),
     ({"modules": []}, "modules must be a module or a list of modules"),
     ({"modules": nn.ReLU()}, "modules have no parameters"),
     (

@@ -1,0 +1,168 @@
+"""Time the end of an iteration under megascale.amp against torch.amp: fp32 parameters, torch's fused AdamW.
+
+    python benchmarks/amp.py --numel 50_000_000 --tensors 200 --rounds 24 --threads 2 --device cpu \
+        --out benchmarks/results/amp_cpu.md
+
+Without clipping: ``scaler.step(optimizer); scaler.update()`` with torch's GradScaler and with ours. With clipping:
+torch's ``unscale_``, ``clip_grad_norm_``, ``step``, ``update`` against the same calls on our scaler, and against one
+call of ``optimizer_step``. Gradients are given, so no forward or backward is timed. All contenders are interleaved in
+one run, as in step.py, on parameters of their own with equal values and gradients. A ratio is taken within each round:
+what slows the machine slows both. ``--out FILE.md`` also writes every round to FILE.csv.
+"""
+
+import argparse
+import statistics
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from peers.contenders import Entry
+from peers.rounds import Bandwidth, Run, run_rounds
+from peers.work import given_work
+from step import PROBE, bandwidths_of, difference, place, rows_of_rounds
+
+TORCH = Entry("torch: step, update", "step_amp", "torch_plain")
+TORCH_CLIPPED = Entry("torch: unscale_, clip_grad_norm_, step, update", "step_amp", "torch_clipped")
+OURS = Entry("megascale: step, update", "step_amp", "plain")
+OURS_CLIPPED = Entry("megascale: unscale_, clip_grad_norm_, step, update", "step_amp", "clipped")
+HELPED = Entry("megascale: optimizer_step(max_gradient_norm=1)", "step_amp", "helped")
+
+
+class Rival(NamedTuple):
+    """Against whom a contender is compared, and the ratio of times that is asked for."""
+
+    entry: Entry
+    target: float
+
+
+RIVALS = {
+    OURS.name: Rival(TORCH, 1.0),
+    OURS_CLIPPED.name: Rival(TORCH_CLIPPED, 1.0),
+    HELPED.name: Rival(TORCH_CLIPPED, 0.7),
+}
+ENTRIES = (TORCH, OURS, TORCH_CLIPPED, OURS_CLIPPED, HELPED)
+HEADS = (
+    "end of an iteration",
+    "median ms",
+    "min",
+    "max",
+    "of torch's (median of rounds)",
+    "(middle half)",
+    "(medians)",
+    "asked for",
+    "bytes / parameter",
+    "of the bandwidth",
+    "operators",
+    "host reads",
+    "difference",
+)
+
+
+def ratio_cells(run: Run, rival: Run, target: float) -> list[str]:
+    """Return the ratio of each round, of the medians, and what was asked for."""
+    ratios = sorted(mine / other for mine, other in zip(run.times, rival.times, strict=True))
+    low, high = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
+    return [
+        f"{statistics.median(ratios):.2f}",
+        f"{low:.2f} to {high:.2f}",
+        f"{run.median / rival.median:.2f}",
+        f"at most {target:.1f}",
+    ]
+
+
+def row(run: Run, by_name: dict[str, Run], numel: int) -> str:
+    """Return one line of the table."""
+    if run.failure or run.counts is None:
+        return f"| {run.entry.name} | {run.failure.splitlines()[0]} |" + " |" * (len(HEADS) - 2)
+    rival = RIVALS.get(run.entry.name)
+    against = by_name[(rival.entry if rival else run.entry).name]
+    compared = ratio_cells(run, against, rival.target) if rival and not against.failure else ["-"] * 4
+    gigabytes = run.bytes_per_parameter * numel / run.median / 1e6
+    cells = [
+        run.entry.name,
+        f"{run.median:.1f}",
+        f"{min(run.times):.1f}",
+        f"{max(run.times):.1f}",
+        *compared,
+        str(run.bytes_per_parameter),
+        f"{gigabytes / statistics.median(bandwidths_of([*by_name.values()])):.2f}",
+        str(run.counts.operations),
+        str(run.counts.host_reads),
+        difference(against, run) if rival else "-",
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def report(runs: Sequence[Run], arguments: argparse.Namespace, device: torch.device, numel: int) -> str:
+    """Return the page: where, with what, the table, and what its columns mean."""
+    by_name = {run.entry.name: run for run in runs}
+    names = ("numel", "tensors", "rounds", "threads", "device")
+    command = " ".join(f"--{name} {getattr(arguments, name)}" for name in names)
+    where = "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    bandwidths = bandwidths_of(runs) or [float("nan")]
+    lines = [
+        f"## megascale.amp against torch.amp on {where}",
+        "",
+        f"{place(device, arguments.threads)}; {arguments.rounds} interleaved rounds.",
+        "",
+        f"`python benchmarks/amp.py {command}`",
+        "",
+        f"### fp32, {numel:,} parameters in {arguments.tensors:,} tensors, torch's fused AdamW",
+        "",
+        "| " + " | ".join(HEADS) + " |",
+        "|" + "---|" * len(HEADS),
+        *(row(run, by_name, numel) for run in runs),
+        "",
+        f"Bandwidth in the same run: median {statistics.median(bandwidths):.1f} GB/s, best {max(bandwidths):.1f}.",
+        "",
+        "A ratio below 1 means that megascale is faster. `of torch's (median of rounds)`: each round's time over that "
+        "of torch's row with the same work in the same round; `(middle half)`: the quartiles of those; `(medians)`: "
+        "the median times' ratio. `bytes / parameter`: what the passes have to read and write, listed below. "
+        "`difference`: the largest between a parameter and that of torch's row after the last round.",
+        "",
+    ]
+    for run in runs:
+        lines.append(f"- {run.entry.name}: " + ", ".join(f"{name} {number}" for name, number in run.traffic.items()))
+    return "\n".join(lines) + "\n"
+
+
+def arguments_of_command() -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--numel", type=int, default=50_000_000)
+    parser.add_argument("--tensors", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=24)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--device", default=str(torch.accelerator.current_accelerator() or "cpu"))
+    parser.add_argument("--probe", type=int, help="elements of the pass that measures the bandwidth")
+    parser.add_argument("--out", type=Path, help="write the table to this file too, and every round beside it as .csv")
+    arguments = parser.parse_args()
+    if not 0 < arguments.tensors <= arguments.numel or arguments.rounds < 1:
+        parser.error(f"--tensors {arguments.tensors} must be from 1 to --numel {arguments.numel}; --rounds at least 1")
+    return arguments
+
+
+def main() -> None:
+    """Measure, print, and write the table where asked."""
+    arguments = arguments_of_command()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(arguments.threads)
+    device = torch.device(arguments.device)
+    bandwidth = Bandwidth(arguments.probe or PROBE.get(device.type, PROBE["cuda"]), device)
+    work = given_work(arguments.numel, arguments.tensors, torch.float32, device)
+    runs = run_rounds(ENTRIES, work, arguments.rounds, bandwidth)
+    text = report(runs, arguments, device, work.numel)
+    print(text)
+    if arguments.out is not None:
+        arguments.out.write_text(text)
+        arguments.out.with_suffix(".csv").write_text(rows_of_rounds({"float32": runs}))
+    broken = [run for run in runs if run.broken]
+    if broken:
+        sys.exit(f"{broken[0].entry.name}: {broken[0].failure}")
+
+
+if __name__ == "__main__":
+    main()

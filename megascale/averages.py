@@ -1,0 +1,327 @@
+"""Running averages (EMA, SWA) of main params: in fp32, over landed steps only, without a host sync."""
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megascale.chained import ChainedOptimizer
+from megascale.collectives import raise_together
+from megascale.dtensors import dtensor_like, local
+from megascale.errors import ArgumentError, ArgumentTypeError, StateDictError, UsageError
+from megascale.host_view import HostView
+from megascale.landed import Landings
+from megascale.main_params import HALF_DTYPES, MainParam, MainParams, ReplicatedMainParams
+from megascale.optimizer import MixedPrecisionOptimizer
+from megascale.running_averages import AvgFn, MultiAvgFn, RunningAverages, copy_, rule_of
+
+
+@dataclass(frozen=True, eq=False)
+class _Averaged:
+    """A main param and its average: local, of the main param's shape."""
+
+    name: str
+    owner: MainParams
+    source: MainParam
+    average: Tensor
+
+    @property
+    def like_main(self) -> Tensor:
+        """The average as the kind of tensor that the main param is. Aliases."""
+        return dtensor_like(self.average, self.source.main)
+
+
+class AveragedMainParams:
+    """``torch.optim.swa_utils.AveragedModel`` for 16-bit training: an average of the main params of ``model``.
+
+        averages = AveragedMainParams(model, optimizer, multi_avg_fn=get_ema_multi_avg_fn(0.999))
+        ...
+        result = optimizer.step()
+        averages.update_parameters(success=result.success)
+        ...
+        with averages.applied():
+            evaluate(model)
+
+    Averages are in the main params' dtype and where they are: 16-bit weights are rounded from them, never averaged. A
+    skipped step changes no bit of them, nor ``n_averaged``; the choice is made on the device. The first landed update
+    copies, the next ones average, as in torch. Under a DistributedOptimizer each rank keeps the averages of its own
+    pieces; of DTensors, of its local part. There is no second model: :meth:`applied` lends the averages to this one.
+
+    Args:
+        model: its trainable parameters must be the optimizer's. Frozen ones are not averaged.
+        optimizer: MixedPrecisionOptimizer, DistributedOptimizer or ChainedOptimizer; or a torch optimizer of fp32 or
+            fp64 parameters, whose landed steps :meth:`update_parameters` must be told.
+        avg_fn: as in torch: ``avg_fn(average, current, n_averaged)`` returns the new average.
+        multi_avg_fn: as in torch: writes averages in place, from lists of tensors of one device and dtype. Both must be
+            elementwise: pieces of parameters, and lists cut where memory asks for it, are given. None and None: the
+            equally weighted average (SWA). torch's ``get_swa_multi_avg_fn`` reads ``n_averaged`` on the host.
+        use_buffers: average buffers too, in their own dtype. False: keep the buffers of the last landed update.
+
+    Attributes:
+        n_averaged: updates that landed: int64, 0-d, on the optimizer's device.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: naming the argument.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        avg_fn: AvgFn | None = None,
+        multi_avg_fn: MultiAvgFn | None = None,
+        use_buffers: bool = False,
+    ) -> None:
+        if avg_fn is not None and multi_avg_fn is not None:
+            raise ArgumentError("avg_fn and multi_avg_fn are both given; give one")
+        if not isinstance(model, nn.Module):
+            raise ArgumentTypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ArgumentTypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        self.model = model
+        self.use_buffers = use_buffers
+        self._average = rule_of(avg_fn, multi_avg_fn)
+        self._owners = _owners(optimizer)
+        self._num_main_params = _count(self._owners)
+        self._landings = Landings(optimizer)
+        self._group = None
+        device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
+        if isinstance(optimizer, (MixedPrecisionOptimizer, ChainedOptimizer)):
+            self._group, device = optimizer.groups.grad_stats, optimizer.device
+        sources = _sources(model, self._owners)
+        self._params = RunningAverages([local(source.main) for _, _, source in sources])
+        self._entries = [
+            _Averaged(*source, average) for source, average in zip(sources, self._params.averages, strict=True)
+        ]
+        self._buffers = dict(model.named_buffers())
+        self._averaged_buffers = RunningAverages([local(buffer) for buffer in self._buffers.values()])
+        self.n_averaged = torch.zeros((), dtype=torch.int64, device=device)
+        self._view = HostView()
+        self._has_started = False
+
+    @torch.no_grad()
+    def update_parameters(self, model: nn.Module | None = None, *, success: Tensor | bool | None = None) -> None:
+        """Take the main params as they are now into the averages, if a step has landed.
+
+        Args:
+            model: as torch has it; none but the model of the constructor.
+            success: bool, or a tensor of one bool, such as ``result.success``. None: whether any step since the last
+                call landed, by the optimizer's own count.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: for an argument that does not fit.
+            UsageError: success is None and cannot be known; or parameters were unfrozen or added since construction.
+        """
+        if model is not None and model is not self.model:
+            raise ArgumentError("model is not the one that the averages were built for; build others for it")
+        self._check_complete()
+        buffers = self._live_buffers()
+        landed = self._landings.landed(success)
+        if not isinstance(landed, Tensor):
+            landed = torch.full((), landed, dtype=torch.bool, device=self.n_averaged.device)
+        rule = self._average if self.use_buffers else copy_
+        self._averaged_buffers.update(buffers, landed, self.n_averaged, rule, self._has_started)
+        mains = [local(entry.source.main) for entry in self._entries]
+        self._params.update(mains, landed, self.n_averaged, self._average, self._has_started)
+        self.n_averaged.add_(landed.to(self.n_averaged.device, non_blocking=True))
+        if not self._has_started:
+            heard = self._view.push({"n_averaged": self.n_averaged})
+            self._has_started = heard is not None and heard["n_averaged"] > 0
+
+    def averages(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (the model's name, average), live: fp32 (fp64 of fp64 params), a DTensor or a 1-D piece as main is."""
+        return ((entry.name, entry.like_main) for entry in self._entries)
+
+    # The averaged model
+
+    @torch.no_grad()
+    def model_state_dict(self) -> dict[str, Tensor]:
+        """Return averaged parameters and buffers, in the model's dtypes: copies, by the model's names.
+
+        Loads into a model like this one with ``strict=False``: frozen parameters and tied names are not in it. With a
+        DistributedOptimizer all ranks call it together.
+        """
+        params = {entry.name: self._like_model(entry) for entry in self._entries}
+        return params | {name: buffer.clone() for name, buffer in self._buffers_like_model()}
+
+    @contextmanager
+    def applied(self) -> Iterator[nn.Module]:
+        """Let the model compute with the averages, and hold them in its ``state_dict()``, inside the context.
+
+        The model's parameters are put aside, not written: they, their main params and the optimizer keep every bit,
+        and come back at the end, after an error too. Written buffers stay with the averages: so
+        ``torch.optim.swa_utils.update_bn(loader, model)`` in here refreshes the averages' BatchNorm statistics, not the
+        model's. Costs memory for a copy of the parameters. With a DistributedOptimizer all ranks enter it together.
+
+        Raises:
+            UsageError: the model is under FSDP2, which gathers parameters from where it knows them.
+        """
+        _refuse_fsdp(self.model)
+        lent: dict[int, Tensor] = {
+            id(entry.source.model): nn.Parameter(self._like_model(entry), requires_grad=False)
+            for entry in self._entries
+        }
+        lent |= {id(self._buffer(name)): buffer for name, buffer in self._buffers_like_model()}
+        aside: list[tuple[dict[str, Any], str, Any]] = []
+        for module in self.model.modules():
+            registries: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            aside += [(kept, key, value) for kept in registries for key, value in kept.items() if id(value) in lent]
+        try:
+            for kept, key, value in aside:
+                kept[key] = lent[id(value)]
+            yield self.model
+        finally:
+            for kept, key, value in aside:
+                kept[key] = value
+
+    # State
+
+    @torch.no_grad()
+    def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
+        """Return ``{"averages": {name: tensor}, "buffers": {name: tensor}, "n_averaged": int64 tensor}``.
+
+        Averages are whole and in full precision; with a DistributedOptimizer they are gathered into host memory, and
+        all ranks call it together. ``copy=False`` returns live tensors, and ParamShards of pieces: for
+        torch.distributed.checkpoint.
+        """
+        averages = {
+            entry.name: entry.owner.export(entry.source, {"": entry.like_main}, copy=copy)[""]
+            for entry in self._entries
+        }
+        buffers = {name: buffer.clone() if copy else buffer for name, buffer in self._buffers_like_model()}
+        return {
+            "averages": averages,
+            "buffers": buffers,
+            "n_averaged": self.n_averaged.clone() if copy else self.n_averaged,
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned, at any number of ranks; all ranks call it together.
+
+        Raises:
+            StateDictError: on every rank alike; nothing has changed.
+        """
+        error: Exception | None = None
+        planned: list[tuple[Tensor, Tensor]] = []
+        try:
+            planned = self._plan(state_dict)
+        except Exception as caught:  # any failure of one rank must reach the others
+            error = caught
+        raise_together(error, self._group)
+        for live, value in planned:
+            live.copy_(value)
+        self.n_averaged.copy_(state_dict["n_averaged"])
+        self._view.flush()
+        self._has_started = False
+
+    def _plan(self, state_dict: Any) -> list[tuple[Tensor, Tensor]]:
+        """Return (live tensor, its new value). Raises StateDictError."""
+        if not isinstance(state_dict, Mapping) or not {"averages", "buffers", "n_averaged"} <= state_dict.keys():
+            raise StateDictError("state dict must hold 'averages', 'buffers' and 'n_averaged'")
+        averages, buffers, count = (state_dict[key] for key in ("averages", "buffers", "n_averaged"))
+        if not isinstance(count, Tensor) or count.shape != () or count.dtype != torch.int64:
+            raise StateDictError(f"state dict's n_averaged must be an int64 tensor of one element, got {count!r}")
+        own = dict(self._buffers_like_model())
+        _check_tensors("averages", averages, {entry.name: entry.source.model for entry in self._entries})
+        _check_tensors("buffers", buffers, own)
+        planned = [
+            (entry.average, local(entry.owner.place(entry.source.model, averages[entry.name], entry.average.dtype)))
+            for entry in self._entries
+        ]
+        return planned + [(local(buffer), local(buffers[name])) for name, buffer in own.items()]
+
+    def _like_model(self, entry: _Averaged) -> Tensor:
+        """Return a copy of an average as the kind of tensor, whole, that its model param is."""
+        model = entry.source.model
+        if entry.owner.is_sharded:
+            whole = entry.owner.export(entry.source, {"": entry.average}, copy=True)[""]
+            return whole.to(model.device, model.dtype)
+        return dtensor_like(entry.average.to(model.dtype, copy=True), model)
+
+    def _buffers_like_model(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the averages' buffers, live, under the model's names."""
+        for (name, buffer), average in zip(self._buffers.items(), self._averaged_buffers.averages, strict=True):
+            yield name, dtensor_like(average, buffer)
+
+    def _buffer(self, name: str) -> Tensor | None:
+        module, _, key = name.rpartition(".")
+        return self.model.get_submodule(module)._buffers[key]
+
+    def _live_buffers(self) -> list[Tensor]:
+        """Return the model's buffers as they are now: modules may have put others in their places."""
+        live = [self._buffer(name) for name in self._buffers]
+        for (name, known), buffer in zip(self._buffers.items(), live, strict=True):
+            if buffer is None or buffer.shape != known.shape:
+                raise UsageError(
+                    f"buffer {name!r} has changed its shape since AveragedMainParams was built; build it anew"
+                )
+        return [local(buffer) for buffer in live if buffer is not None]
+
+    def _check_complete(self) -> None:
+        if _count(self._owners) != self._num_main_params:
+            raise UsageError(
+                "main params have been added since AveragedMainParams was built (parameters unfrozen, or a param group "
+                "added); build it anew then"
+            )
+
+
+def _owners(optimizer: torch.optim.Optimizer) -> list[MainParams]:
+    """Return who keeps the main params. Those of a torch optimizer are its parameters."""
+    if isinstance(optimizer, ChainedOptimizer):
+        return [owner for each in optimizer.optimizers for owner in _owners(each)]
+    if isinstance(optimizer, MixedPrecisionOptimizer):
+        optimizer.main_params()  # makes those of parameters unfrozen since the last step
+        return [optimizer.live_state().main_params]
+    halves = [p.dtype for group in optimizer.param_groups for p in group["params"] if p.dtype in HALF_DTYPES]
+    if halves:
+        raise ArgumentError(
+            f"optimizer {type(optimizer).__name__} has {halves[0]} parameters and no main params to average; wrap it "
+            "in a MixedPrecisionOptimizer"
+        )
+    params = ReplicatedMainParams({})
+    params.follow(optimizer.param_groups)
+    return [params]
+
+
+def _count(owners: Iterable[MainParams]) -> int:
+    return sum(len(params) for owner in owners for params in owner.ordered)
+
+
+def _sources(model: nn.Module, owners: Sequence[MainParams]) -> list[tuple[str, MainParams, MainParam]]:
+    """Return, for each parameter that has a main param, the model's name, its owner and the main param."""
+    sources = []
+    for name, param in model.named_parameters():
+        found = [(owner, source) for owner in owners if (source := owner.get(param)) is not None]
+        if not found and param.requires_grad:
+            raise ArgumentError(
+                f"optimizer does not train parameter {name!r} of model; give it to the optimizer, or freeze it"
+            )
+        sources += [(name, owner, source) for owner, source in found]
+    return sources
+
+
+def _check_tensors(what: str, given: Any, expected: Mapping[str, Tensor]) -> None:
+    """Raise StateDictError unless ``given`` maps the expected names to tensors of the expected shapes."""
+    names = sorted(map(str, given)) if isinstance(given, Mapping) else None
+    if names != sorted(expected):
+        raise StateDictError(f"state dict's {what!r} must be of {sorted(expected)[:8]}..., got {(names or [])[:8]}...")
+    for name, tensor in expected.items():
+        if not isinstance(given[name], Tensor) or given[name].shape != tensor.shape:
+            shape = tuple(given[name].shape) if isinstance(given[name], Tensor) else type(given[name]).__name__
+            raise StateDictError(f"state dict's {what}[{name!r}] must have shape {tuple(tensor.shape)}, got {shape}")
+
+
+def _refuse_fsdp(model: nn.Module) -> None:
+    # Where nobody has imported FSDP2, no module is under it.
+    sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    if any(isinstance(module, sharded) for module in model.modules()):
+        raise UsageError(
+            "averages cannot be lent to a model under fully_shard; load model_state_dict() into another model, sharded "
+            "alike, with strict=False"
+        )

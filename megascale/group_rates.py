@@ -1,0 +1,116 @@
+"""The learning rates of an optimizer's param groups: numbers on the host, tensors on the device."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megascale.chained import ChainedOptimizer
+from megascale.errors import ArgumentError
+from megascale.kernels import stats_dtype
+from megascale.optimizer import MixedPrecisionOptimizer
+
+
+class GroupRates:
+    """The learning rates of an optimizer's param groups: numbers on the host, and what ``group["lr"]`` holds.
+
+    Attributes:
+        numbers: per group, what the schedule has computed.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        groups = optimizer.param_groups
+        self.numbers: list[float] = [number_of(group["lr"]) for group in groups]
+        self._written: list[tuple[Tensor, int] | None] = [None] * len(groups)
+        if isinstance(optimizer, (MixedPrecisionOptimizer, ChainedOptimizer)):
+            self._device = optimizer.device
+            self._dtype = stats_dtype(self._device)
+        else:
+            self._device = next((p.device for group in groups for p in group["params"]), torch.device("cpu"))
+            self._dtype = torch.float32  # torch's fused kernels read no other
+
+    def follow(self) -> None:
+        """Take over what others have put into the groups. A tensor that they wrote is read on the host.
+
+        Where it still is the rounding of the number, all bits of the number stay.
+        """
+        for index, group in enumerate(self._optimizer.param_groups):
+            lr = group["lr"]
+            if not isinstance(lr, Tensor):
+                self.numbers[index] = lr
+            elif not self._is_ours(index, lr):
+                value = number_of(lr)
+                if value != number_of(torch.tensor(self.numbers[index], dtype=lr.dtype)):
+                    self.numbers[index] = value
+                self._written[index] = (lr, lr._version)
+
+    def expect(self, numbers: list[Any]) -> None:
+        """Take ``numbers`` for what the groups hold, until :meth:`follow` finds otherwise."""
+        if len(numbers) != len(self._optimizer.param_groups):
+            raise ArgumentError(
+                f"there are {len(numbers)} rates for {len(self._optimizer.param_groups)} param groups; build the same "
+                "groups"
+            )
+        self.numbers = list(map(number_of, numbers))
+        self._written = [None] * len(numbers)
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Put numbers into the groups, and take the numbers that are there at the end."""
+        groups = self._optimizer.param_groups
+        held = [group["lr"] for group in groups]
+        try:
+            for group, number in zip(groups, self.numbers, strict=True):
+                group["lr"] = number
+            yield
+            self.numbers = [number_of(group["lr"]) for group in groups]
+        finally:
+            for group, lr in zip(groups, held, strict=True):
+                group["lr"] = lr
+
+    @torch.no_grad()
+    def put(self) -> None:
+        """Let the groups hold the numbers, whatever they hold them in."""
+        for index, (group, number) in enumerate(zip(self._optimizer.param_groups, self.numbers, strict=True)):
+            lr = group["lr"]
+            if isinstance(lr, Tensor):
+                lr.fill_(number)
+                self._written[index] = (lr, lr._version)
+            else:
+                group["lr"] = number
+
+    @torch.no_grad()
+    def choose(self, landed: Tensor, before: list[float]) -> None:
+        """Let the groups hold the numbers where ``landed``, and ``before`` elsewhere: on the device, without a sync."""
+        landed = landed.to(self._device, non_blocking=True)
+        for index, (group, old, new) in enumerate(zip(self._optimizer.param_groups, before, self.numbers, strict=True)):
+            if old == new:
+                continue
+            lr = group["lr"]
+            if not isinstance(lr, Tensor) or lr.device != self._device:
+                lr = group["lr"] = torch.full((), old, dtype=self._dtype, device=self._device)
+            # In place: a captured graph may read it there.
+            lr.masked_fill_(landed, new)
+            self._written[index] = (lr, lr._version)
+
+    def _is_ours(self, index: int, lr: Tensor) -> bool:
+        written = self._written[index]
+        return written is not None and written[0] is lr and written[1] == lr._version
+
+
+def takes_rates_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the optimizer's next step can read learning rates from tensors without a host sync."""
+    if isinstance(optimizer, ChainedOptimizer):
+        return all(map(takes_rates_on_device, optimizer.optimizers))
+    if isinstance(optimizer, MixedPrecisionOptimizer):
+        # The base class's answer: about the update alone, not about the gather that follows it.
+        return MixedPrecisionOptimizer.why_not_capturable(optimizer) is None
+    return all(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+
+
+def number_of(value: Any) -> float:
+    """Return a rate as a number: itself, or the value of a tensor, which the host reads."""
+    return value if isinstance(value, (int, float)) else float(value)

@@ -1,0 +1,474 @@
+"""Accelerate: MixedPrecisionOptimizer and its kin through ``accelerator.prepare``, and our GradScaler for autocast.
+
+:class:`Accelerator` takes the place of ``accelerate.Accelerator``; :func:`adopt` turns one that somebody else made, as
+``transformers.Trainer`` does, into it. Nothing else in a training loop changes.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import accelerate
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+
+from megascale import validate
+from megascale.amp import GradScaler
+from megascale.chained import ChainedOptimizer
+from megascale.distributed_optimizer import DistributedOptimizer
+from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
+from megascale.optimizer import MixedPrecisionOptimizer, StepResult
+
+OurOptimizer = MixedPrecisionOptimizer | ChainedOptimizer
+
+UNSUPPORTED = {
+    DistributedType.DEEPSPEED: "DeepSpeed's engine owns the step",
+    DistributedType.MEGATRON_LM: "Megatron-LM's engine owns the step",
+    DistributedType.XLA: "gradients are reduced inside Accelerate's own wrapper",
+    DistributedType.FSDP: "FSDP1 flattens the parameters under the optimizer; use fsdp_version=2",
+}
+
+
+class SkipOnDevice(AcceleratedOptimizer):
+    """A prepared optimizer whose decision to skip is on the device, and is read on the host only when asked for."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, scaler: GradScaler | None, *, device_placement: bool) -> None:
+        super().__init__(optimizer, device_placement=device_placement, scaler=scaler)
+        self._found_inf: Tensor | None = None
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was skipped, on every rank alike. Reads the device once a step: a host sync."""
+        if self._found_inf is not None:
+            self._is_overflow = bool(self._found_inf)
+            self._found_inf = None
+        return self._is_overflow
+
+
+class ScaledOptimizer(SkipOnDevice):
+    """A torch optimizer that steps through :class:`megascale.amp.GradScaler`.
+
+    Accelerate takes a step for skipped where ``optimizer.step`` was not called. Of a fused optimizer, which skips on
+    the device, it always is.
+    """
+
+    def step(self, closure: Any = None) -> None:
+        """Step and update the scaler, at the end of an accumulation."""
+        if not self.gradient_state.sync_gradients:
+            return
+        self.scaler.step(self.optimizer, closure)
+        flags = list(self.scaler._found_inf_per_device(self.optimizer).values())
+        self._found_inf = torch.stack([flag.to(flags[0].device) for flag in flags]).amax() if flags else None
+        self.scaler.update()
+
+
+class PreparedOptimizer(SkipOnDevice):
+    """What :meth:`Accelerator.prepare` makes of a MixedPrecisionOptimizer, DistributedOptimizer or ChainedOptimizer.
+
+    Accelerate's own wrapper would load the optimizer's state dict into it anew, which doubles its memory for a moment;
+    here parameters must be on the accelerator's device already.
+    """
+
+    def __init__(self, optimizer: OurOptimizer) -> None:
+        super().__init__(optimizer, None, device_placement=False)
+        self._is_ready = False
+
+    def prepare_grads(self, max_norm: float) -> Tensor:
+        """First half of a step, with gradients clipped to ``max_norm`` and to the optimizer's own ``clip_grad``.
+
+        Returns:
+            The norm of the unscaled, unclipped gradients: fp32, 0-d, on the device, non-finite where they were.
+        """
+        if self._is_ready:
+            raise UsageError(
+                "this step's gradients are clipped already: call clip_grad_norm_() once a step, before "
+                "clip_grad_value_(), and optimizer.step() after them"
+            )
+        own = self.optimizer.clip_grad
+        limits = [limit for limit in (own, max_norm) if 0 < limit < torch.inf]
+        self.optimizer.clip_grad = min(limits, default=0.0)
+        try:
+            self.optimizer.prepare_grads()
+        finally:
+            self.optimizer.clip_grad = own
+        self._is_ready = True
+        return _grad_norm(self.optimizer)
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Clamp the unscaled gradients, after clipping by norm if that was asked for."""
+        validate.positive("clip_value", clip_value)
+        if not self._is_ready:
+            self.prepare_grads(torch.inf)
+        self.optimizer.clip_grad_value_(clip_value)
+
+    def step(self, closure: Any = None) -> StepResult | None:
+        """Step, at the end of an accumulation: the whole of it, or the rest of what clipping has begun.
+
+        Returns:
+            What the optimizer's ``step()`` returns, unread; None where gradients are still accumulated.
+        """
+        if not self.gradient_state.sync_gradients:
+            return None
+        result: StepResult
+        if closure is None and self._is_ready:
+            self._is_ready = False
+            result = _step_with_ready_grads(self.optimizer)
+        else:
+            result = self.optimizer.step(closure)
+        self._found_inf = ~result.success
+        return result
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Drop all gradients, at the end of an accumulation, and with them a step that was begun and not taken."""
+        super().zero_grad(set_to_none)
+        if self.gradient_state.sync_gradients:
+            self._is_ready = False
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state; see :meth:`MixedPrecisionOptimizer.load_state_dict`."""
+        super().load_state_dict(state_dict)
+        self._is_ready = False
+
+    def trains(self) -> set[int]:
+        """Return the ids of the parameters that it updates."""
+        params = (param for group in self.optimizer.param_groups for param in group["params"])
+        return {id(param) for param in params if param.requires_grad}
+
+
+class Accelerator(accelerate.Accelerator):
+    """accelerate.Accelerator that knows loss scaling, clipping and skipping by MixedPrecisionOptimizer.
+
+    - ``prepare`` takes MixedPrecisionOptimizer, DistributedOptimizer and ChainedOptimizer, beside all that it took.
+    - ``backward`` scales the loss by the optimizer's grad scaler.
+    - ``clip_grad_norm_`` and ``clip_grad_value_`` clip unscaled gradients, with no host sync, over all ranks and
+      shards. They begin the step, and so they belong under ``if accelerator.sync_gradients``.
+    - ``optimizer_step_was_skipped``, and a prepared LR scheduler, read the decision on the host: one sync a step.
+
+    Use it with ``mixed_precision="no"`` and a model in fp16 (``model.half()``), or "bf16" and a model in bf16 or fp32.
+
+    Args:
+        args, kwargs: for ``accelerate.Accelerator``.
+        grad_scaler: a :class:`megascale.amp.GradScaler` in the place of torch's, for torch optimizers with
+            ``mixed_precision="fp16"``: fp32 parameters, autocast. It works on a CPU, too, where Accelerate by itself
+            trains in fp32.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: for a ``grad_scaler`` that is none, or without ``mixed_precision="fp16"``.
+    """
+
+    _bare_models = False
+    _is_adopted = False
+
+    def __init__(self, *args: Any, grad_scaler: GradScaler | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._use(grad_scaler)
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Prepare objects for training; see ``accelerate.Accelerator.prepare``.
+
+        Models that come together with a DistributedOptimizer stay as they are: it reduces their gradients itself.
+
+        Raises:
+            UsageError: for an optimizer that cannot be used with this accelerator, saying what to do.
+        """
+        self._bare_models = any(part.reduces_in_backward for arg in args for part in _parts(arg))
+        try:
+            result = super().prepare(*args, device_placement=device_placement)
+        finally:
+            self._bare_models = False
+        if self.is_fsdp2:
+            # Its plugin has replaced the parameters: make main params of the shards before the first forward.
+            for part in (part for prepared in self._ours() for part in _parts(prepared.optimizer)):
+                part.main_params()
+        return result
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Prepare one model; see ``accelerate.Accelerator.prepare_model``."""
+        bare = evaluation_mode or self._bare_models
+        prepared: nn.Module = super().prepare_model(model, device_placement=device_placement, evaluation_mode=bare)
+        return prepared
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> AcceleratedOptimizer:
+        """Prepare one optimizer; see :meth:`prepare`."""
+        if isinstance(optimizer, AcceleratedOptimizer):
+            return super().prepare_optimizer(optimizer, device_placement)
+        if isinstance(optimizer, OurOptimizer):
+            self._check_fits(optimizer)
+            prepared: SkipOnDevice = PreparedOptimizer(optimizer)
+        elif isinstance(self.scaler, GradScaler):
+            placement = self.device_placement if device_placement is None else device_placement
+            prepared = ScaledOptimizer(optimizer, self.scaler, device_placement=placement)
+        else:
+            self._check_unscaled(optimizer)
+            return super().prepare_optimizer(optimizer, device_placement)
+        self._optimizers.append(prepared)
+        return prepared
+
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Accumulate only, in DistributedDataParallel and in a DistributedOptimizer."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(super().no_sync(model))
+            for part in self._reducing():
+                stack.enter_context(part.no_sync())
+            yield
+
+    def backward(self, loss: Tensor, *, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any) -> None:
+        """Scale the loss, by the grad scaler and the number of accumulation steps, and run backward.
+
+        Args:
+            loss: the unscaled loss.
+            optimizer: whose grad scaler; needed where several optimizers with scalers of their own are prepared.
+            kwargs: for ``loss.backward``.
+        """
+        scaling = [prepared for prepared in self._ours() if prepared.optimizer.grad_scaler is not None]
+        if optimizer is not None:
+            scaling = [prepared for prepared in scaling if optimizer in (prepared, prepared.optimizer)]
+        if len(scaling) > 1:
+            raise UsageError(
+                f"{len(scaling)} prepared optimizers have grad scalers of their own: say whose loss it is, "
+                "backward(loss, optimizer=...), or chain them with megascale.ChainedOptimizer"
+            )
+        super().backward(scaling[0].optimizer.scale_loss(loss) if scaling else loss, **kwargs)
+
+    def clip_grad_norm_(
+        self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2
+    ) -> Tensor | None:
+        """Clip the global L2 norm of the unscaled gradients of all of an optimizer's parameters.
+
+        Args:
+            parameters: all parameters of one prepared optimizer. Others among them, which it does not train, count not.
+            max_norm: above 0; inf measures only. A smaller ``clip_grad`` of the optimizer's own holds too.
+            norm_type: 2.
+
+        Returns:
+            The norm before clipping: fp32, 0-d, on the device; non-finite where the step will be skipped. No host sync.
+
+        Raises:
+            UsageError: before the last micro-batch of an accumulation, for a part of an optimizer's parameters, or
+                where this step's gradients are clipped already.
+            ArgumentError: for another norm, or a ``max_norm`` that is not above 0.
+        """
+        params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        prepared = self._trainer_of(params)
+        if prepared is None:
+            norm: Tensor | None = super().clip_grad_norm_(params, max_norm, norm_type=norm_type)
+            return norm
+        if norm_type != 2:
+            raise ArgumentError(f"norm_type must be 2 with a {type(prepared.optimizer).__name__}, got {norm_type!r}")
+        if max_norm != torch.inf:
+            validate.positive("max_norm", max_norm)
+        return prepared.prepare_grads(max_norm)
+
+    def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
+        """Clamp every element of the unscaled gradients of all of an optimizer's parameters; after clipping by norm.
+
+        Raises:
+            UsageError, ArgumentError: as :meth:`clip_grad_norm_`.
+        """
+        params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        prepared = self._trainer_of(params)
+        if prepared is None:
+            super().clip_grad_value_(params, clip_value)
+        else:
+            prepared.clip_grad_value_(clip_value)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Unscale gradients of torch optimizers under fp16 autocast.
+
+        Raises:
+            UsageError: where gradients belong to an optimizer with a scaler of its own: they stay scaled, as fp16 would
+                lose the small ones.
+        """
+        if optimizer is None:
+            chosen = self._optimizers
+        else:
+            chosen = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+        for prepared in self._ours():
+            named = any(one in (prepared, prepared.optimizer) for one in chosen)
+            if named and prepared.optimizer.grad_scaler is not None:
+                raise UsageError(
+                    f"the gradients of a {type(prepared.optimizer).__name__} stay scaled; clip them with "
+                    "accelerator.clip_grad_norm_() or clip_grad_value_(), which know the scale"
+                )
+        super().unscale_gradients(optimizer)
+
+    def save_state(
+        self, output_dir: str | None = None, safe_serialization: bool | None = None, **save_model_func_kwargs: Any
+    ) -> Any:
+        """Save everything that was prepared; see ``accelerate.Accelerator.save_state``.
+
+        Args:
+            output_dir: the folder.
+            safe_serialization: whether the model goes into safetensors. None: yes, unless a DistributedOptimizer keeps
+                the parameters in memory that they share, into which safetensors cannot load.
+            save_model_func_kwargs: see Accelerate.
+
+        Raises:
+            UsageError: for ``safe_serialization=True`` with a DistributedOptimizer.
+        """
+        if safe_serialization and self._reducing():
+            raise UsageError(
+                "safe_serialization=True saves what could not be loaded: a DistributedOptimizer keeps parameters in "
+                "memory that they share; leave it out, and export weights with accelerator.save_model()"
+            )
+        safe = not self._reducing() if safe_serialization is None else safe_serialization
+        return super().save_state(output_dir, safe, **save_model_func_kwargs)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Return a model's state dict, of tensors with memory of their own; see ``accelerate.Accelerator``."""
+        state: dict[str, Any] = super().get_state_dict(model, unwrap)
+        if not self._reducing():
+            return state
+        return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
+
+    def _use(self, grad_scaler: GradScaler | None) -> None:
+        """Put ``grad_scaler`` in the place of torch's, and autocast to fp16 whatever the device."""
+        if grad_scaler is None:
+            return
+        if not isinstance(grad_scaler, GradScaler):
+            raise ArgumentTypeError(f"grad_scaler must be a megascale.amp.GradScaler, got {type(grad_scaler).__name__}")
+        if self.mixed_precision != "fp16":
+            raise ArgumentError(
+                f"grad_scaler is for mixed_precision='fp16', got {self.mixed_precision!r}; a model in fp16 takes a "
+                "MixedPrecisionOptimizer, which brings its own"
+            )
+        self.scaler = grad_scaler
+        self.native_amp = True
+
+    def _ours(self) -> list[PreparedOptimizer]:
+        return [prepared for prepared in self._optimizers if isinstance(prepared, PreparedOptimizer)]
+
+    def _reducing(self) -> list[DistributedOptimizer]:
+        """Return the optimizers that reduce gradients themselves."""
+        parts = [part for prepared in self._ours() for part in _parts(prepared.optimizer)]
+        return [part for part in parts if isinstance(part, DistributedOptimizer)]
+
+    def _trainer_of(self, params: list[Tensor]) -> PreparedOptimizer | None:
+        """Return the optimizer of ours that is to clip ``params``; None if it is none of ours."""
+        given = {id(param) for param in params}
+        found = [(prepared, prepared.trains()) for prepared in self._ours()]
+        found = [(prepared, own) for prepared, own in found if own & given]
+        if not found:
+            return None
+        if len(found) > 1:
+            raise UsageError(
+                f"parameters belong to {len(found)} optimizers, of which each clips its own: call it for each, or "
+                "chain them with megascale.ChainedOptimizer for one norm"
+            )
+        prepared, own = found[0]
+        if own - given:
+            raise UsageError(
+                f"parameters leave out {len(own - given)} of the optimizer's {len(own)}; it clips all together: pass "
+                "all, such as model.parameters()"
+            )
+        if not self.sync_gradients:
+            raise UsageError(
+                "clipping begins the step, and gradients are still accumulated: call it under "
+                "'if accelerator.sync_gradients:'"
+            )
+        return prepared
+
+    def _check_fits(self, optimizer: OurOptimizer) -> None:
+        """Raise UsageError for an optimizer of ours that would train wrongly here."""
+        name = type(optimizer).__name__
+        if self.distributed_type in UNSUPPORTED and not self.is_fsdp2:
+            reason = UNSUPPORTED[self.distributed_type]
+            raise UsageError(f"Accelerate runs as {self.distributed_type.value}, which a {name} cannot join: {reason}")
+        reducing = [part for part in _parts(optimizer) if part.reduces_in_backward]
+        if self._is_adopted and reducing:
+            raise UsageError(
+                f"the {name} reduces gradients itself, and gathers its state from all ranks: a loop that is not yours, "
+                "such as a Trainer's, does not know; use a MixedPrecisionOptimizer"
+            )
+        if not all(isinstance(part, DistributedOptimizer) for part in reducing):
+            raise UsageError(
+                f"the {name} has a GradSync, which accelerator.accumulate() cannot hold back: leave it out, and let "
+                "DistributedDataParallel reduce, or build a DistributedOptimizer"
+            )
+        device = optimizer.device
+        if device.type != self.device.type or (self.device.index or 0) != (device.index or 0):
+            raise UsageError(
+                f"the {name} was built on {device}, the accelerator is on {self.device}: call "
+                "model.to(accelerator.device) before you build the optimizer"
+            )
+        if optimizer.grad_scaler is None:
+            return
+        if self.scaler is not None:
+            raise UsageError(
+                f"the {name} scales the loss, and so does the accelerator: use mixed_precision='no' and a model in fp16"
+            )
+        for other in self._optimizers:
+            if not isinstance(other, PreparedOptimizer):
+                raise _unscaled_beside_scaled(other.optimizer)
+            if other.optimizer.grad_scaler is optimizer.grad_scaler:
+                raise UsageError(
+                    "two prepared optimizers share one grad scaler, which each would update: chain them with "
+                    "megascale.ChainedOptimizer"
+                )
+
+    def _check_unscaled(self, optimizer: torch.optim.Optimizer) -> None:
+        if any(prepared.optimizer.grad_scaler is not None for prepared in self._ours()):
+            raise _unscaled_beside_scaled(optimizer)
+
+
+def adopt(accelerator: accelerate.Accelerator, *, grad_scaler: GradScaler | None = None) -> Accelerator:
+    """Turn an ``accelerate.Accelerator`` that somebody else made, such as a Trainer's, into :class:`Accelerator`.
+
+    The same object is returned: whoever holds it has the new behaviour.
+
+    Args:
+        accelerator: before anything was prepared with it.
+        grad_scaler: see :class:`Accelerator`.
+
+    Raises:
+        ArgumentTypeError: for another class, whose behaviour would be lost.
+        UsageError: where an optimizer is prepared already.
+    """
+    if type(accelerator) not in (accelerate.Accelerator, Accelerator):
+        raise ArgumentTypeError(
+            f"accelerator must be an accelerate.Accelerator, got {type(accelerator).__name__}; let its class inherit "
+            "from megascale.integrations.accelerate.Accelerator"
+        )
+    if accelerator._optimizers:
+        raise UsageError("accelerator has prepared an optimizer already; adopt it before prepare()")
+    accelerator.__class__ = Accelerator
+    accelerator._is_adopted = True
+    accelerator._use(grad_scaler)
+    return accelerator
+
+
+def _parts(optimizer: Any) -> list[MixedPrecisionOptimizer]:
+    """Return the optimizers that ``optimizer`` chains, itself if it is one, or none."""
+    if isinstance(optimizer, ChainedOptimizer):
+        return optimizer.optimizers
+    return [optimizer] if isinstance(optimizer, MixedPrecisionOptimizer) else []
+
+
+def _grad_norm(optimizer: OurOptimizer) -> Tensor:
+    """Return the norm that ``prepare_grads`` has measured."""
+    decision = _parts(optimizer)[0].decision
+    if decision is None:
+        raise UsageError("prepare_grads() comes first")
+    return decision.grad_norm
+
+
+@torch.optim.Optimizer.profile_hook_step
+def _step_with_ready_grads(optimizer: OurOptimizer) -> StepResult:
+    """Second half of a step, with the step hooks that ``step()`` would call."""
+    # As an LR scheduler's patch of step() would have told.
+    optimizer._opt_called = True  # type: ignore[union-attr]
+    return optimizer.step_with_ready_grads()
+
+
+def _unscaled_beside_scaled(optimizer: torch.optim.Optimizer) -> UsageError:
+    return UsageError(
+        f"a {type(optimizer).__name__} would take gradients of a scaled loss as they are: wrap it in a "
+        "MixedPrecisionOptimizer, too, which trains fp32 parameters as well"
+    )

@@ -1,0 +1,380 @@
+"""What the precision plugin does, under either name of Lightning's package.
+
+:mod:`megascale.integrations.lightning` and :mod:`megascale.integrations.pytorch_lightning` put it on their package's
+base class.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from megascale import validate
+from megascale.builder import build_grad_scaler
+from megascale.chained import ChainedOptimizer
+from megascale.config import OptimizerConfig
+from megascale.dtensors import local
+from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
+from megascale.grad_scaler import MegatronGradScaler
+from megascale.integrations.lightning_scaling import PerBatchScaler
+from megascale.optimizer import MixedPrecisionOptimizer, StepResult
+from megascale.parallel import ParallelGroups
+
+Base: Any = object  # Its subclasses put it before their package's Precision, which it calls as super().
+
+OurOptimizer = MixedPrecisionOptimizer | ChainedOptimizer
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What one of Lightning's names of precisions means here.
+
+    Attributes:
+        weights: the dtype that the module is cast to; None: it stays as it is.
+        autocast: the dtype of ``torch.autocast`` around every step; None: no autocast.
+    """
+
+    weights: torch.dtype | None = None
+    autocast: torch.dtype | None = None
+
+
+MODES = {
+    "16-true": Mode(weights=torch.float16),
+    "bf16-true": Mode(weights=torch.bfloat16),
+    "16-mixed": Mode(autocast=torch.float16),
+    "bf16-mixed": Mode(autocast=torch.bfloat16),
+    "32-true": Mode(),
+}
+
+
+@dataclass
+class Clipping:
+    """What is to be clipped at an optimizer's next step. None: nothing by that algorithm."""
+
+    norm: float | None = None
+    value: float | None = None
+
+
+class PrecisionRecipe(Base):
+    """Trains in 16 bit through megascale's optimizers: ``Trainer(plugins=[MegascalePrecision("16-true")])``.
+
+    The optimizers that ``configure_optimizers`` returns are wrapped in :class:`MixedPrecisionOptimizer`; one that is
+    already wrapped is taken as it is. Losses are scaled, gradients are clipped in the optimizer's one pass, and all
+    ranks skip the same steps. LR schedulers stay on the optimizers that they were built on.
+
+    ``on_before_optimizer_step`` and ``configure_gradient_clipping`` see gradients that are still scaled:
+    :meth:`unscaled_grads` yields them unscaled. With several optimizers (manual optimization) there is one scale; it
+    changes when the training step ends.
+
+    Args:
+        precision: "16-true" or "bf16-true": parameters of 16 bit with fp32 main params. "16-mixed" or "bf16-mixed":
+            fp32 parameters under autocast. "32-true": the module as it is, for FSDP2 with a mixed precision policy.
+        config: loss scale and kernels, and ``clip_grad``, which holds wherever the Trainer's ``gradient_clip_val`` does
+            not. Its ``fp16`` and ``bf16`` need not be set, but with "32-true". None: no clipping of its own.
+        grad_scaler: shared by all optimizers. None: a dynamic one from ``config`` for fp16, else none.
+        groups: see :class:`MixedPrecisionOptimizer`. None: all ranks.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: for an argument that does not fit, naming it.
+    """
+
+    def __init__(
+        self,
+        precision: str = "16-true",
+        *,
+        config: OptimizerConfig | None = None,
+        grad_scaler: MegatronGradScaler | None = None,
+        groups: ParallelGroups | ProcessGroup | DeviceMesh | None = None,
+    ) -> None:
+        super().__init__()
+        self.precision: Any = validate.one_of("precision", precision, MODES)
+        self._mode = MODES[precision]
+        self.config = _config_for(precision, config)
+        if grad_scaler is not None and not isinstance(grad_scaler, MegatronGradScaler):
+            raise ArgumentTypeError(
+                f"grad_scaler must be a MegatronGradScaler or None, got {type(grad_scaler).__name__}; "
+                "see DynamicGradScaler"
+            )
+        self._given_scaler = grad_scaler
+        self._groups = groups
+        self._device_type = "cpu"
+        self._optimizers: list[OurOptimizer] = []
+        self._per_batch: PerBatchScaler | None = None
+        self._waiting: list[OurOptimizer] = []
+        self._clippings: dict[int, Clipping] = {}
+        self._results: dict[int, StepResult] = {}
+
+    # Set up
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Cast parameters and buffers, unless the precision is a mixed one."""
+        return module if self._mode.weights is None else module.to(dtype=self._mode.weights)
+
+    def connect(
+        self, model: nn.Module, optimizers: list[torch.optim.Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[torch.optim.Optimizer], list[Any]]:
+        """Wrap the optimizers and let them share a scaler."""
+        self._device_type = next((param.device.type for param in model.parameters()), "cpu")
+        scaler = build_grad_scaler(self.config) if self._given_scaler is None else self._given_scaler
+        module = model.module if isinstance(model, DistributedDataParallel) else model
+        named = list(module.named_parameters())
+        connected = [self._wrapped(optimizer, scaler, named) for optimizer in optimizers]
+        self._optimizers = [optimizer for optimizer in connected if isinstance(optimizer, OurOptimizer)]
+        for optimizer in self._optimizers:
+            _bring_main_params(optimizer)
+            if isinstance(model, DistributedDataParallel) and any(p.reduces_in_backward for p in _parts(optimizer)):
+                raise UsageError(
+                    f"{type(optimizer).__name__} reduces gradients itself, and the ddp strategy does so too; build a "
+                    "MixedPrecisionOptimizer without grad_sync, or return the torch optimizer"
+                )
+        self._per_batch = _shared(self._optimizers)
+        self._waiting = []
+        self._clippings.clear()
+        self._results.clear()
+        return super().connect(model, connected, lr_schedulers)
+
+    def _wrapped(
+        self,
+        optimizer: torch.optim.Optimizer,
+        scaler: MegatronGradScaler | None,
+        named: list[tuple[str, nn.Parameter]],
+    ) -> torch.optim.Optimizer:
+        # Without param groups it is what Lightning puts where configure_optimizers returned None.
+        if isinstance(optimizer, OurOptimizer) or not optimizer.param_groups:
+            return optimizer
+        return MixedPrecisionOptimizer(optimizer, self.config, scaler, groups=self._groups, named_parameters=named)
+
+    def teardown(self) -> None:
+        """Follow the module, which Lightning has moved to the CPU: the Trainer may still save a checkpoint."""
+        for optimizer in self._optimizers:
+            _bring_main_params(optimizer)
+        super().teardown()
+
+    @property
+    def grad_scaler(self) -> MegatronGradScaler | None:
+        """The scaler in use. Before optimizers are connected: the one that was given."""
+        return self._optimizers[0].grad_scaler if self._optimizers else self._given_scaler
+
+    # Around forward
+
+    def tensor_init_context(self) -> "_DefaultDtype":
+        """New modules have 16-bit parameters at once, unless the precision is a mixed one."""
+        return _DefaultDtype(self._mode.weights)
+
+    def module_init_context(self) -> "_DefaultDtype":
+        """See :meth:`tensor_init_context`."""
+        return self.tensor_init_context()
+
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        """Autocast, or the default dtype of tensors that the step makes."""
+        with (
+            _DefaultDtype(self._mode.weights),
+            torch.autocast(
+                self._device_type, self._mode.autocast, enabled=self._mode.autocast is not None, cache_enabled=False
+            ),
+        ):
+            yield
+
+    @contextmanager
+    def train_step_context(self) -> Iterator[None]:
+        """After a training step of manual optimization a shared scale follows what its optimizers found."""
+        with self.forward_context():
+            yield
+        if self._per_batch is not None:
+            params = (p for optimizer in self._waiting for group in optimizer.param_groups for p in group["params"])
+            self._per_batch.end_batch([param.grad for param in params if param.grad is not None])
+
+    def convert_input(self, data: Any) -> Any:
+        """Cast floating point tensors of a batch to the parameters' dtype, unless the precision is a mixed one."""
+        from lightning_utilities import apply_to_collection
+
+        if self._mode.weights is None:
+            return data
+        return apply_to_collection(data, Tensor, lambda x: x.to(self._mode.weights) if x.is_floating_point() else x)
+
+    # The step
+
+    def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
+        """Scale the loss."""
+        if self._optimizers:
+            tensor = self._optimizers[0].scale_loss(tensor)
+            self._waiting = list(self._optimizers)
+        scaled: Tensor = super().pre_backward(tensor, module)
+        return scaled
+
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        """Run the closure (forward and backward), Lightning's hooks, and the step.
+
+        Returns its StepResult; None where ``training_step`` returned None, which leaves out the step.
+        """
+        if not isinstance(optimizer, OurOptimizer):
+            return super().optimizer_step(optimizer, model, closure, **kwargs)
+        if kwargs:
+            raise UsageError(
+                f"optimizer.step() was given {', '.join(sorted(kwargs))}; MixedPrecisionOptimizer.step() takes none"
+            )
+        closure_result = closure()
+        self._after_closure(model, optimizer)
+        clipping = self._clippings.pop(id(optimizer), Clipping())
+        if closure_result is None and model.automatic_optimization:
+            return None
+        if optimizer in self._waiting:
+            self._waiting.remove(optimizer)
+        # In manual optimization this is inside the training step's context.
+        with _DefaultDtype(torch.float32), torch.autocast(self._device_type, enabled=False):
+            self._results[id(optimizer)] = result = _step(optimizer, clipping)
+        return result
+
+    def last_result(self, optimizer: Any) -> StepResult | None:
+        """Return what the last step of ``optimizer`` did, as device tensors; None before its first."""
+        return self._results.get(id(_bare(optimizer)))
+
+    # Clipping
+
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        """Clip by the global norm in the coming step."""
+        clipping = self._clippings.setdefault(id(_bare(optimizer)), Clipping())
+        if clipping.value is not None:
+            raise UsageError("gradients are to be clipped by value already; clip by norm first, then by value")
+        clipping.norm = validate.positive("gradient_clip_val", clip_val)
+
+    def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
+        """Clip each element of the unscaled gradients in the coming step."""
+        clipping = self._clippings.setdefault(id(_bare(optimizer)), Clipping())
+        clipping.value = validate.positive("gradient_clip_val", clip_val)
+
+    def _clip_gradients(self, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        """Call ``configure_gradient_clipping``, and see that it does not clip gradients that are still scaled."""
+        scaled = isinstance(optimizer, OurOptimizer) and optimizer.grad_scaler is not None
+        before = _fingerprints(optimizer) if scaled else []
+        super()._clip_gradients(model, optimizer, *args, **kwargs)
+        if scaled and _fingerprints(optimizer) != before:
+            raise UsageError(
+                "configure_gradient_clipping() changed the gradients, which are still multiplied by the loss scale; "
+                "call self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm) there. A change that "
+                "holds at any scale belongs into on_before_optimizer_step()"
+            )
+
+    @torch.no_grad()
+    def unscaled_grads(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, gradient over the loss scale) of every parameter of ``module`` with a gradient.
+
+        fp32 copies of the parameters' shapes, made one by one and without a sync; of a DTensor this rank's part. To be
+        used between backward and the step, as in ``on_before_optimizer_step``.
+        """
+        for name, param in module.named_parameters():
+            if param.grad is not None:
+                grad = local(param.grad).to(torch.promote_types(param.grad.dtype, torch.float32), copy=True)
+                if self.grad_scaler is not None:
+                    grad.mul_(self.grad_scaler.inv_scale.reshape(()).to(grad.device, non_blocking=True))
+                yield name, grad
+
+
+class _DefaultDtype:
+    """The default dtype of new tensors inside a ``with`` block. None: unchanged."""
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        self._dtype = dtype
+
+    def __enter__(self) -> None:
+        self._before = torch.get_default_dtype()
+        torch.set_default_dtype(self._dtype or self._before)
+
+    def __exit__(self, *exception: object) -> None:
+        torch.set_default_dtype(self._before)
+
+
+def _config_for(precision: str, config: Any) -> OptimizerConfig:
+    """Return ``config``, or the default, with the flags that ``precision`` asks for."""
+    mode = MODES[precision]
+    fp16, bf16 = (dtype in (mode.weights, mode.autocast) for dtype in (torch.float16, torch.bfloat16))
+    if config is None:
+        return OptimizerConfig(fp16=fp16, bf16=bf16, clip_grad=0.0)
+    if not isinstance(config, OptimizerConfig):
+        raise ArgumentTypeError(f"config must be an OptimizerConfig or None, got {type(config).__name__}")
+    if config.use_distributed_optimizer:
+        raise ArgumentError(
+            "config.use_distributed_optimizer=True needs a module that no strategy has wrapped; leave it False, and "
+            "shard with FSDP2 in configure_model()"
+        )
+    if mode == Mode():
+        return config
+    if (config.fp16 and not fp16) or (config.bf16 and not bf16):
+        raise ArgumentError(
+            f"precision={precision!r} contradicts config.fp16={config.fp16}, config.bf16={config.bf16}; "
+            "leave both False"
+        )
+    return replace(config, fp16=fp16, bf16=bf16)
+
+
+def _bare(optimizer: Any) -> Any:
+    """Return what a LightningOptimizer stands for; anything else itself."""
+    return vars(optimizer).get("_optimizer", optimizer)
+
+
+def _parts(optimizer: OurOptimizer) -> list[MixedPrecisionOptimizer]:
+    return optimizer.optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+
+
+def _bring_main_params(optimizer: OurOptimizer) -> None:
+    """Move main params to where their model params have been moved."""
+    for part in _parts(optimizer):
+        for param in part.live_state().main_params:
+            if param.is_copy and param.main.device != param.model.device:
+                param.main = param.main.to(param.model.device)
+
+
+def _shared(optimizers: list[OurOptimizer]) -> PerBatchScaler | None:
+    """Let several optimizers hear of their scaler's changes at the end of a batch only.
+
+    Raises UsageError if they do not have one scaler in common.
+    """
+    scalers = [getattr(optimizer.grad_scaler, "scaler", optimizer.grad_scaler) for optimizer in optimizers]
+    if any(scaler is not scalers[0] for scaler in scalers):
+        raise UsageError(
+            "the optimizers have different grad scalers, but a loss does not say which optimizer it is for; build all "
+            "of them with the same grad scaler object, or return the torch optimizers"
+        )
+    if len(optimizers) < 2 or scalers[0] is None:
+        return None
+    per_batch = PerBatchScaler(scalers[0])
+    for optimizer in optimizers:
+        optimizer.grad_scaler = per_batch
+    return per_batch
+
+
+@torch.no_grad()
+def _fingerprints(optimizer: Any) -> list[tuple[int, int]]:
+    """Return, for each gradient, what changes when torch writes it or another takes its place."""
+    grads = [local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return [(grad.data_ptr(), grad._version) for grad in grads]
+
+
+def _step(optimizer: OurOptimizer, clipping: Clipping) -> StepResult:
+    """Step with this clipping in place of the optimizer's own."""
+    own = optimizer.clip_grad
+    if clipping.norm is not None:
+        optimizer.clip_grad = clipping.norm
+    try:
+        if clipping.value is None:
+            return optimizer.step()
+        return _step_clipped_by_value(optimizer, clipping.value)
+    finally:
+        optimizer.clip_grad = own
+
+
+@torch.optim.Optimizer.profile_hook_step
+def _step_clipped_by_value(optimizer: OurOptimizer, value: float) -> StepResult:
+    """``optimizer.step()`` in its two halves, with the step hooks that ``step()`` would call."""
+    optimizer.prepare_grads()
+    optimizer.clip_grad_value_(value)
+    # As an LR scheduler's patch of step() would have told.
+    optimizer._opt_called = True  # type: ignore[union-attr]
+    return optimizer.step_with_ready_grads()

@@ -1,0 +1,80 @@
+"""One loss scale for several optimizers that step apart, as the networks of a GAN do."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megascale.dtensors import local
+from megascale.grad_scaler import MegatronGradScaler, ScalerState
+
+
+class PerBatchScaler(MegatronGradScaler):
+    """A scaler shared by several optimizers: it hears of all their steps at once, when the batch ends.
+
+    A loss does not say which optimizers its gradients are for, so that there can be only one scale; and it must not
+    change between the backward of one optimizer and its step. As with torch.amp, a batch counts as one step of the
+    scaler, with an overflow if any optimizer found one, while each optimizer skips for its own gradients alone.
+
+    Args:
+        scaler: holds the scale; the state dict is its own.
+    """
+
+    def __init__(self, scaler: MegatronGradScaler) -> None:
+        self.scaler = scaler
+        self.initial_scale = scaler.initial_scale
+        self._found_inf: Tensor | None = None
+
+    @property
+    def scale(self) -> Tensor:
+        """See :class:`MegatronGradScaler`."""
+        return self.scaler.scale
+
+    @property
+    def inv_scale(self) -> Tensor:
+        """See :class:`MegatronGradScaler`."""
+        return self.scaler.inv_scale
+
+    @property
+    def device(self) -> torch.device:
+        """See :class:`MegatronGradScaler`."""
+        return self.scaler.device
+
+    def to(self, device: torch.device | str) -> "PerBatchScaler":
+        """See :class:`MegatronGradScaler`."""
+        self.scaler.to(device)
+        return self
+
+    def update(self, found_inf: bool | Tensor) -> None:
+        """Note one optimizer's step."""
+        found = torch.as_tensor(found_inf, dtype=torch.float32, device=self.device).reshape(())
+        self._found_inf = found if self._found_inf is None else torch.maximum(self._found_inf, found)
+
+    @torch.no_grad()
+    def end_batch(self, grads: Iterable[Tensor]) -> None:
+        """Let the scale follow the batch's steps, and with it ``grads``: those that wait for a later step. No sync.
+
+        ``grads`` are multiplied in place by the new scale over the old, exact where factors are powers of two.
+        """
+        if self._found_inf is None:
+            return
+        before = self.scale.clone()
+        self.scaler.update(self._found_inf)
+        self._found_inf = None
+        change = (self.scale / before).reshape(())
+        for grad in map(local, grads):
+            grad.mul_(change.to(grad.device, non_blocking=True))
+
+    def state_dict(self) -> dict[str, Any]:
+        """See :class:`MegatronGradScaler`."""
+        return self.scaler.state_dict()
+
+    def parse_state_dict(self, state_dict: Mapping[str, Any]) -> ScalerState:
+        """See :class:`MegatronGradScaler`."""
+        return self.scaler.parse_state_dict(state_dict)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """See :class:`MegatronGradScaler`."""
+        self.scaler.load_state_dict(state_dict)
+        self._found_inf = None

@@ -1,0 +1,317 @@
+"""Megatron-Core: our optimizer in its training loop, driven by its config, groups, schedule and gradient buffers.
+
+:func:`get_megatron_optimizer` stands in for ``megatron.core.optimizer.get_megatron_optimizer``. Our grad scalers need
+nothing from here: Megatron's own optimizers take them as they are. Checkpoints are in
+:mod:`megascale.integrations.megatron_checkpoint`. Megatron is imported by the functions that need it, when they are
+called.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from megascale.builder import build_grad_scaler, build_inner_optimizer
+from megascale.chained import ChainedOptimizer
+from megascale.collectives import group_size, raise_together
+from megascale.config import OptimizerConfig
+from megascale.distributed_optimizer import DistributedOptimizer
+from megascale.dtensors import is_dtensor
+from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
+from megascale.integrations.megatron_checkpoint import load_megatron_checkpoint, megatron_state_dict
+from megascale.megatron_config import from_megatron_config
+from megascale.optimizer import MixedPrecisionOptimizer
+from megascale.parallel import ParallelGroups
+
+__all__ = [
+    "MegatronStepResult",
+    "MegatronSurface",
+    "get_megatron_optimizer",
+    "load_megatron_checkpoint",
+    "megatron_state_dict",
+    "parallel_groups",
+]
+
+
+class MegatronStepResult(NamedTuple):
+    """What Megatron's training loop expects of a step: host numbers, None where there are none.
+
+    Attributes:
+        success: False where the step was skipped. Its loop asks ``is True``, which no tensor is.
+        grad_norm: of the unscaled, unclipped gradients; None of a skipped step.
+        num_zeros_in_grad: None of a skipped step, and unless ``config.log_num_zeros_in_grad``.
+    """
+
+    success: bool
+    grad_norm: float | None
+    num_zeros_in_grad: int | None
+
+
+class MegatronSurface:
+    """One of our optimizers behind the methods that Megatron's training loop calls on its own.
+
+    :meth:`step` costs one host read, as in Megatron (which has more): its loop branches on the result.
+
+    Args:
+        optimizer: whose ``param_groups`` carry Megatron's keys where its OptimizerParamScheduler drives it.
+
+    Attributes:
+        optimizer: the wrapped one; everything that is ours is found there.
+        config: ours.
+        is_stub_optimizer: False: a rank without trainable parameters is refused when the optimizer is built.
+    """
+
+    is_stub_optimizer = False
+
+    def __init__(self, optimizer: MixedPrecisionOptimizer | ChainedOptimizer) -> None:
+        if not isinstance(optimizer, (MixedPrecisionOptimizer, ChainedOptimizer)):
+            raise ArgumentTypeError(
+                f"optimizer must be a MixedPrecisionOptimizer or ChainedOptimizer, got {type(optimizer).__name__}"
+            )
+        self.optimizer = optimizer
+        self.config: OptimizerConfig = optimizer.config
+
+    # The step
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop (or zero) ``param.grad``. Main grads of Megatron's buffers are its ``zero_grad_buffer()``'s."""
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self) -> MegatronStepResult:
+        """Take one step, or skip it on every rank alike. One host read."""
+        self.optimizer.prepare_grads()
+        return self._on_host(self.optimizer.step_with_ready_grads())
+
+    def prepare_grads(self) -> bool:
+        """First half of a step: True if it is to be skipped; the second half may then be left out. One host read."""
+        return bool(self.optimizer.prepare_grads() > 0)
+
+    def step_with_ready_grads(self) -> bool:
+        """Second half of a step: True if it landed. One host read. Clipping is part of it."""
+        return bool(self.optimizer.step_with_ready_grads().success)
+
+    def _on_host(self, result: tuple[Tensor, Tensor, Tensor]) -> MegatronStepResult:
+        success, norm, zeros = torch.stack([value.double() for value in result]).tolist()
+        if not success:
+            return MegatronStepResult(False, None, None)
+        return MegatronStepResult(True, norm, int(zeros) if self.config.log_num_zeros_in_grad else None)
+
+    # The loss
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """Return ``loss * scale`` in at least fp32: Megatron's ``config.grad_scale_func``."""
+        return self.optimizer.scale_loss(loss)
+
+    def get_loss_scale(self) -> Tensor:
+        """Return the current scale: fp32, shape [1], on the device; ones without a scaler."""
+        return self.optimizer.get_loss_scale()
+
+    # Parameters
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Live param groups; what Megatron's OptimizerParamScheduler writes here takes effect at the next step."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:
+        """The inner optimizer's state, by model param (Megatron: by main param)."""
+        return self.optimizer.state
+
+    def get_parameters(self) -> list[nn.Parameter]:
+        """Return all model params (Megatron: main params), in the order of ``param_groups``."""
+        return [param for group in self.param_groups for param in group["params"]]
+
+    def reload_model_params(self, state_dict: Mapping[str, Any] | None = None) -> None:
+        """Set every main param to its model param's value exactly, as after loading weights into the model.
+
+        Raises:
+            ArgumentError: for a ``state_dict`` of higher precision; Megatron's Float16 optimizer refuses it too.
+        """
+        if state_dict is not None:
+            raise ArgumentError(
+                "reload_model_params() reads the model, not a state_dict; load main params with load_state_dict()"
+            )
+        self.optimizer.reload_model_params()
+
+    # State
+
+    def state_dict(self, is_loading: bool = False) -> Any:
+        """Return the state in Megatron's torch format, which its own optimizer loads; see :func:`megatron_state_dict`.
+
+        ``is_loading`` has no effect: state is there from the start.
+        """
+        return megatron_state_dict(self.optimizer)
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Load a state of Megatron's torch format, its own or ours; see :func:`load_megatron_checkpoint`."""
+        load_megatron_checkpoint(state_dict, self.optimizer)
+
+    def sharded_state_dict(self, *_: Any, **__: Any) -> Any:
+        """Refused: Megatron's torch_dist format has layouts of its own.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(
+            "megascale does not write Megatron's torch_dist format; save with --ckpt-format torch, or the optimizer "
+            "through megascale.checkpoint.Checkpointer, which reshards"
+        )
+
+
+class MainGrads:
+    """The gradients that Megatron's DistributedDataParallel has accumulated and reduced: ``param.main_grad``.
+
+    It answers what an optimizer asks of a :class:`megascale.grad_sync.GradSync`. A parameter without a main grad is
+    updated from ``param.grad``.
+    """
+
+    def main_grad(self, param: nn.Parameter) -> Tensor | None:
+        """Return the live main grad of ``param``, in its shape."""
+        grad: Tensor | None = getattr(param, "main_grad", None)
+        return grad
+
+    def finish(self) -> None:
+        """Megatron's ``finish_grad_sync()`` has waited."""
+
+    def zero_(self) -> None:
+        """Megatron's ``zero_grad_buffer()`` zeroes."""
+
+
+def get_megatron_optimizer(
+    config: Any,
+    model_chunks: Sequence[nn.Module],
+    config_overrides: Any = None,
+    use_gloo_process_groups: bool = True,
+    pg_collection: Any = None,
+    dump_param_to_param_group_map: str | None = None,
+    *,
+    groups: ParallelGroups | None = None,
+) -> MegatronSurface:
+    """Build our optimizer where Megatron's training loop builds its own; same arguments, same param groups.
+
+    One optimizer serves dense and expert parameters with one scale (Megatron: one scaler each). As in Megatron,
+    the ``wd_mult`` of a group takes effect through its OptimizerParamScheduler.
+
+    Args:
+        config: Megatron's OptimizerConfig; see :func:`megascale.megatron_config.from_megatron_config`.
+        model_chunks: wrapped in Megatron's DistributedDataParallel (whose main grads are used), or plain.
+            ``use_distributed_optimizer`` needs plain ones: our DistributedOptimizer reduces gradients itself.
+        config_overrides: Megatron's, by ParamKey. None: its standard ones.
+        use_gloo_process_groups: no effect: no further groups are made.
+        pg_collection: Megatron's ProcessGroupCollection, spanning the world. None: those of ``parallel_state``.
+        dump_param_to_param_group_map: must be None.
+        groups: in place of what ``pg_collection`` says.
+
+    Raises:
+        ArgumentError: on every rank alike, naming what cannot be done, and the remedy.
+    """
+    from megatron.core.optimizer import _get_param_groups
+    from megatron.core.utils import unwrap_model
+
+    ours = from_megatron_config(config)
+    chunks = list(model_chunks)
+    resolved = groups or parallel_groups(pg_collection)
+    error = _refusal(ours, chunks, group_size(resolved.data_parallel), dump_param_to_param_group_map)
+    raise_together(error, resolved.grad_stats)
+    made = _get_param_groups(chunks, config, config_overrides)
+    # Megatron's order of checkpoints: its dense optimizer, then its expert optimizer.
+    param_groups = sorted(made, key=lambda group: bool(group["is_expert_parallel"]))
+    inner = build_inner_optimizer(ours, param_groups)
+    names = _names(unwrap_model(chunks))
+    scaler = build_grad_scaler(ours)
+    if ours.use_distributed_optimizer:
+        overlap = ours.overlap_param_gather
+        sharded = DistributedOptimizer(
+            inner, ours, scaler, modules=chunks, groups=resolved, overlap_param_gather=overlap
+        )
+        return MegatronSurface(sharded)
+    main_grads: Any = MainGrads()
+    replicated = MixedPrecisionOptimizer(
+        inner, ours, scaler, groups=resolved, named_parameters=names, grad_sync=main_grads
+    )
+    return MegatronSurface(replicated)
+
+
+def parallel_groups(pg_collection: Any = None) -> ParallelGroups:
+    """Return Megatron's process groups as ours; `grad_stats` is the whole world, so that all ranks agree.
+
+    Args:
+        pg_collection: with ``dp_cp`` (or ``dp``), ``tp``, ``mp`` and ``expt_dp``. None: those of ``parallel_state``.
+
+    Raises:
+        ArgumentError: for a collection that does not span the world.
+    """
+    from megatron.core import parallel_state
+
+    if pg_collection is None:
+        return ParallelGroups(
+            data_parallel=parallel_state.get_data_parallel_group(with_context_parallel=True),
+            tensor_parallel=parallel_state.get_tensor_model_parallel_group(),
+            expert_data_parallel=parallel_state.get_expert_data_parallel_group(),
+            grad_stats=dist.group.WORLD,
+        )
+    data = getattr(pg_collection, "dp_cp", None) or pg_collection.dp
+    spanned = group_size(data) * group_size(pg_collection.mp)
+    if spanned != dist.get_world_size():
+        raise ArgumentError(
+            f"pg_collection spans {spanned} ranks of {dist.get_world_size()}; pass groups=ParallelGroups(...) whose "
+            "grad_stats holds the ranks that step together"
+        )
+    return ParallelGroups(
+        data_parallel=data,
+        tensor_parallel=pg_collection.tp,
+        expert_data_parallel=pg_collection.expt_dp,
+        grad_stats=dist.group.WORLD,
+    )
+
+
+def _refusal(
+    config: OptimizerConfig, chunks: Sequence[nn.Module], ranks: int, dump: str | None
+) -> ArgumentError | None:
+    """Return what is wrong with the arguments on this rank. ``ranks``: that are data parallel."""
+    if not any(param.requires_grad for chunk in chunks for param in chunk.parameters()):
+        return ArgumentError(
+            "model_chunks of this rank have no trainable parameter; leave one trainable in each pipeline stage"
+        )
+    wrappings: list[Any] = [chunk.ddp_config for chunk in chunks if hasattr(chunk, "ddp_config")]
+    if any(getattr(wrapping, "use_megatron_fsdp", False) for wrapping in wrappings):
+        return ArgumentError("model_chunks are wrapped in Megatron's FSDP; use torch's fully_shard, or its plain DDP")
+    if any(wrapping.use_distributed_optimizer for wrapping in wrappings):
+        return ArgumentError(
+            "ddp_config.use_distributed_optimizer is True: its buffers hold gradient shards for Megatron's own "
+            "DistributedOptimizer; set it False, or leave the model unwrapped and let config.use_distributed_optimizer "
+            "choose ours"
+        )
+    if wrappings and config.use_distributed_optimizer:
+        return ArgumentError(
+            "config.use_distributed_optimizer is True and model_chunks are wrapped in Megatron's "
+            "DistributedDataParallel, which would reduce every gradient a second time; leave the model unwrapped"
+        )
+    if ranks > 1 and not config.use_distributed_optimizer and not all(map(_reduces, chunks)):
+        return ArgumentError(
+            f"model_chunks have no wrapper that reduces gradients over the {ranks} data-parallel ranks; wrap them in "
+            "Megatron's or torch's DistributedDataParallel, or set config.use_distributed_optimizer=True"
+        )
+    if dump is not None:
+        return ArgumentError("dump_param_to_param_group_map is not done here; leave it None, and read param_groups")
+    return None
+
+
+def _reduces(chunk: nn.Module) -> bool:
+    """Return whether somebody reduces the gradients of ``chunk`` over the data-parallel ranks."""
+    wrapped = hasattr(chunk, "ddp_config") or any(isinstance(part, DistributedDataParallel) for part in chunk.modules())
+    return wrapped or any(is_dtensor(param) for param in chunk.parameters())
+
+
+def _names(chunks: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
+    """Return the unwrapped chunks' parameters by name, with the chunk's index before it where there are several."""
+    prefixes = [f"{index}." if len(chunks) > 1 else "" for index in range(len(chunks))]
+    return [
+        (prefix + name, param)
+        for prefix, chunk in zip(prefixes, chunks, strict=True)
+        for name, param in chunk.named_parameters()
+    ]

@@ -1,0 +1,200 @@
+"""Megatron-Core's torch format of its Float16 and FP32 optimizers' state: written from ours, and read into ours.
+
+One optimizer is a dict, several (dense and experts) are a list of them::
+
+    {"optimizer": {"state": {id: {"step", "exp_avg", "exp_avg_sq"}}, "param_groups": [{..., "params": [id, ...]}]},
+     "fp32_from_fp16_params": [[main param, ...] of each group], "grad_scaler": {...}}
+
+Ids count the trainable parameters in the order of the groups. An FP32 optimizer is the inner dict alone.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megascale.chained import ChainedOptimizer
+from megascale.collectives import raise_together
+from megascale.distributed_optimizer import DistributedOptimizer
+from megascale.errors import InteropError
+from megascale.grad_scaler import ConstantGradScaler
+from megascale.interop.files import read_file
+from megascale.interop.megatron import optimizer_state_dict, sub_optimizers
+from megascale.interop.named_state import HALF_DTYPES
+from megascale.optimizer import MixedPrecisionOptimizer
+
+State = dict[str, Any]
+
+CHECKPOINT_KEYS = frozenset(("args", "checkpoint_version", "iteration", "model"))
+"""What tells a whole checkpoint, which holds the optimizer's state under "optimizer", from that state."""
+
+GROUP_IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+"""Options by which Megatron tells its param groups apart (``param_group_identifier_keys``)."""
+
+
+def megatron_state_dict(optimizer: MixedPrecisionOptimizer | ChainedOptimizer) -> State | list[State]:
+    """Return the state as Megatron's own optimizer would, which loads it. Tensors are live, but for sharded state.
+
+    Param groups must carry Megatron's keys for that, as those of ``get_megatron_optimizer`` do. Of a
+    DistributedOptimizer all ranks call it together, and each gets the whole state in host memory.
+    """
+    packed = optimizer.state_dict(copy=any(isinstance(one, DistributedOptimizer) for one in parts_of(optimizer)))
+    if isinstance(optimizer.grad_scaler, ConstantGradScaler):
+        packed["grad_scaler"] = {}  # Megatron's: its config has the scale
+    elif optimizer.grad_scaler is None:
+        del packed["grad_scaler"]
+    halves = optimizer.config.fp16 or optimizer.config.bf16
+    written = [
+        _float16(packed, groups) if halves else _inner(packed, groups)
+        for groups in split(packed["optimizer"]["param_groups"])
+    ]
+    return written[0] if len(written) == 1 else written
+
+
+def parts_of(optimizer: MixedPrecisionOptimizer | ChainedOptimizer) -> list[MixedPrecisionOptimizer]:
+    """Return the optimizers that hold the parameters."""
+    return optimizer.optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+
+
+def split(param_groups: Sequence[State]) -> list[list[State]]:
+    """Return the groups of each of Megatron's optimizers: dense ones, then experts' if there are any."""
+    dense = [group for group in param_groups if not group.get("is_expert_parallel", False)]
+    experts = [group for group in param_groups if group.get("is_expert_parallel", False)]
+    return [part for part in (dense, experts) if part] or [[]]
+
+
+def _float16(packed: Mapping[str, Any], groups: Sequence[State]) -> State:
+    mains = packed["main_params"]
+    state: State = {
+        "optimizer": _inner(packed, groups),
+        "fp32_from_fp16_params": [[mains[name] for name in group["params"] if name in mains] for group in groups],
+    }
+    return state | {key: packed[key] for key in ("grad_scaler",) if key in packed}
+
+
+def _inner(packed: Mapping[str, Any], groups: Sequence[State]) -> State:
+    """Return the state of torch's optimizer: by position instead of by name."""
+    names = [name for group in groups for name in group["params"]]
+    ids = {name: index for index, name in enumerate(names)}
+    states = packed["optimizer"]["state"]
+    return {
+        "state": {ids[name]: states[name] for name in names if states[name]},
+        "param_groups": [group | {"params": [ids[name] for name in group["params"]]} for group in groups],
+    }
+
+
+def load_megatron_checkpoint(
+    checkpoint: Any, optimizer: MixedPrecisionOptimizer | ChainedOptimizer, *, keep_grad_scaler: bool = False
+) -> None:
+    """Load main params, moments, steps, param group options and scaler that Megatron-Core's Float16 optimizer saved.
+
+    All ranks of ``groups.grad_stats`` call it together, each with the file of its own model-parallel rank. Load the
+    model's weights too: an fp32 parameter has no main param in the file. 16-bit model params are rounded anew from
+    their main params. Nothing in the file is executed.
+
+    Args:
+        checkpoint: path of a ``model_optim_rng.pt`` (``--ckpt-format torch``), what is in it, or what an optimizer's
+            ``state_dict()`` returned. Not changed.
+        optimizer: over the same trainable parameters in the same groups and order as Megatron's; frozen ones, of which
+            Megatron saves nothing, start anew. A DistributedOptimizer keeps its shard.
+        keep_grad_scaler: leave the live grad scaler as it is, whether or not the checkpoint holds one.
+
+    Raises:
+        InteropError, StateDictError, MainParamOverflowError: on every rank alike, naming what does not fit. Nothing has
+            changed.
+    """
+    error: Exception | None = None
+    state: State = {}
+    try:
+        state = _converted(_optimizer_state(checkpoint), optimizer, keep_grad_scaler)
+    except Exception as caught:  # any failure of one rank must reach the others
+        error = caught
+    raise_together(error, optimizer.groups.grad_stats)
+    optimizer.load_state_dict(state)
+
+
+def _optimizer_state(checkpoint: Any) -> Any:
+    """Return the optimizer's state in a file, a whole checkpoint, or a state dict."""
+    if isinstance(checkpoint, (str, os.PathLike)):
+        path = Path(checkpoint)
+        if not path.is_file():
+            raise InteropError(f"{path} is no file; pass this rank's iter_*/mp_rank_*/model_optim_rng.pt")
+        checkpoint = read_file(path)
+    if not isinstance(checkpoint, Mapping) or not CHECKPOINT_KEYS & checkpoint.keys():
+        return checkpoint
+    if "optimizer" not in checkpoint:
+        raise InteropError(
+            f"the checkpoint holds no optimizer (it has {sorted(map(str, checkpoint))}); it was saved with "
+            "--no-save-optim, or by the distributed optimizer"
+        )
+    return checkpoint["optimizer"]
+
+
+def _converted(saved: Any, optimizer: MixedPrecisionOptimizer | ChainedOptimizer, keep_grad_scaler: bool) -> State:
+    """Return ``saved`` as a state dict of ``optimizer``."""
+    parts = [_as_float16(part) for part in sub_optimizers(saved)]
+    live = optimizer.param_groups
+    _check_groups([group for part in parts for group in _groups_of(part)], live)
+    scaler = optimizer.grad_scaler
+    if keep_grad_scaler:
+        parts = [{key: value for key, value in part.items() if key != "grad_scaler"} for part in parts]
+    else:
+        _check_scaler([part["grad_scaler"] for part in parts if "grad_scaler" in part], scaler is not None)
+    flat = [name for one in parts_of(optimizer) for name in one.param_names()]
+    params = [param for group in live for param in group["params"]]
+    name_of = {id(param): name for param, name in zip(params, flat, strict=True)}
+    names = [[name_of[id(param)] for param in group["params"] if param.requires_grad] for group in live]
+    fp32 = [name_of[id(param)] for param in params if param.dtype not in HALF_DTYPES]
+    state = optimizer_state_dict(parts, names, fp32_names=fp32)
+    if keep_grad_scaler:
+        state["grad_scaler"] = {} if scaler is None else scaler.state_dict()
+    frozen = {name_of[id(param)]: param for param in params if not param.requires_grad}
+    state["optimizer"]["state"].update({name: {} for name in frozen})
+    for group, options in zip(live, state["optimizer"]["param_groups"], strict=True):
+        options["params"] = [name_of[id(param)] for param in group["params"]]
+    return state
+
+
+def _as_float16(part: Any) -> Mapping[str, Any]:
+    """Return an FP32 optimizer's state, which is torch's alone, in the form of a Float16 optimizer's."""
+    if not isinstance(part, Mapping):
+        raise InteropError(f"the optimizer's state is a {type(part).__name__}; it must be a dict, or a list of them")
+    if "param_groups" not in part:
+        return part
+    return {"optimizer": part, "fp32_from_fp16_params": [[] for _ in part["param_groups"]]}
+
+
+def _groups_of(part: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """Return the saved param groups as far as they can be read here; the conversion tells what is wrong with others."""
+    inner = part.get("optimizer", part.get("optimizer_state_dict"))
+    groups = inner.get("param_groups", ()) if isinstance(inner, Mapping) else ()
+    return [group for group in groups if isinstance(group, Mapping)]
+
+
+def _check_groups(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str, Any]]) -> None:
+    """Raise InteropError where a saved group is another one than the live group in its place."""
+    for index, (given, group) in enumerate(zip(saved, live, strict=False)):
+        for key in GROUP_IDENTITY:
+            value = given.get(key, given.get(f"pre_{key}"))  # NeMo's spelling
+            if value is not None and key in group and value != group[key]:
+                raise InteropError(
+                    f"param group {index} has {key}={value!r} in the checkpoint and {group[key]!r} here; build the "
+                    "same groups in the same order"
+                )
+
+
+def _check_scaler(saved: Sequence[Any], live: bool) -> None:
+    if any(state != saved[0] for state in saved):
+        raise InteropError(
+            f"the checkpoint's {len(saved)} optimizers have grad scalers of different states, and there is one here; "
+            "load the first, which scaled the loss, into optimizer.grad_scaler, and pass keep_grad_scaler=True"
+        )
+    if live and not saved:
+        raise InteropError(
+            "the checkpoint holds no grad scaler, the optimizer has one; pass keep_grad_scaler=True to go on with the "
+            "live scale"
+        )
+    if saved and not live:
+        raise InteropError(
+            "the checkpoint holds a grad scaler, the optimizer has none; pass keep_grad_scaler=True to leave it there"
+        )

@@ -1,0 +1,22 @@
+"""Other systems' checkpoints, read without running what they say: their loss scalers, main params and moments.
+
+:func:`load_scaler_state` reads a scaler's state from any of them; :func:`convert` writes a whole optimizer's state as
+ours. The modules are one for each format, over :mod:`~megascale.interop.files` (reading),
+:mod:`~megascale.interop.found` (scalers) and :mod:`~megascale.interop.named_state` (main params and moments).
+"""
+
+from megascale.interop.conversion import Conversion, convert
+from megascale.interop.deepspeed_scaler import DeepSpeedGradScaler
+from megascale.interop.found import FoundScaler, ScalerConfig
+from megascale.interop.loading import load_scaler_state
+from megascale.interop.named_state import FoundState
+
+__all__ = [
+    "Conversion",
+    "DeepSpeedGradScaler",
+    "FoundScaler",
+    "FoundState",
+    "ScalerConfig",
+    "convert",
+    "load_scaler_state",
+]

@@ -1,0 +1,50 @@
+"""Accelerate's folders, as ``Accelerator.save_state`` writes them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megascale.errors import InteropError
+from megascale.interop import torch_amp
+from megascale.interop.files import read_file
+from megascale.interop.found import FoundScaler
+from megascale.interop.named_state import FoundState, Names, is_torch_state
+from megascale.interop.source import Source
+from megascale.interop.torch_checkpoint import named_torch_state
+
+SYSTEM = "Accelerate"
+SCALER = "scaler.pt"
+MODELS = ("model.safetensors", "pytorch_model.bin")
+
+
+def recognises(source: Source) -> bool:
+    """Whether it is a folder with Accelerate's scaler or optimizer in it."""
+    return bool(source.files(SCALER, "optimizer.bin"))
+
+
+def find_scaler(source: Source, index: int | None = None) -> FoundScaler | None:
+    """Return the scaler's state; None if there is no ``scaler.pt``: ``mixed_precision`` was not "fp16"."""
+    for path in source.files(SCALER):
+        state = read_file(path)
+        if not isinstance(state, Mapping):
+            raise InteropError(f"{path} is no state dict")
+        return torch_amp.parse(state, SYSTEM, (SCALER,))
+    return None
+
+
+def find_state(source: Source, names: Names | None = None) -> FoundState | None:
+    """Return the optimizer's state, and the weights as main params; None if there is no ``optimizer.bin``.
+
+    A safetensors file does not keep the order of the parameters: their names must be recorded or given.
+    """
+    files = source.files("optimizer.bin", "optimizer_[0-9]*.bin")
+    if len(files) > 1:
+        raise InteropError(f"{source.where} holds {len(files)} optimizers; one is converted at a time")
+    for path in files:
+        saved: Any = read_file(path)
+        if not is_torch_state(saved):
+            raise InteropError(f"{path} holds an optimizer's state that is not torch's")
+        models = source.files(*MODELS)
+        model = read_file(models[0]) if models else None
+        ordered = bool(models) and models[0].suffix != ".safetensors"
+        return named_torch_state(SYSTEM, saved, model, names, source.where, ordered=ordered)
+    return None

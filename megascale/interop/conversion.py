@@ -1,0 +1,123 @@
+"""convert: another system's checkpoint into a file that MixedPrecisionOptimizer.load_state_dict takes."""
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megascale import validate
+from megascale.errors import InteropError
+from megascale.interop.formats import AUTO, format_of
+from megascale.interop.found import FoundScaler
+from megascale.interop.loading import find_scaler
+from megascale.interop.named_state import FoundState, Names
+from megascale.interop.source import damage_named, open_source
+
+SCALER_ALONE = FoundState(
+    "", not_mapped=("no main params and no optimizer state: load the file with strict=False, for its scaler",)
+)
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What was found, and the state dict made of it.
+
+    Attributes:
+        scaler: None where the source has none.
+        state: main params and optimizer state; empty where the source has none.
+        state_dict: what is written, for ``MixedPrecisionOptimizer.load_state_dict``.
+    """
+
+    scaler: FoundScaler | None
+    state: FoundState
+    state_dict: Mapping[str, Any]
+
+    def report(self) -> str:
+        """Return what was mapped and what was not, a line each."""
+        lines = []
+        for found in (self.scaler, self.state):
+            if found is not None:
+                lines += [f"mapped      {line}" for line in found.mapped]
+                lines += [f"not mapped  {line}" for line in found.not_mapped]
+        if self.scaler is not None:
+            lines += [f"differs     {line}" for line in self.scaler.unfaithful]
+        return "\n".join(lines)
+
+
+def convert(
+    source: Any,
+    destination: str | os.PathLike[str] | None,
+    *,
+    format: str = AUTO,
+    names: Names | None = None,
+    index: int | None = None,
+    strict: bool = True,
+    scaler_only: bool = False,
+) -> Conversion:
+    """Read another system's checkpoint and write it as our state dict; ``torch.load(weights_only=True)`` reads it.
+
+    Args:
+        source, format, index, strict: as of :func:`load_scaler_state`.
+        destination: the file to write, which must not exist; it appears when it is complete. None: write nothing.
+        names: the parameters' names, in the order of the optimizer's parameters, flat or by param group. None: as the
+            checkpoint records them, or as the weights tell; where neither does, it is refused.
+        scaler_only: leave out main params and optimizer state.
+
+    Raises:
+        InteropError: it cannot be read, or mapped faithfully; or ``destination`` exists, or cannot be written.
+        ArgumentError, ArgumentTypeError: for an argument out of its range.
+    """
+    validate.flag("strict", strict)
+    validate.flag("scaler_only", scaler_only)
+    target = None if destination is None else Path(destination)
+    if target is not None:
+        _check_free(target)
+    opened = open_source(source)
+    scaler = find_scaler(opened, format, index, strict=strict)
+    with damage_named(opened.where):
+        state = None if scaler_only else format_of(opened, format).find_state(opened, names)
+    if scaler is None and state is None:
+        raise InteropError(f"{opened.where} holds neither a loss scaler's nor an optimizer's state")
+    state = state or SCALER_ALONE
+    converted = Conversion(scaler, state, state.state_dict(scaler.state if scaler is not None else {}))
+    if target is not None:
+        with _appearing(target) as unnamed:
+            torch.save(converted.state_dict, unnamed)
+    return converted
+
+
+def _check_free(target: Path) -> None:
+    if target.exists():
+        raise InteropError(f"{target} exists already; choose another file, or remove it")
+    if not target.parent.is_dir():
+        raise InteropError(f"{target} cannot be written: there is no folder {target.parent}")
+
+
+@contextlib.contextmanager
+def _appearing(target: Path) -> Iterator[Path]:
+    """Give a file to write, which gets the name ``target`` once it is on disk, unless somebody else took the name."""
+    # It brings torch.distributed.checkpoint, which takes a second that reading does not need.
+    from megascale.checkpoint.directory import sync_folder
+
+    unnamed = target.with_name(f".{target.name}.incomplete-{secrets.token_hex(4)}")
+    try:
+        yield unnamed
+        with open(unnamed, "rb") as stream:
+            os.fsync(stream.fileno())
+        try:
+            os.link(unnamed, target)
+        except FileExistsError:
+            raise
+        except OSError:  # a file system without hard links
+            _check_free(target)
+            os.replace(unnamed, target)
+        sync_folder(target.parent)
+    except (OSError, RuntimeError) as error:
+        raise InteropError(f"{target} cannot be written: {error}") from error
+    finally:
+        unnamed.unlink(missing_ok=True)

@@ -1,0 +1,183 @@
+"""DeepSpeed's loss scalers: pickled objects in the files of ZeRO, numbers in those of its FP16_Optimizer.
+
+Megatron's scaler of before Megatron-Core, from which DeepSpeed's descends, was pickled likewise.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megascale.errors import InteropError
+from megascale.interop.files import read_file
+from megascale.interop.found import NO_CEILING, FoundScaler, ScalerConfig, checked_scale, constant, dynamic, whole
+from megascale.interop.records import attributes_of, kind_of
+from megascale.interop.source import Source
+from megascale.validate import LARGEST_SCALE
+
+SYSTEM = "DeepSpeed"
+MODEL_FILES = ("mp_rank_*_model_states.pt", "zero_pp_rank_*_model_states.pt")
+OPTIMIZER_FILES = ("*zero_pp_rank_*_optim_states.pt",)
+
+
+def recognises(source: Source) -> bool:
+    """Whether it is a DeepSpeed checkpoint folder, one of its files, its optimizer's state, or its scaler."""
+    if source.folder is not None:
+        return bool(checkpoint(source).files(*MODEL_FILES, *OPTIMIZER_FILES))
+    return _optimizer_state(source.content) is not None or _is_scaler(source.content)
+
+
+def checkpoint(source: Source) -> Source:
+    """Return the folder of one checkpoint: itself, or the one that the file ``latest`` in it names."""
+    folder = source.folder
+    latest = None if folder is None else folder / "latest"
+    if folder is None or latest is None or not latest.is_file():
+        return source
+    tag = latest.read_text().strip()
+    if not tag or Path(tag).name != tag or not (folder / tag).is_dir():
+        raise InteropError(f"{latest} names {tag!r}, which is no folder beside it")
+    return Source(str(folder / tag), folder=folder / tag)
+
+
+def find_scaler(source: Source, index: int | None = None) -> FoundScaler | None:
+    """Return the scaler's state; None without one. Every rank's file holds the same one: the first file is read.
+
+    Raises:
+        InteropError: it cannot be read.
+    """
+    if source.folder is None:
+        found = source.content if _is_scaler(source.content) else _optimizer_state(source.content)
+        return parse(found, attributes_of(source.entry("ds_config")))
+    folder = checkpoint(source)
+    for path in (folder.files(*OPTIMIZER_FILES) or folder.files(*MODEL_FILES))[:1]:
+        content = read_file(path)
+        state = _optimizer_state(content)
+        if state is not None:
+            return parse(state, attributes_of(content.get("ds_config")))
+    return None
+
+
+def parse(found: Any, ds_config: Mapping[str, Any]) -> FoundScaler:
+    """Return what a scaler object, or the state of an optimizer, holds. ``ds_config``: the engine's, if it is known."""
+    scaler = found if _is_scaler(found) else found.get("loss_scaler")
+    if scaler is not None:
+        attributes = attributes_of(scaler)
+        is_dynamic = "scale_window" in attributes
+        return _dynamic_object(scaler, attributes) if is_dynamic else _static(attributes["cur_scale"])
+    if "cur_scale" not in found:
+        return constant(SYSTEM, 1.0, not_mapped=("it trained in bf16 or fp32 and scaled no loss",))
+    if not found.get("dynamic_loss_scale"):
+        return _static(found["cur_scale"])
+    floor = attributes_of(ds_config.get("fp16")).get("min_loss_scale", 1)
+    return _dynamic(
+        found | {"min_scale": floor},
+        ScalerConfig(late_first_growth=True),
+        hysteresis_tracker=1,
+        mapped=(
+            "its FP16_Optimizer has no hysteresis: 1",
+            f"min_loss_scale {floor}, of ds_config, or else its default",
+        ),
+    )
+
+
+def _is_scaler(value: Any) -> bool:
+    return not isinstance(value, Mapping) and "cur_scale" in attributes_of(value)
+
+
+def _optimizer_state(content: Any) -> Mapping[str, Any] | None:
+    """Return the state of DeepSpeed's optimizer in what a file, or the optimizer, holds."""
+    if not isinstance(content, Mapping):
+        return None
+    for state in (content, content.get("optimizer_state_dict"), content.get("optimizer")):
+        if isinstance(state, Mapping) and (
+            "fp32_groups_flat" in state or "fp32_groups" in state or _is_scaler(state.get("loss_scaler"))
+        ):
+            return state
+    return None
+
+
+def _static(scale: Any) -> FoundScaler:
+    return constant(SYSTEM, scale, mapped=("cur_scale: a static loss scale",))
+
+
+def _dynamic_object(scaler: Any, attributes: Mapping[str, Any]) -> FoundScaler:
+    """Map a DynamicLossScaler of DeepSpeed, or of Megatron before Megatron-Core."""
+    kind = kind_of(scaler)
+    ours = kind.startswith("deepspeed.")
+    if not ours and not kind.startswith(("megatron.", "fp16.")):
+        raise InteropError(f"the pickled scaler is a {kind}, whose rule is not known")
+    defaults = {"min_scale": 1, "delayed_shift": 1, "cur_hysteresis": 1, "consecutive_hysteresis": False}
+    values = defaults | dict(attributes)
+    config = ScalerConfig(
+        hysteresis=whole(SYSTEM, "delayed_shift", values["delayed_shift"], minimum=1),
+        hysteresis_reset="clean_step" if values["consecutive_hysteresis"] else "growth",
+        late_first_growth=ours,
+    )
+    notes = []
+    if ours and values.get("raise_error_at_min_scale", True):
+        notes.append("DeepSpeed raises an error at an overflow at min_scale; ours stays there and goes on")
+    return _dynamic(
+        values,
+        config,
+        hysteresis_tracker=whole(SYSTEM, "cur_hysteresis", values["cur_hysteresis"], minimum=1),
+        mapped=("delayed_shift (hysteresis), cur_hysteresis, consecutive_hysteresis",),
+        not_mapped=tuple(notes),
+        system=SYSTEM if ours else "Megatron before Megatron-Core",
+    )
+
+
+def _dynamic(
+    values: Mapping[str, Any],
+    config: ScalerConfig,
+    *,
+    hysteresis_tracker: int,
+    mapped: tuple[str, ...],
+    not_mapped: tuple[str, ...] = (),
+    system: str = SYSTEM,
+) -> FoundScaler:
+    """Map the iterations that the peer counts to our growth tracker."""
+    if missing := [key for key in ("cur_iter", "last_overflow_iter", "scale_window") if key not in values]:
+        raise InteropError(f"{system}'s loss scaler lacks {', '.join(missing)}")
+    window = whole(system, "scale_window", values["scale_window"], minimum=1)
+    iteration = whole(system, "cur_iter", values["cur_iter"])
+    overflow = whole(system, "last_overflow_iter", values["last_overflow_iter"], minimum=-1)
+    factor = float(values.get("scale_factor", 2.0))
+    if overflow >= iteration or not factor > 1:
+        raise InteropError(
+            f"{system}'s loss scaler is damaged: last_overflow_iter {overflow} must be below cur_iter {iteration}, and "
+            f"scale_factor {factor} above 1"
+        )
+    clean = iteration - overflow - 1
+    late = config.late_first_growth
+    rule = ScalerConfig(
+        growth_factor=factor,
+        backoff_factor=1 / factor,
+        growth_interval=window,
+        hysteresis=config.hysteresis,
+        min_scale=checked_scale(f"{system}'s min_scale:", values["min_scale"]),
+        max_scale=LARGEST_SCALE,
+        hysteresis_reset=config.hysteresis_reset,
+        late_first_growth=late,
+    )
+    notes = [NO_CEILING.format(system=system)]
+    if late:
+        notes.append(
+            f"DeepSpeed's first growth after an overflow takes {window + 1} clean steps, every further one {window}: "
+            "build_grad_scaler() returns a DeepSpeedGradScaler, which does so; a DynamicGradScaler with a "
+            f"growth_interval of {window} grows a step early"
+        )
+    return dynamic(
+        system,
+        values["cur_scale"],
+        _growth_tracker(clean, window, late),
+        hysteresis_tracker,
+        rule,
+        mapped=("cur_scale, scale_factor, scale_window, min_scale", "cur_iter - last_overflow_iter", *mapped),
+        not_mapped=(*notes, *not_mapped),
+    )
+
+
+def _growth_tracker(clean: int, window: int, late: bool) -> int:
+    """Return our tracker after ``clean`` clean steps in a row; see :class:`DeepSpeedGradScaler`."""
+    if not late:
+        return clean % window
+    return (clean - 1) % window + 1 if clean else 0

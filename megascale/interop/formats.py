@@ -1,0 +1,82 @@
+"""The systems whose checkpoints are read, and which of them a source is."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megascale import validate
+from megascale.errors import InteropError
+from megascale.interop import (
+    accelerate,
+    apex,
+    deepspeed,
+    deepspeed_groups,
+    fairseq,
+    lightning,
+    megatron,
+    torch_amp,
+    torch_checkpoint,
+)
+from megascale.interop.found import FoundScaler, constant
+from megascale.interop.named_state import FoundState, Names
+from megascale.interop.source import Source
+from megascale.state_dict import KEYS
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Format:
+    """One system: how its checkpoints are recognised and read. The finders return None for what is not there."""
+
+    recognises: Callable[[Source], bool]
+    find_scaler: Callable[[Source, int | None], FoundScaler | None]
+    find_state: Callable[[Source, Names | None], FoundState | None]
+
+
+# The first that recognises a source reads it, so the particular come before the general.
+FORMATS = {
+    "megatron": Format(megatron.recognises, megatron.find_scaler, megatron.find_state),
+    "deepspeed": Format(deepspeed.recognises, deepspeed.find_scaler, deepspeed_groups.find_state),
+    "accelerate": Format(accelerate.recognises, accelerate.find_scaler, accelerate.find_state),
+    "lightning": Format(lightning.recognises, lightning.find_scaler, lightning.find_state),
+    "fairseq": Format(fairseq.recognises, fairseq.find_scaler, fairseq.find_state),
+    "apex": Format(apex.recognises, apex.find_scaler, torch_checkpoint.find_state),
+    "torch": Format(torch_checkpoint.recognises, torch_amp.find_scaler, torch_checkpoint.find_state),
+}
+
+
+def _empty_scaler(source: Source, index: int | None) -> FoundScaler:
+    note = "nothing is in it: a constant scaler of Megatron-Core's, or a disabled one of torch's; no scale is recorded"
+    return constant("an empty state", None, not_mapped=(note,))
+
+
+def _no_state(source: Source, names: Names | None) -> None:
+    return None
+
+
+_EMPTY = Format(lambda source: source.content == {}, _empty_scaler, _no_state)
+
+
+def format_of(source: Source, name: str = AUTO) -> Format:
+    """Return the format of that name, or the one that recognises ``source``.
+
+    Raises:
+        InteropError: none does, or it is megascale's own.
+        ArgumentError: there is no format of that name.
+    """
+    validate.one_of("format", name, (AUTO, *FORMATS))
+    if set(KEYS) <= source.top_keys():
+        raise InteropError(f"{source.where} is megascale's own; load it with load_state_dict()")
+    if source.folder is None and _EMPTY.recognises(source):
+        return _EMPTY
+    if name != AUTO:
+        return FORMATS[name]
+    for candidate in FORMATS.values():
+        if candidate.recognises(source):
+            return candidate
+    there = ", ".join(sorted(map(str, source.top_keys()))[:12]) or ", ".join(
+        path.name for path in source.files("*")[:12]
+    )
+    raise InteropError(
+        f"{source.where} is no checkpoint of {', '.join(FORMATS)} that is known; it has {there or 'nothing'}"
+    )

@@ -1,0 +1,232 @@
+"""What was found in another system's checkpoint: its scaler, and how ours continues it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+
+from megascale import validate
+from megascale.errors import ArgumentError, InteropError
+from megascale.grad_scaler import LARGEST_TRACKER, ConstantGradScaler, DynamicGradScaler, MegatronGradScaler
+from megascale.interop.deepspeed_scaler import DeepSpeedGradScaler
+
+NO_FLOOR = (
+    f"{{system}} lets the scale fall without end; ours stops at {validate.SMALLEST_SCALE:.0e}, "
+    "the smallest with a finite reciprocal, or at the min_scale that you give"
+)
+NO_CEILING = (
+    f"{{system}} lets the scale grow past {validate.LARGEST_SCALE:.0e}, where its reciprocal is no normal fp32 "
+    "number; ours stops there"
+)
+
+
+@dataclass(frozen=True)
+class ScalerConfig:
+    """How the peer's scale moves, in the words of :class:`DynamicGradScaler`. None: the checkpoint does not say.
+
+    Attributes:
+        growth_factor, backoff_factor: what the scale is multiplied by.
+        growth_interval: clean steps between two growths.
+        hysteresis: overflows before the scale backs off.
+        min_scale, max_scale: bounds; the widest that ours has where the peer has none.
+        hysteresis_reset: "growth" or "clean_step".
+        late_first_growth: the first growth after an overflow takes one clean step more (DeepSpeed).
+    """
+
+    growth_factor: float | None = 2.0
+    backoff_factor: float | None = 0.5
+    growth_interval: int | None = None
+    hysteresis: int | None = 1
+    min_scale: float | None = validate.SMALLEST_SCALE
+    max_scale: float | None = validate.LARGEST_SCALE
+    hysteresis_reset: str = "growth"
+    late_first_growth: bool = False
+
+
+@dataclass(frozen=True)
+class FoundScaler:
+    """A scaler's state and configuration, read from another system.
+
+    Attributes:
+        system: which one.
+        state: in our keys: ``{"scale": fp32 tensor of shape [1], "growth_tracker": int, "hysteresis_tracker": int}``
+            of a dynamic scale, ``{"scale": ...}`` of a constant one, ``{}`` where the scale is not recorded.
+        config: what the checkpoint, or the peer's source, says of the rule.
+        dynamic: False for a constant scale.
+        mapped: what was taken over, a line each.
+        not_mapped: what was not, or differs, and why.
+        unfaithful: why no state of ours continues the peer's trajectory; empty if one does.
+    """
+
+    system: str
+    state: dict[str, Any]
+    config: ScalerConfig = field(default_factory=ScalerConfig)
+    dynamic: bool = True
+    mapped: tuple[str, ...] = ()
+    not_mapped: tuple[str, ...] = ()
+    unfaithful: tuple[str, ...] = ()
+
+    @property
+    def scale(self) -> float | None:
+        """The loss scale; None if the checkpoint does not record it."""
+        return float(self.state["scale"]) if self.state else None
+
+    def build_grad_scaler(self, **config: Any) -> MegatronGradScaler:
+        """Return a scaler of ours, in the peer's state, that continues the peer's scale step for step.
+
+        Args:
+            config: fields of :class:`ScalerConfig` that the checkpoint does not record, or that shall differ from it;
+                for a constant scale that is not recorded: ``initial_scale``.
+
+        Raises:
+            InteropError: the checkpoint does not record what is needed, or the state cannot go on under ``config``.
+            ArgumentError: for a value outside its range, or a name that is no field.
+        """
+        if not self.dynamic:
+            return self._build_constant(**config)
+        known = {item.name for item in fields(ScalerConfig)}
+        if unknown := sorted(set(config) - known):
+            raise ArgumentError(f"unknown configuration {', '.join(unknown)}; there are {', '.join(sorted(known))}")
+        rule = replace(self.config, **config)
+        if missing := [name for name in sorted(known) if getattr(rule, name) is None]:
+            raise InteropError(
+                f"{self.system}'s checkpoint does not record {', '.join(missing)}; pass what the run was configured "
+                f"with: build_grad_scaler({', '.join(f'{name}=...' for name in missing)})"
+            )
+        if reasons := [reason for reason in discontinuities(self.state, rule) if reason not in self.unfaithful]:
+            raise InteropError(f"{self.system}: {'; '.join(reasons)}")
+        scaler = _dynamic_scaler(float(self.state["scale"]), rule)
+        scaler.load_state_dict(self.state)
+        return scaler
+
+    def _build_constant(self, **config: Any) -> ConstantGradScaler:
+        if unknown := sorted(set(config) - {"initial_scale"}):
+            raise ArgumentError(f"a constant scale has no {', '.join(unknown)}; it has initial_scale")
+        initial = config.get("initial_scale", self.scale)
+        if initial is None:
+            raise InteropError(
+                f"{self.system}'s checkpoint does not record its constant scale; pass what the run was configured "
+                "with: build_grad_scaler(initial_scale=...)"
+            )
+        return ConstantGradScaler(initial)
+
+
+def _dynamic_scaler(scale: float, rule: ScalerConfig) -> DynamicGradScaler:
+    factors: Any = (rule.min_scale, rule.growth_factor, rule.backoff_factor, rule.growth_interval, rule.hysteresis)
+    kind = DeepSpeedGradScaler if rule.late_first_growth else DynamicGradScaler
+    return kind(scale, *factors, max_scale=rule.max_scale, hysteresis_reset=rule.hysteresis_reset)
+
+
+def dynamic(
+    system: str,
+    scale: Any,
+    growth_tracker: Any,
+    hysteresis_tracker: Any,
+    config: ScalerConfig,
+    *,
+    mapped: Sequence[str] = (),
+    not_mapped: Sequence[str] = (),
+    unfaithful: Sequence[str] = (),
+) -> FoundScaler:
+    """Return a dynamic scaler's finding, its numbers checked.
+
+    Raises:
+        InteropError: a number is of another type, or outside its range.
+    """
+    number = checked_scale(system, scale)
+    state = {
+        "scale": torch.tensor([number], dtype=torch.float32),
+        "growth_tracker": whole(system, "growth tracker", growth_tracker),
+        "hysteresis_tracker": whole(system, "hysteresis tracker", hysteresis_tracker),
+    }
+    reasons = [*unfaithful, *rounded(number), *discontinuities(state, config)]
+    return FoundScaler(
+        system,
+        state,
+        config,
+        mapped=tuple(mapped),
+        not_mapped=(*not_mapped, *coarse(config)),
+        unfaithful=tuple(reasons),
+    )
+
+
+def constant(system: str, scale: Any, *, mapped: Sequence[str] = (), not_mapped: Sequence[str] = ()) -> FoundScaler:
+    """Return a constant scaler's finding; ``scale`` None: it is not recorded. Raises InteropError for a bad scale."""
+    state: dict[str, Any] = {}
+    reasons: list[str] = []
+    if scale is not None:
+        number = checked_scale(system, scale)
+        state, reasons = {"scale": torch.tensor([number], dtype=torch.float32)}, rounded(number)
+    return FoundScaler(
+        system,
+        state,
+        dynamic=False,
+        mapped=tuple(mapped),
+        not_mapped=tuple(not_mapped),
+        unfaithful=tuple(reasons),
+    )
+
+
+def discontinuities(state: dict[str, Any], config: ScalerConfig) -> list[str]:
+    """Return why a scaler of ours with ``config`` cannot go on from ``state`` as the peer would."""
+    reasons = []
+    scale, growth, hysteresis = float(state["scale"]), state["growth_tracker"], state["hysteresis_tracker"]
+    interval = config.growth_interval
+    if interval is not None and not config.late_first_growth and growth >= interval:
+        reasons.append(
+            f"the growth tracker is {growth}, at or above the interval of {interval}: the peer compares with == and "
+            "would not grow until the next overflow, ours grows at the next clean step"
+        )
+    if config.hysteresis is not None and hysteresis > config.hysteresis:
+        reasons.append(
+            f"the hysteresis tracker is {hysteresis}, above the hysteresis of {config.hysteresis}: ours cuts it to that"
+        )
+    if config.min_scale is not None and scale < config.min_scale:
+        reasons.append(f"the scale is {scale}, below the min_scale of {config.min_scale}")
+    if config.max_scale is not None and scale > config.max_scale:
+        reasons.append(f"the scale is {scale}, above the max_scale of {config.max_scale}")
+    return reasons
+
+
+def checked_scale(system: str, scale: Any) -> float:
+    """Return a scale as a float. Raises InteropError naming what is wrong with it."""
+    if isinstance(scale, torch.Tensor) and scale.numel() == 1:
+        scale = scale.item()
+    try:
+        return validate.scale(f"{system}'s scale", scale)
+    except ArgumentError as error:
+        fallen = isinstance(scale, float) and scale == 0
+        hint = "; it has fallen to where no step is taken any more" if fallen else ""
+        raise InteropError(f"{error}{hint}") from None
+
+
+def whole(system: str, what: str, value: Any, minimum: int = 0) -> int:
+    """Return an integer. Raises InteropError naming what is wrong with it."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    try:
+        return validate.integer(f"{system}'s {what}", value, minimum=minimum, maximum=LARGEST_TRACKER)
+    except ArgumentError as error:
+        raise InteropError(str(error)) from None
+
+
+def rounded(scale: float) -> list[str]:
+    """Return why fp32 does not hold ``scale``, if so."""
+    kept = as_fp32(scale)
+    return [] if kept == scale else [f"the scale is {scale!r}, which fp32 rounds to {kept!r}"]
+
+
+def coarse(config: ScalerConfig) -> list[str]:
+    """Return a note for each factor that fp32 does not hold: the peer may round its product otherwise."""
+    factors = {"growth_factor": config.growth_factor, "backoff_factor": config.backoff_factor}
+    return [
+        f"{name} is {value!r}, which fp32 does not hold: the scale may differ from the peer's in the last bit"
+        for name, value in factors.items()
+        if value is not None and as_fp32(value) != value
+    ]
+
+
+def as_fp32(value: float) -> float:
+    """Return ``value`` rounded to fp32."""
+    return float(torch.tensor(value, dtype=torch.float32))

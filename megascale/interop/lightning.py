@@ -1,0 +1,39 @@
+"""Lightning's ``.ckpt`` files: torch's states under keys of Lightning's own."""
+
+from typing import Any
+
+from megascale.errors import InteropError
+from megascale.interop import apex, torch_amp
+from megascale.interop.found import FoundScaler
+from megascale.interop.named_state import FoundState, Names, is_torch_state
+from megascale.interop.source import Source
+from megascale.interop.torch_checkpoint import named_torch_state
+
+SYSTEM = "Lightning"
+
+
+def recognises(source: Source) -> bool:
+    """Whether it is a Lightning checkpoint."""
+    keys = source.top_keys()
+    return "pytorch-lightning_version" in keys or {"state_dict", "optimizer_states"} <= keys
+
+
+def find_scaler(source: Source, index: int | None = None) -> FoundScaler | None:
+    """Return the precision plugin's scaler: under "MixedPrecision", "FSDPPrecision", or a name of older releases."""
+    states = torch_amp.states_in(source.content)
+    if states:
+        key, state = torch_amp.chosen(states, index, source.where, "grad scalers")
+        return torch_amp.parse(state, SYSTEM, (f"precision plugin {key!r}",))
+    return apex.find_scaler(source, index)
+
+
+def find_state(source: Source, names: Names | None = None) -> FoundState | None:
+    """Return the optimizer's state, and the weights as main params; None if it was saved with save_weights_only."""
+    optimizers: Any = source.entry("optimizer_states") or []
+    if len(optimizers) > 1:
+        raise InteropError(f"{source.where} holds {len(optimizers)} optimizers; one is converted at a time")
+    for saved in optimizers:
+        if not is_torch_state(saved):
+            raise InteropError(f"{source.where} holds an optimizer's state that is not torch's")
+        return named_torch_state(SYSTEM, saved, source.entry("state_dict"), names, source.where)
+    return None

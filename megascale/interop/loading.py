@@ -1,0 +1,51 @@
+"""load_scaler_state: any system's scaler, in our keys."""
+
+from typing import Any
+
+from megascale import validate
+from megascale.errors import InteropError
+from megascale.interop.formats import AUTO, format_of
+from megascale.interop.found import FoundScaler
+from megascale.interop.source import Source, damage_named, open_source
+
+
+def load_scaler_state(source: Any, *, format: str = AUTO, index: int | None = None, strict: bool = True) -> FoundScaler:
+    """Read the loss scaler's state from a checkpoint of another system. Executes nothing that a file says.
+
+    Args:
+        source: a state dict that is loaded already, a checkpoint's file or folder, or an object with ``state_dict()``.
+            Unchanged.
+        format: "auto" or one of "megatron", "deepspeed", "accelerate", "lightning", "fairseq", "apex", "torch".
+        index: which scaler, where a checkpoint holds several that differ.
+        strict: refuse a state that no state of ours continues exactly. False: take the nearest, and name the
+            differences in ``unfaithful``.
+
+    Returns:
+        The state, the configuration, and what was mapped; see :meth:`FoundScaler.build_grad_scaler`.
+
+    Raises:
+        InteropError: it is not recognised, cannot be read, holds no scaler, or cannot be mapped faithfully.
+        ArgumentError, ArgumentTypeError: for an argument out of its range.
+    """
+    validate.flag("strict", strict)
+    opened = open_source(source)
+    found = find_scaler(opened, format, index, strict=strict)
+    if found is None:
+        raise InteropError(
+            f"{opened.where} holds no loss scaler's state: it was trained without a loss scale, or saved without it"
+        )
+    return found
+
+
+def find_scaler(source: Source, format: str, index: int | None, *, strict: bool) -> FoundScaler | None:
+    """Return the scaler in an opened source, or None. Raises InteropError as :func:`load_scaler_state`."""
+    if index is not None:
+        validate.integer("index", index, minimum=0)
+    with damage_named(source.where):
+        found = format_of(source, format).find_scaler(source, index)
+    if found is not None and strict and found.unfaithful:
+        raise InteropError(
+            f"{source.where}: {found.system}'s scale would not go on as it did: {'; '.join(found.unfaithful)}; "
+            "strict=False takes the nearest state"
+        )
+    return found

@@ -1,0 +1,180 @@
+"""A torch optimizer's state dict, by number, as our state dict, by name."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+
+from megascale.errors import InteropError, StateDictError
+from megascale.interop.records import InertRecord
+from megascale.state_dict import VERSION, portable
+
+Names = Sequence[str] | Sequence[Sequence[str]]
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class FoundState:
+    """Main params and optimizer state, read from another system, in our form.
+
+    Attributes:
+        system: which one.
+        groups: options of each param group, with its parameters' names under "params".
+        states: by parameter name.
+        main_params: by parameter name, fp32.
+        mapped: what was taken over, a line each.
+        not_mapped: what was not, or differs, and why.
+    """
+
+    system: str
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    states: dict[str, dict[str, Any]] = field(default_factory=dict)
+    main_params: dict[str, Tensor] = field(default_factory=dict)
+    mapped: tuple[str, ...] = ()
+    not_mapped: tuple[str, ...] = ()
+
+    def state_dict(self, grad_scaler: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what ``MixedPrecisionOptimizer.load_state_dict`` takes. ``grad_scaler``: the scaler's state."""
+        return {
+            "optimizer": {"state": self.states, "param_groups": self.groups},
+            "main_params": self.main_params,
+            "grad_scaler": dict(grad_scaler),
+            "version": VERSION,
+        }
+
+
+def is_torch_state(value: Any) -> TypeGuard[Mapping[str, Any]]:
+    """Whether ``value`` looks like a torch optimizer's state dict."""
+    return (
+        isinstance(value, Mapping)
+        and isinstance(value.get("state"), Mapping)
+        and isinstance(value.get("param_groups"), (list, tuple))
+        and all(isinstance(group, Mapping) and "params" in group for group in value["param_groups"])
+    )
+
+
+def sizes_of(saved: Mapping[str, Any]) -> list[int]:
+    """Return the number of parameters in each group."""
+    return [len(group["params"]) for group in saved["param_groups"]]
+
+
+def recorded_names(saved: Mapping[str, Any]) -> list[list[str]] | None:
+    """Return the names by group that an optimizer built from named parameters records, or None."""
+    groups = saved["param_groups"]
+    if all(isinstance(name, str) for group in groups for name in group["params"]):
+        return [list(group["params"]) for group in groups]
+    if all("param_names" in group for group in groups):
+        return [list(group["param_names"]) for group in groups]
+    return None
+
+
+def by_group(names: Names, sizes: Sequence[int], where: str) -> list[list[str]]:
+    """Return ``names`` by group: given so, or as one list in the order of the groups.
+
+    Raises:
+        InteropError: their numbers do not fit, or a name is there twice.
+    """
+    nested = [[entry] if isinstance(entry, str) else list(entry) for entry in names]
+    flat = [name for group in nested for name in group]
+    if len(set(flat)) != len(flat):
+        raise InteropError(f"parameter name {next(n for n in flat if flat.count(n) > 1)!r} is given twice")
+    if all(isinstance(entry, str) for entry in names):
+        if len(flat) != sum(sizes):
+            raise InteropError(f"{len(flat)} parameter names are given, {where} has {sum(sizes)} parameters")
+        starts = [sum(sizes[:index]) for index in range(len(sizes))]
+        return [flat[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+    if (given := [len(group) for group in nested]) != list(sizes):
+        raise InteropError(f"parameter names are given for groups of {given}, {where} has groups of {list(sizes)}")
+    return nested
+
+
+def named(
+    saved: Mapping[str, Any], names: Sequence[Sequence[str]], where: str
+) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
+    """Return the groups and states of a torch optimizer's state dict by name, its tensors copied.
+
+    Raises:
+        InteropError: it holds what our state dict cannot, naming it.
+    """
+    groups: list[dict[str, Any]] = []
+    states: dict[str, dict[str, Any]] = {}
+    common = saved["state"].get("common_step")
+    for index, (group, own) in enumerate(zip(saved["param_groups"], names, strict=True)):
+        check_adam(group, f"{where}, group {index}")
+        step = group.get("step", common)
+        for key, name in zip(group["params"], own, strict=True):
+            state = saved["state"].get(key, {})
+            states[name] = _portable_state(state if step is None or not state else {"step": step} | state, name)
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names", "step")}
+        groups.append(_portable(options, f"{where}, group {index}") | {"params": list(own)})
+    return groups, states
+
+
+def check_adam(group: Mapping[str, Any], where: str) -> None:
+    """Raise InteropError for an option of other systems' Adam that torch's cannot follow."""
+    if group.get("bias_correction", True) in (False, 0):
+        raise InteropError(f"{where} has bias_correction=False; torch's Adam always corrects, so it cannot go on alike")
+
+
+def check_shapes(states: Mapping[str, Mapping[str, Any]], like: Mapping[str, Any], where: str) -> None:
+    """Raise InteropError where a state's tensor has another shape than ``like``'s of that name."""
+    for name, state in states.items():
+        shape = like[name].shape if isinstance(like.get(name), Tensor) else None
+        for key, value in state.items():
+            if shape is not None and isinstance(value, Tensor) and value.dim() > 0 and value.shape != shape:
+                raise InteropError(
+                    f"{where}: {key} of {name!r} has shape {tuple(value.shape)}, the parameter has {tuple(shape)}; "
+                    "the names are in another order than the optimizer's parameters: give them with --model-names"
+                )
+
+
+def own(value: Tensor) -> Tensor:
+    """Return a copy with a memory of its own: a view would be saved with all of what it views."""
+    return value.detach().contiguous().clone()
+
+
+def step_tensor(step: Any) -> Tensor:
+    """Return a count of steps as torch's Adam keeps it: fp32, 0-d."""
+    return torch.as_tensor(step, dtype=torch.float32).reshape(()).clone()
+
+
+def _portable_state(state: Any, name: str) -> dict[str, Any]:
+    if not isinstance(state, Mapping):
+        raise InteropError(f"optimizer state of {name!r} is {state!r}, which cannot be read")
+    packed: dict[str, Any] = _portable(state, f"optimizer state of {name!r}")
+    if isinstance(packed.get("step"), (int, float, Tensor)):
+        packed["step"] = step_tensor(packed["step"])
+    return {key: own(value) if isinstance(value, Tensor) else value for key, value in packed.items()}
+
+
+def _portable(value: Mapping[Any, Any], where: str) -> dict[str, Any]:
+    if strange := [key for key, item in value.items() if isinstance(item, InertRecord)]:
+        raise InteropError(
+            f"{where}: {strange[0]!r} is {value[strange[0]]!r}; save plain tensors (of a sharded checkpoint: "
+            "consolidate it first)"
+        )
+    try:
+        packed: dict[str, Any] = portable(value, where, copy=False)
+    except StateDictError as error:
+        raise InteropError(str(error)) from None
+    return packed
+
+
+def weights_in(model: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the floating point tensors of a model's state dict in its order, of tied ones the first."""
+    seen: set[tuple[Any, ...]] = set()
+    weights: dict[str, Tensor] = {}
+    for name, value in model.items():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            place = (value.untyped_storage().data_ptr(), value.storage_offset(), value.shape)
+            if place not in seen or value.numel() == 0:
+                seen.add(place)
+                weights[name] = value
+    return weights
+
+
+def flat_names(names: Iterable[Iterable[str]]) -> list[str]:
+    """Return the names of all groups, in order."""
+    return [name for group in names for name in group]

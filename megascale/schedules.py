@@ -1,0 +1,271 @@
+"""LR schedules that follow landed steps only, without a host sync.
+
+A skipped step must not advance a schedule, and the host learns of a skip one step late. So the host advances the
+schedule as if the step had landed, the device chooses between the rate before and the rate after, and the host takes
+the advance back when it learns of a skip, before it advances again. The rate of every step is that of the number of
+steps landed before it, exactly.
+"""
+
+import copy
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from megascale.errors import ArgumentError, ArgumentTypeError, StateDictError
+from megascale.group_rates import GroupRates, number_of, takes_rates_on_device
+from megascale.host_view import HostView
+from megascale.landed import Landings
+
+
+class _Position(NamedTuple):
+    """Where a schedule stood: its state dict, its rates, and each group's other options."""
+
+    state: dict[str, Any]
+    rates: list[float]
+    options: list[dict[str, Any]]
+
+
+class LandedLRScheduler(LRScheduler):
+    """A torch LR scheduler that counts landed steps only. Call :meth:`step` after every ``optimizer.step()``.
+
+        schedule = LandedLRScheduler(OneCycleLR(optimizer, 1e-3, total_steps=1000, cycle_momentum=False))
+        ...
+        result = optimizer.step()
+        schedule.step(result.success)
+
+    ``group["lr"]`` becomes a 0-d tensor on the device: fp64, so that the update reads the very number that the schedule
+    computed (fp32 on a device without fp64, or for a torch optimizer). The host waits for the device only where it must
+    know at once whether the step landed:
+
+    - the optimizer's update runs on the host's word (anything but Adam, AdamW, SGD and Lion; see
+      ``MixedPrecisionOptimizer``), or is a torch optimizer that is neither fused nor capturable: rates stay numbers;
+    - the schedule changes momentum or betas, as OneCycleLR and CyclicLR do unless ``cycle_momentum=False``;
+    - the schedule raises, because it has come to its end, say: it does so only if the step landed;
+    - somebody else has written the rate's tensor, as ``load_state_dict`` does: it is read once. A number put into
+      ``group["lr"]`` needs no reading. Either is taken over, as torch's own schedulers do.
+
+    Anything else that is asked of it (``last_epoch``, ``base_lrs``, ...) is the wrapped scheduler's, and waits too.
+
+    Args:
+        scheduler: any of torch's, but for ReduceLROnPlateau, which follows a metric and not steps: use that one bare.
+            Step it through the wrapper only. Of a SequentialLR or ChainedScheduler, wrap the whole.
+        optimizer: whose landed steps count, where the scheduler was built on the optimizer that it wraps. None: the
+            scheduler's own.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: naming the argument.
+    """
+
+    def __init__(self, scheduler: LRScheduler, optimizer: torch.optim.Optimizer | None = None) -> None:
+        # Not super().__init__(), which would start a schedule of its own.
+        optimizer = _check(scheduler, optimizer)
+        _make_plain(scheduler)
+        self.scheduler = scheduler
+        self.optimizer = optimizer
+        self._landings = Landings(optimizer)
+        self._rates = GroupRates(optimizer)
+        self._view = HostView()
+        self._before: _Position | None = None
+
+    def step(self, success: Tensor | bool | None = None) -> None:  # type: ignore[override]
+        """Advance by one if the optimizer's step landed.
+
+        Args:
+            success: bool, or a tensor of one bool, such as ``result.success``, the same on all ranks. None: whether any
+                step since the last call landed, by the optimizer's own count.
+
+        Raises:
+            ArgumentError, ArgumentTypeError, UsageError: see :meth:`megascale.landed.Landings.landed`.
+        """
+        landed = self._landings.landed(success)
+        self._hear(self._view.push({"landed": landed}))
+        self._rates.follow()
+        before = self._before = self._position()
+        on_device = landed if takes_rates_on_device(self.optimizer) and isinstance(landed, Tensor) else None
+        must_wait = on_device is None
+        if must_wait and not self._has_landed():
+            return
+        try:
+            self._advance()
+        except Exception:
+            has_landed = must_wait or self._has_landed()
+            self._return_to(before)
+            if has_landed:
+                raise
+            return
+        if on_device is not None and self._other_options() == before.options:
+            self._rates.choose(on_device, before.rates)
+        elif must_wait or self._has_landed():
+            self._rates.put()
+        else:
+            self._return_to(before)
+
+    def get_last_lr(self) -> list[float | Tensor]:
+        """Return the rate of each param group for the next step: exact, copies, on the device where the rates are."""
+        return [_copied(group["lr"]) for group in self.optimizer.param_groups]
+
+    def known_lr(self) -> list[float]:
+        """Return the rate of each param group as the host knows it without waiting: at most one step old."""
+        return list(self._rates.numbers if self._before is None else self._before.rates)
+
+    def get_lr(self) -> list[float | Tensor]:
+        """See :meth:`torch.optim.lr_scheduler.LRScheduler.get_lr`."""
+        self._catch_up()
+        return self.scheduler.get_lr()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of the wrapped scheduler's state, exact: the host waits for the last step.
+
+        It is torch's own format: it loads into the bare scheduler too, and that one's loads here.
+        """
+        self._catch_up()
+        return _copied(self.scheduler.state_dict())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned. The rates themselves are in the optimizer's state: load that too.
+
+        Raises:
+            StateDictError: it is not the state of such a scheduler; nothing has changed.
+        """
+        self._catch_up()
+        own = self.scheduler.state_dict()
+        if not isinstance(state_dict, dict):
+            raise StateDictError(f"state dict of a scheduler must be a dict, got {type(state_dict).__name__}")
+        missing = sorted(own.keys() - state_dict.keys())
+        if missing:
+            raise StateDictError(
+                f"state dict lacks {missing}, which {type(self.scheduler).__name__} has; load the state of the same "
+                "scheduler"
+            )
+        before = _copied(own)
+        try:
+            self.scheduler.load_state_dict(_plain(_copied(state_dict)))
+            self._rates.expect(self.scheduler.get_last_lr())
+        except Exception as error:
+            self.scheduler.load_state_dict(before)
+            raise StateDictError(f"state dict does not fit {type(self.scheduler).__name__}: {error}") from error
+
+    def __getattr__(self, name: str) -> Any:
+        # Not while copying or unpickling, when there is no scheduler yet.
+        if name.startswith("__") or "scheduler" not in self.__dict__:
+            raise AttributeError(name)
+        getattr(self.scheduler, name)
+        self._catch_up()
+        return getattr(self.scheduler, name)
+
+    def _advance(self) -> None:
+        """Step the wrapped scheduler once, on numbers."""
+        # Steps were taken, though not all ways to take them pass the scheduler's counter.
+        self.scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
+        with self._rates.shown():
+            self.scheduler.step()
+
+    def _has_landed(self) -> bool:
+        """Wait for the outcome of the step that was pushed last."""
+        heard = self._view.flush()
+        self._before = None
+        return heard is not None and heard["landed"] != 0
+
+    def _catch_up(self) -> None:
+        self._hear(self._view.flush())
+
+    def _hear(self, heard: dict[str, float] | None) -> None:
+        """Take back an advance that was made for a skipped step. The device has not followed it."""
+        before, self._before = self._before, None
+        if before is not None and heard is not None and heard["landed"] == 0:
+            self._return_to(before)
+
+    def _position(self) -> _Position:
+        return _Position(_copied(self.scheduler.state_dict()), list(self._rates.numbers), self._other_options())
+
+    def _return_to(self, position: _Position) -> None:
+        self.scheduler.load_state_dict(position.state)
+        self._rates.numbers = list(position.rates)
+        for group, options in zip(self.optimizer.param_groups, position.options, strict=True):
+            group.update(options)
+
+    def _other_options(self) -> list[dict[str, Any]]:
+        return [
+            {key: value for key, value in group.items() if key not in ("params", "lr") and _is_plain(value)}
+            for group in self.optimizer.param_groups
+        ]
+
+
+def _check(scheduler: Any, optimizer: Any) -> torch.optim.Optimizer:
+    """Return the optimizer that counts. Raises ArgumentError or ArgumentTypeError."""
+    if isinstance(scheduler, LandedLRScheduler):
+        raise ArgumentTypeError("scheduler is a LandedLRScheduler already; wrap the torch scheduler once")
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise ArgumentTypeError(
+            "scheduler is a ReduceLROnPlateau, which follows a metric and not steps; call its step(metric) bare, "
+            "beside a LandedLRScheduler if need be"
+        )
+    if not isinstance(scheduler, LRScheduler):
+        raise ArgumentTypeError(
+            f"scheduler must be a torch.optim.lr_scheduler.LRScheduler, got {type(scheduler).__name__}"
+        )
+    own = scheduler.optimizer
+    if optimizer is None:
+        return own
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ArgumentTypeError(f"optimizer must be a torch.optim.Optimizer or None, got {type(optimizer).__name__}")
+    if list(map(id, optimizer.param_groups)) != list(map(id, own.param_groups)):
+        raise ArgumentError(
+            f"optimizer has other param groups than the {type(own).__name__} that the scheduler was built on; pass the "
+            "optimizer that wraps it"
+        )
+    return optimizer
+
+
+def _make_plain(scheduler: LRScheduler) -> None:
+    """Turn tensors that a scheduler keeps, here and in its groups, into numbers: those of an lr given as a tensor."""
+    state = scheduler.state_dict()
+    if _plain(state) is not state:
+        scheduler.load_state_dict(_plain(state))
+    defaults = scheduler.optimizer.defaults
+    for group in scheduler.optimizer.param_groups:
+        kept = {key: value for key, value in group.items() if key not in defaults and key not in ("params", "lr")}
+        group.update({key: number_of(value) for key, value in kept.items() if _is_scalar(value)})
+
+
+def _plain(value: Any) -> Any:
+    """Return ``value`` with numbers for tensors of one element: the same object where there are none."""
+    if _is_scalar(value):
+        return number_of(value)
+    if type(value) is dict:
+        made = {key: _plain(item) for key, item in value.items()}
+        return made if any(made[key] is not item for key, item in value.items()) else value
+    if type(value) in (list, tuple):
+        items = type(value)(map(_plain, value))
+        return items if any(new is not old for new, old in zip(items, value, strict=True)) else value
+    return value
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether comparing ``value`` reads no tensor."""
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of a scheduler's state: containers and tensors are copied, what else is in them is not.
+
+    A schedule's callable may hold a model or an optimizer, which no deep copy survives.
+    """
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        made = copy.copy(value)
+        for key, item in value.items():
+            made[key] = _copied(item)
+        return made
+    if type(value) in (list, tuple):
+        return type(value)(map(_copied, value))
+    return copy.copy(value) if isinstance(value, (list, set)) else value

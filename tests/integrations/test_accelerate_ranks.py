@@ -1,0 +1,226 @@
+"""Accelerate on two gloo ranks: DistributedDataParallel, a DistributedOptimizer, FSDP2, and the documented script."""
+
+import gc
+import re
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from megascale import DistributedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer
+from megascale.errors import UsageError
+from tests.jobs import job
+from tests.pool import RankPool
+from tests.training import INNER, bits_equal, model, wrap
+
+accelerate = pytest.importorskip("accelerate", reason="tests of the Accelerate integration need accelerate")
+
+import safetensors.torch  # noqa: E402
+from accelerate.state import AcceleratorState, PartialState  # noqa: E402
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin  # noqa: E402
+
+from megascale.integrations.accelerate import Accelerator, adopt  # noqa: E402
+from tests.integrations.accelerate_cases import (  # noqa: E402
+    SKIPS,
+    Seen,
+    accelerator_of,
+    as_rank,
+    by_hand,
+    with_accelerate,
+)
+
+WORLD, NORM = 2, 0.1
+
+
+class Ran(Seen):
+    """What one rank saw, its main params, and what its model had become."""
+
+    main_params: dict[str, Tensor]
+    kind: str
+    gathered: list[float]
+
+
+def _whole(optimizer: MixedPrecisionOptimizer) -> dict[str, Tensor]:
+    """Return all main params, whole. All ranks call it together."""
+    mains = optimizer.state_dict()["main_params"]
+    return {name: main.full_tensor() if isinstance(main, DTensor) else main for name, main in mains.items()}
+
+
+def _ran(accelerator: Accelerator, module: nn.Module, prepared: Any, optimizer: MixedPrecisionOptimizer) -> Ran:
+    seen = with_accelerate(accelerator, module, prepared, norm=NORM)
+    ran = Ran(**vars(seen))
+    ran.main_params = _whole(optimizer)
+    ran.kind = type(module).__name__
+    ran.gathered = accelerator.gather(optimizer.get_loss_scale()).tolist()
+    return ran
+
+
+def _check(results: list[Ran], kind: str) -> None:
+    """Compare with one process that has all ranks' data. Ranks round fp16 gradients before they are averaged."""
+    reference = model()
+    optimizer = wrap(reference, clip_grad=NORM)
+    expected = by_hand(reference, optimizer, ranks=WORLD)
+    for ran in results:
+        assert ran.kind == kind
+        assert ran.skips == expected.skips == SKIPS
+        assert ran.scales == expected.scales
+        assert ran.gathered == [expected.scales[-1]] * WORLD
+        assert ran.norms == results[0].norms or [*map(str, ran.norms)] == [*map(str, results[0].norms)]
+        landed = [
+            (ours, theirs) for ours, theirs, skip in zip(ran.norms, expected.norms, SKIPS, strict=True) if not skip
+        ]
+        for ours, theirs in landed:
+            assert ours == pytest.approx(theirs, rel=2e-3)
+        for name, main in optimizer.main_params():
+            assert bits_equal(ran.main_params[name], results[0].main_params[name])
+            torch.testing.assert_close(ran.main_params[name], main, rtol=0, atol=4e-3)
+
+
+# DistributedDataParallel
+
+
+def _replicated() -> Ran:
+    with as_rank():
+        accelerator, module = accelerator_of(), model()
+        optimizer = wrap(module)
+        prepared_model, prepared = accelerator.prepare(module, optimizer)
+        return _ran(accelerator, prepared_model, prepared, optimizer)
+
+
+def test_an_overflow_on_one_rank_is_skipped_by_all(ranks: RankPool) -> None:
+    """Under DDP: one rank's inf skips on both, optimizer_step_was_skipped says so on both, all else equals one rank."""
+    _check(ranks.run(WORLD, _replicated), "DistributedDataParallel")
+
+
+# DistributedOptimizer
+
+
+def _sharded(folder: str) -> tuple[Ran, bool]:
+    with as_rank():
+        accelerator, module = accelerator_of(), model()
+        scaler = DynamicGradScaler(2.0**10, 1.0, 2.0, 0.5, 4, 1)
+        optimizer = DistributedOptimizer(INNER["adamw_fused"](module), None, scaler, modules=module)
+        prepared_model, prepared = accelerator.prepare(module, optimizer)
+        ran = _ran(accelerator, prepared_model, prepared, optimizer)
+        with pytest.raises(UsageError, match="memory that they share"):
+            accelerator.save_state(folder, safe_serialization=True)
+        accelerator.save_state(folder)
+        accelerator.save_model(prepared_model, f"{folder}/weights")
+        weights = {name: param.detach().clone() for name, param in module.named_parameters()}
+        accelerator.wait_for_everyone()
+        exported = safetensors.torch.load_file(f"{folder}/weights/model.safetensors")
+        with_accelerate(accelerator, prepared_model, prepared, steps=range(2))
+        accelerator.load_state(folder)
+        loaded = _whole(optimizer)
+        return ran, (
+            all(bits_equal(loaded[name], main) for name, main in ran.main_params.items())
+            and all(bits_equal(weight, dict(module.named_parameters())[name]) for name, weight in weights.items())
+            and all(bits_equal(weight, exported[name]) for name, weight in weights.items())
+        )
+
+
+def test_a_distributed_optimizer_reduces_by_itself(ranks: RankPool, tmp_path: Path) -> None:
+    """ZeRO-1: prepare adds no DDP, accumulate() holds the reduction back, state and weights are saved and loaded."""
+    results = ranks.run(WORLD, _sharded, str(tmp_path))
+    _check([ran for ran, _ in results], "Tiny")
+    assert all(restored for _, restored in results)
+
+
+def _sharded_in_an_adopted_loop() -> None:
+    with as_rank():
+        module = model()
+        scaler = DynamicGradScaler(2.0**10, 1.0, 2.0, 0.5, 4, 1)
+        optimizer = DistributedOptimizer(INNER["adamw_fused"](module), None, scaler, modules=module)
+        with pytest.raises(UsageError, match="gathers its state"):
+            adopt(accelerate.Accelerator(cpu=True)).prepare(optimizer)
+
+
+def test_a_distributed_optimizer_is_refused_in_an_adopted_loop(ranks: RankPool) -> None:
+    """A Trainer asks one rank alone for the optimizer's state, which would wait for the others for ever."""
+    ranks.run(WORLD, _sharded_in_an_adopted_loop)
+
+
+# FSDP2
+
+
+def _sharded_by_hand() -> Ran:
+    with as_rank():
+        accelerator, module = accelerator_of(), model()
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        fully_shard(module, mp_policy=policy)
+        optimizer = wrap(module)
+        return _ran(accelerator, module, accelerator.prepare(optimizer), optimizer)
+
+
+def test_fsdp2_applied_by_hand(ranks: RankPool) -> None:
+    """A model under torch's fully_shard, of which only the optimizer is prepared."""
+    _check(ranks.run(WORLD, _sharded_by_hand), "FSDPTiny")
+
+
+def _sharded_by_plugin(folder: str) -> tuple[Ran, bool, int]:
+    with as_rank():
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, mixed_precision_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        )
+        accelerator, module = accelerator_of(), model()
+        # Accelerate turns the plugin on for accelerators alone (AcceleratorState.__init__). What follows is its own
+        # code, which runs on gloo as well.
+        for state in (PartialState, AcceleratorState):
+            state._shared_state["distributed_type"] = DistributedType.FSDP
+        AcceleratorState._shared_state["fsdp_plugin"] = plugin
+        optimizer = wrap(module)
+        whole = [weakref.ref(param) for param in module.parameters()]
+        prepared_model, prepared = accelerator.prepare(module, optimizer)
+        ran = _ran(accelerator, prepared_model, prepared, optimizer)
+        gc.collect()
+        assert [ref() for ref in whole] == [None] * len(whole)  # neither they nor their state stay in memory
+        assert len(optimizer.state) == len(whole)
+        scale = optimizer.get_loss_scale()
+        accelerator.save_state(folder)
+        with_accelerate(accelerator, prepared_model, prepared, steps=range(4))
+        accelerator.load_state(folder)
+        loaded = _whole(optimizer)
+        restored = all(bits_equal(loaded[name], main) for name, main in ran.main_params.items())
+        owned = sum(main.to_local().numel() for _, main in optimizer.main_params() if isinstance(main, DTensor))
+        return ran, restored and bits_equal(scale, optimizer.get_loss_scale()), owned
+
+
+def test_fsdp2_by_accelerates_plugin(ranks: RankPool, tmp_path: Path) -> None:
+    """prepare() shards the model under the optimizer: training, save_state and load_state, all in fp16."""
+    results = ranks.run(WORLD, _sharded_by_plugin, str(tmp_path))
+    _check([ran for ran, *_ in results], "FSDPTiny")
+    assert all(restored for _, restored, _ in results)
+    assert sum(owned for *_, owned in results) == sum(param.numel() for param in model().parameters())
+
+
+def _plugin_on_cpu() -> str:
+    with as_rank():
+        accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+        return str(accelerator.distributed_type.value)
+
+
+def test_accelerate_leaves_its_fsdp_plugin_out_on_a_cpu(ranks: RankPool) -> None:
+    """Why the test above opens the door by hand: with ``cpu=True`` Accelerate drops the plugin without a word."""
+    assert ranks.run(WORLD, _plugin_on_cpu) == ["MULTI_CPU"] * WORLD
+
+
+# The documented script
+
+
+def test_the_documented_script_on_two_ranks(tmp_path: Path) -> None:
+    """``torchrun --nproc-per-node 2`` runs the page's first example: both ranks skip together."""
+    page = (Path(__file__).parents[2] / "docs" / "accelerate.md").read_text()
+    script = tmp_path / "train.py"
+    script.write_text(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    with job(command, {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}) as launched:
+        output = launched.finish(timeout=100)
+    ends = re.findall(r"rank (\d) of 2: loss scale (\d+), (\d+) skipped", output)
+    assert sorted(rank for rank, *_ in ends) == ["0", "1"], output
+    assert len({tuple(end) for _, *end in ends}) == 1, output

@@ -1,0 +1,180 @@
+"""autocast and the half dtype: no argument is needed, torch's are taken, a decorator follows a later choice."""
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megascale.amp import autocast, get_half_dtype, set_half_dtype
+from megascale.errors import ArgumentError, ArgumentTypeError
+
+
+@pytest.fixture(autouse=True)
+def _torchs_default() -> Iterator[None]:
+    """Leave no choice behind: it holds for the whole process."""
+    set_half_dtype(None)
+    yield
+    set_half_dtype(None)
+
+
+LAYER = nn.Linear(4, 4)
+INPUT = torch.ones(2, 4)
+
+
+@pytest.mark.parametrize(
+    ("choice", "dtype"),
+    [
+        ("float16", torch.float16),
+        ("bfloat16", torch.bfloat16),
+        (torch.float16, torch.float16),
+        (torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_half_dtype_is_what_autocast_computes_in(choice: str | torch.dtype, dtype: torch.dtype) -> None:
+    """`set_half_dtype` returns the torch dtype; `autocast()` computes in it, and leaves get gradients of their own."""
+    assert set_half_dtype(choice) == get_half_dtype() == get_half_dtype("cuda") == dtype
+    with autocast():
+        output = LAYER(INPUT)
+        assert torch.is_autocast_enabled("cpu")
+    assert output.dtype == dtype
+    assert LAYER(INPUT).dtype == torch.float32
+    (grad,) = torch.autograd.grad(output.float().sum(), LAYER.weight)
+    assert grad.dtype == torch.float32
+
+
+def test_default_is_torchs_own() -> None:
+    """Before any choice, and after None: torch's default of the device, also where torch was told another."""
+    assert set_half_dtype(None) == torch.get_autocast_dtype("cpu") == torch.bfloat16
+    assert get_half_dtype("cuda") == torch.get_autocast_dtype("cuda")
+    torch.set_autocast_dtype("cpu", torch.float16)
+    try:
+        with autocast():
+            assert LAYER(INPUT).dtype == torch.float16
+    finally:
+        torch.set_autocast_dtype("cpu", torch.bfloat16)
+    set_half_dtype("float16")
+    assert set_half_dtype(None) == torch.bfloat16
+
+
+def test_torchs_arguments() -> None:
+    """device_type, dtype, enabled and cache_enabled mean what they mean to torch, by position and by name."""
+    set_half_dtype("float16")
+    with autocast("cpu", torch.bfloat16, True, False):
+        assert LAYER(INPUT).dtype == torch.bfloat16
+        assert not torch.is_autocast_cache_enabled()
+        with autocast(device_type="cpu", enabled=False):
+            assert LAYER(INPUT).dtype == torch.float32
+        with autocast(dtype="float16"):
+            assert LAYER(INPUT).dtype == torch.float16
+        assert LAYER(INPUT).dtype == torch.bfloat16
+    assert not torch.is_autocast_enabled("cpu")
+    assert isinstance(autocast(), torch.autocast)
+    with pytest.warns(UserWarning, match="target dtype is not supported"):
+        assert not autocast(dtype=torch.float32)._enabled
+
+
+class _Decorated(nn.Module):
+    """A module whose class body runs long before anybody chooses a dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    @autocast()
+    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+        """Call itself, in regions within regions."""
+        out: Tensor = self.layer(x)
+        return self.forward(out, depth - 1) if depth else out
+
+
+def test_decorator_follows_the_choice_at_every_call() -> None:
+    """A decorator on ``forward`` runs at import, yet obeys a later set_half_dtype; recursion leaves nothing enabled."""
+    module = _Decorated()
+    for dtype in (torch.float16, torch.bfloat16, torch.float16):
+        set_half_dtype(dtype)
+        assert module(INPUT).dtype == dtype
+        assert not torch.is_autocast_enabled("cpu")
+    assert _Decorated.forward.__name__ == "forward"
+    assert "within regions" in (_Decorated.forward.__doc__ or "")
+
+
+@pytest.mark.parametrize("decorated", [False, True])
+def test_compiled_functions_follow_the_choice(decorated: bool) -> None:
+    """Under torch.compile (fullgraph) a region takes the dtype of the moment: it is traced anew when that changes."""
+
+    def region(x: Tensor) -> Tensor:
+        with autocast():
+            out: Tensor = LAYER(x)
+        return out
+
+    def layer(x: Tensor) -> Tensor:
+        out: Tensor = LAYER(x)
+        return out
+
+    compiled = torch.compile(autocast()(layer) if decorated else region, backend="eager", fullgraph=True)
+    for dtype in (torch.float16, torch.bfloat16):
+        set_half_dtype(dtype)
+        assert compiled(INPUT).dtype == dtype
+
+
+def test_choice_holds_in_every_thread() -> None:
+    """The choice is the process's; regions are the thread's own, as torch's are."""
+    set_half_dtype("float16")
+    seen: list[Any] = []
+
+    def work() -> None:
+        seen.append(LAYER(INPUT).dtype)
+        with autocast():
+            seen.append(LAYER(INPUT).dtype)
+
+    with autocast():
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert seen == [torch.float32, torch.float16]
+
+
+def test_regions_that_have_begun_keep_their_dtype() -> None:
+    """A choice inside a region counts from the next one on."""
+    set_half_dtype("float16")
+    with autocast(cache_enabled=False):  # torch's cache of cast weights does not tell their dtypes apart
+        set_half_dtype("bfloat16")
+        assert LAYER(INPUT).dtype == torch.float16
+        with autocast():
+            assert LAYER(INPUT).dtype == torch.bfloat16
+
+
+def test_cbfloat16_is_refused_with_the_reason() -> None:
+    """Cerebras's own format has no torch dtype: the error says so, and what to choose; the choice stays."""
+    set_half_dtype("float16")
+    with pytest.raises(
+        ArgumentError, match=r"'cbfloat16' is a format of Cerebras hardware.*no dtype; choose 'bfloat16'"
+    ):
+        set_half_dtype("cbfloat16")
+    with pytest.raises(ArgumentError, match="Cerebras hardware"):
+        autocast(dtype="cbfloat16")
+    assert get_half_dtype() == torch.float16
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"), [("half", ArgumentError), (torch.float32, ArgumentError), (16, ArgumentTypeError)]
+)
+def test_other_dtypes_are_refused(value: Any, kind: type[Exception]) -> None:
+    """What is no half dtype is named in the error, and the choice stays."""
+    with pytest.raises(kind, match=r"half dtype must be 'float16', 'bfloat16', .*, got "):
+        set_half_dtype(value)
+    assert get_half_dtype() == torch.bfloat16
+
+
+def test_arguments_in_the_wrong_place_are_refused() -> None:
+    """Cerebras's autocast takes the dtype first, torch's the device: the error shows the way."""
+    wrong: Any = torch.bfloat16
+    with pytest.raises(
+        ArgumentTypeError, match=r"device_type must be a string such as 'cuda', got torch.bfloat16; or dtype="
+    ):
+        autocast(wrong)
+    with pytest.raises(ArgumentTypeError, match="needs a callable, got 3"):
+        autocast()(3)  # type: ignore[arg-type]

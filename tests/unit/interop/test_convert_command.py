@@ -1,0 +1,119 @@
+"""``python -m megascale convert``: what it prints, its status, and a file that appears whole or not at all."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megascale.cli import main
+from megascale.errors import InteropError
+from megascale.interop import convert
+from tests.unit.interop.checkpoints import SCALER, torch_checkpoint, trained
+
+
+def test_the_program_converts_and_says_what_it_did(tmp_path: Path) -> None:
+    """``python -m megascale convert`` in a process of its own: a report, status 0, and the file."""
+    torch.save(torch_checkpoint(), tmp_path / "last.pt")
+    command = [sys.executable, "-m", "megascale", "convert", str(tmp_path / "last.pt"), str(tmp_path / "ours.pt")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "mapped      grad scaler: key 'scaler'" in done.stdout
+    assert "not mapped  torch lets the scale fall" in done.stdout
+    assert f"written     {tmp_path / 'ours.pt'}" in done.stdout
+    assert set(torch.load(tmp_path / "ours.pt", weights_only=True)) == {
+        "optimizer", "main_params", "grad_scaler", "version",
+    }  # fmt: skip
+
+
+def test_status_and_message_of_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Status 1 and one line for what is refused, 2 for wrong usage; nothing is written or overwritten."""
+    torch.save(torch_checkpoint(), tmp_path / "last.pt")
+    (tmp_path / "there.pt").write_text("mine")
+    for arguments, message in (
+        ([tmp_path / "nowhere.pt", tmp_path / "out.pt"], "does not exist"),
+        ([tmp_path / "last.pt", tmp_path / "there.pt"], "exists already"),
+        ([tmp_path / "last.pt", tmp_path / "no" / "out.pt"], "there is no folder"),
+        ([tmp_path / "last.pt", tmp_path / "out.pt", "--format", "fairseq"], "neither a loss scaler's nor"),
+        ([tmp_path, tmp_path / "out.pt"], "no checkpoint of megatron"),
+        ([tmp_path / "last.pt", tmp_path / "out.pt", "--model-names", tmp_path / "there.pt"], "1 parameter names"),
+    ):
+        assert main(["convert", *map(str, arguments)]) == 1
+        captured = capsys.readouterr()
+        assert captured.err.startswith("error: ")
+        assert captured.err.count("\n") == 1
+        assert message in captured.err
+    with pytest.raises(SystemExit) as caught:
+        main(["convert", str(tmp_path / "last.pt")])
+    assert caught.value.code == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["last.pt", "there.pt"]
+    assert (tmp_path / "there.pt").read_text() == "mine"
+
+
+def test_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--dry-run reports and writes no file."""
+    torch.save(torch_checkpoint(), tmp_path / "last.pt")
+    assert main(["convert", str(tmp_path / "last.pt"), str(tmp_path / "ours.pt"), "--dry-run"]) == 0
+    assert "nothing written" in capsys.readouterr().out
+    assert not (tmp_path / "ours.pt").exists()
+
+
+def test_lenient_and_index_reach_the_reader(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--lenient takes the nearest state and prints the difference; --index chooses a scaler."""
+    stuck = SCALER | {"_growth_tracker": 12}
+    torch.save({"a": SCALER, "b": stuck}, tmp_path / "last.pt")
+    arguments = ["convert", str(tmp_path / "last.pt"), str(tmp_path / "ours.pt")]
+    assert main(arguments) == 1
+    assert main([*arguments, "--index", "1"]) == 1
+    assert main([*arguments, "--index", "1", "--lenient"]) == 0
+    assert "differs     the growth tracker is 12" in capsys.readouterr().out
+    assert torch.load(tmp_path / "ours.pt", weights_only=True)["grad_scaler"]["growth_tracker"] == 12
+
+
+@pytest.mark.parametrize("form", ["flat", "nested", "lines"])
+def test_names_come_from_a_file(form: str, tmp_path: Path) -> None:
+    """--model-names: a JSON list, a list of lists, or lines."""
+    model, optimizer = trained()
+    torch.save({"optimizer": optimizer.state_dict(), "weights": model.state_dict()}, tmp_path / "last.pt")
+    names = [f"renamed.{name}" for name, _ in model.named_parameters()]
+    text = {"flat": json.dumps(names), "nested": json.dumps([names]), "lines": "\n".join(names)}[form]
+    (tmp_path / "names").write_text(text)
+    torch.save({"optimizer": optimizer.state_dict(), "scaler": SCALER}, tmp_path / "last.pt")
+    arguments = ["convert", str(tmp_path / "last.pt"), str(tmp_path / "ours.pt")]
+    assert main([*arguments, "--model-names", str(tmp_path / "names")]) == 0
+    assert list(torch.load(tmp_path / "ours.pt", weights_only=True)["optimizer"]["state"]) == names
+
+
+@pytest.mark.parametrize("text", ["", "[]", "[1, 2]", '["a", ["b"]]', "[", '{"a": 1}x['])
+def test_a_file_without_names_is_refused(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Anything else in the file of names ends in status 1."""
+    (tmp_path / "names").write_text(text)
+    torch.save(torch_checkpoint(), tmp_path / "last.pt")
+    arguments = ["convert", str(tmp_path / "last.pt"), str(tmp_path / "ours.pt")]
+    assert main([*arguments, "--model-names", str(tmp_path / "names")]) == 1
+    assert "error: " in capsys.readouterr().err
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk, and a name that somebody took meanwhile: a named error; no half file, and theirs stays."""
+
+    def full(*_: Any) -> None:
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("megascale.interop.conversion.torch.save", full)
+        with pytest.raises(InteropError, match="No space left"):
+            convert(SCALER, tmp_path / "ours.pt")
+    assert list(tmp_path.iterdir()) == []
+
+    def taken(*_: Any) -> None:
+        (tmp_path / "ours.pt").write_text("theirs")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("megascale.interop.conversion.os.fsync", taken)
+        with pytest.raises(InteropError, match="cannot be written"):
+            convert(SCALER, tmp_path / "ours.pt")
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["theirs"]

@@ -1,0 +1,267 @@
+"""Every format's layout: what is recognised, what is said of it, and what is refused.
+
+The layouts here are written by hand: those of fairseq, apex and Lightning before 2.0, which do not install here, from
+their sources; tests/integrations has files that the other peers wrote themselves.
+"""
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megascale import ConstantGradScaler, DynamicGradScaler
+from megascale.errors import ArgumentError, ArgumentTypeError, InteropError, StateDictError
+from megascale.interop import DeepSpeedGradScaler, load_scaler_state
+
+TORCH = {"scale": 512.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 10, "_growth_tracker": 7}
+MEGATRON = {"scale": torch.tensor([512.0]), "growth_tracker": 7, "hysteresis_tracker": 1}
+DEEPSPEED = {
+    "dynamic_loss_scale": True, "cur_scale": 512.0, "cur_iter": 20, "last_overflow_iter": 12, "scale_factor": 2.0,
+    "scale_window": 10, "optimizer_state_dict": {}, "fp32_groups_flat": [],
+}  # fmt: skip
+APEX = {"loss_scaler0": {"loss_scale": 512.0, "unskipped": 7}}
+FAIRSEQ: dict[str, Any] = {
+    "args": None,
+    "optimizer_history": [{}],
+    "last_optimizer_state": {"loss_scale": 512.0, "param_groups": []},
+}
+
+LAYOUTS: dict[str, tuple[Any, str, int]] = {
+    "torch alone": (TORCH, "torch.amp", 7),
+    "torch in a checkpoint": ({"epoch": 3, "amp_scaler": TORCH}, "torch.amp", 7),
+    "megatron scaler": (MEGATRON, "Megatron-Core", 7),
+    "megatron optimizer": ({"optimizer": {}, "grad_scaler": MEGATRON}, "Megatron-Core", 7),
+    "megatron checkpoint": (
+        {"iteration": 4, "optimizer": {"optimizer": {}, "grad_scaler": MEGATRON}}, "Megatron-Core", 7,
+    ),
+    "megatron chained": ([{"optimizer": {}, "grad_scaler": MEGATRON}] * 2, "Megatron-Core", 7),
+    "megatron chained by index": (
+        {"optimizer": {i: {"optimizer": {}, "grad_scaler": MEGATRON} for i in (0, 1)}}, "Megatron-Core", 7,
+    ),
+    "deepspeed optimizer": (DEEPSPEED, "DeepSpeed", 7),
+    "deepspeed model states": ({"module": {}, "optimizer": DEEPSPEED}, "DeepSpeed", 7),
+    "apex": (APEX, "apex.amp", 7),
+    "apex in a checkpoint": ({"model": {}, "optimizer": {}, "amp": APEX}, "apex.amp", 7),
+    "fairseq": (FAIRSEQ, "fairseq", 0),
+    "fairseq optimizer": ({"loss_scale": 512.0, "state": {}, "param_groups": []}, "fairseq", 0),
+    "lightning": ({"pytorch-lightning_version": "2.6", "state_dict": {}, "MixedPrecision": TORCH}, "Lightning", 7),
+    "lightning fsdp": ({"pytorch-lightning_version": "2.6", "FSDPPrecision": TORCH}, "Lightning", 7),
+    "lightning 1.9": ({"pytorch-lightning_version": "1.9", "MixedPrecisionPlugin": TORCH}, "Lightning", 7),
+    "lightning 1.5": ({"pytorch-lightning_version": "1.5", "native_amp_scaling_state": TORCH}, "Lightning", 7),
+    "lightning apex": ({"pytorch-lightning_version": "1.5", "amp_scaling_state": APEX}, "apex.amp", 7),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("saved", [False, True])
+def test_layouts_are_recognised(layout: str, saved: bool, tmp_path: Path) -> None:
+    """Each layout, as a dict and as a file: system, scale, tracker; ours loads the state; the source is unchanged."""
+    content, system, tracker = LAYOUTS[layout]
+    before = repr(content)
+    source: Any = content
+    if saved:
+        source = tmp_path / "saved.pt"
+        torch.save(content, source)
+    found = load_scaler_state(source)
+    assert repr(content) == before
+    assert (found.system, found.scale, found.state["growth_tracker"]) == (system, 512.0, tracker)
+    assert found.state["scale"].shape == (1,)
+    assert found.state["scale"].dtype == torch.float32
+    assert found.mapped
+    assert found.not_mapped
+    plain = DynamicGradScaler(1.0, 1.0, 2.0, 0.5, 10, 1)
+    plain.load_state_dict(found.state)
+    assert float(plain.scale) == 512.0
+    constant = ConstantGradScaler(1.0)
+    constant.load_state_dict(found.state)
+    assert float(constant.scale) == 512.0
+
+
+def test_objects_are_asked_for_their_state() -> None:
+    """Live objects: torch's scaler by its state_dict, one of ours too; anything else is refused by its type."""
+    live = torch.amp.GradScaler("cpu", init_scale=512.0)
+    assert load_scaler_state(live).scale == 512.0
+    assert load_scaler_state(DynamicGradScaler(64.0, 1.0, 2.0, 0.5, 10, 1)).scale == 64.0
+    with pytest.raises(ArgumentTypeError, match=r"got a builtins\.int"):
+        load_scaler_state(3)
+
+
+def test_folders_of_the_peers(tmp_path: Path) -> None:
+    """Accelerate's folder, Megatron's tracker file, DeepSpeed's `latest`: the file that they mean is read."""
+    for name in ("accelerate", "megatron/iter_0000040/mp_rank_00", "deepspeed/global_step7"):
+        (tmp_path / name).mkdir(parents=True)
+    torch.save(TORCH, tmp_path / "accelerate" / "scaler.pt")
+    args = Namespace(loss_scale=None, loss_scale_window=10, hysteresis=2, min_loss_scale=4.0)
+    torch.save(
+        {"args": args, "optimizer": {"grad_scaler": MEGATRON}},
+        tmp_path / "megatron" / "iter_0000040" / "mp_rank_00" / "model_optim_rng.pt",
+    )
+    (tmp_path / "megatron" / "latest_checkpointed_iteration.txt").write_text("40\n")
+    content = {"module": {}, "optimizer": DEEPSPEED, "ds_config": {"fp16": {"min_loss_scale": 8}}}
+    torch.save(content, tmp_path / "deepspeed" / "global_step7" / "mp_rank_00_model_states.pt")
+    (tmp_path / "deepspeed" / "latest").write_text("global_step7\n")
+    scalers = {name: load_scaler_state(tmp_path / name).build_grad_scaler() for name in ("accelerate", "megatron")}
+    assert isinstance(scalers["megatron"], DynamicGradScaler)
+    assert (scalers["megatron"].growth_interval, scalers["megatron"].hysteresis) == (10, 2)
+    assert scalers["megatron"].min_scale == 4.0
+    deepspeed = load_scaler_state(tmp_path / "deepspeed").build_grad_scaler()
+    assert isinstance(deepspeed, DeepSpeedGradScaler)
+    assert deepspeed.min_scale == 8.0
+
+
+@pytest.mark.parametrize(("file", "text"), [("latest", "../../etc"), ("latest_checkpointed_iteration.txt", "../x")])
+def test_tracker_files_lead_nowhere_else(file: str, text: str, tmp_path: Path) -> None:
+    """A tracker file that names a path out of the folder is refused."""
+    (tmp_path / file).write_text(text)
+    with pytest.raises(InteropError, match=file.partition(".")[0]):
+        load_scaler_state(tmp_path)
+
+
+def test_constant_scales() -> None:
+    """Megatron's {}, a static scale of DeepSpeed, and a long count of apex are constant scalers."""
+    empty = load_scaler_state({})
+    assert (empty.dynamic, empty.state) == (False, {})
+    kept = ConstantGradScaler(32.0)
+    kept.load_state_dict(empty.state)
+    assert float(kept.scale) == 32.0
+    with pytest.raises(InteropError, match="initial_scale"):
+        empty.build_grad_scaler()
+    assert float(empty.build_grad_scaler(initial_scale=16.0).scale) == 16.0
+    static = load_scaler_state(DEEPSPEED | {"dynamic_loss_scale": False})
+    assert isinstance(static.build_grad_scaler(), ConstantGradScaler)
+    counted = load_scaler_state({"loss_scaler0": {"loss_scale": 128.0, "unskipped": 5000}})
+    assert (counted.dynamic, counted.scale) == (False, 128.0)
+    args = Namespace(loss_scale=64.0)
+    assert load_scaler_state({"args": args, "optimizer": {"grad_scaler": {}}}).scale == 64.0
+
+
+def test_what_is_not_recorded_is_asked_for() -> None:
+    """Megatron's state has no window: the helper names what lacks, and takes it."""
+    found = load_scaler_state(MEGATRON)
+    with pytest.raises(InteropError, match=r"growth_interval=\.\.\., hysteresis=\.\.\., min_scale=\.\.\."):
+        found.build_grad_scaler()
+    with pytest.raises(ArgumentError, match="unknown configuration window"):
+        found.build_grad_scaler(window=3)
+    scaler = found.build_grad_scaler(growth_interval=8, hysteresis=2, min_scale=1.0)
+    assert scaler.state_dict() == MEGATRON | {"scale": scaler.scale}
+
+
+def changed(state: dict[str, Any], **values: Any) -> dict[str, Any]:
+    """Return a copy of ``state`` with other values; None removes a key."""
+    return {key: value for key, value in (state | values).items() if value is not None}
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "scale 0": (changed(TORCH, scale=0.0), "fallen to where no step"),
+    "scale inf": (changed(TORCH, scale=float("inf")), "must be finite"),
+    "scale NaN": (changed(MEGATRON, scale=torch.tensor([float("nan")])), "must be finite"),
+    "scale negative": (changed(APEX, loss_scaler0={"loss_scale": -2.0, "unskipped": 0}), "above 0"),
+    "scale too large": (changed(DEEPSPEED, cur_scale=2.0**128), r"2\*\*127"),
+    "scale of two": (changed(MEGATRON, scale=torch.ones(2)), "must be a number"),
+    "scale a string": (changed(FAIRSEQ, last_optimizer_state={"loss_scale": "x"}), "must be a number"),
+    "scale not fp32": (changed(DEEPSPEED, cur_scale=1000.1), "fp32 rounds to"),
+    "key missing": (changed(TORCH, growth_interval=None), "lacks growth_interval"),
+    "key unknown": (changed(TORCH, _hysteresis_tracker=2), "_hysteresis_tracker, which is not torch's"),
+    "tracker float": (changed(TORCH, _growth_tracker=1.5), "growth tracker must be an integer"),
+    "tracker negative": (changed(TORCH, _growth_tracker=-1), "0 or more"),
+    "tracker at the interval": (changed(TORCH, _growth_tracker=10), "compares with =="),
+    "backoff 0": (changed(TORCH, backoff_factor=0.0), "backoff_factor 0.0"),
+    "megatron lacks": ({"grad_scaler": {"scale": 2.0}, "optimizer": {}}, "lacks growth_tracker, hysteresis_tracker"),
+    "deepspeed window": (changed(DEEPSPEED, scale_window=0), "1 or more"),
+    "deepspeed overflow ahead": (changed(DEEPSPEED, last_overflow_iter=20), "is damaged"),
+    "deepspeed lacks": (changed(DEEPSPEED, cur_iter=None), "lacks cur_iter"),
+    "apex several": (APEX | {"loss_scaler1": {"loss_scale": 4.0, "unskipped": 0}}, "loss_scaler0, loss_scaler1"),
+    "chained differ": (
+        [{"grad_scaler": MEGATRON}, {"grad_scaler": MEGATRON | {"scale": torch.tensor([4.0])}}], "2 grad scalers",
+    ),
+    "torch several": ({"a": TORCH, "b": changed(TORCH, scale=4.0)}, "2 grad scalers that differ"),
+    "no scaler": ({"pytorch-lightning_version": "2.6", "state_dict": {}}, "holds no loss scaler"),
+    "fairseq without": ({"optimizer_history": []}, "holds no loss scaler"),
+    "unknown": ({"weights": torch.ones(2)}, "no checkpoint of .* it has weights"),
+    "megascale": ({"optimizer": {}, "main_params": {}, "grad_scaler": {}, "version": 1}, "megascale's own"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_mapped_is_refused_by_name(case: str) -> None:
+    """Bad numbers, missing and unknown keys, several scalers: InteropError, a StateDictError, says which."""
+    content, message = REFUSED[case]
+    with pytest.raises(InteropError, match=message) as caught:
+        load_scaler_state(content)
+    assert isinstance(caught.value, StateDictError)
+
+
+def test_several_scalers_are_chosen_by_index() -> None:
+    """An index takes one of several that differ; out of range it is refused."""
+    two = APEX | {"loss_scaler1": {"loss_scale": 4.0, "unskipped": 0}}
+    assert [load_scaler_state(two, index=index).scale for index in (0, 1)] == [512.0, 4.0]
+    with pytest.raises(InteropError, match="index 2 is none of them"):
+        load_scaler_state(two, index=2)
+    with pytest.raises(ArgumentError, match="index"):
+        load_scaler_state(two, index=-1)
+    chained = [{"grad_scaler": MEGATRON}, {"grad_scaler": MEGATRON | {"scale": torch.tensor([4.0])}}]
+    assert load_scaler_state(chained, index=1).scale == 4.0
+
+
+def test_a_format_can_be_named() -> None:
+    """A wrong format finds nothing; a name that is none is refused."""
+    assert load_scaler_state(TORCH, format="torch").scale == 512.0
+    with pytest.raises(InteropError, match="holds no loss scaler"):
+        load_scaler_state(TORCH, format="apex")
+    with pytest.raises(ArgumentError, match="format must be one of"):
+        load_scaler_state(TORCH, format="zip")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"growth_interval": 7}, "compares with =="),
+        ({"min_scale": 1024.0}, "below the min_scale"),
+        ({"max_scale": 256.0}, "above the max_scale"),
+    ],
+)
+def test_a_configuration_that_breaks_the_continuation_is_refused(config: dict[str, Any], message: str) -> None:
+    """What the caller adds is held against the state as what the checkpoint says."""
+    given = {"growth_interval": 8, "hysteresis": 2, "min_scale": 1.0} | config
+    with pytest.raises(InteropError, match=message):
+        load_scaler_state(MEGATRON).build_grad_scaler(**given)
+    found = load_scaler_state(MEGATRON | {"hysteresis_tracker": 2})
+    with pytest.raises(InteropError, match="above the hysteresis of 1"):
+        found.build_grad_scaler(growth_interval=8, hysteresis=1, min_scale=1.0)
+
+
+def test_lenient_takes_the_nearest_and_says_so() -> None:
+    """strict=False: Megatron's and torch's stuck tracker grows at the next clean step, and that is said."""
+    found = load_scaler_state(TORCH | {"_growth_tracker": 12}, strict=False)
+    assert "compares with ==" in found.unfaithful[0]
+    scaler = found.build_grad_scaler()
+    scaler.update(False)
+    assert float(scaler.scale) == 1024.0
+
+
+def test_differences_at_the_bounds_are_told() -> None:
+    """Where a peer has no floor, no ceiling, or stops the run, the finding says so; factors beyond fp32 too."""
+    said = " ".join(load_scaler_state(TORCH | {"growth_factor": 1.1}).not_mapped)
+    assert "fall without end" in said
+    assert "grow past" in said
+    assert "growth_factor is 1.1" in said
+    assert "raises" not in said
+    assert "does not save its counters" in " ".join(load_scaler_state(FAIRSEQ).not_mapped)
+    assert "does not record whether the scale is dynamic" in " ".join(load_scaler_state(APEX).not_mapped)
+    assert "DeepSpeedGradScaler" in " ".join(load_scaler_state(DEEPSPEED).not_mapped)
+
+
+def test_fairseq_windows() -> None:
+    """The window of fairseq: given, or 2**14 over ranks and update_freq; from cfg or args; else it is asked for."""
+    base = {"last_optimizer_state": {"loss_scale": 8.0}}
+    assert load_scaler_state(base | {"args": Namespace(fp16_scale_window=5)}).config.growth_interval == 5
+    cfg = {
+        "common": {"fp16_scale_window": None, "model_parallel_size": 2},
+        "optimization": {"update_freq": [4]},
+        "distributed_training": {"distributed_world_size": 16},
+    }
+    assert load_scaler_state(base | {"cfg": cfg}).config.growth_interval == 2**14 // 8 // 4
+    with pytest.raises(InteropError, match="growth_interval"):
+        load_scaler_state(base).build_grad_scaler()

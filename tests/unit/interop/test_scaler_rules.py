@@ -1,0 +1,139 @@
+"""Found scalers follow their peers' rules from any state that the peer can be in: every scale equal."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+
+from megascale import DynamicGradScaler
+from megascale.errors import InteropError
+from megascale.interop import DeepSpeedGradScaler, load_scaler_state
+from tests.counting import HOST_READ, OperatorCounter
+from tests.unit.interop.oracles import DeepSpeed, Fairseq, Megatron, OldMegatron, Torch
+
+SCALE = 2.0**20
+# At most 60 steps from 2**20: no peer leaves the range that ours has.
+STEPS = st.lists(st.booleans(), max_size=30)
+WINDOW = st.integers(1, 6)
+HYSTERESIS = st.integers(1, 4)
+
+
+def follows(scaler: Any, peer: Any, steps: list[bool]) -> None:
+    """Assert equal scales at every one of ``steps``."""
+    for step, overflow in enumerate(steps):
+        scaler.update(overflow)
+        assert float(scaler.scale) == peer.update(overflow), f"step {step}"
+
+
+def after(peer: Any, steps: list[bool]) -> Any:
+    """Return the peer after ``steps``."""
+    for overflow in steps:
+        peer.update(overflow)
+    return peer
+
+
+@pytest.mark.parametrize("kind", [DeepSpeed, OldMegatron])
+@given(window=WINDOW, hysteresis=HYSTERESIS, consecutive=st.booleans(), before=STEPS, later=STEPS)
+@example(window=3, hysteresis=2, consecutive=False, before=[False] * 3, later=[False] * 20)  # a first growth is next
+@example(window=3, hysteresis=2, consecutive=False, before=[False] * 4, later=[False] * 20)  # it has just grown
+@example(window=3, hysteresis=2, consecutive=True, before=[True] * 3, later=[False] * 20)  # a first growth is far
+@settings(max_examples=150, deadline=None)
+def test_iteration_counts_become_trackers(
+    kind: Any, window: int, hysteresis: int, consecutive: bool, before: list[bool], later: list[bool]
+) -> None:
+    """DeepSpeed's cur_iter and last_overflow_iter, and old Megatron's, continue exactly from every state."""
+    peer = after(kind(SCALE, window, hysteresis, consecutive), before)
+    follows(load_scaler_state(peer.saved()).build_grad_scaler(), peer, later)
+
+
+@given(window=WINDOW, late=st.integers(0, 40))
+@settings(max_examples=40, deadline=None)
+def test_no_plain_scaler_follows_deepspeed(window: int, late: int) -> None:
+    """Why there is a DeepSpeedGradScaler: no state of DynamicGradScaler grows with DeepSpeed twice in a row."""
+    peer = after(DeepSpeed(SCALE, window, 1, False), [True])
+    steps = [peer.update(False) for _ in range(3 * window + 3)]
+    for interval in (window, window + 1):
+        plain = DynamicGradScaler(SCALE, 1.0, 2.0, 0.5, interval, 1)
+        plain.load_state_dict({"scale": torch.tensor([SCALE / 2]), "growth_tracker": late, "hysteresis_tracker": 1})
+        scales = []
+        for _ in steps:
+            plain.update(False)
+            scales.append(float(plain.scale))
+        assert scales != steps
+
+
+@given(interval=WINDOW, hysteresis=HYSTERESIS, before=STEPS, later=STEPS)
+@settings(max_examples=150, deadline=None)
+def test_megatron_continues(interval: int, hysteresis: int, before: list[bool], later: list[bool]) -> None:
+    """Megatron-Core's state, hysteresis trackers below 0 too, continues exactly."""
+    peer = after(Megatron(SCALE, interval, hysteresis), before)
+    scaler = load_scaler_state(peer.saved()).build_grad_scaler(
+        growth_interval=interval, hysteresis=hysteresis, min_scale=peer.min_scale
+    )
+    follows(scaler, peer, later)
+
+
+@given(interval=WINDOW, before=STEPS, later=STEPS)
+@settings(max_examples=100, deadline=None)
+def test_torch_continues(interval: int, before: list[bool], later: list[bool]) -> None:
+    """torch.amp's state continues exactly."""
+    peer = after(Torch(SCALE, interval), before)
+    follows(load_scaler_state(peer.saved()).build_grad_scaler(), peer, later)
+
+
+@given(unskipped=st.integers(0, 1999), later=st.lists(st.booleans(), min_size=1, max_size=20))
+@settings(max_examples=60, deadline=None)
+def test_apex_continues(unskipped: int, later: list[bool]) -> None:
+    """apex.amp's state continues exactly, and stops at its 2**24."""
+    peer = Torch(2.0**24, 2000, ceiling=2.0**24, tracker=unskipped)
+    found = load_scaler_state(peer.saved_by_apex())
+    follows(found.build_grad_scaler(), peer, later)
+    near = Torch(2.0**20, 2000, tracker=1999 - unskipped % 5)
+    follows(load_scaler_state(near.saved_by_apex()).build_grad_scaler(), near, [False] * 6 + later)
+
+
+@given(window=WINDOW, threshold=st.sampled_from([None, 2.0**18]), later=STEPS)
+@settings(max_examples=100, deadline=None)
+def test_fairseq_continues(window: int, threshold: float | None, later: list[bool]) -> None:
+    """The scale of fairseq, with its default tolerance of 0, continues as its own resume does."""
+    options = {"fp16_scale_window": window, "fp16_scale_tolerance": 0.0, "threshold_loss_scale": threshold}
+    content = {"cfg": {"common": options}, "last_optimizer_state": {"loss_scale": SCALE, "state": {}}}
+    follows(load_scaler_state(content).build_grad_scaler(), Fairseq(SCALE, window, 0.0, threshold), later)
+
+
+def test_fairseq_with_a_tolerance_is_refused() -> None:
+    """A tolerance waits for a share of overflows: no scaler of ours does, which the oracle shows; strict refuses it."""
+    options = {"fp16_scale_window": 50, "fp16_scale_tolerance": 0.25}
+    content = {"cfg": {"common": options}, "last_optimizer_state": {"loss_scale": SCALE}}
+    with pytest.raises(InteropError, match=r"fp16_scale_tolerance is 0\.25"):
+        load_scaler_state(content)
+    found = load_scaler_state(content, strict=False)
+    assert "0.25" in found.unfaithful[0]
+    with pytest.raises(AssertionError, match="step 9"):
+        follows(found.build_grad_scaler(), Fairseq(SCALE, 50, 0.25), [False] * 9 + [True])
+
+
+@given(found=st.lists(st.booleans(), max_size=40), window=WINDOW, hysteresis=HYSTERESIS)
+@settings(max_examples=60, deadline=None)
+def test_deepspeed_scaler_resumes_itself(found: list[bool], window: int, hysteresis: int) -> None:
+    """DeepSpeedGradScaler's own state dict, loaded into a new one at any step, changes nothing."""
+    assume(found)
+    scaler = DeepSpeedGradScaler(SCALE, 2.0**-100, 2.0, 0.5, window, hysteresis)
+    peer = DeepSpeed(SCALE, window, hysteresis, False)
+    for overflow in found:
+        fresh = DeepSpeedGradScaler(1.0, 2.0**-100, 2.0, 0.5, window, hysteresis)
+        fresh.load_state_dict(scaler.state_dict())
+        scaler = fresh
+        follows(scaler, peer, [overflow])
+
+
+def test_deepspeed_scaler_takes_device_flags_without_a_sync() -> None:
+    """A tensor found_inf, NaN too, is not read on the host."""
+    scaler = DeepSpeedGradScaler(SCALE, 1.0, 2.0, 0.5, 2, 1)
+    with OperatorCounter() as operators:
+        for value in (0.0, 0.0, 0.0, 1.0, float("nan")):
+            scaler.update(torch.tensor(value))
+    assert operators.counts[HOST_READ] == 0
+    assert float(scaler.scale) == SCALE / 2

@@ -1,0 +1,435 @@
+"""Averages of main params: bitwise torch's AveragedModel of an fp32 model that never saw the skipped steps."""
+
+import contextlib
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.optim import swa_utils
+from torch.optim.swa_utils import AveragedModel
+
+from megascale import ChainedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig, running_averages
+from megascale.averages import AveragedMainParams
+from megascale.errors import ArgumentError, ArgumentTypeError, StateDictError, UsageError
+from tests.counting import OperatorCounter
+from tests.training import INNER, Bag, bits_equal, same_bits, set_grads, snapshot, wrap
+
+
+def _custom(average: Tensor, current: Tensor, n_averaged: Tensor | int) -> Tensor:
+    """An EMA that warms up, in a formula that does not give back an average equal to the current value."""
+    decay = (1 + n_averaged) / (10 + n_averaged)
+    return decay * average + (1 - decay) * current
+
+
+RULES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "ema_multi": {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(0.9)},
+    "ema": {"avg_fn": swa_utils.get_ema_avg_fn(0.9)},
+    "swa": {"avg_fn": swa_utils.get_swa_avg_fn()},
+    "swa_multi": {"multi_avg_fn": swa_utils.get_swa_multi_avg_fn()},
+    "custom": {"avg_fn": _custom},
+}
+SKIPS = st.lists(st.booleans(), min_size=1, max_size=10)
+RUN = [True, False, True, True, False, False, True, False]
+
+
+class Normed(nn.Module):
+    """Linear layers, BatchNorm with buffers that are floats and a count, a tied weight and a frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.second = nn.Linear(6, 4)
+        self.tied = nn.Linear(4, 6)
+        self.tied.weight = self.first.weight
+        self.frozen = nn.Linear(4, 2).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return shape [batch, 2]."""
+        hidden: Tensor = self.second(self.norm(self.first(x)))
+        out: Tensor = self.frozen(self.tied(hidden) @ self.tied.weight)
+        return out
+
+
+def _normed(dtype: torch.dtype = torch.float16) -> Normed:
+    torch.manual_seed(0)
+    return Normed().to(dtype)
+
+
+def _step(optimizer: MixedPrecisionOptimizer, module: nn.Module, step: int, skip: bool) -> Tensor:
+    """Take a step, or skip one, with random gradients, and write the buffers as forward does. Returns success."""
+    set_grads(module, step, math.inf if skip else 0.1)
+    for name, buffer in module.named_buffers():
+        value = torch.randn(buffer.shape, generator=torch.Generator().manual_seed(step + len(name)))
+        buffer.copy_(value if buffer.is_floating_point() else torch.tensor(step))
+    return optimizer.step().success
+
+
+def _mean(module: nn.Module) -> Tensor:
+    return module.get_buffer("norm.running_mean")
+
+
+class _Oracle:
+    """torch's AveragedModel, on the CPU, of an fp32 copy of the model, told of landed steps only."""
+
+    def __init__(self, module: nn.Module, optimizer: MixedPrecisionOptimizer, **options: Any) -> None:
+        self.module, self.optimizer = module, optimizer
+        self.shadow = copy.deepcopy(module)
+        for name, main in optimizer.main_params():
+            self.shadow.get_parameter(name).data = main.detach().clone()
+        self.averaged = AveragedModel(self.shadow, **options)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        for name, main in self.optimizer.main_params():
+            self.shadow.get_parameter(name).copy_(main)
+        for shadow, buffer in zip(self.shadow.buffers(), self.module.buffers(), strict=True):
+            shadow.copy_(buffer)
+        self.averaged.update_parameters(self.shadow)
+
+    def assert_equals(self, averages: AveragedMainParams) -> None:
+        state = averages.state_dict()
+        for name, average in averages.averages():
+            assert bits_equal(average, self.averaged.module.get_parameter(name)), name
+        for name, buffer in self.averaged.module.named_buffers():
+            assert bits_equal(state["buffers"][name], buffer), name
+        assert bits_equal(averages.n_averaged, self.averaged.n_averaged)
+
+
+@pytest.mark.parametrize(
+    ("rule", "use_buffers"),
+    # torch's get_swa_multi_avg_fn cannot average a count, such as BatchNorm's
+    [
+        (rule, use_buffers)
+        for rule in RULES
+        for use_buffers in (False, True)
+        if (rule, use_buffers) != ("swa_multi", True)
+    ],
+)
+@settings(max_examples=8, deadline=None)
+@given(skips=SKIPS, tells=st.booleans())
+def test_averages_are_those_of_landed_steps(rule: str, use_buffers: bool, skips: list[bool], tells: bool) -> None:
+    """After any sequence of skips, averages, buffers and n_averaged are bitwise those of torch over the main params,
+    in fp32, of landed steps: an EMA of half weights stands still, one on skipped steps counts weights twice.
+    """
+    module = _normed()
+    optimizer = wrap(module, INNER["sgd_momentum_fused"])
+    averages = AveragedMainParams(module, optimizer, use_buffers=use_buffers, **RULES[rule])
+    oracle = _Oracle(module, optimizer, use_buffers=use_buffers, **RULES[rule])
+    assert [name for name, _ in averages.averages()] == [name for name, _ in optimizer.main_params()]
+    for step, skip in enumerate(skips):
+        success = _step(optimizer, module, step, skip)
+        averages.update_parameters(success=success if tells else None)
+        if not skip:
+            oracle.update()
+        if skip in skips[:step]:
+            oracle.assert_equals(averages)
+    if False in skips:
+        oracle.assert_equals(averages)
+
+
+@pytest.mark.parametrize("use_buffers", [False, True])
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "swa_multi"])
+def test_no_host_read(rule: str, use_buffers: bool) -> None:
+    """Updates read nothing on the host, from the first on."""
+    module = _normed()
+    optimizer = wrap(module)
+    averages = AveragedMainParams(module, optimizer, use_buffers=use_buffers, **RULES[rule])
+    with OperatorCounter() as counter:
+        for step, skip in enumerate(RUN):
+            success = _step(optimizer, module, step, skip)
+            averages.update_parameters(success=success)
+            _step(optimizer, module, step, skip)
+            averages.update_parameters(module)
+    assert counter.host_reads == 0
+    assert averages.n_averaged.item() == 2 * RUN.count(False)
+
+
+def test_host_reads_of_torch() -> None:
+    """What the page says of torch: its model reads n_averaged twice an update, its get_swa_multi_avg_fn once a list."""
+    module = _normed()
+    optimizer = wrap(module)
+    oracle = AveragedModel(module)
+    averages = AveragedMainParams(module, optimizer, **RULES["swa_multi"])
+    success = _step(optimizer, module, 0, False)
+    with OperatorCounter() as of_torch:
+        oracle.update_parameters(module)
+    with OperatorCounter() as of_rule:
+        averages.update_parameters(success=success)
+    assert (of_torch.host_reads, of_rule.host_reads) == (2, 1)
+
+
+def test_averaging_below_half_precision() -> None:
+    """Steps too small for fp16 weights move the average: it is taken of the fp32 main params."""
+    bag = Bag([torch.ones(4, dtype=torch.float16)])
+    optimizer = wrap(bag, lambda m: torch.optim.SGD(m.named_parameters(), lr=1e-5))
+    averages = AveragedMainParams(bag, optimizer)
+    mains = []
+    for _ in range(8):
+        bag[0].grad = torch.ones(4, dtype=torch.float16) * 2.0**10
+        optimizer.zero_grad()
+        optimizer.scale_loss(bag[0].sum().float()).backward()
+        averages.update_parameters(success=optimizer.step().success)
+        mains.append(next(optimizer.main_params())[1].double().clone())
+    assert torch.equal(bag[0].detach(), torch.ones(4, dtype=torch.float16))
+    [(_, average)] = averages.averages()
+    torch.testing.assert_close(average.double(), torch.stack(mains).mean(0), rtol=2e-7, atol=0)
+    assert (average < 1.0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_dtypes(dtype: torch.dtype) -> None:
+    """Averages are fp32, of fp64 parameters fp64; the averaged model has the model's dtype, rounded once."""
+    module = _normed(dtype)
+    optimizer = wrap(module)
+    averages = AveragedMainParams(module, optimizer, **RULES["ema_multi"])
+    oracle = _Oracle(module, optimizer, **RULES["ema_multi"])
+    for step in range(3):
+        averages.update_parameters(success=_step(optimizer, module, step, False))
+        oracle.update()
+    oracle.assert_equals(averages)
+    exported = averages.model_state_dict()
+    for name, average in averages.averages():
+        assert average.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        assert bits_equal(exported[name], average.to(dtype))
+    with averages.applied():
+        applied = module.state_dict()
+    assert all(bits_equal(applied[name], value) for name, value in exported.items())
+    assert set(applied) - set(exported) == {"tied.weight", "frozen.weight", "frozen.bias"}
+    assert bits_equal(applied["tied.weight"], exported["first.weight"])
+    fresh = _normed(dtype)
+    fresh.load_state_dict(exported, strict=False)
+    assert same_bits(dict(fresh.state_dict()), dict(applied))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_evaluation_disturbs_nothing(dtype: torch.dtype) -> None:
+    """Training with an evaluation on the averages after every step has the bits of training without: the optimizer
+    follows outside writes to model params, so the averages are lent, not written. An error inside changes that not.
+    """
+    runs = []
+    for evaluates in (False, True):
+        module = _normed(dtype)
+        optimizer = wrap(module, scale=2.0**4)
+        averages = AveragedMainParams(module, optimizer, **RULES["ema"])
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1)).to(dtype)
+        for _ in range(5):
+            optimizer.zero_grad()
+            optimizer.scale_loss(module(x).float().square().mean()).backward()
+            averages.update_parameters(success=optimizer.step().success)
+            if evaluates:
+                params, buffers = list(module.parameters()), list(module.buffers())
+                before = snapshot(optimizer, module)
+                with contextlib.suppress(ZeroDivisionError), averages.applied() as lent:
+                    assert lent is module
+                    assert not any(p is q for p in module.parameters() for q in params[:-2])
+                    swa_utils.update_bn([x], module)
+                    module(x)
+                    raise ZeroDivisionError
+                assert list(map(id, module.parameters())) == list(map(id, params))
+                assert list(map(id, module.buffers())) == list(map(id, buffers))
+                assert same_bits(snapshot(optimizer, module), before)
+                with averages.applied():
+                    state = optimizer.state_dict()
+                assert all(bits_equal(value, before[f"main.{name}"]) for name, value in state["main_params"].items())
+        runs.append(snapshot(optimizer, module) | {f"average.{n}": t.clone() for n, t in averages.averages()})
+        runs[-1] |= dict(module.named_buffers())
+    assert same_bits(*runs)
+
+
+def test_the_model_computes_with_the_averages() -> None:
+    """Inside the context forward gives what torch's averaged model gives, and update_bn refreshes its statistics."""
+    module = _normed(torch.float32)
+    optimizer = wrap(module, scale=None)
+    averages = AveragedMainParams(module, optimizer)
+    oracle = _Oracle(module, optimizer)
+    data = torch.randn(3, 8, 4, generator=torch.Generator().manual_seed(1))
+    for step in range(4):
+        averages.update_parameters(success=_step(optimizer, module, step, False))
+        oracle.update()
+    live = _mean(module).clone()
+    expected = oracle.averaged.train()
+    swa_utils.update_bn(data, expected)
+    with averages.applied():
+        swa_utils.update_bn(data, module)
+    module.eval(), expected.eval()
+    with averages.applied(), torch.no_grad():
+        assert bits_equal(module(data[0]), expected(data[0]))
+    assert bits_equal(_mean(module), live)
+    assert bits_equal(averages.model_state_dict()["norm.running_mean"], _mean(expected.module))
+
+
+def test_recurrent_layers_are_lent_the_averages() -> None:
+    """An LSTM, which keeps lists of its own weights, computes with the averages inside and with its own after."""
+    torch.manual_seed(0)
+    module = nn.LSTM(3, 4)
+    optimizer = wrap(module, INNER["sgd"], scale=None)
+    averages = AveragedMainParams(module, optimizer)
+    x = torch.randn(2, 1, 3)
+    set_grads(module, 0, 10.0)
+    optimizer.step()
+    averages.update_parameters()
+    expected = copy.deepcopy(module)(x)[0]
+    set_grads(module, 1, 10.0)
+    optimizer.step()
+    own = module(x)[0]
+    with averages.applied():
+        assert bits_equal(module(x)[0], expected)
+    assert bits_equal(module(x)[0], own)
+    assert not torch.equal(own, expected)
+
+
+@pytest.mark.parametrize("use_buffers", [False, True])
+@pytest.mark.parametrize("cut", [0, 1, 2, 4])
+def test_resume_is_bitwise(cut: int, use_buffers: bool, tmp_path: Any) -> None:
+    """State saved after any update, also before the first that landed, continues to the same bits."""
+    module = _normed()
+    optimizer = wrap(module)
+    averages = AveragedMainParams(module, optimizer, use_buffers=use_buffers, **RULES["custom"])
+    oracle = _Oracle(module, optimizer, use_buffers=use_buffers, **RULES["custom"])
+    for step, skip in enumerate(RUN):
+        if step == cut:
+            state = [averages.state_dict(), optimizer.state_dict(), module.state_dict()]
+            torch.save(state, tmp_path / "state.pt")
+            [of_averages, of_optimizer, of_module] = torch.load(tmp_path / "state.pt", weights_only=True)
+            module = _normed()
+            module.load_state_dict(of_module)
+            optimizer = wrap(module)
+            optimizer.load_state_dict(of_optimizer)
+            averages = AveragedMainParams(module, optimizer, use_buffers=use_buffers, **RULES["custom"])
+            averages.load_state_dict(of_averages)
+            oracle.module, oracle.optimizer = module, optimizer
+        averages.update_parameters(success=_step(optimizer, module, step, skip))
+        if not skip:
+            oracle.update()
+    oracle.assert_equals(averages)
+
+
+def test_state_dict_does_not_alias() -> None:
+    """What a state dict holds stays as it was; with copy=False it is live."""
+    module = _normed()
+    optimizer = wrap(module)
+    averages = AveragedMainParams(module, optimizer)
+    saved, live = averages.state_dict(), averages.state_dict(copy=False)
+    before = copy.deepcopy(saved)
+    averages.update_parameters(success=_step(optimizer, module, 0, False))
+    for part in ("averages", "buffers"):
+        assert same_bits(saved[part], before[part])
+        assert not same_bits(live[part], before[part])
+    assert (saved["n_averaged"].item(), live["n_averaged"].item()) == (0, 1)
+
+
+def test_chunks_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Averaging a few tensors at a time, to bound memory, gives the same bits."""
+    runs = []
+    for numel in (1, 10, 2**24):
+        monkeypatch.setattr(running_averages, "CHUNK_NUMEL", numel)
+        module = _normed()
+        optimizer = wrap(module)
+        averages = AveragedMainParams(module, optimizer, **RULES["ema_multi"])
+        for step, skip in enumerate(RUN):
+            averages.update_parameters(success=_step(optimizer, module, step, skip))
+        runs.append({name: average.clone() for name, average in averages.averages()})
+    assert same_bits(runs[0], runs[1])
+    assert same_bits(runs[0], runs[2])
+
+
+def test_updates_now_and_then() -> None:
+    """Called once for several steps, as SWA does, it averages if any of them landed; a bool may say so."""
+    module = _normed()
+    optimizer = wrap(module)
+    averages = AveragedMainParams(module, optimizer)
+    counts = []
+    for skips in ([True, False, True], [True, True], [False, False]):
+        for step, skip in enumerate(skips):
+            _step(optimizer, module, step, skip)
+        averages.update_parameters()
+        counts.append(averages.n_averaged.item())
+    averages.update_parameters(success=True)
+    averages.update_parameters(success=False)
+    assert [*counts, averages.n_averaged.item()] == [1, 1, 2, 3]
+
+
+def test_chained_optimizer() -> None:
+    """The main params of all chained optimizers are averaged, under the model's names."""
+    module = _normed()
+    scaler = DynamicGradScaler(16.0, 1.0, 2.0, 0.5, 4, 1)
+    config = OptimizerConfig(fp16=True, clip_grad=0.0)
+    named = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
+    halves = [named[::2], named[1::2]]
+    parts = [MixedPrecisionOptimizer(torch.optim.AdamW(half, lr=0.1), config, scaler) for half in halves]
+    optimizer = ChainedOptimizer(parts)
+    averages = AveragedMainParams(module, optimizer)
+    for step, skip in enumerate(RUN):
+        set_grads(module, step, math.inf if skip else 1.0)
+        averages.update_parameters(success=optimizer.step().success)
+    assert [name for name, _ in averages.averages()] == [name for name, _ in named]
+    assert averages.n_averaged.item() == RUN.count(False)
+
+
+def test_torch_optimizer() -> None:
+    """Around a plain torch optimizer of fp32 parameters it follows the flag it is given."""
+    module = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    averages = AveragedMainParams(module, optimizer)
+    oracle = AveragedModel(module)
+    for step, skip in enumerate(RUN):
+        set_grads(module, step)
+        if not skip:
+            optimizer.step()
+            oracle.update_parameters(module)
+        averages.update_parameters(success=torch.tensor(not skip))
+    assert all(bits_equal(average, oracle.module.get_parameter(name)) for name, average in averages.averages())
+    with pytest.raises(UsageError, match="pass success"):
+        averages.update_parameters()
+
+
+def test_misuse() -> None:
+    """Every misuse has an error that names it and the way out; nothing changes."""
+    module = _normed()
+    optimizer = wrap(module)
+    build: Callable[..., AveragedMainParams] = AveragedMainParams
+    with pytest.raises(ArgumentError, match="give one"):
+        build(module, optimizer, avg_fn=_custom, multi_avg_fn=swa_utils.get_ema_multi_avg_fn())
+    with pytest.raises(ArgumentTypeError, match="got MixedPrecisionOptimizer"):
+        build(optimizer, module)
+    with pytest.raises(ArgumentTypeError, match="got Normed"):
+        build(module, module)
+    with pytest.raises(ArgumentError, match="wrap it in a MixedPrecisionOptimizer"):
+        build(module, INNER["sgd"](module))
+    with pytest.raises(ArgumentError, match=r"does not train parameter 'extra\.weight'"):
+        build(nn.ModuleDict({"all": module, "extra": nn.Linear(1, 1)}), optimizer)
+    averages = build(module, optimizer)
+    before = averages.state_dict()
+    with pytest.raises(UsageError, match="no step"):
+        averages.update_parameters()
+    with pytest.raises(ArgumentError, match="not the one"):
+        averages.update_parameters(_normed(), success=True)
+    with pytest.raises(ArgumentTypeError, match="opposite"):
+        averages.update_parameters(success=torch.zeros(()))
+    module.norm.running_mean = torch.zeros(3)
+    with pytest.raises(UsageError, match=r"'norm\.running_mean' has changed its shape"):
+        averages.update_parameters(success=True)
+    module.norm.running_mean = torch.zeros(6)
+    for broken, message in (
+        ({}, "must hold 'averages'"),
+        (before | {"n_averaged": 3}, "n_averaged"),
+        (before | {"averages": {}}, "'averages' must be of"),
+        (before | {"buffers": 3}, "'buffers' must be of"),
+        (before | {"averages": before["averages"] | {"first.bias": torch.zeros(5)}}, r"shape \(6,\), got \(5,\)"),
+        (before | {"averages": before["averages"] | {"first.bias": 5}}, r"shape \(6,\), got int"),
+    ):
+        with pytest.raises(StateDictError, match=message):
+            averages.load_state_dict(broken)
+    assert same_bits(averages.state_dict()["averages"], before["averages"])
+    module.frozen.requires_grad_(True)
+    _step(optimizer, module, 0, False)
+    with pytest.raises(UsageError, match="main params have been added"):
+        averages.update_parameters()

@@ -1,0 +1,372 @@
+"""The state dict in torch's layout, and the functions of torch.distributed.checkpoint.state_dict in one process."""
+
+import copy
+import io
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as dsd
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+from megascale import ConstantGradScaler, MixedPrecisionOptimizer
+from megascale.errors import StateDictError
+from megascale.torch_state_dict import ADDED, StateNames
+from tests.training import INNER, Tiny, bits_equal, constant, model, set_grads, wrap
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+get_optimizer_state_dict: Any = dsd.get_optimizer_state_dict
+set_optimizer_state_dict: Any = dsd.set_optimizer_state_dict
+KEYS = ["optimizer", "main_params", "grad_scaler", "version"]
+
+
+def _trained(inner: str = "adamw_fused", dtype: torch.dtype = torch.float16) -> tuple[Tiny, MixedPrecisionOptimizer]:
+    module = model(dtype)
+    optimizer = wrap(module, INNER[inner])
+    for step in range(3):
+        set_grads(module, step, 1e6 if step == 1 else 1.0)
+        optimizer.step()
+    optimizer.zero_grad()
+    return module, optimizer
+
+
+def _flat(value: Any, path: str = "") -> dict[str, Any]:
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, (list, tuple)):
+        items = enumerate(value)  # type: ignore[assignment]
+    else:
+        return {path: value}
+    return {key: found for name, item in items for key, found in _flat(item, f"{path}/{name}").items()}
+
+
+def _same(left: Any, right: Any) -> bool:
+    left, right = _flat(left), _flat(right)
+    return left.keys() == right.keys() and all(
+        bits_equal(left[key], right[key]) if isinstance(left[key], Tensor) else left[key] == right[key] for key in left
+    )
+
+
+def test_our_layout_is_what_it_was() -> None:
+    """Torch's two keys answer but do not show: not in iteration, not in a copy, not in a file."""
+    _, optimizer = _trained()
+    state = optimizer.state_dict()
+    assert list(state["state"]) == list(range(7))
+    assert list(state) == KEYS
+    assert "state" not in state
+    assert state.get("param_groups") is None
+    with pytest.raises(KeyError, match="'other'"):
+        state["other"]
+    copied = copy.deepcopy(state)
+    assert list(copied) == KEYS
+    assert copied["param_groups"][0]["params"] == list(range(7))
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert type(loaded) is OrderedDict
+    assert list(loaded) == KEYS
+    assert _same(loaded, state)
+    optimizer.load_state_dict(loaded)
+    assert _same(optimizer.state_dict(), state)
+
+
+def test_torch_layout() -> None:
+    """What torch's functions see: positions, our main params and the scaler beside the moments, options by group."""
+    module, optimizer = _trained()
+    state = optimizer.state_dict()
+    entries = state["state"][0]
+    assert set(entries) == {"step", "exp_avg", "exp_avg_sq", *ADDED}
+    assert entries["main_param"] is state["main_params"]["first.weight"]
+    assert entries["exp_avg"] is state["optimizer"]["state"]["first.weight"]["exp_avg"]
+    assert entries["num_states"].item() == 3
+    assert entries["grad_scaler_scale"].item() == optimizer.get_loss_scale().item() == 2.0**9
+    assert [entries[f"grad_scaler_{key}"].item() for key in ("growth_tracker", "hysteresis_tracker")] == [1, 0]
+    [group] = state["param_groups"]
+    assert group["params"] == list(range(7))
+    assert group["param_names"] == [name for name, _ in module.named_parameters()]
+    assert group["lr"] == 1e-2
+    assert all(isinstance(value, Tensor) for value in entries.values())
+
+
+def test_state_stays_shared() -> None:
+    """Everybody but torch's functions reads the wrapped optimizer's own state, which has no entries of ours."""
+    _, optimizer = _trained()
+    assert optimizer.state is optimizer.optimizer.state
+    assert {key for state in optimizer.state.values() for key in state} == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def test_state_names() -> None:
+    """Never empty, so that torch does not step the optimizer; names of parameters without state are ours alone."""
+    param = nn.Parameter(torch.zeros(1))
+    assert StateNames({})
+    assert StateNames({})[param] == ADDED
+    assert StateNames({param: {"step": 1}})[param] == ("step", *ADDED)
+
+
+@pytest.mark.parametrize("options", [None, FLAT], ids=["nested", "flat"])
+@pytest.mark.parametrize("inner", ["adamw_fused", "sgd", "lion", "sgd_dampening", "adam_amsgrad"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_round_trip(dtype: torch.dtype, inner: str, options: StateDictOptions | None) -> None:
+    """Get and set: the same state to the bit for every kind of optimizer and parameter."""
+    module, optimizer = _trained(inner, dtype)
+    other = model(dtype, seed=1)
+    resumed = wrap(other, INNER[inner])
+    given = get_optimizer_state_dict(module, optimizer, options=options)
+    set_optimizer_state_dict(other, resumed, given, options=options)
+    assert _same(resumed.state_dict(), optimizer.state_dict())
+
+
+@pytest.mark.parametrize("options", [None, FLAT], ids=["nested", "flat"])
+@pytest.mark.parametrize(
+    "inner",
+    [INNER["adamw_fused"], INNER["sgd"], lambda m: torch.optim.Adadelta(m.named_parameters())],
+    ids=["adamw", "sgd", "its_own_step"],
+)
+def test_an_untouched_optimizer_stays_untouched(
+    inner: Callable[[nn.Module], torch.optim.Optimizer], options: StateDictOptions | None
+) -> None:
+    """Neither get nor set takes a step: no scale, tracker, step count or parameter moves (a defect of torch's own)."""
+    module = model()
+    optimizer = wrap(module, inner)
+    before = copy.deepcopy(optimizer.state_dict())
+    weights = [param.detach().clone() for param in module.parameters()]
+    given = get_optimizer_state_dict(module, optimizer, options=options)
+    set_optimizer_state_dict(module, optimizer, given, options=options)
+    assert _same(optimizer.state_dict(), before)
+    assert optimizer.num_skipped_steps.item() == 0
+    assert all(map(torch.equal, module.parameters(), weights))
+    assert all(param.grad is None for param in module.parameters())
+
+
+def test_torch_steps_its_own_optimizers() -> None:
+    """Why that needs care: an untouched torch optimizer is stepped by a get."""
+    module = nn.Linear(2, 2)
+    inner = torch.optim.AdamW(module.parameters())
+    get_optimizer_state_dict(module, inner)
+    assert inner.state[module.weight]["step"].item() == 1
+
+
+class _Outer(torch.optim.Optimizer):
+    """An optimizer around ours that hands everything on, as Accelerate's does."""
+
+    def __init__(self, inner: MixedPrecisionOptimizer) -> None:
+        self.inner = inner
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.inner.state
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self.inner.param_groups
+
+    def state_dict(self) -> Any:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.inner.load_state_dict(state_dict)
+
+
+@pytest.mark.parametrize("options", [None, FLAT], ids=["nested", "flat"])
+def test_through_an_outer_optimizer(options: StateDictOptions | None) -> None:
+    """An optimizer that wraps ours and hands on its properties does not stand in the way."""
+    module, optimizer = _trained()
+    other = model(seed=1)
+    resumed = wrap(other)
+    given = get_optimizer_state_dict(module, _Outer(optimizer), options=options)
+    set_optimizer_state_dict(other, _Outer(resumed), given, options=options)
+    assert _same(resumed.state_dict(), optimizer.state_dict())
+
+
+def test_tied_weights_and_frozen_parameters() -> None:
+    """A tied weight has one state under one of its names; a frozen parameter keeps what it has."""
+
+    def build(seed: int) -> tuple[nn.Module, MixedPrecisionOptimizer]:
+        torch.manual_seed(seed)
+        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)).half()
+        module[2].weight = module[0].weight
+        module[1].weight.requires_grad_(False)
+        inner = torch.optim.AdamW(module.named_parameters(), lr=0.1)
+        return module, MixedPrecisionOptimizer(inner, None, ConstantGradScaler(2.0))
+
+    module, optimizer = build(0)
+    set_grads(module, 0)
+    optimizer.step()
+    for options in (None, FLAT):
+        other, resumed = build(1)
+        frozen = other.get_parameter("1.weight").detach().clone()
+        given = get_optimizer_state_dict(module, optimizer, options=options)
+        set_optimizer_state_dict(other, resumed, given, options=options)
+        assert _same(resumed.state_dict(), optimizer.state_dict())
+        assert torch.equal(other.get_parameter("1.weight"), frozen)
+
+
+def test_groups_and_options() -> None:
+    """Options of several groups and a scheduler's entry arrive at their groups; how torch runs them stays."""
+
+    def build(lr: float) -> tuple[Tiny, MixedPrecisionOptimizer]:
+        module = model()
+        groups = [
+            {"params": list(module.first.named_parameters(prefix="first")), "lr": lr},
+            {"params": list(module.second.named_parameters(prefix="second")), "weight_decay": lr},
+        ]
+        inner = torch.optim.AdamW(groups, lr=lr / 2, foreach=lr == 0.5)
+        torch.optim.lr_scheduler.StepLR(inner, 1)
+        return module, MixedPrecisionOptimizer(inner, None, ConstantGradScaler(2.0))
+
+    module, optimizer = build(0.5)
+    for options in (None, FLAT):
+        other, resumed = build(0.25)
+        given = get_optimizer_state_dict(module, optimizer, options=options)
+        set_optimizer_state_dict(other, resumed, given, options=options)
+        assert [group["lr"] for group in resumed.param_groups] == [0.5, 0.25]
+        assert resumed.param_groups[1]["weight_decay"] == 0.5
+        assert [group["initial_lr"] for group in resumed.param_groups] == [0.5, 0.25]
+        assert [group["foreach"] for group in resumed.param_groups] == [False, False]
+
+
+def test_names_and_positions() -> None:
+    """A state dict with names loads by name, in whatever order; one with positions, or foreign names, by position."""
+    module, optimizer = _trained()
+    given = get_optimizer_state_dict(module, optimizer)
+    given["param_groups"][0]["params"].reverse()
+    resumed = wrap(model(seed=1))
+    resumed.load_state_dict(given)
+    assert _same(resumed.state_dict()["main_params"], optimizer.state_dict()["main_params"])
+    state = optimizer.state_dict()
+    by_position = {"state": state["state"], "param_groups": state["param_groups"]}
+    for prefix in (None, "model."):
+        resumed = wrap(model(seed=1))
+        resumed.load_state_dict(by_position if prefix is None else _renamed(by_position, prefix))
+        assert _same(resumed.state_dict(), optimizer.state_dict())
+
+
+def test_positions_are_not_names() -> None:
+    """Where our names are positions they are not taken for the model's names, which may be numbers, too."""
+    params = nn.ParameterList([nn.Parameter(torch.full((2,), float(value)).half()) for value in range(3)])
+    inner = torch.optim.AdamW(reversed(list(params)), lr=0.1)
+    optimizer = MixedPrecisionOptimizer(inner, None, ConstantGradScaler(1.0))
+    given = get_optimizer_state_dict(params, optimizer)
+    assert given["param_groups"][0]["params"] == ["2", "1", "0"]
+    optimizer.load_state_dict(given)
+    assert [param.tolist() for param in params] == [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]
+
+
+def _renamed(state: dict[str, Any], prefix: str) -> dict[str, Any]:
+    groups = [group | {"params": [f"{prefix}{key}" for key in group["params"]]} for group in state["param_groups"]]
+    return {"state": {f"{prefix}{key}": value for key, value in state["state"].items()}, "param_groups": groups}
+
+
+def test_plain_torch_state() -> None:
+    """A plain torch optimizer's state is taken where it is all there is: fp32 parameters without a scaler."""
+    module = model(torch.float32)
+    inner = INNER["adamw_fused"](module)
+    set_grads(module, 0)
+    inner.step()
+    given = inner.state_dict()
+    resumed = wrap(model(torch.float32), scale=None)
+    resumed.load_state_dict(given)
+    ours = resumed.state_dict()["optimizer"]["state"]["first.weight"]
+    assert _same(ours, inner.state_dict()["state"][0])
+    message = r"plain torch optimizer's \(it has 'param_groups' at the top, and {}\); .* before wrapping it"
+    with pytest.raises(StateDictError, match=message.format("no state of the grad scaler")):
+        wrap(model(torch.float32)).load_state_dict(given)
+    with pytest.raises(StateDictError, match=message.format("no 'main_param' of 'first.weight'")):
+        wrap(model()).load_state_dict(given)
+    halves = model()
+    optimizer = wrap(halves)
+    mains = {name: main.clone() for name, main in optimizer.main_params()}
+    optimizer.load_state_dict(given, strict=False)
+    assert _same(dict(optimizer.main_params()), mains)
+    assert _same(optimizer.state_dict()["optimizer"]["state"]["first.weight"], ours)
+
+
+def _without(key: str) -> Callable[[dict[str, Any]], None]:
+    def damage(state: dict[str, Any]) -> None:
+        for entries in state["state"].values():
+            del entries[key]
+
+    return damage
+
+
+def _lost_moment(state: dict[str, Any]) -> None:
+    del state["state"]["first.bias"]["exp_avg"]
+
+
+def _other_scale(state: dict[str, Any]) -> None:
+    state["state"]["head.weight"]["grad_scaler_scale"] = torch.tensor(3.0)
+
+
+def _scale_of_some(state: dict[str, Any]) -> None:
+    del state["state"]["head.weight"]["grad_scaler_scale"]
+
+
+def _unknown(state: dict[str, Any]) -> None:
+    state["state"]["other"] = {}
+
+
+def _fewer(state: dict[str, Any]) -> None:
+    del state["param_groups"][0]["params"][0], state["state"]["first.weight"]
+    state["param_groups"][0]["params"][0] = "other"
+    state["state"]["other"] = state["state"].pop("first.bias")
+
+
+def _bad_state(state: dict[str, Any]) -> None:
+    state["state"] = [1]
+
+
+def _bad_groups(state: dict[str, Any]) -> None:
+    state["param_groups"] = {"params": []}
+
+
+def _wrong_shape(state: dict[str, Any]) -> None:
+    state["state"]["first.bias"]["main_param"] = torch.zeros(2)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_without("main_param"), "no 'main_param' of 'first.weight'"),
+        (_without("grad_scaler_growth_tracker"), "lacks 'growth_tracker'"),
+        (_lost_moment, r"'first.bias' had 3 entries and arrives with \['exp_avg_sq', 'step'\]"),
+        (_other_scale, r"several values of 'grad_scaler_scale', \[3.0, 512.0\]; they are not of one step"),
+        (_scale_of_some, "several values of 'grad_scaler_scale'"),
+        (_unknown, r"holds state of \['other'\], which none of its param groups has"),
+        (_fewer, r"param groups of \[6\] parameters, the optimizer has \[7\]"),
+        (_bad_state, "'state' must map parameters to dicts"),
+        (_bad_groups, "'param_groups' must be a list of dicts with 'params'"),
+        (_wrong_shape, r"main param of 'first.bias' has shape \(2,\)"),
+    ],
+)
+def test_damage_is_named(damage: Callable[[dict[str, Any]], None], message: str) -> None:
+    """What lacks or does not fit is named, and nothing has changed."""
+    module, optimizer = _trained()
+    given = copy.deepcopy(get_optimizer_state_dict(module, optimizer))
+    damage(given)
+    resumed = wrap(model(seed=1))
+    before = copy.deepcopy(resumed.state_dict())
+    with pytest.raises(StateDictError, match=message):
+        resumed.load_state_dict(given)
+    assert _same(resumed.state_dict(), before)
+
+
+def test_names_of_ours_are_taken() -> None:
+    """An optimizer that has an entry of one of our names is refused by name, not mixed up."""
+    module = model()
+    optimizer = constant(module, INNER["sgd"], 1.0)
+    optimizer.state[module.first.weight]["main_param"] = torch.zeros(1)
+    with pytest.raises(StateDictError, match=r"'first.weight' has entries called \['main_param'\]"):
+        get_optimizer_state_dict(module, optimizer)
+
+
+def test_a_constant_scale_meets_a_dynamic_one() -> None:
+    """A constant scaler takes the scale of a dynamic one's state, as it does from our own layout."""
+    module, optimizer = _trained()
+    given = get_optimizer_state_dict(module, optimizer)
+    resumed = constant(model(seed=1), INNER["adamw_fused"], 1.0)
+    resumed.load_state_dict(given)
+    assert resumed.get_loss_scale().item() == 2.0**9
