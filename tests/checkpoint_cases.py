@@ -30,7 +30,7 @@ def train(model: nn.Module, optimizer: MixedPrecisionOptimizer, first: int, last
 def state_of(model: nn.Module, optimizer: MixedPrecisionOptimizer) -> dict[str, Any]:
     """A copy of everything that a checkpoint restores."""
     weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    return {"model": weights, "optimizer": optimizer.state_dict()}
+    return {"model": weights, "optimizer": dict(optimizer.state_dict())}
 
 
 def differences(left: Any, right: Any, path: str = "") -> list[str]:

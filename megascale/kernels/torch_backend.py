@@ -140,5 +140,7 @@ def _fused_sgd_(block: Block, buffers: list[Tensor], hyper: SgdHyper, decision: 
 
 
 def _rate(lr: float | Tensor) -> float | Tensor:
-    """Return a learning rate as torch's fused kernels take it: on a device they read fp32."""
+    """Return a learning rate as torch's fused kernels take it: on a device they read fp32, on a CPU the number."""
+    if isinstance(lr, Tensor) and lr.device.type == "cpu":
+        return float(lr.detach().numpy())
     return lr.to(torch.float32) if isinstance(lr, Tensor) else lr

@@ -107,8 +107,8 @@ class Overflowing(Trainer):
 
     def create_optimizer(self, model: Any = None) -> Any:
         """Make our optimizer, if none was passed."""
-        if self.hook == "subclass" and self.optimizer is None:
-            self.optimizer = _optimizer(self.module)
+        if self.hook == "subclass" and getattr(self, "optimizer", None) is None:
+            self.optimizer: Any = _optimizer(self.module)
         return super().create_optimizer(model)
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:

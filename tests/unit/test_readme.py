@@ -48,9 +48,11 @@ def test_tree_names_what_exists() -> None:
 
 def test_core_imports_nothing_optional() -> None:
     """`import megascale` brings no optional library, and no part of torch that takes long to import."""
-    optional = "omegaconf", "sklearn", "tqdm", "tensorboard", "wandb", "triton", "lightning", "accelerate", "matplotlib"
-    optional += "transformers", "megatron", "deepspeed"
-    optional += "torch.distributed.tensor", "torch.distributed.checkpoint", "torch._dynamo", "sympy"  # slow
+    optional = [
+        *("omegaconf", "sklearn", "tqdm", "tensorboard", "wandb", "triton", "matplotlib"),
+        *("lightning", "accelerate", "transformers", "megatron", "deepspeed"),
+        *("torch.distributed.tensor", "torch.distributed.checkpoint", "torch._dynamo", "sympy"),  # slow
+    ]
     code = (
         "import sys, torch; before = set(sys.modules); import megascale; "
         f"print([m for m in {optional} if m in sys.modules and m not in before])"
