@@ -372,7 +372,7 @@ def test_a_chain_that_could_not_step_as_one_is_refused() -> None:
         ([], ArgumentError, r"optimizers is empty"),
         ([torch.optim.SGD([one])], ArgumentTypeError, r"optimizers\[0\] must be a MixedPrecisionOptimizer"),
         ([_wrap([one], first), _wrap([two], ConstantGradScaler(2.0))], ArgumentError, r"has another grad scaler"),
-        ([_wrap([one], first), _wrap([two], first, clip_grad=2.0)], ArgumentError, r"config.clip_grad=2.0"),
+        ([_wrap([one], first), _wrap([two], first, clip_grad=2.0)], ArgumentError, r"clip_grad=2.0"),
         ([_wrap([one], first), _wrap([one], first)], ArgumentError, r"hold the same parameter"),
         ([_wrap([one], first), _wrap([two], first)], ArgumentError, r"a parameter called '0'"),
     ]
