@@ -34,8 +34,8 @@ def state_of(model: nn.Module, optimizer: MixedPrecisionOptimizer) -> dict[str, 
 
 
 def differences(left: Any, right: Any, path: str = "") -> list[str]:
-    """Where two nests differ in type, key order, dtype, shape or bits."""
-    if type(left) is not type(right):
+    """Where two nests differ in type (all kinds of dict are one), key order, dtype, shape or bits."""
+    if type(left) is not type(right) and not (isinstance(left, dict) and isinstance(right, dict)):
         return [f"{path}: {type(left).__name__} against {type(right).__name__}"]
     if isinstance(left, Tensor):
         return [] if _same_bits(left, right) else [f"{path}: {left} against {right}"]

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
+from tests.meshes import mesh_of
 
 PARTS = 4  # of every step's data: one, two or four for each rank
 SCALE, WINDOW = 2.0**12, 4
@@ -82,7 +83,7 @@ class Case:
     def device_mesh(self) -> DeviceMesh:
         """The mesh over all ranks."""
         shape, names = self.mesh or ((dist.get_world_size(),), ("dp",))
-        return init_device_mesh("cpu", shape, mesh_dim_names=names)
+        return mesh_of(shape, names)
 
     def build(self, seed: int = 0) -> tuple[Net, MixedPrecisionOptimizer]:
         """Return the spread model and its optimizer."""

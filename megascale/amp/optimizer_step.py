@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from megascale import validate
+from megascale.amp import fused_adam
 from megascale.amp.grad_scaler import GradScaler
 from megascale.chained import ChainedOptimizer
 from megascale.collectives import full_tensor
@@ -15,6 +16,7 @@ from megascale.dtensors import local
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError, sparse_gradient
 from megascale.grad_scaler import MegatronGradScaler
 from megascale.grad_stats import LARGEST_SUM_SQUARES
+from megascale.kernels import Decision
 from megascale.optimizer import MixedPrecisionOptimizer, StepResult
 
 WRAPPERS = (MixedPrecisionOptimizer, ChainedOptimizer)
@@ -26,6 +28,11 @@ class _Clipping(NamedTuple):
 
     norm: float | None
     value: float | None
+
+    @property
+    def is_asked_for(self) -> bool:
+        """Whether anything is to be clipped."""
+        return self.norm is not None or self.value is not None
 
 
 def optimizer_step(
@@ -43,7 +50,8 @@ def optimizer_step(
 
     - Gradients are looked at once, for overflow and norm together. With an optimizer that unscales by itself (torch's
       with ``fused=True``) unscaling and clipping by norm then cost no pass at all: they are one number that it divides
-      by. Nothing waits for the device; any other optimizer costs one host read.
+      by. Nothing waits for the device; any other optimizer costs one host read. Where gradients are clipped, and the
+      optimizer is a fused Adam or AdamW on plain fp32 parameters, without hooks, its update runs on our kernels.
     - Steps with non-finite gradients are skipped without a scaler, too: where `grad_scaler` is None or disabled, the
       loss is multiplied by 1, and the rest is the same.
     - Finite gradients that are to be clipped, but whose norm overflows, are skipped; torch steps with zeros.
@@ -62,8 +70,7 @@ def optimizer_step(
 
     Returns:
         Tensors on the device, unread: whether the step landed, the norm before clipping, and NaN zeros (but for a
-        wrapped optimizer that counts them). The gradients stay; a fused optimizer leaves them unscaled and clipped
-        where the step lands, scaled where it is skipped.
+        wrapped optimizer that counts them). Gradients stay, but those that were never unscaled in place are scaled.
 
     Raises:
         ArgumentError, ArgumentTypeError: for an argument that does not fit; nothing has changed.
@@ -114,24 +121,32 @@ def _step_in_few_passes(optimizer: torch.optim.Optimizer, scaler: GradScaler, cl
     sum_squares = scaler._measure(optimizer).sum_squares
     if not scaler._found_inf_per_device(optimizer):
         raise UsageError("the loss gave no parameter of the optimizer a gradient; does it depend on them?")
-    inv_scale = scaler._inv_scale()
+    left_to_do = inv_scale = scaler._inv_scale()
     norm = sum_squares.sqrt() * inv_scale
     clip = None
     if clipping.norm is not None:
         clip = (clipping.norm / (norm + 1e-6)).clamp(max=1.0)
+        left_to_do = inv_scale * clip
         for found_inf in scaler._found_inf_per_device(optimizer).values():
             found_inf.masked_fill_(sum_squares > LARGEST_SUM_SQUARES, 1.0)
     divides = _divides_by_itself(optimizer)
     if not divides:
         scaler._unscale(optimizer, None if clip is None else clip.float())
+        left_to_do = torch.ones_like(inv_scale)
     if clipping.value is not None:
-        left_to_do = (inv_scale if clip is None else inv_scale * clip) if divides else torch.ones_like(inv_scale)
         _clamp_(optimizer, clipping.value / left_to_do)
+    result = _result(optimizer, scaler, norm)
+    backend = scaler._backend(inv_scale.device)
+    if clipping.is_asked_for and fused_adam.fits(optimizer, backend):
+        found_inf = result.success.logical_not().float()
+        decision = Decision(found_inf, left_to_do.float(), result.grad_norm, result.num_zeros_in_grad)
+        fused_adam.step_(optimizer, backend, decision)
+        return result
     if divides and clip is not None:
         # Multiplied by the scale in the scaler's step().
         optimizer.grad_scale = clip.reciprocal().float()  # type: ignore[attr-defined]
     scaler.step(optimizer)
-    return _result(optimizer, scaler, norm)
+    return result
 
 
 @torch.no_grad()

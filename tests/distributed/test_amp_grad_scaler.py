@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
@@ -17,6 +17,7 @@ from megascale.amp import GradScaler
 from megascale.dtensors import local
 from megascale.errors import UsageError
 from tests.counting import OperatorCounter
+from tests.meshes import mesh_of
 from tests.pool import RankPool
 from tests.training import Tiny, grad_of, model
 
@@ -51,7 +52,7 @@ def _own_param(kind: str, inner: str, poisoned: list[int]) -> tuple[float, float
     return round(param[0].item(), 2), scaler.get_scale(), counter.host_reads if "fused" in inner else 0
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("inner", OPTIMIZERS)
 def test_ranks_of_a_process_group_skip_together(ranks: RankPool, world: int, inner: str) -> None:
     """With inf on rank 1 alone, or on all at once, all skip, and all scales back off; fused, without a host read.
@@ -79,7 +80,7 @@ def _local_grad(param: nn.Parameter) -> Tensor:
 
 
 def _replicated_first(kind: type[torch.amp.GradScaler], inner: str, order: list[int]) -> tuple[float, Any, float]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = mesh_of((dist.get_world_size(),))
     pair = [_dtensor(mesh, [Replicate()]), _dtensor(mesh, [Shard(0)])]
     if dist.get_rank() == 1:
         _local_grad(pair[1])[0, 0] = NAN
@@ -113,8 +114,8 @@ def test_ranks_of_a_mesh_agree_on_mixed_placements(ranks: RankPool, world: int, 
 
 def _grid(which: str) -> tuple[list[nn.Parameter], int]:
     """Parameters on meshes of a 2 x 2 grid, and how many all-reduces a step may take."""
-    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    whole = init_device_mesh("cpu", (4,))
+    grid = mesh_of((2, 2), ("dp", "tp"))
+    whole = mesh_of((4,))
     rows, columns = grid["dp"], grid["tp"]
     if which == "nested":
         sharded = [_dtensor(grid, [Shard(0), Shard(1)]), _dtensor(rows, [Shard(0)]), _dtensor(columns, [Replicate()])]
@@ -174,7 +175,7 @@ def _without_gradients(inner: str, over: str, overflow: bool) -> tuple[float, fl
             param.grad = torch.ones(2)
         group = dist.group.WORLD
     else:
-        mesh = init_device_mesh("cpu", (world,))
+        mesh = mesh_of((world,))
         params, group = [_dtensor(mesh, [Shard(0)]) for _ in range(2)], None
     if overflow and rank == world - 1:
         _local_grad(params[1]).fill_(NAN)
@@ -208,7 +209,7 @@ def test_ranks_without_gradients_take_part(ranks: RankPool, world: int, inner: s
 
 def _measured() -> tuple[float, float, int]:
     """Squares of gradients on several meshes, in several placements; what the whole tensors have; all-reduces."""
-    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    grid = mesh_of((2, 2), ("dp", "tp"))
     params = [
         _dtensor(grid, [Shard(0), Shard(1)], 2.0),
         _dtensor(grid, [Replicate(), Shard(0)], 3.0),
@@ -252,7 +253,7 @@ def _fsdp2(inner: str) -> tuple[list[Any], list[Any], float]:
     """15 steps of a sharded model with our scaler, beside torch's in one process on the mean of all ranks' losses."""
     world, rank = dist.get_world_size(), dist.get_rank()
     sharded, whole = model(torch.float32), model(torch.float32)
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = mesh_of((world,))
     for layer in sharded.children():
         fully_shard(layer, mesh=mesh)
     fully_shard(sharded, mesh=mesh)

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -15,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megascale.amp import GradScaler, optimizer_step
 from tests.counting import OperatorCounter
+from tests.meshes import mesh_of
 from tests.pool import RankPool
 from tests.training import Sign, Tiny
 
@@ -40,7 +40,7 @@ def _spread(how: str, module: Poisoned) -> nn.Module:
     """Spread ``module`` over all ranks."""
     if how == "ddp":
         return DistributedDataParallel(module)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ranks",))
+    mesh = mesh_of((dist.get_world_size(),), ("ranks",))
     if how == "fsdp2":
         fully_shard(module, mesh=mesh)
         return module

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import ExponentialLR
@@ -19,6 +18,7 @@ from megascale import DistributedOptimizer, DynamicGradScaler, MixedPrecisionOpt
 from megascale.averages import AveragedMainParams
 from megascale.errors import StateDictError, UsageError
 from megascale.schedules import LandedLRScheduler
+from tests.meshes import mesh_of
 from tests.pool import RankPool
 from tests.training import INNER, bits_equal, model, same_bits
 
@@ -129,7 +129,7 @@ def test_sharded_averages(ranks: RankPool, tmp_path: Any) -> None:
 
 def _fsdp2() -> list[bool]:
     sharded, whole, other = model(), model(), model(seed=1)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    mesh = mesh_of((dist.get_world_size(),), ("dp",))
     for module in (sharded, other):
         for layer in module.children():
             fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))

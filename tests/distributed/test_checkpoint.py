@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,6 +17,7 @@ from megascale import DynamicGradScaler, MixedPrecisionOptimizer, ParallelGroups
 from megascale.checkpoint import Checkpointer, latest, load, save
 from megascale.errors import ArgumentTypeError, CheckpointError
 from tests.checkpoint_cases import build, differences, message_of, state_of, train
+from tests.meshes import mesh_of
 from tests.pool import RankPool
 
 
@@ -93,7 +93,7 @@ def _full(nest: Any) -> Any:
 
 
 def _save_shards(directory: Path) -> dict[str, Any]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+    mesh = mesh_of((dist.get_world_size(),), ("fsdp",))
     model, optimizer = _sharded(0, mesh)
     for param in model.parameters():
         param.grad = distribute_tensor(torch.randn(param.shape).half(), mesh, [Shard(0)])
@@ -103,7 +103,7 @@ def _save_shards(directory: Path) -> dict[str, Any]:
 
 
 def _load_shards(directory: Path) -> dict[str, Any]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+    mesh = mesh_of((dist.get_world_size(),), ("fsdp",))
     model, optimizer = _sharded(1, mesh)
     load(directory, model, optimizer, groups=mesh)
     assert all(isinstance(param, DTensor) for param in model.parameters())

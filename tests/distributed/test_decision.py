@@ -7,12 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
 from megascale import ConstantGradScaler, DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig, ParallelGroups
 from megascale.errors import ArgumentError, GradientError, MainParamOverflowError, StateDictError
+from tests.meshes import mesh_of
 from tests.pool import RankPool
 from tests.training import INNER, Bag, Tiny, bits_equal, constant, grad_of, model, same_bits, set_grads, snapshot, wrap
 
@@ -147,10 +147,10 @@ def test_ranks_stay_bitwise_equal_under_ddp(ranks: RankPool, dtype: torch.dtype)
 
 
 def _groups_of_every_kind() -> list[list[int | None]]:
-    world, mesh = dist.group.WORLD, init_device_mesh("cpu", (dist.get_world_size(),))
-    named = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
-    odd = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+    world, mesh = dist.group.WORLD, mesh_of((dist.get_world_size(),))
+    named = mesh_of((2, 2), ("dp", "tp"))
+    hybrid = mesh_of((2, 2), ("dp_replicate", "dp_shard"))
+    odd = mesh_of((2, 2), ("rows", "columns"))
     made = [
         ParallelGroups.of(None),
         ParallelGroups.of(world),
@@ -184,10 +184,10 @@ def test_groups_resolve(ranks: RankPool) -> None:
 
 def _refused_groups() -> list[str]:
     messages = []
-    pair = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    pair = mesh_of((2, 2), ("dp", "tp"))
     calls: list[Any] = [
         lambda: ParallelGroups(data_parallel=pair.get_group("dp"), tensor_parallel=pair.get_group("tp")),
-        lambda: ParallelGroups.of(init_device_mesh("cpu", (2, 2))),
+        lambda: ParallelGroups.of(mesh_of((2, 2))),
         lambda: ParallelGroups.from_mesh(pair, data_parallel="data"),
         lambda: ParallelGroups(data_parallel=3),  # type: ignore[arg-type]
     ]

@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig, ParallelGroups
+from tests.meshes import mesh_of
 from tests.pool import RankPool
 from tests.training import INNER, Tiny, model
 
@@ -36,7 +36,7 @@ def _loss(module: Tiny, step: int, rank: int) -> Tensor:
 def _train(inner: str) -> list[Any]:
     world, rank = dist.get_world_size(), dist.get_rank()
     sharded, whole = model(), model()
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+    mesh = mesh_of((world,), ("dp",))
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     for layer in sharded.children():
         fully_shard(layer, mesh=mesh, mp_policy=policy)

@@ -84,7 +84,7 @@ def test_fsdp2_accumulates_without_reducing(ranks: RankPool, name: str) -> None:
     _check(ranks, FSDP2[name], 2, 18, EXACT, data_parallel=2, micro=2)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["fp16_params", "fp32_params_fp16_compute"])
 def test_fsdp2_fifty_steps(ranks: RankPool, name: str, world: int) -> None:
     """Fifty steps with overflows on each rank in turn: skips and scales exactly, main params within 5e-6."""

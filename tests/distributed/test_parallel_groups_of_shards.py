@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
 from megascale import (
@@ -22,6 +21,7 @@ from megascale import (
 from megascale.errors import ArgumentError, ArgumentTypeError, GradientError, StateDictError, UsageError
 from megascale.grad_sync import GradSync
 from tests.distributed.test_distributed_optimizer import batch, config_of, flat, net, same, scaler, sharded, weights
+from tests.meshes import mesh_of
 from tests.pool import RankPool
 from tests.training import grad_of
 
@@ -29,7 +29,7 @@ FP16 = torch.float16
 
 
 def _hybrid(overlap: bool) -> list[Any]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    mesh = mesh_of((2, 2), ("dp_replicate", "dp_shard"))
     groups = ParallelGroups.from_mesh(mesh)
     assert groups.data_shard is not None
     assert groups.data_replicate is not None
@@ -88,7 +88,7 @@ class Experts(nn.Module):
 
 def _expert_groups() -> tuple[ParallelGroups, int]:
     """Return groups of 4 ranks: 2 experts, each on 2 ranks; and which expert is this rank's."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
+    mesh = mesh_of((2, 2), ("edp", "ep"))
     groups = ParallelGroups.from_mesh(mesh, data_parallel=("edp", "ep"), expert_data_parallel="edp")
     return groups, mesh.get_local_rank("ep")
 
@@ -215,7 +215,7 @@ def test_experts_without_a_group_are_refused(ranks: RankPool) -> None:
 
 
 def _tensor_parallel() -> list[Any]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = mesh_of((2, 2), ("dp", "tp"))
     groups = ParallelGroups.from_mesh(mesh)
     dp, tp = mesh.get_local_rank("dp"), mesh.get_local_rank("tp")
     whole = torch.randn(2, 100, generator=torch.Generator().manual_seed(3))
@@ -413,7 +413,7 @@ BAD_GROUPS = [
 
 
 def _bad_groups() -> list[str]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    mesh = mesh_of((2, 2), ("a", "b"))
     messages = []
     for make, pattern in BAD_GROUPS:
         with pytest.raises(ArgumentError, match=pattern) as caught:

@@ -101,7 +101,14 @@ def _load_and_save(
     return states
 
 
-@pytest.mark.parametrize(("dtype", "inner"), [(FP16, "adamw"), (BF16, "sgd"), (FP32, "amsgrad")])
+@pytest.mark.parametrize(
+    ("dtype", "inner"),
+    [
+        (FP16, "adamw"),
+        pytest.param(BF16, "sgd", marks=pytest.mark.slow),
+        pytest.param(FP32, "amsgrad", marks=pytest.mark.slow),
+    ],
+)
 def test_any_number_of_ranks_loads_what_any_number_saved(
     ranks: RankPool, tmp_path: Path, dtype: torch.dtype, inner: str
 ) -> None:

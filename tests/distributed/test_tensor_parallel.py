@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from megascale import ConstantGradScaler, MixedPrecisionOptimizer, OptimizerConfig, ParallelGroups
 from megascale.errors import ArgumentError
+from tests.meshes import mesh_of
 from tests.pool import RankPool
 from tests.training import INNER, Bag, Sign, bits_equal
 
@@ -40,7 +40,7 @@ def _single_process(inner: str) -> tuple[float, float, list[Tensor]]:
 
 def _megatron(inner: str, tp: int) -> Any:
     """Split the matrix by rows over tp ranks, keep the vector on all of them; add a shared copy that must not count."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // tp, tp), mesh_dim_names=("dp", "tp"))
+    mesh = mesh_of((dist.get_world_size() // tp, tp), ("dp", "tp"))
     rank = mesh.get_local_rank("tp")
     weights, grads = _whole()
     module = Bag([weights[0].chunk(tp)[rank].clone(), weights[1].clone(), torch.ones(3).half()])
@@ -77,15 +77,15 @@ def _as_dtensor(layout: str) -> tuple[Any, list[Any]]:
     """Return a mesh and the placements of matrix and vector."""
     world = dist.get_world_size()
     if layout == "fsdp":
-        return init_device_mesh("cpu", (world,), mesh_dim_names=("dp",)), [[Shard(0)], [Shard(0)]]
+        return mesh_of((world,), ("dp",)), [[Shard(0)], [Shard(0)]]
     if layout == "tp":
-        return init_device_mesh("cpu", (world,), mesh_dim_names=("tp",)), [[Shard(1)], [Replicate()]]
+        return mesh_of((world,), ("tp",)), [[Shard(1)], [Replicate()]]
     if layout == "replicated_first":
-        return init_device_mesh("cpu", (world,), mesh_dim_names=("tp",)), [[Replicate()], [Shard(0)]]
+        return mesh_of((world,), ("tp",)), [[Replicate()], [Shard(0)]]
     if layout == "hsdp":
-        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+        mesh = mesh_of((2, world // 2), ("dp_replicate", "dp_shard"))
         return mesh, [[Replicate(), Shard(0)], [Replicate(), Shard(0)]]
-    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "tp"))
+    mesh = mesh_of((2, world // 2), ("dp", "tp"))
     return mesh, [[Shard(0), Shard(1)], [Shard(0), Replicate()]]
 
 
@@ -134,7 +134,7 @@ def test_dtensors(ranks: RankPool, layout: str, world: int, inner: str) -> None:
 
 def _dtensor_inside_a_data_parallel_world() -> Any:
     """Tp DTensors on a sub-mesh, groups=None: the world is data parallel around the sub-mesh."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = mesh_of((2, 2), ("dp", "tp"))
     weights, grads = _whole()
     module = Bag([distribute_tensor(weights[0], mesh["tp"], [Shard(0)]), weights[1]])
     optimizer = MixedPrecisionOptimizer(INNER["sgd"](module), CONFIG, ConstantGradScaler(2.0))
@@ -152,7 +152,7 @@ def test_dtensors_on_a_sub_mesh(ranks: RankPool) -> None:
 
 
 def _partial_gradient() -> list[Any]:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    mesh = mesh_of((2,), ("tp",))
     weights, grads = _whole()
     module = Bag([distribute_tensor(weights[1], mesh, [Replicate()])])
     optimizer = MixedPrecisionOptimizer(INNER["sgd"](module), CONFIG, ConstantGradScaler(1.0), groups=mesh)
@@ -167,7 +167,7 @@ def test_partial_gradients_are_reduced_first(ranks: RankPool) -> None:
 
 
 def _sharded_beyond_the_group() -> str:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = mesh_of((2,), ("dp",))
     module: nn.Module = Bag([distribute_tensor(torch.ones(4).half(), mesh, [Shard(0)])])
     with pytest.raises(ArgumentError) as caught:
         MixedPrecisionOptimizer(INNER["sgd"](module), CONFIG, ConstantGradScaler(1.0), groups=ParallelGroups())
@@ -181,7 +181,7 @@ def test_sharding_beyond_the_group_is_refused(ranks: RankPool) -> None:
 
 
 def _resume_dtensors() -> bool:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = mesh_of((2,), ("dp",))
     weights, grads = _whole()
 
     def build() -> tuple[Bag, MixedPrecisionOptimizer]:

@@ -40,6 +40,7 @@ def test_one_node(tmp_path: Path) -> None:
     _output("one_node.sh", "1", "step=3", status=1)
 
 
+@pytest.mark.slow
 def test_several_nodes_meet(tmp_path: Path) -> None:
     """Two launchers, as on two machines, find one another and train as one job."""
     arguments = ["2", "1", f"localhost:{free_port()}", *TINY, "steps=3", f"output_dir={tmp_path}"]

@@ -67,6 +67,7 @@ def _without_speed(rows: list[dict[str, str]]) -> list[dict[str, str]]:
     return [{name: value for name, value in row.items() if name != "samples_per_second"} for row in rows]
 
 
+@pytest.mark.slow
 def test_resume_is_bitwise_on_two_ranks(tmp_path: Path) -> None:
     """40 steps straight equal 20, save, new processes and 20 more: params, main params, moments, scaler, data, log."""
     _train(2, tmp_path / "straight", "steps=40")
@@ -175,6 +176,7 @@ def test_alone_in_each_precision(tmp_path: Path, precision: str) -> None:
     assert any((tmp_path / "run" / "tensorboard").iterdir())
 
 
+@pytest.mark.slow
 def test_refusals_of_a_run(tmp_path: Path) -> None:
     """Another configuration in the same folder, an odd batch, a bad key: exit status 2 and a message with the
     remedy.

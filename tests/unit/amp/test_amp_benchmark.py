@@ -23,7 +23,7 @@ def test_amp_writes_whole_table_and_rounds(tmp_path: Path) -> None:
         if name.startswith("megascale"):
             assert float(row["of torch's (median of rounds)"]) > 0
             assert float(row["difference"]) <= (1e-6 if name == helped else 0.0)
-    assert rows[helped]["bytes / parameter"] == "36"
+    assert rows[helped]["bytes / parameter"] == "32"
     assert rows[plain[2]]["bytes / parameter"] == "48"
     with (tmp_path / "amp.csv").open() as file:
         assert [(row["contender"], row["round"]) for row in csv.DictReader(file)] == [

@@ -110,14 +110,14 @@ def _check_same(ours: Trace, theirs: Trace, *, bitwise: bool) -> None:
 def test_equals_torchs_loop(kind: str, clipping: str) -> None:
     """Nine steps, two overflows: skips and scales equal torch's loop; parameters bitwise where nothing is clipped.
 
-    Clipped, the norm is summed in another order, and the coefficient goes into the division by the scale: a few ulp,
-    which the optimizers carry on.
+    Clipped, the norm is summed in another order, the coefficient goes into the division by the scale, and fused AdamW
+    runs on our kernels: a few ulp, which the optimizers carry on.
     """
     norm, value = CLIPPINGS[clipping]
     ours = _helped(KINDS[kind], norm, value, _ours())
     theirs = _looped(KINDS[kind], norm, value, _torchs())
     assert theirs.norms[0] > 0.5  # there is something to clip
-    _check_same(ours, theirs, bitwise=clipping in ("none", "loose"))
+    _check_same(ours, theirs, bitwise=clipping == "none" or (clipping == "loose" and kind != "adamw_fused"))
 
 
 @pytest.mark.parametrize("clipping", CLIPPINGS)
@@ -229,17 +229,6 @@ def test_gradients_are_dropped_or_added_to() -> None:
             optimizer_step(_loss(module, step, slice(4, 8)) / 2, optimizer, scaler, 0.5, zero_grad=False)
     for one, other in zip(whole.parameters(), parts.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradients_that_are_left(kind: str) -> None:
-    """After a step that lands they are unscaled and clipped: a fused optimizer divides them in place."""
-    module, reference = model(torch.float32), model(torch.float32)
-    optimizer_step(_loss(module, 0), KINDS[kind](module), _ours(), 0.5)
-    _loss(reference, 0).backward()
-    assert torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5) > 0.5
-    for mine, other in zip(module.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(grad_of(mine), grad_of(other))
 
 
 def test_sparse_gradients() -> None:
