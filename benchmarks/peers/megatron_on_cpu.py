@@ -8,7 +8,7 @@ import importlib.abc
 import importlib.machinery
 import sys
 from collections.abc import Sequence
-from types import ModuleType
+from types import CodeType, ModuleType
 
 MODULES = ("megatron.core.optimizer", "megatron.core.distributed.param_and_grad_buffer", "megatron.core.utils")
 CPU_WORDS = {
@@ -29,9 +29,10 @@ class _CpuLoader(importlib.machinery.SourceFileLoader):
             data = data.replace(cuda, cpu)
         return data
 
-    def get_code(self, fullname: str) -> object:
+    def get_code(self, fullname: str) -> CodeType:
         # Compiled files of the unchanged source must be neither read nor written.
-        return self.source_to_code(self.get_data(self.path), self.path)
+        code: CodeType = self.source_to_code(self.get_data(self.path), self.path)
+        return code
 
 
 class _CpuFinder(importlib.abc.MetaPathFinder):
