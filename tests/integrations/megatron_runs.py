@@ -90,11 +90,16 @@ class Run:
 @contextmanager
 def model_parallel(**sizes: int) -> Iterator[None]:
     """Megatron's process groups over the world, taken down at the end."""
+    before = set(dist.distributed_c10d._world.pg_map)
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False, **sizes)
     try:
         yield
     finally:
         parallel_state.destroy_model_parallel()
+        # Megatron leaves its process groups, some forty, to the end of the process; see tests/meshes.py for their cost.
+        dist.barrier()
+        for group in [group for group in dist.distributed_c10d._world.pg_map if group not in before]:
+            dist.destroy_process_group(group)
 
 
 def config(dtype: torch.dtype = torch.float16, **fields: Any) -> Any:
