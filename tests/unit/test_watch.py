@@ -27,6 +27,8 @@ def test_writes_and_new_storage_are_told_by_place() -> None:
     assert not watch.moved()
     watch.take(2)
     assert watch.written() == []
+    params[3].data = torch.ones(3)  # no version tells of it
+    assert watch.written() == [3]
 
 
 def test_versions_of_own_writes_are_taken_together() -> None:
