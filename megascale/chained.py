@@ -10,6 +10,7 @@ from torch.autograd.profiler import record_function
 from megascale import grad_stats
 from megascale.errors import ArgumentError, ArgumentTypeError, StateDictError, UsageError
 from megascale.grad_scaler import MegatronGradScaler
+from megascale.kernels import Decision
 from megascale.optimizer import MixedPrecisionOptimizer, StepResult, decide_and_rescale
 from megascale.optimizer_state import LiveState, Plan, load_together
 from megascale.param_shard import ParamShard
@@ -54,12 +55,18 @@ class ChainedOptimizer(torch.optim.Optimizer):
         """Step all optimizers, or skip all, on every rank alike; see :meth:`MixedPrecisionOptimizer.step`."""
         if closure is not None:
             raise UsageError("step() takes no closure: run forward and backward first, with the loss from scale_loss()")
-        self.prepare_grads()
+        self._prepare()
         return self.step_with_ready_grads()
 
     @torch.no_grad()
     def prepare_grads(self) -> Tensor:
         """First half of a step, for all optimizers together. Returns `found_inf`, fp32 0-d, without a sync."""
+        decision = self._prepare()
+        for optimizer in self.optimizers:
+            optimizer.hold_grads()
+        return decision.found_inf
+
+    def _prepare(self) -> Decision:
         measured = [optimizer.measure_grads() for optimizer in self.optimizers]
         with record_function("megascale.agree"):
             stats = grad_stats.agree(grad_stats.combined([stats for _, stats in measured]), self.groups)
@@ -68,7 +75,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
         decision = decide_and_rescale(stats, self.grad_scaler, self.clip_grad)
         for optimizer, (updates, _) in zip(self.optimizers, measured, strict=True):
             optimizer.accept(updates, decision)
-        return decision.found_inf
+        return decision
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> StepResult:

@@ -89,7 +89,7 @@ class GradStats:
 
 @torch.no_grad()
 def measure(
-    grads: list[Tensor],
+    grads: Sequence[Tensor],
     weights: Tensor,
     faults: Tensor,
     *,
@@ -118,7 +118,9 @@ def measure(
     return GradStats(vector, stats.non_finite)
 
 
-def _measure_by_device(grads: list[Tensor], backend: Backend, count_zeros: bool, device: torch.device) -> TensorStats:
+def _measure_by_device(
+    grads: Sequence[Tensor], backend: Backend, count_zeros: bool, device: torch.device
+) -> TensorStats:
     """Measure each device's gradients there and bring the statistics to ``device``, in the order of ``grads``."""
     devices = TensorList.of(grads).devices
     if devices == {device}:

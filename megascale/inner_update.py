@@ -10,17 +10,27 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import is_, itemgetter
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from megascale.arena import Arena
 from megascale.config import OptimizerConfig
 from megascale.dtensors import dtensor_like, local
 from megascale.errors import ArgumentError
-from megascale.kernels import AdamHyper, Backend, Decision, LionHyper, Operands, SgdHyper, TensorList
+from megascale.kernels import (
+    AdamHyper,
+    Backend,
+    Decision,
+    LionHyper,
+    Operands,
+    SgdHyper,
+    TensorList,
+    hold_objects,
+    same_objects,
+)
 from megascale.lion import Lion
 from megascale.main_params import HALF_DTYPES, Batch, MainParam
 
@@ -67,11 +77,8 @@ class _Kept(NamedTuple):
     prepared: list[Prepared]
 
     def holds(self, names: list[str]) -> bool:
-        """Whether every entry still has these very tensors. In loops that run in C."""
-        return self.names == names and all(
-            all(map(is_, column, map(itemgetter(name), self.entries)))
-            for name, column in zip(names, self.columns, strict=True)
-        )
+        """Whether every entry still has these very tensors."""
+        return self.names == names and hold_objects(self.entries, names, self.columns)
 
 
 Publish = Callable[[Batch], None]
@@ -80,8 +87,8 @@ Publish = Callable[[Batch], None]
 class InnerUpdate(Protocol):
     """Applies one decision to all groups."""
 
-    def create_state(self, options: dict[str, Any], param: MainParam) -> None:
-        """Make the state of a parameter that has none."""
+    def create_states(self, options: dict[str, Any], params: Sequence[MainParam]) -> None:
+        """Make the state of parameters of one group that have none."""
 
     def required_state(self, options: dict[str, Any]) -> list[str]:
         """Return the keys without which a saved state of a parameter is not whole."""
@@ -149,25 +156,30 @@ class _KernelUpdate(ABC):
         self._dtypes = dict.fromkeys(("exp_avg", "momentum_buffer"), config.exp_avg_dtype)
         self._dtypes |= dict.fromkeys(("exp_avg_sq", "max_exp_avg_sq"), config.exp_avg_sq_dtype)
 
-    def create_state(self, options: dict[str, Any], param: MainParam) -> None:
-        """Make the state of a parameter, in the dtype that the config asks for; what is there keeps its values.
+    def create_states(self, options: dict[str, Any], params: Sequence[MainParam]) -> None:
+        """Make the state of parameters, in the dtypes that the config asks for; what is there keeps its values.
 
         State of an fp64 parameter is fp64.
         """
-        state = self.optimizer.state[param.model]
-        for name in self.state_names(options):
-            dtype = param.main.dtype if param.main.dtype == torch.float64 else self._dtypes[name]
-            if state.get(name) is None:
-                state[name] = torch.zeros_like(
-                    param.main, dtype=dtype, requires_grad=False, memory_format=torch.preserve_format
-                )
-            elif state[name].dtype != dtype:
-                state[name] = state[name].to(dtype)
+        arena = Arena(param.main for param in params)
+        for param in params:
+            state = self.optimizer.state[param.model]
+            for name in self.state_names(options):
+                dtype = param.main.dtype if param.main.dtype == torch.float64 else self._dtypes[name]
+                if state.get(name) is None:
+                    state[name] = arena.zeros(param.main, dtype, name)
+                else:
+                    state[name] = arena.adopt(state[name].to(dtype), param.main, name)
         if self.counts_steps(options):
-            step = state.get("step", 0.0)
-            value = step.detach().float() if isinstance(step, Tensor) else float(step)
-            device = local(param.main).device
-            state["step"] = value.to(device) if isinstance(value, Tensor) else torch.tensor(value, device=device)
+            self._create_steps(params)
+
+    def _create_steps(self, params: Sequence[MainParam]) -> None:
+        states = [self.optimizer.state[param.model] for param in params]
+        steps = [torch.as_tensor(state.get("step", 0.0), dtype=torch.float32).detach() for state in states]
+        steps = [step.to(local(param.main).device) for step, param in zip(steps, params, strict=True)]
+        arena = Arena(steps)
+        for state, step in zip(states, steps, strict=True):
+            state["step"] = arena.adopt(step, step, "step")
 
     def apply(self, groups: Sequence[GroupUpdate], decision: Decision, publish: Publish) -> list[Rounded]:
         """See :class:`InnerUpdate`."""
@@ -202,7 +214,7 @@ class _KernelUpdate(ABC):
     def _follow_entries(self) -> None:
         """Forget what was prepared where a parameter's state is another dict than before."""
         entries = list(self.optimizer.state.values())
-        if len(entries) != len(self._entries) or not all(map(is_, entries, self._entries)):
+        if not same_objects(entries, self._entries):
             self._entries = entries
             self._prepared.clear()
 
@@ -351,14 +363,15 @@ class GeneralUpdate:
         self.optimizer = optimizer
         self.backend = backend
 
-    def create_state(self, options: dict[str, Any], param: MainParam) -> None:
+    def create_states(self, options: dict[str, Any], params: Sequence[MainParam]) -> None:
         """Widen state of the main param's shape to its dtype. New state is the optimizer's own affair."""
-        if not param.is_copy:
-            return
-        state = self.optimizer.state.get(param.model, {})
-        for name, value in state.items():
-            if isinstance(value, Tensor) and value.is_floating_point() and value.shape == param.main.shape:
-                state[name] = value.to(param.main.dtype)
+        for param in params:
+            if not param.is_copy:
+                continue
+            state = self.optimizer.state.get(param.model, {})
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.is_floating_point() and value.shape == param.main.shape:
+                    state[name] = value.to(param.main.dtype)
 
     def why_not_capturable(self) -> str | None:
         """See :class:`InnerUpdate`."""

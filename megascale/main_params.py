@@ -7,22 +7,22 @@ replicated (here), or sharded over data-parallel ranks (:mod:`megascale.sharded_
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from megascale.arena import Arena
 from megascale.collectives import full_tensor
 from megascale.dtensors import distribute_like, is_dtensor, local
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
+from megascale.kernels import same_objects
 from megascale.watch import Watch, Watched
 
 MODEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 HALF_DTYPES = (torch.float16, torch.bfloat16)
-
-# Called for every parameter at every step, in a loop that runs in C.
-_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 @dataclass(eq=False, slots=True)
@@ -35,7 +35,7 @@ class MainParam:
         main: replicated: shape, strides and placements of ``model``. Sharded: 1-D, the part that this rank owns.
         shard: sharded: the same part of ``model``, a live view; None where this rank owns the whole.
         is_copy: whether the main param has memory of its own.
-        watch, place: where the model param is watched, since the last :meth:`seal`.
+        watch, place: where the model param is watched, since the last :meth:`seal`; None until it is admitted.
     """
 
     name: str
@@ -43,7 +43,7 @@ class MainParam:
     main: Tensor
     shard: Tensor | None
     is_copy: bool
-    watch: Watch
+    watch: Watch | None = None
     place: int = 0
 
     @property
@@ -53,7 +53,8 @@ class MainParam:
 
     def seal(self) -> None:
         """Take the model param as it is now for the rounding of the main param."""
-        self.watch.take(self.place)
+        if self.watch is not None:
+            self.watch.take(self.place)
 
     def follow(self) -> None:
         """Take over a model param written outside. Where it still is the main param's rounding, all bits stay."""
@@ -91,16 +92,17 @@ class Batch:
     group: int
     params: list[MainParam]
     models: Watched = field(init=False)
-    _places: list[int] = field(init=False)
+    _places: NDArray[np.int64] = field(init=False)
 
     def __post_init__(self) -> None:
         self.models = Watched(param.model for param in self.params)
-        self._places = [param.place for param in self.params]
+        self._places = np.array([param.place for param in self.params], dtype=np.int64)
 
     def seal(self) -> None:
         """Take all model params, just written where they lie, for the roundings of their main params."""
-        if self.params:
-            self.params[0].watch.take_written(self._places, self.models.versions())
+        watch = self.params[0].watch if self.params else None
+        if watch is not None:
+            watch.take_written(self._places, self.models.versions())
 
 
 class MainParams(ABC):
@@ -116,8 +118,10 @@ class MainParams(ABC):
     def __init__(self, names: Mapping[int, str]) -> None:
         self._explicit_names = dict(names)
         self._by_id: dict[int, MainParam] = {}
-        self._known: list[tuple[list[int], list[bool]]] = []
+        self._known: list[list[nn.Parameter]] = []
         self._watch = Watch([])
+        self._places: dict[int, int] = {}
+        self._trained = np.empty(0, dtype=np.int64)
         self._batches: list[Batch] | None = None
         self.ordered: list[list[MainParam]] = []
 
@@ -127,22 +131,29 @@ class MainParams(ABC):
 
         Raises ArgumentError or ArgumentTypeError for a parameter that cannot be trained, before anything has changed.
         """
-        known = [(list(map(id, g["params"])), list(map(_REQUIRES_GRAD, g["params"]))) for g in param_groups]
-        made: list[MainParam] = []
-        if known != self._known:
-            made = self._admit(param_groups)
-            self._known = known
         self.settle()
-        written = self._watch.written()
-        if written and self._watch.moved():
+        made: list[MainParam] = []
+        look = self._watch.look()
+        if not self._has_seen(param_groups) or not np.array_equal(self._watch.requires_grad(look), self._trained):
+            made = self._admit(param_groups)
+            look = self._watch.look()
+        written = self._watch.written(look)
+        if written and self._watch.moved(look):
             self.restore()
             self._batches = None
-            written = self._watch.written()
-        if written:
-            params = list(self)
-            for place in written:
-                params[place].follow()
+            written = self._watch.written(self._watch.look())
+        for place in written:
+            param = self.get(self._watch.params[place])
+            if param is None:
+                self._watch.take(place)
+            else:
+                param.follow()
         return made
+
+    def _has_seen(self, param_groups: Sequence[dict[str, Any]]) -> bool:
+        """Whether the groups have the very parameters that they had."""
+        groups = [group["params"] for group in param_groups]
+        return len(groups) == len(self._known) and all(map(same_objects, groups, self._known))
 
     def _admit(self, param_groups: Sequence[dict[str, Any]]) -> list[MainParam]:
         """Make main params for parameters that have none, and order all of them."""
@@ -164,11 +175,24 @@ class MainParams(ABC):
         made = self.make(unseen, group_of) if unseen else []
         self._by_id.update({id(param.model): param for param in made})
         self.ordered = [[self._by_id[id(p)] for p in group["params"] if id(p) in self._by_id] for group in param_groups]
-        self._watch = Watch.joined((param.watch, param.place) for param in self)
-        for place, param in enumerate(self):
-            param.watch, param.place = self._watch, place
+        self._watch_all(param_groups, made)
         self._batches = None
         return made
+
+    def _watch_all(self, param_groups: Sequence[dict[str, Any]], made: list[MainParam]) -> None:
+        """Watch every parameter, also those without a main param, and remember what was seen."""
+        before, self._known = self._watch, [list(group["params"]) for group in param_groups]
+        self._watch = Watch(param for group in self._known for param in group)
+        self._watch.succeed(before, newly=(id(param.model) for param in made))
+        self._trained = self._watch.requires_grad(self._watch.look())
+        self._places = {id(param): place for place, param in enumerate(self._watch.params)}
+        for param in self._by_id.values():
+            self._put(param)
+
+    def _put(self, param: MainParam) -> None:
+        """Tell a main param where its model param is watched."""
+        if id(param.model) in self._places:
+            param.watch, param.place = self._watch, self._places[id(param.model)]
 
     def names(self, param_groups: Sequence[dict[str, Any]]) -> dict[int, str]:
         """Return the name of every parameter by id: as given, else its group's ``param_names``, else its position.
@@ -257,12 +281,14 @@ class ReplicatedMainParams(MainParams):
 
     def make(self, params: Mapping[str, nn.Parameter], group_of: Mapping[str, int]) -> list[MainParam]:
         """See :class:`MainParams`."""
-        return [_make(name, param) for name, param in params.items()]
+        arena = Arena(params.values())
+        return [_make(name, param, arena) for name, param in params.items()]
 
     def adopt(self, param: nn.Parameter, name: str) -> MainParam:
         """See :class:`MainParams`."""
         if id(param) not in self._by_id:
-            self._by_id[id(param)] = _make(name, param)
+            self._by_id[id(param)] = _make(name, param, Arena(()))
+            self._put(self._by_id[id(param)])
         return self._by_id[id(param)]
 
     def restore(self) -> None:
@@ -298,11 +324,11 @@ def check_trainable(name: str, model: Tensor) -> None:
         raise ArgumentTypeError(f"parameter {name!r} has layout {model.layout}; make it dense")
 
 
-def _make(name: str, model: nn.Parameter) -> MainParam:
-    main: Tensor = model
-    if model.dtype in HALF_DTYPES:
-        main = model.detach().to(torch.float32, memory_format=torch.preserve_format)
-    return MainParam(name, model, main, None, main is not model, Watch([model]))
+def _make(name: str, model: nn.Parameter, arena: Arena) -> MainParam:
+    if model.dtype not in HALF_DTYPES:
+        return MainParam(name, model, model, None, is_copy=False)
+    main = arena.zeros(model, torch.float32, "main").copy_(model.detach())
+    return MainParam(name, model, main, None, is_copy=True)
 
 
 def place_like(value: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:

@@ -119,7 +119,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         """
         if closure is not None:
             raise UsageError("step() takes no closure: run forward and backward first, with the loss from scale_loss()")
-        self.prepare_grads()
+        self._prepare()
         return self.step_with_ready_grads()
 
     @torch.no_grad()
@@ -129,13 +129,18 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         The scaler is updated here, as Megatron-Core does it, so that a caller may leave out the second half of a
         skipped step. The decision keeps the reciprocal of the scale that scaled this step's loss.
         """
+        decision = self._prepare()
+        self.hold_grads()
+        return decision.found_inf
+
+    def _prepare(self) -> Decision:
         updates, stats = self.measure_grads()
         with record_function("megascale.agree"):
             stats = grad_stats.agree(stats, self.groups)
         self.raise_agreed(stats)
         decision = decide_and_rescale(stats, self.grad_scaler, self.clip_grad)
         self.accept(updates, decision)
-        return decision.found_inf
+        return decision
 
     @property
     def decision(self) -> Decision | None:
@@ -198,6 +203,11 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     def accept(self, updates: list[GroupUpdate], decision: Decision) -> None:
         """Take the decision for what :meth:`measure_grads` returned; :meth:`step_with_ready_grads` carries it out."""
         self._ready = (updates, decision)
+
+    def hold_grads(self) -> None:
+        """Keep the accepted gradients: the caller may drop them before the second half of the step."""
+        for update in self._ready[0] if self._ready else ():
+            update.grads.hold()
 
     def _settle(self) -> None:
         """End the step with model params that are whole on every rank."""
@@ -329,11 +339,11 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         for gone in [key for key in self.optimizer.state if isinstance(key, Tensor) and id(key) not in here]:
             del self.optimizer.state[gone]
         for group, params in zip(self.param_groups, self._main_params.ordered, strict=True):
-            for param in params:
-                if id(param) in created:
-                    self._ready_grads.admit(param)
-                    self._cut_state(param)
-                    self._update.create_state(group, param)
+            new = [param for param in params if id(param) in created]
+            for param in new:
+                self._ready_grads.admit(param)
+                self._cut_state(param)
+            self._update.create_states(group, new)
 
     def _cut_state(self, param: MainParam) -> None:
         """Keep this rank's part of state that the optimizer had before it was wrapped."""

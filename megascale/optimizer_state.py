@@ -207,8 +207,7 @@ class LiveState:
             self.main_params.publish(batch)
         self.main_params.settle()
         for group, params in zip(self.param_groups, self._trained(), strict=True):
-            for main in params:
-                self.update.create_state(group, main)
+            self.update.create_states(group, params)
         if plan.scaler is not None and self.grad_scaler is not None:
             self.grad_scaler.load_state_dict(plan.scaler)
 

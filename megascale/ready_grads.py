@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,16 +14,12 @@ from megascale.errors import ArgumentError, GradientError, sparse_gradient
 from megascale.grad_stats import Holders
 from megascale.grad_sync import GradSync
 from megascale.inner_update import GroupUpdate
-from megascale.kernels import TensorList, stats_dtype
+from megascale.kernels import GradList, TensorList, same_objects, stats_dtype
 from megascale.main_params import Batch, MainParam, MainParams
 from megascale.parallel import ParallelGroups
 
 Found = tuple[Batch, TensorList]
 """Parameters that have a gradient, and those gradients, local."""
-
-# Called for every parameter at every step, in loops that run in C.
-_GRAD = attrgetter("grad")
-_LAYOUT = attrgetter("layout")
 
 
 @dataclass(frozen=True)
@@ -58,7 +53,7 @@ class ReadyGrads:
         self._grad_sync = grad_sync
         self._holders = Holders(groups, sharded=sharded)
         self._device = device
-        self._weights: tuple[list[int], Tensor] | None = None
+        self._weights: tuple[list[MainParam], Tensor] | None = None
         self._owned: WeakKeyDictionary[Batch, list[int]] = WeakKeyDictionary()
         self._kept: WeakKeyDictionary[Batch, TensorList] = WeakKeyDictionary()
 
@@ -137,16 +132,13 @@ class ReadyGrads:
         return batch, TensorList(grad for _, grad in found)
 
     def _weigh(self, params: list[MainParam]) -> Tensor:
-        key = list(map(id, params))
-        if self._weights is None or self._weights[0] != key:
+        if self._weights is None or not same_objects(self._weights[0], params):
             weights = [self._holders.weight(param.model) for param in params]
-            self._weights = (key, torch.tensor(weights, dtype=stats_dtype(self._device), device=self._device))
+            self._weights = (params, torch.tensor(weights, dtype=stats_dtype(self._device), device=self._device))
         return self._weights[1]
 
 
 def _plain(batch: Batch) -> Found | None:
     """Return the gradients of a batch if every parameter has one, a strided tensor that is whole."""
-    grads = TensorList(map(_GRAD, batch.models))
-    if set(map(type, grads)) != {Tensor} or set(map(_LAYOUT, grads)) != {torch.strided}:
-        return None
-    return batch, grads
+    grads = GradList(batch.models.params)
+    return (batch, grads) if grads.usable else None

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from megascale.arena import Arena
 from megascale.collectives import all_reduce_sum_
 from megascale.errors import StateDictError
 from megascale.grad_sync import GradSync, check_plain
@@ -19,7 +20,6 @@ from megascale.parallel import ParallelGroups
 from megascale.param_gather import GatheredBucket, ParamGather
 from megascale.param_shard import ParamShard
 from megascale.replica_check import broadcast_parameters, require_same
-from megascale.watch import Watch
 
 
 class ShardedMainParams(MainParams):
@@ -66,16 +66,16 @@ class ShardedMainParams(MainParams):
         in_order = sorted(params.items(), key=lambda item: self._place.get(item[0], len(self._place)))
         added = self._grad_sync.add(in_order, group_of)
         self._gather.add(added)
-        made: dict[str, MainParam] = {}
+        shards: dict[str, Tensor] = {}
         for synced in added:
-            gathered = self._gather.buckets[synced.index]
-            pieces = gathered.memory.pieces(synced.rank)
+            memory = self._gather.buckets[synced.index].memory
+            pieces = memory.pieces(synced.rank)
             for name, param in synced.params.items():
-                piece = pieces.get(name)
-                made[name] = self._make(name, param, gathered, piece)
-                self._pieces[id(param)] = piece
-                empty = synced.memory.flat[:0]
-                self._grads[id(param)] = empty if piece is None else synced.memory.part(piece)
+                piece = self._pieces[id(param)] = pieces.get(name)
+                shards[name] = memory.flat[:0] if piece is None else memory.part(piece)
+                self._grads[id(param)] = synced.memory.flat[:0] if piece is None else synced.memory.part(piece)
+        arena = Arena(shards.values())
+        made = {name: _make(name, params[name], shard, arena) for name, shard in shards.items()}
         return [made[name] for name in params]
 
     def grad(self, param: MainParam) -> Tensor:
@@ -165,11 +165,6 @@ class ShardedMainParams(MainParams):
                 exported[key] = ParamShard(value.detach(), shape, start)
         return exported
 
-    def _make(self, name: str, param: nn.Parameter, bucket: GatheredBucket, piece: Piece | None) -> MainParam:
-        shard = bucket.memory.flat[:0] if piece is None else bucket.memory.part(piece)
-        is_copy = param.dtype in HALF_DTYPES
-        return MainParam(name, param, shard.float() if is_copy else shard, shard, is_copy, Watch([param]))
-
     def _bucket_of(self, param: MainParam) -> GatheredBucket:
         bucket = self._gather.bucket_of(param.model)
         if bucket is None:
@@ -183,3 +178,9 @@ class ShardedMainParams(MainParams):
         whole[start : start + piece.numel()] = piece
         all_reduce_sum_(whole.view(torch.uint8), self._bucket_of(param).synced.group.shard)
         return whole.view(param.model.shape).cpu()
+
+
+def _make(name: str, model: nn.Parameter, shard: Tensor, arena: Arena) -> MainParam:
+    is_copy = model.dtype in HALF_DTYPES
+    main = arena.zeros(shard, torch.float32, "main").copy_(shard) if is_copy else shard
+    return MainParam(name, model, main, shard, is_copy)

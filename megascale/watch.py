@@ -1,33 +1,37 @@
 """Who wrote a model param since we did: told from version counters and addresses, without reading an element."""
 
-from collections.abc import Iterable, Sequence
-from operator import attrgetter, ne
+from collections.abc import Iterable
 
-from torch import Tensor, nn
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
 
 from megascale.dtensors import is_dtensor
-
-# Called for every parameter at every step, in loops that run in C.
-_VERSION = attrgetter("_version")
+from megascale.kernels import TensorList, read_versions
 
 
-class Watched(list[nn.Parameter]):
+class Watched:
     """Model params, and what changes when torch writes one in place, or one gets other storage."""
 
-    def __init__(self, params: Iterable[nn.Parameter]) -> None:
-        super().__init__(params)
-        self._plain = not any(map(is_dtensor, self))
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        self.params: list[Tensor] = list(params)
+        self._plain = not any(map(is_dtensor, self.params))
 
-    def versions(self) -> list[int]:
-        """Return how often torch has written each."""
-        return list(map(_VERSION, self._parts()))
+    def look(self) -> TensorList:
+        """Return the memory of each, to be looked at as it is now."""
+        return TensorList(self._parts())
 
-    def pointers(self) -> list[int]:
-        """Return where each lies."""
-        return list(map(Tensor.data_ptr, self._parts()))
+    def versions(self) -> NDArray[np.int64]:
+        """Return how often torch has written each by now."""
+        return read_versions(self._parts())
 
-    def _parts(self) -> Sequence[Tensor]:
-        return self if self._plain else [p._local_tensor if is_dtensor(p) else p for p in self]
+    def requires_grad(self, look: TensorList) -> NDArray[np.int64]:
+        """Return, for each, whether it requires grad. ``look``: what :meth:`look` returned."""
+        return (look if self._plain else TensorList(self.params)).requires_grad
+
+    def _parts(self) -> list[Tensor]:
+        """Return the local memory of each."""
+        return self.params if self._plain else [p._local_tensor if is_dtensor(p) else p for p in self.params]
 
 
 class Watch:
@@ -37,39 +41,50 @@ class Watch:
         params: taken as they are now.
     """
 
-    def __init__(self, params: Iterable[nn.Parameter]) -> None:
-        self.params = Watched(params)
-        self._versions = self.params.versions()
-        self._pointers = self.params.pointers()
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        self._watched = Watched(params)
+        now = self.look()
+        # Copies: where there is one walk over the tensors, these are parts of its result.
+        self._versions, self._pointers = now.versions.copy(), now.pointers.copy()
 
-    @classmethod
-    def joined(cls, places: Iterable[tuple["Watch", int]]) -> "Watch":
-        """Return a watch over the params at ``places`` of others, as these remember them."""
-        made = cls([])
-        parts = list(places)
-        made.params = Watched(watch.params[place] for watch, place in parts)
-        made._versions = [watch._versions[place] for watch, place in parts]
-        made._pointers = [watch._pointers[place] for watch, place in parts]
-        return made
+    @property
+    def params(self) -> list[Tensor]:
+        """The params, by place."""
+        return self._watched.params
+
+    def succeed(self, before: "Watch", newly: Iterable[int]) -> None:
+        """Remember the params that ``before`` has as it does, but for those of these ids."""
+        newly = set(newly)
+        places = {id(param): place for place, param in enumerate(before.params) if id(param) not in newly}
+        pairs = [(place, places[id(param)]) for place, param in enumerate(self.params) if id(param) in places]
+        if pairs:
+            here, there = map(list, zip(*pairs, strict=True))
+            self._versions[here] = before._versions[there]
+            self._pointers[here] = before._pointers[there]
+
+    def look(self) -> TensorList:
+        """Return the memory of all params, as it is now."""
+        return self._watched.look()
+
+    def requires_grad(self, look: TensorList) -> NDArray[np.int64]:
+        """Return, by place, whether a param requires grad."""
+        return self._watched.requires_grad(look)
 
     def take(self, place: int) -> None:
         """Take one param as it is now."""
-        [self._versions[place]] = Watched([self.params[place]]).versions()
-        [self._pointers[place]] = Watched([self.params[place]]).pointers()
+        now = Watched(self.params[place : place + 1]).look()
+        self._versions[place : place + 1] = now.versions
+        self._pointers[place : place + 1] = now.pointers
 
-    def take_written(self, places: Sequence[int], versions: Sequence[int]) -> None:
+    def take_written(self, places: NDArray[np.int64], versions: NDArray[np.int64]) -> None:
         """Take the params at ``places``, written where they lie, as ``versions`` tells."""
-        for place, version in zip(places, versions, strict=True):
-            self._versions[place] = version
+        self._versions[places] = versions
 
-    def moved(self) -> bool:
+    def moved(self, look: TensorList) -> bool:
         """Whether a param lies elsewhere."""
-        return self.params.pointers() != self._pointers
+        return not np.array_equal(look.pointers, self._pointers)
 
-    def written(self) -> list[int]:
+    def written(self, look: TensorList) -> list[int]:
         """Return the places of params that others have written, or that lie elsewhere."""
-        versions, pointers = self.params.versions(), self.params.pointers()
-        if versions == self._versions and pointers == self._pointers:
-            return []
-        changed = zip(map(ne, versions, self._versions), map(ne, pointers, self._pointers), strict=True)
-        return [place for place, (rewritten, elsewhere) in enumerate(changed) if rewritten or elsewhere]
+        changed = (look.versions != self._versions) | (look.pointers != self._pointers)
+        return np.flatnonzero(changed).tolist()

@@ -300,6 +300,9 @@ def _serve(connection: Connection, rank: int, world_size: int, folder: str, proc
         except (EOFError, OSError):
             # Not an orderly interpreter exit: threads of a half-finished test must not keep the process.
             os._exit(0)
+        # Anew for each call: libraries under test (Lightning's Trainer for one) take the signal for themselves.
+        faulthandler.unregister(signal.SIGUSR1)
+        faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
         connection.send_bytes(_answer(call))
 
 

@@ -4,13 +4,15 @@ from megascale.kernels.native_backend import NativeBackend
 from megascale.kernels.operands import AdamHyper, Backend, Decision, LionHyper, Operands, SgdHyper, TensorStats
 from megascale.kernels.reference import ReferenceBackend, stats_dtype
 from megascale.kernels.selection import select_backend
-from megascale.kernels.tensor_list import TensorList
+from megascale.kernels.tensor_list import GradList, TensorList
+from megascale.kernels.tensor_reader import hold_objects, read_versions, same_objects
 from megascale.kernels.torch_backend import TorchBackend
 
 __all__ = [
     "AdamHyper",
     "Backend",
     "Decision",
+    "GradList",
     "LionHyper",
     "NativeBackend",
     "Operands",
@@ -19,6 +21,9 @@ __all__ = [
     "TensorList",
     "TensorStats",
     "TorchBackend",
+    "hold_objects",
+    "read_versions",
+    "same_objects",
     "select_backend",
     "stats_dtype",
 ]

@@ -71,7 +71,7 @@ class ApexBackend:
         self._torch = TorchBackend()
         self._steps = StepGroups()
 
-    def measure(self, grads: list[Tensor], count_zeros: bool) -> TensorStats:
+    def measure(self, grads: Sequence[Tensor], count_zeros: bool) -> TensorStats:
         """See :class:`megascale.kernels.Backend`. Sums of squares are fp32 within PIECE elements, fp64 across them."""
         if not all(_reaches(grad) for grad in grads) or not any(grad.numel() for grad in grads):
             return self._torch.measure(grads, count_zeros)

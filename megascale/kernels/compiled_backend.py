@@ -52,7 +52,7 @@ class CompiledBackend:
         """Time that this process has spent on compiling, or on finding on disk what had been compiled, so far."""
         return _compiler.seconds
 
-    def measure(self, grads: list[Tensor], count_zeros: bool) -> TensorStats:
+    def measure(self, grads: Sequence[Tensor], count_zeros: bool) -> TensorStats:
         """See :class:`megascale.kernels.Backend`. Sums of squares are fp32 within 4,096 elements, wider across them."""
         nothing = torch.zeros(2 + count_zeros, dtype=stats_dtype(grads[0].device), device=grads[0].device)
         parts: list[Tensor] = []

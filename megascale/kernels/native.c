@@ -17,6 +17,7 @@
 #define BLOCK 512   /* elements that are updated at a time */
 #define LANES 32    /* partial sums of a stage */
 #define STREAMED (1 << 22) /* elements of an update that leaves nothing of itself in cache */
+#define MANY 4096   /* rows that are worth a second thread where each takes no time */
 #define FP16_OVERFLOW 65520.0f
 
 enum { F32 = 0, F16 = 1, BF16 = 2 };
@@ -192,6 +193,7 @@ void measure(const Row *rows, int64_t num_rows, int64_t num_chunks, int64_t coun
             measure_chunk(row, start, end, (int)count_zeros, partial + 3 * chunk);
         }
     }
+#pragma omp parallel for schedule(static) num_threads(threads) if (num_rows > MANY)
     for (int64_t r = 0; r < num_rows; r++) {
         double sums[3] = {0, 0, 0};
         for (int64_t c = 0; c < chunks_of(rows + r); c++)
@@ -361,7 +363,7 @@ void update(const Row *rows, int64_t num_rows, int64_t num_chunks, int64_t rule,
     int skip = rule != NOTHING && *found_inf != 0;
     float factor = rule == NOTHING ? 1.0f : hyper->maximize ? -*coefficient : *coefficient;
     int64_t total = 0;
-    for (int64_t r = 0; r < num_rows; r++) total += rows[r].numel;
+    for (int64_t r = 0; r < num_rows && total <= STREAMED; r++) total += rows[r].numel;
     int stream = total > STREAMED;
     memset(overflowed, 0, (size_t)num_rows);
 #pragma omp parallel for schedule(static) num_threads(threads) if (num_chunks > 1)
@@ -389,6 +391,7 @@ void update(const Row *rows, int64_t num_rows, int64_t num_chunks, int64_t rule,
 #endif
     }
     if (skip || rule == NOTHING) return;
+#pragma omp parallel for schedule(static) num_threads(threads) if (num_rows > MANY)
     for (int64_t r = 0; r < num_rows; r++)
         if (rows[r].step) *rows[r].step += 1.0f;
 }

@@ -19,6 +19,7 @@ from megascale.kernels.native_library import library
 from megascale.kernels.operands import AdamHyper, Decision, LionHyper, Operands, SgdHyper, TensorStats
 from megascale.kernels.split import Split
 from megascale.kernels.tensor_list import TensorList
+from megascale.kernels.tensor_reader import increment_versions
 from megascale.kernels.torch_backend import TorchBackend
 
 CHUNK = 65536  # elements; native.c's
@@ -59,15 +60,16 @@ class NativeBackend:
         self._library = library()
         self._torch = TorchBackend()
         self._kept: WeakKeyDictionary[Operands, tuple[list[str], Table | None]] = WeakKeyDictionary()
+        self._measured: Table = np.empty((0, COLUMNS), dtype=np.int64)
 
-    def measure(self, grads: list[Tensor], count_zeros: bool) -> TensorStats:
+    def measure(self, grads: Sequence[Tensor], count_zeros: bool) -> TensorStats:
         """See :class:`megascale.kernels.Backend`. Sums of squares are fp32 within 1,024 elements, fp64 across them."""
         looked = TensorList.of(grads)
         if not _all_known(looked):
             if not all(_takes([grad]) for grad in grads):
                 return self._torch.measure(grads, count_zeros)
             looked = TensorList(grad.contiguous() if flat([grad]) is None else grad for grad in grads)
-        table = _table(looked)
+        table = self._measured = _table(looked, self._measured)
         _set(table, GRAD, GRAD_TYPE, looked)
         num_chunks = int(table[-1, FIRST_CHUNK]) + _num_chunks(int(table[-1, NUMEL]))
         partial = torch.empty(num_chunks, 3, dtype=torch.float64)
@@ -143,7 +145,7 @@ class NativeBackend:
             kept = self._kept[operands] = (names, _fixed_columns(operands, names))
         table, grads = kept[1], TensorList.of(operands.grad)
         # Autograd must see that saved weights are no longer what they were.
-        torch.autograd.graph.increment_version(operands.model)
+        increment_versions(operands.model)
         if table is not None and _all_known(grads):
             _set(table, GRAD, GRAD_TYPE, grads)
             return self._call(table, call)
@@ -182,14 +184,14 @@ def _takes(tensors: Sequence[Tensor]) -> bool:
 
 def _all_known(tensors: TensorList) -> bool:
     """Whether all tensors are contiguous and of types that native.c knows."""
-    return tensors.contiguous and tensors.devices <= {CPU} and set(tensors.dtypes) <= TYPES.keys()
+    return tensors.contiguous and tensors.devices <= {CPU} and tensors.dtypes <= TYPES.keys()
 
 
 def _fixed_columns(operands: Operands, names: list[str]) -> Table | None:
     """Return a table of everything but the gradients; None unless all of it is contiguous and native.c knows it."""
     states = [operands.state[name] for name in names]
     mains, *others = map(TensorList.of, (operands.main, operands.model, *states))
-    if not all(map(_all_known, (mains, *others))) or set(mains.dtypes) != {torch.float32}:
+    if not all(map(_all_known, (mains, *others))) or mains.dtypes != {torch.float32}:
         return None
     rows = [list(row) for row in zip(operands.main, operands.grad, operands.model, *states, strict=True)]
     return _columns(rows, operands.step)
@@ -210,8 +212,10 @@ def _columns(rows: list[Row], steps: list[Tensor]) -> Table:
     return table
 
 
-def _table(tensors: TensorList) -> Table:
-    """Return a table of rows of these lengths, chunks numbered, all else 0."""
+def _table(tensors: TensorList, known: Table | None = None) -> Table:
+    """Return a table of rows of these lengths, chunks numbered, all else 0; or ``known``, if it has these lengths."""
+    if known is not None and np.array_equal(known[:, NUMEL], tensors.numels):
+        return known
     table: Table = np.zeros((len(tensors), COLUMNS), dtype=np.int64)
     table[:, NUMEL] = tensors.numels
     table[1:, FIRST_CHUNK] = np.cumsum(_num_chunks(table[:-1, NUMEL]))
@@ -225,7 +229,7 @@ def _num_chunks(numel: Any) -> Any:
 def _set(table: Table, column: int, type_column: int | None, tensors: TensorList) -> None:
     table[:, column] = tensors.pointers
     if type_column is not None:
-        table[:, type_column] = list(map(TYPES.__getitem__, tensors.dtypes))
+        table[:, type_column] = tensors.dtype_codes(TYPES)
 
 
 def _number(lr: float | Tensor) -> float:

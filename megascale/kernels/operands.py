@@ -1,5 +1,6 @@
 """What kernels work on: parallel lists of local tensors, one entry per parameter, and plain hyperparameters."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -35,7 +36,7 @@ class Operands:
 
     model: list[Tensor] = field(default_factory=list)
     main: list[Tensor] = field(default_factory=list)
-    grad: list[Tensor] = field(default_factory=list)
+    grad: Sequence[Tensor] = field(default_factory=list)
     state: dict[str, list[Tensor]] = field(default_factory=dict)
     step: list[Tensor] = field(default_factory=list)
 
@@ -126,7 +127,7 @@ class Backend(Protocol):
 
     name: str
 
-    def measure(self, grads: list[Tensor], count_zeros: bool) -> TensorStats:
+    def measure(self, grads: Sequence[Tensor], count_zeros: bool) -> TensorStats:
         """One pass over ``grads`` (at least one) in the dtypes they have."""
 
     def unscale(self, grads: list[Tensor], mains: list[Tensor], coefficient: Tensor) -> list[Tensor]:

@@ -3,6 +3,8 @@
 Statistics accumulate in fp64 (fp32 where the device has no fp64). The update's arithmetic is in the main param's dtype.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -19,7 +21,7 @@ class ReferenceBackend:
 
     name = "reference"
 
-    def measure(self, grads: list[Tensor], count_zeros: bool) -> TensorStats:
+    def measure(self, grads: Sequence[Tensor], count_zeros: bool) -> TensorStats:
         """See :class:`megascale.kernels.Backend`."""
         exact = stats_dtype(grads[0].device)
         return TensorStats(

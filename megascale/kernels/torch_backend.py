@@ -5,6 +5,8 @@ Tensors whose operands do not share one dense memory layout, and optimizer optio
 the device, take the reference's arithmetic.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -22,7 +24,7 @@ class TorchBackend:
     def __init__(self) -> None:
         self._reference = ReferenceBackend()
 
-    def measure(self, grads: list[Tensor], count_zeros: bool) -> TensorStats:
+    def measure(self, grads: Sequence[Tensor], count_zeros: bool) -> TensorStats:
         """See :class:`megascale.kernels.Backend`. Sums of squares are fp32 within a block and fp64 across blocks."""
         scratch = Scratch(grads[0].device)
         values: list[Tensor] = []

@@ -47,7 +47,7 @@ class TritonBackend:
     def _kernels(self) -> ModuleType:
         return _import_kernels()  # not kept, so that an optimizer can be copied: a module cannot
 
-    def measure(self, grads: list[Tensor], count_zeros: bool) -> TensorStats:
+    def measure(self, grads: Sequence[Tensor], count_zeros: bool) -> TensorStats:
         """See :class:`megascale.kernels.Backend`."""
         device = self._check(grads[0].device)
         plan = self._plans.find([grads])

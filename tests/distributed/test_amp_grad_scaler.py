@@ -100,7 +100,7 @@ def _replicated_first(kind: type[torch.amp.GradScaler], inner: str, order: list[
 
 @pytest.mark.parametrize("order", [[0, 1], [1, 0]], ids=["replicated first", "sharded first"])
 @pytest.mark.parametrize("inner", OPTIMIZERS)
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_of_a_mesh_agree_on_mixed_placements(ranks: RankPool, world: int, inner: str, order: list[int]) -> None:
     """NaN in rank 1's shard, beside a replicated DTensor: every rank finds it and skips, with no process_group.
 
@@ -280,7 +280,7 @@ def _fsdp2(inner: str) -> tuple[list[Any], list[Any], float]:
 
 
 @pytest.mark.parametrize("inner", OPTIMIZERS)
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_fsdp2_equals_one_process(ranks: RankPool, world: int, inner: str) -> None:
     """Under fully_shard, with overflows on single ranks, scales are those of torch's scaler in one process.
 

@@ -176,12 +176,13 @@ def test_resume_in_other_precisions(ranks: RankPool, tmp_path: Path, name: str) 
     _check_resume(ranks, CASES[name], tmp_path, (4, 1, 2), ROADS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "names"),
     [
-        pytest.param((2,), ("tp",), marks=pytest.mark.slow),
+        ((2,), ("tp",)),
         ((2, 2), ("dp", "tp")),
-        pytest.param((2, 2), ("dp_replicate", "dp"), marks=pytest.mark.slow),
+        ((2, 2), ("dp_replicate", "dp")),
     ],
 )
 def test_resume_on_other_meshes(ranks: RankPool, tmp_path: Path, mesh: tuple[int, ...], names: tuple[str, ...]) -> None:

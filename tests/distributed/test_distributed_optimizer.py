@@ -162,7 +162,7 @@ def test_bits_of_other_optimizers(ranks: RankPool, inner: str) -> None:
 
 
 @pytest.mark.parametrize("inner", ["adamw", "sgd"])
-@pytest.mark.parametrize("world", [3, 4])
+@pytest.mark.parametrize("world", [pytest.param(3, marks=pytest.mark.slow), 4])
 def test_near_ddp_on_more_ranks(ranks: RankPool, world: int, inner: str) -> None:
     """Invariant 3: where gloo's ring adds in another order, weights and state stay within 2**-18 of the largest."""
     for (ours_log, ddp_log), ours, theirs, _, _ in ranks.run(world, _against_ddp, inner, torch.float32, True):
@@ -240,7 +240,7 @@ def _poisoned(poison: float, micro_batches: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("poison", [math.inf, math.nan])
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_poison_in_any_bucket_skips_all(ranks: RankPool, world: int, poison: float) -> None:
     """Invariant 2: inf or NaN on any rank, in any bucket, in the first or last micro-batch: no bit changes anywhere."""
     results = ranks.run(world, _poisoned, poison, 3)
@@ -375,6 +375,7 @@ def _seventy_billion() -> list[Any]:
     return [total, sum(main.numel() for main in held), all(m.is_meta for m in held), len(real), operators.host_reads]
 
 
+@pytest.mark.slow
 def test_seventy_billion_parameters_build_without_memory(ranks: RankPool) -> None:
     """Rank 511 of 1,024 with a 70B model on the meta device: everything is built, nothing is allocated or read."""
     with ranks.spawn(1, _seventy_billion, process_group=False) as fresh:
@@ -413,7 +414,7 @@ def _native() -> list[Any]:
     return logs
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_collectives_of_the_backend(ranks: RankPool, world: int) -> None:
     """By reduce-scatter and all-gather of the backend, as with NCCL, steps are those by messages.
 

@@ -101,12 +101,13 @@ def _load_and_save(
     return states
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "inner"),
     [
         (FP16, "adamw"),
-        pytest.param(BF16, "sgd", marks=pytest.mark.slow),
-        pytest.param(FP32, "amsgrad", marks=pytest.mark.slow),
+        (BF16, "sgd"),
+        (FP32, "amsgrad"),
     ],
 )
 def test_any_number_of_ranks_loads_what_any_number_saved(

@@ -31,6 +31,7 @@ def _ranks_of(folder: Path) -> int:
     return int(json.loads((folder / "run" / "summary.json").read_text())["ranks"])
 
 
+@pytest.mark.slow
 def test_one_node(tmp_path: Path) -> None:
     """Two ranks on this machine; the script prints its command and ends with the program's status."""
     output = _output("one_node.sh", "2", *TINY, "steps=3", f"output_dir={tmp_path}")

@@ -156,7 +156,9 @@ def test_interrupt_saves_and_the_next_run_goes_on(tmp_path: Path, ranks: int) ->
     assert same_bits(_state(tmp_path / "cut")[0], _state(tmp_path / "straight")[0])
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize(
+    "precision", ["fp16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bf16", "fp32"))]
+)
 def test_alone_in_each_precision(tmp_path: Path, precision: str) -> None:
     """A run without torchrun: the loss falls, everything is logged each step, and the parameters have the dtype asked
     for.
@@ -191,6 +193,7 @@ def test_refusals_of_a_run(tmp_path: Path) -> None:
     assert "batch_size=5 must be a multiple of the 2 ranks" in output
 
 
+@pytest.mark.slow
 def test_weights_and_biases_is_optional(tmp_path: Path) -> None:
     """Asked for and not installed: a message with the pip line. Installed: the offline run is written."""
     try:

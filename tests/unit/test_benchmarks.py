@@ -41,6 +41,7 @@ def table(text: str) -> list[dict[str, str]]:
     return rows
 
 
+@pytest.mark.slow
 def test_step_writes_whole_table_and_rounds(tmp_path: Path) -> None:
     """One command times all contenders on the same work; whoever cannot run has a row with the reason."""
     options = ("--backends", "reference,apex", "--only", "masters,torch amp,apex", "--out", str(tmp_path / "table.md"))
@@ -87,6 +88,7 @@ def test_sweeps_write_tables_rounds_and_plots(tmp_path: Path) -> None:
         assert (tmp_path / f"sweep_{name}.png").exists() == plotted
 
 
+@pytest.mark.slow
 def test_slow_and_broken_contenders_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who takes longer than the limit, or fails, keeps a row with the reason, and the others go on."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))

@@ -202,6 +202,7 @@ def test_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mo
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["model.pt", "run"]
 
 
+@pytest.mark.slow
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`python -m megascale.checkpoint` writes the same file, lists tensors, and reports errors by its exit status."""
     state = _saved(tmp_path / "run")

@@ -23,6 +23,7 @@ from megascale.kernels import (
     ReferenceBackend,
     SgdHyper,
     native_backend,
+    native_build,
     native_library,
 )
 from tests.training import bits_equal
@@ -144,6 +145,7 @@ def test_bits_are_those_of_the_reference(
         assert _same(ours, theirs)
 
 
+@pytest.mark.slow
 def test_every_half_is_widened_and_rounded_right() -> None:
     """All 65,536 fp16 and bf16 patterns as gradients, in rows too short for vectors and in long ones; and fp32 numbers
     on, between and beside fp16 and bf16 numbers as main params. torch's conversions are the oracle.
@@ -228,14 +230,15 @@ def test_build_is_kept_and_shared(tmp_path: Path) -> None:
     code = "from megascale.kernels.native_library import library; library()"
     times = set()
     for _ in range(2):
-        environment = os.environ | {native_library.CACHE_VARIABLE: str(tmp_path / "cache")}
+        environment = os.environ | {native_build.CACHE_VARIABLE: str(tmp_path / "cache")}
         subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60)
-        [built] = (tmp_path / "cache").iterdir()
+        [built] = (tmp_path / "cache").glob("*.so")
         times.add(built.stat().st_mtime_ns)
     assert len(times) == 1
     assert (tmp_path / "cache").stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.slow
 def test_no_compiler_is_an_error_that_says_so(tmp_path: Path) -> None:
     """Asked for by name: UsageError with the remedy. `auto`: one warning, and the torch backend."""
     code = (
@@ -253,7 +256,7 @@ def test_no_compiler_is_an_error_that_says_so(tmp_path: Path) -> None:
     broken.chmod(0o755)
     for variables, reason in (({"PATH": "/nowhere"}, "needs a C compiler"), ({"CC": str(broken)}, "no such target")):
         environment = {key: value for key, value in os.environ.items() if key not in ("CC", "MEGASCALE_BACKEND")}
-        environment |= variables | {native_library.CACHE_VARIABLE: str(tmp_path / "cache")}
+        environment |= variables | {native_build.CACHE_VARIABLE: str(tmp_path / "cache")}
         done = subprocess.run(
             [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=60
         )

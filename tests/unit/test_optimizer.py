@@ -113,7 +113,9 @@ def test_hooks_on_the_inner_optimizer_run() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("inner", ["adamw_fused", "sgd_momentum_fused", "adamw_foreach"])
+@pytest.mark.parametrize(
+    "inner", ["adamw_fused", "sgd_momentum_fused", pytest.param("adamw_foreach", marks=pytest.mark.slow)]
+)
 def test_small_updates_accumulate_like_fp64(inner: str, dtype: torch.dtype) -> None:
     """With an lr so small that 16-bit weights stand still, main params track fp64 to fp32 accuracy for 1,000 steps."""
     lr = 1e-6

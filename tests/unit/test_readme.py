@@ -14,7 +14,9 @@ def _blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", README.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize("index", range(len(_blocks("python"))))
+@pytest.mark.parametrize(
+    "index", [0, *(pytest.param(index, marks=pytest.mark.slow) for index in range(1, len(_blocks("python"))))]
+)
 def test_example_runs_as_pasted(index: int, tmp_path: Path) -> None:
     """Every Python example of the page runs in a fresh interpreter, alone."""
     code = _blocks("python")[index]

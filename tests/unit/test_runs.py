@@ -1,6 +1,7 @@
 """Rows that lie side by side become one row; nothing else does."""
 
 import random
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -101,7 +102,7 @@ def test_prepared_rows_follow_the_gradients() -> None:
     operands = Operands(model=[row[1] for row in rows], main=[row[0] for row in rows], grad=[row[2] for row in rows])
     prepared = PreparedRows(operands, ())
 
-    def members(grads: list[Tensor], keys: list[int]) -> list[list[int]]:
+    def members(grads: Sequence[Tensor], keys: list[int]) -> list[list[int]]:
         runs = prepared.runs(prepared.flat_grads(grads), keys)
         assert all(len({len(tensor) for tensor in run.row}) == 1 for run in runs)
         return [run.members for run in runs]

@@ -1,10 +1,12 @@
 """Lists of tensors that are looked at once."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from megascale.kernels import TensorList
+from megascale.kernels import TensorList, tensor_reader
 
 TENSORS = [
     torch.zeros(3),
@@ -14,8 +16,24 @@ TENSORS = [
 ]
 
 
-def _facts(tensors: TensorList) -> tuple[list[int], list[int], list[torch.dtype], set[torch.device], bool]:
-    return tensors.pointers.tolist(), tensors.numels.tolist(), tensors.dtypes, tensors.devices, tensors.contiguous
+CODES = {dtype: code for code, dtype in enumerate((torch.float32, torch.float16, torch.bfloat16))}
+
+
+@pytest.fixture(autouse=True, params=["python", pytest.param("native", marks=pytest.mark.slow)])
+def _reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(tensor_reader.ENVIRONMENT_VARIABLE, request.param)
+
+
+def _facts(tensors: TensorList) -> tuple[Any, ...]:
+    return (
+        tensors.pointers.tolist(),
+        tensors.versions.tolist(),
+        tensors.numels.tolist(),
+        tensors.dtype_codes(CODES).tolist(),
+        tensors.dtypes,
+        tensors.devices,
+        tensors.contiguous,
+    )
 
 
 @pytest.mark.parametrize("cut", [[4], [0, 4], [1, 3], [2, 0, 2], [1, 1, 1, 1]])
@@ -31,8 +49,10 @@ def test_joined_tells_what_one_list_would(cut: list[int], last: Tensor) -> None:
     assert all(a is b for a, b in zip(joined, tensors, strict=True))
     assert _facts(joined) == (
         [t.data_ptr() for t in tensors],
+        [t._version for t in tensors],
         [t.numel() for t in tensors],
-        [t.dtype for t in tensors],
+        [CODES[t.dtype] for t in tensors],
+        {t.dtype for t in tensors},
         {t.device for t in tensors},
         all(t.is_contiguous() for t in tensors),
     )

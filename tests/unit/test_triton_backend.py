@@ -66,12 +66,15 @@ def _decision(skip: bool = False, coefficient: float = 0.37) -> Decision:
 
 def _operands(rows: list[Row] = ROWS, seed: int = 0) -> Operands:
     generator = torch.Generator().manual_seed(seed)
-    operands = Operands(state={"exp_avg": [], "exp_avg_sq": [], "max_exp_avg_sq": [], "momentum_buffer": []})
+    grads: list[Tensor] = []
+    operands = Operands(
+        grad=grads, state={"exp_avg": [], "exp_avg_sq": [], "max_exp_avg_sq": [], "momentum_buffer": []}
+    )
     for numel, grad, model, state in rows:
         main = torch.randn(numel, generator=generator).to(DEVICE)
         operands.main.append(main)
         operands.model.append(main if model is None else main.to(model))
-        operands.grad.append(torch.zeros(numel, dtype=grad, device=DEVICE))
+        grads.append(torch.zeros(numel, dtype=grad, device=DEVICE))
         operands.step.append(torch.zeros((), device=DEVICE))
         for tensors in operands.state.values():
             tensors.append(torch.zeros(numel, dtype=state, device=DEVICE))
@@ -170,16 +173,15 @@ def _in_buffers(
 ) -> tuple[Operands, list[Tensor]]:
     """Return operands that are views into larger buffers, of every second element where asked, and the buffers."""
     generator = torch.Generator().manual_seed(len(views))
-    operands, buffers = Operands(state={"exp_avg": [], "exp_avg_sq": []}), []
+    grads: list[Tensor] = []
+    operands, buffers = Operands(grad=grads, state={"exp_avg": [], "exp_avg_sq": []}), []
     for numel, offset, grad, model, state, strided in views:
         made = []
         for dtype in (SINGLE, model, grad, state, state):
             buffer = torch.rand(2 * numel + offset + 20, generator=generator).to(DEVICE, dtype)
             buffers.append(buffer)
             made.append(buffer[offset : offset + 2 * numel : 2] if strided else buffer[offset : offset + numel])
-        for column, tensor in zip(
-            (operands.main, operands.model, operands.grad, *operands.state.values()), made, strict=True
-        ):
+        for column, tensor in zip((operands.main, operands.model, grads, *operands.state.values()), made, strict=True):
             column.append(tensor)
         operands.step.append(torch.full((), 3.0, device=DEVICE))
     return operands, buffers
@@ -325,10 +327,11 @@ def test_tables_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
         backend.measure(operands.grad, True)
         _update(backend, operands, HYPERS["adamw"], _decision())
     assert len(made) == 2
-    kept, operands.grad[0] = operands.grad[0], operands.grad[0].clone()
+    kept, *others = operands.grad
+    operands.grad = [kept.clone(), *others]
     _update(backend, operands, HYPERS["adamw"], _decision())
     assert len(made) == 3
-    operands.grad[0] = kept
+    operands.grad = [kept, *others]
     _update(backend, operands, HYPERS["adamw"], _decision())
     assert len(made) == 3
     backend.measure([kept], True)

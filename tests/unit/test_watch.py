@@ -1,34 +1,50 @@
 """Outside writes to model params are told from counters and addresses."""
 
+import numpy as np
+import pytest
 import torch
 from torch import nn
 
+from megascale.kernels import tensor_reader
 from megascale.watch import Watch
+
+
+@pytest.fixture(autouse=True, params=["python", pytest.param("native", marks=pytest.mark.slow)])
+def _reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(tensor_reader.ENVIRONMENT_VARIABLE, request.param)
 
 
 def _params(count: int = 4) -> list[nn.Parameter]:
     return [nn.Parameter(torch.zeros(3)) for _ in range(count)]
 
 
+def _written(watch: Watch) -> list[int]:
+    return watch.written(watch.look())
+
+
+def _moved(watch: Watch) -> bool:
+    return watch.moved(watch.look())
+
+
 def test_writes_and_new_storage_are_told_by_place() -> None:
     """A write in place and storage of another tensor are each told once they happen, and until they are taken."""
     params = _params()
     watch = Watch(params)
-    assert watch.written() == []
+    assert _written(watch) == []
     with torch.no_grad():
         params[2].add_(1)
-    assert watch.written() == [2]
-    assert not watch.moved()
+    assert _written(watch) == [2]
+    assert not _moved(watch)
     params[0].data = torch.ones(3)
-    assert watch.written() == [0, 2]
-    assert watch.moved()
+    assert _written(watch) == [0, 2]
+    assert _moved(watch)
     watch.take(0)
-    assert watch.written() == [2]
-    assert not watch.moved()
+    assert _written(watch) == [2]
+    assert not _moved(watch)
     watch.take(2)
-    assert watch.written() == []
+    assert _written(watch) == []
     params[3].data = torch.ones(3)  # no version tells of it
-    assert watch.written() == [3]
+    assert _written(watch) == [3]
 
 
 def test_versions_of_own_writes_are_taken_together() -> None:
@@ -38,17 +54,30 @@ def test_versions_of_own_writes_are_taken_together() -> None:
     with torch.no_grad():
         for param in params:
             param.add_(1)
-    watch.take_written([1, 3], [params[1]._version, params[3]._version])
-    assert watch.written() == [0, 2]
+    watch.take_written(np.array([1, 3]), watch.look().versions[[1, 3]])
+    assert _written(watch) == [0, 2]
 
 
-def test_joined_remembers_what_the_parts_saw() -> None:
-    """A write between the first look and the joining is still told afterwards, at its new place."""
-    params = _params()
-    first, second = Watch(params[:2]), Watch(params[2:])
+def test_a_successor_remembers_what_was_seen_before() -> None:
+    """A write before the succession is told after it, at its new place; of params taken newly only later ones are."""
+    params = _params(6)
+    before = Watch(params[:4])
     with torch.no_grad():
         params[1].add_(1)
+        params[3].add_(1)
+        params[4].add_(1)
     params[2].data = torch.ones(3)
-    joined = Watch.joined([(second, 1), (second, 0), (first, 1), (first, 0)])
-    assert joined.written() == [1, 2]
-    assert joined.moved()
+    watch = Watch([params[5], params[3], params[4], params[2], params[1]])
+    watch.succeed(before, newly=[id(params[3])])
+    assert _written(watch) == [3, 4]
+    assert _moved(watch)
+    assert before.params == params[:4]
+
+
+def test_what_requires_grad_is_told_by_place() -> None:
+    """Freezing changes no version."""
+    params = _params()
+    watch = Watch(params)
+    params[1].requires_grad_(False)
+    assert watch.requires_grad(watch.look()).tolist() == [1, 0, 1, 1]
+    assert _written(watch) == []

@@ -15,6 +15,7 @@ from megascale.interop import convert
 from tests.unit.interop.checkpoints import SCALER, torch_checkpoint, trained
 
 
+@pytest.mark.slow
 def test_the_program_converts_and_says_what_it_did(tmp_path: Path) -> None:
     """``python -m megascale convert`` in a process of its own: a report, status 0, and the file."""
     torch.save(torch_checkpoint(), tmp_path / "last.pt")

@@ -1,0 +1,149 @@
+"""Reads what the host must know of many tensors in one walk over them, by tensor_reader.cpp where that can be built.
+
+It is worth its compilation, some 20 s once on a machine, where there are thousands of tensors; fewer are read from
+Python, attribute by attribute, and so are all where it cannot be built. What is read is the same.
+"""
+
+import ctypes
+import functools
+import logging
+import os
+import subprocess
+import sysconfig
+import time
+from collections.abc import Sequence
+from operator import is_, methodcaller
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megascale.kernels.native_build import build, find_compiler, share_openmp
+
+SOURCE = Path(__file__).with_name("tensor_reader.cpp")
+FLAGS = ("-std=c++20", "-O2", "-fPIC")
+LIBRARIES = ("torch_python", "torch_cpu", "c10")
+
+MANY = 4096
+"""So many tensors are worth the compilation."""
+
+ENVIRONMENT_VARIABLE = "MEGASCALE_TENSOR_READER"
+"""``native``: build it for any number of tensors. ``python``: never."""
+
+logger = logging.getLogger(__name__)
+
+
+class Facts(NamedTuple):
+    """What is known of tensors: int64 arrays, one element to a tensor.
+
+    Tensors of one kind share dtype, device and contiguity; the number itself means nothing else.
+    """
+
+    versions: NDArray[np.int64]
+    pointers: NDArray[np.int64]
+    numels: NDArray[np.int64]
+    kinds: NDArray[np.int64]
+    requires_grad: NDArray[np.int64]
+
+
+def read(tensors: list[Tensor]) -> Facts | None:
+    """Return the facts of tensors; None where they have to be read from Python."""
+    native = _native(len(tensors))
+    return None if native is None else _facts(native.read_tensors, tensors)
+
+
+def read_grads(params: list[Tensor]) -> Facts | None:
+    """Return the facts of all gradients of ``params``; None where they have to be read from Python, or one is not."""
+    native = _native(len(params))
+    return None if native is None else _facts(native.read_grads, params)
+
+
+def read_versions(tensors: list[Tensor]) -> NDArray[np.int64]:
+    """Return the versions of tensors, shape [len(tensors)]."""
+    native = _native(len(tensors))
+    if native is not None:
+        versions = np.empty(len(tensors), dtype=np.int64)
+        if native.read_versions(tensors, versions.ctypes.data, torch.get_num_threads()) == 0:
+            return versions
+    return np.array([tensor._version for tensor in tensors], dtype=np.int64)
+
+
+def increment_versions(tensors: list[Tensor]) -> None:
+    """Tell autograd that all of them have been written: a saved one is no longer what it was."""
+    native = _native(len(tensors))
+    if native is None or native.increment_versions(tensors, torch.get_num_threads()) != 0:
+        torch.autograd.graph.increment_version(tensors)
+
+
+def same_objects(one: list[Any], other: list[Any]) -> bool:
+    """Whether two lists hold the very same objects."""
+    native = _native(len(one))
+    if native is not None:
+        return bool(native.same_objects(one, other))
+    return len(one) == len(other) and all(map(is_, one, other))
+
+
+def hold_objects(entries: list[dict[str, Any]], names: list[str], columns: list[list[Any]]) -> bool:
+    """Whether ``entries[i][names[k]] is columns[k][i]`` for all i and k."""
+    native = _native(len(entries))
+    if native is not None:
+        return bool(native.hold_objects(entries, names, columns))
+    return all(
+        len(column) == len(entries) and all(map(is_, column, map(methodcaller("get", name), entries)))
+        for name, column in zip(names, columns, strict=True)
+    )
+
+
+def _facts(walk: Any, tensors: list[Tensor]) -> Facts | None:
+    columns = np.empty((len(Facts._fields), len(tensors)), dtype=np.int64)
+    unread = walk(tensors, columns.ctypes.data, torch.get_num_threads())
+    return None if unread else Facts(*columns)
+
+
+def _native(count: int) -> ctypes.PyDLL | None:
+    """Return the library where it is worth having for ``count`` tensors, and can be had."""
+    wanted = os.environ.get(ENVIRONMENT_VARIABLE)
+    if wanted == "python" or (count < MANY and wanted != "native"):
+        return None
+    return _library()
+
+
+@functools.cache
+def _library() -> ctypes.PyDLL | None:
+    compiler = find_compiler("CXX", ("c++", "g++", "clang++"))
+    if compiler is None:
+        logger.info("no C++ compiler: many tensors are read from Python, at 3 us each and step")
+        return None
+    start = time.perf_counter()
+    openmp = ["-fopenmp"] if share_openmp() else []
+    try:
+        loaded = ctypes.PyDLL(str(_build(compiler, [*FLAGS, *openmp])))
+    except (OSError, subprocess.CalledProcessError) as error:
+        output = error.stderr if isinstance(error, subprocess.CalledProcessError) else ""
+        logger.info("tensor_reader.cpp cannot be built, many tensors are read from Python: %s\n%s", error, output)
+        return None
+    logger.info("tensor_reader.cpp is ready after %.1f s", time.perf_counter() - start)
+    return _declare(loaded)
+
+
+def _build(compiler: str, flags: Sequence[str]) -> Path:
+    """Return the library. Its layout of a tensor is that of torch's headers, and of the interpreter's."""
+    torch_folder = Path(torch.__file__).parent
+    headers = [str(torch_folder / "include"), sysconfig.get_path("include")]
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    compile_flags = [*flags, abi, *(flag for folder in headers for flag in ("-isystem", folder))]
+    link_flags = [f"-L{torch_folder / 'lib'}", *(f"-l{name}" for name in LIBRARIES)]
+    return build(compiler, SOURCE, compile_flags, link_flags, torch.__version__, sysconfig.get_python_version())
+
+
+def _declare(loaded: ctypes.PyDLL) -> ctypes.PyDLL:
+    objects, memory = ctypes.py_object, ctypes.c_void_p
+    for walk in (loaded.read_tensors, loaded.read_grads, loaded.read_versions):
+        walk.argtypes, walk.restype = [objects, memory, ctypes.c_int], ctypes.c_int64
+    loaded.increment_versions.argtypes, loaded.increment_versions.restype = [objects, ctypes.c_int], ctypes.c_int64
+    loaded.same_objects.argtypes, loaded.same_objects.restype = [objects, objects], ctypes.c_int64
+    loaded.hold_objects.argtypes, loaded.hold_objects.restype = [objects, objects, objects], ctypes.c_int64
+    return loaded

@@ -1,0 +1,307 @@
+"""Reading many tensors in one walk: the library and Python tell the same of every tensor, or leave it to Python."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import Buffer
+
+from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
+from megascale.kernels import GradList, TensorList, native_build, tensor_reader
+from tests.training import bits_equal
+
+needs_library = pytest.mark.skipif(tensor_reader._library() is None, reason="tensor_reader.cpp cannot be built here")
+# Slow: the first of them may have to compile the library, which takes half a minute.
+pytestmark = [needs_library, pytest.mark.slow]
+
+CODES = {torch.float16: 1, torch.bfloat16: 2, torch.float32: 0, torch.float64: 3, torch.int64: 4}
+
+
+@pytest.fixture(autouse=True)
+def _native(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(tensor_reader.ENVIRONMENT_VARIABLE, "native")
+
+
+def _facts(tensors: TensorList) -> tuple[object, ...]:
+    return (
+        tensors.versions.tolist(),
+        tensors.pointers.tolist(),
+        tensors.numels.tolist(),
+        tensors.requires_grad.tolist(),
+        tensors.dtype_codes(CODES).tolist(),
+        tensors.dtypes,
+        tensors.devices,
+        tensors.contiguous,
+    )
+
+
+def _from_python(tensors: list[Tensor]) -> tuple[object, ...]:
+    """An oracle: one attribute of one tensor after the other."""
+    return (
+        [tensor._version for tensor in tensors],
+        [tensor.data_ptr() for tensor in tensors],
+        [tensor.numel() for tensor in tensors],
+        [int(tensor.requires_grad) for tensor in tensors],
+        [CODES[tensor.dtype] for tensor in tensors],
+        {tensor.dtype for tensor in tensors},
+        {tensor.device for tensor in tensors},
+        all(tensor.is_contiguous() for tensor in tensors),
+    )
+
+
+SHAPES = [(), (0,), (1,), (7,), (3, 5), (2, 0, 4), (2, 3, 4)]
+
+
+@st.composite
+def _tensors(draw: st.DrawFn) -> list[Tensor]:
+    """Tensors of all dtypes, written a few times, some transposed, some views, some parameters."""
+    made = []
+    for _ in range(draw(st.integers(0, 150))):
+        dtype = draw(st.sampled_from(list(CODES)))
+        tensor = torch.zeros(draw(st.sampled_from(SHAPES)), dtype=dtype)
+        match draw(st.integers(0, 4)):
+            case 0 if tensor.dim() > 1:
+                tensor = tensor.transpose(0, 1)
+            case 1 if tensor.dim() == 1 and len(tensor):
+                tensor = tensor[draw(st.integers(0, len(tensor) - 1)) :]
+            case 2 if dtype.is_floating_point:
+                tensor = nn.Parameter(tensor, requires_grad=draw(st.booleans()))
+            case _:
+                pass
+        with torch.no_grad():
+            for _ in range(draw(st.integers(0, 3))):
+                tensor.add_(1)
+        made.append(tensor)
+    return made
+
+
+@given(_tensors(), st.sampled_from([1, 2, 3]))
+@settings(max_examples=60, deadline=None)
+def test_facts_are_those_that_python_tells(tensors: list[Tensor], threads: int) -> None:
+    """Versions, addresses, lengths, flags, dtypes, devices and layout, for any mix and number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        read = TensorList(tensors)
+        assert _facts(read) == _from_python(tensors)
+        assert read._facts is not None
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("count", [1, 31, 32, 33, 128, 129, 1000])
+def test_every_tensor_of_any_number_is_read_at_its_place(count: int) -> None:
+    """Blocks of 32 and threads leave no tensor out, and mix none up."""
+    tensors = [torch.zeros(index % 5, dtype=(torch.float16, torch.float32)[index % 3 == 0]) for index in range(count)]
+    for index, tensor in enumerate(tensors):
+        for _ in range(index % 4):
+            tensor.add_(1)
+    assert _facts(TensorList(tensors)) == _from_python(tensors)
+
+
+def test_gradients_are_read_through_their_parameters() -> None:
+    """The facts of gradients are read without holding one; who asks for a gradient gets the parameter's own."""
+    params = [nn.Parameter(torch.zeros(index + 1)) for index in range(100)]
+    for index, param in enumerate(params):
+        param.grad = torch.full((index + 1,), float(index))
+    grads = GradList(list(params))
+    assert grads.usable
+    assert len(grads) == 100
+    assert _facts(grads) == _from_python([param.grad for param in params if param.grad is not None])
+    assert "_held" not in vars(grads)
+    assert grads[7] is params[7].grad
+    assert all(grad is param.grad for grad, param in zip(grads, params, strict=True))
+    held = grads[3]
+    params[3].grad = None
+    assert grads.tensors[3] is held
+
+
+@pytest.mark.parametrize("reader", ["native", "python"])
+@pytest.mark.parametrize("kind", ["none", "sparse", "subclass"])
+def test_gradients_that_are_not_plain_are_not_usable(kind: str, reader: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missing, a sparse and a subclass's gradient among plain ones: both ways of reading say so."""
+    monkeypatch.setenv(tensor_reader.ENVIRONMENT_VARIABLE, reader)
+    params = [nn.Parameter(torch.zeros(4, 2)) for _ in range(40)]
+    for param in params:
+        param.grad = torch.zeros(4, 2)
+    assert GradList(list(params)).usable
+    match kind:
+        case "none":
+            params[33].grad = None
+        case "sparse":
+            params[33].grad = torch.zeros(4, 2).to_sparse()
+        case _:
+            params[33].grad = _Wrapped(torch.zeros(4, 2))
+    assert not GradList(list(params)).usable
+
+
+class _Wrapped(Tensor):
+    """A tensor that is a wrapper: its own memory is not what it shows."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> "_Wrapped":
+        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise NotImplementedError(func)
+
+
+def test_what_is_not_plain_memory_is_left_to_python() -> None:
+    """Sparse tensors, subclasses, inference tensors and things that are no tensors are not read."""
+    plain = torch.zeros(3)
+    with torch.inference_mode():
+        inference = torch.zeros(3)
+    for odd in (plain.to_sparse(), _Wrapped(plain), inference):
+        assert tensor_reader.read([plain, odd]) is None
+    assert tensor_reader.read([plain, object()]) is None  # type: ignore[list-item]
+    assert tensor_reader.read([plain, Buffer(plain)]) is not None
+
+
+def test_increment_is_seen_by_autograd() -> None:
+    """Each tensor's version grows by one; a saved tensor that was incremented fails backward, as after a write."""
+    params = [nn.Parameter(torch.ones(3)) for _ in range(200)]
+    loss = (params[150] * params[150]).sum()
+    before = [param._version for param in params]
+    tensor_reader.increment_versions(list(params))
+    assert [param._version for param in params] == [version + 1 for version in before]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_increment_tells_of_subclasses_too() -> None:
+    """Where one of the tensors is not plain, torch's own function tells of all, of the plain ones a second time."""
+
+    class Named(nn.Parameter):
+        pass
+
+    params: list[Tensor] = [nn.Parameter(torch.ones(3)), Named(torch.ones(3))]
+    tensor_reader.increment_versions(params)
+    assert [param._version > 0 for param in params] == [True, True]
+
+
+@pytest.mark.parametrize("reader", ["native", "python"])
+def test_lists_and_entries_are_compared_by_identity(reader: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal tensors that are other objects, other lengths and missing keys all differ."""
+    monkeypatch.setenv(tensor_reader.ENVIRONMENT_VARIABLE, reader)
+    tensors = [torch.zeros(2) for _ in range(100)]
+    assert tensor_reader.same_objects(tensors, list(tensors))
+    assert tensor_reader.same_objects([], [])
+    assert not tensor_reader.same_objects(tensors, tensors[:-1])
+    assert not tensor_reader.same_objects(tensors, [*tensors[:-1], torch.zeros(2)])
+
+    entries: list[dict[str, Any]] = [{"a": tensor, "b": index} for index, tensor in enumerate(tensors)]
+    columns: list[list[Any]] = [list(tensors), list(range(100))]
+    assert tensor_reader.hold_objects(entries, ["a", "b"], columns)
+    assert tensor_reader.hold_objects(entries, ["a"], columns[:1])
+    assert tensor_reader.hold_objects(entries, [], [])
+    assert not tensor_reader.hold_objects(entries, ["a", "c"], columns)
+    assert not tensor_reader.hold_objects(entries, ["b", "a"], columns)
+    assert not tensor_reader.hold_objects(entries[:-1], ["a"], columns[:1])
+    entries[98]["a"] = torch.zeros(2)
+    assert not tensor_reader.hold_objects(entries, ["a", "b"], columns)
+    assert tensor_reader.hold_objects(entries, ["b"], columns[1:])
+
+
+def _train(reader: str, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Ten steps with an overflow, a weight written outside, one that moves, a frozen one, and a missing gradient."""
+    monkeypatch.setenv(tensor_reader.ENVIRONMENT_VARIABLE, reader)
+    torch.manual_seed(0)
+    params: list[nn.Parameter] = [nn.Parameter(torch.randn(index % 7 + 1).half()) for index in range(80)]
+    groups: list[dict[str, Any]] = [{"params": params[:50]}, {"params": params[50:], "lr": 1e-2}]
+    inner = torch.optim.AdamW(groups, lr=1e-3)
+    scaler = DynamicGradScaler(2.0**8, 1.0, 2.0, 0.5, 3, 1)
+    optimizer = MixedPrecisionOptimizer(inner, OptimizerConfig(fp16=True, clip_grad=1.0), scaler)
+    for step in range(10):
+        for param in params:
+            param.grad = torch.randn_like(param) if param.requires_grad else None
+        match step:
+            case 3:
+                params[60].grad.fill_(float("inf"))  # type: ignore[union-attr]
+            case 4:
+                with torch.no_grad():
+                    params[5].mul_(2)
+            case 5:
+                params[6].data = params[6].data.clone() + 1
+            case 6:
+                params[7].requires_grad_(False).grad = None
+            case 7:
+                inner.state[params[9]]["exp_avg"] = torch.ones_like(inner.state[params[9]]["exp_avg"])
+            case _:
+                pass
+        optimizer.step()
+    mains = [main for _, main in optimizer.main_params()]
+    return [*params, *mains, *(t for state in inner.state.values() for t in state.values()), scaler.scale]
+
+
+def test_training_is_the_same_bits_with_either_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What others write, move, freeze or replace between steps is followed alike."""
+    native, python = _train("native", monkeypatch), _train("python", monkeypatch)
+    assert all(bits_equal(a, b) for a, b in zip(native, python, strict=True))
+    assert native[-1].item() != 2.0**8
+
+
+def test_gradients_may_be_dropped_between_the_halves_of_a_step() -> None:
+    """prepare_grads() holds the gradients that step_with_ready_grads() needs."""
+
+    def trained(drop: bool) -> Tensor:
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(300).half()) for _ in range(50)]
+        optimizer = MixedPrecisionOptimizer(
+            torch.optim.SGD(params, lr=1.0), None, DynamicGradScaler(1.0, 1.0, 2.0, 0.5, 10, 1)
+        )
+        for param in params:
+            param.grad = torch.randn_like(param)
+        optimizer.prepare_grads()
+        if drop:
+            optimizer.zero_grad()
+            _overwritten = [torch.full((300,), 7.0).half() for _ in range(500)]
+        optimizer.step_with_ready_grads()
+        return torch.cat(list(params))
+
+    assert bits_equal(trained(False), trained(True))
+
+
+def test_few_tensors_do_not_wait_for_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless asked for, the library is neither built nor loaded below MANY tensors; `python` never asks for it."""
+    asked: list[int] = []
+    monkeypatch.setattr(tensor_reader, "_library", lambda: asked.append(1))
+    monkeypatch.delenv(tensor_reader.ENVIRONMENT_VARIABLE)
+    few, many = [torch.zeros(1)], [torch.zeros(1)] * tensor_reader.MANY
+    assert tensor_reader.read(few) is None
+    assert asked == []
+    assert tensor_reader.read(many) is None
+    assert asked == [1]
+    monkeypatch.setenv(tensor_reader.ENVIRONMENT_VARIABLE, "python")
+    assert tensor_reader.read(many) is None
+    assert asked == [1]
+
+
+def test_without_a_compiler_python_reads(tmp_path: Path) -> None:
+    """No compiler, or one that fails: steps work as ever, and one line of the log says why they are slower."""
+    code = (
+        "import logging, sys, torch; logging.basicConfig(level=logging.INFO, stream=sys.stdout)\n"
+        "from megascale.kernels import TensorList\n"
+        "print(TensorList([torch.zeros(3)] * 5000).numels.sum(), TensorList([torch.zeros(2)]).numels.tolist())\n"
+        "print(TensorList([torch.zeros(3)] * 5000).numels.sum())\n"
+    )
+    broken = tmp_path / "c++"
+    broken.write_text("#!/bin/sh\necho no such header >&2; exit 1\n")
+    broken.chmod(0o755)
+    for variables, reason in (({"PATH": "/nowhere"}, "no C++ compiler"), ({"CXX": str(broken)}, "no such header")):
+        environment = {key: value for key, value in os.environ.items() if key != "CXX"}
+        environment.pop(tensor_reader.ENVIRONMENT_VARIABLE)
+        environment |= variables | {native_build.CACHE_VARIABLE: str(tmp_path / "cache")}
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=60
+        )
+        assert reason in done.stdout
+        assert done.stdout.count("read from Python") == 1
+        assert "15000 [2]\n15000" in done.stdout
