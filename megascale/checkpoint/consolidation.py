@@ -1,9 +1,6 @@
 """One checkpoint, written by any number of ranks, as one file that ``torch.load(weights_only=True)`` reads."""
 
-import contextlib
 import os
-import secrets
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +16,7 @@ from megascale.checkpoint.contents import PARAM_NAMES, tree_of
 from megascale.checkpoint.destination import MAIN_PARAMS, Destination
 from megascale.checkpoint.manifest import Manifest
 from megascale.checkpoint.nest import Tree, join, leaves, unflatten
+from megascale.durable import appearing
 from megascale.errors import ArgumentTypeError, CheckpointError
 
 
@@ -69,7 +67,7 @@ def consolidate(
         if optimizer:
             state = _read_nest(folder, metadata, tree_of(manifest, "optimizer"))
             content = {"model": weights, "optimizer": state, "step": manifest.step}
-        with _appearing(target) as unnamed:
+        with appearing(target, overwrite=overwrite) as unnamed:
             torch.save(content, unnamed)
     return target
 
@@ -97,17 +95,3 @@ def _read_nest(folder: Path, metadata: Metadata, tree: Tree) -> Any:
     templates = Destination().templates(tree)
     storage.plan_read(folder, metadata, templates).read()
     return unflatten(tree, templates)
-
-
-@contextlib.contextmanager
-def _appearing(target: Path) -> Iterator[Path]:
-    """Give a file to write, which gets the name ``target`` once it is on disk, and is removed on an error."""
-    unnamed = target.with_name(f".{target.name}.incomplete-{secrets.token_hex(4)}")
-    try:
-        yield unnamed
-        with open(unnamed, "rb") as stream:
-            os.fsync(stream.fileno())
-        os.replace(unnamed, target)
-        folders.sync_folder(target.parent)
-    finally:
-        unnamed.unlink(missing_ok=True)

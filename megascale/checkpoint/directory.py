@@ -6,11 +6,11 @@ disk. So a folder with the plain name is complete, whenever and however the writ
 
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from megascale.durable import incomplete, sync_folder
 from megascale.errors import CheckpointError
 
 MANIFEST_NAME = "megascale.json"
@@ -72,7 +72,7 @@ def begin(directory: Path, step: int) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     for stale, _ in _matching(directory, _INCOMPLETE):
         shutil.rmtree(stale, ignore_errors=True)
-    folder = _incomplete(target)
+    folder = incomplete(target)
     folder.mkdir()
     return folder
 
@@ -92,22 +92,9 @@ def prune(directory: Path, keep_last: int, saved_step: int) -> None:
     others = [step for step in folders if step != saved_step]
     for step in others[: max(0, len(others) - (keep_last - 1))]:
         # Renamed first: a removal that is killed half-way leaves no folder that looks complete.
-        doomed = _incomplete(folders[step])
+        doomed = incomplete(folders[step])
         os.rename(folders[step], doomed)
         shutil.rmtree(doomed, ignore_errors=True)
-
-
-def sync_folder(folder: Path) -> None:
-    """Wait until the folder's entries are on disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _incomplete(target: Path) -> Path:
-    return target.with_name(f".{target.name}.incomplete-{secrets.token_hex(4)}")
 
 
 def _matching(directory: Path, pattern: re.Pattern[str]) -> Iterator[tuple[Path, re.Match[str]]]:

@@ -1,9 +1,7 @@
 """convert: another system's checkpoint into a file that MixedPrecisionOptimizer.load_state_dict takes."""
 
-import contextlib
 import os
-import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 import torch
 
 from megascale import validate
+from megascale.durable import appearing
 from megascale.errors import InteropError
 from megascale.interop.formats import AUTO, format_of
 from megascale.interop.found import FoundScaler
@@ -86,8 +85,11 @@ def convert(
     state = state or SCALER_ALONE
     converted = Conversion(scaler, state, state.state_dict(scaler.state if scaler is not None else {}))
     if target is not None:
-        with _appearing(target) as unnamed:
-            torch.save(converted.state_dict, unnamed)
+        try:
+            with appearing(target, overwrite=False) as unnamed:
+                torch.save(converted.state_dict, unnamed)
+        except (OSError, RuntimeError) as error:
+            raise InteropError(f"{target} cannot be written: {error}") from error
     return converted
 
 
@@ -96,28 +98,3 @@ def _check_free(target: Path) -> None:
         raise InteropError(f"{target} exists already; choose another file, or remove it")
     if not target.parent.is_dir():
         raise InteropError(f"{target} cannot be written: there is no folder {target.parent}")
-
-
-@contextlib.contextmanager
-def _appearing(target: Path) -> Iterator[Path]:
-    """Give a file to write, which gets the name ``target`` once it is on disk, unless somebody else took the name."""
-    # It brings torch.distributed.checkpoint, which takes a second that reading does not need.
-    from megascale.checkpoint.directory import sync_folder
-
-    unnamed = target.with_name(f".{target.name}.incomplete-{secrets.token_hex(4)}")
-    try:
-        yield unnamed
-        with open(unnamed, "rb") as stream:
-            os.fsync(stream.fileno())
-        try:
-            os.link(unnamed, target)
-        except FileExistsError:
-            raise
-        except OSError:  # a file system without hard links
-            _check_free(target)
-            os.replace(unnamed, target)
-        sync_folder(target.parent)
-    except (OSError, RuntimeError) as error:
-        raise InteropError(f"{target} cannot be written: {error}") from error
-    finally:
-        unnamed.unlink(missing_ok=True)

@@ -152,6 +152,15 @@ static void share_of(int64_t num_chunks, int part, int parts, int64_t *first, in
 
 /* ---- statistics ---- */
 
+/* Add lanes in pairs: one after the other, the CPU would not reach the next stage's loads meanwhile. */
+static inline double sum_of(const float *lanes) {
+    double sums[LANES];
+    for (int j = 0; j < LANES; j++) sums[j] = (double)lanes[j];
+    for (int width = LANES / 2; width; width /= 2)
+        for (int j = 0; j < width; j++) sums[j] += sums[j + width];
+    return sums[0];
+}
+
 static void measure_chunk(const Row *row, int64_t start, int64_t end, int count_zeros, double *out) {
     double sum_squares = 0;
     int64_t non_finite = 0, zeros = 0;
@@ -163,8 +172,7 @@ static void measure_chunk(const Row *row, int64_t start, int64_t end, int count_
         for (; i + LANES <= n; i += LANES)
             for (int j = 0; j < LANES; j++) lanes[j] += g[i + j] * g[i + j];
         for (int j = 0; i + j < n; j++) lanes[j] += g[i + j] * g[i + j];
-        double block = 0;
-        for (int j = 0; j < LANES; j++) block += (double)lanes[j];
+        double block = sum_of(lanes);
         sum_squares += block;
         /* A sum is finite only if all elements are: they are looked at one by one where it is not. */
         if (!isfinite(block))

@@ -1,0 +1,52 @@
+"""Files and folders that are there whole, also after a power cut, or not at all."""
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def incomplete(target: Path) -> Path:
+    """Return a new name beside ``target``, for what is not complete yet."""
+    return target.with_name(f".{target.name}.incomplete-{secrets.token_hex(4)}")
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the folder's entries are on disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def appearing(target: Path, *, overwrite: bool) -> Iterator[Path]:
+    """Give a file to write, which gets the name ``target`` once it is on disk, and is removed on an error.
+
+    Raises FileExistsError if ``target`` exists by then and ``overwrite`` is False.
+    """
+    unnamed = incomplete(target)
+    try:
+        yield unnamed
+        with open(unnamed, "rb") as stream:
+            os.fsync(stream.fileno())
+        if overwrite:
+            os.replace(unnamed, target)
+        else:
+            _name_once(unnamed, target)
+        sync_folder(target.parent)
+    finally:
+        unnamed.unlink(missing_ok=True)
+
+
+def _name_once(unnamed: Path, target: Path) -> None:
+    try:
+        os.link(unnamed, target)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links
+        if target.exists():
+            raise FileExistsError(f"{target} exists already") from None
+        os.replace(unnamed, target)
