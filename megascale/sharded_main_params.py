@@ -6,6 +6,7 @@ parameters are views of, and gathers those buckets.
 """
 
 from collections.abc import Mapping
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +52,7 @@ class ShardedMainParams(MainParams):
         self._broadcast = broadcast
         self._place = {name: index for index, name in enumerate(names.values())}
         self._pieces: dict[int, Piece | None] = {}
+        self._buckets: WeakKeyDictionary[Batch, list[GatheredBucket]] = WeakKeyDictionary()
         self._grads: dict[int, Tensor] = {}
 
     def make(self, params: Mapping[str, nn.Parameter], group_of: Mapping[str, int]) -> list[MainParam]:
@@ -127,7 +129,9 @@ class ShardedMainParams(MainParams):
     def publish(self, batch: Batch) -> None:
         """See :class:`MainParams`. Starts the gather of the bucket that the batch is in."""
         batch.seal()
-        for bucket in {id(b): b for b in map(self._bucket_of, batch.params)}.values():
+        if batch not in self._buckets:
+            self._buckets[batch] = list({id(b): b for b in map(self._bucket_of, batch.params)}.values())
+        for bucket in self._buckets[batch]:
             bucket.start()
 
     def settle(self) -> None:
