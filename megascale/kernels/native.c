@@ -101,13 +101,13 @@ static void narrow(void *out, const float *restrict in, int64_t type, int64_t n)
 /* Round n <= BLOCK elements past the caches, which saves reading what is overwritten. */
 static void narrow_streamed(void *out, const float *in, int64_t type, int64_t n) {
 #if defined(__SSE2__)
-    if (!((uintptr_t)out & 15)) {
+    if (!((uintptr_t)out & 63)) {
         uint16_t rounded[BLOCK] __attribute__((aligned(16)));
         uint16_t *h = out;
-        int64_t i = 0;
+        int64_t i = 0, whole = n & ~(int64_t)31; /* a cache line that is streamed in part costs more than it saves */
         narrow(rounded, in, type, n);
-        for (; i + 8 <= n; i += 8) _mm_stream_si128((__m128i *)(h + i), *(const __m128i *)(rounded + i));
-        for (; i < n; i++) h[i] = rounded[i];
+        for (; i < whole; i += 8) _mm_stream_si128((__m128i *)(h + i), *(const __m128i *)(rounded + i));
+        memcpy(h + i, rounded + i, 2 * (size_t)(n - i));
         return;
     }
 #endif
