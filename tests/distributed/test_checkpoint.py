@@ -256,13 +256,10 @@ def _load_latest(directory: Path) -> tuple[int, dict[str, Any]]:
     return step, state_of(model, optimizer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dying_rank", "event", "name", "async_save"),
-    [
-        (1, "open", "__1_0.distcp", False),
-        pytest.param(0, "os.rename", "step_00000002", False, marks=pytest.mark.slow),
-        pytest.param(1, "open", "__1_0.distcp", True, marks=pytest.mark.slow),
-    ],
+    [(1, "open", "__1_0.distcp", False), (0, "os.rename", "step_00000002", False), (1, "open", "__1_0.distcp", True)],
     ids=["while writing", "before the rename", "in the background"],
 )
 def test_rank_killed_during_a_save(

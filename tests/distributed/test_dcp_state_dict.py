@@ -362,7 +362,9 @@ def _wrapped(kind: str) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["compiled", "activation_checkpointing", "renamed"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("compiled", marks=pytest.mark.slow), "activation_checkpointing", "renamed"]
+)
 def test_names_of_the_model(ranks: RankPool, kind: str) -> None:
     """``torch.compile``, activation checkpointing and optimizers without names: the model's names are used, bare."""
     for found in ranks.run(2, _wrapped, kind):

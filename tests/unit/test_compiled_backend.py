@@ -103,7 +103,7 @@ def same(left: Operands, right: Operands) -> bool:
     return all(map(bits_equal, all_tensors(left), all_tensors(right)))
 
 
-@pytest.mark.parametrize("flat", [False, True], ids=["scattered", "flat"])
+@pytest.mark.parametrize("flat", [pytest.param(False, marks=pytest.mark.slow), True], ids=["scattered", "flat"])
 @pytest.mark.parametrize("name", CASES)
 def test_update_is_the_references_bitwise(name: str, flat: bool) -> None:
     """100 steps with skips between, changing lr and scale: the reference's bits and flags, at every length."""
