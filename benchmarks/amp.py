@@ -171,7 +171,7 @@ def arguments_of_command() -> argparse.Namespace:
     parser.add_argument("--tensors", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--device", default=str(torch.accelerator.current_accelerator() or "cpu"))
+    parser.add_argument("--device", default=str(torch.accelerator.current_accelerator(check_available=True) or "cpu"))
     parser.add_argument("--probe", type=int, help="elements of the pass that measures the bandwidth")
     parser.add_argument("--out", type=Path, help="write the table to this file too, and every round beside it as .csv")
     arguments = parser.parse_args()

@@ -402,7 +402,7 @@ def arguments_of_command() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, help="a rank's; cores / ranks unless told")
     parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16")
     parser.add_argument("--bucket-numel", type=int, help="unless told, each contender's default")
-    parser.add_argument("--device", default=str(torch.accelerator.current_accelerator() or "cpu"))
+    parser.add_argument("--device", default=str(torch.accelerator.current_accelerator(check_available=True) or "cpu"))
     parser.add_argument("--only", help="contenders, by parts of their names, separated by commas")
     parser.add_argument("--list", action="store_true", help="show the contenders, and how to install them")
     parser.add_argument("--out", type=Path, help="also write the table to this file, and every round beside it as .csv")

@@ -307,7 +307,7 @@ def arguments_of_command() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, help="a rank's; cores / ranks unless told")
     parser.add_argument("--wait-ms", type=float, default=0.0, help="each layer's backward also waits so long, idle")
     parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16")
-    parser.add_argument("--device", default=str(torch.accelerator.current_accelerator() or "cpu"))
+    parser.add_argument("--device", default=str(torch.accelerator.current_accelerator(check_available=True) or "cpu"))
     parser.add_argument("--trace", type=Path, help="where to leave rank 0's Chrome trace, *.json.gz")
     parser.add_argument("--png", type=Path, help="where to draw the timeline; needs matplotlib")
     parser.add_argument("--out", type=Path, help="also write the report to this file")

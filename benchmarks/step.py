@@ -198,7 +198,7 @@ def arguments_of_command() -> argparse.Namespace:
     parser.add_argument("--tensors", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--device", default=str(torch.accelerator.current_accelerator() or "cpu"))
+    parser.add_argument("--device", default=str(torch.accelerator.current_accelerator(check_available=True) or "cpu"))
     parser.add_argument("--dtypes", default="float16,bfloat16", help=f"of {', '.join(DTYPES)}")
     parser.add_argument("--backends", default="", help="backends of megascale that get a row of their own")
     parser.add_argument("--only", default="", help="peers, by parts of their names, separated by commas")

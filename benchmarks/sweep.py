@@ -264,7 +264,7 @@ def arguments_of_command() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--limit", type=float, default=60.0, help="seconds that a contender may take at a point")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--device", default=str(torch.accelerator.current_accelerator() or "cpu"))
+    parser.add_argument("--device", default=str(torch.accelerator.current_accelerator(check_available=True) or "cpu"))
     parser.add_argument("--probe", type=int, help="elements of the pass that measures the bandwidth")
     parser.add_argument("--out", help="write tables, rounds and plots to files whose names begin so")
     return parser.parse_args()

@@ -93,7 +93,8 @@ class autocast(torch.autocast):
 
 
 def _device_type() -> str:
-    accelerator = torch.accelerator.current_accelerator()
+    # Of those that torch was built for, the one that is here: torch for CUDA also runs on machines without a GPU.
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     return "cpu" if accelerator is None else accelerator.type
 
 

@@ -20,7 +20,7 @@ DTYPES = [torch.float16, torch.bfloat16]
 
 
 def _device() -> torch.device:
-    return torch.accelerator.current_accelerator() or torch.device("cpu")
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 @contextmanager

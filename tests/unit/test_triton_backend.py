@@ -22,7 +22,7 @@ from megascale.kernels.triton_backend import TritonBackend
 from tests.counting import OperatorCounter
 from tests.training import bits_equal
 
-DEVICE = torch.accelerator.current_accelerator() or torch.device("cpu")
+DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 CHUNK = 64
 
 Hyper = AdamHyper | SgdHyper | LionHyper

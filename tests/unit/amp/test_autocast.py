@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 from megascale.amp import autocast, get_half_dtype, set_half_dtype
 from megascale.errors import ArgumentError, ArgumentTypeError
@@ -103,7 +104,11 @@ def test_decorator_follows_the_choice_at_every_call() -> None:
 
 @pytest.mark.parametrize("decorated", [False, True])
 def test_compiled_functions_follow_the_choice(decorated: bool) -> None:
-    """Under torch.compile (fullgraph) a region takes the dtype of the moment: it is traced anew when that changes."""
+    """Under torch.compile a region takes the dtype of the moment: it is traced anew when that changes.
+
+    It leaves the graph whole; torch 2.11 breaks it there.
+    """
+    whole = TorchVersion(torch.__version__) >= "2.13"
 
     def region(x: Tensor) -> Tensor:
         with autocast():
@@ -114,7 +119,7 @@ def test_compiled_functions_follow_the_choice(decorated: bool) -> None:
         out: Tensor = LAYER(x)
         return out
 
-    compiled = torch.compile(autocast()(layer) if decorated else region, backend="eager", fullgraph=True)
+    compiled = torch.compile(autocast()(layer) if decorated else region, backend="eager", fullgraph=whole)
     for dtype in (torch.float16, torch.bfloat16):
         set_half_dtype(dtype)
         assert compiled(INPUT).dtype == dtype
@@ -178,3 +183,15 @@ def test_arguments_in_the_wrong_place_are_refused() -> None:
         autocast(wrong)
     with pytest.raises(ArgumentTypeError, match="needs a callable, got 3"):
         autocast()(3)  # type: ignore[arg-type]
+
+
+def test_an_accelerator_that_is_not_here_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's wheel for CUDA names CUDA its accelerator on machines without a GPU, too: the region is the CPU's."""
+
+    def built_for_cuda(check_available: bool = False) -> torch.device | None:
+        return None if check_available else torch.device("cuda")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", built_for_cuda)
+    with autocast():
+        assert torch.is_autocast_enabled("cpu")
+    assert get_half_dtype() == torch.bfloat16
