@@ -7,6 +7,7 @@ replicated (here), or sharded over data-parallel ranks (:mod:`megascale.sharded_
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,14 @@ from megascale.arena import Arena
 from megascale.collectives import full_tensor
 from megascale.dtensors import distribute_like, is_dtensor, local
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
-from megascale.kernels import same_objects
+from megascale.kernels import TensorList, same_objects
 from megascale.watch import Watch, Watched
 
 MODEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 HALF_DTYPES = (torch.float16, torch.bfloat16)
+
+# Called for every parameter without a main param at every step, in a loop that runs in C.
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 @dataclass(eq=False, slots=True)
@@ -120,7 +124,7 @@ class MainParams(ABC):
         self._by_id: dict[int, MainParam] = {}
         self._known: list[list[nn.Parameter]] = []
         self._watch = Watch([])
-        self._places: dict[int, int] = {}
+        self._frozen: list[nn.Parameter] = []
         self._trained = np.empty(0, dtype=np.int64)
         self._batches: list[Batch] | None = None
         self.ordered: list[list[MainParam]] = []
@@ -134,7 +138,7 @@ class MainParams(ABC):
         self.settle()
         made: list[MainParam] = []
         look = self._watch.look()
-        if not self._has_seen(param_groups) or not np.array_equal(self._watch.requires_grad(look), self._trained):
+        if not self._has_seen(param_groups, look):
             made = self._admit(param_groups)
             look = self._watch.look()
         written = self._watch.written(look)
@@ -142,18 +146,19 @@ class MainParams(ABC):
             self.restore()
             self._batches = None
             written = self._watch.written(self._watch.look())
-        for place in written:
-            param = self.get(self._watch.params[place])
-            if param is None:
-                self._watch.take(place)
-            else:
-                param.follow()
+        if written:
+            params = list(self)
+            for place in written:
+                params[place].follow()
         return made
 
-    def _has_seen(self, param_groups: Sequence[dict[str, Any]]) -> bool:
-        """Whether the groups have the very parameters that they had."""
+    def _has_seen(self, param_groups: Sequence[dict[str, Any]], look: TensorList) -> bool:
+        """Whether the groups have the very parameters that they had, and the same of them are frozen."""
         groups = [group["params"] for group in param_groups]
-        return len(groups) == len(self._known) and all(map(same_objects, groups, self._known))
+        if len(groups) != len(self._known) or not all(map(same_objects, groups, self._known)):
+            return False
+        thawed = any(map(_REQUIRES_GRAD, self._frozen))
+        return not thawed and np.array_equal(self._watch.requires_grad(look), self._trained)
 
     def _admit(self, param_groups: Sequence[dict[str, Any]]) -> list[MainParam]:
         """Make main params for parameters that have none, and order all of them."""
@@ -175,24 +180,20 @@ class MainParams(ABC):
         made = self.make(unseen, group_of) if unseen else []
         self._by_id.update({id(param.model): param for param in made})
         self.ordered = [[self._by_id[id(p)] for p in group["params"] if id(p) in self._by_id] for group in param_groups]
-        self._watch_all(param_groups, made)
+        self._watch_again(param_groups)
         self._batches = None
         return made
 
-    def _watch_all(self, param_groups: Sequence[dict[str, Any]], made: list[MainParam]) -> None:
-        """Watch every parameter, also those without a main param, and remember what was seen."""
-        before, self._known = self._watch, [list(group["params"]) for group in param_groups]
-        self._watch = Watch(param for group in self._known for param in group)
-        self._watch.succeed(before, newly=(id(param.model) for param in made))
+    def _watch_again(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        """Watch all main params' model params, each as it was remembered so far, and note what groups were seen."""
+        self._known = [list(group["params"]) for group in param_groups]
+        self._frozen = [param for group in self._known for param in group if id(param) not in self._by_id]
+        self._watch = Watch(param.model for param in self)
+        for place, param in enumerate(self):
+            if param.watch is not None:
+                self._watch.remember(place, param.watch, param.place)
+            param.watch, param.place = self._watch, place
         self._trained = self._watch.requires_grad(self._watch.look())
-        self._places = {id(param): place for place, param in enumerate(self._watch.params)}
-        for param in self._by_id.values():
-            self._put(param)
-
-    def _put(self, param: MainParam) -> None:
-        """Tell a main param where its model param is watched."""
-        if id(param.model) in self._places:
-            param.watch, param.place = self._watch, self._places[id(param.model)]
 
     def names(self, param_groups: Sequence[dict[str, Any]]) -> dict[int, str]:
         """Return the name of every parameter by id: as given, else its group's ``param_names``, else its position.
@@ -287,8 +288,8 @@ class ReplicatedMainParams(MainParams):
     def adopt(self, param: nn.Parameter, name: str) -> MainParam:
         """See :class:`MainParams`."""
         if id(param) not in self._by_id:
-            self._by_id[id(param)] = _make(name, param, Arena(()))
-            self._put(self._by_id[id(param)])
+            made = self._by_id[id(param)] = _make(name, param, Arena(()))
+            made.watch = Watch([param])
         return self._by_id[id(param)]
 
     def restore(self) -> None:

@@ -47,20 +47,10 @@ class Watch:
         # Copies: where there is one walk over the tensors, these are parts of its result.
         self._versions, self._pointers = now.versions.copy(), now.pointers.copy()
 
-    @property
-    def params(self) -> list[Tensor]:
-        """The params, by place."""
-        return self._watched.params
-
-    def succeed(self, before: "Watch", newly: Iterable[int]) -> None:
-        """Remember the params that ``before`` has as it does, but for those of these ids."""
-        newly = set(newly)
-        places = {id(param): place for place, param in enumerate(before.params) if id(param) not in newly}
-        pairs = [(place, places[id(param)]) for place, param in enumerate(self.params) if id(param) in places]
-        if pairs:
-            here, there = map(list, zip(*pairs, strict=True))
-            self._versions[here] = before._versions[there]
-            self._pointers[here] = before._pointers[there]
+    def remember(self, place: int, other: "Watch", there: int) -> None:
+        """Take the param at ``place`` as ``other`` remembers it."""
+        self._versions[place] = other._versions[there]
+        self._pointers[place] = other._pointers[there]
 
     def look(self) -> TensorList:
         """Return the memory of all params, as it is now."""
@@ -72,7 +62,7 @@ class Watch:
 
     def take(self, place: int) -> None:
         """Take one param as it is now."""
-        now = Watched(self.params[place : place + 1]).look()
+        now = Watched(self._watched.params[place : place + 1]).look()
         self._versions[place : place + 1] = now.versions
         self._pointers[place : place + 1] = now.pointers
 

@@ -691,3 +691,13 @@ def test_misuse_is_refused_by_name(call: Any, kind: type[Exception], message: st
     """Every argument that does not fit gets an error that names it and says what to do."""
     with pytest.raises(kind, match=message):
         call()
+
+
+def test_a_frozen_parameter_may_be_anything() -> None:
+    """What has no main param is not looked at: a sparse one among the groups' parameters stops no step."""
+    param = nn.Parameter(torch.ones(3).half())
+    frozen = nn.Parameter(torch.eye(3).to_sparse(), requires_grad=False)
+    optimizer = MixedPrecisionOptimizer(torch.optim.SGD([param, frozen], lr=1.0), None, ConstantGradScaler(1.0))
+    param.grad = torch.ones(3).half()
+    optimizer.step()
+    assert not param.any()

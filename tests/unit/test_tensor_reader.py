@@ -17,15 +17,16 @@ from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfi
 from megascale.kernels import GradList, TensorList, native_build, tensor_reader
 from tests.training import bits_equal
 
-needs_library = pytest.mark.skipif(tensor_reader._library() is None, reason="tensor_reader.cpp cannot be built here")
-# Slow: the first of them may have to compile the library, which takes half a minute.
-pytestmark = [needs_library, pytest.mark.slow]
+# The first of them may have to compile the library, which takes half a minute.
+pytestmark = pytest.mark.slow
 
 CODES = {torch.float16: 1, torch.bfloat16: 2, torch.float32: 0, torch.float64: 3, torch.int64: 4}
 
 
 @pytest.fixture(autouse=True)
 def _native(monkeypatch: pytest.MonkeyPatch) -> None:
+    if tensor_reader._library() is None:
+        pytest.skip("tensor_reader.cpp cannot be built here")
     monkeypatch.setenv(tensor_reader.ENVIRONMENT_VARIABLE, "native")
 
 

@@ -58,20 +58,19 @@ def test_versions_of_own_writes_are_taken_together() -> None:
     assert _written(watch) == [0, 2]
 
 
-def test_a_successor_remembers_what_was_seen_before() -> None:
-    """A write before the succession is told after it, at its new place; of params taken newly only later ones are."""
-    params = _params(6)
+def test_what_another_watch_saw_is_remembered() -> None:
+    """A write before the new watch is told after it, at its new place; a param taken anew tells of later ones."""
+    params = _params(5)
     before = Watch(params[:4])
     with torch.no_grad():
         params[1].add_(1)
         params[3].add_(1)
-        params[4].add_(1)
     params[2].data = torch.ones(3)
-    watch = Watch([params[5], params[3], params[4], params[2], params[1]])
-    watch.succeed(before, newly=[id(params[3])])
-    assert _written(watch) == [3, 4]
+    watch = Watch([params[4], params[3], params[2], params[1]])
+    watch.remember(2, before, 2)
+    watch.remember(3, before, 1)
+    assert _written(watch) == [2, 3]
     assert _moved(watch)
-    assert before.params == params[:4]
 
 
 def test_what_requires_grad_is_told_by_place() -> None:
