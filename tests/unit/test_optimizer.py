@@ -701,3 +701,21 @@ def test_a_frozen_parameter_may_be_anything() -> None:
     param.grad = torch.ones(3).half()
     optimizer.step()
     assert not param.any()
+
+
+def test_a_frozen_parameter_written_after_its_state_was_loaded_is_followed() -> None:
+    """Its main param, which the load made, takes the write over when the parameter is unfrozen."""
+
+    def built(frozen: bool) -> tuple[nn.Parameter, MixedPrecisionOptimizer]:
+        param, other = nn.Parameter(torch.ones(3).half(), requires_grad=not frozen), nn.Parameter(torch.ones(3).half())
+        inner = torch.optim.SGD([param, other], lr=1.0)
+        return param, MixedPrecisionOptimizer(inner, None, ConstantGradScaler(1.0))
+
+    param, optimizer = built(frozen=True)
+    optimizer.load_state_dict(built(frozen=False)[1].state_dict())
+    with torch.no_grad():
+        param.fill_(5.0)
+    param.requires_grad_(True).grad = torch.zeros(3).half()
+    optimizer.step()
+    assert param.tolist() == [5.0] * 3
+    assert dict(optimizer.main_params())["0"].tolist() == [5.0] * 3
