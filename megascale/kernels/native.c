@@ -1,26 +1,20 @@
 /* The passes over memory on a CPU: one call for all tensors, whatever their number.
  *
  * A table of rows says where each parameter's tensors are. Rows are cut into chunks of fixed length, so that statistics
- * are the same bits for any number of threads. Within a chunk, blocks that fit the first-level cache are widened to fp32
- * where they are narrower, updated, and rounded back. The order of operations is the reference backend's: compile with
- * contraction off and without fast math, and main params are its bits.
+ * are the same bits for any number of threads. Within a chunk, elements go from memory through registers, as vectors of
+ * fp32, and back. The order of operations is the reference backend's: compile with contraction off and without fast
+ * math, and main params are its bits.
  */
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
-#if defined(__SSE2__)
-#include <immintrin.h>
-#endif
+#include "vector.h"
 
 #define CHUNK 65536 /* elements that one thread takes at a time */
 #define STAGE 1024  /* elements of a gradient that are measured at a time */
-#define BLOCK 512   /* elements that are updated at a time */
+#define LINE 32     /* elements of 16 bits in a cache line: one streamed in part costs more than it saves */
 #define LANES 32    /* partial sums of a stage */
+#define AHEAD 384   /* bytes of fp32 from what is updated to what is prefetched */
 #define STREAMED (1 << 22) /* elements of an update that leaves nothing of itself in cache */
 #define MANY 4096   /* rows that are worth a second thread where each takes no time */
 #define FP16_OVERFLOW 65520.0f
-
-enum { F32 = 0, F16 = 1, BF16 = 2 };
 
 typedef struct {
     int64_t numel;
@@ -36,93 +30,6 @@ typedef struct {
     double momentum, dampening;
     int64_t decoupled, amsgrad, maximize, nesterov;
 } Hyper;
-
-/* ---- 16-bit types ---- */
-
-static inline uint32_t bits_of(float x) { uint32_t u; memcpy(&u, &x, 4); return u; }
-static inline float float_of(uint32_t u) { float x; memcpy(&x, &u, 4); return x; }
-
-static inline float half_to_float(uint16_t h) {
-    uint32_t sign = (uint32_t)(h & 0x8000u) << 16, magnitude = h & 0x7fffu;
-    /* Exponents are moved by multiplication, which subnormals survive; inf and NaN get all exponent bits. */
-    float scaled = float_of(magnitude << 13) * 0x1p112f;
-    uint32_t special = magnitude >= 0x7c00u ? 0x7f800000u : 0u;
-    return float_of(sign | bits_of(scaled) | special);
-}
-
-static inline uint16_t float_to_half(float x) {
-    uint32_t u = bits_of(x), sign = (u >> 16) & 0x8000u, magnitude = u & 0x7fffffffu;
-    if (magnitude > 0x7f800000u) return (uint16_t)(sign | 0x7e00u | ((magnitude >> 13) & 0x3ffu));
-    if (magnitude >= 0x477ff000u) return (uint16_t)(sign | 0x7c00u);
-    if (magnitude < 0x38800000u) /* subnormal: the addition rounds to their step */
-        return (uint16_t)(sign | (bits_of(float_of(magnitude) + 0.5f) - 0x3f000000u));
-    return (uint16_t)(sign | ((magnitude + 0xfffu + ((magnitude >> 13) & 1u) - 0x38000000u) >> 13));
-}
-
-static inline uint16_t float_to_bfloat(float x) {
-    uint32_t u = bits_of(x), rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
-    return (u & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : (uint16_t)rounded;
-}
-
-static void widen(float *restrict out, const void *in, int64_t type, int64_t n) {
-    const uint16_t *restrict h = in;
-    int64_t i = 0;
-    if (type == BF16) {
-        for (; i < n; i++) out[i] = float_of((uint32_t)h[i] << 16);
-        return;
-    }
-#if defined(__AVX512F__)
-    for (; i + 16 <= n; i += 16)
-        _mm512_storeu_ps(out + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(h + i))));
-#elif defined(__F16C__)
-    for (; i + 8 <= n; i += 8)
-        _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(h + i))));
-#endif
-    for (; i < n; i++) out[i] = half_to_float(h[i]);
-}
-
-static void narrow(void *out, const float *restrict in, int64_t type, int64_t n) {
-    uint16_t *restrict h = out;
-    int64_t i = 0;
-    if (type == BF16) {
-        for (; i < n; i++) h[i] = float_to_bfloat(in[i]);
-        return;
-    }
-#if defined(__AVX512F__)
-    for (; i + 16 <= n; i += 16)
-        _mm256_storeu_si256((__m256i *)(h + i), _mm512_cvtps_ph(_mm512_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT));
-#elif defined(__F16C__)
-    for (; i + 8 <= n; i += 8)
-        _mm_storeu_si128((__m128i *)(h + i), _mm256_cvtps_ph(_mm256_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT));
-#endif
-    for (; i < n; i++) h[i] = float_to_half(in[i]);
-}
-
-/* Round n <= BLOCK elements past the caches, which saves reading what is overwritten. */
-static void narrow_streamed(void *out, const float *in, int64_t type, int64_t n) {
-#if defined(__SSE2__)
-    if (!((uintptr_t)out & 63)) {
-        uint16_t rounded[BLOCK] __attribute__((aligned(16)));
-        uint16_t *h = out;
-        int64_t i = 0, whole = n & ~(int64_t)31; /* a cache line that is streamed in part costs more than it saves */
-        narrow(rounded, in, type, n);
-        for (; i < whole; i += 8) _mm_stream_si128((__m128i *)(h + i), *(const __m128i *)(rounded + i));
-        memcpy(h + i, rounded + i, 2 * (size_t)(n - i));
-        return;
-    }
-#endif
-    narrow(out, in, type, n);
-}
-
-static inline int64_t size_of(int64_t type) { return type == F32 ? 4 : 2; }
-
-/* Return n elements from `start` on as fp32: in place, or copied into the stage. */
-static inline float *as_float(void *data, int64_t type, int64_t start, int64_t n, float *stage) {
-    char *at = (char *)data + start * size_of(type);
-    if (type == F32) return (float *)at;
-    widen(stage, at, type, n);
-    return stage;
-}
 
 /* ---- rows and chunks ---- */
 
@@ -161,28 +68,47 @@ static inline double sum_of(const float *lanes) {
     return sums[0];
 }
 
-static void measure_chunk(const Row *row, int64_t start, int64_t end, int count_zeros, double *out) {
-    double sum_squares = 0;
-    int64_t non_finite = 0, zeros = 0;
-    float stage[STAGE];
-    for (int64_t at = start; at < end; at += STAGE) {
-        int64_t n = end - at < STAGE ? end - at : STAGE, i = 0;
-        const float *g = as_float(row->grad, row->grad_type, at, n, stage);
-        float lanes[LANES] = {0};
-        for (; i + LANES <= n; i += LANES)
-            for (int j = 0; j < LANES; j++) lanes[j] += g[i + j] * g[i + j];
-        for (int j = 0; i + j < n; j++) lanes[j] += g[i + j] * g[i + j];
-        double block = sum_of(lanes);
-        sum_squares += block;
-        /* A sum is finite only if all elements are: they are looked at one by one where it is not. */
-        if (!isfinite(block))
-            for (i = 0; i < n; i++) non_finite += !isfinite(g[i]);
-        if (count_zeros)
-            for (i = 0; i < n; i++) zeros += g[i] == 0;
+/* Add the squares of up to LANES elements. */
+INLINE void add_squares(Floats *lanes, const char *grads, int64_t type, int64_t n) {
+    for (int j = 0; j < LANES / WIDTH; j++) {
+        Floats x = load_first(grads + j * WIDTH * size_of(type), type, n - j * WIDTH);
+        lanes[j] += x * x;
     }
-    out[0] = sum_squares;
-    out[1] = (double)non_finite;
-    out[2] = (double)zeros;
+}
+
+/* Count what is not finite and what is zero among n <= STAGE elements. */
+static void count(const char *grads, int64_t type, int64_t n, double *non_finite, double *zeros) {
+    const Floats infinity = (Floats){0} + INFINITY;
+    Ints beyond = {0}, zero = {0};
+    int64_t i = 0;
+    for (; i < n; i += WIDTH) {
+        Floats x = load_first(grads + i * size_of(type), type, n - i);
+        beyond += ~(magnitude_of(x) < infinity);
+        zero += x == 0;
+    }
+    *non_finite += (double)times(beyond);
+    *zeros += (double)(times(zero) - (i - n));
+}
+
+INLINE void measure_as(const Row *row, int64_t type, int64_t start, int64_t end, int count_zeros, double *out) {
+    out[0] = out[1] = out[2] = 0;
+    for (int64_t at = start; at < end; at += STAGE) {
+        const char *grads = (const char *)row->grad + at * size_of(type);
+        int64_t n = end - at < STAGE ? end - at : STAGE, i = 0;
+        Floats lanes[LANES / WIDTH] = {{0}};
+        for (; i + LANES <= n; i += LANES) add_squares(lanes, grads + i * size_of(type), type, LANES);
+        if (i < n) add_squares(lanes, grads + i * size_of(type), type, n - i);
+        double squares = sum_of((const float *)lanes);
+        out[0] += squares;
+        /* A sum is finite only if all elements are: they are looked at one by one where it is not. */
+        if (count_zeros || !isfinite(squares)) count(grads, type, n, out + 1, out + 2);
+    }
+}
+
+static void measure_chunk(const Row *row, int64_t start, int64_t end, int count_zeros, double *out) {
+    if (row->grad_type == F32) measure_as(row, F32, start, end, count_zeros, out);
+    else if (row->grad_type == F16) measure_as(row, F16, start, end, count_zeros, out);
+    else measure_as(row, BF16, start, end, count_zeros, out);
 }
 
 /* partial: shape [chunks, 3], scratch. out: shape [3, rows]: sums of squares, non-finite elements, zeros. */
@@ -210,39 +136,34 @@ void measure(const Row *rows, int64_t num_rows, int64_t num_chunks, int64_t coun
     }
 }
 
-/* ---- updates: one block of fp32 values, n elements ---- */
+/* ---- rules: WIDTH elements ---- */
+
+enum { ADAM = 0, SGD = 1, LION = 2, NOTHING = 3 };
+enum { NONE = 3 }; /* the type of a model param that there is not */
+enum { NO_DECAY = 0, DECOUPLED = 1, L2 = 2 };
+
+/* What branches depend on. Where it is known to the compiler, no branch is left. */
+typedef struct { int64_t rule, grad, model, state[3]; int decay, amsgrad; } Kind;
+
+/* Where the WIDTH elements lie. */
+typedef struct { char *grad, *main, *model, *state[3]; } Place;
 
 typedef struct { float lr_wd, wd, beta1, one_beta1, beta2, one_beta2, eps, step_size, inv_correction2_sqrt; } AdamScalars;
 
-static inline __attribute__((always_inline)) void adam_block(
-    float *restrict p, const float *restrict g, float *restrict m, float *restrict v, float *restrict top, int64_t n,
-    AdamScalars s, int decay, int amsgrad) {
-    for (int64_t i = 0; i < n; i++) {
-        float gradient = g[i], value = p[i];
-        if (decay == 1) value = value * s.lr_wd;
-        if (decay == 2) gradient = gradient + s.wd * value;
-        float average = s.beta1 * m[i] + s.one_beta1 * gradient;
-        float square = s.beta2 * v[i] + s.one_beta2 * gradient * gradient;
-        float second = square;
-        if (amsgrad) top[i] = second = top[i] > square || top[i] != top[i] ? top[i] : square;
-        m[i] = average;
-        v[i] = square;
-        p[i] = value - s.step_size * average / (sqrtf(second) * s.inv_correction2_sqrt + s.eps);
+INLINE Floats adam(Floats value, Floats gradient, Place at, Kind kind, AdamScalars s) {
+    if (kind.decay == DECOUPLED) value = value * s.lr_wd;
+    if (kind.decay == L2) gradient = gradient + s.wd * value;
+    Floats average = s.beta1 * load(at.state[0], kind.state[0]) + s.one_beta1 * gradient;
+    Floats square = s.beta2 * load(at.state[1], kind.state[1]) + s.one_beta2 * gradient * gradient;
+    Floats second = square;
+    if (kind.amsgrad) {
+        Floats top = load(at.state[2], kind.state[2]);
+        second = where((top > square) | (top != top), top, square);
+        store(at.state[2], second, kind.state[2]);
     }
-}
-
-/* Options are constants of each call, so that no loop tests them. */
-static void adam_any(float *p, const float *g, float *m, float *v, float *top, int64_t n, AdamScalars s, int decay,
-                     int amsgrad) {
-    if (amsgrad) {
-        if (decay == 0) adam_block(p, g, m, v, top, n, s, 0, 1);
-        else if (decay == 1) adam_block(p, g, m, v, top, n, s, 1, 1);
-        else adam_block(p, g, m, v, top, n, s, 2, 1);
-    } else {
-        if (decay == 0) adam_block(p, g, m, v, top, n, s, 0, 0);
-        else if (decay == 1) adam_block(p, g, m, v, top, n, s, 1, 0);
-        else adam_block(p, g, m, v, top, n, s, 2, 0);
-    }
+    store(at.state[0], average, kind.state[0]);
+    store(at.state[1], square, kind.state[1]);
+    return value - s.step_size * average / (root(second) * s.inv_correction2_sqrt + s.eps);
 }
 
 static AdamScalars adam_scalars(const Hyper *h, float step) {
@@ -262,20 +183,12 @@ static AdamScalars adam_scalars(const Hyper *h, float step) {
 
 typedef struct { float lr, wd, momentum, kept; int has_momentum, nesterov; } SgdScalars;
 
-static void sgd_block(float *restrict p, const float *restrict g, float *restrict buffer, int64_t n, SgdScalars s) {
-    if (!s.has_momentum) {
-        for (int64_t i = 0; i < n; i++) {
-            float gradient = s.wd != 0 ? g[i] + s.wd * p[i] : g[i];
-            p[i] = p[i] - s.lr * gradient;
-        }
-        return;
-    }
-    for (int64_t i = 0; i < n; i++) {
-        float gradient = s.wd != 0 ? g[i] + s.wd * p[i] : g[i];
-        float velocity = s.momentum * buffer[i] + s.kept * gradient;
-        buffer[i] = velocity;
-        p[i] = p[i] - s.lr * (s.nesterov ? gradient + s.momentum * velocity : velocity);
-    }
+INLINE Floats sgd(Floats value, Floats gradient, Place at, Kind kind, SgdScalars s) {
+    if (kind.decay == L2) gradient = gradient + s.wd * value;
+    if (!s.has_momentum) return value - s.lr * gradient;
+    Floats velocity = s.momentum * load(at.state[0], kind.state[0]) + s.kept * gradient;
+    store(at.state[0], velocity, kind.state[0]);
+    return value - s.lr * (s.nesterov ? gradient + s.momentum * velocity : velocity);
 }
 
 static SgdScalars sgd_scalars(const Hyper *h, const float *step) {
@@ -288,14 +201,13 @@ static SgdScalars sgd_scalars(const Hyper *h, const float *step) {
 
 typedef struct { float lr, lr_wd, beta1, one_beta1, beta2, one_beta2; } LionScalars;
 
-static void lion_block(float *restrict p, const float *restrict g, float *restrict m, int64_t n, LionScalars s) {
-    for (int64_t i = 0; i < n; i++) {
-        float mixed = s.beta1 * m[i] + s.one_beta1 * g[i];
-        float direction = (float)((mixed > 0) - (mixed < 0));
-        direction = mixed != mixed ? mixed : direction;
-        m[i] = s.beta2 * m[i] + s.one_beta2 * g[i];
-        p[i] = p[i] * s.lr_wd - s.lr * direction;
-    }
+INLINE Floats lion(Floats value, Floats gradient, Place at, Kind kind, LionScalars s) {
+    Floats average = load(at.state[0], kind.state[0]);
+    Floats mixed = s.beta1 * average + s.one_beta1 * gradient;
+    Floats direction = __builtin_convertvector((mixed < 0) - (mixed > 0), Floats);
+    direction = where(mixed != mixed, mixed, direction);
+    store(at.state[0], s.beta2 * average + s.one_beta2 * gradient, kind.state[0]);
+    return value * s.lr_wd - s.lr * direction;
 }
 
 static LionScalars lion_scalars(const Hyper *h) {
@@ -306,21 +218,12 @@ static LionScalars lion_scalars(const Hyper *h) {
 
 /* ---- the update ---- */
 
-enum { ADAM = 0, SGD = 1, LION = 2, NOTHING = 3 };
-
-/* Return whether the rounding of a chunk into fp16 is not finite. */
-static int rounds_beyond(const float *main, int64_t n) {
-    int beyond = 0;
-    for (int64_t i = 0; i < n; i++) beyond |= !(fabsf(main[i]) < FP16_OVERFLOW);
-    return beyond;
-}
-
-/* What blocks are updated with: constants of a row, kept from row to row as long as these have the same step. */
+/* What elements are updated with: constants of a row, kept from row to row as long as these have the same step. */
 typedef struct {
     AdamScalars adam;
     SgdScalars sgd;
     LionScalars lion;
-    float step;
+    float coefficient, step;
     int known;
 } Scalars;
 
@@ -334,33 +237,101 @@ static void scalars_of(const Row *row, int64_t rule, const Hyper *h, Scalars *s)
     s->known = 1;
 }
 
-/* Update one chunk. Returns whether a rounding into fp16 is not finite. */
-static int update_chunk(const Row *row, int64_t start, int64_t end, int64_t rule, const Hyper *h, const Scalars *scalars,
-                        float coefficient, int stream) {
-    float grad_stage[BLOCK], state_stage[3][BLOCK];
-    int decay = h->decoupled ? 1 : h->weight_decay != 0 ? 2 : 0;
-    int overflowed = 0;
-    for (int64_t at = start; at < end; at += BLOCK) {
-        int64_t n = end - at < BLOCK ? end - at : BLOCK;
-        float *p = (float *)row->main + at, *state[3] = {0, 0, 0};
-        if (rule != NOTHING) {
-            const float *g = as_float(row->grad, row->grad_type, at, n, grad_stage);
-            for (int64_t i = 0; i < n; i++) grad_stage[i] = g[i] * coefficient;
-            for (int k = 0; k < 3; k++)
-                if (row->state[k]) state[k] = as_float(row->state[k], row->state_type[k], at, n, state_stage[k]);
-            if (rule == ADAM) adam_any(p, grad_stage, state[0], state[1], state[2], n, scalars->adam, decay, (int)h->amsgrad);
-            if (rule == SGD) sgd_block(p, grad_stage, state[0], n, scalars->sgd);
-            if (rule == LION) lion_block(p, grad_stage, state[0], n, scalars->lion);
-            for (int k = 0; k < 3; k++)
-                if (state[k] == state_stage[k])
-                    narrow((char *)row->state[k] + 2 * at, state[k], row->state_type[k], n);
-        }
-        if (!row->model) continue;
-        if (stream) narrow_streamed((char *)row->model + 2 * at, p, row->model_type, n);
-        else narrow((char *)row->model + 2 * at, p, row->model_type, n);
-        if (row->model_type == F16) overflowed |= rounds_beyond(p, n);
+/* Return where rounding into fp16 is not finite. */
+INLINE Ints rounds_beyond(Floats main) { return ~(magnitude_of(main) < (Floats){0} + FP16_OVERFLOW); }
+
+/* Update WIDTH elements but for the model param. Returns their main params. */
+INLINE Floats updated(Place at, Kind kind, Scalars s) {
+    Floats value = load(at.main, F32);
+    if (kind.rule == NOTHING) return value;
+    Floats gradient = load(at.grad, kind.grad) * s.coefficient;
+    if (kind.rule == ADAM) value = adam(value, gradient, at, kind, s.adam);
+    if (kind.rule == SGD) value = sgd(value, gradient, at, kind, s.sgd);
+    if (kind.rule == LION) value = lion(value, gradient, at, kind, s.lion);
+    store(at.main, value, F32);
+    return value;
+}
+
+INLINE Place place_of(const Row *row, Kind kind, int64_t i) {
+    Place at = {(char *)row->grad + i * size_of(kind.grad), (char *)row->main + 4 * i, (char *)row->model + 2 * i, {0}};
+    for (int k = 0; k < 3; k++) at.state[k] = (char *)row->state[k] + i * size_of(kind.state[k]);
+    return at;
+}
+
+/* The hardware's own prefetching ends with each page. */
+INLINE void prefetch(const Row *row, Place at, Kind kind) {
+    if (kind.rule == NOTHING) return;
+    __builtin_prefetch(at.grad + AHEAD * size_of(kind.grad) / 4);
+    __builtin_prefetch(at.main + AHEAD);
+    for (int k = 0; k < 3; k++)
+        if (row->state[k]) __builtin_prefetch(at.state[k] + AHEAD * size_of(kind.state[k]) / 4);
+}
+
+/* Update the last n < WIDTH elements of a row, in copies. Returns whether a rounding into fp16 is not finite. */
+static int update_rest(const Row *row, Kind kind, Scalars s, int64_t i, int64_t n) {
+    Place at = place_of(row, kind, i), copy;
+    char copies[6][4 * WIDTH] = {{0}};
+    copy.main = memcpy(copies[0], at.main, (size_t)(4 * n));
+    copy.grad = kind.rule == NOTHING ? 0 : memcpy(copies[1], at.grad, (size_t)(n * size_of(kind.grad)));
+    for (int k = 0; k < 3; k++)
+        copy.state[k] = row->state[k] ? memcpy(copies[3 + k], at.state[k], (size_t)(n * size_of(kind.state[k]))) : 0;
+    Floats value = updated(copy, kind, s);
+    int beyond = 0;
+    if (kind.model != NONE) store_first(at.model, value, kind.model, n);
+    if (kind.model == F16)
+        for (int64_t j = 0; j < n; j++) beyond |= rounds_beyond(value)[j];
+    if (kind.rule == NOTHING) return beyond != 0;
+    memcpy(at.main, copy.main, (size_t)(4 * n));
+    for (int k = 0; k < 3; k++)
+        if (row->state[k]) memcpy(at.state[k], copy.state[k], (size_t)(n * size_of(kind.state[k])));
+    return beyond != 0;
+}
+
+/* Update elements [start, end) of a row. Returns whether a rounding into fp16 is not finite. */
+INLINE int update_as(const Row *row, Kind kind, Scalars s, int64_t start, int64_t end, int streamed) {
+    int64_t i = start, in_lines = streamed && !((uintptr_t)row->model & 63) ? end - (end - start) % LINE : start;
+    Ints beyond = {0};
+    for (; i + WIDTH <= end; i += WIDTH) {
+        Place at = place_of(row, kind, i);
+        prefetch(row, at, kind);
+        Floats value = updated(at, kind, s);
+        if (kind.model == NONE) continue;
+        if (i < in_lines) stream(at.model, value, kind.model);
+        else store(at.model, value, kind.model);
+        if (kind.model == F16) beyond |= rounds_beyond(value);
     }
-    return overflowed;
+    return any(beyond) | (i < end ? update_rest(row, kind, s, i, end - i) : 0);
+}
+
+static Kind kind_of(const Row *row, int64_t rule, const Hyper *h) {
+    Kind kind = {rule, row->grad_type, row->model ? row->model_type : NONE, {0}, NO_DECAY, (int)h->amsgrad};
+    for (int k = 0; k < 3; k++) kind.state[k] = row->state_type[k];
+    if (h->weight_decay != 0) kind.decay = L2;
+    if (h->decoupled) kind.decay = DECOUPLED;
+    return kind;
+}
+
+static int update_chunk(const Row *row, Kind kind, const Scalars *s, int64_t start, int64_t end, int streamed) {
+    /* AdamW with fp32 moments, the usual: all is known. */
+    if (kind.rule == ADAM && kind.decay == DECOUPLED && !kind.amsgrad && kind.state[0] == F32 && kind.state[1] == F32) {
+#define KNOWN(grad_type, model_type) \
+    if (kind.grad == grad_type && kind.model == model_type) \
+        return update_as(row, (Kind){ADAM, grad_type, model_type, {F32, F32, F32}, DECOUPLED, 0}, *s, start, end, streamed)
+        KNOWN(F16, F16);
+        KNOWN(BF16, BF16);
+        KNOWN(F32, F16);
+        KNOWN(F32, BF16);
+#undef KNOWN
+    }
+    return update_as(row, kind, *s, start, end, streamed);
+}
+
+/* Return whether the rounding of main params [start, end) into fp16 is not finite. */
+static int chunk_rounds_beyond(const Row *row, int64_t start, int64_t end) {
+    Ints beyond = {0};
+    for (int64_t i = start; i < end; i += WIDTH)
+        beyond |= rounds_beyond(load_first((const float *)row->main + i, F32, end - i));
+    return any(beyond);
 }
 
 /* Update all rows. Where *found_inf is set nothing is written but `overflowed`, shape [rows]. With rule NOTHING main
@@ -372,14 +343,14 @@ void update(const Row *rows, int64_t num_rows, int64_t num_chunks, int64_t rule,
     float factor = rule == NOTHING ? 1.0f : hyper->maximize ? -*coefficient : *coefficient;
     int64_t total = 0;
     for (int64_t r = 0; r < num_rows && total <= STREAMED; r++) total += rows[r].numel;
-    int stream = total > STREAMED;
+    int streamed = total > STREAMED;
     memset(overflowed, 0, (size_t)num_rows);
 #pragma omp parallel for schedule(static) num_threads(threads) if (num_chunks > 1)
     for (int part = 0; part < threads; part++) {
         int64_t first, last;
         share_of(num_chunks, part, threads, &first, &last);
         int64_t index = row_of(rows, num_rows, first);
-        Scalars scalars = {0};
+        Scalars scalars = {.coefficient = factor};
         for (int64_t chunk = first; chunk < last; chunk++) {
             index = row_after(rows, num_rows, index, chunk);
             const Row *row = rows + index;
@@ -387,16 +358,14 @@ void update(const Row *rows, int64_t num_rows, int64_t num_chunks, int64_t rule,
             int64_t end = start + CHUNK < row->numel ? start + CHUNK : row->numel;
             int beyond;
             scalars_of(row, rule, hyper, &scalars);
-            if (!skip) beyond = update_chunk(row, start, end, rule, hyper, &scalars, factor, stream);
-            else beyond = row->model && row->model_type == F16 && rounds_beyond((float *)row->main + start, end - start);
+            if (!skip) beyond = update_chunk(row, kind_of(row, rule, hyper), &scalars, start, end, streamed);
+            else beyond = row->model && row->model_type == F16 && chunk_rounds_beyond(row, start, end);
             if (beyond) {
 #pragma omp atomic write
                 overflowed[index] = 1;
             }
         }
-#if defined(__SSE2__)
-        if (stream) _mm_sfence(); /* what was streamed is there before other threads go on */
-#endif
+        if (streamed) finish_streams();
     }
     if (skip || rule == NOTHING) return;
 #pragma omp parallel for schedule(static) num_threads(threads) if (num_rows > MANY)

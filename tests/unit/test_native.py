@@ -1,7 +1,10 @@
 """The native backend: the reference's bits, for every type, layout and number of threads; and how it is built."""
 
 import ctypes
+import functools
+import math
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -29,6 +32,13 @@ from megascale.kernels import (
 from tests.training import bits_equal
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+FLAGS_OF = {
+    "widest": None,  # what this machine has
+    "256 bits": (*native_library.FLAGS, "-march=native", "-mno-avx512f"),
+    "256 bits without fp16": (*native_library.FLAGS, "-march=native", "-mno-avx512f", "-mno-f16c"),
+    "128 bits": native_library.FLAGS,
+}
+VECTORS = ["widest", *(pytest.param(vectors, marks=pytest.mark.slow) for vectors in list(FLAGS_OF)[1:])]
 SIZES = st.lists(st.sampled_from([0, 1, 3, 16, 31, 511, 512, 513, 1025, 70_000]), min_size=1, max_size=5)
 
 
@@ -65,6 +75,24 @@ def _operands(
     )
 
 
+@functools.cache
+def _native(vectors: str) -> NativeBackend:
+    """The backend, compiled for vectors of this width."""
+    backend, flags = NativeBackend(), FLAGS_OF[vectors]
+    if flags is None:
+        return backend
+    if platform.machine() != "x86_64":
+        pytest.skip("flags of x86-64 compilers")
+    compiler = native_build.find_compiler("CC", ("cc", "gcc", "clang"))
+    assert compiler is not None
+    header = native_library.HEADER.read_text()
+    built = native_build.build(
+        compiler, native_library.SOURCE, (*flags, "-fopenmp", "-Wall", "-Werror"), ["-lm"], header
+    )
+    backend._library = native_library._declare(ctypes.CDLL(str(built)))
+    return backend
+
+
 def _tensors(operands: Operands) -> list[Tensor]:
     return [*operands.main, *operands.model, *operands.step, *(t for column in operands.state.values() for t in column)]
 
@@ -86,7 +114,7 @@ def _threads(number: int) -> Iterator[None]:
 HYPERS = [
     AdamHyper(1e-2, 0.9, 0.999, 1e-8, 0.1, True, False, False),
     AdamHyper(1e-2, 0.9, 0.95, 1e-6, 0.1, False, True, True),
-    AdamHyper(1e-2, 0.9, 0.999, 1e-8, 0.0, False, False, False),
+    AdamHyper(1e-2, 0.9, 0.999, 0.0, 0.0, False, False, False),
     SgdHyper(1e-2, 0.0, 0.0, 0.1, False, False),
     SgdHyper(1e-2, 0.9, 0.0, 0.1, True, False),
     SgdHyper(1e-2, 0.9, 0.3, 0.0, False, True),
@@ -103,6 +131,7 @@ def _run(backend: NativeBackend | ReferenceBackend, operands: Operands, hyper: o
     return backend.lion_(operands, hyper, decision)
 
 
+@pytest.mark.parametrize("vectors", VECTORS)
 @settings(max_examples=60, deadline=None)
 @given(
     sizes=SIZES,
@@ -115,6 +144,7 @@ def _run(backend: NativeBackend | ReferenceBackend, operands: Operands, hyper: o
     offset=st.sampled_from([0, 1, 16]),
 )
 def test_bits_are_those_of_the_reference(
+    vectors: str,
     sizes: list[int],
     grad: torch.dtype,
     model: torch.dtype,
@@ -125,7 +155,7 @@ def test_bits_are_those_of_the_reference(
     offset: int,
 ) -> None:
     """Invariant 3: three steps, one perhaps skipped, give the same bits in main and model params, moments and step
-    counts, and the same flags, whatever the types, lengths, addresses and threads.
+    counts, and the same flags, whatever the types, lengths, addresses, threads and vectors.
     """
     names = {"exp_avg": moments[0], "exp_avg_sq": moments[1], "max_exp_avg_sq": moments[1]}
     if isinstance(hyper, SgdHyper):
@@ -136,7 +166,7 @@ def test_bits_are_those_of_the_reference(
         del names["max_exp_avg_sq"]
     counted = isinstance(hyper, AdamHyper) or (isinstance(hyper, SgdHyper) and hyper.dampening != 0)
     ours, theirs = (_operands(sizes, grad, model, names, len(sizes), offset, counted=counted) for _ in range(2))
-    native, reference = NativeBackend(), ReferenceBackend()
+    native, reference = _native(vectors), ReferenceBackend()
     for step in range(3):
         decision = _decision(found_inf=1.0 if skipped and step == 1 else 0.0)
         with _threads(threads):
@@ -146,11 +176,12 @@ def test_bits_are_those_of_the_reference(
 
 
 @pytest.mark.slow
-def test_every_half_is_widened_and_rounded_right() -> None:
+@pytest.mark.parametrize("vectors", FLAGS_OF)
+def test_every_half_is_widened_and_rounded_right(vectors: str) -> None:
     """All 65,536 fp16 and bf16 patterns as gradients, in rows too short for vectors and in long ones; and fp32 numbers
     on, between and beside fp16 and bf16 numbers as main params. torch's conversions are the oracle.
     """
-    native = NativeBackend()
+    native = _native(vectors)
     patterns = torch.arange(-32768, 32768, dtype=torch.int16)
     for dtype in (torch.float16, torch.bfloat16):
         halves = patterns.view(dtype)
@@ -173,27 +204,40 @@ def test_every_half_is_widened_and_rounded_right() -> None:
             )
 
 
-def test_statistics_are_the_same_bits_for_any_number_of_threads() -> None:
-    """Sums are added in one order, of chunks that do not depend on the threads."""
+@pytest.mark.parametrize("vectors", VECTORS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_statistics_are_the_same_bits_for_any_threads_and_vectors(dtype: torch.dtype, vectors: str) -> None:
+    """Sums are added in one order, of chunks that do not depend on the threads; counts are exact."""
     generator = torch.Generator().manual_seed(0)
-    grads = [torch.randn(size, generator=generator).half() for size in (200_000, 0, 65_537, 3)]
-    found = []
+    grads = [torch.randn(size, generator=generator).to(dtype) for size in (200_000, 0, 65_537, 3, 1055)]
+    grads[0][::7] = 0
+    grads[4][-2:] = torch.tensor([math.nan, -math.inf])
+    expected = _native("widest").measure(grads, count_zeros=True)
+    assert expected.zeros is not None
+    assert expected.zeros.tolist() == [int((grad == 0).sum()) for grad in grads]
+    assert expected.non_finite.tolist() == [0, 0, 0, 0, 2]
     for threads in (1, 2, 3):
         with _threads(threads):
-            found.append(NativeBackend().measure(grads, count_zeros=True))
-    for other in found[1:]:
-        assert torch.equal(other.sum_squares, found[0].sum_squares)
+            found = _native(vectors).measure(grads, count_zeros=True)
+        assert bits_equal(found.sum_squares[:4], expected.sum_squares[:4])
+        assert torch.equal(found.non_finite, expected.non_finite)
+        assert found.zeros is not None
+        assert torch.equal(found.zeros, expected.zeros)
 
 
-def test_large_updates_leave_the_same_bits() -> None:
-    """Model params of large updates are written past the caches: the same values arrive."""
-    ours, theirs = (
-        _operands([5_000_001], torch.float16, torch.float16, {"exp_avg": torch.float32}, 0, 1) for _ in range(2)
-    )
-    hyper = LionHyper(1e-2, 0.9, 0.99, 0.1, False)
+@pytest.mark.parametrize("vectors", VECTORS)
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("model", [torch.float16, torch.bfloat16])
+def test_large_updates_leave_the_same_bits(model: torch.dtype, offset: int, vectors: str) -> None:
+    """Whole cache lines of large updates' model params are written past the caches: the same values arrive."""
+    states = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
+    ours, theirs = (_operands([4_200_013, 77], model, model, states, 0, counted=True) for _ in range(2))
+    for operands in (ours, theirs):
+        operands.model[0] = torch.empty(4_200_013 + offset, dtype=model)[offset:].copy_(operands.model[0])
+    hyper = AdamHyper(1e-2, 0.9, 0.999, 1e-8, 0.1, True, False, False)
     with _threads(2):
-        NativeBackend().lion_(ours, hyper, _decision())
-    ReferenceBackend().lion_(theirs, hyper, _decision())
+        _native(vectors).adam_(ours, hyper, _decision())
+    ReferenceBackend().adam_(theirs, hyper, _decision())
     assert _same(ours, theirs)
 
 

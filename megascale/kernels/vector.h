@@ -1,0 +1,189 @@
+/* Vectors of fp32 values, as wide as this CPU's registers, from memory of 16 or 32 bits per element and back.
+ *
+ * GCC's and clang's vector types: arithmetic is element by element, comparisons give -1 where they hold. Each element
+ * is what scalar code would make of it, so that results are the same bits on every CPU.
+ */
+#ifndef MEGASCALE_VECTOR_H
+#define MEGASCALE_VECTOR_H
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+#define WIDTH 16
+#elif defined(__AVX__)
+#define WIDTH 8
+#else
+#define WIDTH 4
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float Floats __attribute__((vector_size(4 * WIDTH)));
+typedef int32_t Ints __attribute__((vector_size(4 * WIDTH)));
+typedef uint32_t Words __attribute__((vector_size(4 * WIDTH)));
+typedef uint16_t Halves __attribute__((vector_size(2 * WIDTH)));
+
+enum { F32 = 0, F16 = 1, BF16 = 2 };
+
+INLINE int64_t size_of(int64_t type) { return type == F32 ? 4 : 2; }
+
+INLINE Words words_where(Ints holds, Words yes, Words no) { return ((Words)holds & yes) | (~(Words)holds & no); }
+
+INLINE Floats where(Ints holds, Floats yes, Floats no) { return (Floats)words_where(holds, (Words)yes, (Words)no); }
+
+INLINE int any(Ints holds) {
+    int found = 0;
+    for (int j = 0; j < WIDTH; j++) found |= holds[j];
+    return found != 0;
+}
+
+/* Return how often counters, which comparisons have been added to, have met what they count. */
+INLINE int64_t times(Ints counters) {
+    int64_t sum = 0;
+    for (int j = 0; j < WIDTH; j++) sum -= counters[j];
+    return sum;
+}
+
+INLINE Floats magnitude_of(Floats x) { return (Floats)((Words)x & 0x7fffffffu); }
+
+INLINE Floats root(Floats x) {
+#if WIDTH == 16
+    return (Floats)_mm512_sqrt_ps((__m512)x);
+#elif WIDTH == 8
+    return (Floats)_mm256_sqrt_ps((__m256)x);
+#elif defined(__SSE2__)
+    return (Floats)_mm_sqrt_ps((__m128)x);
+#else
+    for (int j = 0; j < WIDTH; j++) x[j] = sqrtf(x[j]);
+    return x;
+#endif
+}
+
+/* ---- 16-bit types ---- */
+
+INLINE Words widened(Halves h) {
+#if WIDTH == 16
+    return (Words)_mm512_cvtepu16_epi32((__m256i)h);
+#elif WIDTH == 8 && defined(__AVX2__)
+    return (Words)_mm256_cvtepu16_epi32((__m128i)h);
+#else
+    return __builtin_convertvector(h, Words);
+#endif
+}
+
+/* Words must be below 2**16. */
+INLINE Halves narrowed(Words w) {
+#if WIDTH == 16
+    return (Halves)_mm512_cvtepi32_epi16((__m512i)w);
+#elif WIDTH == 8 && defined(__SSE4_1__)
+    return (Halves)_mm_packus_epi32(_mm256_castsi256_si128((__m256i)w), _mm256_extractf128_si256((__m256i)w, 1));
+#else
+    return __builtin_convertvector(w, Halves);
+#endif
+}
+
+INLINE Floats from_half(Halves h) {
+#if WIDTH == 16
+    return (Floats)_mm512_cvtph_ps((__m256i)h);
+#elif WIDTH == 8 && defined(__F16C__)
+    return (Floats)_mm256_cvtph_ps((__m128i)h);
+#else
+    Words w = widened(h), sign = (w & 0x8000u) << 16, magnitude = w & 0x7fffu;
+    /* Exponents are moved by multiplication, which subnormals survive; inf and NaN get all exponent bits. */
+    Floats scaled = (Floats)(magnitude << 13) * 0x1p112f;
+    return (Floats)(sign | (Words)scaled | ((Words)(magnitude >= 0x7c00u) & 0x7f800000u));
+#endif
+}
+
+INLINE Halves to_half(Floats x) {
+#if WIDTH == 16
+    return (Halves)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT);
+#elif WIDTH == 8 && defined(__F16C__)
+    return (Halves)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
+#else
+    const Words infinity = (Words){0} + 0x7c00u;
+    Words u = (Words)x, sign = (u >> 16) & 0x8000u, magnitude = u & 0x7fffffffu;
+    Words normal = (magnitude + 0xfffu + ((magnitude >> 13) & 1u) - 0x38000000u) >> 13;
+    Words subnormal = (Words)((Floats)magnitude + 0.5f) - 0x3f000000u; /* the addition rounds to their step */
+    Words rounded = words_where(magnitude < 0x38800000u, subnormal, normal);
+    rounded = words_where(magnitude >= 0x477ff000u, infinity, rounded);
+    rounded = words_where(magnitude > 0x7f800000u, 0x7e00u | ((magnitude >> 13) & 0x3ffu), rounded);
+    return narrowed(sign | rounded);
+#endif
+}
+
+INLINE Floats from_bfloat(Halves h) { return (Floats)(widened(h) << 16); }
+
+INLINE Halves to_bfloat(Floats x) {
+    const Words nan = (Words){0} + 0x7fc0u;
+    Words u = (Words)x, rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+    return narrowed(words_where(x != x, nan, rounded));
+}
+
+/* ---- memory ---- */
+
+INLINE Floats load(const void *at, int64_t type) {
+    Floats x;
+    Halves h;
+    if (type == F32) {
+        memcpy(&x, at, sizeof x);
+        return x;
+    }
+    memcpy(&h, at, sizeof h);
+    return type == F16 ? from_half(h) : from_bfloat(h);
+}
+
+/* Return the first n of WIDTH elements, zeros after them. n may be below 0 or above WIDTH. */
+INLINE Floats load_first(const void *at, int64_t type, int64_t n) {
+    char copy[4 * WIDTH] = {0};
+    if (n >= WIDTH) return load(at, type);
+    if (n > 0) memcpy(copy, at, (size_t)(n * size_of(type)));
+    return load(copy, type);
+}
+
+INLINE void store(void *at, Floats x, int64_t type) {
+    if (type == F32) {
+        memcpy(at, &x, sizeof x);
+        return;
+    }
+    Halves h = type == F16 ? to_half(x) : to_bfloat(x);
+    memcpy(at, &h, sizeof h);
+}
+
+INLINE void store_first(void *at, Floats x, int64_t type, int64_t n) {
+    char copy[4 * WIDTH];
+    store(copy, x, type);
+    memcpy(at, copy, (size_t)(n * size_of(type)));
+}
+
+/* Round into 16 bits, past the caches: what is overwritten need not be read. `at`: aligned to a vector of them. */
+INLINE void stream(void *at, Floats x, int64_t type) {
+#if defined(__SSE2__) && defined(__x86_64__)
+    Halves h = type == F16 ? to_half(x) : to_bfloat(x);
+#if WIDTH == 16
+    _mm256_stream_si256(at, (__m256i)h);
+#elif WIDTH == 8
+    _mm_stream_si128(at, (__m128i)h);
+#else
+    long long bits;
+    memcpy(&bits, &h, sizeof bits);
+    _mm_stream_si64(at, bits);
+#endif
+#else
+    store(at, x, type);
+#endif
+}
+
+/* What this thread has streamed is there before others go on. */
+INLINE void finish_streams(void) {
+#if defined(__SSE2__)
+    _mm_sfence();
+#endif
+}
+
+#endif
