@@ -87,7 +87,7 @@ def _native(vectors: str) -> NativeBackend:
     assert compiler is not None
     header = native_library.HEADER.read_text()
     built = native_build.build(
-        compiler, native_library.SOURCE, (*flags, "-fopenmp", "-Wall", "-Werror"), ["-lm"], header
+        compiler, native_library.SOURCE, (*flags, "-Wall", "-Wno-unknown-pragmas", "-Werror"), ["-lm"], header
     )
     backend._library = native_library._declare(ctypes.CDLL(str(built)))
     return backend
