@@ -1,9 +1,9 @@
 /* The passes over memory on a CPU: one call for all tensors, whatever their number.
  *
- * A table of rows says where each parameter's tensors are. Rows are cut into chunks of fixed length, so that statistics
- * are the same bits for any number of threads. Within a chunk, elements go from memory through registers, as vectors of
- * fp32, and back. The order of operations is the reference backend's: compile with contraction off and without fast
- * math, and main params are its bits.
+ * Tables say where each parameter's tensors are, a row for each. Rows are cut into chunks of fixed length, so that
+ * statistics are the same bits for any number of threads. Within a chunk, elements go from memory through registers, as
+ * vectors of fp32, and back. The order of operations is the reference backend's: compile with contraction off and
+ * without fast math, and main params are its bits.
  */
 #include "vector.h"
 
@@ -13,16 +13,29 @@
 #define LANES 32    /* partial sums of a stage */
 #define AHEAD 384   /* bytes of fp32 from what is updated to what is prefetched */
 #define STREAMED (1 << 22) /* elements of an update that leaves nothing of itself in cache */
-#define MANY 4096   /* rows that are worth a second thread where each takes no time */
+#define SHORT 4096  /* elements of a row that is prefetched while an earlier one is read */
+#define SOON 3      /* rows ahead of an update */
+#define START 128   /* bytes of them */
 #define FP16_OVERFLOW 65520.0f
 
+/* The rows' lengths. */
 typedef struct {
-    int64_t numel;
-    void *grad, *main, *model; /* model: 0 where the main param is the model param */
-    void *state[3];
+    const int64_t *numels, *first; /* of each row: its elements, the chunks of all rows before it */
+    int64_t num_rows, num_chunks;
+} Lengths;
+
+/* The rows' gradients. */
+typedef struct {
+    char *const *addresses;
+    const int64_t *types;
+} Grads;
+
+/* What else is updated with a gradient. */
+typedef struct {
+    char *main, *model; /* model: 0 where the main param is the model param */
+    char *state[3];
     float *step; /* 0 where the optimizer counts none */
-    int64_t grad_type, model_type, state_type[3];
-    int64_t first_chunk; /* chunks of all rows before this one */
+    int64_t model_type, state_type[3];
 } Row;
 
 typedef struct {
@@ -33,28 +46,39 @@ typedef struct {
 
 /* ---- rows and chunks ---- */
 
-static int64_t chunks_of(const Row *row) { return (row->numel + CHUNK - 1) / CHUNK; }
+/* Elements [start, end) of a row. */
+typedef struct { int64_t row, start, end; } Chunk;
 
 /* Return the row that holds a chunk: the last one whose first chunk is not beyond it. Empty rows lie before it. */
-static int64_t row_of(const Row *rows, int64_t num_rows, int64_t chunk) {
-    int64_t low = 0, high = num_rows;
+static int64_t row_of(const Lengths *all, int64_t chunk) {
+    int64_t low = 0, high = all->num_rows;
     while (high - low > 1) {
         int64_t middle = (low + high) / 2;
-        if (rows[middle].first_chunk <= chunk) low = middle; else high = middle;
+        if (all->first[middle] <= chunk) low = middle; else high = middle;
     }
     return low;
 }
 
-/* Return the row of a chunk, given that of an earlier one: a walk, as most rows have one chunk. */
-static inline int64_t row_after(const Row *rows, int64_t num_rows, int64_t row, int64_t chunk) {
-    while (row + 1 < num_rows && rows[row + 1].first_chunk <= chunk) row++;
-    return row;
+/* Return a chunk, given the row of an earlier one: a walk, as most rows have one chunk. */
+static inline Chunk chunk_after(const Lengths *all, int64_t row, int64_t chunk) {
+    while (row + 1 < all->num_rows && all->first[row + 1] <= chunk) row++;
+    int64_t start = (chunk - all->first[row]) * CHUNK, end = start + CHUNK;
+    return (Chunk){row, start, end < all->numels[row] ? end : all->numels[row]};
+}
+
+/* Whether one thread has all there is of a row at once. */
+static inline int is_one_chunk(const Lengths *all, int64_t row) {
+    return all->numels[row] > 0 && all->numels[row] <= CHUNK;
 }
 
 /* The chunks of one of several threads: [*first, *last). Neighbours in memory stay with one thread. */
 static void share_of(int64_t num_chunks, int part, int parts, int64_t *first, int64_t *last) {
     *first = num_chunks * part / parts;
     *last = num_chunks * (part + 1) / parts;
+}
+
+static inline void fetch(const char *from, int64_t bytes) {
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + at);
 }
 
 /* ---- statistics ---- */
@@ -71,7 +95,7 @@ static inline double sum_of(const float *lanes) {
 /* Add the squares of up to LANES elements. */
 INLINE void add_squares(Floats *lanes, const char *grads, int64_t type, int64_t n) {
     for (int j = 0; j < LANES / WIDTH; j++) {
-        Floats x = load_first(grads + j * WIDTH * size_of(type), type, n - j * WIDTH);
+        Floats x = load(grads + j * WIDTH * size_of(type), type, n - j * WIDTH);
         lanes[j] += x * x;
     }
 }
@@ -82,7 +106,7 @@ static void count(const char *grads, int64_t type, int64_t n, double *non_finite
     Ints beyond = {0}, zero = {0};
     int64_t i = 0;
     for (; i < n; i += WIDTH) {
-        Floats x = load_first(grads + i * size_of(type), type, n - i);
+        Floats x = load(grads + i * size_of(type), type, n - i);
         beyond += ~(magnitude_of(x) < infinity);
         zero += x == 0;
     }
@@ -90,53 +114,58 @@ static void count(const char *grads, int64_t type, int64_t n, double *non_finite
     *zeros += (double)(times(zero) - (i - n));
 }
 
-INLINE void measure_as(const Row *row, int64_t type, int64_t start, int64_t end, int count_zeros, double *out) {
+INLINE void measure_as(const char *grad, int64_t type, int64_t start, int64_t end, int count_zeros, double *out) {
     out[0] = out[1] = out[2] = 0;
     for (int64_t at = start; at < end; at += STAGE) {
-        const char *grads = (const char *)row->grad + at * size_of(type);
+        const char *from = grad + at * size_of(type);
         int64_t n = end - at < STAGE ? end - at : STAGE, i = 0;
         Floats lanes[LANES / WIDTH] = {{0}};
-        for (; i + LANES <= n; i += LANES) add_squares(lanes, grads + i * size_of(type), type, LANES);
-        if (i < n) add_squares(lanes, grads + i * size_of(type), type, n - i);
+        for (; i + LANES <= n; i += LANES) add_squares(lanes, from + i * size_of(type), type, LANES);
+        if (i < n) add_squares(lanes, from + i * size_of(type), type, n - i);
         double squares = sum_of((const float *)lanes);
         out[0] += squares;
         /* A sum is finite only if all elements are: they are looked at one by one where it is not. */
-        if (count_zeros || !isfinite(squares)) count(grads, type, n, out + 1, out + 2);
+        if (count_zeros || !isfinite(squares)) count(from, type, n, out + 1, out + 2);
     }
 }
 
-static void measure_chunk(const Row *row, int64_t start, int64_t end, int count_zeros, double *out) {
-    if (row->grad_type == F32) measure_as(row, F32, start, end, count_zeros, out);
-    else if (row->grad_type == F16) measure_as(row, F16, start, end, count_zeros, out);
-    else measure_as(row, BF16, start, end, count_zeros, out);
+static void measure_chunk(const char *grad, int64_t type, Chunk chunk, int count_zeros, double *out) {
+    if (type == F32) measure_as(grad, F32, chunk.start, chunk.end, count_zeros, out);
+    else if (type == F16) measure_as(grad, F16, chunk.start, chunk.end, count_zeros, out);
+    else measure_as(grad, BF16, chunk.start, chunk.end, count_zeros, out);
 }
 
 /* partial: shape [chunks, 3], scratch. out: shape [3, rows]: sums of squares, non-finite elements, zeros. */
-void measure(const Row *rows, int64_t num_rows, int64_t num_chunks, int64_t count_zeros, double *partial, double *out,
-             int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (num_chunks > 1)
+void measure(const Lengths *all, const Grads *grads, int64_t count_zeros, double *partial, double *out, int threads) {
+    int64_t n = all->num_rows;
+#pragma omp parallel for schedule(static) num_threads(threads) if (all->num_chunks > 1)
     for (int part = 0; part < threads; part++) {
         int64_t first, last;
-        share_of(num_chunks, part, threads, &first, &last);
-        int64_t index = row_of(rows, num_rows, first);
-        for (int64_t chunk = first; chunk < last; chunk++) {
-            index = row_after(rows, num_rows, index, chunk);
-            const Row *row = rows + index;
-            int64_t start = (chunk - row->first_chunk) * CHUNK;
-            int64_t end = start + CHUNK < row->numel ? start + CHUNK : row->numel;
-            measure_chunk(row, start, end, (int)count_zeros, partial + 3 * chunk);
+        share_of(all->num_chunks, part, threads, &first, &last);
+        Chunk chunk = {row_of(all, first), 0, 0};
+        for (int64_t c = first; c < last; c++) {
+            chunk = chunk_after(all, chunk.row, c);
+            int64_t row = chunk.row, next = row + 1;
+            /* Where rows are short, the hardware's own prefetching starts too late. */
+            if (next < n && all->numels[next] <= SHORT)
+                fetch(grads->addresses[next], all->numels[next] * size_of(grads->types[next]));
+            double *sums = partial + 3 * c;
+            measure_chunk(grads->addresses[row], grads->types[row], chunk, (int)count_zeros, sums);
+            if (is_one_chunk(all, row))
+                for (int k = 0; k < 3; k++) out[k * n + row] = sums[k];
         }
     }
-#pragma omp parallel for schedule(static) num_threads(threads) if (num_rows > MANY)
-    for (int64_t r = 0; r < num_rows; r++) {
+    for (int64_t r = 0; r < n; r++) {
+        if (is_one_chunk(all, r)) continue;
+        int64_t end = r + 1 < n ? all->first[r + 1] : all->num_chunks;
         double sums[3] = {0, 0, 0};
-        for (int64_t c = 0; c < chunks_of(rows + r); c++)
-            for (int k = 0; k < 3; k++) sums[k] += partial[3 * (rows[r].first_chunk + c) + k];
-        for (int k = 0; k < 3; k++) out[k * num_rows + r] = sums[k];
+        for (int64_t c = all->first[r]; c < end; c++)
+            for (int k = 0; k < 3; k++) sums[k] += partial[3 * c + k];
+        for (int k = 0; k < 3; k++) out[k * n + r] = sums[k];
     }
 }
 
-/* ---- rules: WIDTH elements ---- */
+/* ---- rules: up to WIDTH elements ---- */
 
 enum { ADAM = 0, SGD = 1, LION = 2, NOTHING = 3 };
 enum { NONE = 3 }; /* the type of a model param that there is not */
@@ -145,24 +174,24 @@ enum { NO_DECAY = 0, DECOUPLED = 1, L2 = 2 };
 /* What branches depend on. Where it is known to the compiler, no branch is left. */
 typedef struct { int64_t rule, grad, model, state[3]; int decay, amsgrad; } Kind;
 
-/* Where the WIDTH elements lie. */
-typedef struct { char *grad, *main, *model, *state[3]; } Place;
+/* Where up to WIDTH elements lie. */
+typedef struct { const char *grad; char *main, *model, *state[3]; int64_t n; } Place;
 
 typedef struct { float lr_wd, wd, beta1, one_beta1, beta2, one_beta2, eps, step_size, inv_correction2_sqrt; } AdamScalars;
 
 INLINE Floats adam(Floats value, Floats gradient, Place at, Kind kind, AdamScalars s) {
     if (kind.decay == DECOUPLED) value = value * s.lr_wd;
     if (kind.decay == L2) gradient = gradient + s.wd * value;
-    Floats average = s.beta1 * load(at.state[0], kind.state[0]) + s.one_beta1 * gradient;
-    Floats square = s.beta2 * load(at.state[1], kind.state[1]) + s.one_beta2 * gradient * gradient;
+    Floats average = s.beta1 * load(at.state[0], kind.state[0], at.n) + s.one_beta1 * gradient;
+    Floats square = s.beta2 * load(at.state[1], kind.state[1], at.n) + s.one_beta2 * gradient * gradient;
     Floats second = square;
     if (kind.amsgrad) {
-        Floats top = load(at.state[2], kind.state[2]);
+        Floats top = load(at.state[2], kind.state[2], at.n);
         second = where((top > square) | (top != top), top, square);
-        store(at.state[2], second, kind.state[2]);
+        store(at.state[2], second, kind.state[2], at.n);
     }
-    store(at.state[0], average, kind.state[0]);
-    store(at.state[1], square, kind.state[1]);
+    store(at.state[0], average, kind.state[0], at.n);
+    store(at.state[1], square, kind.state[1], at.n);
     return value - s.step_size * average / (root(second) * s.inv_correction2_sqrt + s.eps);
 }
 
@@ -186,8 +215,8 @@ typedef struct { float lr, wd, momentum, kept; int has_momentum, nesterov; } Sgd
 INLINE Floats sgd(Floats value, Floats gradient, Place at, Kind kind, SgdScalars s) {
     if (kind.decay == L2) gradient = gradient + s.wd * value;
     if (!s.has_momentum) return value - s.lr * gradient;
-    Floats velocity = s.momentum * load(at.state[0], kind.state[0]) + s.kept * gradient;
-    store(at.state[0], velocity, kind.state[0]);
+    Floats velocity = s.momentum * load(at.state[0], kind.state[0], at.n) + s.kept * gradient;
+    store(at.state[0], velocity, kind.state[0], at.n);
     return value - s.lr * (s.nesterov ? gradient + s.momentum * velocity : velocity);
 }
 
@@ -202,11 +231,11 @@ static SgdScalars sgd_scalars(const Hyper *h, const float *step) {
 typedef struct { float lr, lr_wd, beta1, one_beta1, beta2, one_beta2; } LionScalars;
 
 INLINE Floats lion(Floats value, Floats gradient, Place at, Kind kind, LionScalars s) {
-    Floats average = load(at.state[0], kind.state[0]);
+    Floats average = load(at.state[0], kind.state[0], at.n);
     Floats mixed = s.beta1 * average + s.one_beta1 * gradient;
     Floats direction = __builtin_convertvector((mixed < 0) - (mixed > 0), Floats);
     direction = where(mixed != mixed, mixed, direction);
-    store(at.state[0], s.beta2 * average + s.one_beta2 * gradient, kind.state[0]);
+    store(at.state[0], s.beta2 * average + s.one_beta2 * gradient, kind.state[0], at.n);
     return value * s.lr_wd - s.lr * direction;
 }
 
@@ -240,26 +269,26 @@ static void scalars_of(const Row *row, int64_t rule, const Hyper *h, Scalars *s)
 /* Return where rounding into fp16 is not finite. */
 INLINE Ints rounds_beyond(Floats main) { return ~(magnitude_of(main) < (Floats){0} + FP16_OVERFLOW); }
 
-/* Update WIDTH elements but for the model param. Returns their main params. */
+/* Update up to WIDTH elements but for the model param. Returns their main params. */
 INLINE Floats updated(Place at, Kind kind, Scalars s) {
-    Floats value = load(at.main, F32);
+    Floats value = load(at.main, F32, at.n);
     if (kind.rule == NOTHING) return value;
-    Floats gradient = load(at.grad, kind.grad) * s.coefficient;
+    Floats gradient = load(at.grad, kind.grad, at.n) * s.coefficient;
     if (kind.rule == ADAM) value = adam(value, gradient, at, kind, s.adam);
     if (kind.rule == SGD) value = sgd(value, gradient, at, kind, s.sgd);
     if (kind.rule == LION) value = lion(value, gradient, at, kind, s.lion);
-    store(at.main, value, F32);
+    store(at.main, value, F32, at.n);
     return value;
 }
 
-INLINE Place place_of(const Row *row, Kind kind, int64_t i) {
-    Place at = {(char *)row->grad + i * size_of(kind.grad), (char *)row->main + 4 * i, (char *)row->model + 2 * i, {0}};
-    for (int k = 0; k < 3; k++) at.state[k] = (char *)row->state[k] + i * size_of(kind.state[k]);
+INLINE Place place_of(const Row *row, const char *grad, Kind kind, int64_t i, int64_t n) {
+    Place at = {grad + i * size_of(kind.grad), row->main + 4 * i, row->model + 2 * i, {0}, n};
+    for (int k = 0; k < 3; k++) at.state[k] = row->state[k] + i * size_of(kind.state[k]);
     return at;
 }
 
 /* The hardware's own prefetching ends with each page. */
-INLINE void prefetch(const Row *row, Place at, Kind kind) {
+INLINE void fetch_ahead(const Row *row, Place at, Kind kind) {
     if (kind.rule == NOTHING) return;
     __builtin_prefetch(at.grad + AHEAD * size_of(kind.grad) / 4);
     __builtin_prefetch(at.main + AHEAD);
@@ -267,99 +296,96 @@ INLINE void prefetch(const Row *row, Place at, Kind kind) {
         if (row->state[k]) __builtin_prefetch(at.state[k] + AHEAD * size_of(kind.state[k]) / 4);
 }
 
-/* Update the last n < WIDTH elements of a row, in copies. Returns whether a rounding into fp16 is not finite. */
-static int update_rest(const Row *row, Kind kind, Scalars s, int64_t i, int64_t n) {
-    Place at = place_of(row, kind, i), copy;
-    char copies[6][4 * WIDTH] = {{0}};
-    copy.main = memcpy(copies[0], at.main, (size_t)(4 * n));
-    copy.grad = kind.rule == NOTHING ? 0 : memcpy(copies[1], at.grad, (size_t)(n * size_of(kind.grad)));
-    for (int k = 0; k < 3; k++)
-        copy.state[k] = row->state[k] ? memcpy(copies[3 + k], at.state[k], (size_t)(n * size_of(kind.state[k]))) : 0;
-    Floats value = updated(copy, kind, s);
-    int beyond = 0;
-    if (kind.model != NONE) store_first(at.model, value, kind.model, n);
-    if (kind.model == F16)
-        for (int64_t j = 0; j < n; j++) beyond |= rounds_beyond(value)[j];
-    if (kind.rule == NOTHING) return beyond != 0;
-    memcpy(at.main, copy.main, (size_t)(4 * n));
-    for (int k = 0; k < 3; k++)
-        if (row->state[k]) memcpy(at.state[k], copy.state[k], (size_t)(n * size_of(kind.state[k])));
-    return beyond != 0;
+/* What the hardware's own prefetching needs to begin with a short row in time. */
+static inline void fetch_start(const Row *row, const char *grad) {
+    const char *starts[] = {grad, row->main, row->state[0], row->state[1], row->state[2]};
+    for (int k = 0; k < 5; k++)
+        if (starts[k]) fetch(starts[k], START);
 }
 
-/* Update elements [start, end) of a row. Returns whether a rounding into fp16 is not finite. */
-INLINE int update_as(const Row *row, Kind kind, Scalars s, int64_t start, int64_t end, int streamed) {
-    int64_t i = start, in_lines = streamed && !((uintptr_t)row->model & 63) ? end - (end - start) % LINE : start;
+/* Update a chunk of a row. Returns whether a rounding into fp16 is not finite. */
+INLINE int update_as(const Row *row, const char *grad, Kind kind, Scalars s, Chunk chunk, int streamed) {
+    int64_t i = chunk.start, end = chunk.end, in_lines = i;
+    if (streamed && !((uintptr_t)row->model & 63)) in_lines = end - (end - i) % LINE;
     Ints beyond = {0};
     for (; i + WIDTH <= end; i += WIDTH) {
-        Place at = place_of(row, kind, i);
-        prefetch(row, at, kind);
+        Place at = place_of(row, grad, kind, i, WIDTH);
+        fetch_ahead(row, at, kind);
         Floats value = updated(at, kind, s);
         if (kind.model == NONE) continue;
         if (i < in_lines) stream(at.model, value, kind.model);
-        else store(at.model, value, kind.model);
+        else store(at.model, value, kind.model, WIDTH);
         if (kind.model == F16) beyond |= rounds_beyond(value);
     }
-    return any(beyond) | (i < end ? update_rest(row, kind, s, i, end - i) : 0);
+    if (i < end) {
+        Place at = place_of(row, grad, kind, i, end - i);
+        Floats value = updated(at, kind, s);
+        if (kind.model != NONE) store(at.model, value, kind.model, at.n);
+        if (kind.model == F16) beyond |= rounds_beyond(value) & before(at.n);
+    }
+    return any(beyond);
 }
 
-static Kind kind_of(const Row *row, int64_t rule, const Hyper *h) {
-    Kind kind = {rule, row->grad_type, row->model ? row->model_type : NONE, {0}, NO_DECAY, (int)h->amsgrad};
+static Kind kind_of(const Row *row, int64_t grad_type, int64_t rule, const Hyper *h) {
+    Kind kind = {rule, grad_type, row->model ? row->model_type : NONE, {0}, NO_DECAY, (int)h->amsgrad};
     for (int k = 0; k < 3; k++) kind.state[k] = row->state_type[k];
     if (h->weight_decay != 0) kind.decay = L2;
     if (h->decoupled) kind.decay = DECOUPLED;
     return kind;
 }
 
-static int update_chunk(const Row *row, Kind kind, const Scalars *s, int64_t start, int64_t end, int streamed) {
+static int update_chunk(const Row *row, const char *grad, Kind kind, const Scalars *s, Chunk chunk, int streamed) {
     /* AdamW with fp32 moments, the usual: all is known. */
     if (kind.rule == ADAM && kind.decay == DECOUPLED && !kind.amsgrad && kind.state[0] == F32 && kind.state[1] == F32) {
 #define KNOWN(grad_type, model_type) \
     if (kind.grad == grad_type && kind.model == model_type) \
-        return update_as(row, (Kind){ADAM, grad_type, model_type, {F32, F32, F32}, DECOUPLED, 0}, *s, start, end, streamed)
+        return update_as(row, grad, (Kind){ADAM, grad_type, model_type, {F32, F32, F32}, DECOUPLED, 0}, *s, chunk, streamed)
         KNOWN(F16, F16);
         KNOWN(BF16, BF16);
         KNOWN(F32, F16);
         KNOWN(F32, BF16);
 #undef KNOWN
     }
-    return update_as(row, kind, *s, start, end, streamed);
+    return update_as(row, grad, kind, *s, chunk, streamed);
 }
 
-/* Return whether the rounding of main params [start, end) into fp16 is not finite. */
-static int chunk_rounds_beyond(const Row *row, int64_t start, int64_t end) {
+/* Return whether the rounding of a chunk's main params into fp16 is not finite. */
+static int chunk_rounds_beyond(const Row *row, Chunk chunk) {
     Ints beyond = {0};
-    for (int64_t i = start; i < end; i += WIDTH)
-        beyond |= rounds_beyond(load_first((const float *)row->main + i, F32, end - i));
+    for (int64_t i = chunk.start; i < chunk.end; i += WIDTH)
+        beyond |= rounds_beyond(load(row->main + 4 * i, F32, chunk.end - i));
     return any(beyond);
 }
 
 /* Update all rows. Where *found_inf is set nothing is written but `overflowed`, shape [rows]. With rule NOTHING main
  * params are only rounded into model params.
  */
-void update(const Row *rows, int64_t num_rows, int64_t num_chunks, int64_t rule, const Hyper *hyper,
+void update(const Lengths *all, const Grads *grads, const Row *rows, int64_t rule, const Hyper *hyper,
             const float *found_inf, const float *coefficient, uint8_t *overflowed, int threads) {
-    int skip = rule != NOTHING && *found_inf != 0;
+    int skip = rule != NOTHING && *found_inf != 0, counts = !skip && rule != NOTHING;
     float factor = rule == NOTHING ? 1.0f : hyper->maximize ? -*coefficient : *coefficient;
-    int64_t total = 0;
-    for (int64_t r = 0; r < num_rows && total <= STREAMED; r++) total += rows[r].numel;
+    int64_t total = 0, n = all->num_rows;
+    if (n <= 0) return;
+    for (int64_t r = 0; r < n && total <= STREAMED; r++) total += all->numels[r];
     int streamed = total > STREAMED;
-    memset(overflowed, 0, (size_t)num_rows);
-#pragma omp parallel for schedule(static) num_threads(threads) if (num_chunks > 1)
+    memset(overflowed, 0, (size_t)n);
+#pragma omp parallel for schedule(static) num_threads(threads) if (all->num_chunks > 1)
     for (int part = 0; part < threads; part++) {
         int64_t first, last;
-        share_of(num_chunks, part, threads, &first, &last);
-        int64_t index = row_of(rows, num_rows, first);
+        share_of(all->num_chunks, part, threads, &first, &last);
+        Chunk chunk = {row_of(all, first), 0, 0};
         Scalars scalars = {.coefficient = factor};
-        for (int64_t chunk = first; chunk < last; chunk++) {
-            index = row_after(rows, num_rows, index, chunk);
+        for (int64_t c = first; c < last; c++) {
+            chunk = chunk_after(all, chunk.row, c);
+            int64_t index = chunk.row, soon = index + SOON;
             const Row *row = rows + index;
-            int64_t start = (chunk - row->first_chunk) * CHUNK;
-            int64_t end = start + CHUNK < row->numel ? start + CHUNK : row->numel;
             int beyond;
+            if (soon < n && all->numels[soon] <= SHORT) fetch_start(rows + soon, grads->addresses[soon]);
             scalars_of(row, rule, hyper, &scalars);
-            if (!skip) beyond = update_chunk(row, kind_of(row, rule, hyper), &scalars, start, end, streamed);
-            else beyond = row->model && row->model_type == F16 && chunk_rounds_beyond(row, start, end);
+            Kind kind = kind_of(row, grads->types[index], rule, hyper);
+            if (!skip) beyond = update_chunk(row, grads->addresses[index], kind, &scalars, chunk, streamed);
+            else beyond = kind.model == F16 && chunk_rounds_beyond(row, chunk);
+            if (counts && row->step && is_one_chunk(all, index)) *row->step += 1.0f;
             if (beyond) {
 #pragma omp atomic write
                 overflowed[index] = 1;
@@ -367,8 +393,6 @@ void update(const Row *rows, int64_t num_rows, int64_t num_chunks, int64_t rule,
         }
         if (streamed) finish_streams();
     }
-    if (skip || rule == NOTHING) return;
-#pragma omp parallel for schedule(static) num_threads(threads) if (num_rows > MANY)
-    for (int64_t r = 0; r < num_rows; r++)
-        if (rows[r].step) *rows[r].step += 1.0f;
+    for (int64_t r = 0; counts && r < n; r++)
+        if (!is_one_chunk(all, r) && rows[r].step) *rows[r].step += 1.0f;
 }

@@ -6,7 +6,7 @@ cannot take, fp64 and tensors whose memory layouts differ, goes to the torch bac
 
 import ctypes
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -27,11 +27,37 @@ TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 ADAM, SGD, LION, NOTHING = range(4)  # native.c's rules
 
 # The columns of native.c's Row, all 8 bytes wide.
-NUMEL, GRAD, MAIN, MODEL, STATE, STEP, GRAD_TYPE, MODEL_TYPE, STATE_TYPE, FIRST_CHUNK = 0, 1, 2, 3, 4, 7, 8, 9, 10, 13
-COLUMNS = 14
-Table = NDArray[np.int64]
+MAIN, MODEL, STATE, STEP, MODEL_TYPE, STATE_TYPE = 0, 1, 2, 5, 6, 7
+COLUMNS = 10
+Array = NDArray[np.int64]
 
 CPU = torch.device("cpu")
+
+
+class _Lengths(ctypes.Structure):
+    """native.c's Lengths. Holds the arrays that it points to."""
+
+    _fields_ = (
+        ("numels_at", ctypes.c_void_p),
+        ("first_at", ctypes.c_void_p),
+        ("num_rows", ctypes.c_int64),
+        ("num_chunks", ctypes.c_int64),
+    )
+
+    def __init__(self, numels: Array) -> None:
+        chunks = (numels + CHUNK - 1) // CHUNK
+        self.numels, self.first = np.ascontiguousarray(numels), np.cumsum(chunks) - chunks
+        super().__init__(self.numels.ctypes.data, self.first.ctypes.data, len(numels), int(chunks.sum()))
+
+
+class _Grads(ctypes.Structure):
+    """native.c's Grads. Holds the arrays that it points to."""
+
+    _fields_ = (("addresses_at", ctypes.c_void_p), ("types_at", ctypes.c_void_p))
+
+    def __init__(self, grads: TensorList) -> None:
+        self.addresses, self.types = np.ascontiguousarray(grads.pointers), grads.dtype_codes(TYPES)
+        super().__init__(self.addresses.ctypes.data, self.types.ctypes.data)
 
 
 class _Hyper(ctypes.Structure):
@@ -41,6 +67,13 @@ class _Hyper(ctypes.Structure):
         *((name, ctypes.c_double) for name in ("lr", "beta1", "beta2", "eps", "weight_decay", "momentum", "dampening")),
         *((name, ctypes.c_int64) for name in ("decoupled", "amsgrad", "maximize", "nesterov")),
     )
+
+
+class _Table(NamedTuple):
+    """What of some operands stays from step to step."""
+
+    lengths: _Lengths
+    rows: Array
 
 
 class _Call(NamedTuple):
@@ -59,8 +92,8 @@ class NativeBackend:
     def __init__(self) -> None:
         self._library = library()
         self._torch = TorchBackend()
-        self._kept: WeakKeyDictionary[Operands, tuple[list[str], Table | None]] = WeakKeyDictionary()
-        self._measured: Table = np.empty((0, COLUMNS), dtype=np.int64)
+        self._kept: WeakKeyDictionary[Operands, tuple[list[str], _Table | None]] = WeakKeyDictionary()
+        self._measured = _Lengths(np.empty(0, dtype=np.int64))
 
     def measure(self, grads: Sequence[Tensor], count_zeros: bool) -> TensorStats:
         """See :class:`megascale.kernels.Backend`. Sums of squares are fp32 within 1,024 elements, fp64 across them."""
@@ -69,15 +102,14 @@ class NativeBackend:
             if not all(_takes([grad]) for grad in grads):
                 return self._torch.measure(grads, count_zeros)
             looked = TensorList(grad.contiguous() if flat([grad]) is None else grad for grad in grads)
-        table = self._measured = _table(looked, self._measured)
-        _set(table, GRAD, GRAD_TYPE, looked)
-        num_chunks = int(table[-1, FIRST_CHUNK]) + _num_chunks(int(table[-1, NUMEL]))
-        partial = torch.empty(num_chunks, 3, dtype=torch.float64)
+        if not np.array_equal(self._measured.numels, looked.numels):
+            self._measured = _Lengths(looked.numels)
+        lengths = self._measured
+        partial = torch.empty(lengths.num_chunks, 3, dtype=torch.float64)
         out = torch.empty(3, len(grads), dtype=torch.float64)
         self._library.measure(
-            table.ctypes.data,
-            len(grads),
-            num_chunks,
+            ctypes.byref(lengths),
+            ctypes.byref(_Grads(looked)),
             count_zeros,
             partial.data_ptr(),
             out.data_ptr(),
@@ -142,32 +174,29 @@ class NativeBackend:
         """Run native.c on what it can take, ``slow`` on the rest. Returns the flags of overflow."""
         kept = self._kept.get(operands)
         if kept is None or kept[0] != names:
-            kept = self._kept[operands] = (names, _fixed_columns(operands, names))
+            kept = self._kept[operands] = (names, _whole_table(operands, names))
         table, grads = kept[1], TensorList.of(operands.grad)
         # Autograd must see that saved weights are no longer what they were.
         increment_versions(operands.model)
         if table is not None and _all_known(grads):
-            _set(table, GRAD, GRAD_TYPE, grads)
-            return self._call(table, call)
+            return self._call(table, grads, call)
         split = Split(operands, names, _takes)
         picked = operands.pick(split.taken)
 
         def fast() -> Tensor:
-            table = _columns(split.rows, picked.step)
-            _set(table, GRAD, GRAD_TYPE, TensorList(row[1] for row in split.rows))
-            return self._call(table, call)
+            return self._call(_table(split.rows, picked.step), TensorList(row[1] for row in split.rows), call)
 
         return split.joined(fast, slow)
 
-    def _call(self, table: Table, call: _Call) -> Tensor:
-        overflowed = torch.empty(len(table), dtype=torch.bool)
+    def _call(self, table: _Table, grads: TensorList, call: _Call) -> Tensor:
+        overflowed = torch.empty(len(table.rows), dtype=torch.bool)
         decision = call.decision
         self._library.update(
-            table.ctypes.data,
-            len(table),
-            int(table[-1, FIRST_CHUNK]) + _num_chunks(int(table[-1, NUMEL])),
+            ctypes.byref(table.lengths),
+            ctypes.byref(_Grads(grads)),
+            table.rows.ctypes.data,
             call.rule,
-            ctypes.addressof(call.constants),
+            ctypes.byref(call.constants),
             None if decision is None else decision.found_inf.data_ptr(),
             None if decision is None else decision.coefficient.data_ptr(),
             overflowed.data_ptr(),
@@ -187,49 +216,31 @@ def _all_known(tensors: TensorList) -> bool:
     return tensors.contiguous and tensors.devices <= {CPU} and tensors.dtypes <= TYPES.keys()
 
 
-def _fixed_columns(operands: Operands, names: list[str]) -> Table | None:
-    """Return a table of everything but the gradients; None unless all of it is contiguous and native.c knows it."""
+def _whole_table(operands: Operands, names: list[str]) -> _Table | None:
+    """Return a table of all operands; None unless all of them are contiguous and native.c knows them."""
     states = [operands.state[name] for name in names]
     mains, *others = map(TensorList.of, (operands.main, operands.model, *states))
     if not all(map(_all_known, (mains, *others))) or mains.dtypes != {torch.float32}:
         return None
     rows = [list(row) for row in zip(operands.main, operands.grad, operands.model, *states, strict=True)]
-    return _columns(rows, operands.step)
+    return _table(rows, operands.step)
 
 
-def _columns(rows: list[Row], steps: list[Tensor]) -> Table:
-    """Return a table of rows (main, grad, model, states) without their gradients."""
-    mains = TensorList(row[0] for row in rows)
-    table = _table(mains)
-    _set(table, MAIN, None, mains)
-    _set(table, MODEL, MODEL_TYPE, TensorList(row[2] for row in rows))
+def _table(rows: list[Row], steps: list[Tensor]) -> _Table:
+    """Return a table of rows (main, grad, model, states), without their gradients."""
+    mains, models = TensorList(row[0] for row in rows), TensorList(row[2] for row in rows)
+    columns: Array = np.zeros((len(rows), COLUMNS), dtype=np.int64)
+    columns[:, MAIN] = mains.pointers
     # An fp32 model param is its own main param.
-    table[table[:, MODEL] == table[:, MAIN], MODEL] = 0
+    columns[:, MODEL] = np.where(models.pointers == mains.pointers, 0, models.pointers)
+    columns[:, MODEL_TYPE] = models.dtype_codes(TYPES)
     for index in range(len(rows[0]) - 3):
-        _set(table, STATE + index, STATE_TYPE + index, TensorList(row[3 + index] for row in rows))
+        states = TensorList(row[3 + index] for row in rows)
+        columns[:, STATE + index] = states.pointers
+        columns[:, STATE_TYPE + index] = states.dtype_codes(TYPES)
     if steps:
-        _set(table, STEP, None, TensorList(steps))
-    return table
-
-
-def _table(tensors: TensorList, known: Table | None = None) -> Table:
-    """Return a table of rows of these lengths, chunks numbered, all else 0; or ``known``, if it has these lengths."""
-    if known is not None and np.array_equal(known[:, NUMEL], tensors.numels):
-        return known
-    table: Table = np.zeros((len(tensors), COLUMNS), dtype=np.int64)
-    table[:, NUMEL] = tensors.numels
-    table[1:, FIRST_CHUNK] = np.cumsum(_num_chunks(table[:-1, NUMEL]))
-    return table
-
-
-def _num_chunks(numel: Any) -> Any:
-    return (numel + CHUNK - 1) // CHUNK
-
-
-def _set(table: Table, column: int, type_column: int | None, tensors: TensorList) -> None:
-    table[:, column] = tensors.pointers
-    if type_column is not None:
-        table[:, type_column] = tensors.dtype_codes(TYPES)
+        columns[:, STEP] = TensorList(steps).pointers
+    return _Table(_Lengths(mains.numels), columns)
 
 
 def _number(lr: float | Tensor) -> float:

@@ -46,8 +46,8 @@ def _flags() -> Iterator[tuple[str, ...]]:
 
 def _declare(loaded: ctypes.CDLL) -> ctypes.CDLL:
     pointer, count = ctypes.c_void_p, ctypes.c_int64
-    loaded.measure.argtypes = [pointer, count, count, count, pointer, pointer, ctypes.c_int]
+    loaded.measure.argtypes = [pointer, pointer, count, pointer, pointer, ctypes.c_int]
     loaded.measure.restype = None
-    loaded.update.argtypes = [pointer, count, count, count, pointer, pointer, pointer, pointer, ctypes.c_int]
+    loaded.update.argtypes = [pointer, pointer, pointer, count, pointer, pointer, pointer, pointer, ctypes.c_int]
     loaded.update.restype = None
     return loaded

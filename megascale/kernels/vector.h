@@ -32,14 +32,27 @@ enum { F32 = 0, F16 = 1, BF16 = 2 };
 
 INLINE int64_t size_of(int64_t type) { return type == F32 ? 4 : 2; }
 
-INLINE Words words_where(Ints holds, Words yes, Words no) { return ((Words)holds & yes) | (~(Words)holds & no); }
+INLINE Floats where(Ints holds, Floats yes, Floats no) {
+#if WIDTH == 8
+    return (Floats)_mm256_blendv_ps((__m256)no, (__m256)yes, (__m256)holds);
+#else
+    return (Floats)(((Words)holds & (Words)yes) | (~(Words)holds & (Words)no));
+#endif
+}
 
-INLINE Floats where(Ints holds, Floats yes, Floats no) { return (Floats)words_where(holds, (Words)yes, (Words)no); }
+INLINE Words words_where(Ints holds, Words yes, Words no) { return (Words)where(holds, (Floats)yes, (Floats)no); }
 
 INLINE int any(Ints holds) {
     int found = 0;
     for (int j = 0; j < WIDTH; j++) found |= holds[j];
     return found != 0;
+}
+
+/* Return -1 for the first n elements, 0 after them. */
+INLINE Ints before(int64_t n) {
+    Ints holds;
+    for (int j = 0; j < WIDTH; j++) holds[j] = -(j < n);
+    return holds;
 }
 
 /* Return how often counters, which comparisons have been added to, have met what they count. */
@@ -125,46 +138,56 @@ INLINE Halves to_bfloat(Floats x) {
     return narrowed(words_where(x != x, nan, rounded));
 }
 
-/* ---- memory ---- */
+/* ---- memory: the first n of WIDTH elements; n may be below 0 or above WIDTH ---- */
 
-INLINE Floats load(const void *at, int64_t type) {
-    Floats x;
-    Halves h;
-    if (type == F32) {
-        memcpy(&x, at, sizeof x);
-        return x;
+#if WIDTH == 16 && defined(__AVX512BW__) && defined(__AVX512VL__)
+#define MASKED
+INLINE __mmask16 first(int64_t n) { return (__mmask16)(n <= 0 ? 0 : (1u << n) - 1); }
+#endif
+
+INLINE Floats from_16_bits(Halves h, int64_t type) { return type == F16 ? from_half(h) : from_bfloat(h); }
+
+INLINE Halves to_16_bits(Floats x, int64_t type) { return type == F16 ? to_half(x) : to_bfloat(x); }
+
+INLINE void copy_first(void *to, const void *from, int64_t type, int64_t n) {
+    if (n >= WIDTH) memcpy(to, from, (size_t)(WIDTH * size_of(type)));
+    else if (type == F32)
+        for (int64_t j = 0; j < n; j++) memcpy((float *)to + j, (const float *)from + j, 4);
+    else
+        for (int64_t j = 0; j < n; j++) memcpy((uint16_t *)to + j, (const uint16_t *)from + j, 2);
+}
+
+/* Elements from the n-th on are 0. */
+INLINE Floats load(const void *at, int64_t type, int64_t n) {
+    Floats x = {0};
+    Halves h = {0};
+#ifdef MASKED
+    if (n < WIDTH) {
+        if (type == F32) return (Floats)_mm512_maskz_loadu_ps(first(n), at);
+        return from_16_bits((Halves)_mm256_maskz_loadu_epi16(first(n), at), type);
     }
-    memcpy(&h, at, sizeof h);
-    return type == F16 ? from_half(h) : from_bfloat(h);
+#endif
+    copy_first(type == F32 ? (void *)&x : (void *)&h, at, type, n);
+    return type == F32 ? x : from_16_bits(h, type);
 }
 
-/* Return the first n of WIDTH elements, zeros after them. n may be below 0 or above WIDTH. */
-INLINE Floats load_first(const void *at, int64_t type, int64_t n) {
-    char copy[4 * WIDTH] = {0};
-    if (n >= WIDTH) return load(at, type);
-    if (n > 0) memcpy(copy, at, (size_t)(n * size_of(type)));
-    return load(copy, type);
-}
-
-INLINE void store(void *at, Floats x, int64_t type) {
-    if (type == F32) {
-        memcpy(at, &x, sizeof x);
+INLINE void store(void *at, Floats x, int64_t type, int64_t n) {
+    Halves h = {0};
+    if (type != F32) h = to_16_bits(x, type);
+#ifdef MASKED
+    if (n < WIDTH) {
+        if (type == F32) _mm512_mask_storeu_ps(at, first(n), (__m512)x);
+        else _mm256_mask_storeu_epi16(at, first(n), (__m256i)h);
         return;
     }
-    Halves h = type == F16 ? to_half(x) : to_bfloat(x);
-    memcpy(at, &h, sizeof h);
+#endif
+    copy_first(at, type == F32 ? (const void *)&x : (const void *)&h, type, n);
 }
 
-INLINE void store_first(void *at, Floats x, int64_t type, int64_t n) {
-    char copy[4 * WIDTH];
-    store(copy, x, type);
-    memcpy(at, copy, (size_t)(n * size_of(type)));
-}
-
-/* Round into 16 bits, past the caches: what is overwritten need not be read. `at`: aligned to a vector of them. */
+/* Round WIDTH elements into 16 bits, past the caches: what is overwritten need not be read. `at`: aligned to them. */
 INLINE void stream(void *at, Floats x, int64_t type) {
 #if defined(__SSE2__) && defined(__x86_64__)
-    Halves h = type == F16 ? to_half(x) : to_bfloat(x);
+    Halves h = to_16_bits(x, type);
 #if WIDTH == 16
     _mm256_stream_si256(at, (__m256i)h);
 #elif WIDTH == 8
@@ -175,7 +198,7 @@ INLINE void stream(void *at, Floats x, int64_t type) {
     _mm_stream_si64(at, bits);
 #endif
 #else
-    store(at, x, type);
+    store(at, x, type, WIDTH);
 #endif
 }
 

@@ -1,7 +1,6 @@
 """The native backend: the reference's bits, for every type, layout and number of threads; and how it is built."""
 
 import ctypes
-import functools
 import math
 import os
 import platform
@@ -75,10 +74,10 @@ def _operands(
     )
 
 
-@functools.cache
-def _native(vectors: str) -> NativeBackend:
-    """The backend, compiled for vectors of this width."""
-    backend, flags = NativeBackend(), FLAGS_OF[vectors]
+@pytest.fixture(scope="module")
+def native(request: pytest.FixtureRequest) -> NativeBackend:
+    """The backend, compiled for vectors of the width that the parameter names."""
+    backend, flags = NativeBackend(), FLAGS_OF[request.param]
     if flags is None:
         return backend
     if platform.machine() != "x86_64":
@@ -131,7 +130,7 @@ def _run(backend: NativeBackend | ReferenceBackend, operands: Operands, hyper: o
     return backend.lion_(operands, hyper, decision)
 
 
-@pytest.mark.parametrize("vectors", VECTORS)
+@pytest.mark.parametrize("native", VECTORS, indirect=True)
 @settings(max_examples=60, deadline=None)
 @given(
     sizes=SIZES,
@@ -144,7 +143,7 @@ def _run(backend: NativeBackend | ReferenceBackend, operands: Operands, hyper: o
     offset=st.sampled_from([0, 1, 16]),
 )
 def test_bits_are_those_of_the_reference(
-    vectors: str,
+    native: NativeBackend,
     sizes: list[int],
     grad: torch.dtype,
     model: torch.dtype,
@@ -166,7 +165,7 @@ def test_bits_are_those_of_the_reference(
         del names["max_exp_avg_sq"]
     counted = isinstance(hyper, AdamHyper) or (isinstance(hyper, SgdHyper) and hyper.dampening != 0)
     ours, theirs = (_operands(sizes, grad, model, names, len(sizes), offset, counted=counted) for _ in range(2))
-    native, reference = _native(vectors), ReferenceBackend()
+    reference = ReferenceBackend()
     for step in range(3):
         decision = _decision(found_inf=1.0 if skipped and step == 1 else 0.0)
         with _threads(threads):
@@ -176,12 +175,11 @@ def test_bits_are_those_of_the_reference(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("vectors", FLAGS_OF)
-def test_every_half_is_widened_and_rounded_right(vectors: str) -> None:
+@pytest.mark.parametrize("native", FLAGS_OF, indirect=True)
+def test_every_half_is_widened_and_rounded_right(native: NativeBackend) -> None:
     """All 65,536 fp16 and bf16 patterns as gradients, in rows too short for vectors and in long ones; and fp32 numbers
     on, between and beside fp16 and bf16 numbers as main params. torch's conversions are the oracle.
     """
-    native = _native(vectors)
     patterns = torch.arange(-32768, 32768, dtype=torch.int16)
     for dtype in (torch.float16, torch.bfloat16):
         halves = patterns.view(dtype)
@@ -204,31 +202,31 @@ def test_every_half_is_widened_and_rounded_right(vectors: str) -> None:
             )
 
 
-@pytest.mark.parametrize("vectors", VECTORS)
+@pytest.mark.parametrize("native", VECTORS, indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_statistics_are_the_same_bits_for_any_threads_and_vectors(dtype: torch.dtype, vectors: str) -> None:
+def test_statistics_are_the_same_bits_for_any_threads_and_vectors(dtype: torch.dtype, native: NativeBackend) -> None:
     """Sums are added in one order, of chunks that do not depend on the threads; counts are exact."""
     generator = torch.Generator().manual_seed(0)
     grads = [torch.randn(size, generator=generator).to(dtype) for size in (200_000, 0, 65_537, 3, 1055)]
     grads[0][::7] = 0
     grads[4][-2:] = torch.tensor([math.nan, -math.inf])
-    expected = _native("widest").measure(grads, count_zeros=True)
+    expected = NativeBackend().measure(grads, count_zeros=True)
     assert expected.zeros is not None
     assert expected.zeros.tolist() == [int((grad == 0).sum()) for grad in grads]
     assert expected.non_finite.tolist() == [0, 0, 0, 0, 2]
     for threads in (1, 2, 3):
         with _threads(threads):
-            found = _native(vectors).measure(grads, count_zeros=True)
+            found = native.measure(grads, count_zeros=True)
         assert bits_equal(found.sum_squares[:4], expected.sum_squares[:4])
         assert torch.equal(found.non_finite, expected.non_finite)
         assert found.zeros is not None
         assert torch.equal(found.zeros, expected.zeros)
 
 
-@pytest.mark.parametrize("vectors", VECTORS)
+@pytest.mark.parametrize("native", VECTORS, indirect=True)
 @pytest.mark.parametrize("offset", [0, 1])
 @pytest.mark.parametrize("model", [torch.float16, torch.bfloat16])
-def test_large_updates_leave_the_same_bits(model: torch.dtype, offset: int, vectors: str) -> None:
+def test_large_updates_leave_the_same_bits(model: torch.dtype, offset: int, native: NativeBackend) -> None:
     """Whole cache lines of large updates' model params are written past the caches: the same values arrive."""
     states = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
     ours, theirs = (_operands([4_200_013, 77], model, model, states, 0, counted=True) for _ in range(2))
@@ -236,7 +234,7 @@ def test_large_updates_leave_the_same_bits(model: torch.dtype, offset: int, vect
         operands.model[0] = torch.empty(4_200_013 + offset, dtype=model)[offset:].copy_(operands.model[0])
     hyper = AdamHyper(1e-2, 0.9, 0.999, 1e-8, 0.1, True, False, False)
     with _threads(2):
-        _native(vectors).adam_(ours, hyper, _decision())
+        native.adam_(ours, hyper, _decision())
     ReferenceBackend().adam_(theirs, hyper, _decision())
     assert _same(ours, theirs)
 
@@ -310,8 +308,10 @@ def test_no_compiler_is_an_error_that_says_so(tmp_path: Path) -> None:
 
 
 def test_row_has_the_layout_of_native_c() -> None:
-    """The columns of the table are the fields of native.c's Row: 14 of 8 bytes."""
-    assert native_backend.COLUMNS * 8 == 112
+    """The columns of the table are the fields of native.c's Row: 10 of 8 bytes."""
+    assert native_backend.COLUMNS * 8 == 80
+    assert ctypes.sizeof(native_backend._Lengths) == 4 * 8
+    assert ctypes.sizeof(native_backend._Grads) == 2 * 8
     assert ctypes.sizeof(native_backend._Hyper) == 11 * 8
     source = native_library.SOURCE.read_text()
     assert f"#define CHUNK {native_backend.CHUNK} " in source
