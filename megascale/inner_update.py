@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megascale.arena import Arena
@@ -29,7 +31,7 @@ from megascale.kernels import (
     SgdHyper,
     TensorList,
     hold_objects,
-    same_objects,
+    same_values,
 )
 from megascale.lion import Lion
 from megascale.main_params import HALF_DTYPES, Batch, MainParam
@@ -81,7 +83,8 @@ class _Kept(NamedTuple):
         return self.names == names and hold_objects(self.entries, names, self.columns)
 
 
-Publish = Callable[[Batch], None]
+Publish = Callable[[Batch, NDArray[np.int64] | None], None]
+"""Takes a batch and, where they are known, the versions of the local parts of its model params."""
 
 
 class InnerUpdate(Protocol):
@@ -188,10 +191,11 @@ class _KernelUpdate(ABC):
         self._follow_entries()
         rounded = []
         for group in groups:
-            for params, _, operands in self._operands(group):
+            prepared = self._operands(group)
+            for params, _, operands in prepared:
                 device = operands.main[0].device
                 rounded.append(Rounded(params, self.run(operands, group.options, decision.to(device))))
-            publish(group.batch)
+            publish(group.batch, prepared[0].operands.written if len(prepared) == 1 else None)
         # Tells an LR scheduler that was built on the inner optimizer that a step was taken.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         return rounded
@@ -213,9 +217,8 @@ class _KernelUpdate(ABC):
 
     def _follow_entries(self) -> None:
         """Forget what was prepared where a parameter's state is another dict than before."""
-        entries = list(self.optimizer.state.values())
-        if not same_objects(entries, self._entries):
-            self._entries = entries
+        if not same_values(self.optimizer.state, self._entries):
+            self._entries = list(self.optimizer.state.values())
             self._prepared.clear()
 
     def _operands(self, group: GroupUpdate) -> list[Prepared]:
@@ -388,7 +391,7 @@ class GeneralUpdate:
         """See :class:`InnerUpdate`."""
         if bool(decision.found_inf):
             for group in groups:
-                publish(group.batch)
+                publish(group.batch, None)
             return []
         params = [param for group in groups for param in group.params]
         grads = [grad for group in groups for grad in group.grads]
@@ -403,7 +406,7 @@ class GeneralUpdate:
             for held in by_device.values()
         ]
         for group in groups:
-            publish(group.batch)
+            publish(group.batch, None)
         return rounded
 
     @contextmanager

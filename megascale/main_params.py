@@ -19,7 +19,7 @@ from megascale.arena import Arena
 from megascale.collectives import full_tensor
 from megascale.dtensors import distribute_like, is_dtensor, local
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
-from megascale.kernels import TensorList, same_objects
+from megascale.kernels import GradList, ParamList, TensorList, same_objects
 from megascale.watch import Watch, Watched
 
 MODEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -96,17 +96,32 @@ class Batch:
     group: int
     params: list[MainParam]
     models: Watched = field(init=False)
-    _places: NDArray[np.int64] = field(init=False)
+    _places: slice | NDArray[np.int64] = field(init=False)
 
     def __post_init__(self) -> None:
         self.models = Watched(param.model for param in self.params)
-        self._places = np.array([param.place for param in self.params], dtype=np.int64)
+        places = np.array([param.place for param in self.params], dtype=np.int64)
+        in_a_row = len(places) > 0 and np.array_equal(places, np.arange(places[0], places[0] + len(places)))
+        self._places = slice(places[0], places[-1] + 1) if in_a_row else places
 
-    def seal(self) -> None:
-        """Take all model params, just written where they lie, for the roundings of their main params."""
+    def grads(self, look: TensorList | None) -> GradList:
+        """Return ``param.grad`` of all model params.
+
+        ``look``: what :meth:`MainParams.follow` has just seen; None: look again.
+        """
+        params = self.models.params
+        if look is None:
+            return ParamList(params).grads(params, slice(None))
+        return look.grads(params, self._places) if isinstance(look, ParamList) else GradList(params)
+
+    def seal(self, versions: NDArray[np.int64] | None = None) -> None:
+        """Take all model params, just written where they lie, for the roundings of their main params.
+
+        ``versions``: theirs, where they are known.
+        """
         watch = self.params[0].watch if self.params else None
         if watch is not None:
-            watch.take_written(self._places, self.models.versions())
+            watch.take_written(self._places, self.models.versions() if versions is None else versions)
 
 
 class MainParams(ABC):
@@ -130,8 +145,10 @@ class MainParams(ABC):
         self.ordered: list[list[MainParam]] = []
 
     @torch.no_grad()
-    def follow(self, param_groups: Sequence[dict[str, Any]]) -> list[MainParam]:
-        """Catch up with ``param_groups`` and with outside writes to model params. Returns the main params it made.
+    def follow(self, param_groups: Sequence[dict[str, Any]]) -> tuple[list[MainParam], TensorList]:
+        """Catch up with ``param_groups`` and with outside writes to model params.
+
+        Returns the main params that it made, and what it has seen, for :meth:`Batch.grads`.
 
         Raises ArgumentError or ArgumentTypeError for a parameter that cannot be trained, before anything has changed.
         """
@@ -150,7 +167,7 @@ class MainParams(ABC):
             params = list(self)
             for place in written:
                 params[place].follow()
-        return made
+        return made, look
 
     def _has_seen(self, param_groups: Sequence[dict[str, Any]], look: TensorList) -> bool:
         """Whether the groups have the very parameters that they had, and the same of them are frozen."""
@@ -254,8 +271,11 @@ class MainParams(ABC):
         """Mend the storage of model params that others have replaced."""
 
     @abstractmethod
-    def publish(self, batch: Batch) -> None:
-        """Take note that the model params of one batch have been written."""
+    def publish(self, batch: Batch, versions: NDArray[np.int64] | None = None) -> None:
+        """Take note that the model params of one batch have been written.
+
+        ``versions``: those of their local parts (:attr:`MainParam.part`) by now, where they are known.
+        """
 
     @abstractmethod
     def settle(self) -> None:
@@ -295,9 +315,9 @@ class ReplicatedMainParams(MainParams):
     def restore(self) -> None:
         """See :class:`MainParams`. Other storage counts as a write."""
 
-    def publish(self, batch: Batch) -> None:
+    def publish(self, batch: Batch, versions: NDArray[np.int64] | None = None) -> None:
         """See :class:`MainParams`."""
-        batch.seal()
+        batch.seal(versions)
 
     def settle(self) -> None:
         """See :class:`MainParams`. They always are."""

@@ -19,7 +19,7 @@ from megascale.grad_scaler import MegatronGradScaler
 from megascale.grad_stats import GradStats
 from megascale.grad_sync import GradSync
 from megascale.inner_update import GroupUpdate, check_inner, select_update
-from megascale.kernels import Decision, select_backend
+from megascale.kernels import Decision, TensorList, select_backend
 from megascale.main_params import MainParam, MainParams, ReplicatedMainParams
 from megascale.optimizer_state import LiveState, load_together
 from megascale.parallel import ParallelGroups
@@ -183,8 +183,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     def measure_grads(self) -> tuple[list[GroupUpdate], GradStats]:
         """Finish reductions; return what this rank will update, and its own statistics."""
         with record_function("megascale.finish"):
-            self._follow()
-            ready = self._ready_grads.collect(self.param_groups, self._main_params)
+            look = self._follow()
+            ready = self._ready_grads.collect(self.param_groups, self._main_params, look)
         with record_function("megascale.measure"):
             stats = grad_stats.measure(
                 ready.grads,
@@ -330,11 +330,12 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self._faults.clear()
 
     @torch.no_grad()
-    def _follow(self) -> None:
-        """Catch up with ``param_groups`` and with what others wrote into model params."""
-        created = {id(param) for param in self._main_params.follow(self.param_groups)}
-        if not created:
-            return
+    def _follow(self) -> TensorList:
+        """Catch up with ``param_groups`` and with what others wrote into model params. Returns what it has seen."""
+        made, look = self._main_params.follow(self.param_groups)
+        if not made:
+            return look
+        created = {id(param) for param in made}
         here = {id(param) for group in self.param_groups for param in group["params"]}
         for gone in [key for key in self.optimizer.state if isinstance(key, Tensor) and id(key) not in here]:
             del self.optimizer.state[gone]
@@ -344,6 +345,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
                 self._ready_grads.admit(param)
                 self._cut_state(param)
             self._update.create_states(group, new)
+        return look
 
     def _cut_state(self, param: MainParam) -> None:
         """Keep this rank's part of state that the optimizer had before it was wrapped."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,7 +15,7 @@ from megascale.errors import ArgumentError, GradientError, sparse_gradient
 from megascale.grad_stats import Holders
 from megascale.grad_sync import GradSync
 from megascale.inner_update import GroupUpdate
-from megascale.kernels import GradList, TensorList, same_objects, stats_dtype
+from megascale.kernels import TensorList, same_objects, stats_dtype
 from megascale.main_params import Batch, MainParam, MainParams
 from megascale.parallel import ParallelGroups
 
@@ -64,13 +65,16 @@ class ReadyGrads:
         except ArgumentError as error:
             raise ArgumentError(f"parameter {param.name!r}: {error}") from None
 
-    def collect(self, param_groups: Sequence[dict[str, Any]], main_params: MainParams) -> Collected:
-        """Finish reductions and return the gradients there are. Parameters without a gradient take no part."""
+    def collect(self, param_groups: Sequence[dict[str, Any]], main_params: MainParams, look: TensorList) -> Collected:
+        """Finish reductions and return the gradients there are. Parameters without a gradient take no part.
+
+        ``look``: what ``main_params.follow()`` has just seen.
+        """
         if self._grad_sync is not None:
             self._grad_sync.finish()
         updates: list[GroupUpdate] = []
         for batch in main_params.batches():
-            found = self._synced(batch, main_params) or _plain(batch) or self._one_by_one(batch, main_params)
+            found = self._synced(batch, main_params) or self._plain(batch, look) or self._one_by_one(batch, main_params)
             if isinstance(found, GradientError):
                 return Collected([], TensorList(), self._weigh([]), found)
             if found[0].params:
@@ -80,7 +84,7 @@ class ReadyGrads:
 
     def _to_measure(self, updates: list[GroupUpdate]) -> tuple[list[MainParam], TensorList]:
         """Return what has elements on this rank: of many parameters it may own nothing."""
-        params: list[MainParam] = []
+        params: list[list[MainParam]] = []
         grads: list[TensorList] = []
         for update in updates:
             if update.batch not in self._owned:
@@ -90,12 +94,14 @@ class ReadyGrads:
                 self._owned[update.batch] = owned
             owned = self._owned[update.batch]
             if len(owned) == len(update.params):
-                params += update.params
+                params.append(update.params)
                 grads.append(update.grads)
             else:
-                params += [update.params[index] for index in owned]
+                params.append([update.params[index] for index in owned])
                 grads.append(TensorList(update.grads[index] for index in owned))
-        return params, TensorList.joined(grads) if grads else TensorList()
+        if len(updates) == 1:
+            return params[0], grads[0]
+        return list(chain.from_iterable(params)), TensorList.joined(grads) if grads else TensorList()
 
     def _synced(self, batch: Batch, main_params: MainParams) -> Found | None:
         """Return the synced gradients of a batch all of whose parameters have one; they stay where they are."""
@@ -106,6 +112,12 @@ class ReadyGrads:
             self._kept[batch] = TensorList(grad for grad in grads if grad is not None)
         kept = self._kept[batch]
         return (batch, kept) if len(kept) == len(batch.params) else None
+
+    def _plain(self, batch: Batch, look: TensorList) -> Found | None:
+        """Return the gradients of a batch if every parameter has one, a strided tensor that is whole."""
+        # A sync that has finished since may have taken gradients.
+        grads = batch.grads(look if self._grad_sync is None else None)
+        return (batch, grads) if grads.usable else None
 
     def _main_grad(self, param: MainParam, main_params: MainParams) -> Tensor | None:
         """Return the synced gradient. A parameter that was frozen since takes no part."""
@@ -136,9 +148,3 @@ class ReadyGrads:
             weights = [self._holders.weight(param.model) for param in params]
             self._weights = (params, torch.tensor(weights, dtype=stats_dtype(self._device), device=self._device))
         return self._weights[1]
-
-
-def _plain(batch: Batch) -> Found | None:
-    """Return the gradients of a batch if every parameter has one, a strided tensor that is whole."""
-    grads = GradList(batch.models.params)
-    return (batch, grads) if grads.usable else None

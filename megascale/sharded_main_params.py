@@ -8,7 +8,9 @@ parameters are views of, and gathers those buckets.
 from collections.abc import Mapping
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from megascale.arena import Arena
@@ -126,8 +128,11 @@ class ShardedMainParams(MainParams):
                 if param.is_copy:
                     param.follow()
 
-    def publish(self, batch: Batch) -> None:
-        """See :class:`MainParams`. Starts the gather of the bucket that the batch is in."""
+    def publish(self, batch: Batch, versions: NDArray[np.int64] | None = None) -> None:
+        """See :class:`MainParams`. Starts the gather of the bucket that the batch is in.
+
+        A part is a view of the bucket, whose writes are not counted with the parameter's.
+        """
         batch.seal()
         if batch not in self._buckets:
             self._buckets[batch] = list({id(b): b for b in map(self._bucket_of, batch.params)}.values())

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megascale.dtensors import is_dtensor
-from megascale.kernels import TensorList, read_versions
+from megascale.kernels import ParamList, TensorList, read_versions
 
 
 class Watched:
@@ -18,8 +18,8 @@ class Watched:
         self._plain = not any(map(is_dtensor, self.params))
 
     def look(self) -> TensorList:
-        """Return the memory of each, to be looked at as it is now."""
-        return TensorList(self._parts())
+        """Return the memory of each, to be looked at as it is now: a ParamList where they are it themselves."""
+        return ParamList(self.params) if self._plain else TensorList(self._parts())
 
     def versions(self) -> NDArray[np.int64]:
         """Return how often torch has written each by now."""
@@ -66,7 +66,7 @@ class Watch:
         self._versions[place : place + 1] = now.versions
         self._pointers[place : place + 1] = now.pointers
 
-    def take_written(self, places: NDArray[np.int64], versions: NDArray[np.int64]) -> None:
+    def take_written(self, places: slice | NDArray[np.int64], versions: NDArray[np.int64]) -> None:
         """Take the params at ``places``, written where they lie, as ``versions`` tells."""
         self._versions[places] = versions
 

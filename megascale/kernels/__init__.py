@@ -4,8 +4,8 @@ from megascale.kernels.native_backend import NativeBackend
 from megascale.kernels.operands import AdamHyper, Backend, Decision, LionHyper, Operands, SgdHyper, TensorStats
 from megascale.kernels.reference import ReferenceBackend, stats_dtype
 from megascale.kernels.selection import select_backend
-from megascale.kernels.tensor_list import GradList, TensorList
-from megascale.kernels.tensor_reader import hold_objects, read_versions, same_objects
+from megascale.kernels.tensor_list import GradList, ParamList, TensorList
+from megascale.kernels.tensor_reader import hold_objects, read_versions, same_objects, same_values
 from megascale.kernels.torch_backend import TorchBackend
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "LionHyper",
     "NativeBackend",
     "Operands",
+    "ParamList",
     "ReferenceBackend",
     "SgdHyper",
     "TensorList",
@@ -24,6 +25,7 @@ __all__ = [
     "hold_objects",
     "read_versions",
     "same_objects",
+    "same_values",
     "select_backend",
     "stats_dtype",
 ]

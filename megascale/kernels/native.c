@@ -14,8 +14,8 @@
 #define AHEAD 384   /* bytes of fp32 from what is updated to what is prefetched */
 #define STREAMED (1 << 22) /* elements of an update that leaves nothing of itself in cache */
 #define SHORT 4096  /* elements of a row that is prefetched while an earlier one is read */
-#define SOON 3      /* rows ahead of an update */
-#define START 128   /* bytes of them */
+#define SOON 2      /* rows from the one that is read to the one that is prefetched */
+#define START 512   /* bytes of each tensor that an update prefetches */
 #define FP16_OVERFLOW 65520.0f
 
 /* The rows' lengths. */
@@ -77,8 +77,9 @@ static void share_of(int64_t num_chunks, int part, int parts, int64_t *first, in
     *last = num_chunks * (part + 1) / parts;
 }
 
+/* Into the second-level cache, which waits for many more lines at a time than the first. */
 static inline void fetch(const char *from, int64_t bytes) {
-    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + at);
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + at, 0, 2);
 }
 
 /* ---- statistics ---- */
@@ -145,10 +146,10 @@ void measure(const Lengths *all, const Grads *grads, int64_t count_zeros, double
         Chunk chunk = {row_of(all, first), 0, 0};
         for (int64_t c = first; c < last; c++) {
             chunk = chunk_after(all, chunk.row, c);
-            int64_t row = chunk.row, next = row + 1;
+            int64_t row = chunk.row, soon = row + SOON;
             /* Where rows are short, the hardware's own prefetching starts too late. */
-            if (next < n && all->numels[next] <= SHORT)
-                fetch(grads->addresses[next], all->numels[next] * size_of(grads->types[next]));
+            if (soon < n && all->numels[soon] <= SHORT)
+                fetch(grads->addresses[soon], all->numels[soon] * size_of(grads->types[soon]));
             double *sums = partial + 3 * c;
             measure_chunk(grads->addresses[row], grads->types[row], chunk, (int)count_zeros, sums);
             if (is_one_chunk(all, row))

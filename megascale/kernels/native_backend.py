@@ -177,8 +177,10 @@ class NativeBackend:
             kept = self._kept[operands] = (names, _whole_table(operands, names))
         table, grads = kept[1], TensorList.of(operands.grad)
         # Autograd must see that saved weights are no longer what they were.
-        increment_versions(operands.model)
-        if table is not None and _all_known(grads):
+        versions = increment_versions(operands.model)
+        whole = table is not None and _all_known(grads)
+        operands.written = versions if whole else None
+        if table is not None and whole:
             return self._call(table, grads, call)
         split = Split(operands, names, _takes)
         picked = operands.pick(split.taken)

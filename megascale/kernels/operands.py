@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 FP16_OVERFLOW = 65520.0
@@ -32,6 +34,7 @@ class Operands:
         state: optimizer state by torch's names (``exp_avg``, ``momentum_buffer``, ...), each a list like ``main``, in a
             dtype of its own: that of ``main``, or fp16 or bf16 beside fp32. The arithmetic is in the dtype of ``main``.
         step: landed steps of each parameter before this one: 0-d fp32 tensors. Empty where the optimizer counts none.
+        written: set by a backend that has told autograd of its writes itself: the versions of ``model`` after them.
     """
 
     model: list[Tensor] = field(default_factory=list)
@@ -39,6 +42,7 @@ class Operands:
     grad: Sequence[Tensor] = field(default_factory=list)
     state: dict[str, list[Tensor]] = field(default_factory=dict)
     step: list[Tensor] = field(default_factory=list)
+    written: NDArray[np.int64] | None = None
 
     def pick(self, indices: list[int]) -> "Operands":
         """Return the operands of the parameters at ``indices``."""

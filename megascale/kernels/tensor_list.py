@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megascale.kernels import tensor_reader
-from megascale.kernels.tensor_reader import Facts
+from megascale.kernels.tensor_reader import Facts, Memory
 
 # Called for every tensor at every step, in loops that run in C.
 _DTYPE = attrgetter("dtype")
@@ -74,22 +74,22 @@ class TensorList(Sequence[Tensor]):
     @cached_property
     def versions(self) -> NDArray[np.int64]:
         """How often torch has written each, shape [len(self)]."""
-        return self._column("versions")
+        return self._looked_up("versions") if self._facts is None else self._facts.versions
 
     @cached_property
     def pointers(self) -> NDArray[np.int64]:
         """Addresses, shape [len(self)]."""
-        return self._column("pointers")
+        return self._looked_up("pointers") if self._memory is None else self._memory.pointers
 
     @cached_property
     def numels(self) -> NDArray[np.int64]:
         """Elements of each, shape [len(self)]."""
-        return self._column("numels")
+        return self._looked_up("numels") if self._memory is None else self._memory.numels
 
     @cached_property
     def requires_grad(self) -> NDArray[np.int64]:
         """1 where a tensor requires grad, else 0, shape [len(self)]."""
-        return self._column("requires_grad")
+        return self._looked_up("requires_grad") if self._facts is None else self._facts.requires_grad
 
     @cached_property
     def dtypes(self) -> set[torch.dtype]:
@@ -120,12 +120,17 @@ class TensorList(Sequence[Tensor]):
         """What was read in one walk."""
         return tensor_reader.read(self._given)
 
+    @property
+    def _memory(self) -> Memory | None:
+        """What was read of where they lie."""
+        return None if self._facts is None else self._facts.memory
+
     @cached_property
     def _kinds(self) -> list[tuple[Tensor, NDArray[np.bool_]]] | None:
         """One tensor of each kind, and who is of that kind, where all were read in one walk."""
-        if self._facts is None:
+        if self._memory is None:
             return None
-        kinds, found = self._facts.kinds, []
+        kinds, found = self._memory.kinds, []
         rest = np.ones(len(kinds), dtype=np.bool_)
         while rest.any():
             first = int(rest.argmax())
@@ -139,18 +144,36 @@ class TensorList(Sequence[Tensor]):
         """Tensors among which every dtype and device occurs, and what is not contiguous."""
         return self.tensors if self._kinds is None else [example for example, _ in self._kinds]
 
-    def _column(self, name: str) -> NDArray[np.int64]:
-        if self._facts is None:
-            return np.array(list(map(_LOOK[name], self)), dtype=np.int64)
-        values: NDArray[np.int64] = getattr(self._facts, name)
-        return values
+    def _looked_up(self, name: str) -> NDArray[np.int64]:
+        return np.array(list(map(_LOOK[name], self)), dtype=np.int64)
+
+
+class ParamList(TensorList):
+    """Parameters. Of thousands, all is looked up together with what :class:`GradList` needs to know."""
+
+    def grads(self, params: list[Tensor], places: slice | NDArray[np.int64]) -> "GradList":
+        """Return the gradients of ``params``, the parameters at these places, as they were when all was looked up."""
+        found = None if self._facts is None else self._facts.grads
+        return GradList(params, None if found is None else found.at(places))
+
+    @cached_property
+    def _facts(self) -> Facts | None:
+        return tensor_reader.read(self._given, grads=True)
 
 
 class GradList(TensorList):
     """The gradients of parameters.
 
     Until :meth:`hold`, or until one passes over them, their parameters alone keep them alive.
+
+    Args:
+        params: a list is used as it is, not copied.
+        memory: what was read of all gradients; None: what is to be known is looked up in each.
     """
+
+    def __init__(self, params: Iterable[Tensor] = (), memory: Memory | None = None) -> None:
+        super().__init__(params)
+        self._read = memory
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -164,7 +187,7 @@ class GradList(TensorList):
     @property
     def usable(self) -> bool:
         """Whether every parameter has a gradient, a plain strided tensor."""
-        if self._facts is not None:
+        if self._read is not None:
             return True
         return set(map(type, self)) <= {Tensor} and set(map(_LAYOUT, self)) <= {torch.strided}
 
@@ -177,7 +200,11 @@ class GradList(TensorList):
 
     @cached_property
     def _facts(self) -> Facts | None:
-        return tensor_reader.read_grads(self._given)
+        return None
+
+    @property
+    def _memory(self) -> Memory | None:
+        return self._read
 
 
 class _Joined(TensorList):
@@ -205,5 +232,9 @@ class _Joined(TensorList):
     def _examples(self) -> Iterable[Tensor]:
         return chain.from_iterable(part._examples for part in self._parts)
 
-    def _column(self, name: str) -> NDArray[np.int64]:
+    @cached_property
+    def _facts(self) -> Facts | None:
+        return None
+
+    def _looked_up(self, name: str) -> NDArray[np.int64]:
         return np.concatenate([getattr(part, name) for part in self._parts])

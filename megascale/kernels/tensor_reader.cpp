@@ -2,7 +2,8 @@
  *
  * From Python every attribute of every tensor is a visit of its own, and each visit finds the tensor out of cache where
  * there are many: about 3 us a tensor and step. Here all attributes are read in one visit, and the memory of the next
- * tensors is fetched while this one is read.
+ * tensors is fetched while this one is read. A walk costs what its cache lines cost: only those that are read are
+ * fetched, and a parameter's gradient is read while the parameter is at hand.
  *
  * Called with the interpreter's lock held. The functions that return a number return 0 where all tensors could be read.
  */
@@ -23,11 +24,18 @@ using c10::TensorImpl;
 constexpr Py_ssize_t BLOCK = 32;       // tensors that are fetched together
 constexpr Py_ssize_t FEW = 4 * BLOCK;  // not worth a second thread
 
-struct Columns {
-  int64_t *version, *pointer, *numel, *kind, *requires_grad;
+/* Where tensors lie: [3][n]. */
+struct Memory {
+  int64_t *pointer, *numel, *kind;
 
-  Columns(int64_t* out, Py_ssize_t n)
-      : version(out), pointer(out + n), numel(out + 2 * n), kind(out + 3 * n), requires_grad(out + 4 * n) {}
+  Memory(int64_t* out, Py_ssize_t n) : pointer(out), numel(out + n), kind(out + 2 * n) {}
+};
+
+/* What Python may have changed of them: [2][n]. */
+struct Status {
+  int64_t *version, *requires_grad;
+
+  Status(int64_t* out, Py_ssize_t n) : version(out), requires_grad(out + n) {}
 };
 
 PyObject** items_of(PyObject* list) { return reinterpret_cast<PyListObject*>(list)->ob_item; }
@@ -41,16 +49,42 @@ TensorImpl* grad_of(TensorImpl* tensor) {
   return grad.defined() ? grad.unsafeGetTensorImpl() : nullptr;
 }
 
-void fetch(const void* address, size_t bytes) {
-  for (size_t offset = 0; offset < bytes; offset += 64) __builtin_prefetch(static_cast<const char*>(address) + offset);
+/* ---- fetching ---- */
+
+/* Into the second-level cache, which waits for many more lines at a time than the first. */
+inline void fetch(const void* address) { __builtin_prefetch(address, 0, 2); }
+
+/* Of an object, the bytes [begin, end), which lie on two cache lines at most. */
+inline void fetch(const void* object, size_t begin, size_t end) {
+  fetch(static_cast<const char*>(object) + begin);
+  fetch(static_cast<const char*>(object) + end - 1);
 }
 
-/* What a tensor that has been fetched points to. */
-void fetch_parts(const TensorImpl* tensor) {
-  if (tensor == nullptr) return;
-  fetch(tensor->unsafe_storage().unsafeGetStorageImpl(), 64);
-  fetch(tensor->autograd_meta(), 128);
+void fetch_object(const PyObject* object) { fetch(object, 8, 24); }  // its type, and where its tensor is
+
+void fetch_tensor(const TensorImpl* tensor) {
+  fetch(tensor, 16, 48);  // where its parts are
+  fetch(tensor, sizeof(TensorImpl) - 32, sizeof(TensorImpl));  // offset, elements, dtype, device, keys
 }
+
+void fetch_storage(const TensorImpl* tensor) {
+  fetch(tensor->unsafe_storage().unsafeGetStorageImpl(), 16, 64);  // where its data is, and whether that may be written
+}
+
+void fetch_version(const TensorImpl* tensor) {
+  const void* counter;
+  std::memcpy(&counter, &tensor->version_counter(), sizeof counter);
+  fetch(static_cast<const char*>(counter) + 16);
+}
+
+void fetch_autograd(const TensorImpl* tensor) {
+  const auto* meta = reinterpret_cast<const char*>(tensor->autograd_meta());
+  if (meta == nullptr) return;
+  fetch(meta, 0, 48);  // its functions, and the gradient
+  fetch(meta + 128);   // whether it requires one
+}
+
+/* ---- reading ---- */
 
 /* Whether the tensor is plain memory. What Python dispatches, a DTensor's outside for one, is not. */
 bool is_plain(TensorImpl* tensor) {
@@ -59,7 +93,7 @@ bool is_plain(TensorImpl* tensor) {
       !tensor->is_inference() && !tensor->key_set().has_any(special);
 }
 
-/* Two tensors are of one kind where dtype, device and contiguity are the same. */
+/* Two tensors are of one kind where dtype, device and contiguity are the same. Never negative. */
 int64_t kind_of(const TensorImpl* tensor) {
   const auto device = tensor->device();
   return static_cast<int64_t>(c10::typeMetaToScalarType(tensor->dtype())) |
@@ -67,20 +101,25 @@ int64_t kind_of(const TensorImpl* tensor) {
       static_cast<int64_t>(tensor->is_contiguous()) << 32;
 }
 
-bool read_one(TensorImpl* tensor, const Columns& out, Py_ssize_t at) {
+/* Returns whether it could be read; its kind is -1 where not. */
+bool read_memory(TensorImpl* tensor, const Memory& out, Py_ssize_t at) {
+  out.kind[at] = -1;
   if (!is_plain(tensor)) return false;
-  auto* storage = tensor->unsafe_storage().unsafeGetStorageImpl();
   const auto numel = tensor->numel();
-  // As Tensor.data_ptr(): an empty tensor lies nowhere.
+  // As Tensor.data_ptr(): an empty tensor lies nowhere. It throws for memory that may not be written.
+  auto* storage = tensor->unsafe_storage().unsafeGetStorageImpl();
   auto* data = numel == 0 ? nullptr : static_cast<char*>(storage->mutable_data());
-  out.version[at] = tensor->version_counter().current_version();
   out.pointer[at] = data == nullptr
       ? 0
       : reinterpret_cast<int64_t>(data + tensor->storage_offset() * static_cast<int64_t>(tensor->itemsize()));
   out.numel[at] = numel;
   out.kind[at] = kind_of(tensor);
-  out.requires_grad[at] = tensor->requires_grad();
   return true;
+}
+
+void read_status(TensorImpl* tensor, const Status& out, Py_ssize_t at) {
+  out.version[at] = tensor->version_counter().current_version();
+  out.requires_grad[at] = tensor->requires_grad();
 }
 
 /* Call visit(tensors, begin, end) for blocks of a list; where an item is no plain tensor there is a null. Returns the sum
@@ -94,9 +133,9 @@ int64_t each_block(PyObject* list, int threads, Visit visit) {
 #pragma omp parallel for num_threads(threads) schedule(static) reduction(+ : sum) if (n > FEW)
   for (Py_ssize_t begin = 0; begin < n; begin += BLOCK) {
     const auto end = std::min(begin + BLOCK, n);
-    for (auto i = end; i < std::min(end + BLOCK, n); i++) fetch(items[i], sizeof(THPVariable));
+    for (auto i = end; i < std::min(end + BLOCK, n); i++) fetch_object(items[i]);
     TensorImpl* tensors[BLOCK];
-    for (auto i = begin; i < end; i++) fetch(tensors[i - begin] = tensor_of(items[i]), sizeof(TensorImpl));
+    for (auto i = begin; i < end; i++) fetch_tensor(tensors[i - begin] = tensor_of(items[i]));
     try {
       sum += visit(tensors, begin, end);
     } catch (...) {  // memory that may not be written
@@ -106,42 +145,84 @@ int64_t each_block(PyObject* list, int threads, Visit visit) {
   return sum;
 }
 
-int64_t read_each(TensorImpl** tensors, Py_ssize_t begin, Py_ssize_t end, const Columns& out) {
-  for (auto i = begin; i < end; i++) fetch_parts(tensors[i - begin]);
-  int64_t unread = 0;
-  for (auto i = begin; i < end; i++) unread += !read_one(tensors[i - begin], out, i);
-  return unread;
+/* Call one(tensor) for the tensors of a block. */
+template <typename One>
+void each(TensorImpl** tensors, Py_ssize_t count, One one) {
+  for (Py_ssize_t i = 0; i < count; i++)
+    if (tensors[i] != nullptr) one(tensors[i]);
+}
+
+/* ---- dicts ---- */
+
+void fetch_entries(PyObject* dict) {
+  if (!PyDict_Check(dict)) return;
+  const auto* keys = reinterpret_cast<const char*>(reinterpret_cast<PyDictObject*>(dict)->ma_keys);
+  fetch(keys, 0, 64);
+  fetch(keys, 64, 128);
+}
+
+bool same_text(PyObject* one, PyObject* other) {
+  if (one == other) return true;
+  if (!PyUnicode_CheckExact(one) || !PyUnicode_CheckExact(other)) return false;
+  const auto length = PyUnicode_GET_LENGTH(one);
+  return length == PyUnicode_GET_LENGTH(other) && PyUnicode_KIND(one) == PyUnicode_KIND(other) &&
+      !std::memcmp(PyUnicode_DATA(one), PyUnicode_DATA(other), length * PyUnicode_KIND(one));
+}
+
+/* Whether dict[names[j]] is columns[j][i] for all of k names. */
+bool holds(PyObject* dict, Py_ssize_t i, PyObject** names, PyObject** columns, Py_ssize_t k) {
+  if (!PyDict_Check(dict)) return false;
+  PyObject *key, *value;
+  Py_ssize_t at = 0, found = 0;
+  while (PyDict_Next(dict, &at, &key, &value)) {
+    for (Py_ssize_t name = 0; name < k; name++) {
+      if (!same_text(key, names[name])) continue;
+      if (value != items_of(columns[name])[i]) return false;
+      found++;
+      break;
+    }
+  }
+  return found == k;
 }
 
 }  // namespace
 
 extern "C" {
 
-/* columns: [5][n], see Columns. */
-int64_t read_tensors(PyObject* list, int64_t* columns, int threads) {
-  const Columns out(columns, PyList_GET_SIZE(list));
+/* memory: [3][n]. status: [2][n]. grads: [3][n], the memory of their gradients, or null. A tensor without a gradient that
+ * could be read counts as read, the gradient's kind is -1.
+ */
+int64_t read_tensors(PyObject* list, int64_t* memory, int64_t* status, int64_t* grads, int threads) {
+  const auto n = PyList_GET_SIZE(list);
+  const Memory out(memory, n), out_of_grads(grads, n);
+  const Status out_of_status(status, n);
   return each_block(list, threads, [=](TensorImpl** tensors, Py_ssize_t begin, Py_ssize_t end) {
-    return read_each(tensors, begin, end, out);
-  });
-}
-
-/* The gradients of a list of parameters; one that has none cannot be read. */
-int64_t read_grads(PyObject* list, int64_t* columns, int threads) {
-  const Columns out(columns, PyList_GET_SIZE(list));
-  return each_block(list, threads, [=](TensorImpl** tensors, Py_ssize_t begin, Py_ssize_t end) {
-    for (auto i = begin; i < end; i++) fetch_parts(tensors[i - begin]);
-    for (auto i = begin; i < end; i++) {
-      auto*& tensor = tensors[i - begin];
-      if (tensor != nullptr) tensor = grad_of(tensor);
-      fetch(tensor, sizeof(TensorImpl));
+    const auto count = end - begin;
+    each(tensors, count, fetch_autograd);
+    each(tensors, count, fetch_storage);
+    each(tensors, count, fetch_version);
+    TensorImpl* of_grads[BLOCK] = {};
+    if (grads != nullptr) {
+      for (Py_ssize_t i = 0; i < count; i++)
+        if (tensors[i] != nullptr) of_grads[i] = grad_of(tensors[i]);
+      each(of_grads, count, fetch_tensor);
     }
-    return read_each(tensors, begin, end, out);
+    int64_t unread = 0;
+    for (Py_ssize_t i = 0; i < count; i++) {
+      if (read_memory(tensors[i], out, begin + i)) read_status(tensors[i], out_of_status, begin + i);
+      else unread++;
+    }
+    if (grads == nullptr) return unread;
+    each(of_grads, count, fetch_storage);
+    for (Py_ssize_t i = 0; i < count; i++) read_memory(of_grads[i], out_of_grads, begin + i);
+    return unread;
   });
 }
 
 /* versions: [n]. */
 int64_t read_versions(PyObject* list, int64_t* versions, int threads) {
   return each_block(list, threads, [=](TensorImpl** tensors, Py_ssize_t begin, Py_ssize_t end) {
+    each(tensors, end - begin, fetch_version);
     int64_t unread = 0;
     for (auto i = begin; i < end; i++) {
       auto* tensor = tensors[i - begin];
@@ -153,14 +234,19 @@ int64_t read_versions(PyObject* list, int64_t* versions, int threads) {
   });
 }
 
-/* Tell autograd that all tensors have been written; where one cannot be told, all others are. */
-int64_t increment_versions(PyObject* list, int threads) {
-  return each_block(list, threads, [](TensorImpl** tensors, Py_ssize_t begin, Py_ssize_t end) {
+/* Tell autograd that all tensors have been written; where one cannot be told, all others are. versions: [n], as they are
+ * then; 0 of one that has none.
+ */
+int64_t increment_versions(PyObject* list, int64_t* versions, int threads) {
+  return each_block(list, threads, [=](TensorImpl** tensors, Py_ssize_t begin, Py_ssize_t end) {
+    each(tensors, end - begin, fetch_version);
     int64_t untold = 0;
     for (auto i = begin; i < end; i++) {
       auto* tensor = tensors[i - begin];
-      if (tensor == nullptr) untold++;
-      else if (!tensor->is_inference()) tensor->bump_version();
+      const bool counts = tensor != nullptr && !tensor->is_inference();
+      if (counts) tensor->bump_version();
+      versions[i] = counts ? tensor->version_counter().current_version() : 0;
+      untold += tensor == nullptr;
     }
     return untold;
   });
@@ -172,23 +258,32 @@ int64_t same_objects(PyObject* one, PyObject* other) {
   return n == PyList_GET_SIZE(other) && (n == 0 || !std::memcmp(items_of(one), items_of(other), n * sizeof(PyObject*)));
 }
 
+/* Whether the values of a dict, in its order, are the objects of a list. */
+int64_t same_values(PyObject* dict, PyObject* list) {
+  const auto n = PyList_GET_SIZE(list);
+  if (PyDict_GET_SIZE(dict) != n) return 0;
+  auto** items = items_of(list);
+  PyObject *key, *value;
+  Py_ssize_t at = 0, i = 0;
+  while (PyDict_Next(dict, &at, &key, &value))
+    if (i == n || items[i++] != value) return 0;
+  return i == n;
+}
+
 /* Whether entries[i][names[k]] is columns[k][i], for all dicts and all names. */
-int64_t hold_objects(PyObject* entries, PyObject* names, PyObject* columns) {
+int64_t hold_objects(PyObject* entries, PyObject* names, PyObject* columns, int threads) {
   const auto n = PyList_GET_SIZE(entries), k = PyList_GET_SIZE(names);
+  for (Py_ssize_t name = 0; name < k; name++)
+    if (PyList_GET_SIZE(PyList_GET_ITEM(columns, name)) != n) return 0;
   auto** dicts = items_of(entries);
+  int64_t wrong = 0;
+  // Dicts are walked, not asked: what asks them might run Python code, which only this thread may.
+#pragma omp parallel for num_threads(threads) schedule(static) reduction(+ : wrong) if (n > FEW)
   for (Py_ssize_t i = 0; i < n; i++) {
-    if (i + 2 * BLOCK < n) fetch(dicts[i + 2 * BLOCK], sizeof(PyDictObject));
-    if (i + BLOCK < n && PyDict_Check(dicts[i + BLOCK]))
-      fetch(reinterpret_cast<PyDictObject*>(dicts[i + BLOCK])->ma_keys, 256);
-    if (!PyDict_Check(dicts[i])) return 0;
-    for (Py_ssize_t name = 0; name < k; name++) {
-      auto* column = PyList_GET_ITEM(columns, name);
-      if (PyList_GET_SIZE(column) != n) return 0;
-      auto* held = PyDict_GetItemWithError(dicts[i], PyList_GET_ITEM(names, name));
-      if (held == nullptr) PyErr_Clear();
-      if (held == nullptr || held != PyList_GET_ITEM(column, i)) return 0;
-    }
+    if (i + 2 * BLOCK < n) fetch(dicts[i + 2 * BLOCK], 8, 48);
+    if (i + BLOCK < n) fetch_entries(dicts[i + BLOCK]);
+    wrong += !holds(dicts[i], i, items_of(names), items_of(columns), k);
   }
-  return 1;
+  return wrong == 0;
 }
 }

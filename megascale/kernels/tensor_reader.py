@@ -36,29 +36,49 @@ ENVIRONMENT_VARIABLE = "MEGASCALE_TENSOR_READER"
 logger = logging.getLogger(__name__)
 
 
-class Facts(NamedTuple):
-    """What is known of tensors: int64 arrays, one element to a tensor.
+class Memory(NamedTuple):
+    """Where tensors lie: int64 arrays, one element to a tensor.
 
-    Tensors of one kind share dtype, device and contiguity; the number itself means nothing else.
+    Tensors of one kind share dtype, device and contiguity; the number itself means nothing else, but that a negative
+    one tells of a tensor that could not be read.
     """
 
-    versions: NDArray[np.int64]
     pointers: NDArray[np.int64]
     numels: NDArray[np.int64]
     kinds: NDArray[np.int64]
+
+    def at(self, places: slice | NDArray[np.int64]) -> "Memory | None":
+        """Return that of the tensors at some places; None where one of them could not be read."""
+        part = Memory(*(column[places] for column in self))
+        return None if (part.kinds < 0).any() else part
+
+
+class Facts(NamedTuple):
+    """What is known of tensors: their memory, and int64 arrays, one element to a tensor.
+
+    ``grads``: the memory of their gradients, where that was asked for.
+    """
+
+    memory: Memory
+    versions: NDArray[np.int64]
     requires_grad: NDArray[np.int64]
+    grads: Memory | None
 
 
-def read(tensors: list[Tensor]) -> Facts | None:
+def read(tensors: list[Tensor], *, grads: bool = False) -> Facts | None:
     """Return the facts of tensors; None where they have to be read from Python."""
     native = _native(len(tensors))
-    return None if native is None else _facts(native.read_tensors, tensors)
-
-
-def read_grads(params: list[Tensor]) -> Facts | None:
-    """Return the facts of all gradients of ``params``; None where they have to be read from Python, or one is not."""
-    native = _native(len(params))
-    return None if native is None else _facts(native.read_grads, params)
+    if native is None:
+        return None
+    memory, status, of_grads = (np.empty((rows, len(tensors)), dtype=np.int64) for rows in (3, 2, 3 if grads else 0))
+    unread = native.read_tensors(
+        tensors,
+        memory.ctypes.data,
+        status.ctypes.data,
+        of_grads.ctypes.data if grads else None,
+        torch.get_num_threads(),
+    )
+    return None if unread else Facts(Memory(*memory), status[0], status[1], Memory(*of_grads) if grads else None)
 
 
 def read_versions(tensors: list[Tensor]) -> NDArray[np.int64]:
@@ -71,11 +91,18 @@ def read_versions(tensors: list[Tensor]) -> NDArray[np.int64]:
     return np.array([tensor._version for tensor in tensors], dtype=np.int64)
 
 
-def increment_versions(tensors: list[Tensor]) -> None:
-    """Tell autograd that all of them have been written: a saved one is no longer what it was."""
+def increment_versions(tensors: list[Tensor]) -> NDArray[np.int64] | None:
+    """Tell autograd that all of them have been written: a saved one is no longer what it was.
+
+    Returns their versions then, shape [len(tensors)]; None where each would have to be asked.
+    """
     native = _native(len(tensors))
-    if native is None or native.increment_versions(tensors, torch.get_num_threads()) != 0:
-        torch.autograd.graph.increment_version(tensors)
+    if native is not None:
+        versions = np.empty(len(tensors), dtype=np.int64)
+        if native.increment_versions(tensors, versions.ctypes.data, torch.get_num_threads()) == 0:
+            return versions
+    torch.autograd.graph.increment_version(tensors)
+    return None
 
 
 def same_objects(one: list[Any], other: list[Any]) -> bool:
@@ -86,21 +113,23 @@ def same_objects(one: list[Any], other: list[Any]) -> bool:
     return len(one) == len(other) and all(map(is_, one, other))
 
 
+def same_values(entries: dict[Any, Any], values: list[Any]) -> bool:
+    """Whether the values of a dict, in its order, are the very objects of a list."""
+    native = _native(len(values))
+    if native is not None:
+        return bool(native.same_values(entries, values))
+    return len(entries) == len(values) and all(map(is_, entries.values(), values))
+
+
 def hold_objects(entries: list[dict[str, Any]], names: list[str], columns: list[list[Any]]) -> bool:
     """Whether ``entries[i][names[k]] is columns[k][i]`` for all i and k."""
     native = _native(len(entries))
     if native is not None:
-        return bool(native.hold_objects(entries, names, columns))
+        return bool(native.hold_objects(entries, names, columns, torch.get_num_threads()))
     return all(
         len(column) == len(entries) and all(map(is_, column, map(methodcaller("get", name), entries)))
         for name, column in zip(names, columns, strict=True)
     )
-
-
-def _facts(walk: Any, tensors: list[Tensor]) -> Facts | None:
-    columns = np.empty((len(Facts._fields), len(tensors)), dtype=np.int64)
-    unread = walk(tensors, columns.ctypes.data, torch.get_num_threads())
-    return None if unread else Facts(*columns)
 
 
 def _native(count: int) -> ctypes.PyDLL | None:
@@ -140,10 +169,16 @@ def _build(compiler: str, flags: Sequence[str]) -> Path:
 
 
 def _declare(loaded: ctypes.PyDLL) -> ctypes.PyDLL:
-    objects, memory = ctypes.py_object, ctypes.c_void_p
-    for walk in (loaded.read_tensors, loaded.read_grads, loaded.read_versions):
-        walk.argtypes, walk.restype = [objects, memory, ctypes.c_int], ctypes.c_int64
-    loaded.increment_versions.argtypes, loaded.increment_versions.restype = [objects, ctypes.c_int], ctypes.c_int64
-    loaded.same_objects.argtypes, loaded.same_objects.restype = [objects, objects], ctypes.c_int64
-    loaded.hold_objects.argtypes, loaded.hold_objects.restype = [objects, objects, objects], ctypes.c_int64
+    objects, memory, threads = ctypes.py_object, ctypes.c_void_p, ctypes.c_int
+    signatures = {
+        "read_tensors": [objects, memory, memory, memory, threads],
+        "read_versions": [objects, memory, threads],
+        "increment_versions": [objects, memory, threads],
+        "same_objects": [objects, objects],
+        "same_values": [objects, objects],
+        "hold_objects": [objects, objects, objects, threads],
+    }
+    for name, types in signatures.items():
+        function = getattr(loaded, name)
+        function.argtypes, function.restype = types, ctypes.c_int64
     return loaded

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn import Buffer
 
 from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
-from megascale.kernels import GradList, TensorList, native_build, tensor_reader
+from megascale.kernels import GradList, ParamList, TensorList, native_build, tensor_reader
+from megascale.main_params import MainParam
 from tests.training import bits_equal
 
 # The first of them may have to compile the library, which takes half a minute.
@@ -30,12 +32,10 @@ def _native(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(tensor_reader.ENVIRONMENT_VARIABLE, "native")
 
 
-def _facts(tensors: TensorList) -> tuple[object, ...]:
+def _memory(tensors: TensorList) -> tuple[object, ...]:
     return (
-        tensors.versions.tolist(),
         tensors.pointers.tolist(),
         tensors.numels.tolist(),
-        tensors.requires_grad.tolist(),
         tensors.dtype_codes(CODES).tolist(),
         tensors.dtypes,
         tensors.devices,
@@ -43,18 +43,33 @@ def _facts(tensors: TensorList) -> tuple[object, ...]:
     )
 
 
-def _from_python(tensors: list[Tensor]) -> tuple[object, ...]:
+def _facts(tensors: TensorList) -> tuple[object, ...]:
+    return (tensors.versions.tolist(), tensors.requires_grad.tolist(), *_memory(tensors))
+
+
+def _memory_from_python(tensors: list[Tensor]) -> tuple[object, ...]:
     """An oracle: one attribute of one tensor after the other."""
     return (
-        [tensor._version for tensor in tensors],
         [tensor.data_ptr() for tensor in tensors],
         [tensor.numel() for tensor in tensors],
-        [int(tensor.requires_grad) for tensor in tensors],
         [CODES[tensor.dtype] for tensor in tensors],
         {tensor.dtype for tensor in tensors},
         {tensor.device for tensor in tensors},
         all(tensor.is_contiguous() for tensor in tensors),
     )
+
+
+def _from_python(tensors: list[Tensor]) -> tuple[object, ...]:
+    return (
+        [tensor._version for tensor in tensors],
+        [int(tensor.requires_grad) for tensor in tensors],
+        *_memory_from_python(tensors),
+    )
+
+
+def _grads_of(params: list[nn.Parameter]) -> GradList:
+    held: list[Tensor] = list(params)
+    return ParamList(held).grads(held, slice(None))
 
 
 SHAPES = [(), (0,), (1,), (7,), (3, 5), (2, 0, 4), (2, 3, 4)]
@@ -112,16 +127,35 @@ def test_gradients_are_read_through_their_parameters() -> None:
     params = [nn.Parameter(torch.zeros(index + 1)) for index in range(100)]
     for index, param in enumerate(params):
         param.grad = torch.full((index + 1,), float(index))
-    grads = GradList(list(params))
+    grads = _grads_of(params)
     assert grads.usable
     assert len(grads) == 100
-    assert _facts(grads) == _from_python([param.grad for param in params if param.grad is not None])
+    assert _memory(grads) == _memory_from_python([param.grad for param in params if param.grad is not None])
     assert "_held" not in vars(grads)
     assert grads[7] is params[7].grad
     assert all(grad is param.grad for grad, param in zip(grads, params, strict=True))
     held = grads[3]
     params[3].grad = None
     assert grads.tensors[3] is held
+
+
+def test_gradients_of_a_group_are_those_at_its_places() -> None:
+    """One walk over all parameters serves each group; a gradient that one group lacks is no other's affair."""
+    params: list[Tensor] = [nn.Parameter(torch.zeros(index + 1)) for index in range(100)]
+    for param in params[1:]:
+        param.grad = torch.ones_like(param)
+    look = ParamList(params)
+    assert look._facts is not None
+    members = [params[0:40], params[40:97], [params[99], params[97], params[98]]]
+    found = [
+        look.grads(members[0], slice(0, 40)),
+        look.grads(members[1], slice(40, 97)),
+        look.grads(members[2], np.array([99, 97, 98])),
+    ]
+    assert [grads.usable for grads in found] == [False, True, True]
+    for grads, group in zip(found[1:], members[1:], strict=True):
+        assert "_held" not in vars(grads)
+        assert _memory(grads) == _memory_from_python([param.grad for param in group if param.grad is not None])
 
 
 @pytest.mark.parametrize("reader", ["native", "python"])
@@ -132,7 +166,7 @@ def test_gradients_that_are_not_plain_are_not_usable(kind: str, reader: str, mon
     params = [nn.Parameter(torch.zeros(4, 2)) for _ in range(40)]
     for param in params:
         param.grad = torch.zeros(4, 2)
-    assert GradList(list(params)).usable
+    assert _grads_of(params).usable
     match kind:
         case "none":
             params[33].grad = None
@@ -140,7 +174,7 @@ def test_gradients_that_are_not_plain_are_not_usable(kind: str, reader: str, mon
             params[33].grad = torch.zeros(4, 2).to_sparse()
         case _:
             params[33].grad = _Wrapped(torch.zeros(4, 2))
-    assert not GradList(list(params)).usable
+    assert not _grads_of(params).usable
 
 
 class _Wrapped(Tensor):
@@ -171,8 +205,9 @@ def test_increment_is_seen_by_autograd() -> None:
     params = [nn.Parameter(torch.ones(3)) for _ in range(200)]
     loss = (params[150] * params[150]).sum()
     before = [param._version for param in params]
-    tensor_reader.increment_versions(list(params))
-    assert [param._version for param in params] == [version + 1 for version in before]
+    now = tensor_reader.increment_versions(list(params))
+    assert now is not None
+    assert now.tolist() == [param._version for param in params] == [version + 1 for version in before]
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -184,7 +219,7 @@ def test_increment_tells_of_subclasses_too() -> None:
         pass
 
     params: list[Tensor] = [nn.Parameter(torch.ones(3)), Named(torch.ones(3))]
-    tensor_reader.increment_versions(params)
+    assert tensor_reader.increment_versions(params) is None
     assert [param._version > 0 for param in params] == [True, True]
 
 
@@ -198,17 +233,27 @@ def test_lists_and_entries_are_compared_by_identity(reader: str, monkeypatch: py
     assert not tensor_reader.same_objects(tensors, tensors[:-1])
     assert not tensor_reader.same_objects(tensors, [*tensors[:-1], torch.zeros(2)])
 
-    entries: list[dict[str, Any]] = [{"a": tensor, "b": index} for index, tensor in enumerate(tensors)]
+    numbered = dict(enumerate(tensors))
+    assert tensor_reader.same_values(numbered, list(tensors))
+    assert tensor_reader.same_values({}, [])
+    assert not tensor_reader.same_values(numbered, tensors[:-1])
+    assert not tensor_reader.same_values(numbered, tensors[::-1])
+    assert not tensor_reader.same_values(numbered | {7: torch.zeros(2)}, tensors)
+
+    entries: list[dict[str, Any]] = [{"first": tensor, "second": index} for index, tensor in enumerate(tensors)]
     columns: list[list[Any]] = [list(tensors), list(range(100))]
-    assert tensor_reader.hold_objects(entries, ["a", "b"], columns)
-    assert tensor_reader.hold_objects(entries, ["a"], columns[:1])
+    assert tensor_reader.hold_objects(entries, ["first", "second"], columns)
+    assert tensor_reader.hold_objects(entries, ["first"], columns[:1])
     assert tensor_reader.hold_objects(entries, [], [])
-    assert not tensor_reader.hold_objects(entries, ["a", "c"], columns)
-    assert not tensor_reader.hold_objects(entries, ["b", "a"], columns)
-    assert not tensor_reader.hold_objects(entries[:-1], ["a"], columns[:1])
-    entries[98]["a"] = torch.zeros(2)
-    assert not tensor_reader.hold_objects(entries, ["a", "b"], columns)
-    assert tensor_reader.hold_objects(entries, ["b"], columns[1:])
+    entries[50] = {"".join(["fir", "st"]): tensors[50], "second": 50}  # an equal name may be another object
+    assert tensor_reader.hold_objects(entries, ["first", "second"], columns)
+    assert not tensor_reader.hold_objects(entries, ["first", "second"], [columns[0], columns[1][:-1]])
+    assert not tensor_reader.hold_objects(entries, ["first", "third"], columns)
+    assert not tensor_reader.hold_objects(entries, ["second", "first"], columns)
+    assert not tensor_reader.hold_objects(entries[:-1], ["first"], columns[:1])
+    entries[98]["first"] = torch.zeros(2)
+    assert not tensor_reader.hold_objects(entries, ["first", "second"], columns)
+    assert tensor_reader.hold_objects(entries, ["second"], columns[1:])
 
 
 def _train(reader: str, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
@@ -247,6 +292,31 @@ def test_training_is_the_same_bits_with_either_reader(monkeypatch: pytest.Monkey
     native, python = _train("native", monkeypatch), _train("python", monkeypatch)
     assert all(bits_equal(a, b) for a, b in zip(native, python, strict=True))
     assert native[-1].item() != 2.0**8
+
+
+@pytest.mark.parametrize("reader", ["native", "python"])
+def test_own_writes_are_not_taken_for_those_of_others(reader: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a step, landed or skipped, nothing is to be followed; a write of another's is, once."""
+    monkeypatch.setenv(tensor_reader.ENVIRONMENT_VARIABLE, reader)
+    followed: list[str] = []
+    follow = MainParam.follow
+
+    def noted(self: MainParam) -> None:
+        followed.append(self.name)
+        follow(self)
+
+    monkeypatch.setattr(MainParam, "follow", noted)
+    params = [nn.Parameter(torch.randn(5).half()) for _ in range(60)]
+    inner = torch.optim.AdamW([{"params": params[:20]}, {"params": params[20:]}], lr=1e-3)
+    optimizer = MixedPrecisionOptimizer(inner, None, DynamicGradScaler(2.0**8, 1.0, 2.0, 0.5, 3, 1))
+    for step in range(6):
+        for param in params:
+            param.grad = torch.full_like(param, float("inf") if step == 2 else 1.0)
+        if step == 4:
+            with torch.no_grad():
+                params[30].add_(1)
+        optimizer.step()
+        assert followed == (["30"] if step >= 4 else [])
 
 
 def test_gradients_may_be_dropped_between_the_halves_of_a_step() -> None:
