@@ -339,12 +339,12 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         here = {id(param) for group in self.param_groups for param in group["params"]}
         for gone in [key for key in self.optimizer.state if isinstance(key, Tensor) and id(key) not in here]:
             del self.optimizer.state[gone]
-        for group, params in zip(self.param_groups, self._main_params.ordered, strict=True):
-            new = [param for param in params if id(param) in created]
+        for batch in self._main_params.batches():  # state lies in memory as it is updated
+            new = [param for param in batch.params if id(param) in created]
             for param in new:
                 self._ready_grads.admit(param)
                 self._cut_state(param)
-            self._update.create_states(group, new)
+            self._update.create_states(self.param_groups[batch.group], new)
         return look
 
     def _cut_state(self, param: MainParam) -> None:

@@ -57,6 +57,7 @@ class ReadyGrads:
         self._weights: tuple[list[MainParam], Tensor] | None = None
         self._owned: WeakKeyDictionary[Batch, list[int]] = WeakKeyDictionary()
         self._kept: WeakKeyDictionary[Batch, TensorList] = WeakKeyDictionary()
+        self._measured: tuple[list[Batch], tuple[list[MainParam], TensorList]] | None = None
 
     def admit(self, param: MainParam) -> None:
         """Raise ArgumentError, naming it, for a parameter on whose gradient ``grad_stats`` could not agree."""
@@ -83,7 +84,16 @@ class ReadyGrads:
         return Collected(updates, grads, self._weigh(params), None)
 
     def _to_measure(self, updates: list[GroupUpdate]) -> tuple[list[MainParam], TensorList]:
-        """Return what has elements on this rank: of many parameters it may own nothing."""
+        """Return what this rank owns elements of. While the same gradients are synced, it is the same lists."""
+        if any(update.grads is not self._kept.get(update.batch) for update in updates):
+            return self._owned_of(updates)
+        batches: list[Batch] = [update.batch for update in updates]
+        if self._measured is None or not same_objects(self._measured[0], batches):
+            self._measured = (batches, self._owned_of(updates))
+        return self._measured[1]
+
+    def _owned_of(self, updates: list[GroupUpdate]) -> tuple[list[MainParam], TensorList]:
+        """Return the parameters that this rank owns elements of, of many it may own nothing, and their gradients."""
         params: list[list[MainParam]] = []
         grads: list[TensorList] = []
         for update in updates:
