@@ -13,7 +13,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-TINY = ("--threads", "1", "--device", "cpu", "--probe", "10000", "--rounds", "2", "--numel", "9999", "--tensors", "3")
+TINY = ("--threads", "1", "--device", "cpu", "--probe", "10000", "--rounds", "2", "--numel", "9999")
 
 
 def run(program: str, *arguments: str) -> str:
@@ -45,7 +45,7 @@ def table(text: str) -> list[dict[str, str]]:
 def test_step_writes_whole_table_and_rounds(tmp_path: Path) -> None:
     """One command times all contenders on the same work; whoever cannot run has a row with the reason."""
     options = ("--backends", "reference,apex", "--only", "masters,torch amp,apex", "--out", str(tmp_path / "table.md"))
-    text = run("step.py", "--dtypes", "float16", *options)
+    text = run("step.py", "--tensors", "3", "--dtypes", "float16", *options)
     assert (tmp_path / "table.md").read_text().strip() == text.strip()
     rows = table(text)
     names = [row["step"].partition(" (")[0] for row in rows]
@@ -70,7 +70,7 @@ def test_step_writes_whole_table_and_rounds(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_sweeps_write_tables_rounds_and_plots(tmp_path: Path) -> None:
     """Each sweep has a row for every point and contender; a point that memory cannot hold says so."""
-    lists = ("--parameters", "1e4,1e15", "--tensor-counts", "1,30")
+    lists = ("--tensors", "3", "--parameters", "1e4,1e15", "--tensor-counts", "1,30")
     text = run("sweep.py", "parameters", "tensors", "dtype", *lists, "--out", str(tmp_path / "sweep"))
     rows = [tuple(row.values()) for row in table(text)]
     timed = {(row[0], row[1].partition(" (")[0]) for row in rows if row[2].replace(".", "").isdigit()}
@@ -86,6 +86,24 @@ def test_sweeps_write_tables_rounds_and_plots(tmp_path: Path) -> None:
         with (tmp_path / f"sweep_{name}.csv").open() as file:
             assert {row["round"] for row in csv.DictReader(file)} == {"0", "1"}
         assert (tmp_path / f"sweep_{name}.png").exists() == plotted
+
+
+@pytest.mark.slow
+def test_growth_compares_few_and_many_tensors(tmp_path: Path) -> None:
+    """One row a contender, on both numbers of tensors; the operators of ours do not depend on them."""
+    text = run("growth.py", "--few", "3", "--many", "33", "--out", str(tmp_path / "growth.md"))
+    assert (tmp_path / "growth.md").read_text().strip() == text.strip()
+    rows = table(text)
+    names = [row["step"].partition(" (")[0] for row in rows]
+    ours = ["megascale", "megascale, GradSync", "megascale DistributedOptimizer"]
+    assert names == [*ours, "torch amp", "masters"]
+    for row in rows[:3]:
+        few, many = row["operators"].split(", ")
+        assert few == many
+        assert float(row["ratio of medians"]) > 0
+    with (tmp_path / "growth.csv").open() as file:
+        rounds = [(row["contender"], row["round"]) for row in csv.DictReader(file)]
+    assert rounds == [(f"{name}, {count} tensors", index) for name in names for count in (3, 33) for index in "01"]
 
 
 @pytest.mark.slow
