@@ -294,9 +294,13 @@ def test_training_is_the_same_bits_with_either_reader(monkeypatch: pytest.Monkey
     assert native[-1].item() != 2.0**8
 
 
+@pytest.mark.parametrize("odd", [False, True])
 @pytest.mark.parametrize("reader", ["native", "python"])
-def test_own_writes_are_not_taken_for_those_of_others(reader: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a step, landed or skipped, nothing is to be followed; a write of another's is, once."""
+def test_own_writes_are_not_taken_for_those_of_others(reader: str, odd: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a step, landed or skipped, nothing is to be followed; a write of another's is, once.
+
+    Also where a gradient is laid out otherwise than its parameter, which torch then updates beside the kernels.
+    """
     monkeypatch.setenv(tensor_reader.ENVIRONMENT_VARIABLE, reader)
     followed: list[str] = []
     follow = MainParam.follow
@@ -307,11 +311,13 @@ def test_own_writes_are_not_taken_for_those_of_others(reader: str, monkeypatch: 
 
     monkeypatch.setattr(MainParam, "follow", noted)
     params = [nn.Parameter(torch.randn(5).half()) for _ in range(60)]
+    if odd:
+        params[40] = nn.Parameter(torch.randn(4, 6).half().t())
     inner = torch.optim.AdamW([{"params": params[:20]}, {"params": params[20:]}], lr=1e-3)
     optimizer = MixedPrecisionOptimizer(inner, None, DynamicGradScaler(2.0**8, 1.0, 2.0, 0.5, 3, 1))
     for step in range(6):
         for param in params:
-            param.grad = torch.full_like(param, float("inf") if step == 2 else 1.0)
+            param.grad = torch.full(param.shape, float("inf") if step == 2 else 1.0).half()
         if step == 4:
             with torch.no_grad():
                 params[30].add_(1)
