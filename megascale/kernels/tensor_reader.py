@@ -11,7 +11,7 @@ import os
 import subprocess
 import sysconfig
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import is_, methodcaller
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -113,10 +113,10 @@ def same_objects(one: list[Any], other: list[Any]) -> bool:
     return len(one) == len(other) and all(map(is_, one, other))
 
 
-def same_values(entries: dict[Any, Any], values: list[Any]) -> bool:
-    """Whether the values of a dict, in its order, are the very objects of a list."""
+def same_values(entries: Mapping[Any, Any], values: list[Any]) -> bool:
+    """Whether the values of a mapping, in its order, are the very objects of a list."""
     native = _native(len(values))
-    if native is not None:
+    if native is not None and isinstance(entries, dict):
         return bool(native.same_values(entries, values))
     return len(entries) == len(values) and all(map(is_, entries.values(), values))
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections import UserDict
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +237,7 @@ def test_lists_and_entries_are_compared_by_identity(reader: str, monkeypatch: py
     numbered = dict(enumerate(tensors))
     assert tensor_reader.same_values(numbered, list(tensors))
     assert tensor_reader.same_values({}, [])
+    assert tensor_reader.same_values(UserDict(numbered), tensors)
     assert not tensor_reader.same_values(numbered, tensors[:-1])
     assert not tensor_reader.same_values(numbered, tensors[::-1])
     assert not tensor_reader.same_values(numbered | {7: torch.zeros(2)}, tensors)
