@@ -11,14 +11,14 @@ import statistics
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from peers.contenders import MASTERS, OURS, TORCH_AMP, Entry
 from peers.rounds import Bandwidth, Run, run_rounds
 from peers.work import Stepper, Work, given_work
-from step import PROBE, place
+from step import PROBE, place, rows_of_rounds
 from sweep import ON_MAIN_GRADS
 
 HEADS = (
@@ -118,14 +118,13 @@ def main() -> None:
     entries = [e for e in (OURS, *ON_MAIN_GRADS, TORCH_AMP, MASTERS) if any(part in e.name for part in wanted)]
     both = [sized(entry, count) for entry in entries for count in (arguments.few, arguments.many)]
     bandwidth = Bandwidth(arguments.probe or PROBE.get(device.type, PROBE["cuda"]), device)
-    work = replace(given_work(1, 1, torch.float16, device), numel=arguments.numel)
+    work = Work(arguments.numel, arguments.few, torch.float16, device, [])  # each entry makes its own gradients
     runs = run_rounds(both, work, arguments.rounds, bandwidth)
     text = table(entries, runs, arguments, device)
     print(text)
     if arguments.out is not None:
         arguments.out.write_text(text)
-        rounds = [f'"{run.entry.name}",{index},{time:.3f}' for run in runs for index, time in enumerate(run.times)]
-        arguments.out.with_suffix(".csv").write_text("\n".join(["contender,round,ms", *rounds]) + "\n")
+        arguments.out.with_suffix(".csv").write_text(rows_of_rounds({"float16": runs}))
     broken = [run for run in runs if run.broken and run.entry.module == OURS.module]
     if broken:
         sys.exit(f"{broken[0].entry.name}: {broken[0].failure}")
