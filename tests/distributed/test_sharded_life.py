@@ -329,6 +329,31 @@ def test_frozen_unfrozen_and_added_parameters(ranks: RankPool) -> None:
         assert same(state, results[0][-1])
 
 
+def _poisoned_where_added(poisoned: int) -> list[bool]:
+    module, extra = net(seed=3), nn.Linear(11, 1).half()
+    with torch.no_grad():
+        for param in extra.parameters():
+            param.fill_(0.25)
+    optimizer = sharded(module)
+    _step(optimizer, module, 0)
+    _step(optimizer, module, 1)
+    optimizer.add_param_group({"params": list(extra.named_parameters()), "lr": 0.1})
+    before = weights(module)
+    optimizer.zero_grad()
+    loss = module(batch(2, dist.get_rank(), FP16)).float().square().mean()
+    bad = float("inf") if dist.get_rank() == poisoned else 1.0
+    optimizer.scale_loss(loss + extra(torch.full((1, 11), bad, dtype=FP16)).float().sum()).backward()
+    skipped = not optimizer.step().success
+    kept = same(weights(module), before) and all(bool((param == 0.25).all()) for param in extra.parameters())
+    return [skipped, kept]
+
+
+@pytest.mark.parametrize("poisoned", [0, 1])
+def test_gradients_of_added_parameters_are_measured(ranks: RankPool, poisoned: int) -> None:
+    """Invariant 1: what was measured at the last step is not all there is after a param group was added."""
+    assert ranks.run(2, _poisoned_where_added, poisoned) == [[True, True]] * 2
+
+
 def _state_of_before() -> bool:
     module, twin = net(torch.float32), net(torch.float32)
     optimizers = []
