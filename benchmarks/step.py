@@ -27,8 +27,22 @@ from peers.work import given_work
 
 DTYPES = ("float16", "bfloat16", "float32")
 PROBE = {"cpu": 50_000_000, "cuda": 500_000_000}
-"""Elements of the pass that measures the bandwidth: far beyond any cache."""
+"""Elements of a pass that is far beyond any cache."""
 DISTRIBUTIONS = ("torch", "megatron-core", "deepspeed", "triton", "apex", "transformer-engine", "flashoptim")
+
+BOUND = 30
+"""Bytes per parameter that a 16-bit step with AdamW cannot do without: 2 for statistics, 28 for the update."""
+
+
+def probe_numel(device: torch.device, numel: int) -> int:
+    """Return the elements of the pass that measures the bandwidth.
+
+    On a CPU as many bytes move as in a step of ``numel`` parameters: what lasts as long meets fast moments as often.
+    """
+    if device.type != "cpu":
+        return PROBE["cuda"]
+    return max(PROBE["cpu"], numel * BOUND // 8)
+
 
 # The table
 
@@ -39,10 +53,13 @@ def bandwidths_of(runs: Sequence[Run]) -> list[float]:
 
 
 def bound_fractions(run: Run, numel: int, bandwidths: list[float]) -> tuple[float, float]:
-    """Return implied bytes per second over the machine's bandwidth: of the medians, and of the best of either."""
+    """Return implied bytes per second over the machine's bandwidth: of the medians, and of the best of either.
+
+    ``bandwidths``: of all contenders' rounds. The best is compared with that of the run's own: more draws find better.
+    """
     gigabytes = run.bytes_per_parameter * numel / 1e9
     median = gigabytes / (run.median / 1e3) / statistics.median(bandwidths)
-    best = gigabytes / (min(run.times) / 1e3) / max(bandwidths)
+    best = gigabytes / (min(run.times) / 1e3) / max(run.bandwidths)
     return median, best
 
 
@@ -142,7 +159,8 @@ def explanations(measured: dict[str, Sequence[Run]], device: torch.device) -> st
     lines = [
         "A ratio below 1 means that megascale is faster. `bytes / parameter`: what the passes of a step have to read "
         "and write, listed below; GB/s is that over the median. `of the bandwidth`: GB/s over the bandwidth of the "
-        "same run, measured before each step: median over median and best over best. "
+        "same run, by a pass before each step (on a CPU over as many bytes): median over that of all passes, and best "
+        "over the best of its own. "
         f"{counted} `collectives`: of a step on two ranks; with none, ranks may disagree on a skip. "
         "`held`: parameters, gradients, masters and state before the step, `peak`: at the step's worst moment. "
         f"`difference`: the largest between a parameter and that of {REFERENCE}, after the last round.",
@@ -233,7 +251,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(arguments.threads)
     device = torch.device(arguments.device)
-    bandwidth = Bandwidth(arguments.probe or PROBE.get(device.type, PROBE["cuda"]), device)
+    bandwidth = Bandwidth(arguments.probe or probe_numel(device, arguments.numel), device)
     measured: dict[str, Sequence[Run]] = {}
     tables = []
     for dtype in arguments.dtypes.split(","):

@@ -13,7 +13,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.profiler import record_function
 from torch.distributed import Work
 
 from megascale.collectives import (
@@ -26,6 +25,7 @@ from megascale.collectives import (
     reduce_scatter_sum_start,
 )
 from megascale.parallel import GradGroup
+from megascale.spans import span
 
 CHUNK = 1 << 18
 """Elements that are summed and divided while they are in cache."""
@@ -235,7 +235,7 @@ class Exchanged(_Sharded):
 
     @torch.no_grad()
     def _carry(self) -> None:
-        with record_function("megascale.reduce_bucket"):
+        with span("reduce_bucket"):
             shards = self.packed().view(self.num_shards, -1)
             parts = [slice(begin, begin + MESSAGE) for begin in range(0, shards.size(1), MESSAGE)]
             memory = self._courier.memory(2 * (self.num_shards - 1) * min(MESSAGE, shards.size(1)), shards)

@@ -5,15 +5,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.profiler import record_function
 
 from megascale import grad_stats
 from megascale.errors import ArgumentError, ArgumentTypeError, StateDictError, UsageError
 from megascale.grad_scaler import MegatronGradScaler
 from megascale.kernels import Decision
-from megascale.optimizer import MixedPrecisionOptimizer, StepResult, decide_and_rescale
+from megascale.optimizer import MixedPrecisionOptimizer, StepResult
 from megascale.optimizer_state import LiveState, Plan, load_together
 from megascale.param_shard import ParamShard
+from megascale.spans import span
 from megascale.state_dict import VERSION, check_layout
 from megascale.torch_state_dict import StateDict, StateNames, from_torch_layout, is_read_by_torch, is_torch_layout
 
@@ -68,11 +68,11 @@ class ChainedOptimizer(torch.optim.Optimizer):
 
     def _prepare(self) -> Decision:
         measured = [optimizer.measure_grads() for optimizer in self.optimizers]
-        with record_function("megascale.agree"):
+        with span("agree"):
             stats = grad_stats.agree(grad_stats.combined([stats for _, stats in measured]), self.groups)
         for optimizer in self.optimizers:
             optimizer.raise_agreed(stats)
-        decision = decide_and_rescale(stats, self.grad_scaler, self.clip_grad)
+        decision = self.optimizers[0].decide_and_rescale(stats)
         for optimizer, (updates, _) in zip(self.optimizers, measured, strict=True):
             optimizer.accept(updates, decision)
         return decision

@@ -6,9 +6,9 @@ import torch
 
 from megascale import validate
 from megascale.errors import ArgumentError
-from megascale.grad_scaler import HYSTERESIS_RESETS
 
 BACKENDS = ("auto", "reference", "torch", "compiled", "native", "triton", "apex")
+HYSTERESIS_RESETS = ("growth", "clean_step")
 OPTIMIZERS = ("adam", "sgd", "lion")
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLAGS = (

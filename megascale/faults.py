@@ -13,8 +13,10 @@ from torch import Tensor
 from megascale.capture import is_capturing
 from megascale.collectives import group_size, raise_together
 from megascale.errors import MainParamOverflowError, MegascaleError
+from megascale.grad_stats import GradStats
 from megascale.host_view import HostView
 from megascale.inner_update import Rounded
+from megascale.kernels import stats_dtype
 from megascale.parallel import ParallelGroups
 
 
@@ -31,8 +33,8 @@ class Faults:
         # What this step and the one before rounded: when the host hears, another step has been taken.
         self._rounded: deque[list[Rounded]] = deque(maxlen=2)
         # Where they are, they stay: a captured graph reads and writes them.
-        self._num_overflowed = torch.zeros((), dtype=torch.float32, device=self._device)
-        self._agreed = torch.zeros((), device=self._device)
+        self._num_overflowed = torch.zeros((), dtype=stats_dtype(device), device=device)
+        self._agreed: GradStats | None = None
 
     def clear(self) -> None:
         """Forget all faults: main params have been replaced."""
@@ -45,10 +47,10 @@ class Faults:
         if error is not None and self._alone:
             raise error
         self._error = self._error or error
-        return self._num_overflowed + (0 if self._error is None else 1)
+        return self._num_overflowed if self._error is None else self._num_overflowed + 1
 
-    def raise_agreed(self, agreed: Tensor) -> None:
-        """Raise on every rank alike if any had a fault, as soon as the host can know. ``agreed``: their sum, 0-d.
+    def raise_agreed(self, agreed: GradStats) -> None:
+        """Raise on every rank alike if any had a fault, as soon as the host can know.
 
         While a graph is captured there is nothing to know: :meth:`look` follows each replay.
         """
@@ -58,9 +60,9 @@ class Faults:
 
     def look(self) -> None:
         """Raise for the faults that were agreed on last, as soon as the host can know."""
-        if self._alone and self._on_host:
+        if self._agreed is None or (self._alone and self._on_host):
             return
-        seen = self._view.push({"faults": self._agreed})
+        seen = self._view.push({"faults": self._agreed.faults})
         if self._on_host:
             seen = self._view.flush()
         if seen is not None and seen["faults"] > 0:
@@ -69,9 +71,10 @@ class Faults:
     def note(self, rounded: list[Rounded]) -> None:
         """Remember, on the device, which model params could not hold their main param."""
         self._rounded.append(rounded)
-        counts = [one.overflowed.sum(dtype=torch.float32).to(self._device, non_blocking=True) for one in rounded]
-        if counts:
-            self._num_overflowed.copy_(torch.stack(counts).sum())
+        flags = [one.overflowed.to(self._device, non_blocking=True) for one in rounded]
+        if flags:
+            together = flags[0] if len(flags) == 1 else torch.cat(flags)
+            torch.sum(together, 0, dtype=self._num_overflowed.dtype, out=self._num_overflowed)
 
     def raise_local(self) -> None:
         """Raise at once where this rank is alone and its values lie in host memory."""

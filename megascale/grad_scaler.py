@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from megascale import validate
+from megascale.config import HYSTERESIS_RESETS
 from megascale.errors import ArgumentError, ArgumentTypeError, StateDictError
+from megascale.kernels import Backend, ScaleRule, TorchDecisions, inverse
 
-HYSTERESIS_RESETS = ("growth", "clean_step")
 LARGEST_TRACKER = 2**62  # int64 with room to count on
 
 
@@ -36,6 +37,9 @@ class MegatronGradScaler(ABC):
         device: where the state lives. None is the CPU; an optimizer moves the scaler to its parameters' device.
     """
 
+    backend: TorchDecisions | Backend = TorchDecisions()
+    """What updates run on; an optimizer puts its own here."""
+
     def __init__(self, initial_scale: float, *, device: torch.device | str | None = None) -> None:
         self.initial_scale = validate.scale("initial_scale", initial_scale)
         self._scale = torch.full((1,), self.initial_scale, dtype=torch.float32, device=device or "cpu")
@@ -48,7 +52,7 @@ class MegatronGradScaler(ABC):
     @property
     def inv_scale(self) -> Tensor:
         """The reciprocal of the scale, taken in fp64 and rounded once: fp32, shape [1]."""
-        return self._scale.double().reciprocal().float()
+        return inverse(self._scale)
 
     @property
     def device(self) -> torch.device:
@@ -59,6 +63,9 @@ class MegatronGradScaler(ABC):
         """Move the state to ``device`` and return self."""
         self._scale = self._scale.to(device)
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "backend"}  # its kernels cannot be copied
 
     @abstractmethod
     def update(self, found_inf: bool | Tensor) -> None:
@@ -85,7 +92,7 @@ class ConstantGradScaler(MegatronGradScaler):
 
     def update(self, found_inf: bool | Tensor) -> None:
         """Check the argument; the scale stays."""
-        _as_device_flag(found_inf, self.device)
+        _flag(found_inf, self.device)
 
     def state_dict(self) -> dict[str, Any]:
         """Return ``{"scale": fp32 tensor of shape [1]}``."""
@@ -173,24 +180,17 @@ class DynamicGradScaler(MegatronGradScaler):
     @torch.no_grad()
     def update(self, found_inf: bool | Tensor) -> None:
         """Follow the rule for one step. A tensor `found_inf` is never read on the host."""
-        found = _as_device_flag(found_inf, self.device)
-        growth, hysteresis, scale = self._growth_tracker, self._hysteresis_tracker, self._scale
-
-        hysteresis_after_inf = (hysteresis - 1).clamp_(min=0)
-        backed_off = (scale * self.backoff_factor).clamp_(min=self.min_scale)
-        scale_after_inf = torch.where(hysteresis_after_inf == 0, backed_off, scale)
-
-        clean_steps = growth + 1
-        grows = clean_steps >= self.growth_interval
-        grown = scale * self.growth_factor
-        grown = torch.where(torch.isfinite(grown), grown.clamp(max=self.max_scale), scale)
-        replenished = grows if self.hysteresis_reset == "growth" else torch.ones_like(grows)
-
-        growth.copy_(torch.where(found | grows, 0, clean_steps))
-        hysteresis.copy_(
-            torch.where(found, hysteresis_after_inf, torch.where(replenished, self.hysteresis, hysteresis))
+        rule = ScaleRule(
+            min_scale=self.min_scale,
+            max_scale=self.max_scale,
+            growth_factor=self.growth_factor,
+            backoff_factor=self.backoff_factor,
+            growth_interval=self.growth_interval,
+            hysteresis=self.hysteresis,
+            each_clean_step=self.hysteresis_reset == "clean_step",
         )
-        scale.copy_(torch.where(found, scale_after_inf, torch.where(grows, grown, scale)))
+        found = _flag(found_inf, self.device)
+        self.backend.rescale_(found, self._scale, self._growth_tracker, self._hysteresis_tracker, rule)
 
     def state_dict(self) -> dict[str, Any]:
         """Return ``scale`` (fp32 tensor [1]), ``growth_tracker``, ``hysteresis_tracker`` (ints): Megatron's keys."""
@@ -230,17 +230,18 @@ class DynamicGradScaler(MegatronGradScaler):
         self._hysteresis_tracker.fill_(min(hysteresis, self.hysteresis))
 
 
-def _as_device_flag(found_inf: bool | Tensor, device: torch.device) -> Tensor:
-    """Return `found_inf` as a bool tensor of shape [1] on ``device``, without reading it."""
+def _flag(found_inf: bool | Tensor, device: torch.device) -> Tensor:
+    """Return `found_inf` as one element of fp32 on ``device``, without reading it."""
     if isinstance(found_inf, Tensor):
         if found_inf.numel() != 1:
             raise ArgumentError(f"found_inf must have one element, got shape {tuple(found_inf.shape)}")
-        return (found_inf.detach().to(device, non_blocking=True) != 0).reshape(1)
+        flag = found_inf if found_inf.dtype == torch.float32 else (found_inf != 0).float()
+        return flag.to(device, non_blocking=True)
     if not isinstance(found_inf, bool):
         raise ArgumentTypeError(
             f"found_inf must be a bool or a tensor, got {found_inf!r} of type {type(found_inf).__name__}"
         )
-    return torch.full((1,), found_inf, dtype=torch.bool, device=device)
+    return torch.full((1,), found_inf, dtype=torch.float32, device=device)
 
 
 def _check_mapping(state_dict: Any) -> None:

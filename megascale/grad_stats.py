@@ -1,4 +1,4 @@
-"""Measure, agree, decide: from local gradients to one decision that every rank shares.
+"""Measure and agree: from local gradients to statistics that every rank shares.
 
 The vector that travels has four numbers: sum of squares, non-finite count, zeros, faults. A gradient held alike by k
 ranks adds its sums divided by k, so that a single SUM all-reduce serves replicated, sharded and tensor-parallel
@@ -15,11 +15,8 @@ from torch import Tensor, nn
 from megascale.collectives import all_reduce_sum_
 from megascale.dtensors import is_dtensor
 from megascale.errors import ArgumentError
-from megascale.kernels import Backend, Decision, TensorList, TensorStats, stats_dtype
+from megascale.kernels import Backend, TensorList, TensorStats, stats_dtype
 from megascale.parallel import ParallelGroups, ranks_of
-
-LARGEST_SUM_SQUARES = torch.finfo(torch.float32).max
-"""A larger finite sum of squares does not fit every backend's accumulator: on every backend it counts as overflow."""
 
 
 class Holders:
@@ -105,17 +102,14 @@ def measure(
         faults: 0-d, this rank's faults.
     """
     exact = stats_dtype(device)
-    uncounted = torch.full((), math.nan, dtype=exact, device=device)
-    zero = torch.zeros((), dtype=exact, device=device)
+    faults = faults.to(exact)
     if not grads:
-        vector = torch.stack([zero, zero, zero if count_zeros else uncounted, faults.to(exact)])
+        vector = torch.zeros(4, dtype=exact, device=device)
+        vector[2] = 0.0 if count_zeros else math.nan
+        vector[3] = faults
         return GradStats(vector, None)
     stats = _measure_by_device(grads, backend, count_zeros, device)
-    # A weight of 0 times inf is NaN: a shared copy that is not finite spoils the norm of a step that is skipped anyway.
-    sum_squares = (stats.sum_squares * weights).sum()
-    zeros = uncounted if stats.zeros is None else (stats.zeros * weights).sum()
-    vector = torch.stack([sum_squares, stats.non_finite.sum(), zeros, faults.to(exact)])
-    return GradStats(vector, stats.non_finite)
+    return GradStats(backend.total(stats, weights, faults), stats.non_finite)
 
 
 def _measure_by_device(
@@ -149,27 +143,3 @@ def combined(parts: Sequence[GradStats]) -> GradStats:
 def agree(stats: GradStats, groups: ParallelGroups) -> GradStats:
     """Sum the vector over ``grad_stats``: the one collective of a step."""
     return GradStats(all_reduce_sum_(stats.vector, groups.grad_stats), stats.non_finite)
-
-
-@torch.no_grad()
-def decide(stats: GradStats, inv_scale: Tensor | None, clip_grad: float) -> Decision:
-    """Turn agreed statistics into the decision, on the device.
-
-    ``found_inf`` is set by any non-finite element, by a sum of squares beyond fp32, and by a fault on any rank.
-    ``clip = min(1, clip_grad / (norm + 1e-6))``, Megatron-Core's and torch's rule; 0 does not clip.
-    """
-    sum_squares, non_finite, zeros, faults = stats.vector.unbind()
-    # "not <=" also catches NaN.
-    found_inf = (sum_squares <= LARGEST_SUM_SQUARES).logical_not() | (non_finite > 0) | (faults > 0)
-    unscale = torch.ones_like(sum_squares) if inv_scale is None else inv_scale.reshape(()).to(sum_squares.dtype)
-    norm = sum_squares.sqrt() * unscale
-    coefficient = unscale
-    if clip_grad > 0:
-        coefficient = coefficient * (clip_grad / (norm + 1e-6)).clamp(max=1.0)
-    return Decision(
-        found_inf=found_inf.float(),
-        coefficient=coefficient.float(),
-        grad_norm=norm.float(),
-        # Shares of a third do not add up to a whole number.
-        num_zeros=zeros.round(),
-    )

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.profiler import record_function
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -25,6 +24,7 @@ from megascale.optimizer_state import LiveState, load_together
 from megascale.parallel import ParallelGroups
 from megascale.param_shard import ParamShard
 from megascale.ready_grads import ReadyGrads
+from megascale.spans import span
 from megascale.torch_state_dict import StateNames, is_read_by_torch
 
 
@@ -93,6 +93,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self.device = _device_of(optimizer)
         self.grad_scaler = None if grad_scaler is None else grad_scaler.to(self.device)
         self.backend = select_backend(self.config.backend, self.device)
+        if self.grad_scaler is not None:
+            self.grad_scaler.backend = self.backend
         self.num_skipped_steps = torch.zeros((), dtype=torch.int64, device=self.device)
         self._update = select_update(optimizer, self.backend, self.config)
         names = {id(param): name for name, param in named_parameters or ()}
@@ -135,10 +137,10 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     def _prepare(self) -> Decision:
         updates, stats = self.measure_grads()
-        with record_function("megascale.agree"):
+        with span("agree"):
             stats = grad_stats.agree(stats, self.groups)
         self.raise_agreed(stats)
-        decision = decide_and_rescale(stats, self.grad_scaler, self.clip_grad)
+        decision = self.decide_and_rescale(stats)
         self.accept(updates, decision)
         return decision
 
@@ -169,10 +171,10 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         if self._ready is None:
             raise UsageError("step_with_ready_grads() needs prepare_grads() first; step() calls both")
         (updates, decision), self._ready = self._ready, None
-        with record_function("megascale.update"):
+        with span("update"):
             self._faults.note(self._update.apply(updates, decision, self._main_params.publish))
         self.num_skipped_steps.add_(decision.found_inf.to(torch.int64))
-        with record_function("megascale.gather"):
+        with span("gather"):
             self._settle()
         self._faults.raise_local()
         return StepResult(decision.found_inf == 0, decision.grad_norm, decision.num_zeros)
@@ -182,10 +184,10 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def measure_grads(self) -> tuple[list[GroupUpdate], GradStats]:
         """Finish reductions; return what this rank will update, and its own statistics."""
-        with record_function("megascale.finish"):
+        with span("finish"):
             look = self._follow()
             ready = self._ready_grads.collect(self.param_groups, self._main_params, look)
-        with record_function("megascale.measure"):
+        with span("measure"):
             stats = grad_stats.measure(
                 ready.grads,
                 ready.weights,
@@ -198,7 +200,21 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     def raise_agreed(self, stats: GradStats) -> None:
         """Raise a fault of this optimizer on every rank alike, if the agreed statistics tell of one."""
-        self._faults.raise_agreed(stats.faults)
+        self._faults.raise_agreed(stats)
+
+    @torch.no_grad()
+    def decide_and_rescale(self, stats: GradStats) -> Decision:
+        """Decide, with the scale that scaled this step's loss; then let the scaler hear of it."""
+        with span("decide"):
+            decision = self._decide(stats)
+        with span("rescale"):
+            if self.grad_scaler is not None:
+                self.grad_scaler.update(decision.found_inf)
+        return decision
+
+    def _decide(self, stats: GradStats) -> Decision:
+        scale = None if self.grad_scaler is None else self.grad_scaler.scale
+        return self.backend.decide(stats.vector, scale, self.clip_grad)
 
     def accept(self, updates: list[GroupUpdate], decision: Decision) -> None:
         """Take the decision for what :meth:`measure_grads` returned; :meth:`step_with_ready_grads` carries it out."""
@@ -219,8 +235,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     def rehearse(self) -> None:
         """Run a step that changes nothing but reduced gradients: kernels are compiled, and buffers made, by it."""
         updates, stats = self.measure_grads()
-        inv_scale = None if self.grad_scaler is None else self.grad_scaler.inv_scale
-        decision = grad_stats.decide(grad_stats.agree(stats, self.groups), inv_scale, self.clip_grad)
+        decision = self._decide(grad_stats.agree(stats, self.groups))
         skip = replace(decision, found_inf=torch.ones_like(decision.found_inf))
         self._update.apply(updates, skip, self._main_params.publish)
         self._settle()
@@ -415,18 +430,6 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         raise UsageError(
             "a MixedPrecisionOptimizer cannot be pickled or deep-copied (it holds process groups); use state_dict()"
         )
-
-
-@torch.no_grad()
-def decide_and_rescale(stats: GradStats, grad_scaler: MegatronGradScaler | None, clip_grad: float) -> Decision:
-    """Decide, with the scale that scaled this step's loss; then let the scaler hear of it."""
-    with record_function("megascale.decide"):
-        inv_scale = None if grad_scaler is None else grad_scaler.inv_scale
-        decision = grad_stats.decide(stats, inv_scale, clip_grad)
-    with record_function("megascale.rescale"):
-        if grad_scaler is not None:
-            grad_scaler.update(decision.found_inf)
-    return decision
 
 
 def _check_types(optimizer: Any, config: Any, grad_scaler: Any) -> None:

@@ -15,8 +15,7 @@ from megascale.collectives import full_tensor
 from megascale.dtensors import local
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError, sparse_gradient
 from megascale.grad_scaler import MegatronGradScaler
-from megascale.grad_stats import LARGEST_SUM_SQUARES
-from megascale.kernels import Decision
+from megascale.kernels import LARGEST_SUM_SQUARES, Decision
 from megascale.optimizer import MixedPrecisionOptimizer, StepResult
 
 WRAPPERS = (MixedPrecisionOptimizer, ChainedOptimizer)

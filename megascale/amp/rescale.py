@@ -8,8 +8,8 @@ from torch import Tensor
 
 from megascale import validate
 from megascale.amp.errors import ScalerArgumentError
+from megascale.config import HYSTERESIS_RESETS
 from megascale.errors import ArgumentError
-from megascale.grad_scaler import HYSTERESIS_RESETS
 
 LARGEST_INTERVAL = 2**31 - 1
 """torch counts clean steps in int32."""

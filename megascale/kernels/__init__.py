@@ -1,7 +1,8 @@
 """Kernels: the passes over memory, behind one Protocol and one selection function."""
 
+from megascale.kernels.decision import LARGEST_SUM_SQUARES, Decision, ScaleRule, TensorStats, TorchDecisions, inverse
 from megascale.kernels.native_backend import NativeBackend
-from megascale.kernels.operands import AdamHyper, Backend, Decision, LionHyper, Operands, SgdHyper, TensorStats
+from megascale.kernels.operands import AdamHyper, Backend, LionHyper, Operands, SgdHyper
 from megascale.kernels.reference import ReferenceBackend, stats_dtype
 from megascale.kernels.selection import select_backend
 from megascale.kernels.tensor_list import GradList, ParamList, TensorList
@@ -9,6 +10,7 @@ from megascale.kernels.tensor_reader import hold_objects, read_versions, same_ob
 from megascale.kernels.torch_backend import TorchBackend
 
 __all__ = [
+    "LARGEST_SUM_SQUARES",
     "AdamHyper",
     "Backend",
     "Decision",
@@ -18,11 +20,14 @@ __all__ = [
     "Operands",
     "ParamList",
     "ReferenceBackend",
+    "ScaleRule",
     "SgdHyper",
     "TensorList",
     "TensorStats",
     "TorchBackend",
+    "TorchDecisions",
     "hold_objects",
+    "inverse",
     "read_versions",
     "same_objects",
     "same_values",

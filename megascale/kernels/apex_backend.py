@@ -42,7 +42,8 @@ from torch import Tensor
 from megascale.capture import is_capturing
 from megascale.errors import ArgumentError, UsageError
 from megascale.kernels.blocks import Block, Row, blocks_of, flat
-from megascale.kernels.operands import AdamHyper, Decision, LionHyper, Operands, SgdHyper, TensorStats
+from megascale.kernels.decision import Decision, TensorStats, TorchDecisions
+from megascale.kernels.operands import AdamHyper, LionHyper, Operands, SgdHyper
 from megascale.kernels.reference import stats_dtype
 from megascale.kernels.split import Split
 from megascale.kernels.torch_backend import TorchBackend
@@ -56,7 +57,7 @@ REMEDY = "build NVIDIA apex from source with APEX_CPP_EXT=1 APEX_CUDA_EXT=1"
 _VERSION = attrgetter("_version")
 
 
-class ApexBackend:
+class ApexBackend(TorchDecisions):
     """See :class:`megascale.kernels.Backend`.
 
     Raises:

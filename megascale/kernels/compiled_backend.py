@@ -20,7 +20,8 @@ from torch import Tensor
 
 from megascale.kernels import formulas
 from megascale.kernels.blocks import Row, flat
-from megascale.kernels.operands import AdamHyper, Backend, Decision, LionHyper, Operands, SgdHyper, TensorStats
+from megascale.kernels.decision import Decision, TensorStats, TorchDecisions
+from megascale.kernels.operands import AdamHyper, Backend, LionHyper, Operands, SgdHyper
 from megascale.kernels.prepared_rows import DTYPES, PreparedRows
 from megascale.kernels.reference import ReferenceBackend, stats_dtype
 from megascale.kernels.row_compiler import Call, CompilerMissingError, RowCompiler
@@ -33,7 +34,7 @@ _compiler = RowCompiler()
 _warned = False
 
 
-class CompiledBackend:
+class CompiledBackend(TorchDecisions):
     """See :class:`megascale.kernels.Backend`.
 
     Where nothing can be compiled the torch backend takes over, with one RuntimeWarning in a process. Rows that share no

@@ -13,7 +13,8 @@ import math
 import torch
 from torch import Tensor
 
-from megascale.kernels.operands import FP16_OVERFLOW, AdamHyper, Decision, LionHyper, SgdHyper
+from megascale.kernels.decision import Decision
+from megascale.kernels.operands import FP16_OVERFLOW, AdamHyper, LionHyper, SgdHyper
 from megascale.kernels.reference import stats_dtype
 
 STATS_WIDTH = 4096

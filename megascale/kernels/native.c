@@ -5,6 +5,8 @@
  * vectors of fp32, and back. The order of operations is the reference backend's: compile with contraction off and
  * without fast math, and main params are its bits.
  */
+#include <float.h>
+
 #include "vector.h"
 
 #define CHUNK 65536 /* elements that one thread takes at a time */
@@ -396,4 +398,61 @@ void update(const Lengths *all, const Grads *grads, const Row *rows, int64_t rul
     }
     for (int64_t r = 0; counts && r < n; r++)
         if (!is_one_chunk(all, r) && rows[r].step) *rows[r].step += 1.0f;
+}
+
+/* ---- the decision ---- */
+
+/* From n tensors' statistics to (sum of squares, non-finite, zeros, faults); zeros are NaN where they are not counted. */
+void total(const double *sum_squares, const double *non_finite, const double *zeros, const double *weights, int64_t n,
+           const double *faults, double *vector) {
+    double squares = 0, beyond = 0, nothing = zeros ? 0 : (double)NAN;
+    for (int64_t i = 0; i < n; i++) {
+        squares += sum_squares[i] * weights[i];
+        beyond += non_finite[i];
+        if (zeros) nothing += zeros[i] * weights[i];
+    }
+    vector[0] = squares;
+    vector[1] = beyond;
+    vector[2] = nothing;
+    vector[3] = *faults;
+}
+
+/* From statistics (sum of squares, non-finite, zeros, faults) to {found_inf, coefficient, grad_norm} and the zeros. With
+ * scale 0 the loss was not scaled.
+ */
+void decide(const double *vector, const float *scale, double clip_grad, float *decision, double *num_zeros) {
+    int is_finite = vector[0] <= (double)FLT_MAX; /* not for NaN */
+    double unscale = scale ? (double)(float)(1.0 / (double)*scale) : 1.0;
+    double norm = sqrt(vector[0]) * unscale, coefficient = unscale;
+    if (clip_grad > 0) {
+        double clip = 1.0 / (norm + 1e-6) * clip_grad; /* as torch divides a number by a tensor */
+        coefficient *= clip > 1.0 ? 1.0 : clip;
+    }
+    decision[0] = !is_finite || vector[1] > 0 || vector[3] > 0;
+    decision[1] = (float)coefficient;
+    decision[2] = (float)norm;
+    *num_zeros = rint(vector[2]); /* shares of a third do not add up to a whole number */
+}
+
+typedef struct {
+    double min_scale, max_scale, growth_factor, backoff_factor;
+    int64_t growth_interval, hysteresis, each_clean_step;
+} ScaleRule;
+
+/* Let a loss scale follow one step. */
+void rescale(const float *found_inf, float *scale, int64_t *growth, int64_t *hysteresis, const ScaleRule *rule) {
+    if (*found_inf != 0) { /* or NaN */
+        *growth = 0;
+        *hysteresis = *hysteresis > 1 ? *hysteresis - 1 : 0;
+        if (*hysteresis) return;
+        float least = (float)rule->min_scale, backed_off = *scale * (float)rule->backoff_factor;
+        *scale = backed_off < least ? least : backed_off;
+        return;
+    }
+    int grows = ++*growth >= rule->growth_interval;
+    if (grows || rule->each_clean_step) *hysteresis = rule->hysteresis;
+    if (!grows) return;
+    *growth = 0;
+    float most = (float)rule->max_scale, grown = *scale * (float)rule->growth_factor;
+    if (grown <= FLT_MAX) *scale = grown > most ? most : grown;
 }

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megascale.kernels.blocks import Row, flat
+from megascale.kernels.decision import Decision, ScaleRule, TensorStats, TorchDecisions
 from megascale.kernels.native_library import library
-from megascale.kernels.operands import AdamHyper, Decision, LionHyper, Operands, SgdHyper, TensorStats
+from megascale.kernels.operands import AdamHyper, LionHyper, Operands, SgdHyper
 from megascale.kernels.split import Split
 from megascale.kernels.tensor_list import TensorList
 from megascale.kernels.tensor_reader import increment_versions
@@ -69,6 +70,15 @@ class _Hyper(ctypes.Structure):
     )
 
 
+class _ScaleRule(ctypes.Structure):
+    """native.c's ScaleRule."""
+
+    _fields_ = (
+        *((name, ctypes.c_double) for name in ("min_scale", "max_scale", "growth_factor", "backoff_factor")),
+        *((name, ctypes.c_int64) for name in ("growth_interval", "hysteresis", "each_clean_step")),
+    )
+
+
 class _Table(NamedTuple):
     """What of some operands stays from step to step."""
 
@@ -84,7 +94,7 @@ class _Call(NamedTuple):
     decision: Decision | None
 
 
-class NativeBackend:
+class NativeBackend(TorchDecisions):
     """See :class:`megascale.kernels.Backend`. Raises UsageError where there is no C compiler."""
 
     name = "native"
@@ -116,6 +126,38 @@ class NativeBackend:
             torch.get_num_threads(),
         )
         return TensorStats(out[0], out[1], out[2] if count_zeros else None)
+
+    def total(self, stats: TensorStats, weights: Tensor, faults: Tensor) -> Tensor:
+        """See :class:`megascale.kernels.Backend`."""
+        columns = (stats.sum_squares, stats.non_finite, stats.zeros)
+        if not all(column is None or _is_plain(column) for column in (*columns, weights, faults)):
+            return super().total(stats, weights, faults)
+        vector = torch.empty(4, dtype=torch.float64)
+        addresses = (None if column is None else column.data_ptr() for column in columns)
+        self._library.total(*addresses, weights.data_ptr(), len(weights), faults.data_ptr(), vector.data_ptr())
+        return vector
+
+    def decide(self, vector: Tensor, scale: Tensor | None, clip_grad: float) -> Decision:
+        """See :class:`megascale.kernels.Backend`."""
+        if not _is_on_cpu(vector, scale):
+            return super().decide(vector, scale, clip_grad)
+        numbers, num_zeros = torch.empty(3, dtype=torch.float32), torch.empty((), dtype=torch.float64)
+        at_scale = None if scale is None else scale.data_ptr()
+        self._library.decide(vector.data_ptr(), at_scale, clip_grad, numbers.data_ptr(), num_zeros.data_ptr())
+        found_inf, coefficient, grad_norm = numbers.unbind()
+        return Decision(found_inf, coefficient, grad_norm, num_zeros)
+
+    def rescale_(
+        self, found_inf: Tensor, scale: Tensor, growth_tracker: Tensor, hysteresis_tracker: Tensor, rule: ScaleRule
+    ) -> None:
+        """See :class:`megascale.kernels.Backend`."""
+        state = (scale, growth_tracker, hysteresis_tracker)
+        if not _is_on_cpu(found_inf, *state):
+            super().rescale_(found_inf, *state, rule)
+            return
+        constants = _ScaleRule(**vars(rule))
+        self._library.rescale(found_inf.data_ptr(), *map(Tensor.data_ptr, state), ctypes.byref(constants))
+        torch.autograd.graph.increment_version(state)
 
     def unscale(self, grads: list[Tensor], mains: list[Tensor], coefficient: Tensor) -> list[Tensor]:
         """See :class:`megascale.kernels.Backend`."""
@@ -211,6 +253,15 @@ def _takes(tensors: Sequence[Tensor]) -> bool:
     """Whether native.c knows the tensors of a row. A main param, the first of several, is fp32."""
     known = all(tensor.dtype in TYPES and tensor.device.type == "cpu" for tensor in tensors)
     return known and (len(tensors) == 1 or tensors[0].dtype == torch.float32)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether native.c can read statistics from it."""
+    return tensor.dtype == torch.float64 and tensor.device.type == "cpu" and tensor.is_contiguous()
+
+
+def _is_on_cpu(*tensors: Tensor | None) -> bool:
+    return all(tensor is None or tensor.device.type == "cpu" for tensor in tensors)
 
 
 def _all_known(tensors: TensorList) -> bool:

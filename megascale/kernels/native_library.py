@@ -50,4 +50,10 @@ def _declare(loaded: ctypes.CDLL) -> ctypes.CDLL:
     loaded.measure.restype = None
     loaded.update.argtypes = [pointer, pointer, pointer, count, pointer, pointer, pointer, pointer, ctypes.c_int]
     loaded.update.restype = None
+    loaded.total.argtypes = [pointer, pointer, pointer, pointer, count, pointer, pointer]
+    loaded.total.restype = None
+    loaded.decide.argtypes = [pointer, pointer, ctypes.c_double, pointer, pointer]
+    loaded.decide.restype = None
+    loaded.rescale.argtypes = [pointer, pointer, pointer, pointer, pointer]
+    loaded.rescale.restype = None
     return loaded

@@ -2,23 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megascale.kernels.decision import Decision, ScaleRule, TensorStats
+
 FP16_OVERFLOW = 65520.0
 """The smallest fp32 magnitude that rounds to inf in fp16."""
-
-
-class TensorStats(NamedTuple):
-    """Per-tensor statistics of gradients, each of shape [number of tensors], in the statistics dtype."""
-
-    sum_squares: Tensor
-    non_finite: Tensor
-    zeros: Tensor | None
 
 
 @dataclass(eq=False)
@@ -60,32 +53,6 @@ class Operands:
 
 
 @dataclass(frozen=True)
-class Decision:
-    """What the update obeys, all 0-d tensors on one device.
-
-    Attributes:
-        found_inf: fp32, 1.0 where the step is skipped, else 0.0.
-        coefficient: fp32, ``inv_scale * clip``: what a gradient is multiplied by.
-        grad_norm: fp32, global L2 norm of the unscaled gradients.
-        num_zeros: zero elements of the gradients, NaN where not counted.
-    """
-
-    found_inf: Tensor
-    coefficient: Tensor
-    grad_norm: Tensor
-    num_zeros: Tensor
-
-    def to(self, device: torch.device) -> "Decision":
-        """Return the decision on ``device``."""
-        if self.found_inf.device == device:
-            return self
-        moved = (
-            t.to(device, non_blocking=True) for t in (self.found_inf, self.coefficient, self.grad_norm, self.num_zeros)
-        )
-        return Decision(*moved)
-
-
-@dataclass(frozen=True)
 class AdamHyper:
     """Hyperparameters of Adam (arXiv 1412.6980) and AdamW (``decoupled``, arXiv 1711.05101), by torch's names."""
 
@@ -123,7 +90,7 @@ class LionHyper:
 
 
 class Backend(Protocol):
-    """One implementation of the passes over memory. All of it runs without a host sync.
+    """One implementation of the passes over memory, and of what is decided between them, without a host sync.
 
     Every method takes local tensors on one device. Updates change nothing, bit for bit, where ``decision.found_inf`` is
     set. They return, a bool per parameter, whether a main param's rounding into fp16 is not finite.
@@ -133,6 +100,43 @@ class Backend(Protocol):
 
     def measure(self, grads: Sequence[Tensor], count_zeros: bool) -> TensorStats:
         """One pass over ``grads`` (at least one) in the dtypes they have."""
+
+    def total(self, stats: TensorStats, weights: Tensor, faults: Tensor) -> Tensor:
+        """Return a rank's statistics: shape [4], sum of squares, non-finite elements, zeros (NaN where not counted),
+        faults.
+
+        Args:
+            stats: of at least one tensor, on one device.
+            weights: shape [number of tensors], statistics dtype: what the squares and zeros of each count.
+            faults: 0-d, statistics dtype.
+        """
+
+    def decide(self, vector: Tensor, scale: Tensor | None, clip_grad: float) -> Decision:
+        """Turn agreed statistics into the decision.
+
+        ``found_inf`` is set by any non-finite element, by a sum of squares beyond fp32, and by a fault on any rank.
+        ``clip = min(1, clip_grad / (norm + 1e-6))``, Megatron-Core's and torch's rule; 0 does not clip.
+
+        Args:
+            vector: shape [4], statistics dtype: sum of squares of the scaled gradients, non-finite elements, zeros,
+                faults.
+            scale: fp32, shape [1], what the loss was multiplied by; None: 1. Its reciprocal is taken in the statistics
+                dtype and rounded to fp32 once.
+            clip_grad: largest norm of the unscaled gradients.
+        """
+
+    def rescale_(
+        self, found_inf: Tensor, scale: Tensor, growth_tracker: Tensor, hysteresis_tracker: Tensor, rule: ScaleRule
+    ) -> None:
+        """Let a loss scale follow one step, by the rule of :class:`megascale.DynamicGradScaler`.
+
+        Args:
+            found_inf: fp32, one element; not 0, or NaN: found.
+            scale: fp32, shape [1]; updated, as are the trackers.
+            growth_tracker: int64, shape [1]: clean steps since the scale moved or an overflow.
+            hysteresis_tracker: int64, shape [1]: overflows until the scale backs off.
+            rule: the constants.
+        """
 
     def unscale(self, grads: list[Tensor], mains: list[Tensor], coefficient: Tensor) -> list[Tensor]:
         """Return new tensors ``grad * coefficient`` in the dtypes of ``mains``."""

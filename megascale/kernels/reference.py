@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megascale.kernels.operands import FP16_OVERFLOW, AdamHyper, Decision, LionHyper, Operands, SgdHyper, TensorStats
+from megascale.kernels.decision import Decision, TensorStats, TorchDecisions
+from megascale.kernels.operands import FP16_OVERFLOW, AdamHyper, LionHyper, Operands, SgdHyper
 
 
 def stats_dtype(device: torch.device) -> torch.dtype:
@@ -16,7 +17,7 @@ def stats_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-class ReferenceBackend:
+class ReferenceBackend(TorchDecisions):
     """Readable, slow, and what every other backend is tested against."""
 
     name = "reference"

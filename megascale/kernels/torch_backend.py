@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from megascale.kernels.blocks import Block, RoundingWatch, Scratch, blocks_of, flat
-from megascale.kernels.operands import AdamHyper, Decision, LionHyper, Operands, SgdHyper, TensorStats
+from megascale.kernels.decision import Decision, TensorStats, TorchDecisions
+from megascale.kernels.operands import AdamHyper, LionHyper, Operands, SgdHyper
 from megascale.kernels.reference import ReferenceBackend, stats_dtype
 from megascale.kernels.split import Split
 
 
-class TorchBackend:
+class TorchBackend(TorchDecisions):
     """See :class:`megascale.kernels.Backend`."""
 
     name = "torch"

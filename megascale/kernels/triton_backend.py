@@ -16,15 +16,16 @@ from torch import Tensor
 from megascale.capture import is_capturing
 from megascale.errors import UsageError
 from megascale.kernels import device_table
+from megascale.kernels.decision import CLIP_EPSILON, Decision, ScaleRule, TensorStats, TorchDecisions
 from megascale.kernels.device_table import DeviceTable, Plan, PlanCache
-from megascale.kernels.operands import AdamHyper, Decision, LionHyper, Operands, SgdHyper, TensorStats
+from megascale.kernels.operands import AdamHyper, LionHyper, Operands, SgdHyper
 from megascale.kernels.reference import ReferenceBackend, stats_dtype
 
 BLOCK = 1 << 10  # elements that a program holds at once
 NUM_WARPS = 4
 
 
-class TritonBackend:
+class TritonBackend(TorchDecisions):
     """See :class:`megascale.kernels.Backend`.
 
     Operations are the reference backend's, in its order, each correctly rounded, and so are the bits. Only powers in
@@ -69,6 +70,54 @@ class TritonBackend:
                 if values is not None:
                     _scatter(stats[:, column], plan.rest, values)
         return TensorStats(stats[:, 0], stats[:, 1], stats[:, 2] if count_zeros else None)
+
+    def total(self, stats: TensorStats, weights: Tensor, faults: Tensor) -> Tensor:
+        """See :class:`megascale.kernels.Backend`. One launch."""
+        self._check(weights.device)
+        columns = (stats.sum_squares, stats.non_finite, stats.sum_squares if stats.zeros is None else stats.zeros)
+        strides = {column.stride(0) for column in columns}
+        if weights.dtype != torch.float64 or len(strides) > 1:
+            return super().total(stats, weights, faults)
+        vector = torch.empty(4, dtype=torch.float64, device=weights.device)
+        self._launch(
+            self._kernels.total_kernel,
+            1,
+            (*columns, weights, faults, vector, strides.pop(), len(weights)),
+            {"COUNT_ZEROS": stats.zeros is not None, "BLOCK": BLOCK},
+        )
+        return vector
+
+    def decide(self, vector: Tensor, scale: Tensor | None, clip_grad: float) -> Decision:
+        """See :class:`megascale.kernels.Backend`. One launch."""
+        device = self._check(vector.device)
+        if vector.dtype != torch.float64:
+            return super().decide(vector, scale, clip_grad)
+        numbers = torch.empty(3, dtype=torch.float32, device=device)
+        num_zeros = torch.empty((), dtype=torch.float64, device=device)
+        tensors = (vector, vector if scale is None else scale, numbers, num_zeros)
+        self._launch(
+            self._kernels.decide_kernel,
+            1,
+            (*tensors, float(clip_grad), CLIP_EPSILON),
+            {"SCALED": scale is not None, "CLIPS": clip_grad > 0},
+        )
+        found_inf, coefficient, grad_norm = numbers.unbind()
+        return Decision(found_inf, coefficient, grad_norm, num_zeros)
+
+    def rescale_(
+        self, found_inf: Tensor, scale: Tensor, growth_tracker: Tensor, hysteresis_tracker: Tensor, rule: ScaleRule
+    ) -> None:
+        """See :class:`megascale.kernels.Backend`. One launch."""
+        self._check(scale.device)
+        tensors = (found_inf, scale, growth_tracker, hysteresis_tracker)
+        factors = (rule.min_scale, rule.max_scale, rule.growth_factor, rule.backoff_factor)
+        self._launch(
+            self._kernels.rescale_kernel,
+            1,
+            (*tensors, *factors, rule.growth_interval, rule.hysteresis),
+            {"EACH_CLEAN_STEP": rule.each_clean_step},
+        )
+        torch.autograd.graph.increment_version(tensors[1:])
 
     def unscale(self, grads: list[Tensor], mains: list[Tensor], coefficient: Tensor) -> list[Tensor]:
         """See :class:`megascale.kernels.Backend`. For optimizers that run their own ``step()``: plain tensor code."""

@@ -8,23 +8,17 @@ rounding would give other bits than the reference.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 # ruff: noqa: SIM102, SIM108, SIM300 - these rules know Python, not what Triton compiles
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
-from megascale.errors import UsageError
 from megascale.kernels import device_table
 from megascale.kernels.operands import FP16_OVERFLOW
-
-INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
-"""Whether these kernels run in Triton's interpreter."""
-
-if isinstance(tl.sum, triton.JITFunction) == INTERPRETED:
-    raise UsageError("TRITON_INTERPRET has changed since triton was imported; set it before Python starts")
-
-INTERPRETED_KERNELS = tl.constexpr(INTERPRETED)
+from megascale.kernels.triton_decision import decide_kernel as decide_kernel
+from megascale.kernels.triton_decision import rescale_kernel as rescale_kernel
+from megascale.kernels.triton_decision import total_kernel as total_kernel
+from megascale.kernels.triton_interpreter import INTERPRETED as INTERPRETED
+from megascale.kernels.triton_interpreter import inlined, sum_of
 
 LANGUAGE_DTYPES = {None: None, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
@@ -40,21 +34,6 @@ WHOLE = tl.constexpr(device_table.VECTOR)  # elements that are whole vectors in 
 OVERFLOW = tl.constexpr(FP16_OVERFLOW)
 
 
-def _inlined(function: Any) -> Any:
-    """Make a function that kernels call. In the interpreter it stays as it is: a jit function called there looks
-    through all of Triton anew, which takes longer than the function.
-    """
-    return function if INTERPRETED else triton.jit(function)
-
-
-@_inlined
-def _sum(values):
-    """Return sums over the first dimension, in an order that the shape fixes."""
-    if INTERPRETED_KERNELS:
-        return tl.reduce(values, 0, tl.standard._sum_combine)  # tl.sum without the jit function around it
-    return tl.sum(values, axis=0)
-
-
 # Read one number at a time: whatever their alignment, one compiled kernel serves.
 POINTERS = ["rows", "chunk_rows", "counters", "flags", "found_inf", "coefficient", "lr", "partials", "stats"]
 
@@ -62,7 +41,7 @@ POINTERS = ["rows", "chunk_rows", "counters", "flags", "found_inf", "coefficient
 # fmt: off
 
 
-@_inlined
+@inlined
 def _locate(rows, chunk_rows, COLUMNS: tl.constexpr, CHUNK: tl.constexpr):
     """Return this program's row as a number and as a pointer, the chunk's first element, int64, and its length."""
     program = tl.program_id(0)
@@ -73,13 +52,13 @@ def _locate(rows, chunk_rows, COLUMNS: tl.constexpr, CHUNK: tl.constexpr):
     return index, row, start, length
 
 
-@_inlined
+@inlined
 def _vectors_fit(row, length):
     """Whether the chunk consists of whole, aligned vectors. Masks then keep or drop a vector as one."""
     return (tl.load(row + ALIGNED) != 0) & (length % WHOLE == 0)
 
 
-@_inlined
+@inlined
 def _chunk_of(row, TENSOR: tl.constexpr, start, DTYPE: tl.constexpr, VECTOR: tl.constexpr):
     """Return a pointer to the chunk's first element in a row's tensor. DTYPE None: there is no such tensor.
 
@@ -95,13 +74,13 @@ def _chunk_of(row, TENSOR: tl.constexpr, start, DTYPE: tl.constexpr, VECTOR: tl.
     return pointer
 
 
-@_inlined
+@inlined
 def _read(pointer, offsets, mask):
     """Return elements in fp32, 0 where masked."""
     return tl.load(pointer + offsets, mask=mask, other=0).to(tl.float32)
 
 
-@_inlined
+@inlined
 def _round_to_bf16(value):
     """Round fp32 to the nearest bf16, ties to even. By hand: the interpreter's own cast truncates. NaN stays NaN."""
     bits = value.to(tl.int32, bitcast=True)
@@ -111,7 +90,7 @@ def _round_to_bf16(value):
     return high.to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
-@_inlined
+@inlined
 def _write(pointer, offsets, value, mask):
     """Round fp32 elements into a tensor."""
     if pointer.dtype.element_ty == tl.bfloat16:
@@ -121,7 +100,7 @@ def _write(pointer, offsets, value, mask):
     tl.store(pointer + offsets, rounded, mask=mask)
 
 
-@_inlined
+@inlined
 def _round_into_model(model, offsets, value, mask, kept, overflow, MODEL_DTYPE: tl.constexpr):
     """Write main's rounding where ``kept``; return ``overflow`` with 1 where the rounding is not finite fp16."""
     if MODEL_DTYPE is not None:
@@ -131,7 +110,7 @@ def _round_into_model(model, offsets, value, mask, kept, overflow, MODEL_DTYPE: 
     return overflow
 
 
-@_inlined
+@inlined
 def _arrive(row, counter, flags, overflow, CHUNK: tl.constexpr):
     """Count this chunk as done. Return whether it is its row's last one, which then has written the row's flag.
 
@@ -148,7 +127,7 @@ def _arrive(row, counter, flags, overflow, CHUNK: tl.constexpr):
     return last
 
 
-@_inlined
+@inlined
 def _adam_chunk(
     row, start, length, landing, coefficient, decay, step_size, inv_correction2_sqrt, beta1, rest1, beta2, rest2, eps,
     weight_decay, MODEL_DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr, AVG_DTYPE: tl.constexpr,
@@ -188,7 +167,7 @@ def _adam_chunk(
         p = tl.where(kept, p - tl.div_rn(step_size * exp_avg, denominator), main)
         _write(main_chunk, offsets, p, kept)
         overflow = _round_into_model(model_chunk, offsets, p, mask, kept, overflow, MODEL_DTYPE)
-    return tl.minimum(_sum(overflow), 1)
+    return tl.minimum(sum_of(overflow), 1)
 
 
 @triton.jit(do_not_specialize=POINTERS)
@@ -228,7 +207,7 @@ def adam_kernel(
         tl.store(count, step + (1 - skipped))
 
 
-@_inlined
+@inlined
 def _sgd_chunk(
     row, start, length, landing, coefficient, rate, momentum, share, weight_decay, MODEL_DTYPE: tl.constexpr,
     GRAD_DTYPE: tl.constexpr, BUFFER_DTYPE: tl.constexpr, NESTEROV: tl.constexpr, L2: tl.constexpr,
@@ -259,7 +238,7 @@ def _sgd_chunk(
         p = tl.where(kept, main - rate * g, main)
         _write(main_chunk, offsets, p, kept)
         overflow = _round_into_model(model_chunk, offsets, p, mask, kept, overflow, MODEL_DTYPE)
-    return tl.minimum(_sum(overflow), 1)
+    return tl.minimum(sum_of(overflow), 1)
 
 
 @triton.jit(do_not_specialize=POINTERS)
@@ -298,7 +277,7 @@ def sgd_kernel(
             tl.store(count, step + (1 - skipped))
 
 
-@_inlined
+@inlined
 def _lion_chunk(
     row, start, length, landing, coefficient, rate, decay, beta1, rest1, beta2, rest2, MODEL_DTYPE: tl.constexpr,
     GRAD_DTYPE: tl.constexpr, AVG_DTYPE: tl.constexpr, MAXIMIZE: tl.constexpr, BLOCK: tl.constexpr,
@@ -324,7 +303,7 @@ def _lion_chunk(
         _write(avg_chunk, offsets, beta2 * average + rest2 * g, kept)
         _write(main_chunk, offsets, p, kept)
         overflow = _round_into_model(model_chunk, offsets, p, mask, kept, overflow, MODEL_DTYPE)
-    return tl.minimum(_sum(overflow), 1)
+    return tl.minimum(sum_of(overflow), 1)
 
 
 @triton.jit(do_not_specialize=POINTERS)
@@ -352,7 +331,7 @@ def lion_kernel(
     _arrive(row, counters + index, flags, overflow, CHUNK)
 
 
-@_inlined
+@inlined
 def _write_back_chunk(row, start, length, MODEL_DTYPE: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
     main_chunk = _chunk_of(row, MAIN, start, tl.float32, VECTOR)
     model_chunk = _chunk_of(row, MODEL, start, MODEL_DTYPE, VECTOR)
@@ -362,7 +341,7 @@ def _write_back_chunk(row, start, length, MODEL_DTYPE: tl.constexpr, BLOCK: tl.c
         mask = offsets < length
         main = _read(main_chunk, offsets, mask)
         overflow = _round_into_model(model_chunk, offsets, main, mask, mask, overflow, MODEL_DTYPE)
-    return tl.minimum(_sum(overflow), 1)
+    return tl.minimum(sum_of(overflow), 1)
 
 
 @triton.jit(do_not_specialize=POINTERS)
@@ -379,7 +358,7 @@ def write_back_kernel(
     _arrive(row, counters + index, flags, overflow, CHUNK)
 
 
-@_inlined
+@inlined
 def _measure_chunk(
     row, start, length, GRAD_DTYPE: tl.constexpr, COUNT_ZEROS: tl.constexpr, BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
@@ -396,7 +375,7 @@ def _measure_chunk(
         non_finite += ((tl.abs(g) < float("inf")) == 0).to(tl.int32)
         if COUNT_ZEROS:
             zeros += (mask & (g == 0)).to(tl.int32)
-    return _sum(squares), _sum(non_finite), _sum(zeros)
+    return sum_of(squares), sum_of(non_finite), sum_of(zeros)
 
 
 @triton.jit(do_not_specialize=POINTERS)
@@ -430,4 +409,4 @@ def combine_kernel(rows, partials, stats, COLUMNS: tl.constexpr, CHUNK: tl.const
         offsets = begin + tl.arange(0, BLOCK)
         mask = (offsets[:, None] < chunks) & (columns[None, :] < 3)
         totals += tl.load(first + offsets[:, None] * 4 + columns[None, :], mask=mask, other=0)
-    tl.store(stats + tl.load(row + SLOT) * 3 + columns, _sum(totals), mask=columns < 3)
+    tl.store(stats + tl.load(row + SLOT) * 3 + columns, sum_of(totals), mask=columns < 3)

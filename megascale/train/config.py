@@ -10,8 +10,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megascale import validate
+from megascale.config import HYSTERESIS_RESETS
 from megascale.errors import ArgumentError
-from megascale.grad_scaler import HYSTERESIS_RESETS
 
 TASKS = ("digits", "text")
 PRECISIONS = ("fp16", "bf16", "fp32")

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from megascale import ConstantGradScaler, DynamicGradScaler
 from megascale.errors import ArgumentError, ArgumentTypeError, StateDictError
+from megascale.kernels import Backend, select_backend
 
 LARGEST = 2.0**127
 
@@ -77,9 +78,12 @@ def _random_pair(rng: random.Random) -> tuple[DynamicGradScaler, Oracle]:
     return scaler, Oracle(np.float32(initial), minimum, top, growth, backoff, interval, hysteresis, reset)
 
 
-def _follow_schedule(rng: random.Random, steps: int) -> None:
+def follow_schedule(rng: random.Random, steps: int, backend: Backend) -> None:
     """Run one random schedule of bool and tensor updates, saves and loads between, and compare every step."""
     scaler, oracle = _random_pair(rng)
+    if backend.name == "triton":
+        scaler.to(torch.accelerator.current_accelerator(check_available=True) or "cpu")
+    scaler.backend = backend
     overflow_rate = rng.choice([0.05, 0.3, 0.7])
     for _ in range(steps):
         found = rng.random() < overflow_rate
@@ -91,6 +95,7 @@ def _follow_schedule(rng: random.Random, steps: int) -> None:
             state = scaler.state_dict()
             scaler, _ = _same_kind(scaler), scaler.update(True)
             scaler.load_state_dict(state)
+            scaler.backend = backend
 
 
 def _same_kind(scaler: DynamicGradScaler) -> DynamicGradScaler:
@@ -106,19 +111,26 @@ def _same_kind(scaler: DynamicGradScaler) -> DynamicGradScaler:
     )
 
 
-def test_rule_equals_oracle_on_random_schedules() -> None:
-    """The dynamic rule, both hysteresis modes: no difference from the oracle on 2,000 schedules."""
-    rng = random.Random(0)
-    for _ in range(2000):
-        _follow_schedule(rng, steps=10)
+@pytest.mark.parametrize(("name", "schedules"), [("reference", 2000), ("native", 2000), ("triton", 100)])
+def test_rule_equals_oracle_on_random_schedules(name: str, schedules: int) -> None:
+    """The dynamic rule, both hysteresis modes: no difference from the oracle, on every backend with a rule of its own.
+
+    Fewer schedules in Triton's interpreter, which takes milliseconds over one update.
+    """
+    if name == "triton":
+        pytest.importorskip("triton")
+    rng, backend = random.Random(0), select_backend(name)
+    for _ in range(schedules):
+        follow_schedule(rng, steps=10, backend=backend)
 
 
 @pytest.mark.slow
-def test_rule_equals_oracle_on_100_000_schedules() -> None:
+@pytest.mark.parametrize("name", ["reference", "native"])
+def test_rule_equals_oracle_on_100_000_schedules(name: str) -> None:
     """The dynamic rule, both hysteresis modes: no difference from the oracle on 100,000 schedules."""
-    rng = random.Random(1)
+    rng, backend = random.Random(1), select_backend(name)
     for _ in range(100_000):
-        _follow_schedule(rng, steps=rng.randint(1, 20))
+        follow_schedule(rng, steps=rng.randint(1, 20), backend=backend)
 
 
 @settings(max_examples=200, deadline=None)

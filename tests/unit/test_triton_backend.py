@@ -404,10 +404,15 @@ except UsageError as error:
 
 TYPES = {"flags": "*u8", "lr": "*fp64", "log_beta1": "fp64", "log_beta2": "fp64"}
 TYPES |= dict.fromkeys(("rows", "chunk_rows", "counters"), "*i64")
-TYPES |= dict.fromkeys(("found_inf", "coefficient"), "*fp32") | dict.fromkeys(("partials", "stats"), "*fp64")
+TYPES |= dict.fromkeys(("found_inf", "coefficient", "scale", "numbers"), "*fp32")
+TYPES |= dict.fromkeys(("partials", "stats", "sum_squares", "non_finite", "zeros", "weights", "faults"), "*fp64")
+TYPES |= dict.fromkeys(("vector", "num_zeros"), "*fp64") | dict.fromkeys(("stride", "num_tensors"), "i64")
+TYPES |= dict.fromkeys(("growth_tracker", "hysteresis_tracker"), "*i64")
+TYPES |= {"clip_grad": "fp64", "epsilon": "fp64", "growth_interval": "i64", "hysteresis": "i64"}
 DTYPES = {"MODEL_DTYPE": tl.float16, "GRAD_DTYPE": tl.bfloat16}
 FLAGS = {"COUNT_ZEROS": True, "DAMPENED": True, "NESTEROV": True, "DECOUPLED": True, "L2": True, "MAXIMIZE": True}
-for name in ("adam", "sgd", "lion", "write_back", "measure", "combine"):
+FLAGS |= {"SCALED": True, "CLIPS": True, "EACH_CLEAN_STEP": False}
+for name in ("adam", "sgd", "lion", "write_back", "measure", "combine", "total", "decide", "rescale"):
     kernel = getattr(kernels, f"{name}_kernel")
     known = {"COLUMNS": 11, "CHUNK": 1 << 14, "BLOCK": 1 << 10} | DTYPES | FLAGS
     constants = {p: known.get(p, tl.float32) for p in kernel.arg_names if p.isupper()}
@@ -415,7 +420,9 @@ for name in ("adam", "sgd", "lion", "write_back", "measure", "combine"):
     source = ASTSource(kernel, signature, {(kernel.arg_names.index(p),): value for p, value in constants.items()})
     options = {"num_warps": 4, "enable_fp_fusion": False}
     ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
-    fused, wide = len(re.findall(r"fma\\.rn\\.f32", ptx)), len(re.findall(r"ld\\.global\\.v[24]", ptx))
+    # An update's powers in fp64 are made of fused operations.
+    mixed = r"fma\\.rn\\.f(?:32|64)" if name in ("total", "decide") else r"fma\\.rn\\.f32"
+    fused, wide = len(re.findall(mixed, ptx)), len(re.findall(r"ld\\.global\\.v[24]", ptx))
     approximate = len(re.findall(r"(?:div|sqrt)\\.(?:approx|full)", ptx))
     print(name, "fused", fused, "approximate", approximate, "wide" if wide else "narrow")
 """
@@ -436,6 +443,6 @@ def test_kernels_compile_for_a_gpu(tmp_path: Any) -> None:
     assert done.returncode == 0, done.stderr
     first, *lines = done.stdout.splitlines()
     assert "set TRITON_INTERPRET=1 before Python starts" in first
-    kernels = ("adam", "sgd", "lion", "write_back", "measure", "combine")
-    wide = ["narrow" if name == "combine" else "wide" for name in kernels]
+    kernels = ("adam", "sgd", "lion", "write_back", "measure", "combine", "total", "decide", "rescale")
+    wide = ["wide" if name in kernels[:5] else "narrow" for name in kernels]
     assert lines == [f"{name} fused 0 approximate 0 {width}" for name, width in zip(kernels, wide, strict=True)]

@@ -1,0 +1,121 @@
+"""The decision of a step, and what follows from it for the loss scale: arithmetic on a few numbers, on the device."""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+LARGEST_SUM_SQUARES = torch.finfo(torch.float32).max
+"""A larger finite sum of squares does not fit every backend's accumulator: on every backend it counts as overflow."""
+CLIP_EPSILON = 1e-6
+"""Added to the norm that clipping divides by: torch's and Megatron-Core's."""
+
+
+class TensorStats(NamedTuple):
+    """Per-tensor statistics of gradients, each of shape [number of tensors], in the statistics dtype."""
+
+    sum_squares: Tensor
+    non_finite: Tensor
+    zeros: Tensor | None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the update obeys, all 0-d tensors on one device.
+
+    Attributes:
+        found_inf: fp32, 1.0 where the step is skipped, else 0.0.
+        coefficient: fp32, ``inv_scale * clip``: what a gradient is multiplied by.
+        grad_norm: fp32, global L2 norm of the unscaled gradients.
+        num_zeros: zero elements of the gradients, NaN where not counted.
+    """
+
+    found_inf: Tensor
+    coefficient: Tensor
+    grad_norm: Tensor
+    num_zeros: Tensor
+
+    def to(self, device: torch.device) -> "Decision":
+        """Return the decision on ``device``."""
+        if self.found_inf.device == device:
+            return self
+        moved = (
+            t.to(device, non_blocking=True) for t in (self.found_inf, self.coefficient, self.grad_norm, self.num_zeros)
+        )
+        return Decision(*moved)
+
+
+@dataclass(frozen=True)
+class ScaleRule:
+    """How a dynamic loss scale moves; see :class:`megascale.DynamicGradScaler`.
+
+    Attributes:
+        each_clean_step: whether every clean step replenishes hysteresis; else only one that lets the scale grow.
+    """
+
+    min_scale: float
+    max_scale: float
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    hysteresis: int
+    each_clean_step: bool
+
+
+class TorchDecisions:
+    """Decisions by torch's operators, on any device: what backends with kernels of their own are tested against."""
+
+    def total(self, stats: TensorStats, weights: Tensor, faults: Tensor) -> Tensor:
+        """See :class:`megascale.kernels.Backend`."""
+        # A weight of 0 times inf is NaN: a shared copy that is not finite spoils the norm of a step that is skipped.
+        sum_squares = (stats.sum_squares * weights).sum()
+        zeros = torch.full_like(faults, math.nan) if stats.zeros is None else (stats.zeros * weights).sum()
+        return torch.stack([sum_squares, stats.non_finite.sum(), zeros, faults])
+
+    def decide(self, vector: Tensor, scale: Tensor | None, clip_grad: float) -> Decision:
+        """See :class:`megascale.kernels.Backend`."""
+        sum_squares, non_finite, zeros, faults = vector.unbind()
+        # "not <=" also catches NaN.
+        found_inf = (sum_squares <= LARGEST_SUM_SQUARES).logical_not() | (non_finite > 0) | (faults > 0)
+        unscale = torch.ones_like(sum_squares)
+        if scale is not None:
+            unscale = inverse(scale).reshape(()).to(sum_squares.dtype)
+        norm = sum_squares.sqrt() * unscale
+        coefficient = unscale
+        if clip_grad > 0:
+            coefficient = coefficient * (clip_grad / (norm + CLIP_EPSILON)).clamp(max=1.0)
+        return Decision(
+            found_inf=found_inf.float(),
+            coefficient=coefficient.float(),
+            grad_norm=norm.float(),
+            # Shares of a third do not add up to a whole number.
+            num_zeros=zeros.round(),
+        )
+
+    def rescale_(
+        self, found_inf: Tensor, scale: Tensor, growth_tracker: Tensor, hysteresis_tracker: Tensor, rule: ScaleRule
+    ) -> None:
+        """See :class:`megascale.kernels.Backend`."""
+        found = found_inf.reshape(1) != 0
+        hysteresis_after_inf = (hysteresis_tracker - 1).clamp_(min=0)
+        backed_off = (scale * rule.backoff_factor).clamp_(min=rule.min_scale)
+        scale_after_inf = torch.where(hysteresis_after_inf == 0, backed_off, scale)
+
+        clean_steps = growth_tracker + 1
+        grows = clean_steps >= rule.growth_interval
+        grown = scale * rule.growth_factor
+        grown = torch.where(torch.isfinite(grown), grown.clamp(max=rule.max_scale), scale)
+        replenished = torch.ones_like(grows) if rule.each_clean_step else grows
+
+        growth_tracker.copy_(torch.where(found | grows, 0, clean_steps))
+        hysteresis_tracker.copy_(
+            torch.where(found, hysteresis_after_inf, torch.where(replenished, rule.hysteresis, hysteresis_tracker))
+        )
+        scale.copy_(torch.where(found, scale_after_inf, torch.where(grows, grown, scale)))
+
+
+def inverse(scale: Tensor) -> Tensor:
+    """Return the reciprocal of a loss scale, taken in fp64 and rounded once to fp32."""
+    return scale.double().reciprocal().float()

@@ -1,0 +1,112 @@
+"""Triton kernels of the decision and the loss scale: one program, on a few numbers.
+
+Launch with ``enable_fp_fusion=False``, as in :mod:`megascale.kernels.triton_kernels`.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+
+import triton
+import triton.language as tl
+
+from megascale.kernels.decision import LARGEST_SUM_SQUARES
+from megascale.kernels.triton_interpreter import sum_of
+
+LARGEST = tl.constexpr(LARGEST_SUM_SQUARES)
+LARGEST_FP32 = tl.constexpr(LARGEST_SUM_SQUARES)
+TO_WHOLE = tl.constexpr(1.5 * 2.0**52)  # a number added to it in fp64, below 2**51, keeps no fraction
+
+
+@triton.jit(
+    do_not_specialize=["sum_squares", "non_finite", "zeros", "weights", "faults", "vector", "stride", "num_tensors"]
+)
+def total_kernel(
+    sum_squares,
+    non_finite,
+    zeros,
+    weights,
+    faults,
+    vector,
+    stride: tl.int64,
+    num_tensors: tl.int64,
+    COUNT_ZEROS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write sum of squares, non-finite elements, zeros and faults to ``vector``, fp64, shape [4].
+
+    ``stride``: numbers from one tensor's to the next one's in each of the first three, all fp64.
+    """
+    squares = tl.full((BLOCK,), 0, tl.float64)
+    beyond = tl.full((BLOCK,), 0, tl.float64)
+    nothing = tl.full((BLOCK,), 0, tl.float64)
+    for begin in range(0, num_tensors, BLOCK):
+        offsets = begin + tl.arange(0, BLOCK)
+        mask = offsets < num_tensors
+        weight = tl.load(weights + offsets, mask=mask, other=0)
+        squares += tl.load(sum_squares + offsets * stride, mask=mask, other=0) * weight
+        beyond += tl.load(non_finite + offsets * stride, mask=mask, other=0)
+        if COUNT_ZEROS:
+            nothing += tl.load(zeros + offsets * stride, mask=mask, other=0) * weight
+    tl.store(vector, sum_of(squares))
+    tl.store(vector + 1, sum_of(beyond))
+    tl.store(vector + 2, sum_of(nothing) if COUNT_ZEROS else float("nan"))
+    tl.store(vector + 3, tl.load(faults))
+
+
+@triton.jit(do_not_specialize=["vector", "scale", "numbers", "num_zeros"])
+def decide_kernel(
+    vector,
+    scale,
+    numbers,
+    num_zeros,
+    clip_grad: tl.float64,
+    epsilon: tl.float64,
+    SCALED: tl.constexpr,
+    CLIPS: tl.constexpr,
+):
+    """Write found_inf, coefficient and grad_norm to ``numbers``, fp32, shape [3], and zeros to ``num_zeros``, fp64."""
+    sum_squares = tl.load(vector)
+    found = ((sum_squares <= LARGEST) == 0) | (tl.load(vector + 1) > 0) | (tl.load(vector + 3) > 0)
+    unscale = tl.full((), 1, tl.float64)
+    if SCALED:
+        unscale = (unscale / tl.load(scale).to(tl.float64)).to(tl.float32).to(tl.float64)
+    norm = tl.sqrt(sum_squares) * unscale
+    coefficient = unscale
+    if CLIPS:
+        clip = tl.full((), 1, tl.float64) / (norm + epsilon) * clip_grad  # as torch divides a number by a tensor
+        coefficient = unscale * tl.where(clip > 1, 1, clip)
+    tl.store(numbers, found.to(tl.float32))
+    tl.store(numbers + 1, coefficient.to(tl.float32))
+    tl.store(numbers + 2, norm.to(tl.float32))
+    tl.store(num_zeros, (tl.load(vector + 2) + TO_WHOLE) - TO_WHOLE)
+
+
+@triton.jit(
+    do_not_specialize=["found_inf", "scale", "growth_tracker", "hysteresis_tracker", "growth_interval", "hysteresis"]
+)
+def rescale_kernel(
+    found_inf,
+    scale,
+    growth_tracker,
+    hysteresis_tracker,
+    min_scale,
+    max_scale,
+    growth_factor,
+    backoff_factor,
+    growth_interval: tl.int64,
+    hysteresis: tl.int64,
+    EACH_CLEAN_STEP: tl.constexpr,
+):
+    """Let ``scale``, fp32, and the trackers, int64, follow one step."""
+    found = tl.load(found_inf) != 0
+    before = tl.load(scale)
+    left = tl.load(hysteresis_tracker)
+    clean_steps = tl.load(growth_tracker) + 1
+    grows = clean_steps >= growth_interval
+    grown = before * growth_factor
+    after_clean = tl.where(grows & (grown <= LARGEST_FP32), tl.minimum(grown, max_scale), before)
+    left_after_clean = tl.where(grows | EACH_CLEAN_STEP, hysteresis, left)
+    left_after_inf = tl.maximum(left - 1, 0)
+    after_inf = tl.where(left_after_inf == 0, tl.maximum(before * backoff_factor, min_scale), before)
+    tl.store(scale, tl.where(found, after_inf, after_clean))
+    tl.store(growth_tracker, tl.where(found | grows, 0, clean_steps))
+    tl.store(hysteresis_tracker, tl.where(found, left_after_inf, left_after_clean))

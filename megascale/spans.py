@@ -1,0 +1,14 @@
+"""Named spans of a step, for a profiler that is looking."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch._C._autograd import _profiler_enabled
+from torch.autograd.profiler import record_function
+
+_UNSEEN = nullcontext()
+
+
+def span(name: str) -> AbstractContextManager[Any]:
+    """Return a context that a profiler sees as ``megascale.<name>``; while none runs it costs next to nothing."""
+    return record_function(f"megascale.{name}") if _profiler_enabled() else _UNSEEN
