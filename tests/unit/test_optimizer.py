@@ -567,6 +567,18 @@ def test_main_param_that_outgrows_fp16_is_named(inner: Any) -> None:
     assert module.second.bias[1].item() == -100
 
 
+def test_main_param_of_any_group_that_outgrows_fp16_is_named() -> None:
+    """An overflowing rounding is found in each param group, not only in the first."""
+    for overflowing in range(3):
+        weights = [nn.Parameter(torch.ones(4).half()) for _ in range(3)]
+        inner = torch.optim.SGD([{"params": [weight]} for weight in weights], lr=70000.0)
+        optimizer = MixedPrecisionOptimizer(inner, OptimizerConfig(fp16=True, clip_grad=0.0), ConstantGradScaler(1.0))
+        for index, weight in enumerate(weights):
+            weight.grad = torch.full_like(weight, float(index == overflowing))
+        with pytest.raises(MainParamOverflowError, match=f"main param of '{overflowing}' is 65520 or more"):
+            optimizer.step()
+
+
 def test_sparse_gradients_are_refused_by_name() -> None:
     """A sparse gradient gets a clear error and changes nothing."""
     module = nn.Embedding(10, 4, sparse=True).half()
