@@ -25,7 +25,7 @@ from peers.contenders import Entry
 from peers.rounds import Bandwidth, Run, run_rounds
 from peers.step_amp import Trained
 from peers.work import Work, given_work
-from step import PROBE, bandwidths_of, place, rows_of_rounds
+from step import PROBE, bandwidths_of, bound_fractions, place, rows_of_rounds
 from torch import Tensor
 
 LITTLE = (4096, 4)
@@ -115,7 +115,6 @@ def row(run: Run, by_name: dict[str, Run], work: Work) -> str:
     rival = RIVALS.get(run.entry.name)
     against = by_name[(rival.entry if rival else run.entry).name]
     compared = ratio_cells(run, against, rival.target) if rival and not against.failure else ["-"] * 4
-    gigabytes = run.bytes_per_parameter * work.numel / run.median / 1e6
     cells = [
         run.entry.name,
         f"{run.median:.1f}",
@@ -123,7 +122,7 @@ def row(run: Run, by_name: dict[str, Run], work: Work) -> str:
         f"{max(run.times):.1f}",
         *compared,
         str(run.bytes_per_parameter),
-        f"{gigabytes / statistics.median(bandwidths_of([*by_name.values()])):.2f}",
+        f"{bound_fractions(run, work.numel)[0]:.2f}",
         str(run.counts.operations),
         str(run.counts.host_reads),
         difference(run.entry, rival.entry, work.device) if rival else "-",
@@ -155,7 +154,8 @@ def report(runs: Sequence[Run], arguments: argparse.Namespace, work: Work) -> st
         "",
         "A ratio below 1 means that megascale is faster. `of torch's (median of rounds)`: each round's time over that "
         "of torch's row with the same work in the same round; `(middle half)`: the quartiles of those; `(medians)`: "
-        "the median times' ratio. `bytes / parameter`: what the passes have to read and write, listed below. "
+        "the median times' ratio. `bytes / parameter`: what the passes have to read and write, listed below; `of the "
+        "bandwidth`: that over the time and the bandwidth just before, the median of the rounds. "
         f"`difference`: the largest between a parameter and that of torch's row, after {STEPS} steps of each alone.",
         "",
     ]

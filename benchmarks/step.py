@@ -52,15 +52,16 @@ def bandwidths_of(runs: Sequence[Run]) -> list[float]:
     return [bandwidth for run in runs for bandwidth in run.bandwidths]
 
 
-def bound_fractions(run: Run, numel: int, bandwidths: list[float]) -> tuple[float, float]:
-    """Return implied bytes per second over the machine's bandwidth: of the medians, and of the best of either.
+def bound_fractions(run: Run, numel: int) -> tuple[float, float]:
+    """Return implied bytes per second over the bandwidth: the median of the rounds, and the best over the best.
 
-    ``bandwidths``: of all contenders' rounds. The best is compared with that of the run's own: more draws find better.
+    Each step is compared with the pass just before it, and the best step with the best of as many passes: a machine's
+    memory may be twice as fast in one minute as in the next.
     """
     gigabytes = run.bytes_per_parameter * numel / 1e9
-    median = gigabytes / (run.median / 1e3) / statistics.median(bandwidths)
-    best = gigabytes / (min(run.times) / 1e3) / max(run.bandwidths)
-    return median, best
+    rates = [gigabytes / (ms / 1e3) for ms in run.times]
+    of_rounds = [rate / bandwidth for rate, bandwidth in zip(rates, run.bandwidths, strict=True)]
+    return statistics.median(of_rounds), max(rates) / max(run.bandwidths)
 
 
 def difference(reference: Run | None, run: Run) -> str:
@@ -101,7 +102,7 @@ def row(run: Run, by_name: dict[str, Run], numel: int, columns: int) -> str:
     ratios = ["-", "-"]
     if ours.times:
         ratios = [f"{ours.median / run.median:.2f}", f"{min(ours.times) / min(run.times):.2f}"]
-    of_median, of_best = bound_fractions(run, numel, bandwidths_of([*by_name.values()]))
+    of_median, of_best = bound_fractions(run, numel)
     counted = run.counts.collectives
     collectives = "?" if counted is None else ", ".join(f"{name} {n}" for name, n in sorted(counted.items())) or "none"
     compiled = "" if run.compile_seconds is None else f" (compiling {run.compile_seconds:.1f})"
@@ -159,8 +160,8 @@ def explanations(measured: dict[str, Sequence[Run]], device: torch.device) -> st
     lines = [
         "A ratio below 1 means that megascale is faster. `bytes / parameter`: what the passes of a step have to read "
         "and write, listed below; GB/s is that over the median. `of the bandwidth`: GB/s over the bandwidth of the "
-        "same run, by a pass before each step (on a CPU over as many bytes): median over that of all passes, and best "
-        "over the best of its own. "
+        "same run, measured by a pass before each step, on a CPU over as many bytes: the median of the rounds, and the "
+        "best step's over the best of its passes. "
         f"{counted} `collectives`: of a step on two ranks; with none, ranks may disagree on a skip. "
         "`held`: parameters, gradients, masters and state before the step, `peak`: at the step's worst moment. "
         f"`difference`: the largest between a parameter and that of {REFERENCE}, after the last round.",

@@ -104,7 +104,7 @@ def cells_of(run: Run, point: Point) -> list[str]:
         f"{max(run.times):.3f}",
         ratio,
         str(run.bytes_per_parameter),
-        f"{bound_fractions(run, point.numel, bandwidths_of(point.runs))[0]:.2f}",
+        f"{bound_fractions(run, point.numel)[0]:.2f}",
         str(run.counts.operations),
         str(run.counts.host_reads),
     ]
@@ -134,7 +134,7 @@ def table(sweep: Sweep, arguments: argparse.Namespace, device: torch.device) -> 
             lines.append(f"| {value} | {run.label} | " + " | ".join(cells_of(run, point)) + " |")
     lines += [
         "",
-        "`of the bandwidth`: bytes / parameter over the median time, over the median bandwidth between rounds.",
+        "`of the bandwidth`: bytes / parameter over the time and the bandwidth just before, the median of the rounds.",
     ]
     return "\n".join(lines) + "\n"
 
