@@ -27,21 +27,8 @@ from peers.work import given_work
 
 DTYPES = ("float16", "bfloat16", "float32")
 PROBE = {"cpu": 50_000_000, "cuda": 500_000_000}
-"""Elements of a pass that is far beyond any cache."""
+"""Elements of the pass that measures the bandwidth: far beyond any cache."""
 DISTRIBUTIONS = ("torch", "megatron-core", "deepspeed", "triton", "apex", "transformer-engine", "flashoptim")
-
-BOUND = 30
-"""Bytes per parameter that a 16-bit step with AdamW cannot do without: 2 for statistics, 28 for the update."""
-
-
-def probe_numel(device: torch.device, numel: int) -> int:
-    """Return the elements of the pass that measures the bandwidth.
-
-    On a CPU as many bytes move as in a step of ``numel`` parameters: what lasts as long meets fast moments as often.
-    """
-    if device.type != "cpu":
-        return PROBE["cuda"]
-    return max(PROBE["cpu"], numel * BOUND // 8)
 
 
 # The table
@@ -160,7 +147,7 @@ def explanations(measured: dict[str, Sequence[Run]], device: torch.device) -> st
     lines = [
         "A ratio below 1 means that megascale is faster. `bytes / parameter`: what the passes of a step have to read "
         "and write, listed below; GB/s is that over the median. `of the bandwidth`: GB/s over the bandwidth of the "
-        "same run, measured by a pass before each step, on a CPU over as many bytes: the median of the rounds, and the "
+        "same run, measured by a pass before each step: the median of the rounds, and the "
         "best step's over the best of its passes. "
         f"{counted} `collectives`: of a step on two ranks; with none, ranks may disagree on a skip. "
         "`held`: parameters, gradients, masters and state before the step, `peak`: at the step's worst moment. "
@@ -252,7 +239,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(arguments.threads)
     device = torch.device(arguments.device)
-    bandwidth = Bandwidth(arguments.probe or probe_numel(device, arguments.numel), device)
+    bandwidth = Bandwidth(arguments.probe or PROBE.get(device.type, PROBE["cuda"]), device)
     measured: dict[str, Sequence[Run]] = {}
     tables = []
     for dtype in arguments.dtypes.split(","):

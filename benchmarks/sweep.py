@@ -20,7 +20,7 @@ import torch
 from peers.contenders import BASELINE, MASTERS, MEGATRON_CORE, MEGATRON_FUSED, OURS, TORCH_AMP, Entry
 from peers.rounds import Bandwidth, Run, run_rounds
 from peers.work import given_work
-from step import BOUND, PROBE, bandwidths_of, bound_fractions, place
+from step import PROBE, bandwidths_of, bound_fractions, place
 
 PARAMETERS = "100000,1000000,10000000,100000000,1000000000"
 TENSORS = "1,10,100,200,1000,10000,100000"
@@ -33,6 +33,8 @@ BF16_MOMENTS = Entry("megascale, bf16 moments", "step_ours", "plain", options={"
 BYTES_HELD = 24
 """Per parameter and contender, at the most: what has to fit."""
 MEMORY_SHARE = 0.8
+BOUND = 30
+"""Bytes per parameter that a 16-bit step cannot do without; the plots show what the bandwidth makes of it."""
 
 
 @dataclass
