@@ -7,9 +7,9 @@
  */
 #include <float.h>
 
+#include "chunks.h"
 #include "vector.h"
 
-#define CHUNK 65536 /* elements that one thread takes at a time */
 #define STAGE 1024  /* elements of a gradient that are measured at a time */
 #define LINE 32     /* elements of 16 bits in a cache line: one streamed in part costs more than it saves */
 #define LANES 32    /* partial sums of a stage */
@@ -19,12 +19,6 @@
 #define SOON 2      /* rows from the one that is read to the one that is prefetched */
 #define START 512   /* bytes of each tensor that an update prefetches */
 #define FP16_OVERFLOW 65520.0f
-
-/* The rows' lengths. */
-typedef struct {
-    const int64_t *numels, *first; /* of each row: its elements, the chunks of all rows before it */
-    int64_t num_rows, num_chunks;
-} Lengths;
 
 /* The rows' gradients. */
 typedef struct {
@@ -45,39 +39,6 @@ typedef struct {
     double momentum, dampening;
     int64_t decoupled, amsgrad, maximize, nesterov;
 } Hyper;
-
-/* ---- rows and chunks ---- */
-
-/* Elements [start, end) of a row. */
-typedef struct { int64_t row, start, end; } Chunk;
-
-/* Return the row that holds a chunk: the last one whose first chunk is not beyond it. Empty rows lie before it. */
-static int64_t row_of(const Lengths *all, int64_t chunk) {
-    int64_t low = 0, high = all->num_rows;
-    while (high - low > 1) {
-        int64_t middle = (low + high) / 2;
-        if (all->first[middle] <= chunk) low = middle; else high = middle;
-    }
-    return low;
-}
-
-/* Return a chunk, given the row of an earlier one: a walk, as most rows have one chunk. */
-static inline Chunk chunk_after(const Lengths *all, int64_t row, int64_t chunk) {
-    while (row + 1 < all->num_rows && all->first[row + 1] <= chunk) row++;
-    int64_t start = (chunk - all->first[row]) * CHUNK, end = start + CHUNK;
-    return (Chunk){row, start, end < all->numels[row] ? end : all->numels[row]};
-}
-
-/* Whether one thread has all there is of a row at once. */
-static inline int is_one_chunk(const Lengths *all, int64_t row) {
-    return all->numels[row] > 0 && all->numels[row] <= CHUNK;
-}
-
-/* The chunks of one of several threads: [*first, *last). Neighbours in memory stay with one thread. */
-static void share_of(int64_t num_chunks, int part, int parts, int64_t *first, int64_t *last) {
-    *first = num_chunks * part / parts;
-    *last = num_chunks * (part + 1) / parts;
-}
 
 /* Into the second-level cache, which waits for many more lines at a time than the first. */
 static inline void fetch(const char *from, int64_t bytes) {
@@ -138,25 +99,35 @@ static void measure_chunk(const char *grad, int64_t type, Chunk chunk, int count
     else measure_as(grad, BF16, chunk.start, chunk.end, count_zeros, out);
 }
 
+/* Measure chunks [first, last). */
+static void measure_chunks(const Lengths *all, const Grads *grads, int64_t first, int64_t last, int count_zeros,
+                           double *partial, double *out) {
+    int64_t n = all->num_rows;
+    Chunk chunk = {row_of(all, first), 0, 0};
+    for (int64_t c = first; c < last; c++) {
+        chunk = chunk_after(all, chunk.row, c);
+        int64_t row = chunk.row, soon = row + SOON;
+        /* Where rows are short, the hardware's own prefetching starts too late. */
+        if (soon < n && all->numels[soon] <= SHORT)
+            fetch(grads->addresses[soon], all->numels[soon] * size_of(grads->types[soon]));
+        double *sums = partial + 3 * c;
+        measure_chunk(grads->addresses[row], grads->types[row], chunk, count_zeros, sums);
+        if (is_one_chunk(all, row))
+            for (int k = 0; k < 3; k++) out[k * n + row] = sums[k];
+    }
+}
+
 /* partial: shape [chunks, 3], scratch. out: shape [3, rows]: sums of squares, non-finite elements, zeros. */
 void measure(const Lengths *all, const Grads *grads, int64_t count_zeros, double *partial, double *out, int threads) {
     int64_t n = all->num_rows;
+    Share shares[MOST_THREADS];
+    if (threads > MOST_THREADS) threads = MOST_THREADS;
+    share_out(all->num_chunks, shares, threads);
 #pragma omp parallel for schedule(static) num_threads(threads) if (all->num_chunks > 1)
     for (int part = 0; part < threads; part++) {
         int64_t first, last;
-        share_of(all->num_chunks, part, threads, &first, &last);
-        Chunk chunk = {row_of(all, first), 0, 0};
-        for (int64_t c = first; c < last; c++) {
-            chunk = chunk_after(all, chunk.row, c);
-            int64_t row = chunk.row, soon = row + SOON;
-            /* Where rows are short, the hardware's own prefetching starts too late. */
-            if (soon < n && all->numels[soon] <= SHORT)
-                fetch(grads->addresses[soon], all->numels[soon] * size_of(grads->types[soon]));
-            double *sums = partial + 3 * c;
-            measure_chunk(grads->addresses[row], grads->types[row], chunk, (int)count_zeros, sums);
-            if (is_one_chunk(all, row))
-                for (int k = 0; k < 3; k++) out[k * n + row] = sums[k];
-        }
+        while (take_next(shares, part, threads, all->num_chunks, &first, &last))
+            measure_chunks(all, grads, first, last, (int)count_zeros, partial, out);
     }
     for (int64_t r = 0; r < n; r++) {
         if (is_one_chunk(all, r)) continue;
@@ -360,43 +331,63 @@ static int chunk_rounds_beyond(const Row *row, Chunk chunk) {
     return any(beyond);
 }
 
+/* What all threads of an update share. */
+typedef struct {
+    const Lengths *all;
+    const Grads *grads;
+    const Row *rows;
+    const Hyper *hyper;
+    int64_t rule;
+    int skip, streamed;
+} Update;
+
+/* Update chunks [first, last), with the scalars of the row before. */
+static void update_chunks(const Update *u, int64_t first, int64_t last, Scalars *scalars, uint8_t *overflowed) {
+    const Lengths *all = u->all;
+    Chunk chunk = {row_of(all, first), 0, 0};
+    for (int64_t c = first; c < last; c++) {
+        chunk = chunk_after(all, chunk.row, c);
+        int64_t index = chunk.row, soon = index + SOON;
+        const Row *row = u->rows + index;
+        int beyond;
+        if (soon < all->num_rows && all->numels[soon] <= SHORT) fetch_start(u->rows + soon, u->grads->addresses[soon]);
+        scalars_of(row, u->rule, u->hyper, scalars);
+        Kind kind = kind_of(row, u->grads->types[index], u->rule, u->hyper);
+        if (!u->skip) beyond = update_chunk(row, u->grads->addresses[index], kind, scalars, chunk, u->streamed);
+        else beyond = kind.model == F16 && chunk_rounds_beyond(row, chunk);
+        if (!u->skip && u->rule != NOTHING && row->step && is_one_chunk(all, index)) *row->step += 1.0f;
+        if (beyond) {
+#pragma omp atomic write
+            overflowed[index] = 1;
+        }
+    }
+}
+
 /* Update all rows. Where *found_inf is set nothing is written but `overflowed`, shape [rows]. With rule NOTHING main
  * params are only rounded into model params.
  */
 void update(const Lengths *all, const Grads *grads, const Row *rows, int64_t rule, const Hyper *hyper,
             const float *found_inf, const float *coefficient, uint8_t *overflowed, int threads) {
-    int skip = rule != NOTHING && *found_inf != 0, counts = !skip && rule != NOTHING;
+    Update u = {all, grads, rows, hyper, rule, rule != NOTHING && *found_inf != 0, 0};
     float factor = rule == NOTHING ? 1.0f : hyper->maximize ? -*coefficient : *coefficient;
     int64_t total = 0, n = all->num_rows;
     if (n <= 0) return;
     for (int64_t r = 0; r < n && total <= STREAMED; r++) total += all->numels[r];
-    int streamed = total > STREAMED;
+    u.streamed = total > STREAMED;
     memset(overflowed, 0, (size_t)n);
+    Share shares[MOST_THREADS];
+    if (threads > MOST_THREADS) threads = MOST_THREADS;
+    share_out(all->num_chunks, shares, threads);
 #pragma omp parallel for schedule(static) num_threads(threads) if (all->num_chunks > 1)
     for (int part = 0; part < threads; part++) {
         int64_t first, last;
-        share_of(all->num_chunks, part, threads, &first, &last);
-        Chunk chunk = {row_of(all, first), 0, 0};
         Scalars scalars = {.coefficient = factor};
-        for (int64_t c = first; c < last; c++) {
-            chunk = chunk_after(all, chunk.row, c);
-            int64_t index = chunk.row, soon = index + SOON;
-            const Row *row = rows + index;
-            int beyond;
-            if (soon < n && all->numels[soon] <= SHORT) fetch_start(rows + soon, grads->addresses[soon]);
-            scalars_of(row, rule, hyper, &scalars);
-            Kind kind = kind_of(row, grads->types[index], rule, hyper);
-            if (!skip) beyond = update_chunk(row, grads->addresses[index], kind, &scalars, chunk, streamed);
-            else beyond = kind.model == F16 && chunk_rounds_beyond(row, chunk);
-            if (counts && row->step && is_one_chunk(all, index)) *row->step += 1.0f;
-            if (beyond) {
-#pragma omp atomic write
-                overflowed[index] = 1;
-            }
-        }
-        if (streamed) finish_streams();
+        while (take_next(shares, part, threads, all->num_chunks, &first, &last))
+            update_chunks(&u, first, last, &scalars, overflowed);
+        if (u.streamed) finish_streams();
     }
-    for (int64_t r = 0; counts && r < n; r++)
+    if (u.skip || rule == NOTHING) return;
+    for (int64_t r = 0; r < n; r++)
         if (!is_one_chunk(all, r) && rows[r].step) *rows[r].step += 1.0f;
 }
 

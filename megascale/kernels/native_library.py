@@ -10,7 +10,7 @@ from megascale.errors import UsageError
 from megascale.kernels.native_build import build, find_compiler, machine_flag, share_openmp
 
 SOURCE = Path(__file__).with_name("native.c")
-HEADER = Path(__file__).with_name("vector.h")
+HEADERS = "".join(Path(__file__).with_name(name).read_text() for name in ("chunks.h", "vector.h"))
 # No fast math and no contraction: main params are the reference's bits.
 FLAGS = ("-std=c11", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 
@@ -29,7 +29,7 @@ def library() -> ctypes.CDLL:
     for flags in _flags():
         try:
             # Linked without -fopenmp, which would name a runtime of the compiler's own.
-            return _declare(ctypes.CDLL(str(build(compiler, SOURCE, flags, ["-lm"], HEADER.read_text()))))
+            return _declare(ctypes.CDLL(str(build(compiler, SOURCE, flags, ["-lm"], HEADERS))))
         except (OSError, subprocess.CalledProcessError) as error:
             output = error.stderr if isinstance(error, subprocess.CalledProcessError) else ""
             errors.append(f"{compiler} {' '.join(flags)}: {error} {output}".strip())

@@ -84,9 +84,12 @@ def native(request: pytest.FixtureRequest) -> NativeBackend:
         pytest.skip("flags of x86-64 compilers")
     compiler = native_build.find_compiler("CC", ("cc", "gcc", "clang"))
     assert compiler is not None
-    header = native_library.HEADER.read_text()
     built = native_build.build(
-        compiler, native_library.SOURCE, (*flags, "-Wall", "-Wno-unknown-pragmas", "-Werror"), ["-lm"], header
+        compiler,
+        native_library.SOURCE,
+        (*flags, "-Wall", "-Wno-unknown-pragmas", "-Werror"),
+        ["-lm"],
+        native_library.HEADERS,
     )
     backend._library = native_library._declare(ctypes.CDLL(str(built)))
     return backend
@@ -139,7 +142,7 @@ def _run(backend: NativeBackend | ReferenceBackend, operands: Operands, hyper: o
     moments=st.tuples(st.sampled_from(DTYPES), st.sampled_from(DTYPES)),
     hyper=st.sampled_from(HYPERS),
     skipped=st.booleans(),
-    threads=st.sampled_from([1, 2, 3]),
+    threads=st.sampled_from([1, 2, 3, 16]),
     offset=st.sampled_from([0, 1, 16]),
 )
 def test_bits_are_those_of_the_reference(
@@ -221,6 +224,24 @@ def test_statistics_are_the_same_bits_for_any_threads_and_vectors(dtype: torch.d
         assert torch.equal(found.non_finite, expected.non_finite)
         assert found.zeros is not None
         assert torch.equal(found.zeros, expected.zeros)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 7, 40])
+def test_each_chunk_is_updated_once_whoever_takes_it(threads: int) -> None:
+    """Threads that have none left take chunks of others: none is left out, none updated twice, in 20 steps of many
+    rows of one chunk and of several, also with more threads than cores, of which some begin when all is done.
+    """
+    sizes = [*range(1, 700), 400_000, 65_536, 65_537, 0, 200_000]
+    states = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
+    ours, theirs = (_operands(sizes, torch.float16, torch.float16, states, 0, counted=True) for _ in range(2))
+    hyper, native = AdamHyper(1e-2, 0.9, 0.999, 1e-8, 0.1, True, False, False), NativeBackend()
+    for step in range(20):
+        decision = Decision(*torch.tensor([float(step == 7), 1.0, 1.0, 0.0]).unbind())
+        with _threads(1):
+            native.adam_(theirs, hyper, decision)
+        with _threads(threads):
+            native.adam_(ours, hyper, decision)
+        assert _same(ours, theirs)
 
 
 @pytest.mark.parametrize("native", VECTORS, indirect=True)
@@ -313,5 +334,5 @@ def test_row_has_the_layout_of_native_c() -> None:
     assert ctypes.sizeof(native_backend._Lengths) == 4 * 8
     assert ctypes.sizeof(native_backend._Grads) == 2 * 8
     assert ctypes.sizeof(native_backend._Hyper) == 11 * 8
-    source = native_library.SOURCE.read_text()
-    assert f"#define CHUNK {native_backend.CHUNK} " in source
+    assert ctypes.sizeof(native_backend._ScaleRule) == 7 * 8
+    assert f"#define CHUNK {native_backend.CHUNK} " in native_library.HEADERS
