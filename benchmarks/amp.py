@@ -122,7 +122,7 @@ def row(run: Run, by_name: dict[str, Run], work: Work) -> str:
         f"{max(run.times):.1f}",
         *compared,
         str(run.bytes_per_parameter),
-        f"{bound_fractions(run, work.numel)[0]:.2f}",
+        f"{bound_fractions(run, work.numel).of_rounds:.2f}",
         str(run.counts.operations),
         str(run.counts.host_reads),
         difference(run.entry, rival.entry, work.device) if rival else "-",

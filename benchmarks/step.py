@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from peers.contenders import BASELINE, OURS, PEERS, REFERENCE, Entry, backend_entry
@@ -39,16 +40,28 @@ def bandwidths_of(runs: Sequence[Run]) -> list[float]:
     return [bandwidth for run in runs for bandwidth in run.bandwidths]
 
 
-def bound_fractions(run: Run, numel: int) -> tuple[float, float]:
-    """Return implied bytes per second over the bandwidth: the median of the rounds, and the best over the best.
+class BoundFractions(NamedTuple):
+    """Implied bytes per second over the bandwidth of the passes just before the steps.
 
-    Each step is compared with the pass just before it, and the best step with the best of as many passes: a machine's
-    memory may be twice as fast in one minute as in the next.
+    A machine's memory may be twice as fast in one minute as in the next, so that each step is also compared with its
+    own pass; the best step is compared with the best of as many passes.
     """
+
+    of_medians: float
+    of_rounds: float
+    of_best: float
+
+
+def bound_fractions(run: Run, numel: int) -> BoundFractions:
+    """Compare the step with what the machine's bandwidth allows."""
     gigabytes = run.bytes_per_parameter * numel / 1e9
     rates = [gigabytes / (ms / 1e3) for ms in run.times]
     of_rounds = [rate / bandwidth for rate, bandwidth in zip(rates, run.bandwidths, strict=True)]
-    return statistics.median(of_rounds), max(rates) / max(run.bandwidths)
+    return BoundFractions(
+        of_medians=statistics.median(rates) / statistics.median(run.bandwidths),
+        of_rounds=statistics.median(of_rounds),
+        of_best=max(rates) / max(run.bandwidths),
+    )
 
 
 def difference(reference: Run | None, run: Run) -> str:
@@ -70,7 +83,8 @@ def heads(device: torch.device) -> list[str]:
         "(min)",
         "bytes / parameter",
         "GB/s",
-        "of the bandwidth (median)",
+        "of the bandwidth (medians)",
+        "(median of rounds)",
         "(best)",
         "operators" if cpu else "launches",
         "host reads" if cpu else "host waits",
@@ -89,7 +103,6 @@ def row(run: Run, by_name: dict[str, Run], numel: int, columns: int) -> str:
     ratios = ["-", "-"]
     if ours.times:
         ratios = [f"{ours.median / run.median:.2f}", f"{min(ours.times) / min(run.times):.2f}"]
-    of_median, of_best = bound_fractions(run, numel)
     counted = run.counts.collectives
     collectives = "?" if counted is None else ", ".join(f"{name} {n}" for name, n in sorted(counted.items())) or "none"
     compiled = "" if run.compile_seconds is None else f" (compiling {run.compile_seconds:.1f})"
@@ -101,8 +114,7 @@ def row(run: Run, by_name: dict[str, Run], numel: int, columns: int) -> str:
         *ratios,
         str(run.bytes_per_parameter),
         f"{run.bytes_per_parameter * numel / run.median / 1e6:.1f}",
-        f"{of_median:.2f}",
-        f"{of_best:.2f}",
+        *(f"{fraction:.2f}" for fraction in bound_fractions(run, numel)),
         str(run.counts.operations),
         str(run.counts.host_reads),
         collectives,
@@ -147,8 +159,8 @@ def explanations(measured: dict[str, Sequence[Run]], device: torch.device) -> st
     lines = [
         "A ratio below 1 means that megascale is faster. `bytes / parameter`: what the passes of a step have to read "
         "and write, listed below; GB/s is that over the median. `of the bandwidth`: GB/s over the bandwidth of the "
-        "same run, measured by a pass before each step: the median of the rounds, and the "
-        "best step's over the best of its passes. "
+        "same run, measured by a pass before each step: the median step's over the median of its passes, the median of "
+        "the rounds, and the best step's over the best of its passes. "
         f"{counted} `collectives`: of a step on two ranks; with none, ranks may disagree on a skip. "
         "`held`: parameters, gradients, masters and state before the step, `peak`: at the step's worst moment. "
         f"`difference`: the largest between a parameter and that of {REFERENCE}, after the last round.",

@@ -106,7 +106,7 @@ def cells_of(run: Run, point: Point) -> list[str]:
         f"{max(run.times):.3f}",
         ratio,
         str(run.bytes_per_parameter),
-        f"{bound_fractions(run, point.numel)[0]:.2f}",
+        f"{bound_fractions(run, point.numel).of_rounds:.2f}",
         str(run.counts.operations),
         str(run.counts.host_reads),
     ]
