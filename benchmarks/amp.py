@@ -17,7 +17,6 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -25,7 +24,7 @@ from peers.contenders import Entry
 from peers.rounds import Bandwidth, Run, run_rounds
 from peers.step_amp import Trained
 from peers.work import Work, given_work
-from step import PROBE, bandwidths_of, bound_fractions, place, rows_of_rounds
+from step import PROBE, bandwidths_of, base_parser, bound_fractions, place, rows_of_rounds
 from torch import Tensor
 
 LITTLE = (4096, 4)
@@ -166,14 +165,8 @@ def report(runs: Sequence[Run], arguments: argparse.Namespace, work: Work) -> st
 
 def arguments_of_command() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--numel", type=int, default=50_000_000)
+    parser = base_parser(__doc__, rounds=24)
     parser.add_argument("--tensors", type=int, default=200)
-    parser.add_argument("--rounds", type=int, default=24)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--device", default=str(torch.accelerator.current_accelerator(check_available=True) or "cpu"))
-    parser.add_argument("--probe", type=int, help="elements of the pass that measures the bandwidth")
-    parser.add_argument("--out", type=Path, help="write the table to this file too, and every round beside it as .csv")
     arguments = parser.parse_args()
     if not 0 < arguments.tensors <= arguments.numel or arguments.rounds < 1:
         parser.error(f"--tensors {arguments.tensors} must be from 1 to --numel {arguments.numel}; --rounds at least 1")

@@ -12,13 +12,12 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from peers.contenders import MASTERS, OURS, TORCH_AMP, Entry
 from peers.rounds import Bandwidth, Run, run_rounds
 from peers.work import Stepper, Work, given_work
-from step import PROBE, place, rows_of_rounds
+from step import PROBE, base_parser, place, rows_of_rounds
 from sweep import ON_MAIN_GRADS
 
 HEADS = (
@@ -92,16 +91,10 @@ def table(entries: Sequence[Entry], runs: Sequence[Run], arguments: argparse.Nam
 
 def arguments_of_command() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--numel", type=int, default=50_000_000)
+    parser = base_parser(__doc__, rounds=20)
     parser.add_argument("--few", type=int, default=200, help="tensors")
     parser.add_argument("--many", type=int, default=100_000, help="tensors")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--device", default=str(torch.accelerator.current_accelerator(check_available=True) or "cpu"))
     parser.add_argument("--only", default="", help="contenders, by parts of their names, separated by commas")
-    parser.add_argument("--probe", type=int, help="elements of the pass that empties the caches before a step")
-    parser.add_argument("--out", type=Path, help="write the table to this file too, and every round beside it as .csv")
     arguments = parser.parse_args()
     if not 0 < arguments.few <= arguments.many <= arguments.numel or arguments.rounds < 1:
         parser.error("0 < --few <= --many <= --numel must hold, and --rounds be at least 1")

@@ -32,6 +32,21 @@ PROBE = {"cpu": 50_000_000, "cuda": 500_000_000}
 DISTRIBUTIONS = ("torch", "megatron-core", "deepspeed", "triton", "apex", "transformer-engine", "flashoptim")
 
 
+# The command line
+
+
+def base_parser(description: str | None, rounds: int) -> argparse.ArgumentParser:
+    """Return a parser of what all programs that time rounds take. ``rounds``: how many unless told."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--numel", type=int, default=50_000_000)
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--device", default=str(torch.accelerator.current_accelerator(check_available=True) or "cpu"))
+    parser.add_argument("--probe", type=int, help="elements of the pass that measures the bandwidth, and cools caches")
+    parser.add_argument("--out", type=Path, help="write the tables to this file too, and every round beside it as .csv")
+    return parser
+
+
 # The table
 
 
@@ -211,18 +226,12 @@ def chosen(arguments: argparse.Namespace) -> list[Entry]:
 
 def arguments_of_command() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--numel", type=int, default=50_000_000)
+    parser = base_parser(__doc__, rounds=20)
     parser.add_argument("--tensors", type=int, default=200)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--device", default=str(torch.accelerator.current_accelerator(check_available=True) or "cpu"))
     parser.add_argument("--dtypes", default="float16,bfloat16", help=f"of {', '.join(DTYPES)}")
     parser.add_argument("--backends", default="", help="backends of megascale that get a row of their own")
     parser.add_argument("--only", default="", help="peers, by parts of their names, separated by commas")
-    parser.add_argument("--probe", type=int, help="elements of the pass that measures the bandwidth")
     parser.add_argument("--list", action="store_true", help="show the contenders, and how to install them")
-    parser.add_argument("--out", type=Path, help="write the tables to this file too, and every round beside it as .csv")
     arguments = parser.parse_args()
     if not 0 < arguments.tensors <= arguments.numel:
         parser.error(f"--tensors {arguments.tensors} must be from 1 to --numel {arguments.numel}")
