@@ -120,7 +120,6 @@ def row(run: Run, by_name: dict[str, Run], numel: int, columns: int) -> str:
         ratios = [f"{ours.median / run.median:.2f}", f"{min(ours.times) / min(run.times):.2f}"]
     counted = run.counts.collectives
     collectives = "?" if counted is None else ", ".join(f"{name} {n}" for name, n in sorted(counted.items())) or "none"
-    compiled = "" if run.compile_seconds is None else f" (compiling {run.compile_seconds:.1f})"
     cells = [
         run.label,
         f"{run.median:.1f}",
@@ -134,7 +133,7 @@ def row(run: Run, by_name: dict[str, Run], numel: int, columns: int) -> str:
         str(run.counts.host_reads),
         collectives,
         "-" if run.counts.held is None else f"{run.counts.held:.1f}, {run.counts.peak:.1f}",
-        f"{run.first_step:.2f}{compiled}",
+        f"{run.first_step:.2f}",
         difference(by_name.get(REFERENCE), run),
     ]
     return "| " + " | ".join(cells) + " |"

@@ -30,7 +30,7 @@ PYTHONPATH=. "$python" -c 'import torch; assert torch.cuda.is_available(), "no G
 
 part "tests" 165 "$python" -m pytest tests/gpu -q
 part "step" 165 "$python" benchmarks/step.py --numel 1000000000 --tensors 1000 --rounds 20 --device cuda \
-    --backends triton,torch,compiled --out "$out/step_gpu.md"
+    --backends triton,torch --out "$out/step_gpu.md"
 part "tensors" 100 "$python" benchmarks/sweep.py tensors --tensor-counts 1,200,10000,100000 --rounds 5 --limit 5 \
     --device cuda --out "$out/sweep_gpu"
 if [[ -f benchmarks/graph.py ]]; then

@@ -7,7 +7,7 @@ import torch
 from megascale import validate
 from megascale.errors import ArgumentError
 
-BACKENDS = ("auto", "reference", "torch", "compiled", "native", "triton", "apex")
+BACKENDS = ("auto", "reference", "torch", "native", "triton", "apex")
 HYSTERESIS_RESETS = ("growth", "clean_step")
 OPTIMIZERS = ("adam", "sgd", "lion")
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -67,7 +67,6 @@ class Run:
     broken: bool = False
     backend: str = ""
     first_step: float = 0.0
-    compile_seconds: float | None = None
     counts: Counts | None = None
     times: list[float] = field(default_factory=list)
     bandwidths: list[float] = field(default_factory=list)
@@ -186,7 +185,6 @@ def _started(entry: Entry, work: Work, rounds: int, memory: bool, limit: float |
         run.stepper = stepper = entry.make(work)
         # Some compile when they are built.
         run.first_step = _timed(stepper, work.device) + getattr(stepper, "setup_seconds", 0.0)
-        run.compile_seconds = getattr(stepper, "compile_seconds", None)
         run.traffic = stepper.traffic
         run.backend = getattr(stepper, "backend_name", "")
         start = time.perf_counter()

@@ -59,11 +59,6 @@ class Megascale:
         size = work.dtype.itemsize
         self.traffic = traffic(size, size, 2 * moments.itemsize)
 
-    @property
-    def compile_seconds(self) -> float | None:
-        """Seconds that the backend has compiled, where it says so."""
-        return getattr(self.optimizer.backend, "compile_seconds", None)
-
     def prepare(self) -> None:
         """Do nothing: the gradients are there, and stay as they are."""
 

@@ -47,10 +47,6 @@ class Operands:
             step=[self.step[i] for i in indices] if self.step else [],
         )
 
-    def rows(self) -> list[list[Tensor]]:
-        """Return, per parameter, all its tensors but the step: main, grad, model, then the state in order of names."""
-        return [list(row) for row in zip(self.main, self.grad, self.model, *self.state.values(), strict=True)]
-
 
 @dataclass(frozen=True)
 class AdamHyper:

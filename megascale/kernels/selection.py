@@ -52,12 +52,6 @@ def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=4)
 
 
-def _compiled() -> Backend:
-    from megascale.kernels.compiled_backend import CompiledBackend
-
-    return CompiledBackend()
-
-
 def _triton() -> Backend:
     from megascale.kernels.triton_backend import TritonBackend
 
@@ -74,7 +68,6 @@ _MAKERS: dict[str, Callable[[], Backend]] = {
     "reference": ReferenceBackend,
     "torch": TorchBackend,
     "native": NativeBackend,
-    "compiled": _compiled,
     "triton": _triton,
     "apex": _apex,
 }

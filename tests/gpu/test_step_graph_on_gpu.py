@@ -19,7 +19,7 @@ from tests.training import INNER, Tiny, grad_of, model, same_bits, set_grads, sn
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are CUDA's")]
 
-BACKENDS = ["torch", "triton", "compiled"]
+BACKENDS = ["torch", "triton"]
 
 
 def _made(inner: str, backend: str, sharded: bool = False) -> tuple[Tiny, MixedPrecisionOptimizer]:
