@@ -433,7 +433,8 @@ class GeneralUpdate:
                 if param.main is not param.model and param.main in state:
                     state[param.model] = state.pop(param.main)
             for param, dtypes in narrow:
-                state[param.model].update({name: state[param.model][name].to(dtype) for name, dtype in dtypes.items()})
+                for name, dtype in dtypes.items():
+                    state[param.model][name] = state[param.model][name].to(dtype)
             for group, originals in zip(optimizer.param_groups, model_params, strict=True):
                 group["params"] = originals
             for model, model_grad in model_grads:

@@ -297,6 +297,10 @@ REFUSED: list[tuple[Change, type[Exception], str]] = [
     (_set("main_params", value=[1]), StateDictError, "'main_params' must map parameter names"),
     (_set("optimizer", "state", value={0: {}}), StateDictError, "'optimizer.state' must map parameter names"),
     (_set("optimizer", "param_groups", value=3), StateDictError, "'optimizer.param_groups' must be a list of dicts"),
+    (_set("optimizer", "param_groups", value="ab"), StateDictError, "'optimizer.param_groups' must be a list of dicts"),
+    (_set("optimizer", "param_groups", value=[3]), StateDictError, "'optimizer.param_groups' must be a list of dicts"),
+    (_set("optimizer", "param_groups", value=[["params"]]), StateDictError, "must be a list of dicts with 'params'"),
+    (_set("optimizer", "param_groups", value=[{"lr": 1.0}]), StateDictError, "must be a list of dicts with 'params'"),
     (_set("optimizer", "param_groups", value=[]), StateDictError, "state dict has 0 param groups, the optimizer has 1"),
     (
         lambda s: _set("optimizer", "param_groups", value=[s["optimizer"]["param_groups"][0] | {"params": NAMES[:-1]}])(
