@@ -11,7 +11,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
+from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig, bucket_reduction
 from megascale.errors import ArgumentError, UsageError
 from megascale.grad_sync import GradSync
 from megascale.replica_check import find_differing
@@ -360,3 +360,67 @@ def test_bad_divisor_is_refused(divisor: Any, message: str) -> None:
     sync = GradSync(model().named_parameters())
     with pytest.raises(ArgumentError, match=message):
         sync.set_divisor(divisor)
+
+
+def _zeroed(started: int) -> Any:
+    module = model(torch.float32)
+    sync = GradSync(module.named_parameters(), bucket_numel=SMALL_BUCKET)
+    with CommDebugMode() as of_nothing:
+        sync.zero_()
+    for bucket in sync.buckets[:started]:
+        for param in bucket.params.values():
+            param.sum().backward()
+    with CommDebugMode() as of_the_rest:
+        sync.zero_()
+    module(_data(0, dist.get_rank())).square().mean().backward()
+    sync.finish()
+    twin = model(torch.float32)
+    other = GradSync(twin.named_parameters(), bucket_numel=SMALL_BUCKET)
+    twin(_data(0, dist.get_rank())).square().mean().backward()
+    other.finish()
+    same = all(map(bits_equal, _main_grads(sync, module), _main_grads(other, twin)))
+    return same, of_nothing.get_total_counts(), of_the_rest.get_total_counts()
+
+
+@pytest.mark.parametrize(("started", "rest"), [(0, 0), (1, 4), (2, 3)])
+def test_zero_ends_reductions_under_way(ranks: RankPool, started: int, rest: int) -> None:
+    """zero_() in the middle of a step ends what was started, on every rank alike, and starts nothing where nothing was:
+    the next step's gradients are those of a sync that never stopped.
+    """
+    assert ranks.run(2, _zeroed, started) == [(True, 0, rest)] * 2
+
+
+def _broken_message(victim: int) -> str:
+    module = model(torch.float32)
+    sync = GradSync(module.named_parameters(), bucket_numel=10_000, sharded=True)
+    [bucket] = sync.buckets
+    started = bucket_reduction.exchange_start
+
+    class Broken:
+        def __init__(self, pending: Any) -> None:
+            self.pending = pending
+
+        def wait(self) -> None:
+            self.pending.wait()
+            raise ConnectionError("the wire was cut")
+
+    def start(*arguments: Any) -> Any:
+        pending = started(*arguments)
+        return Broken(pending) if dist.get_rank() == victim else pending
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(bucket_reduction, "exchange_start", start)
+        module(_data(0, dist.get_rank())).square().mean().backward()
+        try:
+            sync.finish()
+        except ConnectionError as error:
+            return str(error)
+    return "finished"
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_lost_message_is_an_error_where_it_was_lost(ranks: RankPool, victim: int) -> None:
+    """A message that fails on its way is raised by finish(); the other rank still gets all that it waits for."""
+    expected = ["finished"] * 2
+    expected[victim] = "the wire was cut"
+    assert ranks.run(2, _broken_message, victim) == expected
