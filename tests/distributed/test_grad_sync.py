@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig, bucket_reduction
+from megascale.collectives import exchange_start
 from megascale.errors import ArgumentError, UsageError
 from megascale.grad_sync import GradSync
 from megascale.replica_check import find_differing
@@ -393,8 +394,7 @@ def test_zero_ends_reductions_under_way(ranks: RankPool, started: int, rest: int
 def _broken_message(victim: int) -> str:
     module = model(torch.float32)
     sync = GradSync(module.named_parameters(), bucket_numel=10_000, sharded=True)
-    [bucket] = sync.buckets
-    started = bucket_reduction.exchange_start
+    assert len(sync.buckets) == 1
 
     class Broken:
         def __init__(self, pending: Any) -> None:
@@ -405,7 +405,7 @@ def _broken_message(victim: int) -> str:
             raise ConnectionError("the wire was cut")
 
     def start(*arguments: Any) -> Any:
-        pending = started(*arguments)
+        pending = exchange_start(*arguments)
         return Broken(pending) if dist.get_rank() == victim else pending
 
     with pytest.MonkeyPatch.context() as patched:
