@@ -4,6 +4,7 @@ import math
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from megascale import (
     ConstantGradScaler,
@@ -13,6 +14,7 @@ from megascale import (
     MixedPrecisionOptimizer,
     OptimizerConfig,
 )
+from megascale.schedules import LandedLRScheduler
 from megascale.train.config import OptimizerOptions, ScalerConfig, TrainConfig
 from megascale.train.tasks import Task
 
@@ -30,11 +32,24 @@ def build_task(config: TrainConfig) -> Task:
     return TextTask(config.text, config.seed)
 
 
-def learning_rate(options: OptimizerOptions, step: int, steps: int) -> float:
-    """Return the learning rate of ``step``: linear warm-up, then cosine to zero, or constant."""
-    warmup = min(1.0, (step + 1) / options.warmup_steps) if options.warmup_steps else 1.0
-    decay = 0.5 * (1 + math.cos(math.pi * step / steps)) if options.schedule == "cosine" else 1.0
-    return options.lr * warmup * decay
+def lr_factor(options: OptimizerOptions, landed: int, steps: int) -> float:
+    """Return the fraction of the peak learning rate after ``landed`` of ``steps``: warm-up, then ``schedule``."""
+    warmup = min(1.0, (landed + 1) / options.warmup_steps) if options.warmup_steps else 1.0
+    decay = 0.5 * (1 + math.cos(math.pi * landed / steps)) if options.schedule == "cosine" else 1.0
+    return warmup * decay
+
+
+def build_schedule(config: TrainConfig, optimizer: MixedPrecisionOptimizer, landed: int = 0) -> LandedLRScheduler:
+    """Return the schedule of ``config`` as it stands after ``landed`` steps, and give the param groups its rate.
+
+    The rate depends on the number of landed steps alone, so a run that goes on needs no more of its past, and may go on
+    with another number of steps.
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = group["initial_lr"] = config.optimizer.lr
+    return LandedLRScheduler(
+        LambdaLR(optimizer, lambda done: lr_factor(config.optimizer, done, config.steps), last_epoch=landed - 1)
+    )
 
 
 def build_grad_scaler(config: ScalerConfig) -> MegatronGradScaler | None:

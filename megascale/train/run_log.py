@@ -4,7 +4,7 @@ import csv
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -109,15 +109,24 @@ class RunLog:
             self._wandb.finish()
 
 
+def rewrite_last_row(config: TrainConfig, step: int, total_accuracy: float) -> None:
+    """Put an accuracy that was measured later into the row of the last of ``step`` steps, if it is there."""
+    rows = _rows_before(config.run_folder / "metrics.csv", step)
+    if rows and int(rows[-1]["step"]) == step - 1:
+        read: dict[str, Any] = {
+            one.name: (int if one.type is int else float)(rows[-1][one.name]) for one in fields(Row)
+        }
+        log = RunLog(config, step - 1)
+        log.write(replace(Row(**read), total_accuracy=total_accuracy))
+        log.close()
+
+
 def _open_csv(path: Path, start: int) -> tuple[Any, "csv.DictWriter[str]"]:
     """Open the file for rows from ``start`` on, keeping earlier ones.
 
     The file on disk has the earlier rows at every moment: this process may be killed before it flushes any.
     """
-    kept: list[Mapping[str, str]] = []
-    if start > 0 and path.is_file():
-        with open(path, newline="", encoding="utf-8") as stream:
-            kept = [row for row in csv.DictReader(stream) if _is_whole(row) and int(row["step"]) < start]
+    kept = _rows_before(path, start)
     replacement = path.with_suffix(".csv.new")
     with open(replacement, "w", newline="", encoding="utf-8") as stream:
         writer = csv.DictWriter(stream, COLUMNS)
@@ -126,6 +135,14 @@ def _open_csv(path: Path, start: int) -> tuple[Any, "csv.DictWriter[str]"]:
     os.replace(replacement, path)
     stream = open(path, "a", newline="", encoding="utf-8")  # noqa: SIM115  closed by RunLog.close
     return stream, csv.DictWriter(stream, COLUMNS)
+
+
+def _rows_before(path: Path, step: int) -> list[dict[str, str]]:
+    """Return the rows of the steps before ``step``."""
+    if step == 0 or not path.is_file():
+        return []
+    with open(path, newline="", encoding="utf-8") as stream:
+        return [row for row in csv.DictReader(stream) if _is_whole(row) and int(row["step"]) < step]
 
 
 def _is_whole(row: Mapping[str, str | None]) -> bool:

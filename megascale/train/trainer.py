@@ -15,9 +15,9 @@ from megascale.checkpoint import Checkpointer
 from megascale.collectives import all_reduce_sum_, broadcast_object, raise_together
 from megascale.errors import ArgumentError, MegascaleError
 from megascale.host_view import HostView
-from megascale.train.build import DTYPES, build_task, build_wrapped_optimizer, learning_rate
+from megascale.train.build import DTYPES, build_schedule, build_task, build_wrapped_optimizer
 from megascale.train.config import FREE_ON_RESUME, TrainConfig, as_dict, save_yaml
-from megascale.train.run_log import Row, RunLog
+from megascale.train.run_log import Row, RunLog, rewrite_last_row
 from megascale.train.runtime import Runtime
 from megascale.train.tasks import Batch
 
@@ -32,6 +32,14 @@ class Progress:
     """Sum over steps."""
     seconds: float = 0.0
     total_accuracy: float = math.nan
+    """Of the last evaluation; NaN before the first."""
+    evaluated_at: int = -1
+    """How many steps had been made at the last evaluation."""
+
+    @property
+    def landed(self) -> int:
+        """Steps that were not skipped, as far as the host has seen."""
+        return self.step - self.skipped
 
 
 class Trainer:
@@ -66,37 +74,42 @@ class Trainer:
 
     def run(self) -> int:
         """Train to the last step, or to a signal; returns the exit status."""
-        self._restart_if_asked()
-        self._resume()
-        self._open_log()
+        self.start()
         started, stopped = self.progress.step, False
-        self._begun = time.perf_counter()
         while self.progress.step < self.config.steps and not stopped:
             self._step(self.progress.step)
             stopped = self._due(self.progress.step)
         if self.progress.step > started or self.checkpointer.latest() is None:
             if not stopped:
-                self.progress.total_accuracy = self.evaluate()
+                self._measure_accuracy()
             self._observe(self.view.flush())
             self._save()
+        elif self.progress.evaluated_at != self.progress.step:
+            self._complete_last_row()
         self.checkpointer.wait()
         self._summarise(stopped)
         if self.log is not None:
             self.log.close()
         return 128 + (self.runtime.stop_signal or 2) if stopped else 0
 
+    def start(self) -> None:
+        """Go on from the run folder's latest checkpoint, or begin."""
+        self._restart_if_asked()
+        self._resume()
+        self.schedule = build_schedule(self.config, self.optimizer, self.progress.landed)
+        self._open_log()
+        self._begun = time.perf_counter()
+
     # One step
 
     def _step(self, step: int) -> None:
         started = time.perf_counter()
-        lr = learning_rate(self.config.optimizer, step, self.config.steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
         loss, correct, places = self._loss(self.network, self._own_part(step))
         self.optimizer.zero_grad()
         self.optimizer.scale_loss(loss).backward()
-        scale = self.optimizer.get_loss_scale()
+        scale, [lr, *_] = self.optimizer.get_loss_scale(), self.schedule.get_last_lr()
         result = self.optimizer.step()
+        self.schedule.step(result.success)
         stop = torch.full_like(loss, bool(self.runtime.stop_signal), dtype=torch.float64, requires_grad=False)
         shared = torch.stack([loss.detach().double(), correct.double() / places, stop])
         all_reduce_sum_(shared, self.runtime.group)
@@ -120,7 +133,7 @@ class Trainer:
     def _due(self, done: int) -> bool:
         """Evaluate and save where it is time. Returns whether the ranks have agreed to stop."""
         if done % self.config.evaluate_every == 0 and done < self.config.steps:
-            self.progress.total_accuracy = self.evaluate()
+            self._measure_accuracy()
         every = self.config.checkpoint.every
         if every and done % every == 0 and done < self.config.steps and not self._stop_seen:
             self._observe(self.view.flush())
@@ -165,6 +178,16 @@ class Trainer:
         # max: argmax is eight times slower on CPUs.
         right = logits.detach().max(1).indices == targets
         return self.task.loss(logits, targets), right.sum(), targets.numel()
+
+    def _measure_accuracy(self) -> None:
+        self.progress.total_accuracy = self.evaluate()
+        self.progress.evaluated_at = self.progress.step
+
+    def _complete_last_row(self) -> None:
+        """Measure what a run lacks that was stopped between its last step and its last evaluation."""
+        self._measure_accuracy()
+        if self.runtime.is_first:
+            rewrite_last_row(self.config, self.progress.step, self.progress.total_accuracy)
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -258,7 +281,7 @@ class Trainer:
             "run": self.config.run_name,
             "step": progress.step,
             "steps": self.config.steps,
-            "total_accuracy": progress.total_accuracy,
+            "total_accuracy": None if math.isnan(progress.total_accuracy) else progress.total_accuracy,
             "skipped": progress.skipped,
             "scale": scale,
             "zero_grad_fraction": progress.zero_grad_fractions / max(1, progress.step),
@@ -266,7 +289,8 @@ class Trainer:
             "ranks": self.runtime.world_size,
             "checkpoint": str(path),
         }
-        (self.config.run_folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        text = json.dumps(summary, indent=2, allow_nan=False)
+        (self.config.run_folder / "summary.json").write_text(text + "\n", encoding="utf-8")
         state = "stopped by a signal; run the same command to go on" if stopped else "done"
         print(
             f"{state}: step {progress.step} of {self.config.steps}, total accuracy {progress.total_accuracy:.4f}, "

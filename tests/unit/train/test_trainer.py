@@ -1,14 +1,21 @@
 """The loop in one process: how it stops and goes on."""
 
+import csv
+import json
+import math
+import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megascale.checkpoint import latest
 from megascale.train.config import load_config
 from megascale.train.runtime import Runtime
+from megascale.train.tasks import Batch
 from megascale.train.trainer import Trainer
+from tests.counting import OperatorCounter
 
 TINY = [
     "task=text",
@@ -39,3 +46,87 @@ def test_stop_at_a_checkpoint_saves_once(tmp_path: Path, every: int) -> None:
     finished = latest(tmp_path / "run" / "checkpoints")
     assert finished is not None
     assert finished.name == "step_00000004"
+
+
+def _rows(folder: Path) -> list[dict[str, str]]:
+    with open(folder / "run" / "metrics.csv", newline="") as stream:
+        return [{k: v for k, v in row.items() if k != "samples_per_second"} for row in csv.DictReader(stream)]
+
+
+def _summary(folder: Path) -> dict[str, Any]:
+    summary: dict[str, Any] = json.loads((folder / "run" / "summary.json").read_text())
+    return {key: summary[key] for key in ("step", "total_accuracy", "skipped", "scale", "zero_grad_fraction")}
+
+
+def _run(folder: Path, *arguments: str, stop_at: int | None = None) -> int:
+    """Train; ``stop_at``: a SIGTERM comes while this step is taken."""
+    with Runtime(threads=1) as runtime:
+        trainer = Trainer(load_config([*TINY, f"output_dir={folder}", *arguments]), runtime)
+        own_part = trainer._own_part
+
+        def own_part_or_stop(step: int) -> Batch:
+            if step == stop_at:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return own_part(step)
+
+        trainer._own_part = own_part_or_stop  # type: ignore[method-assign]
+        return trainer.run()
+
+
+@pytest.mark.parametrize("evaluate_every", [3, 100])
+@pytest.mark.parametrize("stop_at", range(6))
+def test_stopped_at_any_step_ends_as_if_it_had_not_been(tmp_path: Path, stop_at: int, evaluate_every: int) -> None:
+    """A SIGTERM at any step, also the last: after the next run summary and log are those of a run without it.
+
+    Stopped after the last step and before the last evaluation, it ended with accuracy nan, or that of an older one.
+    """
+    arguments = ("steps=6", f"evaluate_every={evaluate_every}", "scaler.scale=4294967296", "optimizer.warmup_steps=3")
+    assert _run(tmp_path / "straight", *arguments) == 0
+    status = _run(tmp_path / "cut", *arguments, stop_at=stop_at)
+    assert status == (128 + signal.SIGTERM if stop_at < 5 else 0)
+    assert _run(tmp_path / "cut", *arguments) == 0
+    assert _summary(tmp_path / "cut") == _summary(tmp_path / "straight")
+    assert _rows(tmp_path / "cut") == _rows(tmp_path / "straight")
+    assert _rows(tmp_path / "cut")[-1]["total_accuracy"] == str(_summary(tmp_path / "straight")["total_accuracy"])
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_learning_rate_follows_landed_steps(tmp_path: Path, name: str) -> None:
+    """At scale 2**32 the first steps overflow: each rate is that of the steps landed so far, also after resuming.
+
+    The warm-up went on over skipped steps: the first step to land had seven times its rate.
+    """
+    options = (f"optimizer.name={name}", "scaler.scale=4294967296", "optimizer.lr=0.01", "optimizer.warmup_steps=4")
+    _run(tmp_path, *options, "steps=12", stop_at=4)
+    _run(tmp_path, *options, "steps=12")
+    rows, landed = _rows(tmp_path), 0
+    assert [row["skipped"] for row in rows[:3]] == ["1", "1", "1"]
+    assert {row["skipped"] for row in rows} == {"0", "1"}
+    for row in rows:
+        expected = 0.01 * min(1.0, (landed + 1) / 4) * 0.5 * (1 + math.cos(math.pi * landed / 12))
+        assert float(row["lr"]) == pytest.approx(expected, rel=1e-12)
+        landed += row["skipped"] == "0"
+
+
+def test_a_run_that_goes_on_follows_its_new_number_of_steps(tmp_path: Path) -> None:
+    """steps= may change on resuming: from the first step on, the rate is that of the new schedule."""
+    options = ("optimizer.lr=0.01", "optimizer.warmup_steps=0")
+    _run(tmp_path, *options, "steps=4")
+    _run(tmp_path, *options, "steps=8")
+    rows = _rows(tmp_path)
+    assert {row["skipped"] for row in rows} == {"0"}
+    for step, steps in ((3, 4), (4, 8), (7, 8)):
+        expected = 0.005 * (1 + math.cos(math.pi * step / steps))
+        assert float(rows[step]["lr"]) == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_training_step_reads_nothing_on_the_host(tmp_path: Path) -> None:
+    """Neither the schedule nor the log waits for the device: no host read from the second step on."""
+    with Runtime(threads=1) as runtime:
+        trainer = Trainer(load_config([*TINY, f"output_dir={tmp_path}", "scaler.scale=4294967296"]), runtime)
+        trainer.start()
+        trainer._step(0)
+        with OperatorCounter() as counter:
+            for step in range(1, 4):
+                trainer._step(step)
+        assert counter.host_reads == 0
