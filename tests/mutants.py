@@ -1,0 +1,241 @@
+"""Changes the core at random, one small change at a time, and asks whether the default tests notice.
+
+    python -m tests.mutants --sample 100 --seed 1 --jobs 2 --out benchmarks/results/mutants.md
+
+Each mutant is one operator, comparison, constant, condition or statement of one module, changed in a copy of the
+repository. The tests that name the module run first, then all others of the default run; the first failure ends it.
+What survives is printed: either a test is missing, or the change makes no difference.
+"""
+
+import argparse
+import ast
+import os
+import queue
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+# What the project exists for: the step and what it stands on. Programs, adapters and file formats are not in it, nor is
+# what runs on a GPU only.
+OUTSIDE = (
+    "amp", "checkpoint", "cli", "integrations", "interop", "train", "apex_backend", "triton_backend", "triton_decision",
+    "triton_interpreter", "triton_kernels", "device_table", "step_graph", "__main__", "__init__", "spans", "profiling",
+)  # fmt: skip
+SECONDS = 900
+"""After which a run of tests counts as failed: something waits for ever."""
+
+COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+}
+OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Div,
+    ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult,
+    ast.BitAnd: ast.BitOr,
+    ast.BitOr: ast.BitAnd,
+}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change: lines and columns as :mod:`ast` has them, in UTF-8 bytes."""
+
+    file: str
+    line: int
+    end_line: int
+    begin: int
+    end: int
+    before: str
+    after: str
+
+    def applied(self, source: bytes) -> bytes:
+        """Return the module with this change."""
+        lines = source.splitlines(keepends=True)
+        first, last = lines[self.line - 1], lines[self.end_line - 1]
+        changed = first[: self.begin] + self.after.encode() + last[self.end :]
+        return b"".join([*lines[: self.line - 1], changed, *lines[self.end_line :]])
+
+    def __str__(self) -> str:
+        before, after = (" ".join(text.split()) for text in (self.before, self.after))
+        return f"{self.file}:{self.line}: `{before}` -> `{after}`"
+
+
+def core() -> list[Path]:
+    """Return the modules that are changed."""
+    modules = sorted((ROOT / "megascale").rglob("*.py"))
+    return [
+        path for path in modules if not set(path.relative_to(ROOT / "megascale").with_suffix("").parts) & set(OUTSIDE)
+    ]
+
+
+def mutants_of(path: Path) -> Iterator[Mutant]:
+    """Yield every mutant of a module. Messages, docstrings, annotations and contracts of types stay as they are."""
+    source = path.read_text()
+    tree = ast.parse(source)
+    left_out = {id(inner) for node in ast.walk(tree) for part in _unchanged(node) for inner in ast.walk(part)}
+    for node in ast.walk(tree):
+        if id(node) in left_out or not isinstance(node, (ast.expr, ast.stmt)):
+            continue
+        before = ast.get_source_segment(source, node) or ""
+        for after in _changes(node):
+            if after == before:
+                continue
+            yield Mutant(
+                str(path.relative_to(ROOT)),
+                node.lineno,
+                node.end_lineno or node.lineno,
+                node.col_offset,
+                node.end_col_offset or node.col_offset,
+                before,
+                after,
+            )
+
+
+def _unchanged(node: ast.AST) -> Iterator[ast.AST]:
+    if isinstance(node, ast.Raise):
+        yield node
+    elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        yield from node.decorator_list
+        yield from filter(None, [node.returns, *(a.annotation for a in ast.walk(node.args) if isinstance(a, ast.arg))])
+    elif isinstance(node, ast.AnnAssign):
+        yield node.annotation
+    elif isinstance(node, (ast.JoinedStr, ast.Import, ast.ImportFrom)) or _is_for_types(node):
+        yield node
+
+
+def _is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+def _changes(node: ast.expr | ast.stmt) -> Iterator[str]:
+    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in COMPARISONS:
+        yield ast.unparse(ast.Compare(node.left, [COMPARISONS[type(node.ops[0])]()], node.comparators))
+    elif isinstance(node, ast.BoolOp):
+        yield f"({ast.unparse(ast.BoolOp(ast.Or() if isinstance(node.op, ast.And) else ast.And(), node.values))})"
+    elif isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        yield f"({ast.unparse(ast.BinOp(node.left, OPERATORS[type(node.op)](), node.right))})"
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        yield f"bool({ast.unparse(node.operand)})"
+    elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        yield str(not node.value)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
+        yield repr(node.value + 1)
+    elif isinstance(node, ast.IfExp):
+        yield f"({ast.unparse(ast.IfExp(node.test, node.orelse, node.body))})"
+    elif isinstance(node, (ast.Assign, ast.AugAssign)) or (
+        isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+    ):
+        yield "pass"
+    elif isinstance(node, ast.Return) and node.value is not None:
+        yield "return None"
+
+
+class Copy:
+    """A copy of the repository in which mutants live, one after the other."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        for name in filter(None, files.split("\0")):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+
+    def survives(self, mutant: Mutant) -> bool:
+        """Return whether no test of the default run notices."""
+        target = self.folder / mutant.file
+        original = target.read_bytes()
+        target.write_bytes(mutant.applied(original))
+        try:
+            related, others = self._tests(target)
+            return all(self._passes(tests) for tests in (related, others) if tests)
+        finally:
+            target.write_bytes(original)
+
+    def _tests(self, target: Path) -> tuple[list[str], list[str]]:
+        """Return the test files that name the module or its public names, and all others."""
+        names = [target.stem, *re.findall(r"^(?:class|def) ([A-Za-z]\w+)", target.read_text(), re.MULTILINE)]
+        named = re.compile(r"\b(?:" + "|".join(map(re.escape, names)) + r")\b")
+        files = sorted(self.folder.glob("tests/**/test_*.py"), key=lambda path: "unit" not in path.parts)
+        related = [path for path in files if named.search(path.read_text())]
+        return [str(path) for path in related], [str(path) for path in files if path not in related]
+
+    def _passes(self, tests: list[str]) -> bool:
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--timeout", "100", *tests]
+        environment = os.environ | {"PYTHONPATH": str(self.folder)}
+        try:
+            done = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            return False
+        return done.returncode in (0, 5)  # 5: nothing to run
+
+
+def main() -> None:
+    """Try a sample, print each outcome, and write the survivors."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sample", type=int, default=100, help="mutants to try (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="which mutants (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=2, help="mutants at the same time (default: %(default)s)")
+    parser.add_argument("--only", default="", help="only modules whose path contains this")
+    parser.add_argument("--out", type=Path, help="write a table of survivors there")
+    given = parser.parse_args()
+    everything = [mutant for path in core() if given.only in str(path) for mutant in mutants_of(path)]
+    sample = random.Random(given.seed).sample(everything, min(given.sample, len(everything)))
+    todo: queue.SimpleQueue[Mutant] = queue.SimpleQueue()
+    for mutant in sample:
+        todo.put(mutant)
+    survivors: list[Mutant] = []
+
+    def work(copy: Copy) -> None:
+        while True:
+            try:
+                mutant = todo.get_nowait()
+            except queue.Empty:
+                return
+            start = time.monotonic()
+            survived = copy.survives(mutant)
+            if survived:
+                survivors.append(mutant)
+            print(f"{'SURVIVED' if survived else 'caught'} in {time.monotonic() - start:.0f} s: {mutant}", flush=True)
+
+    with tempfile.TemporaryDirectory() as folder:
+        workers = [threading.Thread(target=work, args=[Copy(Path(folder) / str(job))]) for job in range(given.jobs)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+    caught = f"{len(sample) - len(survivors)} of {len(sample)} mutants caught, of {len(everything)} that there are"
+    print(caught)
+    if given.out is not None:
+        lines = [
+            "# Mutants of the core",
+            "",
+            f"`python -m tests.mutants {' '.join(sys.argv[1:])}`",
+            "",
+            f"{caught}.",
+            "",
+        ]
+        given.out.write_text("\n".join([*lines, *(f"- {mutant}" for mutant in survivors)]) + "\n")
+
+
+if __name__ == "__main__":
+    main()
