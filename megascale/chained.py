@@ -6,15 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascale import grad_stats
+from megascale import validate
 from megascale.errors import ArgumentError, ArgumentTypeError, StateDictError, UsageError
 from megascale.grad_scaler import MegatronGradScaler
 from megascale.kernels import Decision
 from megascale.optimizer import MixedPrecisionOptimizer, StepResult
 from megascale.optimizer_state import LiveState, Plan, load_together
 from megascale.param_shard import ParamShard
-from megascale.spans import span
 from megascale.state_dict import VERSION, check_layout
+from megascale.step_recipe import StepRecipe
 from megascale.torch_state_dict import StateDict, StateNames, from_torch_layout, is_read_by_torch, is_torch_layout
 
 
@@ -43,7 +43,10 @@ class ChainedOptimizer(torch.optim.Optimizer):
         self.config = first.config
         self.groups = first.groups
         self.device = first.device
-        self.grad_scaler: MegatronGradScaler | None = first.grad_scaler
+        members = [member for optimizer in self.optimizers for member in optimizer.recipe.members]
+        self.recipe = StepRecipe(members, self.groups, first.grad_scaler, first.clip_grad)
+        for optimizer in self.optimizers:
+            optimizer.recipe.errors = self.recipe.errors  # a load into a member mends the chain's errors, too
         super().__init__(self.param_groups, {})
         self._constructed = True
         self._names()
@@ -56,48 +59,64 @@ class ChainedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             raise UsageError("step() takes no closure: run forward and backward first, with the loss from scale_loss()")
         self._prepare()
-        return self.step_with_ready_grads()
+        return self.recipe.carry_out()
 
     @torch.no_grad()
     def prepare_grads(self) -> Tensor:
         """First half of a step, for all optimizers together. Returns `found_inf`, fp32 0-d, without a sync."""
         decision = self._prepare()
-        for optimizer in self.optimizers:
-            optimizer.hold_grads()
+        self.recipe.hold_grads()
         return decision.found_inf
 
     def _prepare(self) -> Decision:
-        measured = [optimizer.measure_grads() for optimizer in self.optimizers]
-        with span("agree"):
-            stats = grad_stats.agree(grad_stats.combined([stats for _, stats in measured]), self.groups)
-        for optimizer in self.optimizers:
-            optimizer.raise_agreed(stats)
-        decision = self.optimizers[0].decide_and_rescale(stats)
-        for optimizer, (updates, _) in zip(self.optimizers, measured, strict=True):
-            optimizer.accept(updates, decision)
-        return decision
+        return self.recipe.prepare(self._clipped_apart())
+
+    def _clipped_apart(self) -> UsageError | None:
+        """Return what is wrong if an optimizer's ``clip_grad`` was set beside the chain's."""
+        for index, optimizer in enumerate(self.optimizers):
+            if optimizer.clip_grad != self.clip_grad:
+                return UsageError(
+                    f"optimizers[{index}].clip_grad was set to {optimizer.clip_grad}, the ChainedOptimizer clips all "
+                    f"gradients by one norm, to {self.clip_grad}; set ChainedOptimizer.clip_grad"
+                )
+        return None
+
+    @property
+    def decision(self) -> Decision | None:
+        """See :attr:`MixedPrecisionOptimizer.decision`."""
+        return self.recipe.decision
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> StepResult:
         """Second half of a step."""
-        results = [optimizer.step_with_ready_grads() for optimizer in self.optimizers]
-        return results[0]
+        return self.recipe.carry_out()
 
     @torch.no_grad()
     def clip_grad_value_(self, max_value: float) -> None:
         """Clamp every gradient of a prepared step; see :meth:`MixedPrecisionOptimizer.clip_grad_value_`."""
-        for optimizer in self.optimizers:
-            optimizer.clip_grad_value_(max_value)
+        self.recipe.clip_values_(validate.positive("max_value", max_value))
 
     @property
     def clip_grad(self) -> float:
         """Largest norm of all gradients together; see :attr:`MixedPrecisionOptimizer.clip_grad`."""
-        return self.optimizers[0].clip_grad
+        return self.recipe.clip_grad
 
     @clip_grad.setter
     def clip_grad(self, value: float) -> None:
         for optimizer in self.optimizers:
             optimizer.clip_grad = value
+        self.recipe.clip_grad = self.optimizers[0].clip_grad
+
+    @property
+    def grad_scaler(self) -> MegatronGradScaler | None:
+        """The scaler of the loss, shared by all optimizers."""
+        return self.recipe.grad_scaler
+
+    @grad_scaler.setter
+    def grad_scaler(self, value: MegatronGradScaler | None) -> None:
+        for optimizer in self.optimizers:
+            optimizer.grad_scaler = value
+        self.recipe.grad_scaler = value
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop (or zero) all gradients."""

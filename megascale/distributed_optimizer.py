@@ -99,8 +99,7 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
             overlap=validate.flag("overlap_grad_reduce", overlap_grad_reduce),
             sharded=True,
         )
-        self._overlap_param_gather = validate.flag("overlap_param_gather", overlap_param_gather)
-        self._gather = ParamGather(chunks, overlap=overlap_param_gather)
+        self._gather = ParamGather(chunks, overlap=validate.flag("overlap_param_gather", overlap_param_gather))
         self._shards = ShardedMainParams(
             {id(param): name for name, param in names.items()},
             resolved,
@@ -131,19 +130,9 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
 
     def model_shards(self) -> dict[int, ParamShard]:
         """Return, by id of the parameter, the part that this rank keeps of each sharded model param, live."""
-        self._follow()
+        self._member.follow()
         self._gather.wait()
         return self._shards.model_shards()
-
-    def why_not_capturable(self) -> str | None:
-        """See :class:`MixedPrecisionOptimizer`."""
-        if self._overlap_param_gather:
-            return "overlap_param_gather=True lets a gather run out of the graph: build the optimizer without it"
-        return super().why_not_capturable()
-
-    def _settle(self) -> None:
-        if not self._overlap_param_gather:
-            self._gather.wait()
 
 
 def check_elementwise(optimizer: Any, vouched: bool | None) -> None:

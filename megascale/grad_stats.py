@@ -1,6 +1,6 @@
 """Measure and agree: from local gradients to statistics that every rank shares.
 
-The vector that travels has four numbers: sum of squares, non-finite count, zeros, faults. A gradient held alike by k
+The vector that travels has four numbers: sum of squares, non-finite count, zeros, errors. A gradient held alike by k
 ranks adds its sums divided by k, so that a single SUM all-reduce serves replicated, sharded and tensor-parallel
 gradients at once.
 """
@@ -69,7 +69,7 @@ class GradStats:
 
     Attributes:
         vector: shape [4], statistics dtype: sum of squares of the scaled gradients, non-finite elements, zeros (NaN
-            where not counted), faults (parameters that overflowed at the last rounding, plus one for a gradient that
+            where not counted), errors (parameters that overflowed at the last rounding, plus one for a gradient that
             cannot be used).
         non_finite: shape [number of gradients], this rank's non-finite elements of each gradient; None without
             gradients.
@@ -79,8 +79,8 @@ class GradStats:
     non_finite: Tensor | None
 
     @property
-    def faults(self) -> Tensor:
-        """Faults, 0-d."""
+    def errors(self) -> Tensor:
+        """Errors, 0-d."""
         return self.vector[3]
 
 
@@ -88,7 +88,7 @@ class GradStats:
 def measure(
     grads: Sequence[Tensor],
     weights: Tensor,
-    faults: Tensor,
+    errors: Tensor,
     *,
     backend: Backend,
     count_zeros: bool,
@@ -99,17 +99,17 @@ def measure(
     Args:
         grads: local tensors in the dtypes they have, on any devices.
         weights: shape [len(grads)]: what each gradient's sums count, see :class:`Holders`.
-        faults: 0-d, this rank's faults.
+        errors: 0-d, this rank's errors.
     """
     exact = stats_dtype(device)
-    faults = faults.to(exact)
+    errors = errors.to(exact)
     if not grads:
         vector = torch.zeros(4, dtype=exact, device=device)
         vector[2] = 0.0 if count_zeros else math.nan
-        vector[3] = faults
+        vector[3] = errors
         return GradStats(vector, None)
     stats = _measure_by_device(grads, backend, count_zeros, device)
-    return GradStats(backend.total(stats, weights, faults), stats.non_finite)
+    return GradStats(backend.total(stats, weights, errors), stats.non_finite)
 
 
 def _measure_by_device(

@@ -103,11 +103,9 @@ class GroupRates:
 
 def takes_rates_on_device(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the optimizer's next step can read learning rates from tensors without a host sync."""
-    if isinstance(optimizer, ChainedOptimizer):
-        return all(map(takes_rates_on_device, optimizer.optimizers))
-    if isinstance(optimizer, MixedPrecisionOptimizer):
-        # The base class's answer: about the update alone, not about the gather that follows it.
-        return MixedPrecisionOptimizer.why_not_capturable(optimizer) is None
+    if isinstance(optimizer, (MixedPrecisionOptimizer, ChainedOptimizer)):
+        # About the update alone, not about the gather that follows it.
+        return all(member.update.why_not_capturable() is None for member in optimizer.recipe.members)
     return all(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
 
 

@@ -281,6 +281,14 @@ class MainParams(ABC):
     def settle(self) -> None:
         """Wait until every model param is whole on every rank."""
 
+    def end_step(self) -> None:
+        """End a step with model params that are whole on every rank, or will be when a module needs them."""
+        self.settle()
+
+    def why_not_capturable(self) -> str | None:
+        """Return why what follows the update cannot be part of a device's graph; None where it can."""
+        return None
+
     @abstractmethod
     def place(self, param: nn.Parameter, value: Tensor, dtype: torch.dtype) -> Tensor:
         """Return what this rank keeps of ``value``, a saved tensor of the parameter's shape, as ``dtype``."""

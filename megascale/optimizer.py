@@ -1,47 +1,28 @@
 """MixedPrecisionOptimizer: the recipe of a 16-bit step around any torch optimizer."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from megascale import grad_stats, validate
+from megascale import validate
 from megascale.config import OptimizerConfig
-from megascale.dtensors import local
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
-from megascale.faults import Faults
 from megascale.grad_scaler import MegatronGradScaler
-from megascale.grad_stats import GradStats
 from megascale.grad_sync import GradSync
-from megascale.inner_update import GroupUpdate, check_inner, select_update
-from megascale.kernels import Decision, TensorList, select_backend
-from megascale.main_params import MainParam, MainParams, ReplicatedMainParams
+from megascale.inner_update import check_inner
+from megascale.kernels import Decision, select_backend
+from megascale.main_params import MainParams, ReplicatedMainParams
 from megascale.optimizer_state import LiveState, load_together
 from megascale.parallel import ParallelGroups
 from megascale.param_shard import ParamShard
-from megascale.ready_grads import ReadyGrads
-from megascale.spans import span
+from megascale.step_member import StepMember
+from megascale.step_recipe import StepRecipe
+from megascale.step_recipe import StepResult as StepResult
 from megascale.torch_state_dict import StateNames, is_read_by_torch
-
-
-class StepResult(NamedTuple):
-    """What a step did: 0-d tensors on the parameters' device.
-
-    Reading one on the host, as ``bool(result.success)`` does, is the caller's sync.
-
-    Attributes:
-        success: bool, False where the step was skipped.
-        grad_norm: fp32, global L2 norm of the unscaled, unclipped gradients. Non-finite where they were.
-        num_zeros_in_grad: fp64, zero elements of the gradients; NaN unless ``config.log_num_zeros_in_grad``.
-    """
-
-    success: Tensor
-    grad_norm: Tensor
-    num_zeros_in_grad: Tensor
 
 
 class MixedPrecisionOptimizer(torch.optim.Optimizer):
@@ -91,20 +72,17 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self._constructed = True
 
         self.device = _device_of(optimizer)
-        self.grad_scaler = None if grad_scaler is None else grad_scaler.to(self.device)
         self.backend = select_backend(self.config.backend, self.device)
+        names = {id(param): name for name, param in named_parameters or ()}
+        main_params = main_params or ReplicatedMainParams(names)
+        self._member = StepMember(
+            optimizer, self.config, self.groups, self.backend, self.device, main_params, grad_sync
+        )
+        self.recipe = StepRecipe([self._member], self.groups, None, self.config.clip_grad)
+        self.grad_scaler = None if grad_scaler is None else grad_scaler.to(self.device)
         if self.grad_scaler is not None:
             self.grad_scaler.backend = self.backend
-        self.num_skipped_steps = torch.zeros((), dtype=torch.int64, device=self.device)
-        self._update = select_update(optimizer, self.backend, self.config)
-        names = {id(param): name for name, param in named_parameters or ()}
-        self._main_params = main_params or ReplicatedMainParams(names)
-        self._grad_sync = grad_sync
-        self._ready_grads = ReadyGrads(self.groups, self.device, grad_sync, sharded=self._main_params.is_sharded)
-        self._clip_grad = self.config.clip_grad
-        self._faults = Faults(self.groups, self.device)
-        self._ready: tuple[list[GroupUpdate], Decision] | None = None
-        self._follow()
+        self._member.follow()
 
     # The step
 
@@ -121,8 +99,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         """
         if closure is not None:
             raise UsageError("step() takes no closure: run forward and backward first, with the loss from scale_loss()")
-        self._prepare()
-        return self.step_with_ready_grads()
+        self.recipe.prepare()
+        return self.recipe.carry_out()
 
     @torch.no_grad()
     def prepare_grads(self) -> Tensor:
@@ -131,23 +109,14 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         The scaler is updated here, as Megatron-Core does it, so that a caller may leave out the second half of a
         skipped step. The decision keeps the reciprocal of the scale that scaled this step's loss.
         """
-        decision = self._prepare()
-        self.hold_grads()
+        decision = self.recipe.prepare()
+        self.recipe.hold_grads()
         return decision.found_inf
-
-    def _prepare(self) -> Decision:
-        updates, stats = self.measure_grads()
-        with span("agree"):
-            stats = grad_stats.agree(stats, self.groups)
-        self.raise_agreed(stats)
-        decision = self.decide_and_rescale(stats)
-        self.accept(updates, decision)
-        return decision
 
     @property
     def decision(self) -> Decision | None:
         """What :meth:`prepare_grads` decided, until :meth:`step_with_ready_grads` carries it out; else None."""
-        return None if self._ready is None else self._ready[1]
+        return self.recipe.decision
 
     @torch.no_grad()
     def clip_grad_value_(self, max_value: float) -> None:
@@ -157,108 +126,31 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         as ``torch.nn.utils.clip_grad_value_``; a step with non-finite gradients is skipped as without it.
         """
         max_value = validate.positive("max_value", max_value)
-        if self._ready is None:
-            raise UsageError("clip_grad_value_() needs prepare_grads() first: gradients are not unscaled before")
-        updates, decision = self._ready
-        for update in updates:
-            for grad in update.grads:
-                bound = (max_value / decision.coefficient).to(grad.device, non_blocking=True)
-                torch.clamp(grad, -bound, bound, out=grad)
+        self.recipe.clip_values_(max_value)
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> StepResult:
         """Second half of a step: update main params, optimizer state and model params, where the step lands."""
-        if self._ready is None:
-            raise UsageError("step_with_ready_grads() needs prepare_grads() first; step() calls both")
-        (updates, decision), self._ready = self._ready, None
-        with span("update"):
-            self._faults.note(self._update.apply(updates, decision, self._main_params.publish))
-        self.num_skipped_steps.add_(decision.found_inf.to(torch.int64))
-        with span("gather"):
-            self._settle()
-        self._faults.raise_local()
-        return StepResult(decision.found_inf == 0, decision.grad_norm, decision.num_zeros)
-
-    # The parts of prepare_grads, for a caller that decides for several optimizers at once
-
-    @torch.no_grad()
-    def measure_grads(self) -> tuple[list[GroupUpdate], GradStats]:
-        """Finish reductions; return what this rank will update, and its own statistics."""
-        with span("finish"):
-            look = self._follow()
-            ready = self._ready_grads.collect(self.param_groups, self._main_params, look)
-        with span("measure"):
-            stats = grad_stats.measure(
-                ready.grads,
-                ready.weights,
-                self._faults.count(ready.error),
-                backend=self.backend,
-                count_zeros=self.config.log_num_zeros_in_grad,
-                device=self.device,
-            )
-        return ready.updates, stats
-
-    def raise_agreed(self, stats: GradStats) -> None:
-        """Raise a fault of this optimizer on every rank alike, if the agreed statistics tell of one."""
-        self._faults.raise_agreed(stats)
-
-    @torch.no_grad()
-    def decide_and_rescale(self, stats: GradStats) -> Decision:
-        """Decide, with the scale that scaled this step's loss; then let the scaler hear of it."""
-        with span("decide"):
-            decision = self._decide(stats)
-        with span("rescale"):
-            if self.grad_scaler is not None:
-                self.grad_scaler.update(decision.found_inf)
-        return decision
-
-    def _decide(self, stats: GradStats) -> Decision:
-        scale = None if self.grad_scaler is None else self.grad_scaler.scale
-        return self.backend.decide(stats.vector, scale, self.clip_grad)
-
-    def accept(self, updates: list[GroupUpdate], decision: Decision) -> None:
-        """Take the decision for what :meth:`measure_grads` returned; :meth:`step_with_ready_grads` carries it out."""
-        self._ready = (updates, decision)
-
-    def hold_grads(self) -> None:
-        """Keep the accepted gradients: the caller may drop them before the second half of the step."""
-        for update in self._ready[0] if self._ready else ():
-            update.grads.hold()
-
-    def _settle(self) -> None:
-        """End the step with model params that are whole on every rank."""
-        self._main_params.settle()
-
-    # For a graph that holds the step
-
-    @torch.no_grad()
-    def rehearse(self) -> None:
-        """Run a step that changes nothing but reduced gradients: kernels are compiled, and buffers made, by it."""
-        updates, stats = self.measure_grads()
-        decision = self._decide(grad_stats.agree(stats, self.groups))
-        skip = replace(decision, found_inf=torch.ones_like(decision.found_inf))
-        self._update.apply(updates, skip, self._main_params.publish)
-        self._settle()
+        return self.recipe.carry_out()
 
     @property
     def reduces_in_backward(self) -> bool:
         """Whether gradients are reduced by hooks of ours, in backward."""
-        return self._grad_sync is not None
+        return self._member.grad_sync is not None
 
-    def why_not_capturable(self) -> str | None:
-        """Return why :meth:`step` cannot be part of a device's graph; None where it can."""
-        return self._update.why_not_capturable()
+    @property
+    def num_skipped_steps(self) -> Tensor:
+        """Skipped steps since construction: int64, 0-d, on the device."""
+        return self._member.num_skipped_steps
 
-    def memory_layout(self) -> list[object]:
-        """Return what differs once parameters or state lie elsewhere. Follows weights loaded into the model."""
-        self._follow()
-        states = (self.optimizer.state.get(param.model, {}) for param in self._main_params)
-        tensors = [local(value) for state in states for value in state.values() if isinstance(value, Tensor)]
-        return [*self._main_params.batches(), *map(Tensor.data_ptr, tensors)]
+    @property
+    def grad_scaler(self) -> MegatronGradScaler | None:
+        """The scaler of the loss."""
+        return self.recipe.grad_scaler
 
-    def after_replay(self) -> None:
-        """Raise what a replayed step found out, as :meth:`step` does on an accelerator: one step late."""
-        self._faults.look()
+    @grad_scaler.setter
+    def grad_scaler(self, value: MegatronGradScaler | None) -> None:
+        self.recipe.grad_scaler = value
 
     @property
     def clip_grad(self) -> float:
@@ -267,11 +159,11 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         May be set between steps, to the same number on all ranks. A captured graph keeps the number it was captured
         with.
         """
-        return self._clip_grad
+        return self.recipe.clip_grad
 
     @clip_grad.setter
     def clip_grad(self, value: float) -> None:
-        self._clip_grad = validate.non_negative("clip_grad", value)
+        self.recipe.clip_grad = validate.non_negative("clip_grad", value)
 
     # The loss
 
@@ -313,23 +205,23 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop (or zero) all gradients, those of ``grad_sync`` too."""
         super().zero_grad(set_to_none)
-        if self._grad_sync is not None:
-            self._grad_sync.zero_()
+        if self._member.grad_sync is not None:
+            self._member.grad_sync.zero_()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group of model params (or of (name, param) pairs). Main params are made at once."""
         if self._constructed:
             self.optimizer.add_param_group(param_group)
-            self._follow()
+            self._member.follow()
 
     def main_params(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, main param) of every trainable parameter, live. An fp32 model param is its own main param."""
-        self._follow()
-        return ((param.name, param.main) for param in self._main_params)
+        self._member.follow()
+        return ((param.name, param.main) for param in self._member.main_params)
 
     def param_names(self) -> list[str]:
         """Return the names of all parameters, in the order of ``param_groups``."""
-        return list(self._main_params.names(self.param_groups).values())
+        return list(self._member.main_params.names(self.param_groups).values())
 
     @torch.no_grad()
     def reload_model_params(self) -> None:
@@ -338,36 +230,11 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         Weights written in place through torch (``load_state_dict``, ``copy_``) are followed at the next step without
         this call; writes through ``param.data`` or raw memory are not.
         """
-        self._follow()
-        for param in self._main_params:
+        self._member.follow()
+        for param in self._member.main_params:
             if param.is_copy:
                 param.reload()
-        self._faults.clear()
-
-    @torch.no_grad()
-    def _follow(self) -> TensorList:
-        """Catch up with ``param_groups`` and with what others wrote into model params. Returns what it has seen."""
-        made, look = self._main_params.follow(self.param_groups)
-        if not made:
-            return look
-        created = {id(param) for param in made}
-        here = {id(param) for group in self.param_groups for param in group["params"]}
-        for gone in [key for key in self.optimizer.state if isinstance(key, Tensor) and id(key) not in here]:
-            del self.optimizer.state[gone]
-        for batch in self._main_params.batches():  # state lies in memory as it is updated
-            new = [param for param in batch.params if id(param) in created]
-            for param in new:
-                self._ready_grads.admit(param)
-                self._cut_state(param)
-            self._update.create_states(self.param_groups[batch.group], new)
-        return look
-
-    def _cut_state(self, param: MainParam) -> None:
-        """Keep this rank's part of state that the optimizer had before it was wrapped."""
-        state = self.optimizer.state.get(param.model, {})
-        for key, value in state.items():
-            if isinstance(value, Tensor) and value.shape == param.model.shape and value.dim() > 0:
-                state[key] = self._main_params.cut(param, value)
+        self.recipe.errors.clear()
 
     # State
 
@@ -379,7 +246,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        self._follow()
+        self._member.follow()
         packed = self.live_state().pack(copy=copy)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             packed = post_hook(self, packed) or packed
@@ -398,7 +265,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         """
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
-        self._follow()
+        self._member.follow()
         live = self.live_state()
         load_together(lambda: [(live, live.plan(state_dict, strict=strict))], self.groups.grad_stats)
         self.forget_step()
@@ -407,15 +274,15 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     def forget_step(self) -> None:
         """Drop what is left of a step: main params have been replaced."""
-        self._ready = None
-        self._faults.clear()
+        self._member.ready = None
+        self.recipe.errors.clear()
 
     def check_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
         """Raise StateDictError as :meth:`load_state_dict` would, as far as that takes no tensor's values.
 
         Changes and communicates nothing.
         """
-        self._follow()
+        self._member.follow()
         self.live_state().check(state_dict, strict=strict)
 
     def model_shards(self) -> dict[int, ParamShard]:
@@ -424,7 +291,9 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     def live_state(self) -> LiveState:
         """Return references to everything that a state dict covers."""
-        return LiveState(self.param_groups, self.optimizer.state, self._main_params, self._update, self.grad_scaler)
+        return LiveState(
+            self.param_groups, self.optimizer.state, self._member.main_params, self._member.update, self.grad_scaler
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         raise UsageError(

@@ -143,6 +143,17 @@ class ShardedMainParams(MainParams):
         """See :class:`MainParams`."""
         self._gather.wait()
 
+    def end_step(self) -> None:
+        """See :class:`MainParams`. A gather that overlaps runs on into the next forward."""
+        if not self._gather.overlap:
+            self._gather.wait()
+
+    def why_not_capturable(self) -> str | None:
+        """See :class:`MainParams`."""
+        if self._gather.overlap:
+            return "overlap_param_gather=True lets a gather run out of the graph: build the optimizer without it"
+        return None
+
     def place(self, param: nn.Parameter, value: Tensor, dtype: torch.dtype) -> Tensor:
         """See :class:`MainParams`. The live piece itself, where ``value`` is a ParamShard of it in the same dtype."""
         main = self._by_id[id(param)].main

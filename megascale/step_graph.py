@@ -1,7 +1,7 @@
 """The whole step in a CUDA graph: captured once, replayed without Python, launches or host work.
 
 What is decided on the device is decided anew in every replay: skips, growth and backoff of the scale, clipping. What
-the host decides is looked at between replays: learning rates, weights loaded into the model, faults to raise.
+the host decides is looked at between replays: learning rates, weights loaded into the model, errors to raise.
 """
 
 from collections.abc import Callable
@@ -69,10 +69,10 @@ class StepGraph:
         with self._module.stream(stream):
             for _ in range(warmup):
                 self._run_forward_backward()
-                optimizer.rehearse()
+                optimizer.recipe.rehearse()
         self._module.current_stream(device).wait_stream(stream)
         self._grads = self._grad_pointers()
-        self._layout = optimizer.memory_layout()
+        self._layout = optimizer.recipe.memory_layout()
         self._graph = self._module.CUDAGraph()
         with self._module.graph(self._graph):
             self.output = self._run_forward_backward()
@@ -86,7 +86,7 @@ class StepGraph:
             MainParamOverflowError: one step late, as :meth:`MixedPrecisionOptimizer.step` raises it.
         """
         self._take_rates()
-        if self._optimizer.memory_layout() != self._layout:
+        if self._optimizer.recipe.memory_layout() != self._layout:
             raise UsageError(
                 "parameters or optimizer state have moved since the graph was captured (added, loaded, or moved to "
                 "another device); make a new StepGraph"
@@ -96,7 +96,7 @@ class StepGraph:
                 "gradients have moved since the graph was captured; keep them in place: zero_grad(set_to_none=False)"
             )
         self._graph.replay()
-        self._optimizer.after_replay()
+        self._optimizer.recipe.after_replay()
         return self._result
 
     def _run_forward_backward(self) -> Any:
@@ -123,7 +123,7 @@ def check_capturable(optimizer: Any) -> None:
         raise ArgumentTypeError(
             f"optimizer must be a MixedPrecisionOptimizer or a DistributedOptimizer, got {type(optimizer).__name__}"
         )
-    reason = optimizer.why_not_capturable()
+    reason = optimizer.recipe.why_not_capturable()
     device = optimizer.device
     if reason is None and not hasattr(torch.get_device_module(device), "CUDAGraph"):
         reason = f"its parameters are on {device}, which has no graphs: move the model to a GPU"

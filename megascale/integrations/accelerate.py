@@ -453,7 +453,7 @@ def _parts(optimizer: Any) -> list[MixedPrecisionOptimizer]:
 
 def _grad_norm(optimizer: OurOptimizer) -> Tensor:
     """Return the norm that ``prepare_grads`` has measured."""
-    decision = _parts(optimizer)[0].decision
+    decision = optimizer.decision
     if decision is None:
         raise UsageError("prepare_grads() comes first")
     return decision.grad_norm

@@ -67,18 +67,18 @@ class ScaleRule:
 class TorchDecisions:
     """Decisions by torch's operators, on any device: what backends with kernels of their own are tested against."""
 
-    def total(self, stats: TensorStats, weights: Tensor, faults: Tensor) -> Tensor:
+    def total(self, stats: TensorStats, weights: Tensor, errors: Tensor) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
         # A weight of 0 times inf is NaN: a shared copy that is not finite spoils the norm of a step that is skipped.
         sum_squares = (stats.sum_squares * weights).sum()
-        zeros = torch.full_like(faults, math.nan) if stats.zeros is None else (stats.zeros * weights).sum()
-        return torch.stack([sum_squares, stats.non_finite.sum(), zeros, faults])
+        zeros = torch.full_like(errors, math.nan) if stats.zeros is None else (stats.zeros * weights).sum()
+        return torch.stack([sum_squares, stats.non_finite.sum(), zeros, errors])
 
     def decide(self, vector: Tensor, scale: Tensor | None, clip_grad: float) -> Decision:
         """See :class:`megascale.kernels.Backend`."""
-        sum_squares, non_finite, zeros, faults = vector.unbind()
+        sum_squares, non_finite, zeros, errors = vector.unbind()
         # "not <=" also catches NaN.
-        found_inf = (sum_squares <= LARGEST_SUM_SQUARES).logical_not() | (non_finite > 0) | (faults > 0)
+        found_inf = (sum_squares <= LARGEST_SUM_SQUARES).logical_not() | (non_finite > 0) | (errors > 0)
         unscale = torch.ones_like(sum_squares)
         if scale is not None:
             unscale = inverse(scale).reshape(()).to(sum_squares.dtype)

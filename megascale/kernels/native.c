@@ -393,9 +393,9 @@ void update(const Lengths *all, const Grads *grads, const Row *rows, int64_t rul
 
 /* ---- the decision ---- */
 
-/* From n tensors' statistics to (sum of squares, non-finite, zeros, faults); zeros are NaN where they are not counted. */
+/* From n tensors' statistics to (sum of squares, non-finite, zeros, errors); zeros are NaN where they are not counted. */
 void total(const double *sum_squares, const double *non_finite, const double *zeros, const double *weights, int64_t n,
-           const double *faults, double *vector) {
+           const double *errors, double *vector) {
     double squares = 0, beyond = 0, nothing = zeros ? 0 : (double)NAN;
     for (int64_t i = 0; i < n; i++) {
         squares += sum_squares[i] * weights[i];
@@ -405,10 +405,10 @@ void total(const double *sum_squares, const double *non_finite, const double *ze
     vector[0] = squares;
     vector[1] = beyond;
     vector[2] = nothing;
-    vector[3] = *faults;
+    vector[3] = *errors;
 }
 
-/* From statistics (sum of squares, non-finite, zeros, faults) to {found_inf, coefficient, grad_norm} and the zeros. With
+/* From statistics (sum of squares, non-finite, zeros, errors) to {found_inf, coefficient, grad_norm} and the zeros. With
  * scale 0 the loss was not scaled.
  */
 void decide(const double *vector, const float *scale, double clip_grad, float *decision, double *num_zeros) {

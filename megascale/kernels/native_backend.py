@@ -127,14 +127,14 @@ class NativeBackend(TorchDecisions):
         )
         return TensorStats(out[0], out[1], out[2] if count_zeros else None)
 
-    def total(self, stats: TensorStats, weights: Tensor, faults: Tensor) -> Tensor:
+    def total(self, stats: TensorStats, weights: Tensor, errors: Tensor) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
         columns = (stats.sum_squares, stats.non_finite, stats.zeros)
-        if not all(column is None or _is_plain(column) for column in (*columns, weights, faults)):
-            return super().total(stats, weights, faults)
+        if not all(column is None or _is_plain(column) for column in (*columns, weights, errors)):
+            return super().total(stats, weights, errors)
         vector = torch.empty(4, dtype=torch.float64)
         addresses = (None if column is None else column.data_ptr() for column in columns)
-        self._library.total(*addresses, weights.data_ptr(), len(weights), faults.data_ptr(), vector.data_ptr())
+        self._library.total(*addresses, weights.data_ptr(), len(weights), errors.data_ptr(), vector.data_ptr())
         return vector
 
     def decide(self, vector: Tensor, scale: Tensor | None, clip_grad: float) -> Decision:

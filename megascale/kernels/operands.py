@@ -97,25 +97,25 @@ class Backend(Protocol):
     def measure(self, grads: Sequence[Tensor], count_zeros: bool) -> TensorStats:
         """One pass over ``grads`` (at least one) in the dtypes they have."""
 
-    def total(self, stats: TensorStats, weights: Tensor, faults: Tensor) -> Tensor:
+    def total(self, stats: TensorStats, weights: Tensor, errors: Tensor) -> Tensor:
         """Return a rank's statistics: shape [4], sum of squares, non-finite elements, zeros (NaN where not counted),
-        faults.
+        errors.
 
         Args:
             stats: of at least one tensor, on one device.
             weights: shape [number of tensors], statistics dtype: what the squares and zeros of each count.
-            faults: 0-d, statistics dtype.
+            errors: 0-d, statistics dtype.
         """
 
     def decide(self, vector: Tensor, scale: Tensor | None, clip_grad: float) -> Decision:
         """Turn agreed statistics into the decision.
 
-        ``found_inf`` is set by any non-finite element, by a sum of squares beyond fp32, and by a fault on any rank.
+        ``found_inf`` is set by any non-finite element, by a sum of squares beyond fp32, and by an error on any rank.
         ``clip = min(1, clip_grad / (norm + 1e-6))``, Megatron-Core's and torch's rule; 0 does not clip.
 
         Args:
             vector: shape [4], statistics dtype: sum of squares of the scaled gradients, non-finite elements, zeros,
-                faults.
+                errors.
             scale: fp32, shape [1], what the loss was multiplied by; None: 1. Its reciprocal is taken in the statistics
                 dtype and rounded to fp32 once.
             clip_grad: largest norm of the unscaled gradients.

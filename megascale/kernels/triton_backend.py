@@ -71,18 +71,18 @@ class TritonBackend(TorchDecisions):
                     _scatter(stats[:, column], plan.rest, values)
         return TensorStats(stats[:, 0], stats[:, 1], stats[:, 2] if count_zeros else None)
 
-    def total(self, stats: TensorStats, weights: Tensor, faults: Tensor) -> Tensor:
+    def total(self, stats: TensorStats, weights: Tensor, errors: Tensor) -> Tensor:
         """See :class:`megascale.kernels.Backend`. One launch."""
         self._check(weights.device)
         columns = (stats.sum_squares, stats.non_finite, stats.sum_squares if stats.zeros is None else stats.zeros)
         strides = {column.stride(0) for column in columns}
         if weights.dtype != torch.float64 or len(strides) > 1:
-            return super().total(stats, weights, faults)
+            return super().total(stats, weights, errors)
         vector = torch.empty(4, dtype=torch.float64, device=weights.device)
         self._launch(
             self._kernels.total_kernel,
             1,
-            (*columns, weights, faults, vector, strides.pop(), len(weights)),
+            (*columns, weights, errors, vector, strides.pop(), len(weights)),
             {"COUNT_ZEROS": stats.zeros is not None, "BLOCK": BLOCK},
         )
         return vector

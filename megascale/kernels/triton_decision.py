@@ -17,21 +17,21 @@ TO_WHOLE = tl.constexpr(1.5 * 2.0**52)  # a number added to it in fp64, below 2*
 
 
 @triton.jit(
-    do_not_specialize=["sum_squares", "non_finite", "zeros", "weights", "faults", "vector", "stride", "num_tensors"]
+    do_not_specialize=["sum_squares", "non_finite", "zeros", "weights", "errors", "vector", "stride", "num_tensors"]
 )
 def total_kernel(
     sum_squares,
     non_finite,
     zeros,
     weights,
-    faults,
+    errors,
     vector,
     stride: tl.int64,
     num_tensors: tl.int64,
     COUNT_ZEROS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write sum of squares, non-finite elements, zeros and faults to ``vector``, fp64, shape [4].
+    """Write sum of squares, non-finite elements, zeros and errors to ``vector``, fp64, shape [4].
 
     ``stride``: numbers from one tensor's to the next one's in each of the first three, all fp64.
     """
@@ -49,7 +49,7 @@ def total_kernel(
     tl.store(vector, sum_of(squares))
     tl.store(vector + 1, sum_of(beyond))
     tl.store(vector + 2, sum_of(nothing) if COUNT_ZEROS else float("nan"))
-    tl.store(vector + 3, tl.load(faults))
+    tl.store(vector + 3, tl.load(errors))
 
 
 @triton.jit(do_not_specialize=["vector", "scale", "numbers", "num_zeros"])

@@ -48,9 +48,9 @@ def _scaler(backend: Backend, initial_scale: float) -> DynamicGradScaler:
 
 def _oracle(vector: list[float], scale: float | None, clip_grad: float) -> list[float]:
     """found_inf, coefficient, norm, zeros: numpy's fp64, each result rounded once."""
-    sum_squares, non_finite, zeros, faults = map(np.float64, vector)
+    sum_squares, non_finite, zeros, errors = map(np.float64, vector)
     with np.errstate(all="ignore"):
-        found = not sum_squares <= FP32 or non_finite > 0 or faults > 0
+        found = not sum_squares <= FP32 or non_finite > 0 or errors > 0
         unscale = np.float64(1.0 if scale is None else np.float32(1 / np.float64(scale)))
         norm = np.sqrt(sum_squares) * unscale
         coefficient = unscale
@@ -70,12 +70,12 @@ def test_decision_equals_host_numbers(
     sum_squares: float,
     non_finite: float,
     zeros: float,
-    faults: float,
+    errors: float,
     scale: float | None,
     clip_grad: float,
 ) -> None:
     """Every number of the decision has the oracle's bits; a NaN is a NaN. The statistics are left as they are."""
-    given_vector = [sum_squares, non_finite, zeros, faults]
+    given_vector = [sum_squares, non_finite, zeros, errors]
     device = _device(backend)
     vector = torch.tensor(given_vector, dtype=torch.float64, device=device)
     decision = backend.decide(vector, None if scale is None else torch.tensor([scale], device=device), clip_grad)
@@ -94,7 +94,7 @@ rows = st.tuples(
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(rows, min_size=1, max_size=5), st.booleans(), st.booleans(), st.integers(0, 3), st.integers(1, 700))
 def test_total_equals_host_numbers(
-    backend: Backend, some: list[tuple[float, int, int, float]], counted: bool, apart: bool, faults: int, repeats: int
+    backend: Backend, some: list[tuple[float, int, int, float]], counted: bool, apart: bool, errors: int, repeats: int
 ) -> None:
     """Weighted squares and zeros to fp64's accuracy, counts exactly, for columns of one table or of their own."""
     table = torch.tensor(some * repeats, dtype=torch.float64, device=_device(backend))
@@ -102,7 +102,7 @@ def test_total_equals_host_numbers(
     vector = backend.total(
         TensorStats(squares, non_finite, zeros if counted else None),
         weights.contiguous(),
-        torch.tensor(float(faults), dtype=torch.float64, device=table.device),
+        torch.tensor(float(errors), dtype=torch.float64, device=table.device),
     )
     assert vector.shape == (4,)
     assert vector.dtype == torch.float64
@@ -113,7 +113,7 @@ def test_total_equals_host_numbers(
         assert found[2] == pytest.approx(math.fsum(row[2] * row[3] for row in some) * repeats, rel=1e-12)
     else:
         assert math.isnan(found[2])
-    assert found[3] == faults
+    assert found[3] == errors
 
 
 def test_total_keeps_what_is_not_finite(backend: Backend) -> None:
@@ -132,9 +132,9 @@ def test_kernels_decide_in_few_operators() -> None:
     """Totals, a decision and the scale after it cost native allocations and a view, no arithmetic of torch's."""
     native = select_backend("native")
     scaler = _scaler(native, 2.0**16)
-    sums, no_faults = torch.zeros(7, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    sums, no_errors = torch.zeros(7, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
     with OperatorCounter() as counter:
-        vector = native.total(TensorStats(sums, sums, None), sums, no_faults)
+        vector = native.total(TensorStats(sums, sums, None), sums, no_errors)
         decision = native.decide(vector, scaler.scale, 1.0)
         scaler.update(decision.found_inf)
     assert counter.host_reads == 0

@@ -68,7 +68,7 @@ def test_model_params_are_back_after_a_step(kind: type[Plain] | type[Sign]) -> N
         optimizer.step()
         assert all(held is p for held, p in zip(inner.param_groups[0]["params"], module.params, strict=True))
         assert all(p.grad is grad for p, grad in zip(module.params, grads, strict=True))
-        assert all(main.grad is None or not p.is_copy for p in optimizer._main_params for main in [p.main])
+        assert all(main.grad is None or not p.is_copy for p in optimizer.live_state().main_params for main in [p.main])
         assert set(map(id, inner.state)) <= set(map(id, module.params))
     if kind is Sign:
         assert set(map(id, inner.state)) == set(map(id, module.params))

@@ -63,7 +63,7 @@ def test_rehearsal_changes_nothing(inner: str, backend: str) -> None:
         if poison:
             grad_of(module.first.weight)[0, 0] = torch.inf
         before, scaler = snapshot(optimizer, module), optimizer.state_dict()["grad_scaler"]
-        optimizer.rehearse()
+        optimizer.recipe.rehearse()
         assert same_bits(before, snapshot(optimizer, module))
         assert optimizer.state_dict()["grad_scaler"] == scaler
         assert optimizer.num_skipped_steps.item() == 0
@@ -74,19 +74,19 @@ def test_layout_tells_what_has_moved() -> None:
     module = model()
     optimizer = wrap(module)
     set_grads(module, 0, 1024.0)
-    known = optimizer.memory_layout()
+    known = optimizer.recipe.memory_layout()
     optimizer.step()
     with torch.no_grad():
         module.first.bias.zero_()
-    assert optimizer.memory_layout() == known
+    assert optimizer.recipe.memory_layout() == known
     optimizer.load_state_dict(optimizer.state_dict())
-    loaded = optimizer.memory_layout()
+    loaded = optimizer.recipe.memory_layout()
     assert loaded != known
     module.first.weight.data = module.first.weight.data.clone()
-    moved = optimizer.memory_layout()
+    moved = optimizer.recipe.memory_layout()
     assert moved != loaded
     optimizer.add_param_group({"params": [("other", torch.nn.Parameter(torch.zeros(3, dtype=torch.float16)))]})
-    assert optimizer.memory_layout() != moved
+    assert optimizer.recipe.memory_layout() != moved
 
 
 def test_step_alone_needs_gradients_that_lie_still() -> None:

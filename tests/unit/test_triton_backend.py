@@ -405,7 +405,7 @@ except UsageError as error:
 TYPES = {"flags": "*u8", "lr": "*fp64", "log_beta1": "fp64", "log_beta2": "fp64"}
 TYPES |= dict.fromkeys(("rows", "chunk_rows", "counters"), "*i64")
 TYPES |= dict.fromkeys(("found_inf", "coefficient", "scale", "numbers"), "*fp32")
-TYPES |= dict.fromkeys(("partials", "stats", "sum_squares", "non_finite", "zeros", "weights", "faults"), "*fp64")
+TYPES |= dict.fromkeys(("partials", "stats", "sum_squares", "non_finite", "zeros", "weights", "errors"), "*fp64")
 TYPES |= dict.fromkeys(("vector", "num_zeros"), "*fp64") | dict.fromkeys(("stride", "num_tensors"), "i64")
 TYPES |= dict.fromkeys(("growth_tracker", "hysteresis_tracker"), "*i64")
 TYPES |= {"clip_grad": "fp64", "epsilon": "fp64", "growth_interval": "i64", "hysteresis": "i64"}

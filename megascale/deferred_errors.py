@@ -1,7 +1,7 @@
-"""Faults of a step that every rank must hear of: they travel in the statistics vector, so that no collective is added.
+"""Errors of one rank that every rank must raise: they travel in the statistics vector, so that no collective is added.
 
 Two kinds: a gradient that cannot be used on one rank, and a main param whose rounding into fp16 is not finite. The host
-hears of an agreed fault as soon as it can without waiting: at once where statistics lie in host memory, one step late
+hears of an agreed error as soon as it can without waiting: at once where statistics lie in host memory, one step late
 on an accelerator.
 """
 
@@ -20,8 +20,8 @@ from megascale.kernels import stats_dtype
 from megascale.parallel import ParallelGroups
 
 
-class Faults:
-    """Collects this rank's faults, and raises them on all ranks of ``grad_stats`` at the same step."""
+class DeferredErrors:
+    """Collects this rank's errors, and raises them on all ranks of ``grad_stats`` at the same step."""
 
     def __init__(self, groups: ParallelGroups, device: torch.device) -> None:
         self._group = groups.grad_stats
@@ -32,43 +32,44 @@ class Faults:
         self._error: MegascaleError | None = None
         # What this step and the one before rounded: when the host hears, another step has been taken.
         self._rounded: deque[list[Rounded]] = deque(maxlen=2)
-        # Where they are, they stay: a captured graph reads and writes them.
+        # Updated in place: captured graphs hold this address.
         self._num_overflowed = torch.zeros((), dtype=stats_dtype(device), device=device)
         self._agreed: GradStats | None = None
 
     def clear(self) -> None:
-        """Forget all faults: main params have been replaced."""
+        """Forget all errors: main params have been replaced."""
         self._rounded.clear()
         self._num_overflowed.zero_()
         self._view.flush()
 
-    def count(self, error: MegascaleError | None) -> Tensor:
-        """Return this rank's faults before the agreement, 0-d; ``error`` is this step's unusable gradient."""
+    def as_statistic(self, error: MegascaleError | None) -> Tensor:
+        """Return the number of this rank's errors before the agreement, 0-d; ``error`` is one found in this step."""
         if error is not None and self._alone:
             raise error
         self._error = self._error or error
         return self._num_overflowed if self._error is None else self._num_overflowed + 1
 
     def raise_agreed(self, agreed: GradStats) -> None:
-        """Raise on every rank alike if any had a fault, as soon as the host can know.
+        """Raise on every rank alike if any had an error, as soon as the host can know.
 
-        While a graph is captured there is nothing to know: :meth:`look` follows each replay.
+        While a graph is captured there is nothing to know: :meth:`raise_pending`
+        follows each replay.
         """
         self._agreed = agreed
         if not is_capturing(self._device):
-            self.look()
+            self.raise_pending()
 
-    def look(self) -> None:
-        """Raise for the faults that were agreed on last, as soon as the host can know."""
+    def raise_pending(self) -> None:
+        """Raise for the errors that were agreed on last, as soon as the host can know."""
         if self._agreed is None or (self._alone and self._on_host):
             return
-        seen = self._view.push({"faults": self._agreed.faults})
+        seen = self._view.push({"errors": self._agreed.errors})
         if self._on_host:
             seen = self._view.flush()
-        if seen is not None and seen["faults"] > 0:
+        if seen is not None and seen["errors"] > 0:
             self._raise_together()
 
-    def note(self, rounded: list[Rounded]) -> None:
+    def record_overflows(self, rounded: list[Rounded]) -> None:
         """Remember, on the device, which model params could not hold their main param."""
         self._rounded.append(rounded)
         flags = [one.overflowed.to(self._device, non_blocking=True) for one in rounded]

@@ -1,0 +1,174 @@
+"""The recipe of a step: finish, measure, agree, decide, rescale, update, gather. For one optimizer, or for a chain."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megascale import grad_stats
+from megascale.deferred_errors import DeferredErrors
+from megascale.errors import MegascaleError, UsageError
+from megascale.grad_scaler import MegatronGradScaler
+from megascale.grad_stats import GradStats
+from megascale.kernels import Decision
+from megascale.parallel import ParallelGroups
+from megascale.ready_grads import Collected
+from megascale.spans import span
+from megascale.step_member import ReadyStep, StepMember
+
+
+class StepResult(NamedTuple):
+    """What a step did: 0-d tensors on the parameters' device.
+
+    Reading one on the host, as ``bool(result.success)`` does, is the caller's sync.
+
+    Attributes:
+        success: bool, False where the step was skipped.
+        grad_norm: fp32, global L2 norm of the unscaled, unclipped gradients. Non-finite where they were.
+        num_zeros_in_grad: fp64, zero elements of the gradients; NaN unless ``config.log_num_zeros_in_grad``.
+    """
+
+    success: Tensor
+    grad_norm: Tensor
+    num_zeros_in_grad: Tensor
+
+
+class StepRecipe:
+    """One decision for one or more members, and what they do by it: all of them, or none.
+
+    Args:
+        members: on one device, with one ``groups.grad_stats``.
+        groups: who agrees.
+        grad_scaler: of the loss; None: it is not scaled.
+        clip_grad: largest norm of the unscaled gradients of all members together; 0: no clipping.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[StepMember],
+        groups: ParallelGroups,
+        grad_scaler: MegatronGradScaler | None,
+        clip_grad: float,
+    ) -> None:
+        self.members = list(members)
+        self.groups = groups
+        self.grad_scaler = grad_scaler
+        self.clip_grad = clip_grad
+        self.errors = DeferredErrors(groups, members[0].device)
+        self._backend = members[0].backend
+
+    # The first half
+
+    @torch.no_grad()
+    def prepare(self, error: MegascaleError | None = None) -> Decision:
+        """Finish, measure, agree, decide, rescale. ``error``: what this rank found already; all ranks raise it."""
+        collected, stats = self._measure(error)
+        with span("agree"):
+            stats = grad_stats.agree(stats, self.groups)
+        self.errors.raise_agreed(stats)
+        with span("decide"):
+            decision = self._decide(stats)
+        with span("rescale"):
+            if self.grad_scaler is not None:
+                self.grad_scaler.update(decision.found_inf)
+        for member, own in zip(self.members, collected, strict=True):
+            member.ready = ReadyStep(own.updates, decision)
+        return decision
+
+    def hold_grads(self) -> None:
+        """Keep the gradients of the ready step: the caller may drop them before it is taken."""
+        for member in self.members:
+            member.hold_grads()
+
+    @property
+    def decision(self) -> Decision | None:
+        """What :meth:`prepare` decided, until :meth:`carry_out`; else None."""
+        ready = self.members[0].ready
+        return None if ready is None else ready.decision
+
+    @torch.no_grad()
+    def clip_values_(self, max_value: float) -> None:
+        """Clamp every unscaled, norm-clipped gradient of a ready step to [-max_value, max_value], still scaled."""
+        for ready in self._ready("clip_grad_value_() needs prepare_grads() first: gradients are not unscaled before"):
+            for update in ready.updates:
+                for grad in update.grads:
+                    bound = (max_value / ready.decision.coefficient).to(grad.device, non_blocking=True)
+                    torch.clamp(grad, -bound, bound, out=grad)
+
+    # The second half
+
+    @torch.no_grad()
+    def carry_out(self) -> StepResult:
+        """Update and gather, where the step lands. All members are updated before an error is raised."""
+        ready = self._ready("step_with_ready_grads() needs prepare_grads() first; step() calls both")
+        self.forget_ready()
+        decision = ready[0].decision
+        with span("update"):
+            rounded = [one for member, own in zip(self.members, ready, strict=True) for one in member.apply(own)]
+            self.errors.record_overflows(rounded)
+        for member in self.members:
+            member.num_skipped_steps.add_(decision.found_inf.to(torch.int64))
+        with span("gather"):
+            self._end_step()
+        self.errors.raise_local()
+        return StepResult(decision.found_inf == 0, decision.grad_norm, decision.num_zeros)
+
+    def forget_ready(self) -> None:
+        """Drop a step that was decided and not taken."""
+        for member in self.members:
+            member.ready = None
+
+    # For a graph that holds the step
+
+    @torch.no_grad()
+    def rehearse(self) -> None:
+        """Run a step that changes nothing but reduced gradients: kernels are compiled, and buffers made, by it."""
+        collected, stats = self._measure(None)
+        decision = self._decide(grad_stats.agree(stats, self.groups))
+        skip = replace(decision, found_inf=torch.ones_like(decision.found_inf))
+        for member, own in zip(self.members, collected, strict=True):
+            member.apply(ReadyStep(own.updates, skip))
+        self._end_step()
+
+    def memory_layout(self) -> list[object]:
+        """Return what differs once parameters or state lie elsewhere. Follows weights loaded into the model."""
+        return [place for member in self.members for place in member.memory_layout()]
+
+    def after_replay(self) -> None:
+        """Raise what a replayed step found out, as a step on an accelerator does: one step late."""
+        self.errors.raise_pending()
+
+    def why_not_capturable(self) -> str | None:
+        """Return why a step cannot be part of a device's graph; None where it can."""
+        return next(filter(None, (member.why_not_capturable() for member in self.members)), None)
+
+    # Parts
+
+    def _measure(self, error: MegascaleError | None) -> tuple[list[Collected], GradStats]:
+        """Return what each member will update, and this rank's statistics of all of it."""
+        with span("finish"):
+            collected = [member.collect() for member in self.members]
+        with span("measure"):
+            found = next((one.error for one in collected if one.error is not None), error)
+            errors = self.errors.as_statistic(found)
+            stats = [member.measure(own, errors) for member, own in zip(self.members, collected, strict=True)]
+        return collected, stats[0] if len(stats) == 1 else grad_stats.combined(stats)
+
+    def _decide(self, stats: GradStats) -> Decision:
+        """Decide with the scale that scaled this step's loss."""
+        scale = None if self.grad_scaler is None else self.grad_scaler.scale
+        return self._backend.decide(stats.vector, scale, self.clip_grad)
+
+    def _ready(self, without: str) -> list[ReadyStep]:
+        """Return the members' ready steps. Raises UsageError saying ``without`` if there are none."""
+        ready = [member.ready for member in self.members if member.ready is not None]
+        if len(ready) != len(self.members):
+            raise UsageError(without)
+        return ready
+
+    def _end_step(self) -> None:
+        """Leave model params that are whole on every rank, or will be when they are needed."""
+        for member in self.members:
+            member.main_params.end_step()
