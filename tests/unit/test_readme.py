@@ -38,9 +38,26 @@ def test_commands_stand_where_they_are_looked_for() -> None:
     assert "-m pytest" in tests
 
 
+def test_readme_is_short() -> None:
+    """The page is read in one go; what is longer is a page of docs/."""
+    assert len(README.read_text().splitlines()) <= 150
+
+
+def test_every_line_of_what_is_checked_is_a_test() -> None:
+    """The table of what is checked for you names, for each line, the test that holds it."""
+    section = README.read_text().split("## What is checked for you")[1].split("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 5
+    tests = "\n".join(path.read_text() for path in README.parent.glob("tests/**/test_*.py"))
+    for row in rows:
+        named = re.fullmatch(r"\|.*\| `(test_\w+)` \|", row)
+        assert named is not None, row
+        assert f"def {named[1]}(" in tests, row
+
+
 def test_tree_names_what_exists() -> None:
     """The annotated tree lists files and folders that are there."""
-    tree = README.read_text().split("## The tree")[1].split("```")[1]
+    tree = (README.parent / "docs/architecture.md").read_text().split("```")[1]
     root = README.parent
     names = re.findall(r"([\w.]+\.(?:py|sh)|[\w.]+/)(?=\s)", tree)
     assert len(names) > 15
