@@ -1,101 +1,237 @@
-"""Builds native code with the machine's compiler, once.
+"""Native code, compiled once on a machine and loaded into this process.
 
-A shared library lies in MEGASCALE_CACHE_DIR, else in the user's cache folder, under a name made of everything that it
-depends on. It shares torch's OpenMP threads: a second pool would compete with the first for the cores.
+Libraries lie in MEGASCALE_CACHE_DIR, else in the user's cache folder. The first half of a library's name is made of all
+that it depends on, the second is the checksum of its content: loading a file that was cut short can kill a process, so
+that each is read and checked before. They share torch's OpenMP threads: a second pool would compete with the first for
+the cores.
 """
 
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import re
+import shlex
 import shutil
-import subprocess
+import stat
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
+
+from megascale.kernels.compiler import Command, CompilerError, compiler_version, run_compiler
 
 CACHE_VARIABLE = "MEGASCALE_CACHE_DIR"
 OPENMP = re.compile(r"/\S*/lib(?:gomp|omp|iomp5)[^/]*\.(?:so|dylib)\S*")
+LOCK_SECONDS = 600.0
+"""How long to wait for another process that compiles the same: then it has stopped, or hangs."""
+
+logger = logging.getLogger(__name__)
+Library = TypeVar("Library", bound=ctypes.CDLL)
 
 
-def find_compiler(variable: str, commands: Sequence[str]) -> str | None:
-    """Return the compiler that an environment variable names, else the first of ``commands`` that is there."""
-    return os.environ.get(variable) or next(filter(None, map(shutil.which, commands)), None)
+@dataclass(frozen=True)
+class Recipe:
+    """What a library is made of.
 
+    Attributes:
+        depends: what else the result depends on, besides source, compiler, flags and CPU.
+    """
 
-def machine_flag() -> str:
-    """Return the flag that makes a compiler use all that this machine's CPU has."""
-    return "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
+    compiler: Command
+    source: Path
+    compile_flags: tuple[str, ...] = ()
+    link_flags: tuple[str, ...] = ()
+    depends: tuple[str, ...] = ()
+
+    def stem(self) -> str:
+        """Return the first half of the library's name.
+
+        Raises CompilerError where the compiler does not tell its version.
+        """
+        described = [self.source.read_text(), *self.compiler, *self.compile_flags, *self.link_flags, *self.depends]
+        described += [platform.machine(), _processor(), compiler_version(self.compiler)]
+        return f"{self.source.stem}-{hashlib.sha256(chr(0).join(described).encode()).hexdigest()[:24]}"
+
+    def compile(self, scratch: Path) -> Path:
+        """Return the library, made in a folder.
+
+        Raises CompilerError.
+        """
+        compiled, linked = scratch / "compiled.o", scratch / "linked.so"
+        run_compiler([*self.compiler, *self.compile_flags, "-c", str(self.source), "-o", str(compiled)])
+        run_compiler([*self.compiler, "-shared", str(compiled), "-o", str(linked), *self.link_flags])
+        return linked
 
 
 def share_openmp() -> str | None:
     """Let libraries that are loaded from now on see the OpenMP that torch has loaded. Returns its path."""
     try:
         found = OPENMP.search(Path("/proc/self/maps").read_text())
+        if found is None:
+            return None
+        ctypes.CDLL(found[0], mode=ctypes.RTLD_GLOBAL)
     except OSError:
         return None
-    if found is None:
-        return None
-    ctypes.CDLL(found[0], mode=ctypes.RTLD_GLOBAL)
     return found[0]
 
 
-def build(compiler: str, source: Path, compile_flags: Sequence[str], link_flags: Sequence[str], *depends: str) -> Path:
-    """Return the shared library's path; compiles where it is not there yet.
+def load(recipe: Recipe, open_library: Callable[[str], Library]) -> Library:
+    """Return a library, from the cache where a whole one lies there, else compiled, and kept for other processes.
+
+    One that is damaged is replaced, with a warning in the log. A cache that cannot be written is read; what it lacks is
+    kept in a folder of the user's own among the temporary files.
 
     Args:
-        depends: what else the result depends on, besides source, compiler, flags and CPU.
+        open_library: such as ctypes.CDLL.
 
-    Raises subprocess.CalledProcessError, with the compiler's output, or OSError.
+    Raises CompilerError: the compiler fails, with its output, or what it has made cannot be loaded.
     """
-    described = [source.read_text(), compiler, *compile_flags, *link_flags, *depends]
-    described += [platform.machine(), _processor(), _version(compiler)]
-    name = hashlib.sha256("\0".join(described).encode()).hexdigest()[:24]
+    stem = recipe.stem()
     folder = _cache_folder()
-    target = folder / f"{source.stem}-{name}.so"
-    if target.exists():
-        return target
-    with _alone(target), tempfile.TemporaryDirectory(dir=folder) as scratch:
-        if not target.exists():
-            compiled, linked = Path(scratch) / "compiled.o", Path(scratch) / "linked.so"
-            _run(compiler, *compile_flags, "-c", str(source), "-o", str(compiled))
-            _run(compiler, "-shared", str(compiled), "-o", str(linked), *link_flags)
-            os.replace(linked, target)
-    return target
+    found = _cached(folder, stem, open_library)
+    if found is not None:
+        return found
+    if folder is None or not _is_writable(folder):
+        folder = _temporary_folder()
+    try:
+        return _made(recipe, stem, folder, open_library)
+    except OSError as error:
+        raise CompilerError(f"{recipe.source.name}, with {shlex.join(recipe.compiler)}: {error}") from error
+
+
+def _cached(folder: Path | None, stem: str, open_library: Callable[[str], Library]) -> Library | None:
+    """Return the library if a whole one is there, and can be loaded; what is damaged is removed."""
+    for path in sorted(folder.glob(f"{stem}-*.so")) if folder else ():
+        try:
+            content = _read(path)
+            if path.stem == f"{stem}-{_checksum(content)}":
+                return _open(content, path, open_library)
+            reason = "its content is not what was written there"
+        except OSError as error:
+            reason = str(error)
+        logger.warning("%s is damaged, and is compiled anew: %s", path, reason)
+        _remove(path)
+    return None
+
+
+def _made(recipe: Recipe, stem: str, folder: Path | None, open_library: Callable[[str], Library]) -> Library:
+    """Compile, load, and keep in a folder; None: keep nothing. Of several processes, one compiles."""
+    with _alone(folder and folder / f"{stem}.lock"):
+        found = _cached(folder, stem, open_library)
+        if found is not None:
+            return found
+        with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as scratch:
+            linked = recipe.compile(Path(scratch))
+            content = _read(linked)
+            made = _open(content, linked, open_library)  # what does not load is not kept
+            if folder is not None:
+                _keep(linked, folder / f"{stem}-{_checksum(content)}.so")
+        return made
+
+
+def _keep(linked: Path, target: Path) -> None:
+    try:
+        os.replace(linked, target)
+    except OSError as error:
+        logger.warning("%s cannot be kept, each process compiles it anew: %s", target, error)
+
+
+def _read(path: Path) -> bytes:
+    """Return a file's content.
+
+    Raises OSError, also for what is no file: reading a pipe would not end.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(f"{path} is not a file")
+    return path.read_bytes()
+
+
+def _checksum(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:24]
+
+
+def _open(content: bytes, path: Path, open_library: Callable[[str], Library]) -> Library:
+    """Load a library from memory where that can be: cutting its file short would kill the processes that use it."""
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create(path.stem)
+        try:
+            with open(descriptor, "wb", closefd=False) as file:
+                file.write(content)
+            # Stays open: to the loader the path is the library, and another file must not get the same one.
+            return open_library(f"/proc/self/fd/{descriptor}")
+        except OSError:  # memory may not be executed
+            os.close(descriptor)
+    return open_library(str(path))
+
+
+def _remove(path: Path) -> None:
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("%s cannot be removed: %s", path, error)
 
 
 @contextmanager
-def _alone(target: Path) -> Iterator[None]:
-    """Keep other ranks of this machine from compiling the same. Where files cannot be locked, all may: the last one's
-    library stays.
-    """
+def _alone(path: Path | None) -> Iterator[None]:
+    """Keep other processes of this machine from compiling the same. Where files cannot be locked, all may."""
     from filelock import FileLock  # torch's own dependency
 
-    lock = FileLock(target.with_suffix(".lock"))
+    lock = None if path is None else FileLock(path)
     try:
-        lock.acquire()
-    except (OSError, NotImplementedError):
-        yield
-        return
+        if lock is not None:
+            lock.acquire(timeout=LOCK_SECONDS)
+    except (OSError, NotImplementedError) as error:  # also a time-out
+        logger.warning("%s cannot be locked, other processes may compile the same: %s", path, error)
+        lock = None
     try:
         yield
     finally:
-        lock.release()
+        if lock is not None:
+            lock.release()
 
 
-def _cache_folder() -> Path:
-    """Return a folder of the user's own; a new one where that cannot be."""
+def _cache_folder() -> Path | None:
+    """Return where libraries are looked for first, made if need be; None where that cannot be."""
     given = os.environ.get(CACHE_VARIABLE)
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = Path(given) if given else root / "megascale"
     try:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = Path(given) if given else root / "megascale"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except (OSError, RuntimeError, ValueError):  # RuntimeError: a user without a home
+        return None
+    return folder
+
+
+def _is_writable(folder: Path) -> bool:
+    try:
         with tempfile.TemporaryFile(dir=folder):
-            return folder
+            return True
     except OSError:
-        return Path(tempfile.mkdtemp(prefix="megascale-"))
+        return False
+
+
+def _temporary_folder() -> Path | None:
+    """Return a folder among the temporary files that is this user's alone, the same one in every process.
+
+    Anyone may have made it: None where it is not the user's, or open to others.
+    """
+    if not hasattr(os, "geteuid"):
+        return None
+    folder = Path(tempfile.gettempdir()) / f"megascale-{os.geteuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError:
+        return None
+    is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+    return folder if is_own else None
 
 
 def _processor() -> str:
@@ -106,11 +242,3 @@ def _processor() -> str:
         return platform.processor()
     wanted = re.compile(r"^(model name|flags|Features|CPU part)\s*:.*$", re.MULTILINE)
     return "\n".join(dict.fromkeys(line.group() for line in wanted.finditer(text)))
-
-
-def _version(compiler: str) -> str:
-    return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-
-
-def _run(*command: str) -> None:
-    subprocess.run(command, capture_output=True, text=True, check=True)

@@ -2,12 +2,12 @@
 
 import ctypes
 import functools
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 from megascale.errors import UsageError
-from megascale.kernels.native_build import build, find_compiler, machine_flag, share_openmp
+from megascale.kernels.compiler import CompilerError, CompilerTimeout, find_compiler, machine_flag
+from megascale.kernels.native_build import Recipe, load, share_openmp
 
 SOURCE = Path(__file__).with_name("native.c")
 HEADERS = "".join(Path(__file__).with_name(name).read_text() for name in ("chunks.h", "vector.h"))
@@ -15,25 +15,37 @@ HEADERS = "".join(Path(__file__).with_name(name).read_text() for name in ("chunk
 FLAGS = ("-std=c11", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 
 
-@functools.cache
 def library() -> ctypes.CDLL:
-    """Return the library, built if need be.
+    """Return the library, built if need be; that is tried once in a process.
 
     Raises:
         UsageError: there is no C compiler, or it fails; says how.
     """
-    compiler = find_compiler("CC", ("cc", "gcc", "clang"))
-    if compiler is None:
-        raise UsageError("the native backend needs a C compiler; install gcc or clang, or set CC")
+    outcome = _outcome()
+    if isinstance(outcome, str):
+        raise UsageError(outcome)
+    return outcome
+
+
+@functools.cache
+def _outcome() -> ctypes.CDLL | str:
+    """Return the library, or why there is none."""
     errors = []
-    for flags in _flags():
-        try:
-            # Linked without -fopenmp, which would name a runtime of the compiler's own.
-            return _declare(ctypes.CDLL(str(build(compiler, SOURCE, flags, ["-lm"], HEADERS))))
-        except (OSError, subprocess.CalledProcessError) as error:
-            output = error.stderr if isinstance(error, subprocess.CalledProcessError) else ""
-            errors.append(f"{compiler} {' '.join(flags)}: {error} {output}".strip())
-    raise UsageError("native.c cannot be built; set CC to a working C compiler:\n" + "\n".join(errors))
+    try:
+        compiler = find_compiler("CC", ("cc", "gcc", "clang"))
+        if compiler is None:
+            return "the native backend needs a C compiler; install gcc or clang, or set CC"
+        for flags in _flags():
+            try:
+                # Linked without -fopenmp, which would name a runtime of the compiler's own.
+                return _declare(load(Recipe(compiler, SOURCE, flags, ("-lm",), (HEADERS,)), ctypes.CDLL))
+            except CompilerTimeout:
+                raise
+            except CompilerError as error:
+                errors.append(str(error))
+    except CompilerError as error:
+        errors.append(str(error))
+    return "native.c cannot be built; set CC to a working C compiler:\n" + "\n".join(errors)
 
 
 def _flags() -> Iterator[tuple[str, ...]]:

@@ -8,7 +8,6 @@ import ctypes
 import functools
 import logging
 import os
-import subprocess
 import sysconfig
 import time
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megascale.kernels.native_build import build, find_compiler, share_openmp
+from megascale.kernels.compiler import Command, CompilerError, find_compiler
+from megascale.kernels.native_build import Recipe, load, share_openmp
 
 SOURCE = Path(__file__).with_name("tensor_reader.cpp")
 FLAGS = ("-std=c++20", "-O2", "-fPIC")
@@ -142,30 +142,32 @@ def _native(count: int) -> ctypes.PyDLL | None:
 
 @functools.cache
 def _library() -> ctypes.PyDLL | None:
-    compiler = find_compiler("CXX", ("c++", "g++", "clang++"))
-    if compiler is None:
-        logger.info("no C++ compiler: many tensors are read from Python, at 3 us each and step")
-        return None
     start = time.perf_counter()
-    openmp = ["-fopenmp"] if share_openmp() else []
     try:
-        loaded = ctypes.PyDLL(str(_build(compiler, [*FLAGS, *openmp])))
-    except (OSError, subprocess.CalledProcessError) as error:
-        output = error.stderr if isinstance(error, subprocess.CalledProcessError) else ""
-        logger.info("tensor_reader.cpp cannot be built, many tensors are read from Python: %s\n%s", error, output)
+        compiler = find_compiler("CXX", ("c++", "g++", "clang++"))
+        if compiler is None:
+            logger.info("no C++ compiler: many tensors are read from Python, at 3 us each and step")
+            return None
+        loaded = load(_recipe(compiler, [*FLAGS, "-fopenmp"] if share_openmp() else FLAGS), ctypes.PyDLL)
+    except CompilerError as error:
+        logger.info("tensor_reader.cpp cannot be built, many tensors are read from Python: %s", error)
         return None
     logger.info("tensor_reader.cpp is ready after %.1f s", time.perf_counter() - start)
     return _declare(loaded)
 
 
-def _build(compiler: str, flags: Sequence[str]) -> Path:
-    """Return the library. Its layout of a tensor is that of torch's headers, and of the interpreter's."""
+def _recipe(compiler: Command, flags: Sequence[str]) -> Recipe:
+    """Return how the library is built. Its layout of a tensor is that of torch's headers, and of the interpreter's."""
     torch_folder = Path(torch.__file__).parent
     headers = [str(torch_folder / "include"), sysconfig.get_path("include")]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    compile_flags = [*flags, abi, *(flag for folder in headers for flag in ("-isystem", folder))]
-    link_flags = [f"-L{torch_folder / 'lib'}", *(f"-l{name}" for name in LIBRARIES)]
-    return build(compiler, SOURCE, compile_flags, link_flags, torch.__version__, sysconfig.get_python_version())
+    return Recipe(
+        compiler,
+        SOURCE,
+        compile_flags=(*flags, abi, *(flag for folder in headers for flag in ("-isystem", folder))),
+        link_flags=(f"-L{torch_folder / 'lib'}", *(f"-l{name}" for name in LIBRARIES)),
+        depends=(torch.__version__, sysconfig.get_python_version()),
+    )
 
 
 def _declare(loaded: ctypes.PyDLL) -> ctypes.PyDLL:

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megascale.kernels import native_build, native_library
+from megascale.kernels import native_library
+from megascale.kernels.compiler import find_compiler
 
 WRAPPED = """
 #include "chunks.h"
@@ -26,12 +27,12 @@ Sharing = Callable[[int, int], Callable[[int], range]]
 @pytest.fixture(scope="module")
 def sharing(tmp_path_factory: pytest.TempPathFactory) -> Sharing:
     """chunks.h, compiled: given chunks and threads, a function of the thread that asks, which returns its chunks."""
-    compiler = native_build.find_compiler("CC", ("cc", "gcc", "clang"))
+    compiler = find_compiler("CC", ("cc", "gcc", "clang"))
     assert compiler is not None
     source, built = (tmp_path_factory.mktemp("chunks") / name for name in ("wrapped.c", "wrapped.so"))
     source.write_text(WRAPPED)
     flags = (*native_library.FLAGS, "-w", "-shared", f"-I{native_library.SOURCE.parent}")
-    subprocess.run([compiler, *flags, str(source), "-o", str(built)], check=True)
+    subprocess.run([*compiler, *flags, str(source), "-o", str(built)], check=True)
     library = ctypes.CDLL(str(built))
 
     def begin(num_chunks: int, parts: int) -> Callable[[int], range]:

@@ -28,6 +28,7 @@ from megascale.kernels import (
     native_build,
     native_library,
 )
+from megascale.kernels.compiler import find_compiler
 from tests.training import bits_equal
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -82,16 +83,11 @@ def native(request: pytest.FixtureRequest) -> NativeBackend:
         return backend
     if platform.machine() != "x86_64":
         pytest.skip("flags of x86-64 compilers")
-    compiler = native_build.find_compiler("CC", ("cc", "gcc", "clang"))
+    compiler = find_compiler("CC", ("cc", "gcc", "clang"))
     assert compiler is not None
-    built = native_build.build(
-        compiler,
-        native_library.SOURCE,
-        (*flags, "-Wall", "-Wno-unknown-pragmas", "-Werror"),
-        ["-lm"],
-        native_library.HEADERS,
-    )
-    backend._library = native_library._declare(ctypes.CDLL(str(built)))
+    strict = (*flags, "-Wall", "-Wno-unknown-pragmas", "-Werror")
+    recipe = native_build.Recipe(compiler, native_library.SOURCE, strict, ("-lm",), (native_library.HEADERS,))
+    backend._library = native_library._declare(native_build.load(recipe, ctypes.CDLL))
     return backend
 
 
