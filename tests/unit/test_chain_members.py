@@ -1,0 +1,50 @@
+"""A chain does to all of its members what one optimizer does to its parameters."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from megascale import ChainedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
+from tests.training import bits_equal
+
+
+def _chain() -> tuple[list[nn.Parameter], ChainedOptimizer]:
+    params = [nn.Parameter(torch.full((3,), float(index)).half()) for index in range(1, 4)]
+    scaler = DynamicGradScaler(2.0**4, 1.0, 2.0, 0.5, 100, 1)
+    config = OptimizerConfig(fp16=True)
+    members = [
+        MixedPrecisionOptimizer(torch.optim.SGD([(f"p{index}", param)], lr=0.5), config, scaler)
+        for index, param in enumerate(params)
+    ]
+    return params, ChainedOptimizer(members)
+
+
+def _mains(chain: ChainedOptimizer) -> list[Tensor]:
+    return [main.clone() for _, main in chain.main_params()]
+
+
+def test_reload_reaches_every_member() -> None:
+    """reload_model_params() sets the main params of all members, not of one: writes through .data cannot be seen."""
+    params, chain = _chain()
+    before = _mains(chain)
+    for param in params:
+        param.data.add_(0.5)
+    assert all(map(bits_equal, _mains(chain), before))
+    chain.reload_model_params()
+    assert all(bits_equal(main, param.float()) for main, param in zip(_mains(chain), params, strict=True))
+
+
+def test_skips_are_counted_once() -> None:
+    """A step that all members skip together counts as one, and a landed one as none."""
+    params, chain = _chain()
+    counts = []
+    for poison in (0.0, math.inf, 0.0, math.nan, math.nan):
+        chain.get_loss_scale()
+        for param in params:
+            param.grad = torch.ones_like(param)
+        params[1].grad = torch.full_like(params[1], 1.0 + poison)
+        chain.step()
+        counts.append(int(chain.num_skipped_steps))
+    assert counts == [0, 1, 1, 2, 3]
+    assert [int(member.num_skipped_steps) for member in chain.optimizers] == [3, 3, 3]
