@@ -1,6 +1,7 @@
 """build_optimizer: from a config and modules to a ready optimizer, in one call."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from megascale import validate
+from megascale.arguments import ineffective
 from megascale.config import OptimizerConfig
 from megascale.distributed_optimizer import DistributedOptimizer
 from megascale.errors import ArgumentError, ArgumentTypeError
@@ -59,6 +61,7 @@ def build_optimizer(
         raise ArgumentError("config.lr is None; give the learning rate, e.g. OptimizerConfig(lr=1e-4)")
     param_groups = _param_groups(config, _named_parameters(modules), overrides or {})
     inner, grad_scaler = build_inner_optimizer(config, param_groups), build_grad_scaler(config)
+    config = effective_config(config, inner, grad_scaler)
     if config.use_distributed_optimizer:
         return DistributedOptimizer(
             inner,
@@ -69,6 +72,18 @@ def build_optimizer(
             overlap_param_gather=config.overlap_param_gather,
         )
     return MixedPrecisionOptimizer(inner, config, grad_scaler, groups=groups)
+
+
+def effective_config(
+    config: OptimizerConfig, inner: torch.optim.Optimizer, grad_scaler: MegatronGradScaler | None
+) -> OptimizerConfig:
+    """Return ``config`` without the fields that nothing was built from, such as ``hysteresis`` for a constant scale.
+
+    One config may serve many runs, so that fields of another optimizer, or of a scale that bf16 does not need, are no
+    error where everything is built from it.
+    """
+    unused = ineffective(config, inner, grad_scaler, sharded=config.use_distributed_optimizer)
+    return replace(config, **{field.name: field.default for field in unused})
 
 
 def build_grad_scaler(config: OptimizerConfig) -> MegatronGradScaler | None:

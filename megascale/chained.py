@@ -13,6 +13,7 @@ from megascale.kernels import Decision
 from megascale.optimizer import MixedPrecisionOptimizer, StepResult
 from megascale.optimizer_state import LiveState, Plan, load_together
 from megascale.param_shard import ParamShard
+from megascale.sharing import shared_scaler
 from megascale.state_dict import VERSION, check_layout
 from megascale.step_recipe import StepRecipe
 from megascale.torch_state_dict import StateDict, StateNames, from_torch_layout, is_read_by_torch, is_torch_layout
@@ -69,7 +70,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
         return decision.found_inf
 
     def _prepare(self) -> Decision:
-        return self.recipe.prepare(self._clipped_apart())
+        return self.recipe.prepare(self._clipped_apart() or shared_scaler(self.grad_scaler, self.optimizers))
 
     def _clipped_apart(self) -> UsageError | None:
         """Return what is wrong if an optimizer's ``clip_grad`` was set beside the chain's."""

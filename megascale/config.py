@@ -28,6 +28,13 @@ class OptimizerConfig:
     Names and defaults are those of ``megatron.core.optimizer.OptimizerConfig`` where it has them. Exceptions:
     ``initial_loss_scale`` is 2**16 here (Megatron: 2**32, which burns 16 steps). Fields without a peer are marked.
 
+    A config clips at a norm of 1.0 unless ``clip_grad`` says otherwise, as Megatron's does. An optimizer that is built
+    without one (``config=None``) does not clip: it takes fp16 or bf16 from the parameters and leaves gradients alone,
+    as the torch optimizer inside would. So ``OptimizerConfig(clip_grad=0.0)`` is the config that changes no clipping.
+
+    An optimizer that is given ready-made objects beside a config refuses fields that contradict them: an ``lr`` that
+    the torch optimizer has not, an ``initial_loss_scale`` that the scaler has not. ``build_optimizer`` builds both.
+
     Raises:
         ArgumentError, ArgumentTypeError: naming the field and its value.
     """
@@ -60,7 +67,7 @@ class OptimizerConfig:
 
     # Step
     clip_grad: float = 1.0
-    """Largest global L2 norm of the unscaled gradients. 0: no clipping."""
+    """Largest global L2 norm of the unscaled gradients. 0: no clipping, as without a config."""
     log_num_zeros_in_grad: bool = False
     """Count zero elements of the gradients. Otherwise ``num_zeros_in_grad`` is NaN."""
     backend: str = "auto"

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from megascale import validate
+from megascale.arguments import check_arguments
 from megascale.config import OptimizerConfig
 from megascale.errors import ArgumentError, ArgumentTypeError
 from megascale.grad_scaler import MegatronGradScaler
@@ -85,6 +86,12 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
         broadcast_params: bool = False,
         elementwise: bool | None = None,
     ) -> None:
+        check_arguments(optimizer, config, grad_scaler, sharded=True)
+        if config is not None and config.overlap_param_gather and not overlap_param_gather:
+            raise ArgumentError(
+                "config.overlap_param_gather=True has no effect: the argument overlap_param_gather is False; pass it "
+                "too, or let megascale.build_optimizer(config, model) build everything from the config"
+            )
         check_elementwise(optimizer, elementwise)
         chunks = [modules] if isinstance(modules, nn.Module) else list(modules)
         names = _names(chunks, optimizer)

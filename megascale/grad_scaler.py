@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megascale import validate
-from megascale.config import HYSTERESIS_RESETS
+from megascale.config import HYSTERESIS_RESETS, OptimizerConfig
 from megascale.errors import ArgumentError, ArgumentTypeError, StateDictError
 from megascale.kernels import Backend, ScaleRule, TorchDecisions, inverse
 
@@ -120,6 +120,8 @@ class DynamicGradScaler(MegatronGradScaler):
                     if g >= growth_interval: g = 0; h = hysteresis; scale = min(scale * growth_factor, max_scale) if
                     finite
 
+    Every argument defaults to what :class:`megascale.OptimizerConfig` has for it: 2**16, 1, 2, 0.5, 1000 and 2.
+
     Args:
         initial_scale: first scale, between ``min_scale`` and ``max_scale``.
         min_scale: the scale never falls below it.
@@ -139,12 +141,12 @@ class DynamicGradScaler(MegatronGradScaler):
 
     def __init__(
         self,
-        initial_scale: float,
-        min_scale: float,
-        growth_factor: float,
-        backoff_factor: float,
-        growth_interval: int,
-        hysteresis: int,
+        initial_scale: float = OptimizerConfig.initial_loss_scale,
+        min_scale: float = OptimizerConfig.min_loss_scale,
+        growth_factor: float = OptimizerConfig.loss_scale_growth_factor,
+        backoff_factor: float = OptimizerConfig.loss_scale_backoff_factor,
+        growth_interval: int = OptimizerConfig.loss_scale_window,
+        hysteresis: int = OptimizerConfig.hysteresis,
         *,
         max_scale: float | None = None,
         hysteresis_reset: str = "growth",

@@ -8,9 +8,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from megascale import validate
+from megascale import sharing, validate
+from megascale.arguments import check_arguments
 from megascale.config import OptimizerConfig
-from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
+from megascale.errors import ArgumentError, UsageError
 from megascale.grad_scaler import MegatronGradScaler
 from megascale.grad_sync import GradSync
 from megascale.inner_update import check_inner
@@ -62,8 +63,10 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         grad_sync: GradSync | None = None,
         main_params: MainParams | None = None,
     ) -> None:
-        _check_types(optimizer, config, grad_scaler)
+        sharded = main_params is not None and main_params.is_sharded
+        check_arguments(optimizer, config, grad_scaler, sharded=sharded)
         check_inner(optimizer)
+        sharing.check_unwrapped(optimizer)
         self.optimizer = optimizer
         self.config = _config_for(optimizer, config)
         self.groups = ParallelGroups.of(groups)
@@ -83,6 +86,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         if self.grad_scaler is not None:
             self.grad_scaler.backend = self.backend
         self._member.follow()
+        sharing.record(self, optimizer, self.grad_scaler)
 
     # The step
 
@@ -99,7 +103,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         """
         if closure is not None:
             raise UsageError("step() takes no closure: run forward and backward first, with the loss from scale_loss()")
-        self.recipe.prepare()
+        self._prepare()
         return self.recipe.carry_out()
 
     @torch.no_grad()
@@ -109,9 +113,12 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         The scaler is updated here, as Megatron-Core does it, so that a caller may leave out the second half of a
         skipped step. The decision keeps the reciprocal of the scale that scaled this step's loss.
         """
-        decision = self.recipe.prepare()
+        decision = self._prepare()
         self.recipe.hold_grads()
         return decision.found_inf
+
+    def _prepare(self) -> Decision:
+        return self.recipe.prepare(sharing.shared_scaler(self.grad_scaler, (self,)))
 
     @property
     def decision(self) -> Decision | None:
@@ -299,17 +306,6 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         raise UsageError(
             "a MixedPrecisionOptimizer cannot be pickled or deep-copied (it holds process groups); use state_dict()"
         )
-
-
-def _check_types(optimizer: Any, config: Any, grad_scaler: Any) -> None:
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ArgumentTypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    if isinstance(optimizer, MixedPrecisionOptimizer):
-        raise ArgumentTypeError("optimizer is a MixedPrecisionOptimizer already; wrap the torch optimizer once")
-    if config is not None and not isinstance(config, OptimizerConfig):
-        raise ArgumentTypeError(f"config must be an OptimizerConfig or None, got {type(config).__name__}")
-    if grad_scaler is not None and not isinstance(grad_scaler, MegatronGradScaler):
-        raise ArgumentTypeError(f"grad_scaler must be a MegatronGradScaler or None, got {type(grad_scaler).__name__}")
 
 
 def _config_for(optimizer: torch.optim.Optimizer, config: OptimizerConfig | None) -> OptimizerConfig:

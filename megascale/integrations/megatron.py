@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from megascale.builder import build_grad_scaler, build_inner_optimizer
+from megascale.builder import build_grad_scaler, build_inner_optimizer, effective_config
 from megascale.chained import ChainedOptimizer
 from megascale.collectives import group_size, raise_together
 from megascale.config import OptimizerConfig
@@ -223,6 +223,7 @@ def get_megatron_optimizer(
     inner = build_inner_optimizer(ours, param_groups)
     names = _names(unwrap_model(chunks))
     scaler = build_grad_scaler(ours)
+    ours = effective_config(ours, inner, scaler)
     if ours.use_distributed_optimizer:
         overlap = ours.overlap_param_gather
         sharded = DistributedOptimizer(

@@ -151,7 +151,7 @@ def test_main_grads_hold_what_their_parameters_make(ranks: RankPool) -> None:
 def test_wrapping_twice_is_refused() -> None:
     """A wrapped optimizer is not an inner optimizer."""
     module = net()
-    with pytest.raises(ArgumentTypeError, match=r"is a MixedPrecisionOptimizer already"):
+    with pytest.raises(ArgumentTypeError, match=r"is a DistributedOptimizer already"):
         DistributedOptimizer(sharded(module), modules=module)
 
 

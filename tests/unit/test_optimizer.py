@@ -685,7 +685,7 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (
         lambda: MixedPrecisionOptimizer(_sgd(), None, torch.amp.GradScaler("cpu")),  # type: ignore[arg-type]
         ArgumentTypeError,
-        "grad_scaler must be a MegatronGradScaler or None, got GradScaler",
+        "grad_scaler is a torch.amp.GradScaler, which drives a bare torch optimizer",
     ),
     (
         lambda: MixedPrecisionOptimizer(_sgd(torch.float32), groups=3),  # type: ignore[arg-type]

@@ -1,0 +1,165 @@
+"""What an optimizer of ours takes: the right types, and a config of which nothing is silently without effect."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megascale.config import OptimizerConfig
+from megascale.errors import ArgumentError, ArgumentTypeError
+from megascale.grad_scaler import ConstantGradScaler, MegatronGradScaler
+from megascale.lion import Lion
+
+
+def check_arguments(optimizer: Any, config: Any, grad_scaler: Any, *, sharded: bool = False) -> None:
+    """Raise ArgumentTypeError or ArgumentError for arguments of a constructor that are not meant for it.
+
+    Args:
+        optimizer, config, grad_scaler: as given.
+        sharded: whether they are a DistributedOptimizer's.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ArgumentTypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if hasattr(optimizer, "step_with_ready_grads"):
+        raise ArgumentTypeError(f"optimizer is a {type(optimizer).__name__} already; wrap the torch optimizer once")
+    if config is not None and not isinstance(config, OptimizerConfig):
+        raise ArgumentTypeError(f"config must be an OptimizerConfig or None, got {type(config).__name__}")
+    if isinstance(grad_scaler, torch.amp.GradScaler):
+        kind = f"{type(grad_scaler).__module__.partition('.')[0]}.amp.GradScaler"
+        raise ArgumentTypeError(
+            f"grad_scaler is a {kind}, which drives a bare torch optimizer by scaler.step(optimizer); pass "
+            "megascale.DynamicGradScaler() (or ConstantGradScaler), or keep it and leave the optimizer unwrapped"
+        )
+    if grad_scaler is not None and not isinstance(grad_scaler, MegatronGradScaler):
+        raise ArgumentTypeError(f"grad_scaler must be a MegatronGradScaler or None, got {type(grad_scaler).__name__}")
+    if config is not None:
+        for field in ineffective(config, optimizer, grad_scaler, sharded=sharded):
+            raise field.error()
+
+
+@dataclass(frozen=True)
+class IneffectiveField:
+    """A field of a config that asks for something that the given objects are not.
+
+    Attributes:
+        name, value, default: of the field.
+        holder: what was given, in words; ``has`` what it has instead.
+        remedy: what to do.
+    """
+
+    name: str
+    value: Any
+    default: Any
+    holder: str
+    has: str
+    remedy: str
+
+    def error(self) -> ArgumentError:
+        """Return the error that names it."""
+        return ArgumentError(
+            f"config.{self.name}={self.value!r} has no effect: {self.holder} has {self.has}; {self.remedy}, leave the "
+            "field at its default, or let megascale.build_optimizer(config, model) build everything from the config"
+        )
+
+
+def ineffective(
+    config: OptimizerConfig,
+    optimizer: torch.optim.Optimizer,
+    grad_scaler: MegatronGradScaler | None,
+    *,
+    sharded: bool = False,
+) -> Iterator[IneffectiveField]:
+    """Yield the fields of ``config`` that differ both from their default and from what the given objects have."""
+    defaults = {field.name: field.default for field in fields(config)}
+    inner, scaler = f"the {type(optimizer).__name__}", f"the {type(grad_scaler).__name__}"
+    scaler = "an optimizer without a grad_scaler" if grad_scaler is None else scaler
+    for name in defaults:
+        value = getattr(config, name)
+        if value == defaults[name]:
+            continue
+        if name in _OF_OPTIMIZER:
+            found, holder = _OF_OPTIMIZER[name](optimizer), inner
+            remedy = "build the optimizer with it"
+        elif name in _OF_SCALER:
+            found, holder = _scaler_values(name, grad_scaler), scaler
+            kind = "ConstantGradScaler" if name == "loss_scale" else "DynamicGradScaler"
+            remedy = f"pass a {kind} that has it"
+        elif name == "use_distributed_optimizer":
+            found, holder = [sharded], "a MixedPrecisionOptimizer"
+            remedy = "build a DistributedOptimizer"
+        else:
+            continue
+        if not any(_same(value, one) for one in found):
+            has = " and ".join(dict.fromkeys(repr(one) for one in found)) or "no such option"
+            yield IneffectiveField(name, value, defaults[name], holder, has, remedy)
+
+
+def _option(name: str, index: int | None = None) -> Callable[[torch.optim.Optimizer], list[Any]]:
+    """Return a function that lists the values of an option in an optimizer's defaults and param groups."""
+
+    def values(optimizer: torch.optim.Optimizer) -> list[Any]:
+        found = [options[name] for options in (optimizer.defaults, *optimizer.param_groups) if name in options]
+        chosen = found if index is None else [value[index] for value in found]
+        return [float(value) if isinstance(value, Tensor) else value for value in chosen]
+
+    return values
+
+
+def _kind(optimizer: torch.optim.Optimizer) -> list[Any]:
+    name = type(optimizer).__name__.lower()
+    return [next((known for known in ("sgd", "lion", "adam") if known in name), name)]
+
+
+def _decoupled(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [bool(optimizer.defaults.get("decoupled_weight_decay", isinstance(optimizer, (torch.optim.AdamW, Lion))))]
+
+
+def _second_moment(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Whoever has no second moment has it in no dtype. What cannot have 16-bit moments at all says so itself."""
+    return [] if isinstance(optimizer, (torch.optim.SGD, Lion)) else list(_ANY_DTYPE)
+
+
+_ANY_DTYPE = (torch.float32, torch.bfloat16, torch.float16)
+_OF_OPTIMIZER: dict[str, Callable[[torch.optim.Optimizer], list[Any]]] = {
+    "optimizer": _kind,
+    # A schedule that was built first has changed the rate already.
+    "lr": lambda optimizer: [*_option("lr")(optimizer), *_option("initial_lr")(optimizer)],
+    "weight_decay": _option("weight_decay"),
+    "adam_beta1": _option("betas", 0),
+    "adam_beta2": _option("betas", 1),
+    "adam_eps": _option("eps"),
+    "decoupled_weight_decay": _decoupled,
+    "sgd_momentum": _option("momentum"),
+    "lion_beta1": _option("betas", 0),
+    "lion_beta2": _option("betas", 1),
+    "exp_avg_sq_dtype": _second_moment,
+}
+_OF_SCALER = {
+    "loss_scale": "initial_scale",
+    "initial_loss_scale": "initial_scale",
+    "min_loss_scale": "min_scale",
+    "max_loss_scale": "max_scale",
+    "loss_scale_window": "growth_interval",
+    "hysteresis": "hysteresis",
+    "hysteresis_reset": "hysteresis_reset",
+    "loss_scale_growth_factor": "growth_factor",
+    "loss_scale_backoff_factor": "backoff_factor",
+}
+"""The scaler's attribute for each field."""
+
+
+def _scaler_values(name: str, grad_scaler: MegatronGradScaler | None) -> list[Any]:
+    """Return what a scaler has for a field: nothing if it has no such property. A constant scale is no dynamic one."""
+    if grad_scaler is None or (name == "loss_scale" and not isinstance(grad_scaler, ConstantGradScaler)):
+        return []
+    return [getattr(grad_scaler, _OF_SCALER[name])] if hasattr(grad_scaler, _OF_SCALER[name]) else []
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Whether two values of an option are one, up to the rounding of a number kept in fp32."""
+    if isinstance(value, (int, float)) and isinstance(other, (int, float)):
+        return math.isclose(value, other, rel_tol=1e-6)
+    return bool(value == other)

@@ -1,0 +1,66 @@
+"""Who wraps an inner optimizer, and who updates a scaler: each may have one owner at a time.
+
+Everything is held weakly: an optimizer that is dropped frees both.
+"""
+
+import gc
+from collections.abc import Collection
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
+
+import torch
+
+from megascale.errors import ArgumentError, UsageError
+from megascale.grad_scaler import MegatronGradScaler
+
+_wrappers: WeakKeyDictionary[torch.optim.Optimizer, ReferenceType[torch.optim.Optimizer]] = WeakKeyDictionary()
+_users: WeakKeyDictionary[MegatronGradScaler, WeakSet[torch.optim.Optimizer]] = WeakKeyDictionary()
+
+
+def check_unwrapped(inner: torch.optim.Optimizer) -> None:
+    """Raise ArgumentError if an optimizer that is still there wraps ``inner``: each would hold main params of its own.
+
+    A wrapper that only a reference cycle keeps counts as dropped.
+    """
+    if _wrapper_of(inner) is not None:
+        gc.collect()
+    wrapper = _wrapper_of(inner)
+    if wrapper is not None:
+        raise ArgumentError(
+            f"optimizer ({type(inner).__name__}) is wrapped by a {type(wrapper).__name__} already, and two would keep "
+            "two sets of main params for the same parameters; use that one, or drop it first (del, also of a schedule "
+            "built on it)"
+        )
+
+
+def record(wrapper: torch.optim.Optimizer, inner: torch.optim.Optimizer, scaler: MegatronGradScaler | None) -> None:
+    """Remember, weakly, that ``wrapper`` wraps ``inner`` and updates ``scaler``."""
+    _wrappers[inner] = ref(wrapper)
+    if scaler is not None:
+        _users.setdefault(scaler, WeakSet()).add(wrapper)
+
+
+def shared_scaler(scaler: MegatronGradScaler | None, stepping: Collection[torch.optim.Optimizer]) -> UsageError | None:
+    """Return what is wrong if others than the optimizers that step as one would update their scaler too."""
+    if scaler is None or scaler not in _users:
+        return None
+    users = _users[scaler]
+    for one in stepping:
+        users.add(one)
+    if len(users) == len(stepping):
+        return None
+    gc.collect()
+    for gone in [user for user in users if getattr(user, "grad_scaler", None) is not scaler]:
+        users.discard(gone)
+    others = [user for user in users if all(user is not one for one in stepping)]
+    if not others:
+        return None
+    return UsageError(
+        f"the grad scaler is shared with another {type(others[0]).__name__}, and each of its steps would update the "
+        "scale that the other's loss was scaled by; step them as one with ChainedOptimizer([...]), or give each a "
+        "scaler of its own (or drop the one that trains no more)"
+    )
+
+
+def _wrapper_of(inner: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
+    known = _wrappers.get(inner)
+    return None if known is None else known()

@@ -1,0 +1,243 @@
+"""What constructors refuse: shared scalers, inner optimizers wrapped twice, foreign scalers, configs without effect."""
+
+import gc
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import megascale.amp
+from megascale import (
+    ChainedOptimizer,
+    ConstantGradScaler,
+    DistributedOptimizer,
+    DynamicGradScaler,
+    MegatronGradScaler,
+    MixedPrecisionOptimizer,
+    OptimizerConfig,
+    build_optimizer,
+)
+from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
+from tests.training import model, set_grads
+
+
+def _sgd(module: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.named_parameters(), **({"lr": 0.1} | options))
+
+
+# One owner each
+
+
+def test_a_scaler_serves_optimizers_that_step_as_one() -> None:
+    """Two optimizers that step apart would each change the scale that the other's loss had: refused at the first step.
+
+    Chained they step as one. When the other one is dropped, the scaler is free.
+    """
+    modules, scaler = [model(seed=0), model(seed=1)], DynamicGradScaler()
+    optimizers = [
+        MixedPrecisionOptimizer(
+            torch.optim.SGD([(f"{index}.{name}", p) for name, p in module.named_parameters()], lr=0.1), None, scaler
+        )
+        for index, module in enumerate(modules)
+    ]
+    for module in modules:
+        set_grads(module, 1)
+    for optimizer in optimizers:
+        for step in (optimizer.step, optimizer.prepare_grads):
+            with pytest.raises(UsageError, match=r"grad scaler is shared with another Mixed.*ChainedOptimizer\("):
+                step()
+    before = scaler.state_dict()
+    chained = ChainedOptimizer(optimizers)
+    assert chained.step().success
+    assert scaler.state_dict()["growth_tracker"] == before["growth_tracker"] + 1
+    with pytest.raises(UsageError, match="is shared"):
+        optimizers[0].step()
+    del chained, optimizer, step
+    optimizers.pop()
+    gc.collect()
+    assert optimizers[0].step().success
+
+
+def test_a_scaler_put_into_an_optimizer_later_counts_too() -> None:
+    """Assigning ``grad_scaler`` shares it, and taking it away ends that."""
+    first, second = (MixedPrecisionOptimizer(_sgd(model()), None, DynamicGradScaler()) for _ in range(2))
+    own = second.grad_scaler
+    second.grad_scaler = first.grad_scaler
+    with pytest.raises(UsageError, match="is shared"):
+        second.step()
+    second.grad_scaler = own
+    assert second.step() is not None
+    assert first.step() is not None
+
+
+def test_an_inner_optimizer_is_wrapped_once() -> None:
+    """A second wrapper would keep main params of its own for the same parameters. A dropped one makes place."""
+    module = model()
+    inner = _sgd(module)
+    first = MixedPrecisionOptimizer(inner, None, ConstantGradScaler(2.0))
+    with pytest.raises(ArgumentError, match=r"optimizer \(SGD\) is wrapped by a MixedPrecisionOptimizer already"):
+        MixedPrecisionOptimizer(inner, None, ConstantGradScaler(2.0))
+    with pytest.raises(ArgumentError, match=r"optimizer \(SGD\) is wrapped by a MixedPrecisionOptimizer already"):
+        DistributedOptimizer(inner, None, ConstantGradScaler(2.0), modules=module)
+    first.cycle = first  # type: ignore[attr-defined]  # gone only when the garbage collector has run
+    del first
+    second = MixedPrecisionOptimizer(inner, None, ConstantGradScaler(2.0))
+    set_grads(module, 1)
+    assert second.step().success
+
+
+@pytest.mark.parametrize("scaler", [torch.amp.GradScaler("cpu"), megascale.amp.GradScaler("cpu")])
+def test_amp_scalers_are_told_apart(scaler: Any) -> None:
+    """A scaler for bare torch optimizers is refused with the class to use."""
+    name = f"{type(scaler).__module__.partition('.')[0]}.amp.GradScaler"
+    with pytest.raises(ArgumentTypeError, match=rf"grad_scaler is a {name}.*megascale.DynamicGradScaler\(\)"):
+        MixedPrecisionOptimizer(_sgd(model()), None, scaler)
+
+
+def test_a_wrapped_optimizer_is_not_wrapped_again() -> None:
+    """Nor is a chain of them."""
+    chained = ChainedOptimizer([MixedPrecisionOptimizer(_sgd(model(torch.float32)))])
+    with pytest.raises(ArgumentTypeError, match="optimizer is a ChainedOptimizer already"):
+        MixedPrecisionOptimizer(chained)
+
+
+# Configs of which something has no effect
+
+DYNAMIC = DynamicGradScaler(2.0**12, 1.0, 2.0, 0.5, 1000, 2)
+INEFFECTIVE: list[tuple[dict[str, Any], MegatronGradScaler, str]] = [
+    ({"lr": 0.2}, DYNAMIC, r"config.lr=0.2 has no effect: the AdamW has 0.001; build the optimizer with it"),
+    ({"weight_decay": 0.1}, DYNAMIC, r"config.weight_decay=0.1 has no effect: the AdamW has 0.0 and 0.05"),
+    ({"adam_beta1": 0.8}, DYNAMIC, r"config.adam_beta1=0.8 has no effect: the AdamW has 0.9;"),
+    ({"adam_beta2": 0.95}, DYNAMIC, r"config.adam_beta2=0.95 has no effect: the AdamW has 0.999;"),
+    ({"adam_eps": 1e-6}, DYNAMIC, r"config.adam_eps=1e-06 has no effect: the AdamW has 1e-08;"),
+    ({"decoupled_weight_decay": False}, DYNAMIC, r"decoupled_weight_decay=False has no effect: the AdamW has True"),
+    ({"optimizer": "sgd"}, DYNAMIC, r"config.optimizer='sgd' has no effect: the AdamW has 'adam'"),
+    ({"optimizer": "lion"}, DYNAMIC, r"config.optimizer='lion' has no effect"),
+    ({"sgd_momentum": 0.5}, DYNAMIC, r"config.sgd_momentum=0.5 has no effect: the AdamW has no such option"),
+    ({"lion_beta1": 0.95}, DYNAMIC, r"config.lion_beta1=0.95 has no effect"),
+    ({"lion_beta2": 0.98}, DYNAMIC, r"config.lion_beta2=0.98 has no effect"),
+    ({"loss_scale": 128.0}, DYNAMIC, r"loss_scale=128.0 has no effect: the Dynamic.*pass a ConstantGradScaler"),
+    (
+        {"initial_loss_scale": 2.0**10},
+        DYNAMIC,
+        r"initial_loss_scale=1024.0 has no effect: .* has 4096.0; pass a",
+    ),
+    ({"min_loss_scale": 2.0}, DYNAMIC, r"min_loss_scale=2.0 has no effect: the DynamicGradScaler has 1.0"),
+    ({"max_loss_scale": 2.0**20}, DYNAMIC, r"max_loss_scale=1048576.0 has no effect"),
+    ({"loss_scale_window": 7}, DYNAMIC, r"loss_scale_window=7 has no effect: the DynamicGradScaler has 1000"),
+    ({"hysteresis": 3}, DYNAMIC, r"hysteresis=3 has no effect: the DynamicGradScaler has 2"),
+    ({"hysteresis_reset": "clean_step"}, DYNAMIC, r"hysteresis_reset='clean_step' has no effect: .* has 'growth'"),
+    ({"loss_scale_growth_factor": 4.0}, DYNAMIC, r"loss_scale_growth_factor=4.0 has no effect"),
+    ({"loss_scale_backoff_factor": 0.25}, DYNAMIC, r"loss_scale_backoff_factor=0.25 has no effect"),
+    (
+        {"loss_scale": 128.0},
+        ConstantGradScaler(64.0),
+        r"loss_scale=128.0 has no effect: the Constant.* has 64.0",
+    ),
+    ({"hysteresis": 3}, ConstantGradScaler(64.0), r"hysteresis=3 has no effect: the Constant.* has no such option"),
+    ({"use_distributed_optimizer": True}, DYNAMIC, r"use_distributed_optimizer=True has no effect: a MixedPrecision"),
+]
+
+
+def _adamw(module: nn.Module) -> torch.optim.Optimizer:
+    decayed, rest = list(module.parameters())[:2], list(module.parameters())[2:]
+    groups: list[dict[str, Any]] = [{"params": decayed, "weight_decay": 0.05}, {"params": rest}]
+    return torch.optim.AdamW(groups, weight_decay=0.0)
+
+
+@pytest.mark.parametrize(("asked", "scaler", "message"), INEFFECTIVE)
+def test_fields_without_effect_are_refused(asked: dict[str, Any], scaler: MegatronGradScaler, message: str) -> None:
+    """A config beside ready-made objects that asks for what they are not is refused, with what they have instead."""
+    with pytest.raises(ArgumentError, match=message):
+        MixedPrecisionOptimizer(_adamw(model()), OptimizerConfig(fp16=True, **asked), scaler)
+
+
+def test_every_field_is_judged_or_has_an_effect() -> None:
+    """A field added to the config must be thought of here."""
+    judged = {name for asked, _, _ in INEFFECTIVE for name in asked} | {"exp_avg_sq_dtype", "overlap_param_gather"}
+    has_effect = {"fp16", "bf16", "clip_grad", "log_num_zeros_in_grad", "backend", "exp_avg_dtype"}
+    assert {field.name for field in fields(OptimizerConfig)} == judged | has_effect
+
+
+def test_fields_that_agree_are_taken() -> None:
+    """What the given objects have may be said a second time: rates in a tensor, in one group, before a warmup."""
+    config = OptimizerConfig(
+        fp16=True, lr=1e-3, weight_decay=0.05, initial_loss_scale=2.0**12, loss_scale_window=1000, hysteresis=2
+    )
+    MixedPrecisionOptimizer(_adamw(model()), config, DYNAMIC)
+    module = model()
+    warming = torch.optim.AdamW([{"params": list(module.parameters()), "lr": torch.tensor(2e-3)}])
+    torch.optim.lr_scheduler.LinearLR(warming, 0.1)
+    MixedPrecisionOptimizer(warming, OptimizerConfig(fp16=True, lr=2e-3), DynamicGradScaler())
+    MixedPrecisionOptimizer(
+        _sgd(model(), momentum=0.5), OptimizerConfig(fp16=True, optimizer="sgd", sgd_momentum=0.5), DynamicGradScaler()
+    )
+    MixedPrecisionOptimizer(_sgd(model()), OptimizerConfig(fp16=True, loss_scale=8.0), ConstantGradScaler(8.0))
+
+
+def test_moments_and_overlap_without_effect() -> None:
+    """SGD has no second moment; overlap_param_gather is an argument of the DistributedOptimizer."""
+    with pytest.raises(ArgumentError, match=r"exp_avg_sq_dtype=torch.bfloat16 has no effect: the SGD has no such"):
+        MixedPrecisionOptimizer(_sgd(model(torch.float32)), OptimizerConfig(exp_avg_sq_dtype=torch.bfloat16))
+    module = model(torch.float32)
+    config = OptimizerConfig(use_distributed_optimizer=True, overlap_param_gather=True)
+    with pytest.raises(ArgumentError, match="overlap_param_gather=True has no effect"):
+        DistributedOptimizer(_sgd(module), config, modules=module)
+    DistributedOptimizer(_sgd(module), config, modules=module, overlap_param_gather=True)
+
+
+def test_scaler_fields_without_a_scaler() -> None:
+    """A bf16 optimizer that is given no scaler has no scale to grow."""
+    with pytest.raises(ArgumentError, match=r"loss_scale=8.0 has no effect: an optimizer without a grad_scaler has no"):
+        MixedPrecisionOptimizer(_sgd(model(torch.bfloat16)), OptimizerConfig(bf16=True, loss_scale=8.0))
+
+
+@pytest.mark.parametrize("precision", [{"fp16": True}, {"bf16": True}, {}, {"fp16": True, "loss_scale": 64.0}])
+@pytest.mark.parametrize("kind", ["adam", "sgd", "lion"])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_build_optimizer_takes_any_config(precision: dict[str, Any], kind: str, sharded: bool) -> None:
+    """One config file serves every run: what nothing is built from is no error there, and not in the built config."""
+    config = OptimizerConfig(
+        optimizer=kind,
+        lr=0.1,
+        weight_decay=0.2,
+        adam_beta1=0.8,
+        adam_eps=1e-6,
+        decoupled_weight_decay=False,
+        sgd_momentum=0.5,
+        lion_beta2=0.95,
+        exp_avg_sq_dtype=torch.bfloat16,
+        initial_loss_scale=2.0**10,
+        max_loss_scale=2.0**12,
+        loss_scale_window=7,
+        use_distributed_optimizer=sharded,
+        overlap_param_gather=sharded,
+        **precision,
+    )
+    dtype = torch.float16 if config.fp16 else torch.bfloat16 if config.bf16 else torch.float32
+    built = build_optimizer(config, model(dtype), overrides={"*weight": {"lr_mult": 0.5, "betas": (0.5, 0.6)}})
+    assert built.config.lr == 0.1
+    is_dynamic = config.fp16 and config.loss_scale is None
+    assert built.config.initial_loss_scale == (2.0**10 if is_dynamic else 2.0**16)
+
+
+# Defaults
+
+
+def test_a_dynamic_scaler_has_the_configs_defaults() -> None:
+    """``DynamicGradScaler()`` is the scaler of ``OptimizerConfig()``, as build_optimizer makes it."""
+    built = build_optimizer(OptimizerConfig(lr=0.1, fp16=True), model()).grad_scaler
+    plain = DynamicGradScaler()
+    for name in ("initial_scale", "min_scale", "max_scale", "growth_factor", "backoff_factor", "growth_interval"):
+        assert getattr(plain, name) == getattr(built, name)
+    assert (plain.hysteresis, plain.hysteresis_reset) == (2, "growth")
+    assert plain.initial_scale == 2.0**16
+
+
+def test_clipping_with_and_without_a_config() -> None:
+    """A config clips at 1.0 as Megatron's does, none at all does not clip: the docstring says so."""
+    assert MixedPrecisionOptimizer(_sgd(model(torch.float32))).clip_grad == 0.0
+    assert MixedPrecisionOptimizer(_sgd(model(torch.float32)), OptimizerConfig()).clip_grad == 1.0
+    assert "config=None" in (OptimizerConfig.__doc__ or "")
