@@ -9,8 +9,9 @@ from megascale.lion import Lion
 from megascale.optimizer import MixedPrecisionOptimizer, StepResult
 from megascale.parallel import ParallelGroups
 from megascale.step_graph import StepGraph
+from megascale.version import VERSION
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "ChainedOptimizer",

@@ -44,5 +44,9 @@ class CheckpointError(MegascaleError, RuntimeError):
     """A checkpoint could not be written or read. Nothing that was live has changed, or the message says what has."""
 
 
+class RunError(MegascaleError, RuntimeError):
+    """A program that was started failed; its own output says why."""
+
+
 class RankError(MegascaleError, RuntimeError):
     """Another rank failed with an error that is not one of the named ones."""

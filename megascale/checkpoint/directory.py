@@ -29,8 +29,18 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
 
 def complete(directory: Path) -> dict[int, Path]:
     """Return the complete checkpoints by step, lowest first."""
-    named = {int(match[1]): entry for entry, match in _matching(directory, _COMPLETE)}
-    return {step: named[step] for step in sorted(named) if (named[step] / MANIFEST_NAME).is_file()}
+    return {step: folder for step, folder in named(directory).items() if (folder / MANIFEST_NAME).is_file()}
+
+
+def named(directory: Path) -> dict[int, Path]:
+    """Return all folders that have a checkpoint's name, by step, lowest first."""
+    found = {int(match[1]): entry for entry, match in _matching(directory, _COMPLETE)}
+    return dict(sorted(found.items()))
+
+
+def left(directory: Path) -> list[Path]:
+    """Return what saves and removals have left that did not come to their end, or are under way."""
+    return [entry for entry, _ in _matching(directory, _INCOMPLETE)]
 
 
 def path_of(directory: Path, step: int) -> Path:
@@ -70,7 +80,7 @@ def begin(directory: Path, step: int) -> Path:
             f"the checkpoint {target} exists already; delete it, save another step, or choose another directory"
         )
     directory.mkdir(parents=True, exist_ok=True)
-    for stale, _ in _matching(directory, _INCOMPLETE):
+    for stale in left(directory):
         shutil.rmtree(stale, ignore_errors=True)
     folder = incomplete(target)
     folder.mkdir()

@@ -1,16 +1,15 @@
 """Command line: ``python -m megascale COMMAND ...``, a module here for each command.
 
-A command's module offers ``NAME``, ``HELP``, ``add_arguments(parser)`` and ``run(given) -> exit status``. Errors of
-megascale's end a command with status 1 and one line; wrong usage with 2.
+A command's module offers ``NAME``, ``HELP``, ``AS_TYPED``, ``add_arguments(parser)`` and ``run(given) -> exit status``.
+Errors of megascale's end a command with status 1 and one line; wrong usage with 2.
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from typing import Protocol
 
 from megascale.cli import convert
-from megascale.errors import MegascaleError
+from megascale.program import run_program
 
 
 class Command(Protocol):
@@ -18,6 +17,8 @@ class Command(Protocol):
 
     NAME: str
     HELP: str
+    AS_TYPED: dict[str, str]
+    """What error messages say of an argument in Python, and how it is typed here."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the command's arguments."""
@@ -31,16 +32,19 @@ COMMANDS: tuple[Command, ...] = (convert,)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
+    as_typed = {said: typed for command in COMMANDS for said, typed in command.AS_TYPED.items()}
+    return run_program(_run, arguments, as_typed=as_typed)
+
+
+def _run(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m megascale", description="Tools around megascale's training state.")
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:
         own = commands.add_parser(command.NAME, help=command.HELP, description=command.HELP)
+        own.add_argument("--version", action="store_true", help="print the version and exit")
         command.add_arguments(own)
         own.set_defaults(run=command.run)
     given = parser.parse_args(arguments)
-    try:
-        status: int = given.run(given)
-    except MegascaleError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    status: int = given.run(given)
     return status

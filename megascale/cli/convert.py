@@ -8,9 +8,11 @@ from megascale.errors import InteropError
 from megascale.interop import convert
 from megascale.interop.formats import AUTO, FORMATS
 from megascale.interop.named_state import Names
+from megascale.program import non_negative
 
 NAME = "convert"
 HELP = "read another system's checkpoint; write what MixedPrecisionOptimizer.load_state_dict takes"
+AS_TYPED = {"choose one with index=0 ...": "choose one with --index 0 ...", "strict=False takes": "--lenient takes"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="parameter names in the order of the optimizer's parameters: a JSON list, or a list of lists, one for "
         "each param group; or a text file, a name on each line",
     )
-    parser.add_argument("--index", type=int, help="which scaler, where a checkpoint holds several that differ")
+    parser.add_argument(
+        "--index", type=non_negative, help="which scaler, from 0, where a checkpoint holds several that differ"
+    )
     parser.add_argument("--scaler-only", action="store_true", help="leave out main params and optimizer state")
     parser.add_argument(
         "--lenient", action="store_true", help="take the nearest scaler state where none continues the peer's exactly"
@@ -54,8 +58,8 @@ def read_names(path: Path) -> Names:
     try:
         text = path.read_text(encoding="utf-8")
         names = json.loads(text) if text.lstrip().startswith("[") else text.split()
-    except (OSError, ValueError) as error:
-        raise InteropError(f"{path} cannot be read as parameter names: {error}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise InteropError(f"--model-names {path} cannot be read as parameter names: {error}") from None
     groups = [[entry] if isinstance(entry, str) else entry for entry in names]
     if not names or not all(isinstance(g, list) and all(isinstance(name, str) for name in g) for g in groups):
         raise InteropError(f"{path} must hold a list of names, or a list of lists of them, one for each param group")

@@ -1,26 +1,30 @@
 """``python -m megascale.train [config=FILE] a.b=c ...``: train one of the tasks; see :mod:`megascale.train.config`."""
 
 import sys
+from collections.abc import Sequence
 
-from megascale.errors import ArgumentError, MegascaleError, UsageError
-from megascale.train.config import load_config, usage
-from megascale.train.runtime import Runtime
-from megascale.train.trainer import Trainer
+from megascale.errors import ArgumentError, UsageError
+from megascale.program import outliving_its_reader, run_program
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program. Exit status: 0 done, 1 a failure, 2 bad arguments, 128 + signal after a clean stop."""
+    return run_program(_train, arguments, prefix="megascale.train", statuses={ArgumentError: 2, UsageError: 2})
+
+
+def _train(arguments: list[str]) -> int:
+    # Here: what is missing of the extra `train` is named without a traceback.
+    from megascale.train.config import load_config, usage
+    from megascale.train.runtime import Runtime
+    from megascale.train.trainer import Trainer
+
     if any(argument in ("-h", "--help") for argument in arguments):
         print(usage())
         return 0
-    try:
-        config = load_config(arguments)
-        with Runtime(config.threads) as runtime:
-            return Trainer(config, runtime).run()
-    except MegascaleError as error:
-        print(f"megascale.train: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ArgumentError | UsageError) else 1
+    config = load_config(arguments)
+    with outliving_its_reader(), Runtime(config.threads) as runtime:
+        return Trainer(config, runtime).run()
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -1,6 +1,10 @@
 """Options of the training program: typed defaults, YAML files, ``a.b=c`` overrides. Unknown keys are refused."""
 
+import ast
 import difflib
+import inspect
+import itertools
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -12,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from megascale import validate
 from megascale.config import HYSTERESIS_RESETS
 from megascale.errors import ArgumentError
+from megascale.grad_scaler import LARGEST_TRACKER
 
 TASKS = ("digits", "text")
 PRECISIONS = ("fp16", "bf16", "fp32")
@@ -20,6 +25,9 @@ OPTIMIZERS = ("sgd", "adamw", "adam")
 SCHEDULES = ("cosine", "constant")
 WANDB_MODES = ("disabled", "offline", "online")
 RESUMES = ("auto", "restart")
+CONFIGS = Path(__file__).parent / "configs"
+"""Config files that come with the program: ``config=text`` is ``config=configs/text.yaml``."""
+LARGEST_SEED = 2**32 - 1
 
 
 @dataclass
@@ -31,15 +39,19 @@ class ScalerConfig:
     scale: float = 65536.0
     """The static scale, or the first dynamic one."""
     min_scale: float = 2.0**-14
+    """The dynamic scale never falls below it."""
     max_scale: float | None = None
+    """The dynamic scale never grows above it; null: as long as fp32 holds it."""
     growth_factor: float = 2.0
+    """What the dynamic scale is multiplied by when it grows; above 1."""
     backoff_factor: float = 0.2
+    """What the dynamic scale is multiplied by when it backs off; between 0 and 1."""
     growth_interval: int = 16
     """Clean steps before the dynamic scale grows."""
     hysteresis: int = 1
     """Overflows before the dynamic scale backs off."""
     hysteresis_reset: str = "growth"
-    """growth or clean_step; see DynamicGradScaler."""
+    """When the count of overflows begins anew: at growth (Megatron-Core), or at every clean_step (apex)."""
 
 
 @dataclass
@@ -51,16 +63,19 @@ class OptimizerOptions:
     lr: float = 20.0
     """The peak learning rate."""
     momentum: float = 0.9
-    """Of sgd."""
+    """Momentum of sgd."""
     beta1: float = 0.9
+    """Decay of the first moment, of adamw and adam."""
     beta2: float = 0.95
+    """Decay of the second moment, of adamw and adam."""
     weight_decay: float = 0.0
+    """Weight decay: decoupled with adamw, added to the gradient with sgd and adam."""
     clip_grad: float = 0.01
     """Largest global gradient norm; 0 does not clip."""
     warmup_steps: int = 50
-    """Steps of linear warm-up."""
+    """Steps of linear warm-up. Warm-up and schedule count landed steps only: a skipped one does not advance them."""
     schedule: str = "cosine"
-    """After the warm-up: cosine to zero, or constant."""
+    """After the warm-up: cosine (to zero), or constant."""
     sharded: bool = False
     """Shard main params and optimizer state over the ranks: a DistributedOptimizer in place of DDP."""
     overlap_param_gather: bool = False
@@ -76,6 +91,7 @@ class CheckpointConfig:
     every: int = 100
     """Steps between checkpoints; one more is saved at the end. 0: only at the end."""
     keep_last: int = 2
+    """How many checkpoints to keep."""
     async_save: bool = False
     """Write in a background thread."""
     resume: str = "auto"
@@ -101,6 +117,7 @@ class DigitsConfig:
     depth: int = 2
     """Number of times it halves the resolution."""
     heldout_scenes: int = 64
+    """Scenes that the accuracy is measured on; their digits are never trained on."""
 
 
 @dataclass
@@ -110,10 +127,13 @@ class TextConfig:
     width: int = 128
     """Size of the residual stream."""
     layers: int = 4
+    """Blocks of attention and perceptron."""
     heads: int = 4
+    """Attention heads; width is a multiple of it."""
     context: int = 128
     """Bytes a model sees at once."""
     heldout_windows: int = 64
+    """Windows of held-out text that the accuracy is measured on."""
 
 
 @dataclass
@@ -127,6 +147,7 @@ class TrainConfig:
     seed: int = 0
     """Decides initial weights and data."""
     steps: int = 800
+    """Steps of the whole run, skipped ones included; a run may go on to more."""
     batch_size: int = 8
     """Samples per step over all ranks; a multiple of their number."""
     evaluate_every: int = 100
@@ -134,11 +155,13 @@ class TrainConfig:
     threads: int = 0
     """CPU threads of each rank; 0: the machine's cores divided by its ranks."""
     output_dir: str = "runs"
+    """Folder of all runs; each writes into a folder of its own in it."""
     wandb_name: str | None = None
     """Name of the run and of its folder; default: task and precision."""
     wandb: str = "disabled"
-    """disabled, offline or online."""
+    """Log to Weights & Biases: disabled, offline or online."""
     wandb_project: str = "megascale"
+    """Project of Weights & Biases."""
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
     scaler: ScalerConfig = field(default_factory=ScalerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -185,10 +208,10 @@ def load_config(arguments: list[str]) -> TrainConfig:
         if name != "config":
             _check_key(name, "argument")
     try:
-        merged = OmegaConf.merge(merged, OmegaConf.from_dotlist(dotted))
+        merged = OmegaConf.merge(merged, *map(_one_argument, dotted))
         config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
-        raise ArgumentError(f"{error.full_key or 'an argument'}: {str(error).splitlines()[0]}") from None
+        raise ArgumentError(f"{error.full_key or 'an argument'}: {_first_line(error)}") from None
     if not isinstance(config, TrainConfig):
         raise ArgumentError(f"the options make a {type(config).__name__}; give a.b=c arguments only")
     _check_values(config)
@@ -207,11 +230,66 @@ def save_yaml(config: TrainConfig, path: Path) -> None:
 
 
 def usage() -> str:
-    """Return what ``--help`` prints: every key and its default."""
-    lines = ["python -m megascale.train [config=FILE] a.b=c ...", "", "Keys and defaults:"]
-    defaults = OmegaConf.structured(TrainConfig)
-    lines += [f"  {key}={OmegaConf.select(defaults, key)}" for key in _known_keys()]
-    return "\n".join(lines)
+    """Return what ``--help`` prints: every key, its default, and what it means."""
+    packaged = " and ".join(_packaged())
+    return "\n".join(
+        [
+            "usage: python -m megascale.train [config=FILE] [key=value ...]",
+            "",
+            "Train one of the tasks, alone or under torchrun.",
+            "",
+            *_described("config=FILE", f"YAML file of these keys, under those of the line; {packaged} come along."),
+            *_described("-h, --help", "Print this and exit."),
+            *_described("--version", "Print the version and exit."),
+            "",
+            "Keys and their defaults:",
+            *_key_lines(TrainConfig, ""),
+        ]
+    )
+
+
+def _key_lines(kind: Any, prefix: str) -> Iterator[str]:
+    meanings = _meanings(kind)
+    for entry in fields(kind):
+        if is_dataclass(entry.type):
+            yield f"\n{prefix}{entry.name}: {inspect.getdoc(entry.type)}"
+            yield from _key_lines(entry.type, f"{prefix}{entry.name}.")
+        else:
+            yield from _described(f"{prefix}{entry.name}={_typed(entry.default)}", meanings[entry.name])
+
+
+def _meanings(kind: Any) -> dict[str, str]:
+    """Return the docstrings of a dataclass's fields, which Python itself drops."""
+    [tree] = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    body = tree.body if isinstance(tree, ast.ClassDef) else []
+    return {
+        entry.target.id: " ".join(str(text.value.value).split())
+        for entry, text in itertools.pairwise(body)
+        if isinstance(entry, ast.AnnAssign)
+        and isinstance(entry.target, ast.Name)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+    }
+
+
+def _described(key: str, meaning: str) -> list[str]:
+    return [f"  {key}", *textwrap.wrap(meaning, 100, initial_indent=" " * 8, subsequent_indent=" " * 8)]
+
+
+def _typed(value: Any) -> str:
+    """Return a value as it is typed."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _one_argument(argument: str) -> Any:
+    try:
+        return OmegaConf.from_dotlist([argument])
+    except Exception as error:  # yaml's errors have no common base that omegaconf exposes
+        raise ArgumentError(f"argument {argument!r} has no value that YAML can read: {_first_line(error)}") from None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def _pair(argument: str) -> tuple[str, str]:
@@ -221,11 +299,28 @@ def _pair(argument: str) -> tuple[str, str]:
     return name, value
 
 
+def _packaged() -> list[str]:
+    return sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+
+
+def _config_file(given: str) -> Path:
+    """Return the file that ``config=`` means: the one of that name, or one that comes with the program."""
+    path = Path(given)
+    if path.is_file():
+        return path
+    if path.parent in (Path(), Path("configs")) and path.name in (path.stem, f"{path.stem}.yaml"):
+        packaged = CONFIGS / f"{path.stem}.yaml"
+        if packaged.is_file():
+            return packaged
+    raise ArgumentError(
+        f"config={given}: there is no such file; those that come with the program are {', '.join(_packaged())}"
+    )
+
+
 def _read_yaml(path: str) -> Any:
+    file = _config_file(path)
     try:
-        return OmegaConf.load(path)
-    except FileNotFoundError:
-        raise ArgumentError(f"config={path}: there is no such file") from None
+        return OmegaConf.load(file)
     except Exception as error:  # yaml's errors have no common base that omegaconf exposes
         raise ArgumentError(f"config={path} cannot be read: {error}") from None
 
@@ -236,7 +331,7 @@ def _overlaid(merged: Any, loaded: Any, path: str) -> Any:
     try:
         return OmegaConf.merge(merged, loaded)
     except OmegaConfBaseException as error:
-        raise ArgumentError(f"{path}: {error.full_key}: {str(error).splitlines()[0]}") from None
+        raise ArgumentError(f"{path}: {error.full_key}: {_first_line(error)}") from None
 
 
 def _flat_keys(tree: Any, prefix: str) -> Iterator[str]:
@@ -287,8 +382,8 @@ def _check_values(config: TrainConfig) -> None:
         raise ArgumentError("scaler.scaler_type=none does not go with precision=fp16; take static or dynamic")
     for name in ("steps", "batch_size", "evaluate_every"):
         validate.integer(name, getattr(config, name), minimum=1)
-    for name in ("seed", "threads"):
-        validate.integer(name, getattr(config, name), minimum=0)
+    validate.integer("seed", config.seed, minimum=0, maximum=LARGEST_SEED)
+    validate.integer("threads", config.threads, minimum=0)
     validate.integer("optimizer.warmup_steps", config.optimizer.warmup_steps, minimum=0)
     validate.integer("checkpoint.every", config.checkpoint.every, minimum=0)
     validate.integer("checkpoint.keep_last", config.checkpoint.keep_last, minimum=1)
@@ -299,12 +394,13 @@ def _check_values(config: TrainConfig) -> None:
         validate.non_negative(f"optimizer.{name}", getattr(config.optimizer, name))
     for name in ("beta1", "beta2"):
         validate.fraction(f"optimizer.{name}", getattr(config.optimizer, name))
-    validate.scale("scaler.scale", config.scaler.scale)
+    _check_scaler(config.scaler)
     for name in ("size", "grid", "patch", "width", "heldout_scenes"):
         validate.integer(f"digits.{name}", getattr(config.digits, name), minimum=1)
     validate.integer("digits.depth", config.digits.depth, minimum=0)
-    for name in ("fill", "noise"):
-        validate.non_negative(f"digits.{name}", getattr(config.digits, name))
+    validate.non_negative("digits.noise", config.digits.noise)
+    if validate.non_negative("digits.fill", config.digits.fill) > 1:
+        raise ArgumentError(f"digits.fill is a probability: it must be 1 or less, got {config.digits.fill!r}")
     for name in ("width", "layers", "heads", "context", "heldout_windows"):
         validate.integer(f"text.{name}", getattr(config.text, name), minimum=1)
     if config.text.width % config.text.heads:
@@ -313,3 +409,21 @@ def _check_values(config: TrainConfig) -> None:
         raise ArgumentError(
             f"wandb_name must be a plain name without '/', got {config.run_name!r}; set output_dir for folders"
         )
+
+
+def _check_scaler(scaler: ScalerConfig) -> None:
+    for name in ("scale", "min_scale", "max_scale"):
+        if getattr(scaler, name) is not None:
+            validate.scale(f"scaler.{name}", getattr(scaler, name))
+    highest = validate.LARGEST_SCALE if scaler.max_scale is None else scaler.max_scale
+    if scaler.scaler_type == "dynamic" and not scaler.min_scale <= scaler.scale <= highest:
+        raise ArgumentError(
+            "scaler.min_scale <= scaler.scale <= scaler.max_scale must hold, got "
+            f"{scaler.min_scale} <= {scaler.scale} <= {highest}"
+        )
+    if validate.positive("scaler.growth_factor", scaler.growth_factor) <= 1:
+        raise ArgumentError(f"scaler.growth_factor must be above 1, got {scaler.growth_factor!r}")
+    if validate.positive("scaler.backoff_factor", scaler.backoff_factor) >= 1:
+        raise ArgumentError(f"scaler.backoff_factor must be below 1, got {scaler.backoff_factor!r}")
+    for name in ("growth_interval", "hysteresis"):
+        validate.integer(f"scaler.{name}", getattr(scaler, name), minimum=1, maximum=LARGEST_TRACKER)

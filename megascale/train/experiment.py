@@ -2,8 +2,8 @@
 
     python -m megascale.train.experiment [seeds=0,1,2] [folder=runs/scaling_experiment] [a.b=c ...]
 
-Every run is the command that its row shows, in a process of its own. Further arguments go to all of them. A run that is
-done already is not run again.
+Every run is the command that its row shows, in a process of its own. Further arguments go to all of them; see
+``python -m megascale.train --help``. A run that is done already is not run again.
 """
 
 import csv
@@ -17,7 +17,8 @@ from pathlib import Path
 
 import torch
 
-from megascale.errors import ArgumentError, MegascaleError, UsageError
+from megascale.errors import ArgumentError, RunError
+from megascale.program import run_program
 
 RUNS: dict[str, tuple[str, ...]] = {
     "no_scaling": ("scaler.scaler_type=static", "scaler.scale=1"),
@@ -25,6 +26,8 @@ RUNS: dict[str, tuple[str, ...]] = {
     "dynamic_scaling_65536": ("scaler.scaler_type=dynamic", "scaler.scale=65536"),
     "dynamic_scaling_4294967296": ("scaler.scaler_type=dynamic", "scaler.scale=4294967296"),
 }
+OWN_KEYS = ("seed", "wandb_name", "output_dir", "scaler.scaler_type", "scaler.scale")
+"""Keys that the experiment itself gives to each run."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +128,15 @@ def report(outcomes: Sequence[Outcome], arguments: Sequence[str]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Run all runs that are not done, and write ``results.md`` and ``results.csv`` into the folder."""
+    """Run all runs that are not done, and write ``results.md`` and ``results.csv`` into the folder.
+
+    Raises:
+        ArgumentError: an argument is not understood, or would change what makes the runs differ.
+        RunError: a run failed.
+    """
+    if any(argument in ("-h", "--help") for argument in arguments):
+        print(__doc__)
+        return 0
     seeds, folder, extra = _parse(arguments)
     outcomes: list[Outcome] = []
     for seed in seeds:
@@ -134,7 +145,7 @@ def main(arguments: list[str]) -> int:
             print("+ python " + " ".join(line), flush=True)
             status = subprocess.run([sys.executable, *line]).returncode
             if status:
-                raise UsageError(f"the run {run} with seed {seed} ended with status {status}; its output says why")
+                raise RunError(f"the run {run} with seed {seed} ended with status {status}; its output says why")
             outcomes.append(outcome(run, seed, folder))
             _write(outcomes, folder, arguments)
     print(table(outcomes))
@@ -152,7 +163,13 @@ def _write(outcomes: Sequence[Outcome], folder: Path, arguments: Sequence[str]) 
 def _parse(arguments: Sequence[str]) -> tuple[list[int], Path, list[str]]:
     seeds, folder, extra = "0,1,2", "runs/scaling_experiment", []
     for argument in arguments:
-        name, _, value = argument.partition("=")
+        name, separator, value = argument.partition("=")
+        if not separator:
+            raise ArgumentError(f"argument {argument!r} is not of the form key=value, e.g. seeds=0,1,2")
+        if name in OWN_KEYS:
+            raise ArgumentError(
+                f"{name} is what the runs differ in, or tells them apart; give seeds= and folder= instead"
+            )
         if name == "seeds":
             seeds = value
         elif name == "folder":
@@ -163,6 +180,8 @@ def _parse(arguments: Sequence[str]) -> tuple[list[int], Path, list[str]]:
         numbers = [int(seed) for seed in seeds.split(",")]
     except ValueError:
         raise ArgumentError(f"seeds must be integers with commas between, got {seeds!r}, e.g. seeds=0,1,2") from None
+    if len(set(numbers)) < len(numbers) or min(numbers) < 0:
+        raise ArgumentError(f"seeds must be different integers, 0 or more, got {seeds!r}")
     return numbers, Path(folder), extra
 
 
@@ -181,8 +200,4 @@ def _machine() -> str:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except MegascaleError as error:
-        print(f"megascale.train.experiment: {error}", file=sys.stderr)
-        sys.exit(2)
+    sys.exit(run_program(main, None, prefix="megascale.train.experiment", statuses={ArgumentError: 2}))

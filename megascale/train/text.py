@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from megascale.errors import ArgumentError
 from megascale.train.config import TextConfig
 from megascale.train.half import Linear
 from megascale.train.tasks import Batch
@@ -24,6 +25,11 @@ class TextTask:
         self._heldout = torch.frombuffer(bytearray(text[split:]), dtype=torch.uint8)
         self._config = config
         self._seed = seed
+        longest = len(self._heldout) - 1
+        if config.context > longest:
+            raise ArgumentError(
+                f"text.context={config.context} is longer than the held-out text; take {longest} or less"
+            )
         self.num_heldout = min(config.heldout_windows, (len(self._heldout) - 1) // config.context)
 
     def model(self) -> nn.Module:

@@ -5,15 +5,19 @@ import math
 import shutil
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from megascale.checkpoint import Checkpointer
+from megascale.checkpoint.manifest import Manifest
+from megascale.checkpoint.nest import unflatten
 from megascale.collectives import all_reduce_sum_, broadcast_object, raise_together
-from megascale.errors import ArgumentError, MegascaleError
+from megascale.errors import ArgumentError, CheckpointError, MegascaleError
 from megascale.host_view import HostView
 from megascale.train.build import DTYPES, build_schedule, build_task, build_wrapped_optimizer
 from megascale.train.config import FREE_ON_RESUME, TrainConfig, as_dict, save_yaml
@@ -220,19 +224,21 @@ class Trainer:
         )
 
     def _resume(self) -> None:
-        if self.checkpointer.latest() is None:
+        latest = self.checkpointer.latest()
+        if latest is None:
             return
+        # Before anything is loaded: the parameters of another task would not fit, and the message would say just that.
+        self._refuse_other_config(latest)
         loaded = self.checkpointer.load(self.model, self.optimizer)
-        self._refuse_other_config(loaded.user_state["config"])
         self.progress = Progress(**loaded.user_state["progress"])
         if loaded.rank_state is not None:
             torch.set_rng_state(loaded.rank_state["rng"])
         if self.runtime.is_first:
             print(f"resumed at step {loaded.step} from {loaded.path}", flush=True)
 
-    def _refuse_other_config(self, saved: dict[str, Any]) -> None:
+    def _refuse_other_config(self, checkpoint: Path) -> None:
         """Raise ArgumentError, naming the keys, if the run was begun with options that make it another run."""
-        mine, theirs = _flat(as_dict(self.config)), _flat(saved)
+        mine, theirs = _flat(as_dict(self.config)), _flat(_saved_config(checkpoint, self.runtime.group))
         keys = [
             key
             for key in sorted(mine.keys() | theirs.keys())
@@ -244,8 +250,7 @@ class Trainer:
         if changed:
             raise ArgumentError(
                 f"{self.config.run_folder} holds a run with other options: {'; '.join(changed)}. Give another "
-                "wandb_name "
-                "or output_dir, or checkpoint.resume=restart to remove that run"
+                "wandb_name or output_dir, or checkpoint.resume=restart to remove that run"
             )
 
     def _restart_if_asked(self) -> None:
@@ -269,6 +274,8 @@ class Trainer:
                 save_yaml(self.config, self.config.run_folder / "config.yaml")
             except MegascaleError as caught:
                 error = caught
+            except OSError as caught:
+                error = ArgumentError(f"output_dir={self.config.output_dir} cannot be written: {caught}")
         raise_together(error, self.runtime.group)
 
     def _summarise(self, stopped: bool) -> None:
@@ -298,6 +305,24 @@ class Trainer:
             f"{progress.seconds:.0f} s, {path}",
             flush=True,
         )
+
+
+def _saved_config(checkpoint: Path, group: ProcessGroup | None) -> dict[str, Any]:
+    """Return the options of the run that saved ``checkpoint``. Raises CheckpointError, on all ranks alike."""
+    error: MegascaleError | None = None
+    saved: dict[str, Any] = {}
+    try:
+        user_state = unflatten(Manifest.read(checkpoint).trees.get("user"), {})
+        if not isinstance(user_state, dict) or not isinstance(user_state.get("config"), dict):
+            raise CheckpointError(
+                f"{checkpoint} was not saved by megascale.train: it does not say with which options; give another "
+                "wandb_name or output_dir"
+            )
+        saved = user_state["config"]
+    except MegascaleError as caught:
+        error = caught
+    raise_together(error, group)
+    return saved
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

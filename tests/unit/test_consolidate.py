@@ -215,7 +215,45 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert _read(out)["step"] == 3
     assert main([run, str(out)]) == 1
     assert "error: " in capsys.readouterr().err
-    assert main([run]) == 0
+    assert main([run, "--step", "3"]) == 0
     listed = capsys.readouterr().out
     assert "step 3, saved by 1 ranks" in listed
     assert "optimizer/main_params/0.weight  float32[6, 4]" in listed
+
+
+def _listed(output: str) -> dict[str, tuple[str, str]]:
+    """Ranks and state of every line below the heading."""
+    rows = [line.split(maxsplit=4) for line in output.splitlines()[1:]]
+    return {row[0]: (row[3], row[4]) for row in rows}
+
+
+def test_listing_of_all_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every step with its size, whether it is whole, which is the latest, and what a killed save has left."""
+    model, optimizer = build(0)
+    for step in (2, 3, 4, 10):
+        Checkpointer(tmp_path).save(step, model, optimizer)
+    assert main([str(tmp_path)]) == 0
+    output = capsys.readouterr().out
+    assert output.splitlines()[0].split() == ["step", "size", "ranks", "state"]
+    assert _listed(output) == dict.fromkeys("234", ("1", "complete")) | {"10": ("1", "complete, latest")}
+    size = sum(file.stat().st_size for file in (tmp_path / "step_00000010").iterdir())
+    assert f"{size / 1024:.1f} KiB" in output
+    data = {step: tmp_path / f"step_{step:08d}" / "__0_0.distcp" for step in (2, 3, 4)}
+    data[2].write_bytes(data[2].read_bytes()[:-1])
+    data[3].write_bytes(data[3].read_bytes()[:-1] + b"?")
+    (data[4].parent / "megascale.json").write_text("{")
+    (tmp_path / "step_00000011").mkdir()
+    (tmp_path / ".step_00000012.incomplete-ab12").mkdir()
+    assert main([str(tmp_path)]) == 1
+    listed = _listed(capsys.readouterr().out)
+    assert "bytes, " in listed["2"][1]
+    assert "its checksum does not fit" in listed["3"][1]
+    assert listed["4"][0] == "-"
+    assert listed["10"] == ("1", "complete, latest")
+    assert "has no megascale.json" in listed["11"][1]
+    assert all(state.startswith("damaged: ") for name, (_, state) in listed.items() if name in {"2", "3", "4", "11"})
+    assert listed[".step_00000012.incomplete-ab12"][1] == "incomplete: still being written, or its writer died"
+    assert main([str(tmp_path), "--quick"]) == 1
+    listed = _listed(capsys.readouterr().out)
+    assert listed["3"] == ("1", "complete")
+    assert listed["2"][1].startswith("damaged: ")

@@ -53,6 +53,17 @@ def test_usage_lists_every_key() -> None:
 
 
 REFUSED = [
+    (["scaler.growth_factor=1"], "scaler.growth_factor must be above 1, got 1.0"),
+    (["scaler.backoff_factor=1.5"], "scaler.backoff_factor must be below 1, got 1.5"),
+    (["scaler.growth_interval=0"], "scaler.growth_interval must be 1 or more, got 0"),
+    (["scaler.hysteresis=0"], "scaler.hysteresis must be 1 or more, got 0"),
+    (["scaler.min_scale=0"], "scaler.min_scale must be above 0"),
+    (["scaler.max_scale=2"], "scaler.min_scale <= scaler.scale <= scaler.max_scale must hold"),
+    (["digits.fill=2"], "digits.fill is a probability"),
+    (["seed=100000000000000000000"], "seed must be .* or less, got 1"),
+    (["wandb_name=["], r"argument 'wandb_name=\[' has no value that YAML can read"),
+    (["steps=${nothing}"], "steps: .*nothing"),
+    (["steps="], "steps: "),
     (["optimizer.sharded=2x"], "optimizer.sharded"),
     (["optimizer.bucket_numel=0"], "optimizer.bucket_numel must be 1 or more, got 0"),
     (["optimizer.overlap_param_gather=true"], "optimizer.overlap_param_gather=true needs optimizer.sharded=true"),

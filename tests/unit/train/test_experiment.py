@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megascale.errors import ArgumentError
 from megascale.train.experiment import RUNS, Outcome, command, main, outcome, report, table
 
 TINY = ["task=text", "text.width=8", "text.layers=1", "text.heads=1", "text.context=8", "text.heldout_windows=4"]
@@ -63,6 +64,23 @@ def test_bad_seeds_are_refused(seeds: str) -> None:
     """Seeds are integers with commas between."""
     with pytest.raises(ValueError, match="seeds must be integers with commas between"):
         main([f"seeds={seeds}"])
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("seed=3", "seed is what the runs differ in"),
+        ("wandb_name=x", "wandb_name is what the runs differ in"),
+        ("scaler.scale=2", "scaler.scale is what the runs differ in"),
+        ("steps", "argument 'steps' is not of the form key=value"),
+        ("seeds=1,1", "seeds must be different integers, 0 or more, got '1,1'"),
+        ("seeds=-1", "seeds must be different integers, 0 or more, got '-1'"),
+    ],
+)
+def test_arguments_that_would_mix_up_the_runs_are_refused(argument: str, message: str) -> None:
+    """What the experiment itself gives to each run cannot be given to all; nothing is started."""
+    with pytest.raises(ArgumentError, match=message):
+        main([argument])
 
 
 @pytest.mark.slow

@@ -1,0 +1,61 @@
+"""What lies in a directory of checkpoints: every step, its size, whether it is whole, and which is the latest."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megascale.checkpoint import directory as folders
+from megascale.checkpoint.manifest import Manifest
+from megascale.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One checkpoint, or what a save that did not end has left.
+
+    Attributes:
+        path: its folder.
+        size: bytes of all files in it.
+        step: None for what a save has left.
+        world_size: how many ranks saved it; None where that cannot be read.
+        damage: what is wrong with it; None for a checkpoint that is whole.
+        latest: whether it is the one that is loaded where no step is asked for.
+    """
+
+    path: Path
+    size: int
+    step: int | None
+    world_size: int | None
+    damage: str | None
+    latest: bool
+
+
+def listing(directory: Path, *, checksums: bool = True) -> Iterator[Listed]:
+    """Yield what is in ``directory``, lowest step first, then what saves have left that were killed or still write.
+
+    Args:
+        directory: of checkpoints.
+        checksums: read every byte of every checkpoint and compare; without, only names and sizes of files.
+    """
+    latest = folders.latest(directory)
+    for step, folder in folders.named(directory).items():
+        world_size, damage = _inspected(folder, checksums)
+        yield Listed(folder, _size(folder), step, world_size, damage, folder == latest)
+    for folder in folders.left(directory):
+        yield Listed(folder, _size(folder), None, None, "incomplete: still being written, or its writer died", False)
+
+
+def _inspected(folder: Path, checksums: bool) -> tuple[int | None, str | None]:
+    """Return by how many ranks a checkpoint was saved, and what is wrong with it."""
+    world_size: int | None = None
+    try:
+        manifest = Manifest.read(folder)
+        world_size = manifest.world_size
+        manifest.verify(folder, part=0, parts=1, checksums=checksums)
+    except (CheckpointError, OSError) as error:
+        return world_size, str(error).removesuffix("; load an earlier checkpoint")
+    return world_size, None
+
+
+def _size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

@@ -1,0 +1,222 @@
+"""Every program: its version, its exit status, and one line in place of a traceback."""
+
+import os
+import signal
+import subprocess
+import sys
+import tomllib
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megascale.checkpoint
+from megascale.checkpoint.__main__ import main as checkpoint
+from megascale.cli import main as tools
+from megascale.train.__main__ import main as train
+from megascale.train.config import TrainConfig, load_config, usage
+from tests.checkpoint_cases import build
+from tests.unit.interop.checkpoints import SCALER
+
+PROGRAMS = [
+    ["megascale"],
+    ["megascale", "convert"],
+    ["megascale.checkpoint"],
+    ["megascale.train"],
+    ["megascale.train.experiment"],
+]
+TINY = ["task=text", "text.width=8", "text.layers=1", "text.heads=1", "text.context=8", "text.heldout_windows=4"]
+TINY += ["steps=2", "batch_size=2", "threads=1"]
+
+
+def _run(*arguments: str, **options: Any) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([sys.executable, "-m", *arguments], capture_output=True, text=True, timeout=120, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", PROGRAMS, ids=" ".join)
+def test_version_and_help(program: list[str]) -> None:
+    """Every program, and every command of one, tells its version and how it is called."""
+    told = _run(*program, "--version")
+    assert (told.returncode, told.stdout, told.stderr) == (0, f"megascale {megascale.__version__}\n", "")
+    told = _run(*program, "--help")
+    assert (told.returncode, told.stderr) == (0, "")
+    assert f"python -m {program[0]}" in told.stdout
+
+
+@pytest.mark.parametrize("main", [tools, checkpoint, train])
+def test_version_in_process(main: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """--version needs no other argument."""
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"megascale {megascale.__version__}\n"
+
+
+def _keys(kind: Any, prefix: str = "") -> list[str]:
+    return [
+        key
+        for entry in fields(kind)
+        for key in (_keys(entry.type, f"{prefix}{entry.name}.") if is_dataclass(entry.type) else [prefix + entry.name])
+    ]
+
+
+def test_help_says_what_each_key_means() -> None:
+    """After each key and its default stands its meaning; --help listed keys alone."""
+    lines = usage().splitlines()
+    for key in _keys(TrainConfig):
+        [place] = [index for index, line in enumerate(lines) if line.startswith(f"  {key}=")]
+        assert len(lines[place + 1].split()) > 2, key
+        assert lines[place + 1].startswith(" " * 8), key
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [("omegaconf", []), ("tensorboard", TINY), ("tqdm", TINY), ("sklearn", ["steps=1"])],
+)
+def test_missing_extra_is_named_with_its_pip_command(
+    module: str,
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What the extra `train` installs is not there: one line that says how to install it, and no traceback."""
+    ours = [name for name in sys.modules if name.startswith("megascale.train.")]
+    for name in [*ours, "torch.utils.tensorboard"]:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    for name in [name for name in sys.modules if name.partition(".")[0] == module]:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(sys.modules, module, None)
+    assert train([*arguments, f"output_dir={tmp_path}"]) == 1
+    said = capsys.readouterr().err
+    assert said == (f"megascale.train: this needs {module}, which is not installed: pip install 'megascale[train]'\n")
+
+
+@pytest.mark.slow
+def test_reader_of_the_output_goes_away(tmp_path: Path) -> None:
+    """`| head`: what lists ends without a traceback; a training run goes on to its end, and drops what it prints."""
+    megascale.checkpoint.save(tmp_path / "saved", 3, *build(0))
+    for arguments in (
+        ["megascale.train", "--help"],
+        ["megascale.checkpoint", str(tmp_path / "saved")],
+        ["megascale.checkpoint", str(tmp_path / "saved"), "--step", "3"],
+        ["megascale", "convert", "--help"],
+    ):
+        done = _closed_pipe(*arguments)
+        # argparse swallows the error of what it prints itself.
+        assert (done.returncode, done.stderr) in ((141, ""), (0, "") if "--help" in arguments else ())
+    done = _closed_pipe("megascale.train", *TINY, f"output_dir={tmp_path}", "scaler.scale=4294967296", "wandb_name=run")
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr
+    assert "BrokenPipe" not in done.stderr
+    assert (tmp_path / "run" / "summary.json").is_file()
+    both = _closed_pipe("megascale.train", *TINY, f"output_dir={tmp_path}", "wandb_name=both", stderr=subprocess.STDOUT)
+    assert both.returncode == 0
+    assert (tmp_path / "both" / "summary.json").is_file()
+
+
+def _closed_pipe(*arguments: str, stderr: int = subprocess.PIPE) -> "subprocess.CompletedProcess[str]":
+    """Run a program whose standard output is a pipe that nobody reads."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    try:
+        return subprocess.run(
+            [sys.executable, "-m", *arguments], stdout=writes, stderr=stderr, text=True, timeout=120, check=False
+        )
+    finally:
+        os.close(writes)
+
+
+def test_ctrl_c_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that does not handle SIGINT itself ends with the shell's status for it."""
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr("megascale.checkpoint.__main__.consolidate", interrupted)
+    assert checkpoint(["somewhere", "out.pt"]) == 130
+
+
+@pytest.mark.parametrize(
+    ("main", "arguments", "status", "said"),
+    [
+        (checkpoint, ["nowhere"], 1, "error: no checkpoint at nowhere: the folder does not exist\n"),
+        (checkpoint, ["{saved}", "{there}"], 1, "exists already; choose another file, or give --overwrite\n"),
+        (checkpoint, ["{saved}", "--step", "4"], 1, "no checkpoint of step 4 in"),
+        (checkpoint, ["{saved}", "--step", "-1"], 2, "argument --step: must be an integer, 0 or more, got '-1'\n"),
+        (checkpoint, ["{saved}", "--overwrite"], 2, "--overwrite says how to write OUT, which is not given\n"),
+        (checkpoint, ["{saved}", "out.pt", "--quick"], 2, "--quick is for a listing"),
+        (checkpoint, ["{empty}"], 1, "expected folders named like step_00000040\n"),
+        (tools, [], 2, "the following arguments are required: COMMAND\n"),
+        (tools, ["convert", "{two}", "{new}"], 1, "that differ, a, b; choose one with --index 0 ...\n"),
+        (tools, ["convert", "{two}", "{new}", "--index", "-1"], 2, "argument --index: must be an integer, 0 or more"),
+        (tools, ["convert", "{two}", "{new}", "--index", "1"], 1, "--lenient takes the nearest state\n"),
+        (tools, ["convert", "{two}", "{new}", "--model-names", "{empty}"], 1, "--model-names {empty} cannot be read"),
+        (train, ["steps"], 2, "megascale.train: argument 'steps' is not of the form key=value"),
+        (train, [*TINY, "output_dir={there}"], 2, "output_dir={there} cannot be written"),
+        (train, [*TINY, "text.context=100000000"], 2, "text.context=100000000 is longer than the held-out text"),
+    ],
+)
+def test_refusals_name_what_the_user_typed(
+    main: Any, arguments: list[str], status: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line, the flag or key as typed, and a status: 1 refused, 2 wrong usage."""
+    names = {name: tmp_path / name for name in ("saved", "there", "empty", "two", "new")}
+    megascale.checkpoint.save(names["saved"], 3, *build(0))
+    names["there"].write_text("mine")
+    names["empty"].mkdir()
+    torch.save({"a": SCALER, "b": SCALER | {"_growth_tracker": 12}}, names["two"])
+    try:
+        ended = main([argument.format(**names) for argument in arguments])
+    except SystemExit as caught:
+        ended = caught.code
+    assert ended == status
+    shown = capsys.readouterr().err
+    assert said.format(**names) in shown
+    assert "Traceback" not in shown
+
+
+def test_another_task_under_the_same_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The run folder holds another task's model: both tasks are named, before any parameter is compared."""
+    options = [f"output_dir={tmp_path}", "wandb_name=run"]
+    assert train([*TINY, *options]) == 0
+    capsys.readouterr()
+    digits = ["digits.size=64", "digits.grid=3", "digits.patch=2", "digits.width=4", "steps=1", "threads=1"]
+    assert train([*digits, *options]) == 2
+    said = capsys.readouterr().err
+    assert "holds a run with other options: " in said
+    assert "task=text there, digits here" in said
+    assert "Give another wandb_name or output_dir, or checkpoint.resume=restart to remove that run" in said
+
+
+def test_a_checkpoint_of_another_program_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A checkpoint in the run's place that megascale.train did not write."""
+    megascale.checkpoint.save(tmp_path / "run" / "checkpoints", 3, *build(0), user_state=[1])
+    assert train([*TINY, f"output_dir={tmp_path}", "wandb_name=run"]) == 1
+    assert "was not saved by megascale.train" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["text", "text.yaml", "configs/text.yaml"])
+def test_packaged_configs_are_found_anywhere(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """config=text, from any folder; a file of that name there comes first."""
+    monkeypatch.chdir(tmp_path)
+    assert load_config([f"config={name}"]).task == "text"
+    Path(name).parent.mkdir(exist_ok=True)
+    Path(name).write_text("task: digits\nseed: 5\n")
+    assert load_config([f"config={name}"]).seed == 5
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_wheel_has_every_file_and_the_same_version() -> None:
+    """Configs and kernel sources are package data; pyproject.toml and --version agree."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["project"]["version"] == megascale.__version__
+    package = ROOT / "megascale"
+    patterns = project["tool"]["setuptools"]["package-data"]["megascale"]
+    packed = {path for pattern in patterns for path in package.glob(pattern)}
+    files = {path for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    assert {path for path in files if path.suffix != ".py"} == packed
+    assert {path.name for path in packed if path.suffix == ".yaml"} == {"digits.yaml", "text.yaml"}
