@@ -53,26 +53,32 @@ class BucketReduction(Protocol):
         """Wait until ``kept`` is the sum divided by ``divisor``, which may have changed since :meth:`start`."""
 
 
-class Courier:
+class ReduceThread:
     """A thread that carries buckets from rank to rank, one after the other, and the memory they arrive in.
 
-    The thread sums on arrival too, so that none of it stops backward.
+    The thread sums on arrival too, so that none of it stops backward. Dropped, it ends after its last task.
     """
 
     def __init__(self) -> None:
         self._executor: ThreadPoolExecutor | None = None
         self._memory: Tensor | None = None
 
-    def send(self, errand: Callable[[], None]) -> "Future[None]":
-        """Run ``errand`` after those before it."""
+    def submit(self, task: Callable[[], None]) -> "Future[None]":
+        """Run ``task`` after those before it."""
         if self._executor is None:
             self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="megascale gradients")
-        return self._executor.submit(errand)
+        return self._executor.submit(task)
+
+    def close(self) -> None:
+        """Let the thread end after its last task."""
+        if self._executor is not None:
+            self._executor.shutdown(wait=False)
+        self._memory = None
 
     def memory(self, numel: int, like: Tensor) -> Tensor:
         """Return uninitialised memory of shape [numel], dtype and device of ``like``, until the next call.
 
-        It is kept from errand to errand: fresh pages cost more than a sum.
+        It is kept from task to task: fresh pages cost more than a sum.
         """
         held = self._memory
         if held is None or held.numel() < numel or (held.dtype, held.device) != (like.dtype, like.device):
@@ -81,13 +87,13 @@ class Courier:
 
 
 def bucket_reduction(
-    flat: Tensor, group: GradGroup, travel_dtype: torch.dtype, courier: Courier, tag: int, *, sharded: bool
+    flat: Tensor, group: GradGroup, travel_dtype: torch.dtype, thread: ReduceThread, tag: int, *, sharded: bool
 ) -> BucketReduction:
     """Return the reduction of the bucket ``flat``; ``tag``: of its messages."""
     if not sharded:
         return AllReduced(flat, group, travel_dtype)
     if is_message_passing(group.shard):
-        return Exchanged(flat, group, travel_dtype, courier, tag)
+        return P2PReduceScatter(flat, group, travel_dtype, thread, tag)
     return ReduceScattered(flat, group, travel_dtype)
 
 
@@ -212,19 +218,21 @@ class ReduceScattered(_Sharded):
         self.sum_over_replicas()
 
 
-class Exchanged(_Sharded):
+class P2PReduceScatter(_Sharded):
     """By messages from rank to rank, summed on arrival: in fp32 at least, in the order of ranks."""
 
-    def __init__(self, flat: Tensor, group: GradGroup, travel_dtype: torch.dtype, courier: Courier, tag: int) -> None:
+    def __init__(
+        self, flat: Tensor, group: GradGroup, travel_dtype: torch.dtype, thread: ReduceThread, tag: int
+    ) -> None:
         super().__init__(flat, group, travel_dtype)
         self.has_scratch = False
-        self._courier = courier
+        self._thread = thread
         self._tag = tag
         self._carried: Future[None] | None = None
 
     def begin(self) -> None:
         """See :class:`_Reduction`."""
-        self._carried = self._courier.send(self._carry)
+        self._carried = self._thread.submit(self._carry)
 
     def settle(self) -> None:
         """See :class:`BucketReduction`. Raises what went wrong on the way."""
@@ -238,7 +246,7 @@ class Exchanged(_Sharded):
         with span("reduce_bucket"):
             shards = self.packed().view(self.num_shards, -1)
             parts = [slice(begin, begin + MESSAGE) for begin in range(0, shards.size(1), MESSAGE)]
-            memory = self._courier.memory(2 * (self.num_shards - 1) * min(MESSAGE, shards.size(1)), shards)
+            memory = self._thread.memory(2 * (self.num_shards - 1) * min(MESSAGE, shards.size(1)), shards)
             places = memory.view(2, self.num_shards - 1, -1)
             under_way: deque[tuple[Pending, Tensor, slice]] = deque()
             errors: list[Exception] = []

@@ -1,6 +1,6 @@
 """DistributedOptimizer: the same recipe with main params and optimizer state sharded over data-parallel ranks."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,9 +15,10 @@ from megascale.arguments import check_arguments
 from megascale.config import OptimizerConfig
 from megascale.errors import ArgumentError, ArgumentTypeError
 from megascale.grad_scaler import MegatronGradScaler
-from megascale.grad_sync import GradSync
+from megascale.grad_sync import ShardedGradSync
 from megascale.layout import DEFAULT_BUCKET_NUMEL
 from megascale.lion import Lion
+from megascale.main_params import MainParams
 from megascale.optimizer import MixedPrecisionOptimizer
 from megascale.parallel import ParallelGroups
 from megascale.param_gather import ParamGather
@@ -96,7 +97,7 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
         chunks = [modules] if isinstance(modules, nn.Module) else list(modules)
         names = _names(chunks, optimizer)
         resolved = ParallelGroups.of(groups)
-        self.grad_sync = GradSync(
+        self.grad_sync = ShardedGradSync(
             [],
             groups=resolved,
             grad_dtype=torch.float32 if grad_dtype is None else grad_dtype,
@@ -104,7 +105,6 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
             reduction=reduction,
             bucket_numel=bucket_numel,
             overlap=validate.flag("overlap_grad_reduce", overlap_grad_reduce),
-            sharded=True,
         )
         self._gather = ParamGather(chunks, overlap=validate.flag("overlap_param_gather", overlap_param_gather))
         self._shards = ShardedMainParams(
@@ -114,15 +114,19 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
             self._gather,
             broadcast=validate.flag("broadcast_params", broadcast_params),
         )
-        super().__init__(
-            optimizer,
-            config,
-            grad_scaler,
-            groups=resolved,
-            named_parameters=names.items(),
-            grad_sync=self.grad_sync,
-            main_params=self._shards,
-        )
+        try:
+            super().__init__(
+                optimizer,
+                config,
+                grad_scaler,
+                groups=resolved,
+                named_parameters=names.items(),
+                grad_sync=self.grad_sync,
+            )
+        except BaseException:  # the traceback may keep this object
+            self.grad_sync.detach()
+            self._gather.detach()
+            raise
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which backward only accumulates: for every micro-batch of a step but the last."""
@@ -140,6 +144,10 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
         self._member.follow()
         self._gather.wait()
         return self._shards.model_shards()
+
+    def _make_main_params(self, _names: Mapping[int, str]) -> MainParams:
+        """See :class:`MixedPrecisionOptimizer`."""
+        return self._shards
 
 
 def check_elementwise(optimizer: Any, vouched: bool | None) -> None:

@@ -4,30 +4,40 @@ Hooks on plain parameters add each gradient to its main grad as soon as backward
 bucket's reduction starts when its last gradient has arrived. Every rank starts the buckets in the same order, whatever
 order its own gradients come in; what backward did not start, :meth:`GradSync.finish` does, so that unused parameters
 hang nobody.
+
+The hooks hold their GradSync weakly: dropped, it is gone, with its hooks, main grads and thread.
 """
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
+from types import NoneType
+from weakref import finalize
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
 
 from megascale import validate
-from megascale.bucket_reduction import BucketReduction, Courier, Divisor, bucket_reduction
+from megascale.bucket_reduction import BucketReduction, Divisor, ReduceThread, bucket_reduction
 from megascale.collectives import group_rank, group_size
 from megascale.dtensors import is_dtensor
-from megascale.errors import ArgumentError, ArgumentTypeError, UsageError, sparse_gradient
+from megascale.errors import ArgumentError, ArgumentTypeError, GradientError, UsageError, sparse_gradient
 from megascale.flat_buffer import FlatBucket
+from megascale.grad_hook import GradHook, is_under_ddp, require_unowned
 from megascale.layout import DEFAULT_BUCKET_NUMEL, ParamSize, build_layouts
 from megascale.parallel import GradGroup, ParallelGroups, is_expert
 
 REDUCTIONS = ("mean", "sum")
 MOST_UNSETTLED = 2
 """Buckets on their way at the same time, where each holds scratch of its own size."""
+
+# Called for every parameter at every step, in a loop that runs in C.
+_GRAD = attrgetter("grad")
 
 
 @dataclass(eq=False)
@@ -75,14 +85,36 @@ def tag_of(names: Iterable[str]) -> int:
     return zlib.crc32("\n".join(names).encode()) & 0x3FFF_FFFF
 
 
-def check_plain(params: Mapping[str, nn.Parameter]) -> None:
-    """Raise ArgumentTypeError, naming it, for a parameter whose gradient cannot be synced here."""
+def trainable_by_name(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, nn.Parameter]:
+    """Return the parameters that require grad. Raises ArgumentError where two share a name."""
+    params: dict[str, nn.Parameter] = {}
+    for name, param in named_parameters:
+        if param.requires_grad and params.setdefault(name, param) is not param:
+            raise ArgumentError(f"two parameters are called {name!r}; give each a name of its own in named_parameters")
+    return params
+
+
+def check_syncable(params: Mapping[str, nn.Parameter]) -> None:
+    """Raise ArgumentError or GradientError, naming it, for a parameter whose gradient cannot be synced here."""
+    name_of: dict[int, str] = {}
     for name, param in params.items():
         if is_dtensor(param):
             raise ArgumentTypeError(
                 f"parameter {name!r} is a DTensor, whose own mesh reduces its gradient; use MixedPrecisionOptimizer "
                 "without grad_sync"
             )
+        if id(param) in name_of:
+            raise ArgumentError(
+                f"parameters {name_of[id(param)]!r} and {name!r} are the same tensor, whose gradient would count "
+                "twice; name it once, as module.named_parameters() does"
+            )
+        name_of[id(param)] = name
+        if param.grad is not None and param.grad.layout != torch.strided:
+            raise sparse_gradient(name, param.grad.layout)
+    require_unowned(
+        params.items(),
+        "delete that and all that refers to it, or call its detach() (DistributedOptimizer: grad_sync.detach())",
+    )
 
 
 class GradSync:
@@ -90,7 +122,11 @@ class GradSync:
 
     After backward and :meth:`finish`, :meth:`main_grad` is the reduced gradient, on every rank; ``param.grad`` is None.
     A parameter that no rank has used has a main grad of zeros. Main grads are undefined between :meth:`zero_` and
-    :meth:`finish`.
+    :meth:`finish`. A gradient that the caller puts into ``param.grad`` counts before backward, or instead of it.
+
+    A parameter belongs to one GradSync at a time, until that is dropped or :meth:`detach` is called: then its hooks,
+    main grads and thread are gone. Drop it between steps. Where some ranks have begun a reduction and others have not,
+    as after an error in backward, call :meth:`zero_` on all of them before.
 
     Args:
         named_parameters: in the order of the forward pass, as ``model.named_parameters()`` gives them. Frozen ones are
@@ -104,13 +140,17 @@ class GradSync:
         reduction: "mean" over the data-parallel ranks, or "sum". See :meth:`set_divisor` for any other divisor.
         bucket_numel: elements of a bucket, see :func:`megascale.layout.build_layouts`.
         overlap: start reductions during backward. False: all of them in :meth:`finish`.
-        sharded: reduce-scatter: only this rank's shard of every bucket is reduced. DistributedOptimizer sets it.
 
     Backward raises GradientError for a sparse gradient and UsageError for one that is too late, naming the parameter.
 
     Raises:
-        ArgumentError: for an argument that does not fit, naming it.
+        ArgumentError: for an argument that does not fit, naming it; so for a parameter that another live GradSync or
+            DistributedOptimizer owns, or one that is there under two names.
     """
+
+    owner_kind = "GradSync"
+    is_sharded = False
+    """Whether only this rank's shard of every bucket is reduced."""
 
     def __init__(
         self,
@@ -122,7 +162,6 @@ class GradSync:
         reduction: str = "mean",
         bucket_numel: int = DEFAULT_BUCKET_NUMEL,
         overlap: bool = True,
-        sharded: bool = False,
     ) -> None:
         self._groups = ParallelGroups.of(groups)
         self._grad_dtype = grad_dtype
@@ -131,22 +170,21 @@ class GradSync:
         self._usual_divisor = group_size(self._groups.data_parallel) if is_mean else 1
         self._bucket_numel = validate.integer("bucket_numel", bucket_numel, minimum=1)
         self._overlap = validate.flag("overlap", overlap)
-        self._sharded = validate.flag("sharded", sharded)
         if not all(dtype.is_floating_point for dtype in (grad_dtype, reduce_dtype or grad_dtype)):
             raise ArgumentError(f"grad_dtype and reduce_dtype must be floating point, got {grad_dtype}, {reduce_dtype}")
         self.buckets: list[SyncedBucket] = []
-        self._courier = Courier()
-        self._bucket_of: dict[int, SyncedBucket] = {}
+        self._thread = ReduceThread()
         self._main_grads: dict[int, Tensor] = {}
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._hooks: list[RemovableHandle] = []
+        self._remove_hooks = finalize(self, _remove, self._hooks)
+        self._remove_hooks.atexit = False
         self._divisor: Divisor | None = None
         self._syncing = True
         self._next = 0
         self._settled = 0
         self._finished = False
-        named = list(named_parameters)
-        self.add(named)
-        if not self.buckets and not sharded:
+        self.add(named_parameters)
+        if not self.buckets and not self.is_sharded:
             raise ArgumentError("named_parameters has no parameter with requires_grad")
 
     def add(
@@ -156,16 +194,17 @@ class GradSync:
 
         A gradient that is there already counts. ``param_groups``: by name; parameters of different groups do not share
         a bucket.
+
+        Raises ArgumentError, or GradientError for a sparse gradient, before anything has changed.
         """
-        params = {name: param for name, param in named_parameters if param.requires_grad}
-        check_plain(params)
+        params = trainable_by_name(named_parameters)
+        check_syncable(params)
         added = self._build(params, param_groups or {})
         self.buckets += added
         for bucket in added:
             for name, param in bucket.params.items():
-                self._bucket_of[id(param)] = bucket
                 self._main_grads[id(param)] = bucket.memory.views[name]
-                self._hooks.append(param.register_post_accumulate_grad_hook(self._hook(name, bucket)))
+                self._hooks.append(GradHook(self, name, bucket.index).register(param))
                 if param.grad is not None:
                     self._accumulate(name, param, bucket)
         return added
@@ -201,7 +240,23 @@ class GradSync:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Start what backward has not started, and wait until every main grad is reduced. Again: nothing happens."""
+        """Start what backward has not started, and wait until every main grad is reduced. Again: nothing happens.
+
+        Takes gradients that the caller has put into ``param.grad`` where backward left none.
+
+        Raises:
+            GradientError: for a gradient in ``param.grad`` that comes too late, or beside that of backward, naming the
+                parameter. All reductions have ended then; its main grad is that of backward alone.
+            UsageError: after :meth:`detach`.
+        """
+        if not self._remove_hooks.alive:
+            raise UsageError("this GradSync was detached from its parameters; build another one, and its optimizer")
+        error = self._take_assigned()
+        self._finish_reductions()
+        if error is not None:
+            raise error
+
+    def _finish_reductions(self) -> None:
         if self._finished:
             return
         while self._next < len(self.buckets):
@@ -216,7 +271,7 @@ class GradSync:
     def zero_(self) -> None:
         """Begin a new step. A reduction still on its way ends first."""
         if self._next > 0:
-            self.finish()
+            self._finish_reductions()
         for bucket in self.buckets:
             bucket.reset()
         self._divisor = None
@@ -224,9 +279,9 @@ class GradSync:
         self._finished = False
 
     def detach(self) -> None:
-        """Remove the hooks from the parameters."""
-        for hook in self._hooks:
-            hook.remove()
+        """Give the parameters up, for good: gradients stay in ``param.grad``. What is on its way still arrives."""
+        self._remove_hooks()
+        self._thread.close()
 
     def _build(self, params: dict[str, nn.Parameter], param_groups: Mapping[str, int]) -> list[SyncedBucket]:
         """Return new buckets in the order in which backward is expected to fill them."""
@@ -240,7 +295,7 @@ class GradSync:
                 for name, param in params.items()
                 if is_expert(param) == expert
             ]
-            num_shards = group_size(group.shard) if self._sharded else 1
+            num_shards = group_size(group.shard) if self.is_sharded else 1
             for layout in build_layouts(sizes, num_shards, bucket_numel=self._bucket_numel):
                 first = params[layout.placements[0].name]
                 dtype = self._dtype_for(first)
@@ -249,7 +304,7 @@ class GradSync:
                     own = {name: params[name] for name in memory.views}
                     travel = self._reduce_dtype or dtype
                     tag = tag_of(own)
-                    reduction = bucket_reduction(memory.flat, group, travel, self._courier, tag, sharded=self._sharded)
+                    reduction = bucket_reduction(memory.flat, group, travel, self._thread, tag, sharded=self.is_sharded)
                     synced = SyncedBucket(0, memory, group, own, reduction, tag)
                     built.append((min(place[name] for name in own), synced))
         # Backward fills a bucket when it reaches the bucket's earliest parameter, and reaches late layers first.
@@ -263,22 +318,21 @@ class GradSync:
         asked = self._grad_dtype
         return asked if torch.promote_types(asked, param.dtype) == asked else param.dtype
 
-    def _hook(self, name: str, bucket: SyncedBucket) -> Callable[[nn.Parameter], None]:
-        @torch.no_grad()
-        def take(param: nn.Parameter) -> None:
-            if self._finished or bucket.started:
-                raise UsageError(
-                    f"a gradient of {name!r} came after its bucket's reduction had begun: call zero_grad() before a "
-                    "new step, use no_sync() for all backward passes of a step but the last, and overlap=False "
-                    "(DistributedOptimizer: overlap_grad_reduce=False) with reentrant activation checkpointing"
-                )
-            self._accumulate(name, param, bucket)
-            while self._overlap and self._next < len(self.buckets) and not self.buckets[self._next].waiting:
-                self._start_next()
-
-        return take
-
     @torch.no_grad()
+    def take_grad(self, param: nn.Parameter, name: str, bucket_index: int) -> None:
+        """Add the gradient that backward has just made to the main grad; start the reductions that have theirs."""
+        bucket = self.buckets[bucket_index]
+        if self._finished or bucket.started:
+            raise UsageError(
+                f"a gradient of {name!r} came after its bucket's reduction had begun: call zero_grad() before a "
+                "new step (of the optimizer that was given this GradSync, or GradSync.zero_()), use no_sync() for all "
+                "backward passes of a step but the last, and overlap=False (DistributedOptimizer: "
+                "overlap_grad_reduce=False) with reentrant activation checkpointing"
+            )
+        self._accumulate(name, param, bucket)
+        while self._overlap and self._next < len(self.buckets) and not self.buckets[self._next].waiting:
+            self._start_next()
+
     def _accumulate(self, name: str, param: nn.Parameter, bucket: SyncedBucket) -> None:
         if param.grad is not None:
             if param.grad.layout != torch.strided:
@@ -293,6 +347,25 @@ class GradSync:
         if self._syncing:
             bucket.waiting.discard(name)
 
+    def _take_assigned(self) -> GradientError | None:
+        """Take gradients that did not come by backward. Returns what is wrong with one that cannot be taken.
+
+        The hooks leave no gradient behind: what is there was put there.
+        """
+        error: GradientError | None = None
+        for bucket in self.buckets:
+            params = bucket.params.values()
+            if set(map(type, map(_GRAD, params))) <= {NoneType}:
+                continue
+            for name, param in bucket.params.items():
+                if param.grad is None:
+                    continue
+                wrong = why_not_taken(name, param, bucket)
+                if wrong is None:
+                    self._accumulate(name, param, bucket)
+                error = error or wrong
+        return error
+
     def _start_next(self) -> None:
         """Start the next bucket's reduction. The order is the same on every rank: that of ``buckets``."""
         while self._next - self._settled >= MOST_UNSETTLED and self.buckets[self._settled].reduction.has_scratch:
@@ -303,3 +376,48 @@ class GradSync:
 
     def _current_divisor(self) -> Divisor:
         return self._usual_divisor if self._divisor is None else self._divisor
+
+
+class ShardedGradSync(GradSync):
+    """A GradSync of which every rank gets its own shard of every bucket reduced, by reduce-scatter.
+
+    It may begin without parameters.
+    """
+
+    owner_kind = "DistributedOptimizer"
+    is_sharded = True
+
+
+def why_not_taken(name: str, param: nn.Parameter, bucket: SyncedBucket) -> GradientError | None:
+    """Return what is wrong with a gradient in ``param.grad`` that did not come by backward; None if it can be taken."""
+    grad = param.grad
+    if grad is None:
+        return None
+    if is_dtensor(grad):
+        return GradientError(f"the gradient of {name!r} is a DTensor, its parameter is none; call grad.to_local()")
+    if grad.layout != torch.strided:
+        return sparse_gradient(name, grad.layout)
+    if not bucket.started and name in bucket.fresh and param.requires_grad:
+        return None
+    if is_under_ddp(param):
+        return GradientError(
+            f"{name!r} has a second gradient in param.grad, left by a DistributedDataParallel around its module, which "
+            "reduces what was reduced already; train the bare module"
+        )
+    return GradientError(
+        f"{name!r} has a gradient in param.grad that would be ignored: {_misplaced(name, param, bucket)}; put "
+        "gradients there before backward or instead of it, or change GradSync.main_grad(param) after finish()"
+    )
+
+
+def _misplaced(name: str, param: nn.Parameter, bucket: SyncedBucket) -> str:
+    if not param.requires_grad:
+        return "the parameter is frozen"
+    return "it was put there after backward" if name not in bucket.fresh else "its bucket's reduction had begun"
+
+
+def _remove(hooks: list[RemovableHandle]) -> None:
+    """Remove hooks from parameters. Refers to nothing that they refer to: it is called when that is gone."""
+    for hook in hooks:
+        hook.remove()
+    hooks.clear()

@@ -1,6 +1,6 @@
 """MixedPrecisionOptimizer: the recipe of a 16-bit step around any torch optimizer."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -44,7 +44,6 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             ``param_names`` (torch sets them when the optimizer was built from named parameters), else positions.
         grad_sync: accumulates and reduces the gradients, in place of DistributedDataParallel. Its parameters are
             updated from their main grads; one that no rank has used is updated with a gradient of zeros.
-        main_params: where main params and state live; None: on every rank. DistributedOptimizer passes its own.
 
     Raises:
         ArgumentError, ArgumentTypeError: for an argument that does not fit, naming it.
@@ -61,10 +60,9 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         groups: ParallelGroups | ProcessGroup | DeviceMesh | None = None,
         named_parameters: Iterable[tuple[str, Tensor]] | None = None,
         grad_sync: GradSync | None = None,
-        main_params: MainParams | None = None,
     ) -> None:
-        sharded = main_params is not None and main_params.is_sharded
-        check_arguments(optimizer, config, grad_scaler, sharded=sharded)
+        main_params = self._make_main_params({id(param): name for name, param in named_parameters or ()})
+        check_arguments(optimizer, config, grad_scaler, sharded=main_params.is_sharded)
         check_inner(optimizer)
         sharing.check_unwrapped(optimizer)
         self.optimizer = optimizer
@@ -76,8 +74,6 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
         self.device = _device_of(optimizer)
         self.backend = select_backend(self.config.backend, self.device)
-        names = {id(param): name for name, param in named_parameters or ()}
-        main_params = main_params or ReplicatedMainParams(names)
         self._member = StepMember(
             optimizer, self.config, self.groups, self.backend, self.device, main_params, grad_sync
         )
@@ -87,6 +83,10 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             self.grad_scaler.backend = self.backend
         self._member.follow()
         sharing.record(self, optimizer, self.grad_scaler)
+
+    def _make_main_params(self, names: Mapping[int, str]) -> MainParams:
+        """Return what keeps main params: here all of them, on every rank. ``names``: by id of the parameter."""
+        return ReplicatedMainParams(names)
 
     # The step
 

@@ -1,23 +1,19 @@
 """Model params as views of flat buckets, and their gathering after each rank has updated its shard.
 
 All gathers start during the step, in the order in which forward needs them. Without overlap the step ends when all have
-ended. With overlap, hooks on the modules wait for a bucket just before forward uses its parameters.
+ended. With overlap, modules wait for a bucket just before forward uses its parameters: :mod:`megascale.gather_hooks`.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from weakref import finalize
 
 import torch
 from torch import Tensor, nn
 
 from megascale.collectives import Pending, all_gather_start
 from megascale.errors import UsageError
+from megascale.gather_hooks import GatherHooks
 from megascale.grad_sync import SyncedBucket
-
-# Modules of torch.nn that only call their children; any other one of torch.nn may use its children's weights itself, as
-# MultiheadAttention does.
-CALLERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
-
 
 _GATHER_BIT = 1 << 30
 """Tells a bucket's gather from its reduction."""
@@ -69,7 +65,9 @@ class ParamGather:
         self.overlap = overlap
         self._modules = modules
         self._bucket_of: dict[int, GatheredBucket] = {}
-        self._hooked: set[int] = set()
+        self._hooks = GatherHooks(self)
+        # Dropped, it leaves the model whole. No collective is begun here: every rank began these in its step.
+        finalize(self, _wait, self.buckets).atexit = False
 
     def add(self, synced: Iterable[SyncedBucket]) -> None:
         """Move the parameters of new buckets into flat memory, one bucket at a time."""
@@ -80,7 +78,7 @@ class ParamGather:
                 gathered.point(name, param)
                 self._bucket_of[id(param)] = gathered
         if self.overlap:
-            self._hook_modules()
+            self._hooks.add(self._modules)
 
     def bucket_of(self, param: Tensor) -> GatheredBucket | None:
         """Return the bucket that holds ``param``, None for one that is not gathered."""
@@ -92,26 +90,21 @@ class ParamGather:
 
     def wait(self) -> None:
         """Wait until every parameter is whole."""
-        for bucket in self.buckets.values():
-            bucket.wait()
+        _wait(self.buckets)
 
-    def _hook_modules(self) -> None:
-        """Let each module wait for what its forward reads; a state dict, for everything."""
-        for root in self._modules:
-            if id(root) not in self._hooked:
-                root.register_state_dict_pre_hook(self._before_state_dict)
-                root.register_load_state_dict_pre_hook(self._before_state_dict)
-            for module in root.modules():
-                if id(module) not in self._hooked:
-                    self._hooked.add(id(module))
-                    module.register_forward_pre_hook(self._before_forward)
-
-    def _before_forward(self, module: nn.Module, _inputs: Any) -> None:
-        reads_children = type(module).__module__.startswith("torch.nn.") and not isinstance(module, CALLERS)
-        for param in module.parameters(recurse=reads_children):
+    def wait_for(self, params: Iterable[nn.Parameter]) -> None:
+        """Wait until these parameters are whole."""
+        for param in params:
             bucket = self._bucket_of.get(id(param))
             if bucket is not None:
                 bucket.wait()
 
-    def _before_state_dict(self, *_: Any) -> None:
+    def detach(self) -> None:
+        """Give up the modules, whose parameters stay where they are."""
         self.wait()
+        self._hooks.remove()
+
+
+def _wait(buckets: Mapping[int, GatheredBucket]) -> None:
+    for bucket in buckets.values():
+        bucket.wait()

@@ -11,13 +11,16 @@ from torch import Tensor
 
 from megascale.collectives import redistribute_like
 from megascale.dtensors import is_dtensor, local
-from megascale.errors import ArgumentError, GradientError, sparse_gradient
+from megascale.errors import ArgumentError, GradientError, MegascaleError, UsageError, sparse_gradient
+from megascale.grad_hook import owner_of, require_unowned
 from megascale.grad_stats import Holders
 from megascale.grad_sync import GradSync
 from megascale.inner_update import GroupUpdate
 from megascale.kernels import TensorList, same_objects, stats_dtype
 from megascale.main_params import Batch, MainParam, MainParams
 from megascale.parallel import ParallelGroups
+
+REMEDY = "give that GradSync to this optimizer (grad_sync=...), or drop it, or call its detach()"
 
 Found = tuple[Batch, TensorList]
 """Parameters that have a gradient, and those gradients, local."""
@@ -31,13 +34,13 @@ class Collected:
         updates: per param group, what the update needs.
         grads: all local gradients, in the order of ``updates``.
         weights: shape [len(grads)], what each gradient's sums count.
-        error: what makes a gradient of this rank unusable; the lists are empty then.
+        error: what makes a gradient of this rank unusable, or keeps it away; the lists are empty then.
     """
 
     updates: list[GroupUpdate]
     grads: TensorList
     weights: Tensor
-    error: GradientError | None
+    error: MegascaleError | None
 
 
 class ReadyGrads:
@@ -60,7 +63,11 @@ class ReadyGrads:
         self._measured: tuple[list[Batch], tuple[list[MainParam], TensorList]] | None = None
 
     def admit(self, param: MainParam) -> None:
-        """Raise ArgumentError, naming it, for a parameter on whose gradient ``grad_stats`` could not agree."""
+        """Raise ArgumentError, naming it, for a parameter whose gradient another takes, or ``grad_stats`` could not
+        agree on.
+        """
+        if self._is_taken_elsewhere(param):
+            require_unowned([(param.name, param.model)], REMEDY)
         try:
             self._holders.weight(param.model)
         except ArgumentError as error:
@@ -71,12 +78,15 @@ class ReadyGrads:
 
         ``look``: what ``main_params.follow()`` has just seen.
         """
-        if self._grad_sync is not None:
-            self._grad_sync.finish()
+        try:
+            if self._grad_sync is not None:
+                self._grad_sync.finish()
+        except GradientError as error:
+            return Collected([], TensorList(), self._weigh([]), error)
         updates: list[GroupUpdate] = []
         for batch in main_params.batches():
             found = self._synced(batch, main_params) or self._plain(batch, look) or self._one_by_one(batch, main_params)
-            if isinstance(found, GradientError):
+            if isinstance(found, MegascaleError):
                 return Collected([], TensorList(), self._weigh([]), found)
             if found[0].params:
                 updates.append(GroupUpdate(param_groups[batch.group], *found))
@@ -136,7 +146,7 @@ class ReadyGrads:
         piece = main_params.grad(param)
         return self._grad_sync.main_grad(param.model) if piece is None else piece
 
-    def _one_by_one(self, batch: Batch, main_params: MainParams) -> Found | GradientError:
+    def _one_by_one(self, batch: Batch, main_params: MainParams) -> Found | MegascaleError:
         """Return what has a gradient of either kind, a Partial one reduced first: the parameter then holds that."""
         found: list[tuple[MainParam, Tensor]] = []
         for param in batch.params:
@@ -149,9 +159,15 @@ class ReadyGrads:
                 grad = local(model.grad)
             if grad is not None:
                 found.append((param, grad))
+            elif self._is_taken_elsewhere(param):
+                return UsageError(f"the gradient of {param.name!r} was taken by a GradSync in backward; {REMEDY}")
         whole = len(found) == len(batch.params)
         batch = batch if whole else Batch(batch.group, [param for param, _ in found])
         return batch, TensorList(grad for _, grad in found)
+
+    def _is_taken_elsewhere(self, param: MainParam) -> bool:
+        """Return whether a live GradSync, not the one that was given, takes the gradients of ``param``."""
+        return owner_of(param.model) not in (None, self._grad_sync)
 
     def _weigh(self, params: list[MainParam]) -> Tensor:
         if self._weights is None or not same_objects(self._weights[0], params):

@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from megascale.arena import Arena
-from megascale.collectives import all_reduce_sum_
-from megascale.errors import StateDictError
-from megascale.grad_sync import GradSync, check_plain
+from megascale.collectives import all_reduce_sum_, raise_together
+from megascale.errors import MegascaleError, StateDictError
+from megascale.grad_sync import GradSync, check_syncable
 from megascale.layout import Piece
 from megascale.main_params import HALF_DTYPES, Batch, MainParam, MainParams
-from megascale.parallel import ParallelGroups
+from megascale.parallel import ParallelGroups, is_expert
 from megascale.param_gather import GatheredBucket, ParamGather
 from megascale.param_shard import ParamShard
 from megascale.replica_check import broadcast_parameters, require_same
@@ -60,9 +60,10 @@ class ShardedMainParams(MainParams):
     def make(self, params: Mapping[str, nn.Parameter], group_of: Mapping[str, int]) -> list[MainParam]:
         """See :class:`MainParams`. All ranks call it together.
 
-        Raises ArgumentError, before anything has changed, if ranks hold different values and may not be overwritten.
+        Raises ArgumentError on every rank alike, before anything has changed, for a parameter that cannot be taken in,
+        or if ranks hold different values and may not be overwritten.
         """
-        check_plain(params)
+        self._check(params)
         if self._broadcast:
             broadcast_parameters(params.items(), self._groups)
         else:
@@ -81,6 +82,17 @@ class ShardedMainParams(MainParams):
         arena = Arena(shards.values())
         made = {name: _make(name, params[name], shard, arena) for name, shard in shards.items()}
         return [made[name] for name in params]
+
+    def _check(self, params: Mapping[str, nn.Parameter]) -> None:
+        error: MegascaleError | None = None
+        try:
+            check_syncable(params)
+        except MegascaleError as caught:
+            error = caught
+        # One exchange for each kind of parameters, dense and experts: not all ranks need have both.
+        groups = {is_expert(param): self._groups.of_param(param) for param in params.values()}
+        for experts in sorted(groups):
+            raise_together(error, groups[experts].holders)
 
     def grad(self, param: MainParam) -> Tensor:
         """See :class:`MainParams`."""

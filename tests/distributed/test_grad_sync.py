@@ -14,12 +14,13 @@ from torch.utils.checkpoint import checkpoint
 from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig, bucket_reduction
 from megascale.collectives import exchange_start
 from megascale.errors import ArgumentError, UsageError
-from megascale.grad_sync import GradSync
+from megascale.grad_sync import GradSync, ShardedGradSync
 from megascale.replica_check import find_differing
 from tests.pool import RankPool
 from tests.training import INNER, Tiny, bits_equal, grad_of, model, same_bits, snapshot
 
 SMALL_BUCKET = 20
+KINDS = {False: GradSync, True: ShardedGradSync}
 
 
 def _data(step: int, rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -135,7 +136,7 @@ def test_unused_parameters_neither_hang_nor_poison(ranks: RankPool, gates: list[
 
 def _sixteen_bit_reduction(reduction: str, sharded: bool) -> list[float]:
     param = nn.Parameter(torch.zeros(3))
-    sync = GradSync([("w", param)], reduce_dtype=torch.float16, reduction=reduction, sharded=sharded)
+    sync = KINDS[sharded]([("w", param)], reduce_dtype=torch.float16, reduction=reduction)
     (param * 40000.0).sum().backward()
     sync.finish()
     assert sync.buckets[0].memory.flat.dtype == torch.float32
@@ -155,7 +156,7 @@ def test_sixteen_bit_reduction_divides_first(ranks: RankPool, sharded: bool) -> 
 def _tokens(sharded: bool, divisor: float) -> list[list[float]]:
     params = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))]
     named = [("a", params[0]), ("b", params[1])]
-    sync = GradSync(named, sharded=sharded)
+    sync = KINDS[sharded](named)
     seen = []
     for step in range(4):
         sync.zero_()
@@ -307,13 +308,13 @@ def _scratch() -> list[Any]:
 
     bucket_reduction.MESSAGE = 8  # several messages a bucket
     module = model(torch.float32)
-    sync = GradSync(module.named_parameters(), bucket_numel=1, sharded=True)
+    sync = ShardedGradSync(module.named_parameters(), bucket_numel=1)
     seen = []
     for step in range(3):
         sync.zero_()
         module(_data(step, dist.get_rank())).square().mean().backward()
         sync.finish()
-        held = sync._courier._memory
+        held = sync._thread._memory
         seen.append((held.data_ptr(), held.numel()) if held is not None else None)
     bucket_reduction.MESSAGE = 1 << 21
     return [len(sync.buckets), seen]
@@ -333,7 +334,7 @@ def _split(size: int) -> list[Tensor]:
 
     bucket_reduction.MESSAGE, bucket_reduction.CHUNK = size, max(1, size // 2)
     module = model(torch.float32)
-    sync = GradSync(module.named_parameters(), sharded=True)
+    sync = ShardedGradSync(module.named_parameters())
     module(_data(0, dist.get_rank())).square().mean().backward()
     sync.finish()
     bucket_reduction.MESSAGE, bucket_reduction.CHUNK = 1 << 21, 1 << 18
@@ -393,7 +394,7 @@ def test_zero_ends_reductions_under_way(ranks: RankPool, started: int, rest: int
 
 def _broken_message(victim: int) -> str:
     module = model(torch.float32)
-    sync = GradSync(module.named_parameters(), bucket_numel=10_000, sharded=True)
+    sync = ShardedGradSync(module.named_parameters(), bucket_numel=10_000)
     assert len(sync.buckets) == 1
 
     class Broken:

@@ -1,0 +1,159 @@
+"""Modules that wait for their parameters: before forward, and before they are saved, loaded, copied or converted.
+
+All of it holds the gather weakly: nothing hangs on a module longer than the gather lives. A deep or pickled copy of a
+module has parameters of its own, and takes none of it along.
+"""
+
+import copy
+from collections import OrderedDict
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary, finalize, ref
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+# Modules of torch.nn that only call their children; any other one of torch.nn may use its children's weights itself, as
+# MultiheadAttention does.
+CALLERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
+
+READERS = ("__deepcopy__", "__getstate__", "_apply")
+"""Methods that read a module's parameters, and have no hooks: of ``copy`` and ``pickle``, and of ``module.to()``."""
+
+HOOK_DICTS = ("_forward_pre_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
+
+
+class Gather(Protocol):
+    """What is waited for."""
+
+    def wait(self) -> None:
+        """Wait until every parameter is whole."""
+
+    def wait_for(self, params: Iterable[nn.Parameter]) -> None:
+        """Wait until these are."""
+
+
+class GatherHooks:
+    """Lets modules wait for ``gather``, as long as it lives."""
+
+    def __init__(self, gather: Gather) -> None:
+        self._gather = ref(gather)
+        self._handles: WeakKeyDictionary[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()
+        self.remove = finalize(gather, _remove, self._handles, self._gather)
+        self.remove.atexit = False
+
+    def add(self, roots: Iterable[nn.Module]) -> None:
+        """Hook the modules in ``roots`` that are not hooked yet."""
+        for module in (module for root in roots for module in root.modules()):
+            if module not in self._handles:
+                self._handles[module] = [
+                    module.register_forward_pre_hook(_BeforeForward(self._gather)),
+                    module.register_state_dict_pre_hook(_BeforeStateDict(self._gather)),
+                    module.register_load_state_dict_pre_hook(_BeforeStateDict(self._gather)),
+                ]
+                for name in READERS:
+                    if hasattr(module, name):
+                        _WaitingMethod.of(module, name).gathers.add(self._gather)
+
+
+def _remove(handles: "WeakKeyDictionary[nn.Module, list[RemovableHandle]]", gather: "ref[Gather]") -> None:
+    for module, hooks in handles.items():
+        for hook in hooks:
+            hook.remove()
+        for name in READERS:
+            method = module.__dict__.get(name)
+            if isinstance(method, _WaitingMethod):
+                method.gathers.discard(gather)
+                if not method.gathers:
+                    method.restore(module)
+    handles.clear()
+
+
+class _Hook:
+    """What is registered on a module."""
+
+    def __init__(self, gather: "ref[Gather]") -> None:
+        self.gather = gather
+
+
+class _BeforeForward(_Hook):
+    """Waits for what the module's forward reads."""
+
+    def __call__(self, module: nn.Module, _inputs: Any) -> None:
+        gather = self.gather()
+        if gather is not None:
+            reads_children = type(module).__module__.startswith("torch.nn.") and not isinstance(module, CALLERS)
+            gather.wait_for(module.parameters(recurse=reads_children))
+
+
+class _BeforeStateDict(_Hook):
+    """Waits for all parameters: a state dict holds those of the modules inside too."""
+
+    def __call__(self, *_: Any) -> None:
+        gather = self.gather()
+        if gather is not None:
+            gather.wait()
+
+
+class _WaitingMethod:
+    """Stands before a method of one module, waits for all parameters, and calls it. What it copies is free of us."""
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.gathers: set[ref[Gather]] = set()
+        self._module = ref(module)
+        self._name = name
+        self._before = module.__dict__.get(name)
+
+    @classmethod
+    def of(cls, module: nn.Module, name: str) -> "_WaitingMethod":
+        """Return the one that stands before a method; now, if there was none. Two optimizers may share a module."""
+        method = module.__dict__.get(name)
+        if not isinstance(method, cls):
+            method = module.__dict__[name] = cls(module, name)
+        return method
+
+    def restore(self, module: nn.Module) -> None:
+        """Leave the method as it was."""
+        del module.__dict__[self._name]
+        if self._before is not None:
+            module.__dict__[self._name] = self._before
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """Wait, and call the method."""
+        for gather in [gather() for gather in self.gathers]:
+            if gather is not None:
+                gather.wait()
+        module = self._module()
+        result = (self._before or partial(getattr(type(module), self._name), module))(*args, **options)
+        if self._name == "__getstate__" and isinstance(result, dict):
+            return _without_ours(result)
+        if self._name == "__deepcopy__" and isinstance(result, nn.Module):
+            result.__dict__.update(_without_ours(result.__dict__))
+        return result
+
+    def __deepcopy__(self, memo: Any) -> "_WaitingMethod":
+        return self  # the copy that holds it drops it, above
+
+
+class _CopiedHooks(OrderedDict[int, Any]):
+    """A module's hooks in a copy of it. A shallow copy has the module's own parameters, so it keeps ours too."""
+
+    def __deepcopy__(self, memo: Any) -> "OrderedDict[int, Any]":
+        return copy.deepcopy(self._others(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._others().__reduce_ex__(protocol)
+
+    def _others(self) -> "OrderedDict[int, Any]":
+        return OrderedDict((key, hook) for key, hook in self.items() if not _is_ours(hook))
+
+
+def _is_ours(hook: Any) -> bool:
+    return isinstance(getattr(hook, "hook", hook), _Hook)  # torch wraps some hooks
+
+
+def _without_ours(state: dict[str, Any]) -> dict[str, Any]:
+    """Return what a copy of a module starts with."""
+    kept = {key: value for key, value in state.items() if not isinstance(value, _WaitingMethod)}
+    return kept | {name: _CopiedHooks(kept[name]) for name in HOOK_DICTS if name in kept}

@@ -1,0 +1,77 @@
+"""Who takes a parameter's gradient as soon as backward has made it: one owner at most, told from a hook on it.
+
+torch keeps such a hook in C++, where Python's garbage collector sees no reference cycle. So the hook holds its owner
+weakly: an owner that is dropped is gone, with its main grads and its thread.
+"""
+
+import gc
+from collections.abc import Iterable
+from typing import Any, Protocol
+from weakref import ref
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from megascale.errors import ArgumentError
+
+
+class GradOwner(Protocol):
+    """Takes gradients."""
+
+    owner_kind: str
+    """What the user made: the name of its class."""
+
+    def take_grad(self, param: nn.Parameter, name: str, bucket_index: int) -> None:
+        """Take the gradient that backward has accumulated in ``param.grad``."""
+
+
+class GradHook:
+    """Hands one parameter's gradient to its owner."""
+
+    __slots__ = ("_bucket_index", "_name", "owner")
+
+    def __init__(self, owner: GradOwner, name: str, bucket_index: int) -> None:
+        self.owner = ref(owner)
+        self._name = name
+        self._bucket_index = bucket_index
+
+    def __call__(self, param: nn.Parameter) -> None:
+        """Called by torch after it has accumulated a gradient."""
+        owner = self.owner()
+        if owner is not None:
+            owner.take_grad(param, self._name, self._bucket_index)
+
+    def register(self, param: nn.Parameter) -> RemovableHandle:
+        """Hang this hook on ``param``."""
+        return param.register_post_accumulate_grad_hook(self)
+
+
+def owner_of(param: torch.Tensor) -> GradOwner | None:
+    """Return who takes the gradients of ``param``; None: they stay in ``param.grad``."""
+    hooks: dict[int, Any] = getattr(param, "_post_accumulate_grad_hooks", None) or {}
+    owners = (hook.owner() for hook in hooks.values() if isinstance(hook, GradHook))
+    return next((owner for owner in owners if owner is not None), None)
+
+
+def require_unowned(named_parameters: Iterable[tuple[str, torch.Tensor]], remedy: str) -> None:
+    """Raise ArgumentError, naming it, for a parameter whose gradients somebody takes already.
+
+    An owner that was dropped, and waits in a reference cycle for Python to collect it, is collected here.
+    """
+    owned = [(name, param) for name, param in named_parameters if owner_of(param) is not None]
+    if owned:
+        gc.collect()
+    for name, param in owned:
+        kind = getattr(owner_of(param), "owner_kind", None)  # not the owner: the traceback would keep it alive
+        if kind is not None:
+            raise ArgumentError(
+                f"parameter {name!r} belongs to a live {kind}, which takes its gradients in backward; {remedy}"
+            )
+
+
+def is_under_ddp(param: torch.Tensor) -> bool:
+    """Return whether some DistributedDataParallel reduces the gradient of ``param``. Slow: for an error's message."""
+    wrappers = [thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel)]
+    return any(param is other for wrapper in wrappers for other in wrapper.parameters())

@@ -1,0 +1,219 @@
+"""Invariant 11, what is dropped is gone: no hook, thread or buffer outlives the object that made it."""
+
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megascale import DistributedOptimizer, MixedPrecisionOptimizer
+from megascale.errors import ArgumentError, UsageError
+from megascale.grad_sync import GradSync
+from megascale.inner_update import AdamUpdate
+from tests.distributed.test_distributed_optimizer import INNER, batch, config_of, net, same, scaler, sharded, weights
+from tests.pool import RankPool
+
+FP16 = torch.float16
+Maker = Callable[[nn.Module], MixedPrecisionOptimizer]
+
+
+def _synced(module: nn.Module, **options: Any) -> MixedPrecisionOptimizer:
+    sync = GradSync(module.named_parameters(), bucket_numel=300, **options)
+    return MixedPrecisionOptimizer(INNER["adamw"](module), config_of(FP16), scaler(FP16), grad_sync=sync)
+
+
+def _overlapped(module: nn.Module) -> MixedPrecisionOptimizer:
+    return sharded(module, overlap_param_gather=True)
+
+
+def _under_ddp(module: nn.Module) -> MixedPrecisionOptimizer:
+    return MixedPrecisionOptimizer(INNER["adamw"](module), config_of(FP16), scaler(FP16))
+
+
+MAKERS: dict[str, Maker] = {"sync": _synced, "sharded": sharded, "overlapped": _overlapped}
+
+
+def _backward(optimizer: MixedPrecisionOptimizer, module: nn.Module, step: int) -> None:
+    optimizer.zero_grad()
+    loss = module(batch(step, dist.get_rank(), FP16)).float().square().mean()
+    optimizer.scale_loss(loss).backward()
+
+
+def _train(optimizer: MixedPrecisionOptimizer, module: nn.Module, steps: range) -> None:
+    for step in steps:
+        _backward(optimizer, module, step)
+        assert bool(optimizer.step().success)
+
+
+def _hooks_on(module: nn.Module) -> int:
+    """Count what hangs on a module and its parameters."""
+    of_params = sum(len(p._post_accumulate_grad_hooks or ()) for p in module.parameters())
+    names = ("_forward_pre_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
+    of_modules = sum(len(getattr(one, name)) for one in module.modules() for name in names)
+    methods = sum(name in vars(one) for one in module.modules() for name in ("__getstate__", "__deepcopy__", "_apply"))
+    return of_params + of_modules + methods
+
+
+def _buffers_of(optimizer: MixedPrecisionOptimizer) -> list[Any]:
+    """Return weak references to what an optimizer holds: itself, its GradSync, main grads, main params, state."""
+    assert optimizer._member.grad_sync is not None
+    held: list[Any] = [optimizer, optimizer._member.grad_sync]
+    held += [bucket.memory.flat for bucket in optimizer._member.grad_sync.buckets]
+    held += [param.main for param in optimizer._member.main_params if param.is_copy]
+    held += [value for state in optimizer.optimizer.state.values() for value in state.values()]
+    if isinstance(optimizer, DistributedOptimizer):
+        held += [bucket.memory.flat for bucket in optimizer._gather.buckets.values()]
+    return [ref(thing) for thing in held]
+
+
+@contextmanager
+def _no_new_threads() -> Iterator[None]:
+    """Threads that were started inside end when asked for, without a reduction to come."""
+    before = set(threading.enumerate())
+    yield
+    for thread in set(threading.enumerate()) - before:
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+DROPS = ("between steps", "after backward", "in prepare", "error in step", "detached")
+
+
+def _until(optimizer: MixedPrecisionOptimizer, module: nn.Module, moment: str) -> None:
+    """Train up to the moment at which the optimizer is dropped."""
+    _train(optimizer, module, range(2))
+    if moment == "after backward":
+        _backward(optimizer, module, 2)
+    if moment == "in prepare":
+        _backward(optimizer, module, 2)
+        optimizer.prepare_grads()
+    if moment == "error in step":
+        _backward(optimizer, module, 2)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(AdamUpdate, "run", _fail)
+            with pytest.raises(ZeroDivisionError):
+                optimizer.step()
+    if moment == "detached":
+        assert optimizer._member.grad_sync is not None
+        optimizer._member.grad_sync.detach()
+        with pytest.raises(UsageError, match="this GradSync was detached from its parameters"):
+            optimizer.step()
+
+
+def _fail(*_: Any) -> Any:
+    raise ZeroDivisionError
+
+
+def _dropped(kind: str, moment: str) -> list[Any]:
+    module = net()
+    with _no_new_threads():
+        optimizer = MAKERS[kind](module)
+        _until(optimizer, module, moment)
+        held = _buffers_of(optimizer)
+        del optimizer
+        gc.collect()
+        hooks, model = _hooks_on(module), weights(module)
+        _wait_until(lambda: all(thing() is None for thing in held))
+    alive = [type(thing).__name__ for thing in (thing() for thing in held) if thing is not None]
+    return [hooks, alive, model]
+
+
+def _wait_until(done: Callable[[], bool]) -> None:
+    """Let what is on its way between ranks arrive: until then a message holds its memory."""
+    deadline = time.monotonic() + 30
+    while not done() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("moment", DROPS)
+@pytest.mark.parametrize("kind", MAKERS)
+def test_nothing_of_a_dropped_optimizer_stays(ranks: RankPool, kind: str, moment: str, world_size: int) -> None:
+    """Hooks, main grads, main params, state, flat buckets and threads are gone, whenever it is dropped, and the model
+    is whole: the hooks used to keep all of it for the life of the process.
+    """
+    results = ranks.run(world_size, _dropped, kind, moment)
+    for hooks, alive, left in results:
+        # The model's parameters lie in the flat buckets, whose memory they keep, not the objects.
+        assert (hooks, alive) == (0, [])
+        assert same(left, results[0][2])
+
+
+def _second_stage(first: str, moment: str) -> dict[str, bool]:
+    equal = {}
+    for second in ("sync", "sharded", "overlapped", "ddp", "torch"):
+        module, fresh = net(), net()
+        optimizer = MAKERS[first](module)
+        _until(optimizer, module, moment)
+        del optimizer
+        gc.collect()
+        for param in module.parameters():
+            param.grad = None  # a torch optimizer would find what a prepared step has left
+        fresh.load_state_dict(module.state_dict())
+        trained = [_trained_again(second, one) for one in (module, fresh)]
+        equal[second] = same(*trained) and not same(trained[0], weights(net()))
+    return equal
+
+
+def _trained_again(kind: str, module: nn.Module) -> dict[str, Tensor]:
+    if kind == "torch":
+        inner = INNER["sgd"](module)
+        for step in range(3):
+            inner.zero_grad()
+            module(batch(step, dist.get_rank(), FP16)).float().square().mean().backward()
+            inner.step()
+        return weights(module)
+    network = nn.parallel.DistributedDataParallel(module) if kind == "ddp" else module
+    optimizer = MAKERS[kind](module) if kind in MAKERS else _under_ddp(module)
+    _train(optimizer, network, range(3))
+    if isinstance(optimizer, DistributedOptimizer):
+        optimizer.finish_param_gather()
+    return weights(module)
+
+
+@pytest.mark.parametrize(
+    ("first", "world_size", "moment"),
+    [
+        ("sync", 1, "between steps"),
+        ("sync", 2, "after backward"),
+        ("overlapped", 1, "error in step"),
+        ("overlapped", 2, "after backward"),
+        ("overlapped", 4, "between steps"),
+    ],
+)
+def test_a_second_stage_trains_as_on_a_fresh_model(ranks: RankPool, first: str, world_size: int, moment: str) -> None:
+    """GradSync, DistributedOptimizer, DDP or plain torch on parameters that an optimizer was dropped from: bit for bit
+    as on a fresh model. The old hooks took the gradients, and steps with zeros said success=True.
+    """
+    for equal in ranks.run(world_size, _second_stage, first, moment):
+        assert all(equal.values()), equal
+
+
+def _owned(first: str, second: str) -> list[Any]:
+    module = net()
+    optimizer = MAKERS[first](module)
+    untouched = [_hooks_on(module), [param.data_ptr() for param in module.parameters()]]
+    with pytest.raises(ArgumentError) as caught:
+        _under_ddp(module) if second == "plain" else MAKERS[second](module)
+    assert [_hooks_on(module), [param.data_ptr() for param in module.parameters()]] == untouched
+    _train(optimizer, module, range(1))
+    del optimizer
+    if second != "plain":
+        _train(MAKERS[second](module), module, range(1))
+    return [str(caught.value)]
+
+
+@pytest.mark.parametrize("second", ["sync", "sharded", "plain"])
+@pytest.mark.parametrize("first", ["sync", "overlapped"])
+def test_parameters_that_are_owned_are_refused_by_name(ranks: RankPool, first: str, second: str) -> None:
+    """Two owners would share out the gradients by chance. Once the first is deleted, the second is taken."""
+    owner = "GradSync" if first == "sync" else "DistributedOptimizer"
+    for [message] in ranks.run(2, _owned, first, second):
+        assert f"parameter 'first.weight' belongs to a live {owner}, which takes its gradients in backward" in message
