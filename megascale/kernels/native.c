@@ -13,7 +13,7 @@
 #define STAGE 1024  /* elements of a gradient that are measured at a time */
 #define LINE 32     /* elements of 16 bits in a cache line: one streamed in part costs more than it saves */
 #define LANES 32    /* partial sums of a stage */
-#define AHEAD 384   /* bytes of fp32 from what is updated to what is prefetched */
+#define AHEAD 1536  /* bytes of fp32 from what is updated to what is prefetched */
 #define STREAMED (1 << 22) /* elements of an update that leaves nothing of itself in cache */
 #define SHORT 4096  /* elements of a row that is prefetched while an earlier one is read */
 #define SOON 2      /* rows from the one that is read to the one that is prefetched */
@@ -142,11 +142,11 @@ void measure(const Lengths *all, const Grads *grads, int64_t count_zeros, double
 /* ---- rules: up to WIDTH elements ---- */
 
 enum { ADAM = 0, SGD = 1, LION = 2, NOTHING = 3 };
+enum { L2 = 1, AMSGRAD = 2, MOMENTUM = 4, OPTIONS = 8 }; /* a rule's options, and how many sets of them there are */
 enum { NONE = 3 }; /* the type of a model param that there is not */
-enum { NO_DECAY = 0, DECOUPLED = 1, L2 = 2 };
 
 /* What branches depend on. Where it is known to the compiler, no branch is left. */
-typedef struct { int64_t rule, grad, model, state[3]; int decay, amsgrad; } Kind;
+typedef struct { int64_t rule, options, grad, model, state[3]; } Kind;
 
 /* Where up to WIDTH elements lie. */
 typedef struct { const char *grad; char *main, *model, *state[3]; int64_t n; } Place;
@@ -154,12 +154,12 @@ typedef struct { const char *grad; char *main, *model, *state[3]; int64_t n; } P
 typedef struct { float lr_wd, wd, beta1, one_beta1, beta2, one_beta2, eps, step_size, inv_correction2_sqrt; } AdamScalars;
 
 INLINE Floats adam(Floats value, Floats gradient, Place at, Kind kind, AdamScalars s) {
-    if (kind.decay == DECOUPLED) value = value * s.lr_wd;
-    if (kind.decay == L2) gradient = gradient + s.wd * value;
+    if (kind.options & L2) gradient = gradient + s.wd * value;
+    else value = value * s.lr_wd; /* by 1 where nothing decays */
     Floats average = s.beta1 * load(at.state[0], kind.state[0], at.n) + s.one_beta1 * gradient;
     Floats square = s.beta2 * load(at.state[1], kind.state[1], at.n) + s.one_beta2 * gradient * gradient;
     Floats second = square;
-    if (kind.amsgrad) {
+    if (kind.options & AMSGRAD) {
         Floats top = load(at.state[2], kind.state[2], at.n);
         second = where((top > square) | (top != top), top, square);
         store(at.state[2], second, kind.state[2], at.n);
@@ -184,11 +184,11 @@ static AdamScalars adam_scalars(const Hyper *h, float step) {
     return s;
 }
 
-typedef struct { float lr, wd, momentum, kept; int has_momentum, nesterov; } SgdScalars;
+typedef struct { float lr, wd, momentum, kept; int nesterov; } SgdScalars;
 
 INLINE Floats sgd(Floats value, Floats gradient, Place at, Kind kind, SgdScalars s) {
-    if (kind.decay == L2) gradient = gradient + s.wd * value;
-    if (!s.has_momentum) return value - s.lr * gradient;
+    if (kind.options & L2) gradient = gradient + s.wd * value;
+    if (!(kind.options & MOMENTUM)) return value - s.lr * gradient;
     Floats velocity = s.momentum * load(at.state[0], kind.state[0], at.n) + s.kept * gradient;
     store(at.state[0], velocity, kind.state[0], at.n);
     return value - s.lr * (s.nesterov ? gradient + s.momentum * velocity : velocity);
@@ -196,7 +196,7 @@ INLINE Floats sgd(Floats value, Floats gradient, Place at, Kind kind, SgdScalars
 
 static SgdScalars sgd_scalars(const Hyper *h, const float *step) {
     SgdScalars s = {(float)h->lr, (float)h->weight_decay, (float)h->momentum, (float)(1 - h->dampening),
-                    h->momentum != 0, (int)h->nesterov};
+                    (int)h->nesterov};
     /* torch's first momentum buffer is the gradient itself, not dampened. */
     if (step && *step == 0) s.kept = 1;
     return s;
@@ -263,9 +263,9 @@ INLINE Place place_of(const Row *row, const char *grad, Kind kind, int64_t i, in
 
 /* The hardware's own prefetching ends with each page. */
 INLINE void fetch_ahead(const Row *row, Place at, Kind kind) {
+    __builtin_prefetch(at.main + AHEAD);
     if (kind.rule == NOTHING) return;
     __builtin_prefetch(at.grad + AHEAD * size_of(kind.grad) / 4);
-    __builtin_prefetch(at.main + AHEAD);
     for (int k = 0; k < 3; k++)
         if (row->state[k]) __builtin_prefetch(at.state[k] + AHEAD * size_of(kind.state[k]) / 4);
 }
@@ -277,8 +277,8 @@ static inline void fetch_start(const Row *row, const char *grad) {
         if (starts[k]) fetch(starts[k], START);
 }
 
-/* Update a chunk of a row. Returns whether a rounding into fp16 is not finite. */
-INLINE int update_as(const Row *row, const char *grad, Kind kind, Scalars s, Chunk chunk, int streamed) {
+/* Update a chunk's whole vectors. Returns whether a rounding into fp16 is not finite. */
+INLINE int update_vectors(const Row *row, const char *grad, Kind kind, Scalars s, Chunk chunk, int streamed) {
     int64_t i = chunk.start, end = chunk.end, in_lines = i;
     if (streamed && !((uintptr_t)row->model & 63)) in_lines = end - (end - i) % LINE;
     Ints beyond = {0};
@@ -291,36 +291,58 @@ INLINE int update_as(const Row *row, const char *grad, Kind kind, Scalars s, Chu
         else store(at.model, value, kind.model, WIDTH);
         if (kind.model == F16) beyond |= rounds_beyond(value);
     }
-    if (i < end) {
-        Place at = place_of(row, grad, kind, i, end - i);
-        Floats value = updated(at, kind, s);
-        if (kind.model != NONE) store(at.model, value, kind.model, at.n);
-        if (kind.model == F16) beyond |= rounds_beyond(value) & before(at.n);
-    }
     return any(beyond);
 }
 
-static Kind kind_of(const Row *row, int64_t grad_type, int64_t rule, const Hyper *h) {
-    Kind kind = {rule, grad_type, row->model ? row->model_type : NONE, {0}, NO_DECAY, (int)h->amsgrad};
-    for (int k = 0; k < 3; k++) kind.state[k] = row->state_type[k];
-    if (h->weight_decay != 0) kind.decay = L2;
-    if (h->decoupled) kind.decay = DECOUPLED;
-    return kind;
+/* Update what is left of a chunk after its whole vectors: one function for all kinds. Returns as that. */
+static __attribute__((noinline)) int update_rest(const Row *row, const char *grad, Kind kind, const Scalars *s,
+                                                 Chunk chunk) {
+    int64_t n = (chunk.end - chunk.start) % WIDTH;
+    if (n == 0) return 0;
+    Place at = place_of(row, grad, kind, chunk.end - n, n);
+    Floats value = updated(at, kind, *s);
+    if (kind.model != NONE) store(at.model, value, kind.model, n);
+    return kind.model == F16 && any(rounds_beyond(value) & before(n));
 }
 
+static int64_t options_of(int64_t rule, const Hyper *h) {
+    int64_t options = 0;
+    if ((rule == ADAM || rule == SGD) && h->weight_decay != 0 && !h->decoupled) options |= L2;
+    if (rule == ADAM && h->amsgrad) options |= AMSGRAD;
+    if (rule == SGD && h->momentum != 0) options |= MOMENTUM;
+    return options;
+}
+
+/* Update a chunk of a row. Returns whether a rounding into fp16 is not finite.
+ *
+ * There is a loop for each rule with its options, and another for fp32 moments, the usual: nothing asks for these within.
+ * What asks for the other types, at each vector, always goes the same way and takes no time beside memory; loops for all
+ * types would be hundreds.
+ */
 static int update_chunk(const Row *row, const char *grad, Kind kind, const Scalars *s, Chunk chunk, int streamed) {
-    /* AdamW with fp32 moments, the usual: all is known. */
-    if (kind.rule == ADAM && kind.decay == DECOUPLED && !kind.amsgrad && kind.state[0] == F32 && kind.state[1] == F32) {
-#define KNOWN(grad_type, model_type) \
-    if (kind.grad == grad_type && kind.model == model_type) \
-        return update_as(row, grad, (Kind){ADAM, grad_type, model_type, {F32, F32, F32}, DECOUPLED, 0}, *s, chunk, streamed)
-        KNOWN(F16, F16);
-        KNOWN(BF16, BF16);
-        KNOWN(F32, F16);
-        KNOWN(F32, BF16);
-#undef KNOWN
+    int fp32 = kind.state[0] == F32 && kind.state[1] == F32 && kind.state[2] == F32, beyond = 0;
+    switch (OPTIONS * kind.rule + kind.options) {
+#define LOOP(rule, options)                                                                                         \
+    case OPTIONS * rule + (options): {                                                                              \
+        Kind usual = {rule, options, kind.grad, kind.model, {F32, F32, F32}};                                       \
+        Kind other = {rule, options, kind.grad, kind.model, {kind.state[0], kind.state[1], kind.state[2]}};         \
+        if (fp32) beyond = update_vectors(row, grad, usual, *s, chunk, streamed);                                   \
+        else beyond = update_vectors(row, grad, other, *s, chunk, streamed);                                        \
+        break;                                                                                                      \
     }
-    return update_as(row, grad, kind, *s, chunk, streamed);
+        LOOP(ADAM, 0)
+        LOOP(ADAM, L2)
+        LOOP(ADAM, AMSGRAD)
+        LOOP(ADAM, L2 | AMSGRAD)
+        LOOP(SGD, 0)
+        LOOP(SGD, L2)
+        LOOP(SGD, MOMENTUM)
+        LOOP(SGD, L2 | MOMENTUM)
+        LOOP(LION, 0)
+        LOOP(NOTHING, 0)
+#undef LOOP
+    }
+    return beyond | update_rest(row, grad, kind, s, chunk);
 }
 
 /* Return whether the rounding of a chunk's main params into fp16 is not finite. */
@@ -337,9 +359,16 @@ typedef struct {
     const Grads *grads;
     const Row *rows;
     const Hyper *hyper;
-    int64_t rule;
+    int64_t rule, options;
     int skip, streamed;
 } Update;
+
+static Kind kind_of(const Update *u, int64_t index) {
+    const Row *row = u->rows + index;
+    Kind kind = {u->rule, u->options, u->grads->types[index], row->model ? row->model_type : NONE, {0}};
+    for (int k = 0; k < 3; k++) kind.state[k] = row->state_type[k];
+    return kind;
+}
 
 /* Update chunks [first, last), with the scalars of the row before. */
 static void update_chunks(const Update *u, int64_t first, int64_t last, Scalars *scalars, uint8_t *overflowed) {
@@ -352,7 +381,7 @@ static void update_chunks(const Update *u, int64_t first, int64_t last, Scalars 
         int beyond;
         if (soon < all->num_rows && all->numels[soon] <= SHORT) fetch_start(u->rows + soon, u->grads->addresses[soon]);
         scalars_of(row, u->rule, u->hyper, scalars);
-        Kind kind = kind_of(row, u->grads->types[index], u->rule, u->hyper);
+        Kind kind = kind_of(u, index);
         if (!u->skip) beyond = update_chunk(row, u->grads->addresses[index], kind, scalars, chunk, u->streamed);
         else beyond = kind.model == F16 && chunk_rounds_beyond(row, chunk);
         if (!u->skip && u->rule != NOTHING && row->step && is_one_chunk(all, index)) *row->step += 1.0f;
@@ -368,7 +397,7 @@ static void update_chunks(const Update *u, int64_t first, int64_t last, Scalars 
  */
 void update(const Lengths *all, const Grads *grads, const Row *rows, int64_t rule, const Hyper *hyper,
             const float *found_inf, const float *coefficient, uint8_t *overflowed, int threads) {
-    Update u = {all, grads, rows, hyper, rule, rule != NOTHING && *found_inf != 0, 0};
+    Update u = {all, grads, rows, hyper, rule, options_of(rule, hyper), rule != NOTHING && *found_inf != 0, 0};
     float factor = rule == NOTHING ? 1.0f : hyper->maximize ? -*coefficient : *coefficient;
     int64_t total = 0, n = all->num_rows;
     if (n <= 0) return;

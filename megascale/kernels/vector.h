@@ -149,12 +149,11 @@ INLINE Floats from_16_bits(Halves h, int64_t type) { return type == F16 ? from_h
 
 INLINE Halves to_16_bits(Floats x, int64_t type) { return type == F16 ? to_half(x) : to_bfloat(x); }
 
-INLINE void copy_first(void *to, const void *from, int64_t type, int64_t n) {
-    if (n >= WIDTH) memcpy(to, from, (size_t)(WIDTH * size_of(type)));
-    else if (type == F32)
-        for (int64_t j = 0; j < n; j++) memcpy((float *)to + j, (const float *)from + j, 4);
+/* `size`, of an element, must be a constant where this is called: else the compiler calls memcpy, through memory. */
+INLINE void copy_first(void *to, const void *from, int64_t size, int64_t n) {
+    if (n >= WIDTH) memcpy(to, from, (size_t)(WIDTH * size));
     else
-        for (int64_t j = 0; j < n; j++) memcpy((uint16_t *)to + j, (const uint16_t *)from + j, 2);
+        for (int64_t j = 0; j < n; j++) memcpy((char *)to + j * size, (const char *)from + j * size, (size_t)size);
 }
 
 /* Elements from the n-th on are 0. */
@@ -167,8 +166,12 @@ INLINE Floats load(const void *at, int64_t type, int64_t n) {
         return from_16_bits((Halves)_mm256_maskz_loadu_epi16(first(n), at), type);
     }
 #endif
-    copy_first(type == F32 ? (void *)&x : (void *)&h, at, type, n);
-    return type == F32 ? x : from_16_bits(h, type);
+    if (type == F32) {
+        copy_first(&x, at, 4, n);
+        return x;
+    }
+    copy_first(&h, at, 2, n);
+    return from_16_bits(h, type);
 }
 
 INLINE void store(void *at, Floats x, int64_t type, int64_t n) {
@@ -181,7 +184,8 @@ INLINE void store(void *at, Floats x, int64_t type, int64_t n) {
         return;
     }
 #endif
-    copy_first(at, type == F32 ? (const void *)&x : (const void *)&h, type, n);
+    if (type == F32) copy_first(at, &x, 4, n);
+    else copy_first(at, &h, 2, n);
 }
 
 /* Round WIDTH elements into 16 bits, past the caches: what is overwritten need not be read. `at`: aligned to them. */
