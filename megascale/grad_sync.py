@@ -213,6 +213,12 @@ class GradSync:
         """Return the main grad of ``param``, live, in its shape; None for a parameter that is not synced here."""
         return self._main_grads.get(id(param))
 
+    def reduces(self, grad: Tensor) -> bool:
+        """Return whether ``grad``, a main grad or a part of one, lies where reductions reach it."""
+        begin, end = grad.data_ptr(), grad.data_ptr() + grad.nbytes
+        flats = (bucket.memory.flat for bucket in self.buckets)
+        return begin == end or any(flat.data_ptr() <= begin and end <= flat.data_ptr() + flat.nbytes for flat in flats)
+
     def set_divisor(self, divisor: Divisor) -> None:
         """Divide this step's sum over all ranks by ``divisor``, in place of the mean: by tokens, say.
 

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
@@ -18,10 +18,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megascale.arena import Arena
 from megascale.config import OptimizerConfig
 from megascale.dtensors import dtensor_like, local
 from megascale.errors import ArgumentError
+from megascale.kernel_state import KernelState, StateColumns, has_tensors, number, pair, rate
 from megascale.kernels import (
     AdamHyper,
     Backend,
@@ -30,7 +30,6 @@ from megascale.kernels import (
     Operands,
     SgdHyper,
     TensorList,
-    hold_objects,
     same_values,
 )
 from megascale.lion import Lion
@@ -42,11 +41,15 @@ SPARSE_OPTIMIZERS = (torch.optim.SparseAdam,)
 
 @dataclass(frozen=True)
 class GroupUpdate:
-    """A batch, all of which have gradients: its param group's options, and the gradients, local, in the same order."""
+    """A batch, all of which have gradients: its param group's options, and the gradients, local, in the same order.
+
+    ``call``: what :meth:`InnerUpdate.prepare` made ready for it.
+    """
 
     options: dict[str, Any]
     batch: Batch
     grads: TensorList
+    call: "KernelCall | None" = None
 
     @property
     def params(self) -> list[MainParam]:
@@ -70,17 +73,21 @@ class Prepared(NamedTuple):
     operands: Operands
 
 
-class _Kept(NamedTuple):
-    """What was worked out for a batch with these state tensors, held here so that none can take another's place."""
+Hyper = AdamHyper | SgdHyper | LionHyper
 
-    entries: list[dict[str, Any]]
-    names: list[str]
-    columns: list[list[Tensor]]
+
+class KernelCall(NamedTuple):
+    """One call of a kernel for each device that a batch is on, and the hyperparameters of all."""
+
     prepared: list[Prepared]
+    hyper: Hyper
 
-    def holds(self, names: list[str]) -> bool:
-        """Whether every entry still has these very tensors."""
-        return self.names == names and hold_objects(self.entries, names, self.columns)
+
+class _Kept(NamedTuple):
+    """What was worked out for a batch with its state."""
+
+    state: StateColumns
+    prepared: list[Prepared]
 
 
 Publish = Callable[[Batch, NDArray[np.int64] | None], None]
@@ -99,9 +106,17 @@ class InnerUpdate(Protocol):
     def why_not_capturable(self) -> str | None:
         """Return why updates cannot be part of a device's graph; None where they can."""
 
+    def prepare(self, groups: Sequence[GroupUpdate]) -> list[GroupUpdate]:
+        """Return the groups ready for :meth:`apply`, which follows before anything else can happen to their tensors.
+
+        Looks at everything that the update will read or write but the gradients and model params. Raises a
+        MegascaleError for what cannot be updated, naming it: no value has changed.
+        """
+
     def apply(self, groups: Sequence[GroupUpdate], decision: Decision, publish: Publish) -> list[Rounded]:
         """Update main params and model params where the step lands; change nothing where it is skipped.
 
+        ``groups`` are what :meth:`prepare` returned.
         ``publish`` is called with the main params of each batch once their model params are written, or left alone.
         """
 
@@ -150,51 +165,44 @@ def select_update(optimizer: torch.optim.Optimizer, backend: Backend, config: Op
 class _KernelUpdate(ABC):
     """What Adam and SGD share: eager state, one kernel call per group and device, a detour when hooks ask for it."""
 
+    optional_state: tuple[str, ...] = ()
+    """State that a parameter with state may lack: options that ask for it can be switched on at any time."""
+
     def __init__(self, optimizer: torch.optim.Optimizer, backend: Backend, config: OptimizerConfig) -> None:
         self.optimizer = optimizer
         self.backend = backend
         self._general = GeneralUpdate(optimizer, backend)
         self._entries: list[dict[str, Any]] = []
         self._prepared: WeakKeyDictionary[Batch, _Kept] = WeakKeyDictionary()
-        self._dtypes = dict.fromkeys(("exp_avg", "momentum_buffer"), config.exp_avg_dtype)
-        self._dtypes |= dict.fromkeys(("exp_avg_sq", "max_exp_avg_sq"), config.exp_avg_sq_dtype)
+        dtypes = dict.fromkeys(("exp_avg", "momentum_buffer"), config.exp_avg_dtype)
+        dtypes |= dict.fromkeys(("exp_avg_sq", "max_exp_avg_sq"), config.exp_avg_sq_dtype)
+        self._state = KernelState(optimizer, dtypes)
 
     def create_states(self, options: dict[str, Any], params: Sequence[MainParam]) -> None:
-        """Make the state of parameters, in the dtypes that the config asks for; what is there keeps its values.
+        """See :class:`InnerUpdate`."""
+        self._state.create(params, self.required_state(options))
 
-        State of an fp64 parameter is fp64.
-        """
-        arena = Arena(param.main for param in params)
-        for param in params:
-            state = self.optimizer.state[param.model]
-            for name in self.state_names(options):
-                dtype = param.main.dtype if param.main.dtype == torch.float64 else self._dtypes[name]
-                if state.get(name) is None:
-                    state[name] = arena.zeros(param.main, dtype, name)
-                else:
-                    state[name] = arena.adopt(state[name].to(dtype), param.main, name)
-        if self.counts_steps(options):
-            self._create_steps(params)
-
-    def _create_steps(self, params: Sequence[MainParam]) -> None:
-        states = [self.optimizer.state[param.model] for param in params]
-        steps = [torch.as_tensor(state.get("step", 0.0), dtype=torch.float32).detach() for state in states]
-        steps = [step.to(local(param.main).device) for step, param in zip(steps, params, strict=True)]
-        arena = Arena(steps)
-        for state, step in zip(states, steps, strict=True):
-            state["step"] = arena.adopt(step, step, "step")
+    def prepare(self, groups: Sequence[GroupUpdate]) -> list[GroupUpdate]:
+        """See :class:`InnerUpdate`."""
+        if self._hooked() or not all(self.fits(group.options) for group in groups):
+            return self._general.prepare(groups)
+        self._follow_entries()
+        hypers = [self.hyper(group.options) for group in groups]
+        return [
+            replace(group, call=KernelCall(self._operands(group), hyper))
+            for group, hyper in zip(groups, hypers, strict=True)
+        ]
 
     def apply(self, groups: Sequence[GroupUpdate], decision: Decision, publish: Publish) -> list[Rounded]:
         """See :class:`InnerUpdate`."""
-        if self._hooked() or not all(self.fits(group.options) for group in groups):
+        if any(group.call is None for group in groups):
             return self._general.apply(groups, decision, publish)
-        self._follow_entries()
         rounded = []
         for group in groups:
-            prepared = self._operands(group)
+            prepared, hyper = group.call or ([], None)
             for params, _, operands in prepared:
                 device = operands.main[0].device
-                rounded.append(Rounded(params, self.run(operands, group.options, decision.to(device))))
+                rounded.append(Rounded(params, self.run(operands, hyper, decision.to(device))))
             publish(group.batch, prepared[0].operands.written if len(prepared) == 1 else None)
         # Tells an LR scheduler that was built on the inner optimizer that a step was taken.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -209,7 +217,7 @@ class _KernelUpdate(ABC):
         if self._hooked():
             return f"{type(self.optimizer).__name__} has step hooks, which the host must call: remove them"
         if not all(self.fits(group) for group in self.optimizer.param_groups):
-            return f"{type(self.optimizer).__name__} has betas that are tensors: give numbers"
+            return f"{type(self.optimizer).__name__} has options that are tensors: give numbers"
         return None
 
     def _hooked(self) -> bool:
@@ -225,11 +233,9 @@ class _KernelUpdate(ABC):
         """Return operands by device; the same objects, with this step's gradients, as long as all else is the same."""
         names = self.required_state(group.options)
         kept = self._prepared.get(group.batch)
-        if kept is None or not kept.holds(names):
-            entries = [self.optimizer.state[param.model] for param in group.params]
-            columns = [[entry[name] for entry in entries] for name in names]
-            kept = _Kept(entries, names, columns, _prepare(group.params, dict(zip(names, columns, strict=True))))
-            self._prepared[group.batch] = kept
+        if kept is None or not kept.state.hold(names):
+            state = self._state.columns(group.params, names, self.optional_state)
+            kept = self._prepared[group.batch] = _Kept(state, _prepare(group.params, state.by_name))
         for prepared in kept.prepared:
             whole = len(prepared.indices) == len(group.grads)
             prepared.operands.grad = group.grads if whole else [group.grads[index] for index in prepared.indices]
@@ -243,12 +249,19 @@ class _KernelUpdate(ABC):
     def counts_steps(self, options: dict[str, Any]) -> bool:
         """Whether each parameter counts its landed steps."""
 
-    @abstractmethod
     def fits(self, options: dict[str, Any]) -> bool:
-        """Whether the kernels can run these options on the device."""
+        """Whether the kernels can run these options on the device. Tensors but the rate go through torch's own step."""
+        return not has_tensors(options, self.numbers)
+
+    numbers: tuple[str, ...]
+    """The options that are numbers, but for the rate."""
 
     @abstractmethod
-    def run(self, operands: Operands, options: dict[str, Any], decision: Decision) -> Tensor:
+    def hyper(self, options: dict[str, Any]) -> Any:
+        """Return the hyperparameters. Raises ArgumentError for an option of a wrong type, naming it."""
+
+    @abstractmethod
+    def run(self, operands: Operands, hyper: Any, decision: Decision) -> Tensor:
         """Call the kernel; returns its flags of overflow."""
 
 
@@ -280,6 +293,9 @@ def _prepare(params: Sequence[MainParam], state: Mapping[str, Sequence[Tensor]])
 class AdamUpdate(_KernelUpdate):
     """Adam and AdamW."""
 
+    optional_state = ("max_exp_avg_sq",)
+    numbers = ("betas", "eps", "weight_decay")
+
     def state_names(self, options: dict[str, Any]) -> list[str]:
         """See torch.optim.Adam."""
         return ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if options["amsgrad"] else [])
@@ -288,29 +304,30 @@ class AdamUpdate(_KernelUpdate):
         """Adam's bias correction counts landed steps."""
         return True
 
-    def fits(self, options: dict[str, Any]) -> bool:
-        """Tensor betas go through torch's own step."""
-        return not any(isinstance(beta, Tensor) for beta in options["betas"])
-
-    def run(self, operands: Operands, options: dict[str, Any], decision: Decision) -> Tensor:
-        """One kernel call."""
-        beta1, beta2 = options["betas"]
-        decoupled = options.get("decoupled_weight_decay", type(self.optimizer) is torch.optim.AdamW)
-        hyper = AdamHyper(
-            lr=options["lr"],
+    def hyper(self, options: dict[str, Any]) -> AdamHyper:
+        """See torch.optim.Adam."""
+        beta1, beta2 = pair(options, "betas")
+        return AdamHyper(
+            lr=rate(options),
             beta1=beta1,
             beta2=beta2,
-            eps=options["eps"],
-            weight_decay=options["weight_decay"],
-            decoupled=decoupled,
-            amsgrad=options["amsgrad"],
-            maximize=options["maximize"],
+            eps=number(options, "eps"),
+            weight_decay=number(options, "weight_decay"),
+            decoupled=bool(options.get("decoupled_weight_decay", type(self.optimizer) is torch.optim.AdamW)),
+            amsgrad=bool(options["amsgrad"]),
+            maximize=bool(options["maximize"]),
         )
+
+    def run(self, operands: Operands, hyper: AdamHyper, decision: Decision) -> Tensor:
+        """One kernel call."""
         return self.backend.adam_(operands, hyper, decision)
 
 
 class SgdUpdate(_KernelUpdate):
     """SGD with or without momentum."""
+
+    optional_state = ("momentum_buffer", "step")
+    numbers = ("momentum", "dampening", "weight_decay")
 
     def state_names(self, options: dict[str, Any]) -> list[str]:
         """See torch.optim.SGD."""
@@ -320,25 +337,27 @@ class SgdUpdate(_KernelUpdate):
         """With dampening the first landed step differs; see the reference backend."""
         return bool(options["momentum"] != 0 and options["dampening"] != 0)
 
-    def fits(self, options: dict[str, Any]) -> bool:
-        """All options run on our kernels."""
-        return True
-
-    def run(self, operands: Operands, options: dict[str, Any], decision: Decision) -> Tensor:
-        """One kernel call."""
-        hyper = SgdHyper(
-            lr=options["lr"],
-            momentum=options["momentum"],
-            dampening=options["dampening"],
-            weight_decay=options["weight_decay"],
-            nesterov=options["nesterov"],
-            maximize=options["maximize"],
+    def hyper(self, options: dict[str, Any]) -> SgdHyper:
+        """See torch.optim.SGD."""
+        return SgdHyper(
+            lr=rate(options),
+            momentum=number(options, "momentum"),
+            dampening=number(options, "dampening"),
+            weight_decay=number(options, "weight_decay"),
+            nesterov=bool(options["nesterov"]),
+            maximize=bool(options["maximize"]),
         )
+
+    def run(self, operands: Operands, hyper: SgdHyper, decision: Decision) -> Tensor:
+        """One kernel call."""
         return self.backend.sgd_(operands, hyper, decision)
 
 
 class LionUpdate(_KernelUpdate):
     """Lion."""
+
+    optional_state = ("exp_avg",)
+    numbers = ("betas", "weight_decay")
 
     def state_names(self, options: dict[str, Any]) -> list[str]:
         """See :class:`megascale.Lion`."""
@@ -348,14 +367,13 @@ class LionUpdate(_KernelUpdate):
         """Lion's rule is the same at every step."""
         return False
 
-    def fits(self, options: dict[str, Any]) -> bool:
-        """All options run on our kernels."""
-        return True
+    def hyper(self, options: dict[str, Any]) -> LionHyper:
+        """See :class:`megascale.Lion`."""
+        beta1, beta2 = pair(options, "betas")
+        return LionHyper(rate(options), beta1, beta2, number(options, "weight_decay"), bool(options["maximize"]))
 
-    def run(self, operands: Operands, options: dict[str, Any], decision: Decision) -> Tensor:
+    def run(self, operands: Operands, hyper: LionHyper, decision: Decision) -> Tensor:
         """One kernel call."""
-        beta1, beta2 = options["betas"]
-        hyper = LionHyper(options["lr"], beta1, beta2, options["weight_decay"], options["maximize"])
         return self.backend.lion_(operands, hyper, decision)
 
 
@@ -386,6 +404,10 @@ class GeneralUpdate:
     def required_state(self, options: dict[str, Any]) -> list[str]:
         """Nothing is known of the optimizer's state."""
         return []
+
+    def prepare(self, groups: Sequence[GroupUpdate]) -> list[GroupUpdate]:
+        """See :class:`InnerUpdate`. The optimizer looks at its state itself."""
+        return [replace(group, call=None) for group in groups]
 
     def apply(self, groups: Sequence[GroupUpdate], decision: Decision, publish: Publish) -> list[Rounded]:
         """See :class:`InnerUpdate`."""

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from megascale.arena import Arena
 from megascale.collectives import full_tensor
 from megascale.dtensors import distribute_like, is_dtensor, local
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
-from megascale.kernels import GradList, ParamList, TensorList, same_objects
+from megascale.kernels import GradList, ParamList, TensorList, memory_fault, plain, same_objects, shares_elements
 from megascale.watch import Watch, Watched
 
 MODEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -27,6 +27,24 @@ HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 # Called for every parameter without a main param at every step, in a loop that runs in C.
 _REQUIRES_GRAD = attrgetter("requires_grad")
+
+
+class ParamForm(NamedTuple):
+    """What of a model param stays as it was when its main param was made. Its memory may lie elsewhere."""
+
+    shape: torch.Size
+    local_shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, model: Tensor) -> "ParamForm":
+        """Return that of a model param."""
+        part = local(model)
+        return cls(model.shape, part.shape, part.dtype, part.device)
+
+    def __str__(self) -> str:
+        return f"{tuple(self.shape)} {self.dtype} on {self.device}"
 
 
 @dataclass(eq=False, slots=True)
@@ -40,6 +58,7 @@ class MainParam:
         shard: sharded: the same part of ``model``, a live view; None where this rank owns the whole.
         is_copy: whether the main param has memory of its own.
         watch, place: where the model param is watched, since the last :meth:`seal`; None until it is admitted.
+        form: of the model param, as long as this is its main param.
     """
 
     name: str
@@ -49,6 +68,30 @@ class MainParam:
     is_copy: bool
     watch: Watch | None = None
     place: int = 0
+    form: ParamForm = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.form = ParamForm.of(self.model)
+
+    def check(self) -> None:
+        """Raise UsageError, naming the parameter, if its model param is no longer what the main param was made for."""
+        model = self.model
+        fault = memory_fault(model._local_tensor if is_dtensor(model) else model)
+        if fault is not None:
+            raise UsageError(
+                f"parameter {self.name!r} {fault}; restore its data before the step, or build the optimizer anew"
+            )
+        now = ParamForm.of(model)
+        if now != self.form:
+            raise UsageError(
+                f"parameter {self.name!r} became {now} after the optimizer was built for {self.form}; resize, move or "
+                "cast the model first"
+            )
+        if shares_elements(local(model)):
+            raise UsageError(
+                f"several elements of parameter {self.name!r}, {now} with strides {local(model).stride()}, share "
+                "memory, which an update would write several times; give it a clone() of its data"
+            )
 
     @property
     def part(self) -> Tensor:
@@ -66,12 +109,6 @@ class MainParam:
             self.seal()
             return
         part, main = self.part, local(self.main)
-        if part.device != main.device or part.shape != main.shape or part.dtype not in HALF_DTYPES:
-            raise UsageError(
-                f"parameter {self.name!r} became {tuple(part.shape)} {part.dtype} on {part.device} after the "
-                f"optimizer was built, its main param is {tuple(main.shape)} on {main.device}; move or cast the "
-                "model first"
-            )
         same = main.to(part.dtype).view(torch.int16) == part.view(torch.int16)
         main.copy_(torch.where(same, main, part.to(main.dtype)))
         self.seal()
@@ -150,7 +187,8 @@ class MainParams(ABC):
 
         Returns the main params that it made, and what it has seen, for :meth:`Batch.grads`.
 
-        Raises ArgumentError or ArgumentTypeError for a parameter that cannot be trained, before anything has changed.
+        Raises ArgumentError or ArgumentTypeError for a parameter that cannot be trained, UsageError for one that is no
+        longer what its main param was made for, before anything has changed.
         """
         self.settle()
         made: list[MainParam] = []
@@ -159,15 +197,26 @@ class MainParams(ABC):
             made = self._admit(param_groups)
             look = self._watch.look()
         written = self._watch.written(look)
-        if written and self._watch.moved(look):
+        if not written:
+            return made, look
+        params = list(self)
+        for place in written:
+            params[place].check()
+        if self._watch.moved(look):
+            self._make_plain([params[place] for place in written])
             self.restore()
             self._batches = None
-            written = self._watch.written(self._watch.look())
-        if written:
-            params = list(self)
-            for place in written:
-                params[place].follow()
+            look = self._watch.look()
+            written = self._watch.written(look)
+        for place in written:
+            params[place].follow()
         return made, look
+
+    def _make_plain(self, params: Sequence[MainParam]) -> None:
+        """Give parameters whose bytes are not their values, as after ``param.data = x.conj().imag``, bytes that are."""
+        for param in params:
+            if not is_dtensor(param.model):
+                param.model.data = plain(param.model.data)
 
     def _has_seen(self, param_groups: Sequence[dict[str, Any]], look: TensorList) -> bool:
         """Whether the groups have the very parameters that they had, and the same of them are frozen."""

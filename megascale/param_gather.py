@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from megascale.collectives import Pending, all_gather_start
-from megascale.errors import UsageError
 from megascale.gather_hooks import GatherHooks
 from megascale.grad_sync import SyncedBucket
 
@@ -31,18 +30,15 @@ class GatheredBucket:
     def point(self, name: str, param: nn.Parameter) -> None:
         """Make ``param`` a view of this bucket, with the values that it has."""
         view = self.memory.views[name]
-        if param.dtype != view.dtype or param.device != view.device or param.shape != view.shape:
-            raise UsageError(
-                f"parameter {name!r} became {tuple(param.shape)} {param.dtype} on {param.device} after the optimizer "
-                f"was built, its bucket holds {tuple(view.shape)} {view.dtype} on {view.device}; move or cast the "
-                "model first"
-            )
-        view.copy_(param)
+        # It may be another view of the same memory, such as its own transpose.
+        is_in_bucket = param.untyped_storage().data_ptr() == view.untyped_storage().data_ptr()
+        view.copy_(param.clone() if is_in_bucket else param)
         param.data = view
 
     def is_view(self, name: str, param: nn.Parameter) -> bool:
         """Return whether ``param`` still lies in this bucket."""
-        return param.data_ptr() == self.memory.views[name].data_ptr() and param.dtype == self.memory.flat.dtype
+        view = self.memory.views[name]
+        return param.data_ptr() == view.data_ptr() and param.stride() == view.stride()
 
     def start(self) -> None:
         """Begin to gather."""

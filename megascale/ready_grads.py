@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,7 +16,7 @@ from megascale.grad_hook import owner_of, require_unowned
 from megascale.grad_stats import Holders
 from megascale.grad_sync import GradSync
 from megascale.inner_update import GroupUpdate
-from megascale.kernels import TensorList, same_objects, stats_dtype
+from megascale.kernels import MemoryRecord, TensorList, is_plain, memory_fault, plain, same_objects, stats_dtype
 from megascale.main_params import Batch, MainParam, MainParams
 from megascale.parallel import ParallelGroups
 
@@ -24,6 +24,13 @@ REMEDY = "give that GradSync to this optimizer (grad_sync=...), or drop it, or c
 
 Found = tuple[Batch, TensorList]
 """Parameters that have a gradient, and those gradients, local."""
+
+
+class _MainGrads(NamedTuple):
+    """Synced gradients of a batch, where they lie: as long as ``memory`` holds."""
+
+    grads: TensorList
+    memory: MemoryRecord
 
 
 @dataclass(frozen=True)
@@ -34,7 +41,7 @@ class Collected:
         updates: per param group, what the update needs.
         grads: all local gradients, in the order of ``updates``.
         weights: shape [len(grads)], what each gradient's sums count.
-        error: what makes a gradient of this rank unusable, or keeps it away; the lists are empty then.
+        error: what makes a step of this rank impossible; the lists are empty then.
     """
 
     updates: list[GroupUpdate]
@@ -59,7 +66,7 @@ class ReadyGrads:
         self._device = device
         self._weights: tuple[list[MainParam], Tensor] | None = None
         self._owned: WeakKeyDictionary[Batch, list[int]] = WeakKeyDictionary()
-        self._kept: WeakKeyDictionary[Batch, TensorList] = WeakKeyDictionary()
+        self._kept: WeakKeyDictionary[Batch, _MainGrads] = WeakKeyDictionary()
         self._measured: tuple[list[Batch], tuple[list[MainParam], TensorList]] | None = None
 
     def admit(self, param: MainParam) -> None:
@@ -78,24 +85,46 @@ class ReadyGrads:
 
         ``look``: what ``main_params.follow()`` has just seen.
         """
-        try:
-            if self._grad_sync is not None:
-                self._grad_sync.finish()
-        except GradientError as error:
-            return Collected([], TensorList(), self._weigh([]), error)
+        error = self.finish(main_params)
         updates: list[GroupUpdate] = []
         for batch in main_params.batches():
             found = self._synced(batch, main_params) or self._plain(batch, look) or self._one_by_one(batch, main_params)
             if isinstance(found, MegascaleError):
-                return Collected([], TensorList(), self._weigh([]), found)
-            if found[0].params:
+                error = error or found
+            elif found[0].params:
                 updates.append(GroupUpdate(param_groups[batch.group], *found))
+        if error is not None:
+            return self.failed(error)
         params, grads = self._to_measure(updates)
         return Collected(updates, grads, self._weigh(params), None)
 
+    def finish(self, main_params: MainParams) -> MegascaleError | None:
+        """Finish reductions. A rank whose step has failed takes part too: the others need what it has to give.
+
+        A parameter whose gradient was Partial then holds the reduced one. Returns what is wrong with a gradient.
+        """
+        error: MegascaleError | None = None
+        if self._grad_sync is not None:
+            try:
+                self._grad_sync.finish()
+            except MegascaleError as caught:
+                error = caught
+        for batch in main_params.batches():
+            for param in batch.params if batch.models.are_dtensors else ():
+                grad, model = param.model.grad, param.model
+                if is_dtensor(grad) and is_dtensor(model) and grad.placements != model.placements:
+                    model.grad = redistribute_like(grad, model)
+        return error
+
+    def failed(self, error: MegascaleError) -> Collected:
+        """Return what there is to measure and to update on a rank whose step cannot be taken: nothing."""
+        return Collected([], TensorList(), self._weigh([]), error)
+
     def _to_measure(self, updates: list[GroupUpdate]) -> tuple[list[MainParam], TensorList]:
         """Return what this rank owns elements of. While the same gradients are synced, it is the same lists."""
-        if any(update.grads is not self._kept.get(update.batch) for update in updates):
+        kept = [self._kept.get(update.batch) for update in updates]
+        if any(one is None or update.grads is not one.grads for update, one in zip(updates, kept, strict=True)):
+            self._measured = None
             return self._owned_of(updates)
         batches: list[Batch] = [update.batch for update in updates]
         if self._measured is None or not same_objects(self._measured[0], batches):
@@ -123,21 +152,34 @@ class ReadyGrads:
             return params[0], grads[0]
         return list(chain.from_iterable(params)), TensorList.joined(grads) if grads else TensorList()
 
-    def _synced(self, batch: Batch, main_params: MainParams) -> Found | None:
+    def _synced(self, batch: Batch, main_params: MainParams) -> Found | MegascaleError | None:
         """Return the synced gradients of a batch all of whose parameters have one; they stay where they are."""
         if self._grad_sync is None:
             return None
-        if batch not in self._kept:
-            grads = [self._main_grad(param, main_params) for param in batch.params]
-            self._kept[batch] = TensorList(grad for grad in grads if grad is not None)
-        kept = self._kept[batch]
-        return (batch, kept) if len(kept) == len(batch.params) else None
+        kept = self._kept.get(batch)
+        if kept is None or not kept.memory.holds():
+            grads: list[Tensor] = []
+            for param in batch.params:
+                grad = self._main_grad(param, main_params)
+                if grad is not None:
+                    if not self._is_in_place(param, grad):
+                        return _misplaced(param.name)
+                    grads.append(grad)
+            kept = self._kept[batch] = _MainGrads(TensorList(grads), MemoryRecord(grads))
+            self._measured = None
+        return (batch, kept.grads) if len(kept.grads) == len(batch.params) else None
+
+    def _is_in_place(self, param: MainParam, grad: Tensor) -> bool:
+        """Whether a main grad is what it was made as, in its bucket."""
+        fits = grad.shape == local(param.main).shape and grad.dtype.is_floating_point and is_plain(grad)
+        in_bucket = self._grad_sync is None or self._grad_sync.reduces(grad)
+        return fits and in_bucket and memory_fault(grad) is None
 
     def _plain(self, batch: Batch, look: TensorList) -> Found | None:
         """Return the gradients of a batch if every parameter has one, a strided tensor that is whole."""
         # A sync that has finished since may have taken gradients.
         grads = batch.grads(look if self._grad_sync is None else None)
-        return (batch, grads) if grads.usable else None
+        return (batch, grads) if grads.fit() else None
 
     def _main_grad(self, param: MainParam, main_params: MainParams) -> Tensor | None:
         """Return the synced gradient. A parameter that was frozen since takes no part."""
@@ -147,15 +189,18 @@ class ReadyGrads:
         return self._grad_sync.main_grad(param.model) if piece is None else piece
 
     def _one_by_one(self, batch: Batch, main_params: MainParams) -> Found | MegascaleError:
-        """Return what has a gradient of either kind, a Partial one reduced first: the parameter then holds that."""
+        """Return what has a gradient of either kind. One whose bytes are not its values is replaced by one of bytes."""
         found: list[tuple[MainParam, Tensor]] = []
         for param in batch.params:
             grad, model = self._main_grad(param, main_params), param.model
+            if grad is not None and not self._is_in_place(param, grad):
+                return _misplaced(param.name)
             if grad is None and model.grad is not None:
-                if model.grad.layout != torch.strided:
-                    return sparse_gradient(param.name, model.grad.layout)
-                if is_dtensor(model.grad) and is_dtensor(model) and model.grad.placements != model.placements:
-                    model.grad = redistribute_like(model.grad, model)
+                error = gradient_error(param.name, model.grad, model)
+                if error is not None:
+                    return error
+                if not is_dtensor(model.grad) and not is_plain(model.grad):
+                    model.grad = plain(model.grad)
                 grad = local(model.grad)
             if grad is not None:
                 found.append((param, grad))
@@ -174,3 +219,44 @@ class ReadyGrads:
             weights = [self._holders.weight(param.model) for param in params]
             self._weights = (params, torch.tensor(weights, dtype=stats_dtype(self._device), device=self._device))
         return self._weights[1]
+
+
+def _misplaced(name: str) -> GradientError:
+    return GradientError(
+        f"the main grad of {name!r} was given other memory or another shape, where no reduction reaches it; write into "
+        "the tensor in place"
+    )
+
+
+def checked_grads(batch: Batch, grads: TensorList) -> TensorList:
+    """Return gradients that their holder has kept for a while, looked at anew.
+
+    Raises GradientError, naming the parameter, for one that is no longer what it was.
+    """
+    for param, grad in zip(batch.params, grads, strict=True):
+        fault = memory_fault(grad)
+        main = local(param.main)
+        if fault is not None or grad.shape != main.shape or grad.device != main.device:
+            raise GradientError(
+                f"the gradient of {param.name!r} {fault or f'became {tuple(grad.shape)} on {grad.device}'} between "
+                "prepare_grads() and step_with_ready_grads(); leave gradients in place until the step is done"
+            )
+    return TensorList(grad if is_plain(grad) else plain(grad) for grad in grads)
+
+
+def gradient_error(name: str, grad: Tensor, param: Tensor) -> GradientError | None:
+    """Return the error for a gradient that cannot be used for parameter ``name``, or None."""
+    if grad.layout != torch.strided:
+        return sparse_gradient(name, grad.layout)
+    part = local(grad)
+    fault = memory_fault(part)
+    if fault is not None:
+        return GradientError(f"the gradient of {name!r} {fault}; run backward anew, after zero_grad()")
+    if grad.shape != param.shape or part.shape != local(param).shape or part.device != local(param).device:
+        return GradientError(
+            f"the gradient of {name!r} is {tuple(grad.shape)} on {part.device}, the parameter {tuple(param.shape)} on "
+            f"{local(param).device}; it is of an earlier state of the parameter: call zero_grad() before backward"
+        )
+    if not grad.dtype.is_floating_point:
+        return GradientError(f"the gradient of {name!r} has dtype {grad.dtype}; make it floating point")
+    return None

@@ -1,6 +1,6 @@
 """What one optimizer contributes to a step: it measures its gradients, and updates its parameters as was decided."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -8,13 +8,14 @@ from torch import Tensor
 from megascale import grad_stats
 from megascale.config import OptimizerConfig
 from megascale.dtensors import local
+from megascale.errors import MegascaleError
 from megascale.grad_stats import GradStats
 from megascale.grad_sync import GradSync
 from megascale.inner_update import GroupUpdate, Rounded, select_update
 from megascale.kernels import Backend, Decision, TensorList
-from megascale.main_params import MainParam, MainParams
+from megascale.main_params import Batch, MainParam, MainParams
 from megascale.parallel import ParallelGroups
-from megascale.ready_grads import Collected, ReadyGrads
+from megascale.ready_grads import Collected, ReadyGrads, checked_grads
 
 
 @dataclass(frozen=True)
@@ -86,9 +87,21 @@ class StepMember:
         return look
 
     def collect(self) -> Collected:
-        """Finish reductions; return the local gradients."""
-        look = self.follow()
-        return self._ready_grads.collect(self.optimizer.param_groups, self.main_params, look)
+        """Finish reductions; return the local gradients, and all that their update needs.
+
+        All of it has been looked at: once ranks have agreed, nothing can fail. An error of this rank is part of what is
+        returned, as other ranks wait for what this one measures.
+        """
+        try:
+            look = self.follow()
+        except MegascaleError as error:
+            self._ready_grads.finish(self.main_params)
+            return self._ready_grads.failed(error)
+        collected = self._ready_grads.collect(self.optimizer.param_groups, self.main_params, look)
+        try:
+            return replace(collected, updates=self.update.prepare(collected.updates))
+        except MegascaleError as error:
+            return self._ready_grads.failed(error)
 
     def measure(self, collected: Collected, errors: Tensor) -> GradStats:
         """Return this rank's statistics of its own gradients. ``errors``: 0-d, what this rank has to report."""
@@ -107,6 +120,19 @@ class StepMember:
         """Keep the gradients of the ready step: the caller may drop them before it is taken."""
         for update in self.ready.updates if self.ready else ():
             update.grads.hold()
+
+    @torch.no_grad()
+    def looked_at_again(self, ready: ReadyStep) -> ReadyStep:
+        """Return a ready step whose tensors have been looked at since the caller had its turn.
+
+        Raises, on this rank alone, GradientError or UsageError: what was decided about is no longer there.
+        """
+        self.follow()
+        checked = []
+        for update in ready.updates:
+            batch = Batch(update.batch.group, update.batch.params)  # they may lie elsewhere by now
+            checked.append(replace(update, batch=batch, grads=checked_grads(batch, update.grads)))
+        return replace(ready, updates=self.update.prepare(checked))
 
     def apply(self, ready: ReadyStep) -> list[Rounded]:
         """Update where the step lands. Returns which main params did not fit their model params."""

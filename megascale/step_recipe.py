@@ -58,6 +58,7 @@ class StepRecipe:
         self.clip_grad = clip_grad
         self.errors = DeferredErrors(groups, members[0].device)
         self._backend = members[0].backend
+        self._is_held = False  # whether the caller has had its turn since the decision
 
     # The first half
 
@@ -81,6 +82,7 @@ class StepRecipe:
         """Keep the gradients of the ready step: the caller may drop them before it is taken."""
         for member in self.members:
             member.hold_grads()
+        self._is_held = True
 
     @property
     def decision(self) -> Decision | None:
@@ -103,6 +105,8 @@ class StepRecipe:
     def carry_out(self) -> StepResult:
         """Update and gather, where the step lands. All members are updated before an error is raised."""
         ready = self._ready("step_with_ready_grads() needs prepare_grads() first; step() calls both")
+        if self._is_held:
+            ready = [member.looked_at_again(own) for member, own in zip(self.members, ready, strict=True)]
         self.forget_ready()
         decision = ready[0].decision
         with span("update"):
@@ -119,6 +123,7 @@ class StepRecipe:
         """Drop a step that was decided and not taken."""
         for member in self.members:
             member.ready = None
+        self._is_held = False
 
     # For a graph that holds the step
 

@@ -1,6 +1,8 @@
 """Who wrote a model param since we did: told from version counters and addresses, without reading an element."""
 
 from collections.abc import Iterable
+from operator import ne
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,9 +19,18 @@ class Watched:
         self.params: list[Tensor] = list(params)
         self._plain = not any(map(is_dtensor, self.params))
 
-    def look(self) -> TensorList:
-        """Return the memory of each, to be looked at as it is now: a ParamList where they are it themselves."""
-        return ParamList(self.params) if self._plain else TensorList(self._parts())
+    @property
+    def are_dtensors(self) -> bool:
+        """Whether any of them is one."""
+        return not self._plain
+
+    def look(self, among: int | None = None) -> TensorList:
+        """Return the memory of each, to be looked at as it is now: a ParamList where they are it themselves.
+
+        Args:
+            among: look in the way in which so many params are looked at; None: as many as they are.
+        """
+        return ParamList(self.params, among) if self._plain else TensorList(self._parts(), among)
 
     def versions(self) -> NDArray[np.int64]:
         """Return how often torch has written each by now."""
@@ -45,12 +56,16 @@ class Watch:
         self._watched = Watched(params)
         now = self.look()
         # Copies: where there is one walk over the tensors, these are parts of its result.
-        self._versions, self._pointers = now.versions.copy(), now.pointers.copy()
+        self._versions, self._pointers, self._forms = now.versions.copy(), now.pointers.copy(), now.forms.copy()
 
     def remember(self, place: int, other: "Watch", there: int) -> None:
         """Take the param at ``place`` as ``other`` remembers it."""
         self._versions[place] = other._versions[there]
         self._pointers[place] = other._pointers[there]
+        if type(self._forms) is type(other._forms):
+            self._forms[place] = other._forms[there]
+        else:  # not to be compared: whoever asks finds it elsewhere
+            self._pointers[place] = -1
 
     def look(self) -> TensorList:
         """Return the memory of all params, as it is now."""
@@ -62,19 +77,33 @@ class Watch:
 
     def take(self, place: int) -> None:
         """Take one param as it is now."""
-        now = Watched(self._watched.params[place : place + 1]).look()
+        now = Watched(self._watched.params[place : place + 1]).look(among=len(self._watched.params))
         self._versions[place : place + 1] = now.versions
         self._pointers[place : place + 1] = now.pointers
+        self._forms[place : place + 1] = now.forms
 
     def take_written(self, places: slice | NDArray[np.int64], versions: NDArray[np.int64]) -> None:
         """Take the params at ``places``, written where they lie, as ``versions`` tells."""
         self._versions[places] = versions
 
     def moved(self, look: TensorList) -> bool:
-        """Whether a param lies elsewhere."""
-        return not np.array_equal(look.pointers, self._pointers)
+        """Whether a param lies elsewhere, or something else lies there: of another shape, layout, dtype or device."""
+        return bool((self._lies_elsewhere(look)).any())
 
     def written(self, look: TensorList) -> list[int]:
-        """Return the places of params that others have written, or that lie elsewhere."""
-        changed = (look.versions != self._versions) | (look.pointers != self._pointers)
+        """Return the places of params that others have written, or that have moved."""
+        changed = (look.versions != self._versions) | self._lies_elsewhere(look)
         return np.flatnonzero(changed).tolist()
+
+    def _lies_elsewhere(self, look: TensorList) -> NDArray[np.bool_]:
+        return (look.pointers != self._pointers) | _unequal(look.forms, self._forms)
+
+
+def _unequal(one: Any, other: Any) -> NDArray[np.bool_]:
+    """Compare what :attr:`TensorList.forms` returned, item by item."""
+    if isinstance(one, list) and isinstance(other, list):
+        equal = one == other  # nearly always, and soon told
+        return np.zeros(len(one), np.bool_) if equal else np.fromiter(map(ne, one, other), np.bool_, len(one))
+    if isinstance(one, list) or isinstance(other, list):
+        return np.ones(len(one), np.bool_)
+    return np.asarray(one != other)

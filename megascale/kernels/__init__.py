@@ -1,5 +1,6 @@
 """Kernels: the passes over memory, behind one Protocol and one selection function."""
 
+from megascale.kernels.checked_memory import MemoryRecord, is_plain, memory_fault, plain, shares_elements
 from megascale.kernels.decision import LARGEST_SUM_SQUARES, Decision, ScaleRule, TensorStats, TorchDecisions, inverse
 from megascale.kernels.native_backend import NativeBackend
 from megascale.kernels.operands import AdamHyper, Backend, LionHyper, Operands, SgdHyper
@@ -16,6 +17,7 @@ __all__ = [
     "Decision",
     "GradList",
     "LionHyper",
+    "MemoryRecord",
     "NativeBackend",
     "Operands",
     "ParamList",
@@ -28,9 +30,13 @@ __all__ = [
     "TorchDecisions",
     "hold_objects",
     "inverse",
+    "is_plain",
+    "memory_fault",
+    "plain",
     "read_versions",
     "same_objects",
     "same_values",
     "select_backend",
+    "shares_elements",
     "stats_dtype",
 ]

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
-from operator import attrgetter
+from operator import add, attrgetter, le, mul
 from typing import Any, overload
 
 import numpy as np
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megascale.kernels import tensor_reader
+from megascale.kernels.checked_memory import is_plain, memory_fault
 from megascale.kernels.tensor_reader import Facts, Memory
 
 # Called for every tensor at every step, in loops that run in C.
@@ -19,6 +20,9 @@ _DTYPE = attrgetter("dtype")
 _DEVICE = attrgetter("device")
 _LAYOUT = attrgetter("layout")
 _GRAD = attrgetter("grad")
+_NBYTES = attrgetter("nbytes")
+_IS_FLOATING_POINT = attrgetter("is_floating_point")
+_FORM: tuple[Callable[[Tensor], Any], ...] = (Tensor.numel, Tensor.stride, _DTYPE, _DEVICE, Tensor.is_neg)
 _LOOK: dict[str, Callable[[Tensor], int]] = {
     "versions": attrgetter("_version"),
     "pointers": Tensor.data_ptr,
@@ -35,10 +39,12 @@ class TensorList(Sequence[Tensor]):
 
     Args:
         tensors: a list is used as it is, not copied.
+        among: look in the way in which so many tensors are looked at; None: as many as they are.
     """
 
-    def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
+    def __init__(self, tensors: Iterable[Tensor] = (), among: int | None = None) -> None:
         self._given = tensors if isinstance(tensors, list) else list(tensors)
+        self._among = len(self._given) if among is None else among
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> "TensorList":
@@ -87,6 +93,16 @@ class TensorList(Sequence[Tensor]):
         return self._looked_up("numels") if self._memory is None else self._memory.numels
 
     @cached_property
+    def forms(self) -> NDArray[np.int64] | list[tuple[Any, ...]]:
+        """What each is but for its address: the same for tensors of the same shape, strides, dtype, device and bits.
+
+        Of tensors that were read otherwise it is something else.
+        """
+        if self._memory is not None:
+            return self._memory.kinds ^ self._memory.layouts
+        return list(zip(*(_of_each(look, self) for look in _FORM), strict=True))
+
+    @cached_property
     def requires_grad(self) -> NDArray[np.int64]:
         """1 where a tensor requires grad, else 0, shape [len(self)]."""
         return self._looked_up("requires_grad") if self._facts is None else self._facts.requires_grad
@@ -118,7 +134,7 @@ class TensorList(Sequence[Tensor]):
     @cached_property
     def _facts(self) -> Facts | None:
         """What was read in one walk."""
-        return tensor_reader.read(self._given)
+        return tensor_reader.read(self._given, among=self._among)
 
     @property
     def _memory(self) -> Memory | None:
@@ -145,7 +161,22 @@ class TensorList(Sequence[Tensor]):
         return self.tensors if self._kinds is None else [example for example, _ in self._kinds]
 
     def _looked_up(self, name: str) -> NDArray[np.int64]:
-        return np.array(list(map(_LOOK[name], self)), dtype=np.int64)
+        return np.array(_of_each(_LOOK[name], self), dtype=np.int64)
+
+
+def _of_each(look: Callable[[Tensor], Any], tensors: Iterable[Tensor]) -> list[Any]:
+    """Return what a look at each tensor tells; -1 for one that has no memory of its own, such as a sparse one."""
+    try:
+        return list(map(look, tensors))
+    except RuntimeError:
+        return [_or_nowhere(look, tensor) for tensor in tensors]
+
+
+def _or_nowhere(look: Callable[[Tensor], Any], tensor: Tensor) -> Any:
+    try:
+        return look(tensor)
+    except RuntimeError:
+        return -1
 
 
 class ParamList(TensorList):
@@ -153,12 +184,14 @@ class ParamList(TensorList):
 
     def grads(self, params: list[Tensor], places: slice | NDArray[np.int64]) -> "GradList":
         """Return the gradients of ``params``, the parameters at these places, as they were when all was looked up."""
-        found = None if self._facts is None else self._facts.grads
-        return GradList(params, None if found is None else found.at(places))
+        facts = self._facts
+        if facts is None or facts.grads is None:
+            return GradList(params)
+        return GradList(params, facts.grads.at(places), facts.memory.at(places))
 
     @cached_property
     def _facts(self) -> Facts | None:
-        return tensor_reader.read(self._given, grads=True)
+        return tensor_reader.read(self._given, among=self._among, grads=True)
 
 
 class GradList(TensorList):
@@ -169,11 +202,15 @@ class GradList(TensorList):
     Args:
         params: a list is used as it is, not copied.
         memory: what was read of all gradients; None: what is to be known is looked up in each.
+        memory_of_params: the same of the parameters.
     """
 
-    def __init__(self, params: Iterable[Tensor] = (), memory: Memory | None = None) -> None:
+    def __init__(
+        self, params: Iterable[Tensor] = (), memory: Memory | None = None, memory_of_params: Memory | None = None
+    ) -> None:
         super().__init__(params)
         self._read = memory
+        self._read_of_params = memory_of_params
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -184,12 +221,31 @@ class GradList(TensorList):
         """See :class:`TensorList`."""
         self._held  # noqa: B018
 
-    @property
-    def usable(self) -> bool:
-        """Whether every parameter has a gradient, a plain strided tensor."""
-        if self._read is not None:
-            return True
-        return set(map(type, self)) <= {Tensor} and set(map(_LAYOUT, self)) <= {torch.strided}
+    def fit(self) -> bool:
+        """Return whether every parameter has a gradient of its shape, on its device, that kernels read as it lies.
+
+        It is a plain tensor then, as :mod:`megascale.kernels.checked_memory` says.
+        """
+        if self._read is None or self._read_of_params is None:
+            return set(map(type, self)) <= {Tensor} and set(map(_LAYOUT, self)) <= {torch.strided} and self._fit()
+        mine, theirs = self._read, self._read_of_params
+        differ = (mine.kinds != theirs.kinds) | (mine.layouts != theirs.layouts)
+        return all(_fits(self[index], self._given[index]) for index in np.flatnonzero(differ).tolist())
+
+    def _fit(self) -> bool:
+        if not self.contiguous:
+            return all(map(_fits, self, self._given))
+        starts = map(mul, map(Tensor.storage_offset, self), map(Tensor.element_size, self))
+        ends = map(add, starts, map(_NBYTES, self))
+        storages = map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, self))
+        return (
+            list(map(Tensor.size, self)) == list(map(Tensor.size, self._given))
+            and list(map(_DEVICE, self)) == list(map(_DEVICE, self._given))
+            and all(map(le, ends, storages))
+            and not any(map(Tensor.is_neg, self))
+            and bool(((self.pointers != 0) | (self.numels == 0)).all())
+            and all(map(_IS_FLOATING_POINT, self.dtypes))
+        )
 
     def __getitem__(self, index: Any) -> Any:
         return self._given[index].grad if isinstance(index, int) else self._held[index]
@@ -205,6 +261,16 @@ class GradList(TensorList):
     @property
     def _memory(self) -> Memory | None:
         return self._read
+
+
+def _fits(grad: Tensor, param: Tensor) -> bool:
+    return (
+        grad.shape == param.shape
+        and grad.device == param.device
+        and grad.dtype.is_floating_point
+        and is_plain(grad)
+        and memory_fault(grad) is None
+    )
 
 
 class _Joined(TensorList):

@@ -24,11 +24,11 @@ using c10::TensorImpl;
 constexpr Py_ssize_t BLOCK = 32;       // tensors that are fetched together
 constexpr Py_ssize_t FEW = 4 * BLOCK;  // not worth a second thread
 
-/* Where tensors lie: [3][n]. */
+/* Where tensors lie, and what lies there: [4][n]. */
 struct Memory {
-  int64_t *pointer, *numel, *kind;
+  int64_t *pointer, *numel, *kind, *layout;
 
-  Memory(int64_t* out, Py_ssize_t n) : pointer(out), numel(out + n), kind(out + 2 * n) {}
+  Memory(int64_t* out, Py_ssize_t n) : pointer(out), numel(out + n), kind(out + 2 * n), layout(out + 3 * n) {}
 };
 
 /* What Python may have changed of them: [2][n]. */
@@ -86,9 +86,14 @@ void fetch_autograd(const TensorImpl* tensor) {
 
 /* ---- reading ---- */
 
-/* Whether the tensor is plain memory. What Python dispatches, a DTensor's outside for one, is not. */
+/* Whether the tensor is plain memory. What Python dispatches, a DTensor's outside for one, is not; nor is what only
+ * torch's operators know how to read: values that are to be negated or conjugated first, and zeros without memory.
+ */
 bool is_plain(TensorImpl* tensor) {
-  const auto special = c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::Functionalize});
+  using c10::DispatchKey;
+  const auto special = c10::DispatchKeySet({
+      DispatchKey::Python, DispatchKey::Functionalize, DispatchKey::Negative, DispatchKey::Conjugate,
+      DispatchKey::ZeroTensor});
   return tensor != nullptr && tensor->layout() == c10::kStrided && tensor->has_storage() &&
       !tensor->is_inference() && !tensor->key_set().has_any(special);
 }
@@ -101,19 +106,39 @@ int64_t kind_of(const TensorImpl* tensor) {
       static_cast<int64_t>(tensor->is_contiguous()) << 32;
 }
 
+/* The same number for tensors of the same shape and strides; for others another one, but once in 2^64 times. */
+int64_t layout_of(const TensorImpl* tensor) {
+  uint64_t mixed = tensor->dim();
+  const auto mix = [&mixed](int64_t number) {
+    mixed = (mixed ^ static_cast<uint64_t>(number)) * 0x9E3779B97F4A7C15u;
+    mixed ^= mixed >> 29;
+  };
+  for (const auto size : tensor->sizes()) mix(size);
+  for (const auto stride : tensor->strides()) mix(stride);
+  return static_cast<int64_t>(mixed);
+}
+
+/* The elements of its storage that a tensor with elements reaches: behind its last one. */
+int64_t end_of(const TensorImpl* tensor) {
+  if (tensor->is_contiguous()) return tensor->storage_offset() + tensor->numel();
+  int64_t last = tensor->storage_offset();
+  for (int64_t dim = 0; dim < tensor->dim(); dim++) last += (tensor->sizes()[dim] - 1) * tensor->strides()[dim];
+  return last + 1;
+}
+
 /* Returns whether it could be read; its kind is -1 where not. */
 bool read_memory(TensorImpl* tensor, const Memory& out, Py_ssize_t at) {
   out.kind[at] = -1;
   if (!is_plain(tensor)) return false;
-  const auto numel = tensor->numel();
+  const auto numel = tensor->numel(), itemsize = static_cast<int64_t>(tensor->itemsize());
   // As Tensor.data_ptr(): an empty tensor lies nowhere. It throws for memory that may not be written.
   auto* storage = tensor->unsafe_storage().unsafeGetStorageImpl();
   auto* data = numel == 0 ? nullptr : static_cast<char*>(storage->mutable_data());
-  out.pointer[at] = data == nullptr
-      ? 0
-      : reinterpret_cast<int64_t>(data + tensor->storage_offset() * static_cast<int64_t>(tensor->itemsize()));
+  if (numel != 0 && (data == nullptr || end_of(tensor) * itemsize > static_cast<int64_t>(storage->nbytes()))) return false;
+  out.pointer[at] = data == nullptr ? 0 : reinterpret_cast<int64_t>(data + tensor->storage_offset() * itemsize);
   out.numel[at] = numel;
   out.kind[at] = kind_of(tensor);
+  out.layout[at] = layout_of(tensor);
   return true;
 }
 
@@ -189,7 +214,7 @@ bool holds(PyObject* dict, Py_ssize_t i, PyObject** names, PyObject** columns, P
 
 extern "C" {
 
-/* memory: [3][n]. status: [2][n]. grads: [3][n], the memory of their gradients, or null. A tensor without a gradient that
+/* memory: [4][n]. status: [2][n]. grads: [4][n], the memory of their gradients, or null. A tensor without a gradient that
  * could be read counts as read, the gradient's kind is -1.
  */
 int64_t read_tensors(PyObject* list, int64_t* memory, int64_t* status, int64_t* grads, int threads) {
@@ -215,6 +240,17 @@ int64_t read_tensors(PyObject* list, int64_t* memory, int64_t* status, int64_t* 
     if (grads == nullptr) return unread;
     each(of_grads, count, fetch_storage);
     for (Py_ssize_t i = 0; i < count; i++) read_memory(of_grads[i], out_of_grads, begin + i);
+    return unread;
+  });
+}
+
+/* memory: [4][n]. */
+int64_t read_memory_of(PyObject* list, int64_t* memory, int threads) {
+  const Memory out(memory, PyList_GET_SIZE(list));
+  return each_block(list, threads, [=](TensorImpl** tensors, Py_ssize_t begin, Py_ssize_t end) {
+    each(tensors, end - begin, fetch_storage);
+    int64_t unread = 0;
+    for (auto i = begin; i < end; i++) unread += !read_memory(tensors[i - begin], out, i);
     return unread;
   });
 }

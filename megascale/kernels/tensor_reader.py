@@ -10,8 +10,8 @@ import logging
 import os
 import sysconfig
 import time
-from collections.abc import Mapping, Sequence
-from operator import is_, methodcaller
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter, is_, methodcaller
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,20 +37,36 @@ logger = logging.getLogger(__name__)
 
 
 class Memory(NamedTuple):
-    """Where tensors lie: int64 arrays, one element to a tensor.
+    """Where tensors lie, and what lies there: int64 arrays, one element to a tensor.
 
-    Tensors of one kind share dtype, device and contiguity; the number itself means nothing else, but that a negative
-    one tells of a tensor that could not be read.
+    Tensors of one kind share dtype, device and contiguity, those of one layout shape and strides; the numbers
+    themselves mean nothing else, but that a negative kind tells of a tensor that could not be read. Those that could
+    are plain: no negative, conjugate or zero bit is set, and their storage holds all their elements.
     """
 
     pointers: NDArray[np.int64]
     numels: NDArray[np.int64]
     kinds: NDArray[np.int64]
+    layouts: NDArray[np.int64]
 
     def at(self, places: slice | NDArray[np.int64]) -> "Memory | None":
         """Return that of the tensors at some places; None where one of them could not be read."""
         part = Memory(*(column[places] for column in self))
         return None if (part.kinds < 0).any() else part
+
+
+Looked = tuple[list[Any], ...]
+"""The same as a :class:`Memory`, looked up from Python: columns that are equal where the memory is."""
+
+# Called for every tensor at every step, in loops that run in C.
+_LOOK: tuple[Callable[[Tensor], Any], ...] = (
+    Tensor.data_ptr,
+    Tensor.numel,
+    Tensor.stride,
+    attrgetter("dtype"),
+    attrgetter("device"),
+    Tensor.is_neg,
+)
 
 
 class Facts(NamedTuple):
@@ -65,12 +81,17 @@ class Facts(NamedTuple):
     grads: Memory | None
 
 
-def read(tensors: list[Tensor], *, grads: bool = False) -> Facts | None:
-    """Return the facts of tensors; None where they have to be read from Python."""
-    native = _native(len(tensors))
+def read(tensors: list[Tensor], *, among: int | None = None, grads: bool = False) -> Facts | None:
+    """Return the facts of tensors; None where they have to be read from Python.
+
+    Args:
+        among: how many tensors there are, of which these are some; None: these.
+        grads: read the memory of their gradients, too.
+    """
+    native = _native(len(tensors) if among is None else among)
     if native is None:
         return None
-    memory, status, of_grads = (np.empty((rows, len(tensors)), dtype=np.int64) for rows in (3, 2, 3 if grads else 0))
+    memory, status, of_grads = (np.empty((rows, len(tensors)), dtype=np.int64) for rows in (4, 2, 4 if grads else 0))
     unread = native.read_tensors(
         tensors,
         memory.ctypes.data,
@@ -79,6 +100,29 @@ def read(tensors: list[Tensor], *, grads: bool = False) -> Facts | None:
         torch.get_num_threads(),
     )
     return None if unread else Facts(Memory(*memory), status[0], status[1], Memory(*of_grads) if grads else None)
+
+
+def read_memory(tensors: list[Tensor]) -> Memory | Looked:
+    """Return where tensors lie, and what lies there, to be compared by :func:`same_memory` with what it was before.
+
+    Raises RuntimeError (NotImplementedError is one) for tensors without memory of their own, such as sparse ones.
+    """
+    native = _native(len(tensors))
+    if native is not None:
+        memory = np.empty((4, len(tensors)), dtype=np.int64)
+        if native.read_memory_of(tensors, memory.ctypes.data, torch.get_num_threads()) == 0:
+            return Memory(*memory)
+    sizes = list(map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, tensors)))
+    return (*(list(map(look, tensors)) for look in _LOOK), sizes)
+
+
+def same_memory(one: Memory | Looked, other: Memory | Looked) -> bool:
+    """Whether tensors lie where they lay, and are what they were. What was read in different ways is not the same."""
+    if isinstance(one, Memory) != isinstance(other, Memory):
+        return False
+    if isinstance(one, Memory):
+        return all(map(np.array_equal, one, other))
+    return one == other
 
 
 def read_versions(tensors: list[Tensor]) -> NDArray[np.int64]:
@@ -174,6 +218,7 @@ def _declare(loaded: ctypes.PyDLL) -> ctypes.PyDLL:
     objects, memory, threads = ctypes.py_object, ctypes.c_void_p, ctypes.c_int
     signatures = {
         "read_tensors": [objects, memory, memory, memory, threads],
+        "read_memory_of": [objects, memory, threads],
         "read_versions": [objects, memory, threads],
         "increment_versions": [objects, memory, threads],
         "same_objects": [objects, objects],

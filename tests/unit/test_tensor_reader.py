@@ -129,7 +129,7 @@ def test_gradients_are_read_through_their_parameters() -> None:
     for index, param in enumerate(params):
         param.grad = torch.full((index + 1,), float(index))
     grads = _grads_of(params)
-    assert grads.usable
+    assert grads.fit()
     assert len(grads) == 100
     assert _memory(grads) == _memory_from_python([param.grad for param in params if param.grad is not None])
     assert "_held" not in vars(grads)
@@ -153,7 +153,7 @@ def test_gradients_of_a_group_are_those_at_its_places() -> None:
         look.grads(members[1], slice(40, 97)),
         look.grads(members[2], np.array([99, 97, 98])),
     ]
-    assert [grads.usable for grads in found] == [False, True, True]
+    assert [grads.fit() for grads in found] == [False, True, True]
     for grads, group in zip(found[1:], members[1:], strict=True):
         assert "_held" not in vars(grads)
         assert _memory(grads) == _memory_from_python([param.grad for param in group if param.grad is not None])
@@ -167,7 +167,7 @@ def test_gradients_that_are_not_plain_are_not_usable(kind: str, reader: str, mon
     params = [nn.Parameter(torch.zeros(4, 2)) for _ in range(40)]
     for param in params:
         param.grad = torch.zeros(4, 2)
-    assert _grads_of(params).usable
+    assert _grads_of(params).fit()
     match kind:
         case "none":
             params[33].grad = None
@@ -175,7 +175,7 @@ def test_gradients_that_are_not_plain_are_not_usable(kind: str, reader: str, mon
             params[33].grad = torch.zeros(4, 2).to_sparse()
         case _:
             params[33].grad = _Wrapped(torch.zeros(4, 2))
-    assert not _grads_of(params).usable
+    assert not _grads_of(params).fit()
 
 
 class _Wrapped(Tensor):
