@@ -21,10 +21,10 @@ from typing import NamedTuple
 
 import torch
 from peers.contenders import Entry
+from peers.report import PROBE, bandwidths_of, base_parser, bound_fractions, place, rows_of_rounds
 from peers.rounds import Bandwidth, Run, run_rounds
 from peers.step_amp import Trained
 from peers.work import Work, given_work
-from step import PROBE, bandwidths_of, base_parser, bound_fractions, place, rows_of_rounds
 from torch import Tensor
 
 LITTLE = (4096, 4)

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import torch
 from peers.contenders import MASTERS, OURS, TORCH_AMP, Entry
+from peers.report import PROBE, base_parser, place, rows_of_rounds
 from peers.rounds import Bandwidth, Run, run_rounds
 from peers.work import Stepper, Work, given_work
-from step import PROBE, base_parser, place, rows_of_rounds
 from sweep import ON_MAIN_GRADS
 
 HEADS = (

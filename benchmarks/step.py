@@ -8,75 +8,31 @@ loss scale. Every round times each contender once, in an order that rotates, so 
 before meet all of them alike. A pass over a large buffer before each step measures the machine's bandwidth and leaves
 the caches cold. `--backends native,torch` adds a row for each backend of megascale. `--out FILE.md` also writes every
 round to FILE.csv. `--list` shows the contenders and how to install them.
+
+    python benchmarks/step.py --matrix --rounds 8 --out benchmarks/results/step_matrix_cpu.md
+
+times megascale's step under every rule, dtype of parameters and dtypes of moments instead, each beside AdamW on fp16
+parameters. `--rules`, `--dtypes` and `--moments` choose; moments of two dtypes are written bfloat16/float32.
 """
 
 import argparse
-import os
-import platform
 import statistics
 import sys
 import warnings
 from collections.abc import Sequence
-from importlib import metadata
-from pathlib import Path
-from typing import NamedTuple
 
 import torch
+from peers import matrix
 from peers.contenders import BASELINE, OURS, PEERS, REFERENCE, Entry, backend_entry
+from peers.report import PROBE, bandwidths_of, base_parser, bound_fractions, place, rows_of_rounds
 from peers.rounds import Bandwidth, Run, count_on_two_ranks, run_rounds
+from peers.rules import RULES
 from peers.work import given_work
 
 DTYPES = ("float16", "bfloat16", "float32")
-PROBE = {"cpu": 50_000_000, "cuda": 500_000_000}
-"""Elements of the pass that measures the bandwidth: far beyond any cache."""
-DISTRIBUTIONS = ("torch", "megatron-core", "deepspeed", "triton", "apex", "transformer-engine", "flashoptim")
-
-
-# The command line
-
-
-def base_parser(description: str | None, rounds: int) -> argparse.ArgumentParser:
-    """Return a parser of what all programs that time rounds take. ``rounds``: how many unless told."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--numel", type=int, default=50_000_000)
-    parser.add_argument("--rounds", type=int, default=rounds)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--device", default=str(torch.accelerator.current_accelerator(check_available=True) or "cpu"))
-    parser.add_argument("--probe", type=int, help="elements of the pass that measures the bandwidth, and cools caches")
-    parser.add_argument("--out", type=Path, help="write the tables to this file too, and every round beside it as .csv")
-    return parser
 
 
 # The table
-
-
-def bandwidths_of(runs: Sequence[Run]) -> list[float]:
-    """Return GB/s of the machine before every round of every contender."""
-    return [bandwidth for run in runs for bandwidth in run.bandwidths]
-
-
-class BoundFractions(NamedTuple):
-    """Implied bytes per second over the bandwidth of the passes just before the steps.
-
-    A machine's memory may be twice as fast in one minute as in the next, so that each step is also compared with its
-    own pass; the best step is compared with the best of as many passes.
-    """
-
-    of_medians: float
-    of_rounds: float
-    of_best: float
-
-
-def bound_fractions(run: Run, numel: int) -> BoundFractions:
-    """Compare the step with what the machine's bandwidth allows."""
-    gigabytes = run.bytes_per_parameter * numel / 1e9
-    rates = [gigabytes / (ms / 1e3) for ms in run.times]
-    of_rounds = [rate / bandwidth for rate, bandwidth in zip(rates, run.bandwidths, strict=True)]
-    return BoundFractions(
-        of_medians=statistics.median(rates) / statistics.median(run.bandwidths),
-        of_rounds=statistics.median(of_rounds),
-        of_best=max(rates) / max(run.bandwidths),
-    )
 
 
 def difference(reference: Run | None, run: Run) -> str:
@@ -191,29 +147,7 @@ def explanations(measured: dict[str, Sequence[Run]], device: torch.device) -> st
     return "\n".join(lines)
 
 
-def rows_of_rounds(measured: dict[str, Sequence[Run]]) -> str:
-    """Return every round as CSV."""
-    lines = ["dtype,contender,round,ms,bandwidth_gb_s"]
-    for dtype, runs in measured.items():
-        for run in runs:
-            for index, (ms, bandwidth) in enumerate(zip(run.times, run.bandwidths, strict=True)):
-                lines.append(f'{dtype},"{run.entry.name}",{index},{ms:.3f},{bandwidth:.2f}')
-    return "\n".join(lines) + "\n"
-
-
 # The command
-
-
-def place(device: torch.device, threads: int) -> str:
-    """Return where this runs, and the versions of what is installed."""
-    versions = []
-    for name in DISTRIBUTIONS:
-        try:
-            versions.append(f"{name} {metadata.version(name)}")
-        except metadata.PackageNotFoundError:
-            continue
-    cores = f"{platform.machine()}, {os.cpu_count()} cores, {threads} threads"
-    return f"{', '.join(versions)}, Python {platform.python_version()}, {platform.system()} {cores}"
 
 
 def chosen(arguments: argparse.Namespace) -> list[Entry]:
@@ -227,25 +161,49 @@ def arguments_of_command() -> argparse.Namespace:
     """Parse the command line."""
     parser = base_parser(__doc__, rounds=20)
     parser.add_argument("--tensors", type=int, default=200)
-    parser.add_argument("--dtypes", default="float16,bfloat16", help=f"of {', '.join(DTYPES)}")
+    parser.add_argument("--dtypes", help=f"of {', '.join(DTYPES)}; of 16 bits, in the matrix all, unless told")
+    parser.add_argument("--matrix", action="store_true", help="time megascale's rules, beside AdamW on fp16 parameters")
+    parser.add_argument("--rules", default=",".join(RULES), help="of the matrix")
+    parser.add_argument("--moments", default="float32,bfloat16", help="of the matrix: dtypes, or first/second")
     parser.add_argument("--backends", default="", help="backends of megascale that get a row of their own")
     parser.add_argument("--only", default="", help="peers, by parts of their names, separated by commas")
     parser.add_argument("--list", action="store_true", help="show the contenders, and how to install them")
     arguments = parser.parse_args()
+    arguments.dtypes = arguments.dtypes or ",".join(DTYPES if arguments.matrix else DTYPES[:2])
     if not 0 < arguments.tensors <= arguments.numel:
         parser.error(f"--tensors {arguments.tensors} must be from 1 to --numel {arguments.numel}")
     unknown = [dtype for dtype in arguments.dtypes.split(",") if dtype not in DTYPES]
     if unknown or arguments.rounds < 1:
         parser.error(f"--dtypes are {', '.join(DTYPES)}; --rounds is at least 1")
+    if not set(arguments.rules.split(",")) <= RULES.keys():
+        parser.error(f"--rules are {', '.join(RULES)}, not {arguments.rules}")
+    if not {dtype for moments in arguments.moments.split(",") for dtype in moments.split("/")} <= {*DTYPES}:
+        parser.error(f"--moments are {', '.join(DTYPES)}, or two of them with a slash between, not {arguments.moments}")
     return arguments
 
 
 def command_of(arguments: argparse.Namespace) -> str:
     """Return the command that runs this again."""
     options = [f"--{name} {getattr(arguments, name)}" for name in ("numel", "tensors", "rounds", "threads", "device")]
-    for name in ("dtypes", "backends", "only"):
+    for name in ("dtypes", "rules", "moments") if arguments.matrix else ("dtypes", "backends", "only"):
         options += [f'--{name} "{value}"' for value in (getattr(arguments, name),) if value]
-    return "python benchmarks/step.py " + " ".join(options)
+    return f"python benchmarks/step.py {'--matrix ' * arguments.matrix}" + " ".join(options)
+
+
+def write(arguments: argparse.Namespace, device: torch.device, title: str, body: Sequence[str], csv: str) -> None:
+    """Print the page, and write it and every round where asked."""
+    where = "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    parts = [
+        f"## {title} on {where}",
+        f"{place(device, arguments.threads)}; {arguments.rounds} interleaved rounds.",
+        f"`{command_of(arguments)}`",
+        *body,
+    ]
+    text = "\n\n".join(parts) + "\n"
+    print(text)
+    if arguments.out is not None:
+        arguments.out.write_text(text)
+        arguments.out.with_suffix(".csv").write_text(csv)
 
 
 def main() -> None:
@@ -260,6 +218,11 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     device = torch.device(arguments.device)
     bandwidth = Bandwidth(arguments.probe or PROBE.get(device.type, PROBE["cuda"]), device)
+    if arguments.matrix:
+        cells, yardstick = matrix.measure(arguments, bandwidth, device)
+        body = [matrix.table(cells, yardstick, arguments.numel, arguments.tensors)]
+        write(arguments, device, "The step under every rule", body, matrix.rows_of_turns(cells))
+        return
     measured: dict[str, Sequence[Run]] = {}
     tables = []
     for dtype in arguments.dtypes.split(","):
@@ -268,19 +231,7 @@ def main() -> None:
         count_on_two_ranks(runs, work)
         measured[dtype] = runs
         tables.append(table(runs, dtype, work.numel, work.tensors, device))
-    where = "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
-    parts = [
-        f"## One step on {where}",
-        f"{place(device, arguments.threads)}; {arguments.rounds} interleaved rounds.",
-        f"`{command_of(arguments)}`",
-        *tables,
-        explanations(measured, device),
-    ]
-    text = "\n\n".join(parts) + "\n"
-    print(text)
-    if arguments.out is not None:
-        arguments.out.write_text(text)
-        arguments.out.with_suffix(".csv").write_text(rows_of_rounds(measured))
+    write(arguments, device, "One step", [*tables, explanations(measured, device)], rows_of_rounds(measured))
     broken = [run for runs in measured.values() for run in runs if run.broken and run.entry.module == OURS.module]
     if broken:
         sys.exit(f"{broken[0].entry.name}: {broken[0].failure}")

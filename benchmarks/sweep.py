@@ -18,9 +18,9 @@ from pathlib import Path
 
 import torch
 from peers.contenders import BASELINE, MASTERS, MEGATRON_CORE, MEGATRON_FUSED, OURS, TORCH_AMP, Entry
+from peers.report import PROBE, bandwidths_of, bound_fractions, place
 from peers.rounds import Bandwidth, Run, run_rounds
 from peers.work import given_work
-from step import PROBE, bandwidths_of, bound_fractions, place
 
 PARAMETERS = "100000,1000000,10000000,100000000,1000000000"
 TENSORS = "1,10,100,200,1000,10000,100000"
@@ -29,7 +29,7 @@ ON_MAIN_GRADS = (
     Entry("megascale, GradSync", "step_ours", "grad_sync"),
     Entry("megascale DistributedOptimizer", "step_ours", "distributed"),
 )
-BF16_MOMENTS = Entry("megascale, bf16 moments", "step_ours", "plain", options={"moments": torch.bfloat16})
+BF16_MOMENTS = Entry("megascale, bf16 moments", "step_ours", "plain", options={"moments": (torch.bfloat16,) * 2})
 BYTES_HELD = 24
 """Per parameter and contender, at the most: what has to fit."""
 MEMORY_SHARE = 0.8

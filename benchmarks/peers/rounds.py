@@ -135,11 +135,11 @@ def run_rounds(
     """
     runs = [_started(entry, work, rounds, memory, limit) for entry in entries]
     ready = [run for run in runs if not run.failure]
-    with _garbage_outside():
+    with garbage_outside():
         for index in range(rounds):
             for place in balanced_order(len(ready), index):
                 if not ready[place].failure:
-                    _round(ready[place], work, bandwidth)
+                    time_round(ready[place], work, bandwidth)
     for run in runs:
         if run.stepper is not None and not run.failure:
             params = run.stepper.parameters()
@@ -263,7 +263,8 @@ def _timed(stepper: Stepper, device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def _round(run: Run, work: Work, bandwidth: Bandwidth) -> None:
+def time_round(run: Run, work: Work, bandwidth: Bandwidth) -> None:
+    """Time one step, after a pass that measures the bandwidth. Where it fails, the run says so."""
     stepper = run.stepper
     if stepper is None:
         return
@@ -283,7 +284,7 @@ def _round(run: Run, work: Work, bandwidth: Bandwidth) -> None:
 
 
 @contextmanager
-def _garbage_outside() -> Iterator[None]:
+def garbage_outside() -> Iterator[None]:
     """Let Python's garbage be collected between steps: within one, it would walk the objects of all contenders."""
     gc.collect()
     gc.freeze()

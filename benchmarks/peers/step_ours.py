@@ -10,17 +10,9 @@ from torch import Tensor
 from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.errors import ArgumentError, UsageError
 from peers import ours
-from peers.given import CLIP, EPS, GROWTH_INTERVAL, HYSTERESIS, LR, SCALE, WEIGHT_DECAY, GivenModel, Setup
-from peers.work import Traffic, UnavailableError, Work
-
-
-def traffic(grad: int, model: int, moments: int) -> Traffic:
-    """Return bytes per parameter, for gradients, model params and both moments of so many bytes.
-
-    An fp32 model param is its own main param.
-    """
-    copy = model if model < 4 else 0
-    return {"statistics": grad, "AdamW and write back": grad + 2 * 4 + 2 * moments + copy}
+from peers.given import CLIP, GROWTH_INTERVAL, HYSTERESIS, SCALE, GivenModel, Setup
+from peers.rules import ADAMW, FP32_MOMENTS, RULES, Moments
+from peers.work import UnavailableError, Work
 
 
 class Megascale:
@@ -30,9 +22,10 @@ class Megascale:
 
     def __init__(self, work: Work) -> None:
         asked = work.options.get("backend", "auto")
-        moments: torch.dtype = work.options.get("moments", torch.float32)
-        self.params = work.parameters_with_grads()
-        inner = torch.optim.AdamW(self.params, lr=LR, eps=EPS, weight_decay=WEIGHT_DECAY)
+        rule = RULES[work.options.get("rule", ADAMW)]
+        moments: Moments = work.options.get("moments", FP32_MOMENTS)
+        self.params: list[Tensor] = work.options.get("params") or work.parameters_with_grads()
+        inner = rule.build(self.params)
         start = time.perf_counter()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -42,8 +35,8 @@ class Megascale:
                     bf16=work.dtype == torch.bfloat16,
                     clip_grad=CLIP,
                     backend=asked,
-                    exp_avg_dtype=moments,
-                    exp_avg_sq_dtype=moments,
+                    exp_avg_dtype=moments[0],
+                    exp_avg_sq_dtype=moments[1],
                 )
                 scaler = DynamicGradScaler(SCALE, 1.0, 2.0, 0.5, GROWTH_INTERVAL, HYSTERESIS)
                 self.optimizer = MixedPrecisionOptimizer(inner, config, scaler)
@@ -57,7 +50,7 @@ class Megascale:
             reason = "; ".join(str(warning.message) for warning in caught)
             raise UnavailableError(reason or f"not available: {self.backend_name!r} is taken in its place")
         size = work.dtype.itemsize
-        self.traffic = traffic(size, size, 2 * moments.itemsize)
+        self.traffic = rule.traffic(size, size, moments)
 
     def prepare(self) -> None:
         """Do nothing: the gradients are there, and stay as they are."""
@@ -76,7 +69,7 @@ class OnMainGrads:
 
     def __init__(self, work: Work, build: Any) -> None:
         self.own_grad_bytes = 4
-        self.traffic = traffic(4, work.dtype.itemsize, 8)
+        self.traffic = RULES[ADAMW].traffic(4, work.dtype.itemsize, FP32_MOMENTS)
         setup = Setup(0, 1, work.device, work.dtype, None, {})
         self.contender: ours.Megascale = build(GivenModel(work.tensors, torch.cat(work.grads), setup), setup)
         self.backend_name = self.contender.optimizer.backend.name
@@ -95,7 +88,11 @@ class OnMainGrads:
 
 
 def plain(work: Work) -> Megascale:
-    """Return MixedPrecisionOptimizer. Options "backend" (default "auto") and "moments", their dtype (fp32)."""
+    """Return MixedPrecisionOptimizer.
+
+    Options: "backend" ("auto" unless given), "rule" (of peers.rules.RULES: AdamW), "moments" (their two dtypes: fp32),
+    and "params" that it shares with others, with their gradients (its own).
+    """
     return Megascale(work)
 
 

@@ -68,6 +68,33 @@ def test_step_writes_whole_table_and_rounds(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_matrix_times_every_rule_beside_adamw(tmp_path: Path) -> None:
+    """One row for every rule, dtype and moments that it has; bytes are those that its step must move."""
+    chosen = ("--rules", "adamw,amsgrad,sgd,lion", "--moments", "float32,bfloat16,bfloat16/float32")
+    options = ("--dtypes", "float16,float32", "--tensors", "3", "--out", str(tmp_path / "matrix.md"))
+    text = run("step.py", "--matrix", *chosen, *options)
+    assert (tmp_path / "matrix.md").read_text().strip() == text.strip()
+    found = {tuple(row.values())[:3]: row for row in table(text)}
+    moved = {
+        ("adamw", "float32"): (30, 32),
+        ("adamw", "bfloat16"): (22, 24),
+        ("adamw", "bfloat16/float32"): (26, 28),
+        ("amsgrad", "float32"): (38, 40),
+        ("amsgrad", "bfloat16"): (26, 28),
+        ("amsgrad", "bfloat16/float32"): (34, 36),
+        ("sgd", "none"): (14, 16),
+        ("lion", "float32"): (22, 24),
+        ("lion", "bfloat16"): (18, 20),
+    }
+    dtypes = ("float16", "float32")
+    expected = {(rule, d, m): str(n) for (rule, m), each in moved.items() for d, n in zip(dtypes, each, strict=True)}
+    assert {key: row["bytes / parameter"] for key, row in found.items()} == expected
+    with (tmp_path / "matrix.csv").open() as file:
+        turns = [(row["rule"], row["dtype"], row["moments"], row["turn"]) for row in csv.DictReader(file)]
+    assert turns == [(*key, str(turn)) for key in found for turn in range(6)]
+
+
+@pytest.mark.slow
 def test_sweeps_write_tables_rounds_and_plots(tmp_path: Path) -> None:
     """Each sweep has a row for every point and contender; a point that memory cannot hold says so."""
     lists = ("--tensors", "3", "--parameters", "1e4,1e15", "--tensor-counts", "1,30")
