@@ -71,7 +71,18 @@ def require_unowned(named_parameters: Iterable[tuple[str, torch.Tensor]], remedy
             )
 
 
-def is_under_ddp(param: torch.Tensor) -> bool:
-    """Return whether some DistributedDataParallel reduces the gradient of ``param``. Slow: for an error's message."""
+def find_under_ddp(named_parameters: Iterable[tuple[str, torch.Tensor]]) -> str | None:
+    """Return the name of a parameter whose gradient some DistributedDataParallel reduces too; None if there is none.
+
+    Such a module is known by nobody but itself: this looks at all objects that there are, tens of milliseconds.
+    """
+    names = {id(param): name for name, param in named_parameters}
+    if _name_under_ddp(names) is not None:
+        gc.collect()  # what was dropped reduces nothing
+    return _name_under_ddp(names)
+
+
+def _name_under_ddp(names: dict[int, str]) -> str | None:
     wrappers = [thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel)]
-    return any(param is other for wrapper in wrappers for other in wrapper.parameters())
+    params = (param for wrapper in wrappers for param in wrapper.parameters())
+    return next((names[id(param)] for param in params if id(param) in names), None)

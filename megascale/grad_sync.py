@@ -28,7 +28,7 @@ from megascale.collectives import group_rank, group_size
 from megascale.dtensors import is_dtensor
 from megascale.errors import ArgumentError, ArgumentTypeError, GradientError, UsageError, sparse_gradient
 from megascale.flat_buffer import FlatBucket
-from megascale.grad_hook import GradHook, is_under_ddp, require_unowned
+from megascale.grad_hook import GradHook, find_under_ddp, require_unowned
 from megascale.layout import DEFAULT_BUCKET_NUMEL, ParamSize, build_layouts
 from megascale.parallel import GradGroup, ParallelGroups, is_expert
 
@@ -115,6 +115,12 @@ def check_syncable(params: Mapping[str, nn.Parameter]) -> None:
         params.items(),
         "delete that and all that refers to it, or call its detach() (DistributedOptimizer: grad_sync.detach())",
     )
+    wrapped = find_under_ddp(params.items())
+    if wrapped is not None:
+        raise ArgumentError(
+            f"parameter {wrapped!r} is under a DistributedDataParallel, which would reduce its gradient a second time; "
+            "pass the bare module's parameters, train that, and drop the DistributedDataParallel"
+        )
 
 
 class GradSync:
@@ -183,6 +189,7 @@ class GradSync:
         self._next = 0
         self._settled = 0
         self._finished = False
+        self._ddp_is_absent = False
         self.add(named_parameters)
         if not self.buckets and not self.is_sharded:
             raise ArgumentError("named_parameters has no parameter with requires_grad")
@@ -358,7 +365,7 @@ class GradSync:
 
         The hooks leave no gradient behind: what is there was put there.
         """
-        error: GradientError | None = None
+        error = self._find_ddp()
         for bucket in self.buckets:
             params = bucket.params.values()
             if set(map(type, map(_GRAD, params))) <= {NoneType}:
@@ -371,6 +378,14 @@ class GradSync:
                     self._accumulate(name, param, bucket)
                 error = error or wrong
         return error
+
+    def _find_ddp(self) -> GradientError | None:
+        """Return the error for a DistributedDataParallel that was put around the parameters before the first step."""
+        if self._ddp_is_absent:
+            return None
+        wrapped = find_under_ddp((name, param) for bucket in self.buckets for name, param in bucket.params.items())
+        self._ddp_is_absent = wrapped is None
+        return None if wrapped is None else under_ddp(wrapped)
 
     def _start_next(self) -> None:
         """Start the next bucket's reduction. The order is the same on every rank: that of ``buckets``."""
@@ -405,14 +420,19 @@ def why_not_taken(name: str, param: nn.Parameter, bucket: SyncedBucket) -> Gradi
         return sparse_gradient(name, grad.layout)
     if not bucket.started and name in bucket.fresh and param.requires_grad:
         return None
-    if is_under_ddp(param):
-        return GradientError(
-            f"{name!r} has a second gradient in param.grad, left by a DistributedDataParallel around its module, which "
-            "reduces what was reduced already; train the bare module"
-        )
+    if find_under_ddp([(name, param)]) is not None:
+        return under_ddp(name)
     return GradientError(
         f"{name!r} has a gradient in param.grad that would be ignored: {_misplaced(name, param, bucket)}; put "
         "gradients there before backward or instead of it, or change GradSync.main_grad(param) after finish()"
+    )
+
+
+def under_ddp(name: str) -> GradientError:
+    """Return the error for a parameter that DistributedDataParallel was put around."""
+    return GradientError(
+        f"the gradient of {name!r} is reduced by a DistributedDataParallel around its module too; train the bare "
+        "module, and drop the DistributedDataParallel"
     )
 
 
