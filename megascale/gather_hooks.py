@@ -129,7 +129,7 @@ class _WaitingMethod:
         if self._name == "__getstate__" and isinstance(result, dict):
             return _without_ours(result)
         if self._name == "__deepcopy__" and isinstance(result, nn.Module):
-            result.__dict__.update(_without_ours(result.__dict__))
+            _strip(result)
         return result
 
     def __deepcopy__(self, memo: Any) -> "_WaitingMethod":
@@ -151,6 +151,15 @@ class _CopiedHooks(OrderedDict[int, Any]):
 
 def _is_ours(hook: Any) -> bool:
     return isinstance(getattr(hook, "hook", hook), _Hook)  # torch wraps some hooks
+
+
+def _strip(module: nn.Module) -> None:
+    """Take what came along from a module that copied its attributes itself."""
+    for key in [key for key, value in module.__dict__.items() if isinstance(value, _WaitingMethod)]:
+        del module.__dict__[key]
+    for hooks in (module.__dict__.get(name, {}) for name in HOOK_DICTS):
+        for key in [key for key, hook in hooks.items() if _is_ours(hook)]:
+            del hooks[key]
 
 
 def _without_ours(state: dict[str, Any]) -> dict[str, Any]:
