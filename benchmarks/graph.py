@@ -30,7 +30,8 @@ def optimizer_of(numel: int, tensors: int, backend: str) -> tuple[list[nn.Parame
         params[-1].grad = (value.flip(0) * 1e-4 * SCALE).half()
     config = OptimizerConfig(fp16=True, clip_grad=1.0, backend=backend)
     inner = torch.optim.AdamW(params, lr=torch.tensor(1e-4, dtype=torch.float64, device="cuda"))
-    return params, MixedPrecisionOptimizer(inner, config, DynamicGradScaler(SCALE, 1.0, 2.0, 0.5, 1000, 2))
+    scaler = DynamicGradScaler(SCALE, 1.0, 2.0, 0.5, 1000, 2)
+    return params, MixedPrecisionOptimizer(inner, config, scaler, grads_are_scaled=True)
 
 
 def timed(step: Callable[[], object]) -> float:

@@ -33,6 +33,8 @@ def build_optimizer(
     *,
     groups: ParallelGroups | ProcessGroup | DeviceMesh | None = None,
     overrides: Overrides | None = None,
+    grads_are_scaled: bool = False,
+    replicas_may_differ: bool = False,
 ) -> MixedPrecisionOptimizer:
     """Build param groups, torch optimizer, grad scaler and wrapper: Megatron-Core's ``get_megatron_optimizer``.
 
@@ -48,6 +50,7 @@ def build_optimizer(
         overrides: shell-style name patterns (``fnmatch``, case matters) to options of their param group, applied in
             order on top of the default: ``{"*embed*": {"lr_mult": 0.1}, "*.bias": {"weight_decay": 0.01}}``. Options:
             lr, lr_mult (a factor on lr), weight_decay, betas, eps, momentum.
+        grads_are_scaled, replicas_may_differ: see :class:`MixedPrecisionOptimizer`.
 
     Raises:
         ArgumentError, ArgumentTypeError: for a config without lr, a pattern that matches nothing, an unknown option.
@@ -70,8 +73,16 @@ def build_optimizer(
             modules=modules,
             groups=groups,
             overlap_param_gather=config.overlap_param_gather,
+            grads_are_scaled=grads_are_scaled,
         )
-    return MixedPrecisionOptimizer(inner, config, grad_scaler, groups=groups)
+    return MixedPrecisionOptimizer(
+        inner,
+        config,
+        grad_scaler,
+        groups=groups,
+        grads_are_scaled=grads_are_scaled,
+        replicas_may_differ=replicas_may_differ,
+    )
 
 
 def effective_config(

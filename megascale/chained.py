@@ -15,8 +15,12 @@ from megascale.optimizer_state import LiveState, Plan, load_together
 from megascale.param_shard import ParamShard
 from megascale.sharing import shared_scaler
 from megascale.state_dict import VERSION, check_layout
+from megascale.state_hooks import load_with_hooks, pack_with_hooks
 from megascale.step_recipe import StepRecipe
 from megascale.torch_state_dict import StateDict, StateNames, from_torch_layout, is_read_by_torch, is_torch_layout
+
+SHARED_KEYS = ("grad_scaler", "step_counts", "version")
+"""What every optimizer of a chain saves alike."""
 
 
 class ChainedOptimizer(torch.optim.Optimizer):
@@ -45,9 +49,11 @@ class ChainedOptimizer(torch.optim.Optimizer):
         self.groups = first.groups
         self.device = first.device
         members = [member for optimizer in self.optimizers for member in optimizer.recipe.members]
-        self.recipe = StepRecipe(members, self.groups, first.grad_scaler, first.clip_grad)
+        vouched = all(optimizer.recipe.grads_are_scaled for optimizer in self.optimizers)
+        self.recipe = StepRecipe(members, self.groups, first.grad_scaler, first.clip_grad, grads_are_scaled=vouched)
         for optimizer in self.optimizers:
-            optimizer.recipe.errors = self.recipe.errors  # a load into a member mends the chain's errors, too
+            # A load into one of them mends what the chain has found wrong.
+            optimizer.recipe.errors, optimizer.recipe.watch = self.recipe.errors, self.recipe.watch
         super().__init__(self.param_groups, {})
         self._constructed = True
         self._names()
@@ -128,18 +134,23 @@ class ChainedOptimizer(torch.optim.Optimizer):
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return ``loss * scale``; see :meth:`MixedPrecisionOptimizer.scale_loss`."""
-        return self.optimizers[0].scale_loss(loss)
+        return self.recipe.scale_loss(loss)
 
     def get_loss_scale(self) -> Tensor:
         """Return the current scale: fp32, shape [1], on the device; ones without a scaler."""
-        return self.optimizers[0].get_loss_scale()
+        return self.recipe.get_loss_scale()
 
     # Parameters
 
     @property
     def num_skipped_steps(self) -> Tensor:
-        """Skipped steps since construction: int64, 0-d, on the device."""
+        """Skipped steps, those before a load too: int64, 0-d, on the device."""
         return self.optimizers[0].num_skipped_steps
+
+    @property
+    def num_landed_steps(self) -> Tensor:
+        """Steps that landed, those before a load too: int64, 0-d, on the device."""
+        return self.optimizers[0].num_landed_steps
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -185,6 +196,9 @@ class ChainedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
         """Return the state of all optimizers in the form of one; see :meth:`MixedPrecisionOptimizer.state_dict`."""
+        return pack_with_hooks(self, lambda: self._pack(copy))
+
+    def _pack(self, copy: bool) -> dict[str, Any]:
         parts = [optimizer.state_dict(copy=copy) for optimizer in self.optimizers]
         return StateDict(
             optimizer={
@@ -193,6 +207,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
             },
             main_params={name: main for part in parts for name, main in part["main_params"].items()},
             grad_scaler=parts[0]["grad_scaler"],
+            step_counts=parts[0]["step_counts"],
             version=VERSION,
         )
 
@@ -203,6 +218,9 @@ class ChainedOptimizer(torch.optim.Optimizer):
         Raises:
             StateDictError, MainParamOverflowError: on every rank alike; nothing has changed.
         """
+        load_with_hooks(self, state_dict, lambda given: self._load(given, strict))
+
+    def _load(self, state_dict: dict[str, Any], strict: bool) -> None:
         lives = [optimizer.live_state() for optimizer in self.optimizers]
 
         def plan() -> list[tuple[LiveState, Plan]]:
@@ -262,8 +280,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
                         "param_groups": groups[taken : taken + count] if fits else [],
                     },
                     "main_params": _picked(mains, own),
-                    "grad_scaler": state_dict["grad_scaler"],
-                    "version": state_dict["version"],
+                    **{key: state_dict[key] for key in SHARED_KEYS if key in state_dict},
                 }
             )
             taken += count

@@ -70,6 +70,9 @@ class OptimizerConfig:
     """Largest global L2 norm of the unscaled gradients. 0: no clipping, as without a config."""
     log_num_zeros_in_grad: bool = False
     """Count zero elements of the gradients. Otherwise ``num_zeros_in_grad`` is NaN."""
+    max_consecutive_skips: int | None = None
+    """More steps in a row that are skipped are a SkippedStepsError (ours). None: warnings only, after 32 and at each
+    doubling."""
     backend: str = "auto"
     """Kernels (ours): a name of :data:`megascale.config.BACKENDS`. "auto": the environment variable MEGASCALE_BACKEND,
     else what is fastest here, see :func:`megascale.kernels.select_backend`."""
@@ -109,6 +112,8 @@ class OptimizerConfig:
             raise ArgumentError("fp16 and bf16 are both True; choose one")
         self._validate_loss_scale()
         validate.non_negative("clip_grad", self.clip_grad)
+        if self.max_consecutive_skips is not None:
+            validate.integer("max_consecutive_skips", self.max_consecutive_skips, minimum=1)
         validate.one_of("backend", self.backend, BACKENDS)
         for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
             if getattr(self, name) not in STATE_DTYPES:

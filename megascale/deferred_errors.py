@@ -6,17 +6,20 @@ on an accelerator.
 """
 
 from collections import deque
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from megascale.capture import is_capturing
 from megascale.collectives import group_size, raise_together
-from megascale.errors import MainParamOverflowError, MegascaleError
+from megascale.dtensors import local
+from megascale.errors import MainParamOverflowError, MegascaleError, NonFiniteParamError
 from megascale.grad_stats import GradStats
 from megascale.host_view import HostView
 from megascale.inner_update import Rounded
-from megascale.kernels import stats_dtype
+from megascale.kernels import Statistic, stats_dtype
+from megascale.main_params import MainParam
 from megascale.parallel import ParallelGroups
 
 
@@ -49,25 +52,29 @@ class DeferredErrors:
         self._error = self._error or error
         return self._num_overflowed if self._error is None else self._num_overflowed + 1
 
-    def raise_agreed(self, agreed: GradStats) -> None:
+    def raise_agreed(self, agreed: GradStats) -> dict[Statistic, float] | None:
         """Raise on every rank alike if any had an error, as soon as the host can know.
 
-        While a graph is captured there is nothing to know: :meth:`raise_pending`
-        follows each replay.
+        Returns the statistics that the host can know without waiting: of this step, or of the one before, or None.
+        While a graph is captured there is nothing to know: :meth:`raise_pending` follows each replay.
         """
         self._agreed = agreed
-        if not is_capturing(self._device):
-            self.raise_pending()
+        return None if is_capturing(self._device) else self.raise_pending()
 
-    def raise_pending(self) -> None:
-        """Raise for the errors that were agreed on last, as soon as the host can know."""
-        if self._agreed is None or (self._alone and self._on_host):
-            return
-        seen = self._view.push({"errors": self._agreed.errors})
-        if self._on_host:
-            seen = self._view.flush()
-        if seen is not None and seen["errors"] > 0:
+    def raise_pending(self) -> dict[Statistic, float] | None:
+        """Raise for the errors that were agreed on last, as soon as the host can know. Returns what it knows."""
+        if self._agreed is None:
+            return None
+        seen = self._read(self._agreed.vector)
+        if seen is not None and seen[Statistic.ERRORS] > 0:
             self._raise_together()
+        return seen
+
+    def _read(self, vector: Tensor) -> dict[Statistic, float] | None:
+        if self._on_host:
+            return dict(zip(Statistic, vector.tolist(), strict=True))
+        late = self._view.push_vector([field.name for field in Statistic], vector)
+        return None if late is None else {field: late[field.name] for field in Statistic}
 
     def record_overflows(self, rounded: list[Rounded]) -> None:
         """Remember, on the device, which model params could not hold their main param."""
@@ -89,16 +96,34 @@ class DeferredErrors:
         raise_together(error, self._group)
 
     def _overflow_error(self) -> MegascaleError | None:
-        names = dict.fromkeys(
-            param.name
+        found = {
+            param.name: param
             for rounded in self._rounded
             for one in rounded
             for param, overflowed in zip(one.params, one.overflowed.tolist(), strict=True)
             if overflowed
-        )
-        if not names:
+        }
+        if not found:
             return None
+        if (damage := non_finite_params(found.values())) is not None:
+            return damage
         return MainParamOverflowError(
-            f"main param of {', '.join(map(repr, list(names)[:8]))} is 65520 or more (or NaN), which rounds to inf "
-            "in fp16; the main param is intact: lower the learning rate, add weight decay, or train this model in bf16"
+            f"main param of {_listed(found)} is 65520 or more, which rounds to inf in fp16; the main param is intact: "
+            "lower the learning rate, add weight decay, or train this model in bf16"
         )
+
+
+def non_finite_params(params: Iterable[MainParam]) -> NonFiniteParamError | None:
+    """Return the error that names main params which hold inf or NaN; None if there are none. Reads the device."""
+    names = [param.name for param in params if not bool(torch.isfinite(local(param.main)).all())]
+    if not names:
+        return None
+    return NonFiniteParamError(
+        f"main param of {_listed(names)} holds inf or NaN, and with it every loss and gradient from now on: load a "
+        "checkpoint from before; then look for what wrote it (a learning rate that is NaN or far too large, weights "
+        "that were loaded so)"
+    )
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, list(names)[:8]))

@@ -65,6 +65,7 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
             module that reads another module's parameters without calling it must not be used so.
         broadcast_params: take the first rank's values of parameters that differ between ranks. False: raise.
         elementwise: True vouches for an optimizer that is not torch's.
+        grads_are_scaled: see :class:`MixedPrecisionOptimizer`.
 
     Raises:
         ArgumentError, ArgumentTypeError: on every rank alike, before anything has changed.
@@ -86,6 +87,7 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
         overlap_param_gather: bool = False,
         broadcast_params: bool = False,
         elementwise: bool | None = None,
+        grads_are_scaled: bool = False,
     ) -> None:
         check_arguments(optimizer, config, grad_scaler, sharded=True)
         if config is not None and config.overlap_param_gather and not overlap_param_gather:
@@ -122,6 +124,7 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
                 groups=resolved,
                 named_parameters=names.items(),
                 grad_sync=self.grad_sync,
+                grads_are_scaled=grads_are_scaled,
             )
         except BaseException:  # the traceback may keep this object
             self.grad_sync.detach()

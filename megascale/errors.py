@@ -40,6 +40,14 @@ class MainParamOverflowError(MegascaleError, OverflowError):
     """A main param is finite in fp32 but rounds to inf in its model param's dtype."""
 
 
+class NonFiniteParamError(MegascaleError, ArithmeticError):
+    """A main param holds inf or NaN: every gradient that depends on it does too, and no step lands any more."""
+
+
+class SkippedStepsError(MegascaleError, RuntimeError):
+    """More steps in a row were skipped than ``config.max_consecutive_skips`` allows."""
+
+
 class CheckpointError(MegascaleError, RuntimeError):
     """A checkpoint could not be written or read. Nothing that was live has changed, or the message says what has."""
 

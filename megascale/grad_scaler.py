@@ -44,10 +44,30 @@ class MegatronGradScaler(ABC):
         self.initial_scale = validate.scale("initial_scale", initial_scale)
         self._scale = torch.full((1,), self.initial_scale, dtype=torch.float32, device=device or "cpu")
 
+    _times_asked = 0
+
     @property
     def scale(self) -> Tensor:
-        """The loss scale: fp32, shape [1], on the scaler's device. The live tensor: clone it to keep a value."""
+        """The loss scale: fp32, shape [1], on the scaler's device. The live tensor: clone it to keep a value.
+
+        Read it for each step whose loss it scales: an optimizer takes that for the sign that its gradients are scaled.
+        """
+        self._times_asked += 1
         return self._scale
+
+    @property
+    def live_scale(self) -> Tensor:
+        """The tensor :attr:`scale`, for a reader that does not scale a loss with it."""
+        return self._scale
+
+    def times_asked(self) -> int:
+        """Return how often somebody has read :attr:`scale`."""
+        return self._times_asked
+
+    @property
+    def needs_scaled_loss(self) -> bool:
+        """Whether the host cannot tell that the scale is 1, so that it does not matter who multiplies by it."""
+        return True
 
     @property
     def inv_scale(self) -> Tensor:
@@ -90,6 +110,15 @@ class MegatronGradScaler(ABC):
 class ConstantGradScaler(MegatronGradScaler):
     """A scale that never changes."""
 
+    def __init__(self, initial_scale: float, *, device: torch.device | str | None = None) -> None:
+        super().__init__(initial_scale, device=device)
+        self._on_host = self.initial_scale
+
+    @property
+    def needs_scaled_loss(self) -> bool:
+        """See :class:`MegatronGradScaler`."""
+        return self._on_host != 1.0
+
     def update(self, found_inf: bool | Tensor) -> None:
         """Check the argument; the scale stays."""
         _flag(found_inf, self.device)
@@ -107,7 +136,8 @@ class ConstantGradScaler(MegatronGradScaler):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state. On StateDictError nothing has changed."""
-        self._scale.fill_(self.parse_state_dict(state_dict).scale)
+        self._on_host = self.parse_state_dict(state_dict).scale
+        self._scale.fill_(self._on_host)
 
 
 class DynamicGradScaler(MegatronGradScaler):

@@ -1,6 +1,6 @@
 """What the host may know of the device without waiting for it: values of one step earlier."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,39 +19,52 @@ class HostView:
 
     def push(self, values: Mapping[str, Tensor | float]) -> dict[str, float] | None:
         """Start copying ``values`` (one-element tensors or numbers); return what the previous push held, or None."""
-        previous, self._pending = self._pending, _Copy(values)
-        return previous.read() if previous is not None else None
+        numbers = {name: float(value) for name, value in values.items() if not isinstance(value, Tensor)}
+        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        row = _row_of(list(tensors.values())) if tensors else None
+        return self._push(_Copy(list(values), list(tensors), row, numbers))
+
+    def push_vector(self, names: Sequence[str], vector: Tensor) -> dict[str, float] | None:
+        """Start copying the elements of ``vector``, shape [len(names)]; return what the previous push held, or None."""
+        row = vector.detach().clone() if vector.device.type == "cpu" else vector.detach()
+        return self._push(_Copy(list(names), list(names), row, {}))
 
     def flush(self) -> dict[str, float] | None:
         """Return the last push's values, waiting for them, and forget them."""
-        previous, self._pending = self._pending, None
+        return self._push(None)
+
+    def _push(self, copy: "_Copy | None") -> dict[str, float] | None:
+        previous, self._pending = self._pending, copy
         return previous.read() if previous is not None else None
 
 
-class _Copy:
-    """One copy under way. The buffer lives until it is read."""
+def _row_of(tensors: list[Tensor]) -> Tensor:
+    """Return one-element tensors as one, on the first device that is not the host."""
+    device = next((value.device for value in tensors if value.device.type != "cpu"), torch.device("cpu"))
+    exact = torch.float32 if device.type == "mps" else torch.float64
+    return torch.stack([value.detach().reshape(()).to(device, exact, non_blocking=True) for value in tensors])
 
-    def __init__(self, values: Mapping[str, Tensor | float]) -> None:
-        self._numbers = {name: float(value) for name, value in values.items() if not isinstance(value, Tensor)}
-        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-        self._order = list(values)
-        self._names = list(tensors)
+
+class _Copy:
+    """One copy under way. The buffer lives until it is read.
+
+    Args:
+        order: all names, as they are returned.
+        names: those of the elements of ``row``.
+        numbers: the others, by name.
+    """
+
+    def __init__(self, order: list[str], names: list[str], row: Tensor | None, numbers: dict[str, float]) -> None:
+        self._order = order
+        self._names = names
+        self._numbers = numbers
         self._event: torch.Event | None = None
-        self._buffer: Tensor | None = None
-        if not tensors:
-            return
-        device = next((value.device for value in tensors.values() if value.device.type != "cpu"), torch.device("cpu"))
-        exact = torch.float32 if device.type == "mps" else torch.float64
-        row = torch.stack(
-            [value.detach().reshape(()).to(device, exact, non_blocking=True) for value in tensors.values()]
-        )
-        if device.type == "cpu":
-            self._buffer = row
-            return
-        self._buffer = torch.empty(row.shape, dtype=row.dtype, pin_memory=True)
-        self._buffer.copy_(row, non_blocking=True)
-        self._event = torch.Event(device)
-        self._event.record()
+        self._buffer = row
+        if row is not None and row.device.type != "cpu":
+            self._buffer = torch.empty(row.shape, dtype=row.dtype, pin_memory=True)
+            self._buffer.copy_(row, non_blocking=True)
+            self._event = torch.Event(row.device)
+            self._event.record()
 
     def read(self) -> dict[str, float]:
         if self._event is not None:

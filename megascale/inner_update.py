@@ -21,6 +21,7 @@ from torch import Tensor
 from megascale.config import OptimizerConfig
 from megascale.dtensors import dtensor_like, local
 from megascale.errors import ArgumentError
+from megascale.inner_step import InnerStep
 from megascale.kernel_state import KernelState, StateColumns, has_tensors, number, pair, rate
 from megascale.kernels import (
     AdamHyper,
@@ -221,7 +222,7 @@ class _KernelUpdate(ABC):
         return None
 
     def _hooked(self) -> bool:
-        return bool(self.optimizer._optimizer_step_pre_hooks or self.optimizer._optimizer_step_post_hooks)
+        return self._general.inner_step.is_hooked
 
     def _follow_entries(self) -> None:
         """Forget what was prepared where a parameter's state is another dict than before."""
@@ -383,6 +384,7 @@ class GeneralUpdate:
     def __init__(self, optimizer: torch.optim.Optimizer, backend: Backend) -> None:
         self.optimizer = optimizer
         self.backend = backend
+        self.inner_step = InnerStep(optimizer)
 
     def create_states(self, options: dict[str, Any], params: Sequence[MainParam]) -> None:
         """Widen state of the main param's shape to its dtype. New state is the optimizer's own affair."""
@@ -418,7 +420,7 @@ class GeneralUpdate:
         params = [param for group in groups for param in group.params]
         grads = [grad for group in groups for grad in group.grads]
         with self._on_main_params(params, grads, decision):
-            self.optimizer.step()
+            self.inner_step()
         by_device: defaultdict[torch.device, list[MainParam]] = defaultdict(list)
         for param in params:
             if param.is_copy:

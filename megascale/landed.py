@@ -8,6 +8,7 @@ from torch import Tensor
 from megascale.chained import ChainedOptimizer
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.optimizer import MixedPrecisionOptimizer
+from megascale.step_counter import StepCounter
 
 
 class Landings:
@@ -19,9 +20,9 @@ class Landings:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._name = type(optimizer).__name__
-        self._skips: Tensor | None = None
+        self._counter: StepCounter | None = None
         if isinstance(optimizer, (MixedPrecisionOptimizer, ChainedOptimizer)):
-            self._skips = optimizer.num_skipped_steps
+            self._counter = optimizer.recipe.members[0].counter
         self._remember()
 
     def landed(self, success: Tensor | bool | None) -> Tensor | bool:
@@ -36,23 +37,21 @@ class Landings:
         return answer
 
     def _counted(self) -> Tensor:
-        if self._skips is None or self._skips_seen is None:
+        if self._counter is None or self._skips_seen is None:
             raise UsageError(
                 f"{self._name} does not tell on the device whether its steps land; pass success=..., or build this on "
                 "the megascale optimizer that wraps it"
             )
-        steps = self._skips._version - self._version_seen
+        steps = self._counter.steps - self._steps_seen
         if steps == 0:
             raise UsageError(
-                f"no step of {self._name} since the last call; call it after optimizer.step(), or pass success=... "
-                "(a StepGraph's replays are not seen from here: pass its result's success)"
+                f"no step of {self._name} since the last call; call it after optimizer.step(), or pass success=..."
             )
-        return self._skips - self._skips_seen < steps
+        return self._counter.skips - self._skips_seen < steps
 
     def _remember(self) -> None:
-        # Every step adds to the counter in place, a zero if it lands: its version counts the steps on the host.
-        self._version_seen = 0 if self._skips is None else self._skips._version
-        self._skips_seen = None if self._skips is None else self._skips.clone()
+        self._steps_seen = 0 if self._counter is None else self._counter.steps
+        self._skips_seen = None if self._counter is None else self._counter.skips.clone()
 
 
 def _checked(success: Any) -> Tensor | bool:

@@ -20,6 +20,7 @@ from megascale.main_params import MainParams, ReplicatedMainParams
 from megascale.optimizer_state import LiveState, load_together
 from megascale.parallel import ParallelGroups
 from megascale.param_shard import ParamShard
+from megascale.state_hooks import load_with_hooks, pack_with_hooks
 from megascale.step_member import StepMember
 from megascale.step_recipe import StepRecipe
 from megascale.step_recipe import StepResult as StepResult
@@ -44,6 +45,9 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             ``param_names`` (torch sets them when the optimizer was built from named parameters), else positions.
         grad_sync: accumulates and reduces the gradients, in place of DistributedDataParallel. Its parameters are
             updated from their main grads; one that no rank has used is updated with a gradient of zeros.
+        grads_are_scaled: True vouches that gradients are multiplied by the scale where nobody asks for it here: neither
+            :meth:`scale_loss` nor :meth:`get_loss_scale` nor ``grad_scaler.scale`` is called between two steps.
+        replicas_may_differ: True lets ranks that hold the same parameters update them from different gradients.
 
     Raises:
         ArgumentError, ArgumentTypeError: for an argument that does not fit, naming it.
@@ -60,6 +64,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         groups: ParallelGroups | ProcessGroup | DeviceMesh | None = None,
         named_parameters: Iterable[tuple[str, Tensor]] | None = None,
         grad_sync: GradSync | None = None,
+        grads_are_scaled: bool = False,
+        replicas_may_differ: bool = False,
     ) -> None:
         main_params = self._make_main_params({id(param): name for name, param in named_parameters or ()})
         check_arguments(optimizer, config, grad_scaler, sharded=main_params.is_sharded)
@@ -75,9 +81,17 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self.device = _device_of(optimizer)
         self.backend = select_backend(self.config.backend, self.device)
         self._member = StepMember(
-            optimizer, self.config, self.groups, self.backend, self.device, main_params, grad_sync
+            optimizer,
+            self.config,
+            self.groups,
+            self.backend,
+            self.device,
+            main_params,
+            grad_sync,
+            replicas_may_differ=validate.flag("replicas_may_differ", replicas_may_differ),
         )
-        self.recipe = StepRecipe([self._member], self.groups, None, self.config.clip_grad)
+        vouched = validate.flag("grads_are_scaled", grads_are_scaled)
+        self.recipe = StepRecipe([self._member], self.groups, None, self.config.clip_grad, grads_are_scaled=vouched)
         self.grad_scaler = None if grad_scaler is None else grad_scaler.to(self.device)
         if self.grad_scaler is not None:
             self.grad_scaler.backend = self.backend
@@ -95,11 +109,12 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         """Take one step with the gradients that backward left, or skip it on every rank alike.
 
         Raises:
-            UsageError: for a closure.
+            UsageError: for a closure; for gradients of a loss that nobody has scaled, or that differ between ranks
+                which hold the same parameters.
             GradientError: for a sparse gradient, naming the parameter.
             MainParamOverflowError: where a main param has outgrown fp16, naming the parameter.
 
-        All ranks raise these two at the same step: at once, or one step late where knowing it would stall the device.
+        All ranks raise at the same step: at once, or one step late where knowing it would stall the device.
         """
         if closure is not None:
             raise UsageError("step() takes no closure: run forward and backward first, with the loss from scale_loss()")
@@ -147,8 +162,13 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     @property
     def num_skipped_steps(self) -> Tensor:
-        """Skipped steps since construction: int64, 0-d, on the device."""
-        return self._member.num_skipped_steps
+        """Skipped steps, those before a load too: int64, 0-d, on the device."""
+        return self._member.counter.skipped
+
+    @property
+    def num_landed_steps(self) -> Tensor:
+        """Steps that landed, those before a load too: int64, 0-d, on the device."""
+        return self._member.counter.landed
 
     @property
     def grad_scaler(self) -> MegatronGradScaler | None:
@@ -175,17 +195,15 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     # The loss
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Return ``loss * scale`` in at least fp32, as fp16 could overflow. Without a scaler: the loss itself."""
-        if self.grad_scaler is None:
-            return loss
-        scale = self.grad_scaler.scale.reshape(()).to(loss.device, non_blocking=True)
-        return loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale
+        """Return ``loss * scale`` in at least fp32, as fp16 could overflow. Without a scaler: the loss itself.
+
+        Raises ArgumentTypeError for a loss that is no tensor: it has no gradients.
+        """
+        return self.recipe.scale_loss(loss)
 
     def get_loss_scale(self) -> Tensor:
         """Return the current scale: fp32, shape [1], on the device; ones without a scaler."""
-        if self.grad_scaler is None:
-            return torch.ones(1, dtype=torch.float32, device=self.device)
-        return self.grad_scaler.scale.clone()
+        return self.recipe.get_loss_scale()
 
     # Parameters
 
@@ -241,7 +259,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         for param in self._member.main_params:
             if param.is_copy:
                 param.reload()
-        self.recipe.errors.clear()
+        self.recipe.begin_anew()
 
     # State
 
@@ -251,13 +269,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         The functions of ``torch.distributed.checkpoint.state_dict`` take it too; see :mod:`megascale.torch_state_dict`.
         ``copy=False`` returns live tensors instead of copies: for a caller that writes them out before the next step.
         """
-        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
-            pre_hook(self)
         self._member.follow()
-        packed = self.live_state().pack(copy=copy)
-        for post_hook in self._optimizer_state_dict_post_hooks.values():
-            packed = post_hook(self, packed) or packed
-        return packed
+        return pack_with_hooks(self, lambda: self.live_state().pack(copy=copy))
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
@@ -270,19 +283,18 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         Raises:
             StateDictError, MainParamOverflowError: on every rank alike; nothing has changed.
         """
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = pre_hook(self, state_dict) or state_dict
+        load_with_hooks(self, state_dict, lambda given: self._load(given, strict))
+
+    def _load(self, state_dict: dict[str, Any], strict: bool) -> None:
         self._member.follow()
         live = self.live_state()
         load_together(lambda: [(live, live.plan(state_dict, strict=strict))], self.groups.grad_stats)
         self.forget_step()
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
 
     def forget_step(self) -> None:
         """Drop what is left of a step: main params have been replaced."""
         self._member.ready = None
-        self.recipe.errors.clear()
+        self.recipe.begin_anew()
 
     def check_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
         """Raise StateDictError as :meth:`load_state_dict` would, as far as that takes no tensor's values.
@@ -298,8 +310,14 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     def live_state(self) -> LiveState:
         """Return references to everything that a state dict covers."""
+        member = self._member
         return LiveState(
-            self.param_groups, self.optimizer.state, self._member.main_params, self._member.update, self.grad_scaler
+            self.param_groups,
+            self.optimizer.state,
+            member.main_params,
+            member.update,
+            self.grad_scaler,
+            member.counter,
         )
 
     def __getstate__(self) -> dict[str, Any]:

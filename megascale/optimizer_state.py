@@ -16,6 +16,7 @@ from megascale.grad_scaler import MegatronGradScaler
 from megascale.inner_update import InnerUpdate
 from megascale.main_params import HALF_DTYPES, MainParams
 from megascale.param_shard import ParamShard
+from megascale.step_counter import StepCounter, parse_counts
 from megascale.torch_state_dict import StateDict, from_torch_layout, is_torch_layout
 
 
@@ -27,6 +28,7 @@ class Plan:
     main_params: list[tuple[nn.Parameter, str, Tensor]] = field(default_factory=list)
     states: list[tuple[nn.Parameter, dict[str, Any]]] = field(default_factory=list)
     scaler: Mapping[str, Any] | None = None
+    step_counts: Mapping[str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class LiveState:
     main_params: MainParams
     update: InnerUpdate
     grad_scaler: MegatronGradScaler | None
+    counter: StepCounter
 
     def pack(self, *, copy: bool) -> dict[str, Any]:
         """Return the state dict; see :mod:`megascale.state_dict`."""
@@ -64,6 +67,7 @@ class LiveState:
             optimizer={"state": states, "param_groups": groups},
             main_params=mains,
             grad_scaler={} if self.grad_scaler is None else self.grad_scaler.state_dict(),
+            step_counts=self.counter.state_dict(),
             version=portable_state.VERSION,
         )
 
@@ -105,6 +109,7 @@ class LiveState:
         for index, group in enumerate(groups):
             portable_state.loadable_options(group, index)
         self._plan_scaler(state_dict["grad_scaler"], strict)
+        _planned_counts(state_dict)
 
     def _params(self) -> list[nn.Parameter]:
         return [param for group in self.param_groups for param in group["params"]]
@@ -132,7 +137,8 @@ class LiveState:
         """Copy what a checked state dict holds. Raises MainParamOverflowError."""
         states, groups = state_dict["optimizer"]["state"], state_dict["optimizer"]["param_groups"]
         mains = state_dict["main_params"]
-        plan = Plan(scaler=self._plan_scaler(state_dict["grad_scaler"], strict))
+        scaler = self._plan_scaler(state_dict["grad_scaler"], strict)
+        plan = Plan(scaler=scaler, step_counts=_planned_counts(state_dict))
         if len(groups) == len(self.param_groups):
             plan.options = [
                 (live, portable_state.loadable_options(given, index))
@@ -210,10 +216,17 @@ class LiveState:
             self.update.create_states(group, params)
         if plan.scaler is not None and self.grad_scaler is not None:
             self.grad_scaler.load_state_dict(plan.scaler)
+        if plan.step_counts is not None:
+            self.counter.load_state_dict(plan.step_counts)
 
     def _trained(self) -> Sequence[Sequence[Any]]:
         self.main_params.follow(self.param_groups)
         return self.main_params.ordered
+
+
+def _planned_counts(state_dict: Mapping[str, Any]) -> Mapping[str, int] | None:
+    """Return the counts of steps, which older state dicts do not have."""
+    return parse_counts(state_dict["step_counts"]) if "step_counts" in state_dict else None
 
 
 def load_together(plan: Callable[[], Sequence[tuple[LiveState, Plan]]], group: ProcessGroup | None) -> None:

@@ -16,7 +16,16 @@ from megascale.grad_hook import owner_of, require_unowned
 from megascale.grad_stats import Holders
 from megascale.grad_sync import GradSync
 from megascale.inner_update import GroupUpdate
-from megascale.kernels import MemoryRecord, TensorList, is_plain, memory_fault, plain, same_objects, stats_dtype
+from megascale.kernels import (
+    GradWeights,
+    MemoryRecord,
+    TensorList,
+    is_plain,
+    memory_fault,
+    plain,
+    same_objects,
+    stats_dtype,
+)
 from megascale.main_params import Batch, MainParam, MainParams
 from megascale.parallel import ParallelGroups
 
@@ -40,13 +49,13 @@ class Collected:
     Attributes:
         updates: per param group, what the update needs.
         grads: all local gradients, in the order of ``updates``.
-        weights: shape [len(grads)], what each gradient's sums count.
+        weights: what each gradient's statistics count.
         error: what makes a step of this rank impossible; the lists are empty then.
     """
 
     updates: list[GroupUpdate]
     grads: TensorList
-    weights: Tensor
+    weights: GradWeights
     error: MegascaleError | None
 
 
@@ -60,11 +69,13 @@ class ReadyGrads:
         grad_sync: GradSync | None = None,
         *,
         sharded: bool = False,
+        replicas_may_differ: bool = False,
     ) -> None:
         self._grad_sync = grad_sync
+        self._replicas_may_differ = replicas_may_differ
         self._holders = Holders(groups, sharded=sharded)
         self._device = device
-        self._weights: tuple[list[MainParam], Tensor] | None = None
+        self._weights: tuple[list[MainParam], GradWeights] | None = None
         self._owned: WeakKeyDictionary[Batch, list[int]] = WeakKeyDictionary()
         self._kept: WeakKeyDictionary[Batch, _MainGrads] = WeakKeyDictionary()
         self._measured: tuple[list[Batch], tuple[list[MainParam], TensorList]] | None = None
@@ -76,7 +87,7 @@ class ReadyGrads:
         if self._is_taken_elsewhere(param):
             require_unowned([(param.name, param.model)], REMEDY)
         try:
-            self._holders.weight(param.model)
+            self._holders.of(param.model)
         except ArgumentError as error:
             raise ArgumentError(f"parameter {param.name!r}: {error}") from None
 
@@ -214,11 +225,25 @@ class ReadyGrads:
         """Return whether a live GradSync, not the one that was given, takes the gradients of ``param``."""
         return owner_of(param.model) not in (None, self._grad_sync)
 
-    def _weigh(self, params: list[MainParam]) -> Tensor:
+    def _weigh(self, params: list[MainParam]) -> GradWeights:
         if self._weights is None or not same_objects(self._weights[0], params):
-            weights = [self._holders.weight(param.model) for param in params]
-            self._weights = (params, torch.tensor(weights, dtype=stats_dtype(self._device), device=self._device))
+            holdings = [self._holders.of(param.model) for param in params]
+            contrasts = [
+                holding.contrast if self._is_compared(param) else 0.0
+                for param, holding in zip(params, holdings, strict=True)
+            ]
+            shares = self._column([holding.share for holding in holdings])
+            self._weights = (params, GradWeights(shares, self._column(contrasts) if any(contrasts) else None))
         return self._weights[1]
+
+    def _is_compared(self, param: MainParam) -> bool:
+        """Whether replicas of the gradient are compared: not of one that was reduced here."""
+        if self._replicas_may_differ:
+            return False
+        return self._grad_sync is None or self._grad_sync.main_grad(param.model) is None
+
+    def _column(self, values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=stats_dtype(self._device), device=self._device)
 
 
 def _misplaced(name: str) -> GradientError:

@@ -1,7 +1,9 @@
 """The optimizer's state as a named, flat, portable dict, and the checks of one that comes in.
 
 ``{"optimizer": {"state": {name: {...}}, "param_groups": [...]}, "main_params": {name: tensor}, "grad_scaler": {...},
-"version": 1}`` holds tensors and primitives only. A load is planned in full before anything changes.
+"step_counts": {"landed": int, "skipped": int}, "version": 1}`` holds tensors and primitives only. Without
+``step_counts``, as older ones and those of other systems are, a state dict leaves the counts as they are. A load is
+planned in full before anything changes.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence

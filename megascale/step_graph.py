@@ -73,6 +73,8 @@ class StepGraph:
         self._module.current_stream(device).wait_stream(stream)
         self._grads = self._grad_pointers()
         self._layout = optimizer.recipe.memory_layout()
+        if forward_backward is None:
+            optimizer.get_loss_scale()  # whoever writes the gradients knows it
         self._graph = self._module.CUDAGraph()
         with self._module.graph(self._graph):
             self.output = self._run_forward_backward()

@@ -16,6 +16,7 @@ from megascale.kernels import Backend, Decision, TensorList
 from megascale.main_params import Batch, MainParam, MainParams
 from megascale.parallel import ParallelGroups
 from megascale.ready_grads import Collected, ReadyGrads, checked_grads
+from megascale.step_counter import StepCounter
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class StepMember:
         backend: for all passes over memory.
         device: where decisions live.
         main_params: where main params and state live.
-        grad_sync: see :class:`megascale.MixedPrecisionOptimizer`.
+        grad_sync, replicas_may_differ: see :class:`megascale.MixedPrecisionOptimizer`.
     """
 
     def __init__(
@@ -53,6 +54,8 @@ class StepMember:
         device: torch.device,
         main_params: MainParams,
         grad_sync: GradSync | None,
+        *,
+        replicas_may_differ: bool = False,
     ) -> None:
         self.optimizer = optimizer
         self.config = config
@@ -61,9 +64,11 @@ class StepMember:
         self.main_params = main_params
         self.grad_sync = grad_sync
         self.update = select_update(optimizer, backend, config)
-        self.num_skipped_steps = torch.zeros((), dtype=torch.int64, device=device)
+        self.counter = StepCounter(device)
         self.ready: ReadyStep | None = None
-        self._ready_grads = ReadyGrads(groups, device, grad_sync, sharded=main_params.is_sharded)
+        self._ready_grads = ReadyGrads(
+            groups, device, grad_sync, sharded=main_params.is_sharded, replicas_may_differ=replicas_may_differ
+        )
 
     # Before the decision
 
@@ -103,12 +108,13 @@ class StepMember:
         except MegascaleError as error:
             return self._ready_grads.failed(error)
 
-    def measure(self, collected: Collected, errors: Tensor) -> GradStats:
-        """Return this rank's statistics of its own gradients. ``errors``: 0-d, what this rank has to report."""
+    def measure(self, collected: Collected, errors: Tensor, scaled: bool) -> GradStats:
+        """Return this rank's statistics of its own gradients; see :func:`megascale.grad_stats.measure`."""
         return grad_stats.measure(
             collected.grads,
             collected.weights,
             errors,
+            scaled,
             backend=self.backend,
             count_zeros=self.config.log_num_zeros_in_grad,
             device=self.device,

@@ -8,15 +8,19 @@ import torch
 from torch import Tensor
 
 from megascale import grad_stats
-from megascale.deferred_errors import DeferredErrors
-from megascale.errors import MegascaleError, UsageError
+from megascale.capture import is_capturing
+from megascale.collectives import group_size, raise_together
+from megascale.deferred_errors import DeferredErrors, non_finite_params
+from megascale.errors import ArgumentTypeError, MegascaleError, UsageError
 from megascale.grad_scaler import MegatronGradScaler
 from megascale.grad_stats import GradStats
 from megascale.kernels import Decision
 from megascale.parallel import ParallelGroups
 from megascale.ready_grads import Collected
 from megascale.spans import span
+from megascale.step_checks import Statistics, check_usage, unscaled_loss
 from megascale.step_member import ReadyStep, StepMember
+from megascale.step_watch import StepWatch
 
 
 class StepResult(NamedTuple):
@@ -43,6 +47,7 @@ class StepRecipe:
         groups: who agrees.
         grad_scaler: of the loss; None: it is not scaled.
         clip_grad: largest norm of the unscaled gradients of all members together; 0: no clipping.
+        grads_are_scaled: the caller vouches for gradients of a scaled loss, though nobody asks for the scale.
     """
 
     def __init__(
@@ -51,29 +56,58 @@ class StepRecipe:
         groups: ParallelGroups,
         grad_scaler: MegatronGradScaler | None,
         clip_grad: float,
+        *,
+        grads_are_scaled: bool = False,
     ) -> None:
         self.members = list(members)
         self.groups = groups
         self.grad_scaler = grad_scaler
         self.clip_grad = clip_grad
         self.errors = DeferredErrors(groups, members[0].device)
+        self.grads_are_scaled = grads_are_scaled
+        self.watch = StepWatch(members[0].config.max_consecutive_skips)
         self._backend = members[0].backend
         self._is_held = False  # whether the caller has had its turn since the decision
+        self._times_asked = 0
+
+    # The loss
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """Return ``loss * scale`` in at least fp32, as fp16 could overflow. Without a scaler: the loss itself."""
+        if not isinstance(loss, Tensor):
+            raise ArgumentTypeError(
+                f"loss must be a tensor with its graph, got {loss!r} of type {type(loss).__name__}; scale what the "
+                "loss function returned, not loss.item()"
+            )
+        if self.grad_scaler is None:
+            return loss
+        scale = self.grad_scaler.scale.reshape(()).to(loss.device, non_blocking=True)
+        return loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale
+
+    def get_loss_scale(self) -> Tensor:
+        """Return the current scale: fp32, shape [1], on the device; ones without a scaler."""
+        if self.grad_scaler is None:
+            return torch.ones(1, dtype=torch.float32, device=self.members[0].device)
+        return self.grad_scaler.scale.clone()
 
     # The first half
 
     @torch.no_grad()
     def prepare(self, error: MegascaleError | None = None) -> Decision:
         """Finish, measure, agree, decide, rescale. ``error``: what this rank found already; all ranks raise it."""
-        collected, stats = self._measure(error)
+        scaled = self._is_loss_scaled()
+        if not scaled and group_size(self.groups.grad_stats) == 1:
+            error = error or unscaled_loss()
+        collected, stats = self._measure(error, scaled=scaled)
         with span("agree"):
             stats = grad_stats.agree(stats, self.groups)
-        self.errors.raise_agreed(stats)
+        self._check(self.errors.raise_agreed(stats))
         with span("decide"):
             decision = self._decide(stats)
         with span("rescale"):
             if self.grad_scaler is not None:
                 self.grad_scaler.update(decision.found_inf)
+                self._times_asked = self.grad_scaler.times_asked()
         for member, own in zip(self.members, collected, strict=True):
             member.ready = ReadyStep(own.updates, decision)
         return decision
@@ -112,8 +146,7 @@ class StepRecipe:
         with span("update"):
             rounded = [one for member, own in zip(self.members, ready, strict=True) for one in member.apply(own)]
             self.errors.record_overflows(rounded)
-        for member in self.members:
-            member.num_skipped_steps.add_(decision.found_inf.to(torch.int64))
+        self._count(decision)
         with span("gather"):
             self._end_step()
         self.errors.raise_local()
@@ -125,12 +158,17 @@ class StepRecipe:
             member.ready = None
         self._is_held = False
 
+    def begin_anew(self) -> None:
+        """Forget what was found wrong: main params have been replaced."""
+        self.errors.clear()
+        self.watch.clear()
+
     # For a graph that holds the step
 
     @torch.no_grad()
     def rehearse(self) -> None:
         """Run a step that changes nothing but reduced gradients: kernels are compiled, and buffers made, by it."""
-        collected, stats = self._measure(None)
+        collected, stats = self._measure(None, scaled=True)
         decision = self._decide(grad_stats.agree(stats, self.groups))
         skip = replace(decision, found_inf=torch.ones_like(decision.found_inf))
         for member, own in zip(self.members, collected, strict=True):
@@ -143,7 +181,9 @@ class StepRecipe:
 
     def after_replay(self) -> None:
         """Raise what a replayed step found out, as a step on an accelerator does: one step late."""
-        self.errors.raise_pending()
+        for member in self.members:
+            member.counter.steps += 1
+        self._check(self.errors.raise_pending())
 
     def why_not_capturable(self) -> str | None:
         """Return why a step cannot be part of a device's graph; None where it can."""
@@ -151,20 +191,46 @@ class StepRecipe:
 
     # Parts
 
-    def _measure(self, error: MegascaleError | None) -> tuple[list[Collected], GradStats]:
+    def _is_loss_scaled(self) -> bool:
+        """Return whether the gradients can be those of a scaled loss, as far as this rank knows.
+
+        Of a pipeline only the last stage has a loss. Several optimizers may share a scaler: each remembers for itself.
+        """
+        if self.grad_scaler is None or self.grads_are_scaled:
+            return True
+        return self.grad_scaler.times_asked() != self._times_asked or not self.grad_scaler.needs_scaled_loss
+
+    def _check(self, agreed: Statistics | None) -> None:
+        """Raise what the host now knows of a step to be wrong."""
+        if agreed is not None:
+            check_usage(agreed)
+            self.watch.observe(agreed, self._raise_damage)
+
+    def _raise_damage(self) -> None:
+        """Raise on every rank alike if a main param of any holds inf or NaN."""
+        params = (param for member in self.members for param in member.main_params)
+        raise_together(non_finite_params(params), self.groups.grad_stats)
+
+    def _measure(self, error: MegascaleError | None, *, scaled: bool) -> tuple[list[Collected], GradStats]:
         """Return what each member will update, and this rank's statistics of all of it."""
         with span("finish"):
             collected = [member.collect() for member in self.members]
         with span("measure"):
             found = next((one.error for one in collected if one.error is not None), error)
             errors = self.errors.as_statistic(found)
-            stats = [member.measure(own, errors) for member, own in zip(self.members, collected, strict=True)]
+            stats = [member.measure(own, errors, scaled) for member, own in zip(self.members, collected, strict=True)]
         return collected, stats[0] if len(stats) == 1 else grad_stats.combined(stats)
 
     def _decide(self, stats: GradStats) -> Decision:
         """Decide with the scale that scaled this step's loss."""
-        scale = None if self.grad_scaler is None else self.grad_scaler.scale
+        scale = None if self.grad_scaler is None else self.grad_scaler.live_scale
         return self._backend.decide(stats.vector, scale, self.clip_grad)
+
+    def _count(self, decision: Decision) -> None:
+        """Count this step. A captured one is counted on the device only; its replays are counted on the host."""
+        for member in self.members:
+            member.counter.skips.add_(decision.found_inf.to(torch.int64))
+            member.counter.steps += not is_capturing(member.device)
 
     def _ready(self, without: str) -> list[ReadyStep]:
         """Return the members' ready steps. Raises UsageError saying ``without`` if there are none."""

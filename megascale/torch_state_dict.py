@@ -9,6 +9,8 @@ beside it goes where those functions carry it: into every parameter's state, nex
   scaler's.
 - ``num_states``: 0-d int64, how many entries the wrapped optimizer has for the parameter. Some of those functions drop
   entries that they do not find in the live optimizer; then this number tells.
+- ``step_counts_landed``, ``step_counts_skipped``: 0-d int64. An older checkpoint lacks them: read it with
+  ``DefaultLoadPlanner(allow_partial_load=True)``.
 """
 
 import sys
@@ -27,7 +29,14 @@ MAIN_PARAM = "main_param"
 NUM_STATES = "num_states"
 SCALER_KEYS = ("scale", "growth_tracker", "hysteresis_tracker")
 SCALER_PREFIX = "grad_scaler_"
-ADDED = (MAIN_PARAM, NUM_STATES, *(SCALER_PREFIX + key for key in SCALER_KEYS))
+COUNT_KEYS = ("landed", "skipped")
+COUNT_PREFIX = "step_counts_"
+ADDED = (
+    MAIN_PARAM,
+    NUM_STATES,
+    *(SCALER_PREFIX + key for key in SCALER_KEYS),
+    *(COUNT_PREFIX + key for key in COUNT_KEYS),
+)
 
 
 class StateDict(dict[str, Any]):
@@ -91,12 +100,13 @@ def to_torch_layout(own: Mapping[str, Any]) -> dict[str, Any]:
     scaler = {
         SCALER_PREFIX + key: torch.as_tensor(value).reshape(()).cpu() for key, value in own["grad_scaler"].items()
     }
+    counts = {COUNT_PREFIX + key: torch.tensor(value) for key, value in own.get("step_counts", {}).items()}
     state: dict[int, Any] = {}
     for name, position in positions.items():
         entries = own["optimizer"]["state"][name]
         if taken := sorted(set(entries) & set(ADDED)):
             raise StateDictError(f"optimizer state of {name!r} has entries called {taken}, names that megascale needs")
-        state[position] = dict(entries) | scaler | {NUM_STATES: torch.tensor(len(entries))}
+        state[position] = dict(entries) | scaler | counts | {NUM_STATES: torch.tensor(len(entries))}
         if name in own["main_params"]:
             state[position][MAIN_PARAM] = own["main_params"][name]
     groups = [
@@ -133,6 +143,7 @@ def from_torch_layout(given: Mapping[str, Any], live: Mapping[str, Any], *, stri
         raise StateDictError(f"state dict holds state of {unknown[:8]}, which none of its param groups has")
     states, mains = dict(live["optimizer"]["state"]), dict(live["main_params"])
     scalers: list[dict[str, Any]] = []
+    counts: list[dict[str, Any]] = []
     for key, entries in given["state"].items():
         name = names[key]
         # What a flattened state dict lacks, torch's functions make an empty dict.
@@ -140,11 +151,13 @@ def from_torch_layout(given: Mapping[str, Any], live: Mapping[str, Any], *, stri
         states[name] = {what: value for what, value in there.items() if what not in ADDED}
         _check_whole(name, states[name], there.get(NUM_STATES))
         scalers.append({what: there[SCALER_PREFIX + what] for what in SCALER_KEYS if SCALER_PREFIX + what in there})
+        counts.append({what: there[COUNT_PREFIX + what] for what in COUNT_KEYS if COUNT_PREFIX + what in there})
         if MAIN_PARAM in there:
             mains[name] = there[MAIN_PARAM]
         elif strict and name in mains:
             raise _plain(f"no {MAIN_PARAM!r} of {name!r}")
-    scaler = _one_scaler(scalers)
+    scaler = _one_of_all(scalers, SCALER_PREFIX)
+    step_counts = _one_of_all(counts, COUNT_PREFIX)
     if strict and scalers and live["grad_scaler"] and not scaler:
         raise _plain("no state of the grad scaler")
     return {
@@ -152,7 +165,7 @@ def from_torch_layout(given: Mapping[str, Any], live: Mapping[str, Any], *, stri
         "main_params": mains,
         "grad_scaler": scaler if scalers else live["grad_scaler"],
         "version": live["version"],
-    }
+    } | ({"step_counts": step_counts} if step_counts else {})
 
 
 def _check(given: Mapping[str, Any]) -> None:
@@ -193,17 +206,17 @@ def _check_whole(name: str, entries: Mapping[str, Any], expected: Any) -> None:
         )
 
 
-def _one_scaler(scalers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the scaler's state, of which every parameter has a copy. Raises StateDictError if copies differ."""
-    if not scalers or not scalers[0]:
+def _one_of_all(every: Sequence[Mapping[str, Any]], prefix: str) -> dict[str, Any]:
+    """Return what every parameter has a copy of, such as the scaler's state. Raises StateDictError if copies differ."""
+    if not every or not every[0]:
         return {}
     found: dict[str, Any] = {}
-    for key in scalers[0]:
-        copies = [torch.as_tensor(scaler[key]) for scaler in scalers if key in scaler]
+    for key in every[0]:
+        copies = [torch.as_tensor(one[key]) for one in every if key in one]
         values = set(torch.stack([copy.detach().cpu().reshape(()) for copy in copies]).tolist())
-        if len(values) > 1 or len(copies) != len(scalers):
+        if len(values) > 1 or len(copies) != len(every):
             raise StateDictError(
-                f"the parameters of the state dict have several values of {SCALER_PREFIX + key!r}, {sorted(values)[:4]}"
+                f"the parameters of the state dict have several values of {prefix + key!r}, {sorted(values)[:4]}"
                 "; they are not of one step"
             )
         [found[key]] = values

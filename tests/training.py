@@ -86,19 +86,22 @@ def grad_of(param: Tensor) -> Tensor:
 def wrap(
     module: nn.Module, inner: Inner = INNER["adamw_fused"], scale: float | None = 2.0**10, **options: Any
 ) -> MixedPrecisionOptimizer:
-    """Wrap ``module``'s parameters: dynamic scale with window 4 and hysteresis 1 (``scale`` None: no scaler)."""
+    """Wrap ``module``'s parameters: dynamic scale with window 4 and hysteresis 1 (``scale`` None: no scaler).
+
+    Gradients are vouched for: tests write them by hand.
+    """
     scaler = None if scale is None else DynamicGradScaler(scale, 1.0, 2.0, 0.5, 4, 1)
     dtypes = {p.dtype for p in module.parameters()}
     fp16 = torch.float16 in dtypes
     config = OptimizerConfig(fp16=fp16, bf16=torch.bfloat16 in dtypes and not fp16, **({"clip_grad": 0.0} | options))
-    return MixedPrecisionOptimizer(inner(module), config, scaler)
+    return MixedPrecisionOptimizer(inner(module), config, scaler, grads_are_scaled=True)
 
 
 def constant(module: nn.Module, inner: Inner, scale: float, **options: Any) -> MixedPrecisionOptimizer:
     """Wrap ``module``'s parameters with a constant scale."""
     fp16 = any(p.dtype == torch.float16 for p in module.parameters())
     config = OptimizerConfig(fp16=fp16, bf16=not fp16, **({"clip_grad": 0.0} | options))
-    return MixedPrecisionOptimizer(inner(module), config, ConstantGradScaler(scale))
+    return MixedPrecisionOptimizer(inner(module), config, ConstantGradScaler(scale), grads_are_scaled=True)
 
 
 def set_grads(module: nn.Module, seed: int, scale: float = 1.0) -> None:

@@ -48,7 +48,13 @@ def sharded(model: GivenModel, setup: Setup) -> Megascale:
     """Return DistributedOptimizer. Option "grad_dtype": of main grads and of what travels."""
     inner, config, scaler = _parts(model, setup)
     optimizer = DistributedOptimizer(
-        inner, config, scaler, modules=model, grad_dtype=setup.options.get("grad_dtype"), **_bucket(setup)
+        inner,
+        config,
+        scaler,
+        modules=model,
+        grad_dtype=setup.options.get("grad_dtype"),
+        grads_are_scaled=True,
+        **_bucket(setup),
     )
     return Megascale(model, optimizer, optimizer.grad_sync)
 
@@ -57,4 +63,5 @@ def replicated(model: GivenModel, setup: Setup) -> Megascale:
     """Return MixedPrecisionOptimizer with GradSync: every rank has all main params."""
     inner, config, scaler = _parts(model, setup)
     grad_sync = GradSync(model.named_parameters(), **_bucket(setup))
-    return Megascale(model, MixedPrecisionOptimizer(inner, config, scaler, grad_sync=grad_sync), grad_sync)
+    optimizer = MixedPrecisionOptimizer(inner, config, scaler, grad_sync=grad_sync, grads_are_scaled=True)
+    return Megascale(model, optimizer, grad_sync)

@@ -39,7 +39,7 @@ class Megascale:
                     exp_avg_sq_dtype=moments[1],
                 )
                 scaler = DynamicGradScaler(SCALE, 1.0, 2.0, 0.5, GROWTH_INTERVAL, HYSTERESIS)
-                self.optimizer = MixedPrecisionOptimizer(inner, config, scaler)
+                self.optimizer = MixedPrecisionOptimizer(inner, config, scaler, grads_are_scaled=True)
             except (ArgumentError, UsageError, ImportError) as error:
                 if asked == "auto":
                     raise

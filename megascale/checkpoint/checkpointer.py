@@ -75,7 +75,10 @@ class Checkpointer:
             optimizer: a MixedPrecisionOptimizer, whose grad scaler is part of its state; of a DistributedOptimizer (or
                 ChainedOptimizer), every rank writes its own shard of main params, state and weights.
             user_state: any nest of dicts, lists, tuples, tensors, bytes and primitives, the same on every rank.
-            rank_state: such a nest of this rank's own, such as its random number generators and data position.
+            rank_state: such a nest of this rank's own, such as its random number generators and data position. It comes
+                back only where as many ranks load as have saved, each its own; at another number ``load`` returns None
+                for it on every rank. So put what must go on at any number of ranks (samples seen, epoch) into
+                ``user_state``, and seed each rank anew where ``rank_state`` is None.
 
         Raises:
             ArgumentError: an argument cannot be saved.

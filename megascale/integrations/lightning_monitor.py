@@ -18,8 +18,9 @@ class LossScaleMonitoring(Base):
 
     The host learns of a step when the next one has been queued, and of the last one when training ends. Values go to
     ``trainer.callback_metrics``, and every ``log_every_n_steps`` steps to the loggers, under the step they belong to.
-    With several optimizers the last two names end in "/0", "/1" and so on. ``num_skipped_steps`` counts from where this
-    run began; ``grad_norm`` is the norm of the unscaled gradients before clipping, not finite where a step was skipped.
+    With several optimizers the last two names end in "/0", "/1" and so on. ``num_skipped_steps`` goes on from a
+    checkpoint; ``grad_norm`` is the norm of the unscaled gradients before clipping, not finite where a step was
+    skipped.
 
     Raises:
         UsageError: at the start of training, if the Trainer has no ``MegascalePrecision``.

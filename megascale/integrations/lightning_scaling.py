@@ -32,6 +32,20 @@ class PerBatchScaler(MegatronGradScaler):
         return self.scaler.scale
 
     @property
+    def live_scale(self) -> Tensor:
+        """See :class:`MegatronGradScaler`."""
+        return self.scaler.live_scale
+
+    def times_asked(self) -> int:
+        """See :class:`MegatronGradScaler`."""
+        return self.scaler.times_asked()
+
+    @property
+    def needs_scaled_loss(self) -> bool:
+        """See :class:`MegatronGradScaler`."""
+        return self.scaler.needs_scaled_loss
+
+    @property
     def inv_scale(self) -> Tensor:
         """See :class:`MegatronGradScaler`."""
         return self.scaler.inv_scale
@@ -59,10 +73,10 @@ class PerBatchScaler(MegatronGradScaler):
         """
         if self._found_inf is None:
             return
-        before = self.scale.clone()
+        before = self.scaler.live_scale.clone()
         self.scaler.update(self._found_inf)
         self._found_inf = None
-        change = (self.scale / before).reshape(())
+        change = (self.scaler.live_scale / before).reshape(())
         for grad in map(local, grads):
             grad.mul_(change.to(grad.device, non_blocking=True))
 

@@ -1,7 +1,18 @@
 """Kernels: the passes over memory, behind one Protocol and one selection function."""
 
 from megascale.kernels.checked_memory import MemoryRecord, is_plain, memory_fault, plain, shares_elements
-from megascale.kernels.decision import LARGEST_SUM_SQUARES, Decision, ScaleRule, TensorStats, TorchDecisions, inverse
+from megascale.kernels.decision import (
+    LARGEST_SUM_SQUARES,
+    NUM_STATISTICS,
+    REPLICA_TOLERANCE,
+    Decision,
+    GradWeights,
+    ScaleRule,
+    Statistic,
+    TensorStats,
+    TorchDecisions,
+    inverse,
+)
 from megascale.kernels.native_backend import NativeBackend
 from megascale.kernels.operands import AdamHyper, Backend, LionHyper, Operands, SgdHyper
 from megascale.kernels.reference import ReferenceBackend, stats_dtype
@@ -12,10 +23,13 @@ from megascale.kernels.torch_backend import TorchBackend
 
 __all__ = [
     "LARGEST_SUM_SQUARES",
+    "NUM_STATISTICS",
+    "REPLICA_TOLERANCE",
     "AdamHyper",
     "Backend",
     "Decision",
     "GradList",
+    "GradWeights",
     "LionHyper",
     "MemoryRecord",
     "NativeBackend",
@@ -24,6 +38,7 @@ __all__ = [
     "ReferenceBackend",
     "ScaleRule",
     "SgdHyper",
+    "Statistic",
     "TensorList",
     "TensorStats",
     "TorchBackend",

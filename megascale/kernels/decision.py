@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,44 @@ LARGEST_SUM_SQUARES = torch.finfo(torch.float32).max
 """A larger finite sum of squares does not fit every backend's accumulator: on every backend it counts as overflow."""
 CLIP_EPSILON = 1e-6
 """Added to the norm that clipping divides by: torch's and Megatron-Core's."""
+REPLICA_TOLERANCE = 1e-4
+"""How far replicas' sums of squares may lie apart, relative to the sum of all gradients.
+
+Reduced gradients are alike to the last bit. Where ranks compute a gradient twice, and a kernel adds in any order, the
+sum moves by less than this.
+"""
+
+
+class Statistic(IntEnum):
+    """The numbers of the vector that all ranks add up in a step, by their places in it."""
+
+    SUM_SQUARES = 0
+    """Sum of squares of the scaled gradients."""
+    NON_FINITE = 1
+    """Elements that are inf or NaN."""
+    ZEROS = 2
+    """Elements that are zero; NaN where they are not counted."""
+    ERRORS = 3
+    """Errors of a rank that all ranks must raise."""
+    CONTRAST = 4
+    """Sum of squares, weighted so that ranks that hold the same gradients add up to 0."""
+    SCALED = 5
+    """Ranks that know of nothing against gradients of a scaled loss."""
+
+
+NUM_STATISTICS = len(Statistic)
+
+
+class GradWeights(NamedTuple):
+    """What the statistics of each gradient count, each of shape [number of gradients], in the statistics dtype.
+
+    Attributes:
+        shares: of its squares and zeros: 1 / how many ranks hold the same gradient.
+        contrasts: of its squares in the comparison of those ranks, over which it adds up to 0; None: not compared.
+    """
+
+    shares: Tensor
+    contrasts: Tensor | None
 
 
 class TensorStats(NamedTuple):
@@ -67,18 +106,32 @@ class ScaleRule:
 class TorchDecisions:
     """Decisions by torch's operators, on any device: what backends with kernels of their own are tested against."""
 
-    def total(self, stats: TensorStats, weights: Tensor, errors: Tensor) -> Tensor:
+    def total(self, stats: TensorStats, weights: GradWeights, errors: Tensor, scaled: float) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
         # A weight of 0 times inf is NaN: a shared copy that is not finite spoils the norm of a step that is skipped.
-        sum_squares = (stats.sum_squares * weights).sum()
-        zeros = torch.full_like(errors, math.nan) if stats.zeros is None else (stats.zeros * weights).sum()
-        return torch.stack([sum_squares, stats.non_finite.sum(), zeros, errors])
+        nothing = torch.zeros_like(errors)
+        statistics = {
+            Statistic.SUM_SQUARES: (stats.sum_squares * weights.shares).sum(),
+            Statistic.NON_FINITE: stats.non_finite.sum(),
+            Statistic.ZEROS: nothing + math.nan if stats.zeros is None else (stats.zeros * weights.shares).sum(),
+            Statistic.ERRORS: errors,
+            Statistic.CONTRAST: nothing if weights.contrasts is None else (stats.sum_squares * weights.contrasts).sum(),
+            Statistic.SCALED: nothing + scaled,
+        }
+        return torch.stack([statistics[field] for field in Statistic])
 
     def decide(self, vector: Tensor, scale: Tensor | None, clip_grad: float) -> Decision:
         """See :class:`megascale.kernels.Backend`."""
-        sum_squares, non_finite, zeros, errors = vector.unbind()
+        agreed = dict(zip(Statistic, vector.unbind(), strict=True))
+        sum_squares = agreed[Statistic.SUM_SQUARES]
         # "not <=" also catches NaN.
-        found_inf = (sum_squares <= LARGEST_SUM_SQUARES).logical_not() | (non_finite > 0) | (errors > 0)
+        found_inf = (
+            (sum_squares <= LARGEST_SUM_SQUARES).logical_not()
+            | (agreed[Statistic.NON_FINITE] > 0)
+            | (agreed[Statistic.ERRORS] > 0)
+            | (agreed[Statistic.CONTRAST].abs() > REPLICA_TOLERANCE * sum_squares)
+            | (agreed[Statistic.SCALED] <= 0)
+        )
         unscale = torch.ones_like(sum_squares)
         if scale is not None:
             unscale = inverse(scale).reshape(()).to(sum_squares.dtype)
@@ -91,7 +144,7 @@ class TorchDecisions:
             coefficient=coefficient.float(),
             grad_norm=norm.float(),
             # Shares of a third do not add up to a whole number.
-            num_zeros=zeros.round(),
+            num_zeros=agreed[Statistic.ZEROS].round(),
         )
 
     def rescale_(

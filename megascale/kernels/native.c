@@ -422,36 +422,41 @@ void update(const Lengths *all, const Grads *grads, const Row *rows, int64_t rul
 
 /* ---- the decision ---- */
 
-/* From n tensors' statistics to (sum of squares, non-finite, zeros, errors); zeros are NaN where they are not counted. */
-void total(const double *sum_squares, const double *non_finite, const double *zeros, const double *weights, int64_t n,
-           const double *errors, double *vector) {
-    double squares = 0, beyond = 0, nothing = zeros ? 0 : (double)NAN;
+/* What all ranks add up in a step; see Statistic in decision.py. */
+typedef struct {
+    double sum_squares, non_finite, zeros, errors, contrast, scaled;
+} Statistics;
+
+/* From n tensors' statistics to a rank's; zeros are NaN where they are not counted. */
+void total(const double *sum_squares, const double *non_finite, const double *zeros, const double *shares,
+           const double *contrasts, int64_t n, const double *errors, double scaled, Statistics *out) {
+    Statistics sums = {.zeros = zeros ? 0 : (double)NAN, .errors = *errors, .scaled = scaled};
     for (int64_t i = 0; i < n; i++) {
-        squares += sum_squares[i] * weights[i];
-        beyond += non_finite[i];
-        if (zeros) nothing += zeros[i] * weights[i];
+        sums.sum_squares += sum_squares[i] * shares[i];
+        sums.non_finite += non_finite[i];
+        if (zeros) sums.zeros += zeros[i] * shares[i];
+        if (contrasts) sums.contrast += sum_squares[i] * contrasts[i];
     }
-    vector[0] = squares;
-    vector[1] = beyond;
-    vector[2] = nothing;
-    vector[3] = *errors;
+    *out = sums;
 }
 
-/* From statistics (sum of squares, non-finite, zeros, errors) to {found_inf, coefficient, grad_norm} and the zeros. With
- * scale 0 the loss was not scaled.
- */
-void decide(const double *vector, const float *scale, double clip_grad, float *decision, double *num_zeros) {
-    int is_finite = vector[0] <= (double)FLT_MAX; /* not for NaN */
+#define REPLICA_TOLERANCE 1e-4
+
+/* From agreed statistics to {found_inf, coefficient, grad_norm} and the zeros. Without a scale the loss was not scaled. */
+void decide(const Statistics *agreed, const float *scale, double clip_grad, float *decision, double *num_zeros) {
+    double squares = agreed->sum_squares;
+    int is_finite = squares <= (double)FLT_MAX; /* not for NaN */
+    int is_alike = !(fabs(agreed->contrast) > REPLICA_TOLERANCE * squares);
     double unscale = scale ? (double)(float)(1.0 / (double)*scale) : 1.0;
-    double norm = sqrt(vector[0]) * unscale, coefficient = unscale;
+    double norm = sqrt(squares) * unscale, coefficient = unscale;
     if (clip_grad > 0) {
         double clip = 1.0 / (norm + 1e-6) * clip_grad; /* as torch divides a number by a tensor */
         coefficient *= clip > 1.0 ? 1.0 : clip;
     }
-    decision[0] = !is_finite || vector[1] > 0 || vector[3] > 0;
+    decision[0] = !is_finite || agreed->non_finite > 0 || agreed->errors > 0 || !is_alike || agreed->scaled <= 0;
     decision[1] = (float)coefficient;
     decision[2] = (float)norm;
-    *num_zeros = rint(vector[2]); /* shares of a third do not add up to a whole number */
+    *num_zeros = rint(agreed->zeros); /* shares of a third do not add up to a whole number */
 }
 
 typedef struct {

@@ -15,7 +15,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megascale.kernels.blocks import Row, flat
-from megascale.kernels.decision import Decision, ScaleRule, TensorStats, TorchDecisions
+from megascale.kernels.decision import (
+    NUM_STATISTICS,
+    Decision,
+    GradWeights,
+    ScaleRule,
+    TensorStats,
+    TorchDecisions,
+)
 from megascale.kernels.native_library import library
 from megascale.kernels.operands import AdamHyper, LionHyper, Operands, SgdHyper
 from megascale.kernels.split import Split
@@ -127,14 +134,14 @@ class NativeBackend(TorchDecisions):
         )
         return TensorStats(out[0], out[1], out[2] if count_zeros else None)
 
-    def total(self, stats: TensorStats, weights: Tensor, errors: Tensor) -> Tensor:
+    def total(self, stats: TensorStats, weights: GradWeights, errors: Tensor, scaled: float) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
-        columns = (stats.sum_squares, stats.non_finite, stats.zeros)
-        if not all(column is None or _is_plain(column) for column in (*columns, weights, errors)):
-            return super().total(stats, weights, errors)
-        vector = torch.empty(4, dtype=torch.float64)
+        columns = (stats.sum_squares, stats.non_finite, stats.zeros, *weights)
+        if not all(column is None or _is_plain(column) for column in (*columns, errors)):
+            return super().total(stats, weights, errors, scaled)
+        vector = torch.empty(NUM_STATISTICS, dtype=torch.float64)
         addresses = (None if column is None else column.data_ptr() for column in columns)
-        self._library.total(*addresses, weights.data_ptr(), len(weights), errors.data_ptr(), vector.data_ptr())
+        self._library.total(*addresses, len(weights.shares), errors.data_ptr(), scaled, vector.data_ptr())
         return vector
 
     def decide(self, vector: Tensor, scale: Tensor | None, clip_grad: float) -> Decision:

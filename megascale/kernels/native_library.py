@@ -62,7 +62,7 @@ def _declare(loaded: ctypes.CDLL) -> ctypes.CDLL:
     loaded.measure.restype = None
     loaded.update.argtypes = [pointer, pointer, pointer, count, pointer, pointer, pointer, pointer, ctypes.c_int]
     loaded.update.restype = None
-    loaded.total.argtypes = [pointer, pointer, pointer, pointer, count, pointer, pointer]
+    loaded.total.argtypes = [*[pointer] * 5, count, pointer, ctypes.c_double, pointer]
     loaded.total.restype = None
     loaded.decide.argtypes = [pointer, pointer, ctypes.c_double, pointer, pointer]
     loaded.decide.restype = None

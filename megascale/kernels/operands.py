@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megascale.kernels.decision import Decision, ScaleRule, TensorStats
+from megascale.kernels.decision import Decision, GradWeights, ScaleRule, TensorStats
 
 FP16_OVERFLOW = 65520.0
 """The smallest fp32 magnitude that rounds to inf in fp16."""
@@ -97,25 +97,26 @@ class Backend(Protocol):
     def measure(self, grads: Sequence[Tensor], count_zeros: bool) -> TensorStats:
         """One pass over ``grads`` (at least one) in the dtypes they have."""
 
-    def total(self, stats: TensorStats, weights: Tensor, errors: Tensor) -> Tensor:
-        """Return a rank's statistics: shape [4], sum of squares, non-finite elements, zeros (NaN where not counted),
-        errors.
+    def total(self, stats: TensorStats, weights: GradWeights, errors: Tensor, scaled: float) -> Tensor:
+        """Return a rank's statistics: shape [NUM_STATISTICS], by the places of :class:`Statistic`.
 
         Args:
             stats: of at least one tensor, on one device.
-            weights: shape [number of tensors], statistics dtype: what the squares and zeros of each count.
-            errors: 0-d, statistics dtype.
+            weights: what each tensor's statistics count.
+            errors: 0-d, statistics dtype: this rank's errors.
+            scaled: 1 if this rank knows of nothing against gradients of a scaled loss, else 0.
         """
 
     def decide(self, vector: Tensor, scale: Tensor | None, clip_grad: float) -> Decision:
         """Turn agreed statistics into the decision.
 
-        ``found_inf`` is set by any non-finite element, by a sum of squares beyond fp32, and by an error on any rank.
-        ``clip = min(1, clip_grad / (norm + 1e-6))``, Megatron-Core's and torch's rule; 0 does not clip.
+        ``found_inf`` is set by any non-finite element, by a sum of squares beyond fp32, by an error on any rank, by
+        replicas that are not alike (a contrast beyond REPLICA_TOLERANCE times the sum of squares), and where no rank
+        has a scaled loss. ``clip = min(1, clip_grad / (norm + 1e-6))``, Megatron-Core's and torch's rule; 0 does not
+        clip.
 
         Args:
-            vector: shape [4], statistics dtype: sum of squares of the scaled gradients, non-finite elements, zeros,
-                errors.
+            vector: shape [NUM_STATISTICS], statistics dtype: the sums over all ranks.
             scale: fp32, shape [1], what the loss was multiplied by; None: 1. Its reciprocal is taken in the statistics
                 dtype and rounded to fp32 once.
             clip_grad: largest norm of the unscaled gradients.

@@ -16,7 +16,15 @@ from torch import Tensor
 from megascale.capture import is_capturing
 from megascale.errors import UsageError
 from megascale.kernels import device_table
-from megascale.kernels.decision import CLIP_EPSILON, Decision, ScaleRule, TensorStats, TorchDecisions
+from megascale.kernels.decision import (
+    CLIP_EPSILON,
+    NUM_STATISTICS,
+    Decision,
+    GradWeights,
+    ScaleRule,
+    TensorStats,
+    TorchDecisions,
+)
 from megascale.kernels.device_table import DeviceTable, Plan, PlanCache
 from megascale.kernels.operands import AdamHyper, LionHyper, Operands, SgdHyper
 from megascale.kernels.reference import ReferenceBackend, stats_dtype
@@ -71,19 +79,21 @@ class TritonBackend(TorchDecisions):
                     _scatter(stats[:, column], plan.rest, values)
         return TensorStats(stats[:, 0], stats[:, 1], stats[:, 2] if count_zeros else None)
 
-    def total(self, stats: TensorStats, weights: Tensor, errors: Tensor) -> Tensor:
+    def total(self, stats: TensorStats, weights: GradWeights, errors: Tensor, scaled: float) -> Tensor:
         """See :class:`megascale.kernels.Backend`. One launch."""
-        self._check(weights.device)
+        shares, contrasts = weights
+        self._check(shares.device)
         columns = (stats.sum_squares, stats.non_finite, stats.sum_squares if stats.zeros is None else stats.zeros)
         strides = {column.stride(0) for column in columns}
-        if weights.dtype != torch.float64 or len(strides) > 1:
-            return super().total(stats, weights, errors)
-        vector = torch.empty(4, dtype=torch.float64, device=weights.device)
+        if shares.dtype != torch.float64 or len(strides) > 1:
+            return super().total(stats, weights, errors, scaled)
+        vector = torch.empty(NUM_STATISTICS, dtype=torch.float64, device=shares.device)
+        compared = shares if contrasts is None else contrasts
         self._launch(
             self._kernels.total_kernel,
             1,
-            (*columns, weights, errors, vector, strides.pop(), len(weights)),
-            {"COUNT_ZEROS": stats.zeros is not None, "BLOCK": BLOCK},
+            (*columns, shares, compared, errors, vector, strides.pop(), len(shares), scaled),
+            {"COUNT_ZEROS": stats.zeros is not None, "COMPARES": contrasts is not None, "BLOCK": BLOCK},
         )
         return vector
 

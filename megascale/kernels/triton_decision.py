@@ -8,48 +8,75 @@ Launch with ``enable_fp_fusion=False``, as in :mod:`megascale.kernels.triton_ker
 import triton
 import triton.language as tl
 
-from megascale.kernels.decision import LARGEST_SUM_SQUARES
+from megascale.kernels.decision import LARGEST_SUM_SQUARES, REPLICA_TOLERANCE, Statistic
 from megascale.kernels.triton_interpreter import sum_of
 
+SUM_SQUARES = tl.constexpr(int(Statistic.SUM_SQUARES))
+NON_FINITE = tl.constexpr(int(Statistic.NON_FINITE))
+ZEROS = tl.constexpr(int(Statistic.ZEROS))
+ERRORS = tl.constexpr(int(Statistic.ERRORS))
+CONTRAST = tl.constexpr(int(Statistic.CONTRAST))
+SCALED_RANKS = tl.constexpr(int(Statistic.SCALED))
 LARGEST = tl.constexpr(LARGEST_SUM_SQUARES)
+TOLERANCE = tl.constexpr(REPLICA_TOLERANCE)
 LARGEST_FP32 = tl.constexpr(LARGEST_SUM_SQUARES)
 TO_WHOLE = tl.constexpr(1.5 * 2.0**52)  # a number added to it in fp64, below 2**51, keeps no fraction
 
 
 @triton.jit(
-    do_not_specialize=["sum_squares", "non_finite", "zeros", "weights", "errors", "vector", "stride", "num_tensors"]
+    do_not_specialize=[
+        "sum_squares",
+        "non_finite",
+        "zeros",
+        "shares",
+        "contrasts",
+        "errors",
+        "vector",
+        "stride",
+        "num_tensors",
+        "scaled",
+    ]
 )
 def total_kernel(
     sum_squares,
     non_finite,
     zeros,
-    weights,
+    shares,
+    contrasts,
     errors,
     vector,
     stride: tl.int64,
     num_tensors: tl.int64,
+    scaled: tl.float64,
     COUNT_ZEROS: tl.constexpr,
+    COMPARES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write sum of squares, non-finite elements, zeros and errors to ``vector``, fp64, shape [4].
+    """Write a rank's statistics to ``vector``, fp64, shape [NUM_STATISTICS].
 
     ``stride``: numbers from one tensor's to the next one's in each of the first three, all fp64.
     """
     squares = tl.full((BLOCK,), 0, tl.float64)
     beyond = tl.full((BLOCK,), 0, tl.float64)
     nothing = tl.full((BLOCK,), 0, tl.float64)
+    contrast = tl.full((BLOCK,), 0, tl.float64)
     for begin in range(0, num_tensors, BLOCK):
         offsets = begin + tl.arange(0, BLOCK)
         mask = offsets < num_tensors
-        weight = tl.load(weights + offsets, mask=mask, other=0)
-        squares += tl.load(sum_squares + offsets * stride, mask=mask, other=0) * weight
+        share = tl.load(shares + offsets, mask=mask, other=0)
+        square = tl.load(sum_squares + offsets * stride, mask=mask, other=0)
+        squares += square * share
         beyond += tl.load(non_finite + offsets * stride, mask=mask, other=0)
         if COUNT_ZEROS:
-            nothing += tl.load(zeros + offsets * stride, mask=mask, other=0) * weight
-    tl.store(vector, sum_of(squares))
-    tl.store(vector + 1, sum_of(beyond))
-    tl.store(vector + 2, sum_of(nothing) if COUNT_ZEROS else float("nan"))
-    tl.store(vector + 3, tl.load(errors))
+            nothing += tl.load(zeros + offsets * stride, mask=mask, other=0) * share
+        if COMPARES:
+            contrast += square * tl.load(contrasts + offsets, mask=mask, other=0)
+    tl.store(vector + SUM_SQUARES, sum_of(squares))
+    tl.store(vector + NON_FINITE, sum_of(beyond))
+    tl.store(vector + ZEROS, sum_of(nothing) if COUNT_ZEROS else float("nan"))
+    tl.store(vector + ERRORS, tl.load(errors))
+    tl.store(vector + CONTRAST, sum_of(contrast))
+    tl.store(vector + SCALED_RANKS, scaled)
 
 
 @triton.jit(do_not_specialize=["vector", "scale", "numbers", "num_zeros"])
@@ -64,8 +91,10 @@ def decide_kernel(
     CLIPS: tl.constexpr,
 ):
     """Write found_inf, coefficient and grad_norm to ``numbers``, fp32, shape [3], and zeros to ``num_zeros``, fp64."""
-    sum_squares = tl.load(vector)
-    found = ((sum_squares <= LARGEST) == 0) | (tl.load(vector + 1) > 0) | (tl.load(vector + 3) > 0)
+    sum_squares = tl.load(vector + SUM_SQUARES)
+    found = ((sum_squares <= LARGEST) == 0) | (tl.load(vector + NON_FINITE) > 0) | (tl.load(vector + ERRORS) > 0)
+    found = found | (tl.abs(tl.load(vector + CONTRAST)) > tl.full((), TOLERANCE, tl.float64) * sum_squares)
+    found = found | (tl.load(vector + SCALED_RANKS) <= 0)
     unscale = tl.full((), 1, tl.float64)
     if SCALED:
         unscale = (unscale / tl.load(scale).to(tl.float64)).to(tl.float32).to(tl.float64)
@@ -77,7 +106,7 @@ def decide_kernel(
     tl.store(numbers, found.to(tl.float32))
     tl.store(numbers + 1, coefficient.to(tl.float32))
     tl.store(numbers + 2, norm.to(tl.float32))
-    tl.store(num_zeros, (tl.load(vector + 2) + TO_WHOLE) - TO_WHOLE)
+    tl.store(num_zeros, (tl.load(vector + ZEROS) + TO_WHOLE) - TO_WHOLE)
 
 
 @triton.jit(

@@ -97,6 +97,7 @@ def _save_shards(directory: Path) -> dict[str, Any]:
     model, optimizer = _sharded(0, mesh)
     for param in model.parameters():
         param.grad = distribute_tensor(torch.randn(param.shape).half(), mesh, [Shard(0)])
+    optimizer.get_loss_scale()
     optimizer.step()
     Checkpointer(directory, async_save=True, groups=mesh).save(1, model, optimizer)
     return _full(state_of(model, optimizer))

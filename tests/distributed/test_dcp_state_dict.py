@@ -231,7 +231,7 @@ def _round_trip(case: Case, option: str, steps: int) -> list[Any]:
     fresh = whole_weights(other)
     set_optimizer_state_dict(other, resumed, given, options=put)
     weights = unlike(whole_weights(other), whole_weights(module))
-    stepped = resumed.num_skipped_steps.item() + sum(param.grad is not None for param in other.parameters())
+    stepped = resumed.recipe.members[0].counter.steps + sum(param.grad is not None for param in other.parameters())
     same = unlike(whole_state(resumed), whole_state(optimizer))
     halves = any(param.dtype == torch.float16 for param in other.parameters())
     return [changed, same, weights if halves else unlike(whole_weights(other), fresh), stepped, count]
@@ -351,6 +351,7 @@ def _wrapped(kind: str) -> list[Any]:
     module, optimizer = build(0)
     for param in module.parameters():
         param.grad = torch.ones_like(param)
+    optimizer.get_loss_scale()
     optimizer.step()
     found = []
     for options in (StateDictOptions(), FLAT, StateDictOptions(full_state_dict=True)):
@@ -442,6 +443,7 @@ def _chained(flat: bool) -> list[Any]:
     get_optimizer_state_dict(module, optimizer, options=options)
     changed = unlike(whole_state(optimizer), before)
     set_grads(module, 0)
+    optimizer.get_loss_scale()
     optimizer.step()
     other, resumed = build(1)
     set_optimizer_state_dict(

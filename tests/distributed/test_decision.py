@@ -72,7 +72,9 @@ def test_one_collective_for_any_number_of_tensors(ranks: RankPool, count_zeros: 
 
 def _rank_without_gradients() -> list[Any]:
     module = model()
-    optimizer = wrap(module, INNER["adamw_fused"])
+    scaler = DynamicGradScaler(2.0**10, 1.0, 2.0, 0.5, 4, 1)
+    inner = INNER["adamw_fused"](module)
+    optimizer = MixedPrecisionOptimizer(inner, None, scaler, grads_are_scaled=True, replicas_may_differ=True)
     outcome = []
     for step in range(4):
         optimizer.zero_grad()
@@ -100,7 +102,7 @@ def _ddp_norm() -> list[float]:
     ddp = DistributedDataParallel(module)
     config = OptimizerConfig(clip_grad=1.0, log_num_zeros_in_grad=True)
     optimizer = MixedPrecisionOptimizer(
-        torch.optim.AdamW(module.parameters(), lr=1e-2), config, ConstantGradScaler(8.0)
+        torch.optim.AdamW(module.parameters(), lr=1e-2), config, ConstantGradScaler(8.0), grads_are_scaled=True
     )
     data = torch.randn(4, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
     data[:, 2] = 0  # a column without gradient in the first layer
@@ -211,7 +213,11 @@ def _alone_among_many() -> list[bool]:
     module = model()
     config = OptimizerConfig(fp16=True)
     optimizer = MixedPrecisionOptimizer(
-        torch.optim.SGD(module.parameters(), lr=0.1), config, ConstantGradScaler(1.0), groups=ParallelGroups()
+        torch.optim.SGD(module.parameters(), lr=0.1),
+        config,
+        ConstantGradScaler(1.0),
+        groups=ParallelGroups(),
+        grads_are_scaled=True,
     )
     set_grads(module, 0)
     if dist.get_rank() == 1:
@@ -253,7 +259,8 @@ def test_unusable_gradient_raises_on_every_rank(ranks: RankPool) -> None:
 
 def _overflow_on_one_rank() -> list[Any]:
     module = model()
-    optimizer = constant(module, INNER["sgd"], 1.0)
+    inner = INNER["sgd"](module)
+    optimizer = MixedPrecisionOptimizer(inner, None, ConstantGradScaler(1.0), replicas_may_differ=True)
     optimizer.param_groups[0]["lr"] = 70000.0
     for param in module.parameters():
         param.grad = torch.zeros_like(param)
@@ -303,7 +310,10 @@ def _ddp_after_the_optimizer() -> bool:
     torch.manual_seed(dist.get_rank())  # ranks disagree until DDP broadcasts
     module = Tiny().half()
     optimizer = MixedPrecisionOptimizer(
-        torch.optim.SGD(module.named_parameters(), lr=0.1), None, DynamicGradScaler(1.0, 1.0, 2.0, 0.5, 10, 1)
+        torch.optim.SGD(module.named_parameters(), lr=0.1),
+        None,
+        DynamicGradScaler(1.0, 1.0, 2.0, 0.5, 10, 1),
+        grads_are_scaled=True,
     )
     DistributedDataParallel(module)
     return all(bits_equal(p, m.half()) for p, (_, m) in zip(module.parameters(), optimizer.main_params(), strict=True))

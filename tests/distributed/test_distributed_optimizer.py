@@ -81,6 +81,7 @@ def sharded(module: nn.Module, inner: str = "adamw", clip_grad: float = 0.0, **o
         scaler(dtype),
         modules=module,
         **({"bucket_numel": 300} | options),
+        grads_are_scaled=True,
     )
 
 
@@ -127,7 +128,7 @@ def _against_ddp(inner: str, dtype: torch.dtype, overlap: bool) -> list[Any]:
     world = dist.get_world_size()
     # DDP reduces gradients in their own dtype.
     ours = sharded(module, inner, grad_dtype=dtype, overlap_grad_reduce=overlap, overlap_param_gather=overlap)
-    theirs = MixedPrecisionOptimizer(INNER[inner](twin), config_of(dtype), scaler(dtype))
+    theirs = MixedPrecisionOptimizer(INNER[inner](twin), config_of(dtype), scaler(dtype), grads_are_scaled=True)
     bad = {3: 0, 8: world - 1}
     logs = [
         _train(ours, module, dtype, 12, bad),
@@ -182,7 +183,9 @@ def _against_replicated(inner: str, dtype: torch.dtype, clip_grad: float) -> lis
     module, twin = net(dtype), net(dtype)
     ours = sharded(module, inner, clip_grad)
     sync = GradSync(twin.named_parameters(), bucket_numel=300)
-    theirs = MixedPrecisionOptimizer(INNER[inner](twin), config_of(dtype, clip_grad), scaler(dtype), grad_sync=sync)
+    theirs = MixedPrecisionOptimizer(
+        INNER[inner](twin), config_of(dtype, clip_grad), scaler(dtype), grad_sync=sync, grads_are_scaled=True
+    )
     bad = {rank + 2: rank for rank in range(dist.get_world_size())}
     logs = [_train(ours, module, dtype, 12, bad), _train(theirs, twin, dtype, 12, bad)]
     ours_state, their_state = flat(ours.state_dict()), flat(theirs.state_dict())
@@ -258,6 +261,7 @@ def _counted(tensors: int) -> list[Any]:
         scaler(torch.float16),
         modules=module,
         bucket_numel=64 * tensors // 4,
+        grads_are_scaled=True,
     )
     for _ in range(2):
         optimizer.zero_grad()
@@ -312,6 +316,7 @@ def _bytes() -> dict[str, float]:
         scaler(torch.float16),
         modules=module,
         bucket_numel=20_000,
+        grads_are_scaled=True,
     )
     numel = sum(param.numel() for param in module.parameters())
     module(torch.randn(2, 64).half()).float().sum().backward()

@@ -26,7 +26,9 @@ Maker = Callable[[nn.Module], MixedPrecisionOptimizer]
 
 def _synced(module: nn.Module, **options: Any) -> MixedPrecisionOptimizer:
     sync = GradSync(module.named_parameters(), bucket_numel=300, **options)
-    return MixedPrecisionOptimizer(INNER["adamw"](module), config_of(FP16), scaler(FP16), grad_sync=sync)
+    return MixedPrecisionOptimizer(
+        INNER["adamw"](module), config_of(FP16), scaler(FP16), grad_sync=sync, grads_are_scaled=True
+    )
 
 
 def _overlapped(module: nn.Module) -> MixedPrecisionOptimizer:
@@ -34,7 +36,7 @@ def _overlapped(module: nn.Module) -> MixedPrecisionOptimizer:
 
 
 def _under_ddp(module: nn.Module) -> MixedPrecisionOptimizer:
-    return MixedPrecisionOptimizer(INNER["adamw"](module), config_of(FP16), scaler(FP16))
+    return MixedPrecisionOptimizer(INNER["adamw"](module), config_of(FP16), scaler(FP16), grads_are_scaled=True)
 
 
 MAKERS: dict[str, Maker] = {"sync": _synced, "sharded": sharded, "overlapped": _overlapped}

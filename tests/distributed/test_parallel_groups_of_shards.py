@@ -103,11 +103,18 @@ def _expert_optimizer(module: Experts, groups: ParallelGroups, kind: str) -> Any
     if kind == "replicated":
         sync = GradSync(named, groups=groups)
         return MixedPrecisionOptimizer(
-            torch.optim.AdamW(named, lr=1e-2), config, _expert_scaler(), groups=groups, grad_sync=sync
+            torch.optim.AdamW(named, lr=1e-2),
+            config,
+            _expert_scaler(),
+            groups=groups,
+            grad_sync=sync,
+            grads_are_scaled=True,
         )
     if kind == "sharded":
         inner = torch.optim.AdamW(named, lr=1e-2)
-        return DistributedOptimizer(inner, config, _expert_scaler(), modules=module, groups=groups)
+        return DistributedOptimizer(
+            inner, config, _expert_scaler(), modules=module, groups=groups, grads_are_scaled=True
+        )
     one = _expert_scaler()
     parts = [
         DistributedOptimizer(
@@ -116,6 +123,7 @@ def _expert_optimizer(module: Experts, groups: ParallelGroups, kind: str) -> Any
             one,
             modules=module,
             groups=groups,
+            grads_are_scaled=True,
         )
         for name in ("dense", "expert")
     ]
@@ -204,6 +212,7 @@ def _no_expert_group() -> str:
             OptimizerConfig(fp16=True),
             _expert_scaler(),
             modules=module,
+            grads_are_scaled=True,
         )
     return str(caught.value)
 
@@ -235,6 +244,7 @@ def _tensor_parallel() -> list[Any]:
         modules=module,
         groups=groups,
         bucket_numel=64,
+        grads_are_scaled=True,
     )
     generator = torch.Generator().manual_seed(5 + dp)
     values = {
@@ -276,6 +286,7 @@ def _chain_like_one() -> list[Any]:
             shared_scaler,
             modules=many,
             bucket_numel=300,
+            grads_are_scaled=True,
         ),
         DistributedOptimizer(
             torch.optim.AdamW([(n, p) for n, p in named if p.dim() <= 1], lr=3e-3, weight_decay=0.0),
@@ -283,6 +294,7 @@ def _chain_like_one() -> list[Any]:
             shared_scaler,
             modules=many,
             bucket_numel=300,
+            grads_are_scaled=True,
         ),
     ]
     chain = ChainedOptimizer(parts)
@@ -313,6 +325,7 @@ def _chain_like_one() -> list[Any]:
         ),
         config_of(FP16),
         scaler(FP16),
+        grads_are_scaled=True,
     )
     second.load_state_dict(ours)
     loaded = same(flat(first.state_dict()), flat(ours)) and same(flat(second.state_dict()), flat(ours))
@@ -340,7 +353,9 @@ def _fault_in_one_part() -> list[str]:
     one, two = nn.Embedding(4, 3).half(), nn.Embedding(4, 3, sparse=dist.get_rank() == 1).half()
     first = ConstantGradScaler(2.0)
     parts = [
-        MixedPrecisionOptimizer(torch.optim.SGD([(name, m.weight)], lr=0.1), OptimizerConfig(fp16=True), first)
+        MixedPrecisionOptimizer(
+            torch.optim.SGD([(name, m.weight)], lr=0.1), OptimizerConfig(fp16=True), first, grads_are_scaled=True
+        )
         for name, m in (("one", one), ("two", two))
     ]
     chain = ChainedOptimizer(parts)
@@ -360,14 +375,18 @@ def test_a_fault_in_one_part_is_heard_by_all(ranks: RankPool) -> None:
 
 
 def _wrap(params: list[Tensor], scale: Any, **options: Any) -> MixedPrecisionOptimizer:
-    return MixedPrecisionOptimizer(torch.optim.SGD(params, lr=0.1), OptimizerConfig(fp16=True, **options), scale)
+    return MixedPrecisionOptimizer(
+        torch.optim.SGD(params, lr=0.1), OptimizerConfig(fp16=True, **options), scale, grads_are_scaled=True
+    )
 
 
 def test_a_chain_that_could_not_step_as_one_is_refused() -> None:
     """Other scaler objects, other clipping, a shared parameter, shared names: each refused, saying what differs."""
     one, two = (nn.Parameter(torch.ones(3).half()) for _ in range(2))
     first = ConstantGradScaler(2.0)
-    named = MixedPrecisionOptimizer(torch.optim.SGD([("b", two)], lr=0.1), OptimizerConfig(fp16=True), first)
+    named = MixedPrecisionOptimizer(
+        torch.optim.SGD([("b", two)], lr=0.1), OptimizerConfig(fp16=True), first, grads_are_scaled=True
+    )
     cases: list[tuple[Any, type[Exception], str]] = [
         ([], ArgumentError, r"optimizers is empty"),
         ([torch.optim.SGD([one])], ArgumentTypeError, r"optimizers\[0\] must be a MixedPrecisionOptimizer"),
@@ -393,7 +412,9 @@ def test_a_chain_serves_a_scheduler() -> None:
     one, two = (nn.Parameter(torch.ones(3).half()) for _ in range(2))
     first = ConstantGradScaler(2.0)
     parts = [
-        MixedPrecisionOptimizer(torch.optim.SGD([(name, p)], lr=0.5), OptimizerConfig(fp16=True), first)
+        MixedPrecisionOptimizer(
+            torch.optim.SGD([(name, p)], lr=0.5), OptimizerConfig(fp16=True), first, grads_are_scaled=True
+        )
         for name, p in (("a", one), ("b", two))
     ]
     chain = ChainedOptimizer(parts)

@@ -31,7 +31,9 @@ def _whole() -> tuple[list[Tensor], list[Tensor]]:
 def _single_process(inner: str) -> tuple[float, float, list[Tensor]]:
     weights, grads = _whole()
     module = Bag(weights)
-    optimizer = MixedPrecisionOptimizer(INNER[inner](module), CONFIG, ConstantGradScaler(2.0), groups=ParallelGroups())
+    optimizer = MixedPrecisionOptimizer(
+        INNER[inner](module), CONFIG, ConstantGradScaler(2.0), groups=ParallelGroups(), grads_are_scaled=True
+    )
     for param, grad in zip(module.parameters(), grads, strict=True):
         param.grad = grad.clone()
     result = optimizer.step()
@@ -46,7 +48,9 @@ def _megatron(inner: str, tp: int) -> Any:
     module = Bag([weights[0].chunk(tp)[rank].clone(), weights[1].clone(), torch.ones(3).half()])
     module[0].tensor_model_parallel = True  # type: ignore[attr-defined]
     module[2].shared = True  # type: ignore[attr-defined]
-    optimizer = MixedPrecisionOptimizer(INNER[inner](module), CONFIG, ConstantGradScaler(2.0), groups=mesh)
+    optimizer = MixedPrecisionOptimizer(
+        INNER[inner](module), CONFIG, ConstantGradScaler(2.0), groups=mesh, grads_are_scaled=True
+    )
     local = [grads[0].chunk(tp)[rank], grads[1], torch.full((3,), 9.0).half()]
     for param, grad in zip(module.parameters(), local, strict=True):
         param.grad = grad.clone()
@@ -94,7 +98,9 @@ def _dtensor(layout: str, inner: str) -> Any:
     weights, grads = _whole()
     module = Bag(distribute_tensor(w, mesh, p) for w, p in zip(weights, placements, strict=True))
     make = INNER.get(inner, lambda m: Sign(m.named_parameters()))
-    optimizer = MixedPrecisionOptimizer(make(module), CONFIG, ConstantGradScaler(2.0), groups=mesh)
+    optimizer = MixedPrecisionOptimizer(
+        make(module), CONFIG, ConstantGradScaler(2.0), groups=mesh, grads_are_scaled=True
+    )
     for param, grad, placement in zip(module.parameters(), grads, placements, strict=True):
         param.grad = distribute_tensor(grad, mesh, placement)
     result = optimizer.step()
@@ -137,7 +143,7 @@ def _dtensor_inside_a_data_parallel_world() -> Any:
     mesh = mesh_of((2, 2), ("dp", "tp"))
     weights, grads = _whole()
     module = Bag([distribute_tensor(weights[0], mesh["tp"], [Shard(0)]), weights[1]])
-    optimizer = MixedPrecisionOptimizer(INNER["sgd"](module), CONFIG, ConstantGradScaler(2.0))
+    optimizer = MixedPrecisionOptimizer(INNER["sgd"](module), CONFIG, ConstantGradScaler(2.0), grads_are_scaled=True)
     module[0].grad, module[1].grad = distribute_tensor(grads[0], mesh["tp"], [Shard(0)]), grads[1]
     result = optimizer.step()
     expected_norm, expected_zeros, _ = _single_process("sgd")
@@ -155,7 +161,9 @@ def _partial_gradient() -> list[Any]:
     mesh = mesh_of((2,), ("tp",))
     weights, grads = _whole()
     module = Bag([distribute_tensor(weights[1], mesh, [Replicate()])])
-    optimizer = MixedPrecisionOptimizer(INNER["sgd"](module), CONFIG, ConstantGradScaler(1.0), groups=mesh)
+    optimizer = MixedPrecisionOptimizer(
+        INNER["sgd"](module), CONFIG, ConstantGradScaler(1.0), groups=mesh, grads_are_scaled=True
+    )
     module[0].grad = DTensor.from_local(grads[1] / 2, mesh, [Partial()])
     return [optimizer.step().grad_norm.item(), grads[1].float().norm().item()]
 
@@ -170,7 +178,9 @@ def _sharded_beyond_the_group() -> str:
     mesh = mesh_of((2,), ("dp",))
     module: nn.Module = Bag([distribute_tensor(torch.ones(4).half(), mesh, [Shard(0)])])
     with pytest.raises(ArgumentError) as caught:
-        MixedPrecisionOptimizer(INNER["sgd"](module), CONFIG, ConstantGradScaler(1.0), groups=ParallelGroups())
+        MixedPrecisionOptimizer(
+            INNER["sgd"](module), CONFIG, ConstantGradScaler(1.0), groups=ParallelGroups(), grads_are_scaled=True
+        )
     return str(caught.value)
 
 
@@ -187,7 +197,7 @@ def _resume_dtensors() -> bool:
     def build() -> tuple[Bag, MixedPrecisionOptimizer]:
         module = Bag(distribute_tensor(w, mesh, [Shard(0)]) for w in weights)
         return module, MixedPrecisionOptimizer(
-            INNER["adamw_fused"](module), CONFIG, ConstantGradScaler(2.0), groups=mesh
+            INNER["adamw_fused"](module), CONFIG, ConstantGradScaler(2.0), groups=mesh, grads_are_scaled=True
         )
 
     module, optimizer = build()

@@ -34,10 +34,11 @@ def test_bits_of_the_replicated_optimizer(inner: str, overlap: bool) -> None:
         modules=module,
         overlap_param_gather=overlap,
         **options,
+        grads_are_scaled=True,
     )
     sync = GradSync(twin.named_parameters(), **options)
     theirs = MixedPrecisionOptimizer(
-        INNER[inner](twin), config_of(torch.float16), scaler(torch.float16), grad_sync=sync
+        INNER[inner](twin), config_of(torch.float16), scaler(torch.float16), grad_sync=sync, grads_are_scaled=True
     )
     for step in range(12):
         for optimizer, network in ((ours, module), (theirs, twin)):
@@ -55,7 +56,12 @@ def test_step_does_not_stall() -> None:
     device = torch.device("cuda")
     module = net().to(device)
     optimizer = DistributedOptimizer(
-        INNER["adamw"](module), config_of(torch.float16, 1.0), scaler(torch.float16), modules=module, bucket_numel=300
+        INNER["adamw"](module),
+        config_of(torch.float16, 1.0),
+        scaler(torch.float16),
+        modules=module,
+        bucket_numel=300,
+        grads_are_scaled=True,
     )
     losses = [(step, step in (5, 11)) for step in range(20)]
     for step, poison in losses:

@@ -27,8 +27,8 @@ def _made(inner: str, backend: str, sharded: bool = False) -> tuple[Tiny, MixedP
     config = OptimizerConfig(fp16=True, clip_grad=1.0, backend=backend, log_num_zeros_in_grad=True)
     scaler = DynamicGradScaler(2.0**10, 1.0, 2.0, 0.5, 4, 1)
     if sharded:
-        return module, DistributedOptimizer(INNER[inner](module), config, scaler, modules=module)
-    return module, MixedPrecisionOptimizer(INNER[inner](module), config, scaler)
+        return module, DistributedOptimizer(INNER[inner](module), config, scaler, modules=module, grads_are_scaled=True)
+    return module, MixedPrecisionOptimizer(INNER[inner](module), config, scaler, grads_are_scaled=True)
 
 
 def _as_tensor_rates(optimizer: MixedPrecisionOptimizer) -> None:

@@ -37,7 +37,7 @@ def _on_device(inner: str, dtype: torch.dtype, **options: object) -> tuple[Tiny,
     module = model(dtype).to(_device())
     config = OptimizerConfig(fp16=dtype == torch.float16, bf16=dtype == torch.bfloat16, **options)  # type: ignore[arg-type]
     return module, MixedPrecisionOptimizer(
-        INNER[inner](module), config, DynamicGradScaler(2.0**10, 1.0, 2.0, 0.5, 4, 1)
+        INNER[inner](module), config, DynamicGradScaler(2.0**10, 1.0, 2.0, 0.5, 4, 1), grads_are_scaled=True
     )
 
 
@@ -71,7 +71,9 @@ def test_device_equals_cpu_reference(inner: str, dtype: torch.dtype) -> None:
     module, optimizer = _on_device(inner, dtype)
     twin = model(dtype)
     config = OptimizerConfig(fp16=dtype == torch.float16, bf16=dtype == torch.bfloat16, backend="reference")
-    reference = MixedPrecisionOptimizer(INNER[inner](twin), config, DynamicGradScaler(2.0**10, 1.0, 2.0, 0.5, 4, 1))
+    reference = MixedPrecisionOptimizer(
+        INNER[inner](twin), config, DynamicGradScaler(2.0**10, 1.0, 2.0, 0.5, 4, 1), grads_are_scaled=True
+    )
     for step in range(50):
         for one in (module, twin):
             set_grads(one, seed=step, scale=64.0)
@@ -120,7 +122,10 @@ def test_outgrown_main_param_is_named_one_step_late() -> None:
         [torch.ones(3, dtype=torch.float16, device=_device()), torch.ones(2, dtype=torch.float16, device=_device())]
     )
     optimizer = MixedPrecisionOptimizer(
-        torch.optim.SGD(module.named_parameters(), lr=70000.0), None, DynamicGradScaler(1.0, 1.0, 2.0, 0.5, 100, 1)
+        torch.optim.SGD(module.named_parameters(), lr=70000.0),
+        None,
+        DynamicGradScaler(1.0, 1.0, 2.0, 0.5, 100, 1),
+        grads_are_scaled=True,
     )
     zero: list[Tensor] = [torch.zeros_like(p) for p in module.parameters()]
     module[0].grad, module[1].grad = zero[0] + 1, zero[1]
@@ -139,7 +144,9 @@ def test_state_moves_between_devices() -> None:
         optimizer.step()
     twin = model()
     config = OptimizerConfig(fp16=True)
-    other = MixedPrecisionOptimizer(INNER["adamw_fused"](twin), config, DynamicGradScaler(2.0**10, 1.0, 2.0, 0.5, 4, 1))
+    other = MixedPrecisionOptimizer(
+        INNER["adamw_fused"](twin), config, DynamicGradScaler(2.0**10, 1.0, 2.0, 0.5, 4, 1), grads_are_scaled=True
+    )
     other.load_state_dict(optimizer.state_dict())
     assert same_bits(snapshot(optimizer, module), snapshot(other, twin))
     optimizer.load_state_dict(other.state_dict())

@@ -193,6 +193,7 @@ def _tensor_parallel() -> list[Any]:
                     if step in (4, 5) and rank == 1 and index == 0:
                         grad[1] = torch.inf
                     param.main_grad.copy_(grad)  # type: ignore[attr-defined]
+                run.optimizer.get_loss_scale()  # by which the gradients are taken to be scaled
                 log.append((*run.optimizer.step(), run.optimizer.get_loss_scale().item()))
     return logs
 
@@ -220,7 +221,10 @@ def _surface() -> dict[str, Any]:
         seen: dict[str, Any] = {"step": surface.step(), "shape": surface.get_loss_scale().shape}
         seen["prepared"] = surface.prepare_grads(), surface.step_with_ready_grads()
         run.module.head.bias.main_grad[0] = torch.inf  # type: ignore[attr-defined]
-        seen["skipped"] = surface.step(), surface.prepare_grads(), surface.step_with_ready_grads()
+        surface.get_loss_scale()
+        skipped = surface.step()
+        surface.get_loss_scale()
+        seen["skipped"] = skipped, surface.prepare_grads(), surface.step_with_ready_grads()
         run.module.first.weight.data.fill_(0.5)
         surface.reload_model_params()
         seen["reloaded"] = dict(surface.optimizer.main_params())["first.weight"].unique().tolist()

@@ -364,7 +364,10 @@ def test_chained_optimizer() -> None:
     config = OptimizerConfig(fp16=True, clip_grad=0.0)
     named = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
     halves = [named[::2], named[1::2]]
-    parts = [MixedPrecisionOptimizer(torch.optim.AdamW(half, lr=0.1), config, scaler) for half in halves]
+    parts = [
+        MixedPrecisionOptimizer(torch.optim.AdamW(half, lr=0.1), config, scaler, grads_are_scaled=True)
+        for half in halves
+    ]
     optimizer = ChainedOptimizer(parts)
     averages = AveragedMainParams(module, optimizer)
     for step, skip in enumerate(RUN):

@@ -14,7 +14,7 @@ def _chain() -> tuple[list[nn.Parameter], ChainedOptimizer]:
     scaler = DynamicGradScaler(2.0**4, 1.0, 2.0, 0.5, 100, 1)
     config = OptimizerConfig(fp16=True)
     members = [
-        MixedPrecisionOptimizer(torch.optim.SGD([(f"p{index}", param)], lr=0.5), config, scaler)
+        MixedPrecisionOptimizer(torch.optim.SGD([(f"p{index}", param)], lr=0.5), config, scaler, grads_are_scaled=True)
         for index, param in enumerate(params)
     ]
     return params, ChainedOptimizer(members)

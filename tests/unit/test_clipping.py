@@ -19,7 +19,9 @@ GRADS = [[0.5, -2.0, 3.0, 0.0], [1e-3, -4.0]]
 def _sgd(bag: nn.Module, clip_grad: float, dtype: torch.dtype) -> MixedPrecisionOptimizer:
     config = OptimizerConfig(fp16=dtype == torch.float16, bf16=dtype == torch.bfloat16, clip_grad=clip_grad)
     inner = torch.optim.SGD(bag.named_parameters(), lr=1.0)
-    return MixedPrecisionOptimizer(inner, config, ConstantGradScaler(SCALE), groups=ParallelGroups())
+    return MixedPrecisionOptimizer(
+        inner, config, ConstantGradScaler(SCALE), groups=ParallelGroups(), grads_are_scaled=True
+    )
 
 
 def _bag(dtype: torch.dtype) -> Bag:

@@ -38,7 +38,10 @@ def test_a_scaler_serves_optimizers_that_step_as_one() -> None:
     modules, scaler = [model(seed=0), model(seed=1)], DynamicGradScaler()
     optimizers = [
         MixedPrecisionOptimizer(
-            torch.optim.SGD([(f"{index}.{name}", p) for name, p in module.named_parameters()], lr=0.1), None, scaler
+            torch.optim.SGD([(f"{index}.{name}", p) for name, p in module.named_parameters()], lr=0.1),
+            None,
+            scaler,
+            grads_are_scaled=True,
         )
         for index, module in enumerate(modules)
     ]
@@ -62,7 +65,9 @@ def test_a_scaler_serves_optimizers_that_step_as_one() -> None:
 
 def test_a_scaler_put_into_an_optimizer_later_counts_too() -> None:
     """Assigning ``grad_scaler`` shares it, and taking it away ends that."""
-    first, second = (MixedPrecisionOptimizer(_sgd(model()), None, DynamicGradScaler()) for _ in range(2))
+    first, second = (
+        MixedPrecisionOptimizer(_sgd(model()), None, DynamicGradScaler(), grads_are_scaled=True) for _ in range(2)
+    )
     own = second.grad_scaler
     second.grad_scaler = first.grad_scaler
     with pytest.raises(UsageError, match="is shared"):
@@ -76,14 +81,14 @@ def test_an_inner_optimizer_is_wrapped_once() -> None:
     """A second wrapper would keep main params of its own for the same parameters. A dropped one makes place."""
     module = model()
     inner = _sgd(module)
-    first = MixedPrecisionOptimizer(inner, None, ConstantGradScaler(2.0))
+    first = MixedPrecisionOptimizer(inner, None, ConstantGradScaler(2.0), grads_are_scaled=True)
     with pytest.raises(ArgumentError, match=r"optimizer \(SGD\) is wrapped by a MixedPrecisionOptimizer already"):
-        MixedPrecisionOptimizer(inner, None, ConstantGradScaler(2.0))
+        MixedPrecisionOptimizer(inner, None, ConstantGradScaler(2.0), grads_are_scaled=True)
     with pytest.raises(ArgumentError, match=r"optimizer \(SGD\) is wrapped by a MixedPrecisionOptimizer already"):
-        DistributedOptimizer(inner, None, ConstantGradScaler(2.0), modules=module)
+        DistributedOptimizer(inner, None, ConstantGradScaler(2.0), modules=module, grads_are_scaled=True)
     first.cycle = first  # type: ignore[attr-defined]  # gone only when the garbage collector has run
     del first
-    second = MixedPrecisionOptimizer(inner, None, ConstantGradScaler(2.0))
+    second = MixedPrecisionOptimizer(inner, None, ConstantGradScaler(2.0), grads_are_scaled=True)
     set_grads(module, 1)
     assert second.step().success
 
@@ -93,7 +98,7 @@ def test_amp_scalers_are_told_apart(scaler: Any) -> None:
     """A scaler for bare torch optimizers is refused with the class to use."""
     name = f"{type(scaler).__module__.partition('.')[0]}.amp.GradScaler"
     with pytest.raises(ArgumentTypeError, match=rf"grad_scaler is a {name}.*megascale.DynamicGradScaler\(\)"):
-        MixedPrecisionOptimizer(_sgd(model()), None, scaler)
+        MixedPrecisionOptimizer(_sgd(model()), None, scaler, grads_are_scaled=True)
 
 
 def test_a_wrapped_optimizer_is_not_wrapped_again() -> None:
@@ -151,13 +156,14 @@ def _adamw(module: nn.Module) -> torch.optim.Optimizer:
 def test_fields_without_effect_are_refused(asked: dict[str, Any], scaler: MegatronGradScaler, message: str) -> None:
     """A config beside ready-made objects that asks for what they are not is refused, with what they have instead."""
     with pytest.raises(ArgumentError, match=message):
-        MixedPrecisionOptimizer(_adamw(model()), OptimizerConfig(fp16=True, **asked), scaler)
+        MixedPrecisionOptimizer(_adamw(model()), OptimizerConfig(fp16=True, **asked), scaler, grads_are_scaled=True)
 
 
 def test_every_field_is_judged_or_has_an_effect() -> None:
     """A field added to the config must be thought of here."""
     judged = {name for asked, _, _ in INEFFECTIVE for name in asked} | {"exp_avg_sq_dtype", "overlap_param_gather"}
     has_effect = {"fp16", "bf16", "clip_grad", "log_num_zeros_in_grad", "backend", "exp_avg_dtype"}
+    has_effect |= {"max_consecutive_skips"}
     assert {field.name for field in fields(OptimizerConfig)} == judged | has_effect
 
 
@@ -166,15 +172,20 @@ def test_fields_that_agree_are_taken() -> None:
     config = OptimizerConfig(
         fp16=True, lr=1e-3, weight_decay=0.05, initial_loss_scale=2.0**12, loss_scale_window=1000, hysteresis=2
     )
-    MixedPrecisionOptimizer(_adamw(model()), config, DYNAMIC)
+    MixedPrecisionOptimizer(_adamw(model()), config, DYNAMIC, grads_are_scaled=True)
     module = model()
     warming = torch.optim.AdamW([{"params": list(module.parameters()), "lr": torch.tensor(2e-3)}])
     torch.optim.lr_scheduler.LinearLR(warming, 0.1)
-    MixedPrecisionOptimizer(warming, OptimizerConfig(fp16=True, lr=2e-3), DynamicGradScaler())
+    MixedPrecisionOptimizer(warming, OptimizerConfig(fp16=True, lr=2e-3), DynamicGradScaler(), grads_are_scaled=True)
     MixedPrecisionOptimizer(
-        _sgd(model(), momentum=0.5), OptimizerConfig(fp16=True, optimizer="sgd", sgd_momentum=0.5), DynamicGradScaler()
+        _sgd(model(), momentum=0.5),
+        OptimizerConfig(fp16=True, optimizer="sgd", sgd_momentum=0.5),
+        DynamicGradScaler(),
+        grads_are_scaled=True,
     )
-    MixedPrecisionOptimizer(_sgd(model()), OptimizerConfig(fp16=True, loss_scale=8.0), ConstantGradScaler(8.0))
+    MixedPrecisionOptimizer(
+        _sgd(model()), OptimizerConfig(fp16=True, loss_scale=8.0), ConstantGradScaler(8.0), grads_are_scaled=True
+    )
 
 
 def test_moments_and_overlap_without_effect() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megascale import DynamicGradScaler
-from megascale.kernels import Backend, TensorStats, select_backend
+from megascale.kernels import Backend, GradWeights, Statistic, TensorStats, select_backend
 from tests.counting import OperatorCounter
 
 BACKENDS = ["reference", "native", "triton"]
@@ -25,6 +25,7 @@ sums = st.one_of(
     st.floats(0, 1e39), st.sampled_from([0.0, 1e-320, FP32, math.nextafter(FP32, math.inf), math.inf, math.nan])
 )
 scales = st.one_of(st.none(), st.floats(2.0**-126, 2.0**127, width=32), st.sampled_from([3.0, 65536.0]))
+contrasts = st.one_of(st.just(0.0), st.floats(-1e30, 1e30), st.sampled_from([math.inf, math.nan]))
 clips = st.one_of(st.just(0.0), st.just(1.0), st.floats(1e-12, 1e12))
 
 
@@ -48,9 +49,10 @@ def _scaler(backend: Backend, initial_scale: float) -> DynamicGradScaler:
 
 def _oracle(vector: list[float], scale: float | None, clip_grad: float) -> list[float]:
     """found_inf, coefficient, norm, zeros: numpy's fp64, each result rounded once."""
-    sum_squares, non_finite, zeros, errors = map(np.float64, vector)
+    sum_squares, non_finite, zeros, errors, contrast, scaled = map(np.float64, vector)
     with np.errstate(all="ignore"):
         found = not sum_squares <= FP32 or non_finite > 0 or errors > 0
+        found = found or abs(contrast) > 1e-4 * sum_squares or scaled <= 0
         unscale = np.float64(1.0 if scale is None else np.float32(1 / np.float64(scale)))
         norm = np.sqrt(sum_squares) * unscale
         coefficient = unscale
@@ -61,21 +63,27 @@ def _oracle(vector: list[float], scale: float | None, clip_grad: float) -> list[
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(sums, counts, st.one_of(counts, st.just(math.nan)), counts, scales, clips)
-@example(4.0, 0.0, math.nan, 0.0, 2.0, 1.0)
-@example(FP32, 0.0, 2.5, 0.0, None, 1.0)
-@example(1.0, 0.0, 3.5, 1 / 3, 1024.0, 0.0)
+@given(sums, counts, st.one_of(counts, st.just(math.nan)), counts, contrasts, st.integers(0, 3), scales, clips)
+@example(4.0, 0.0, math.nan, 0.0, 0.0, 1, 2.0, 1.0)
+@example(FP32, 0.0, 2.5, 0.0, 0.0, 1, None, 1.0)
+@example(1.0, 0.0, 3.5, 1 / 3, 0.0, 1, 1024.0, 0.0)
+@example(4.0, 0.0, math.nan, 0.0, 4e-4, 1, 2.0, 1.0)
+@example(4.0, 0.0, math.nan, 0.0, -4.1e-4, 1, 2.0, 1.0)
+@example(4.0, 0.0, math.nan, 0.0, 0.0, 0, 2.0, 1.0)
+@example(0.0, 0.0, math.nan, 0.0, 0.0, 2, 2.0, 1.0)
 def test_decision_equals_host_numbers(
     backend: Backend,
     sum_squares: float,
     non_finite: float,
     zeros: float,
     errors: float,
+    contrast: float,
+    scaled: int,
     scale: float | None,
     clip_grad: float,
 ) -> None:
     """Every number of the decision has the oracle's bits; a NaN is a NaN. The statistics are left as they are."""
-    given_vector = [sum_squares, non_finite, zeros, errors]
+    given_vector = [sum_squares, non_finite, zeros, errors, contrast, float(scaled)]
     device = _device(backend)
     vector = torch.tensor(given_vector, dtype=torch.float64, device=device)
     decision = backend.decide(vector, None if scale is None else torch.tensor([scale], device=device), clip_grad)
@@ -87,33 +95,58 @@ def test_decision_equals_host_numbers(
 
 
 rows = st.tuples(
-    st.floats(0, 1e30), st.integers(0, 2**40), st.integers(0, 2**40), st.sampled_from([0.0, 1 / 3, 0.5, 1.0])
+    st.floats(0, 1e30),
+    st.integers(0, 2**40),
+    st.integers(0, 2**40),
+    st.sampled_from([0.0, 1 / 3, 0.5, 1.0]),
+    st.sampled_from([-1.0, 0.0, 0.5]),
 )
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(rows, min_size=1, max_size=5), st.booleans(), st.booleans(), st.integers(0, 3), st.integers(1, 700))
+@given(
+    st.lists(rows, min_size=1, max_size=5),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 3),
+    st.integers(1, 700),
+)
 def test_total_equals_host_numbers(
-    backend: Backend, some: list[tuple[float, int, int, float]], counted: bool, apart: bool, errors: int, repeats: int
+    backend: Backend,
+    some: list[tuple[float, ...]],
+    counted: bool,
+    compared: bool,
+    apart: bool,
+    errors: int,
+    repeats: int,
 ) -> None:
     """Weighted squares and zeros to fp64's accuracy, counts exactly, for columns of one table or of their own."""
     table = torch.tensor(some * repeats, dtype=torch.float64, device=_device(backend))
-    squares, non_finite, zeros, weights = (column.clone() if apart else column for column in table.unbind(1))
+    squares, non_finite, zeros, *weights = (column.clone() if apart else column for column in table.unbind(1))
+    shares, contrasts = (column.contiguous() for column in weights)
     vector = backend.total(
         TensorStats(squares, non_finite, zeros if counted else None),
-        weights.contiguous(),
+        GradWeights(shares, contrasts if compared else None),
         torch.tensor(float(errors), dtype=torch.float64, device=table.device),
+        1.0,
     )
-    assert vector.shape == (4,)
+    assert vector.shape == (len(Statistic),)
     assert vector.dtype == torch.float64
-    found = vector.tolist()
-    assert found[0] == pytest.approx(math.fsum(row[0] * row[3] for row in some) * repeats, rel=1e-12)
-    assert found[1] == sum(row[1] for row in some) * repeats
+    found = dict(zip(Statistic, vector.tolist(), strict=True))
+    assert found[Statistic.SUM_SQUARES] == pytest.approx(
+        math.fsum(row[0] * row[3] for row in some) * repeats, rel=1e-12
+    )
+    assert found[Statistic.NON_FINITE] == sum(row[1] for row in some) * repeats
     if counted:
-        assert found[2] == pytest.approx(math.fsum(row[2] * row[3] for row in some) * repeats, rel=1e-12)
+        assert found[Statistic.ZEROS] == pytest.approx(math.fsum(row[2] * row[3] for row in some) * repeats, rel=1e-12)
     else:
-        assert math.isnan(found[2])
-    assert found[3] == errors
+        assert math.isnan(found[Statistic.ZEROS])
+    assert found[Statistic.ERRORS] == errors
+    size = math.fsum(row[0] for row in some) * repeats
+    contrast = math.fsum(row[0] * row[4] for row in some) * repeats if compared else 0.0
+    assert found[Statistic.CONTRAST] == pytest.approx(contrast, rel=1e-12, abs=1e-12 * size)
+    assert found[Statistic.SCALED] == 1.0
 
 
 def test_total_keeps_what_is_not_finite(backend: Backend) -> None:
@@ -123,7 +156,9 @@ def test_total_keeps_what_is_not_finite(backend: Backend) -> None:
             torch.tensor(values, dtype=torch.float64, device=_device(backend))
             for values in ([1.0, math.inf], [0.0, 1.0], [1.0, weight])
         )
-        vector = backend.total(TensorStats(squares, none, None), weights, torch.zeros_like(none[0]))
+        vector = backend.total(
+            TensorStats(squares, none, None), GradWeights(weights, None), torch.zeros_like(none[0]), 1.0
+        )
         assert kept(vector[0].item())
         assert vector[1].item() == 1
 
@@ -134,7 +169,7 @@ def test_kernels_decide_in_few_operators() -> None:
     scaler = _scaler(native, 2.0**16)
     sums, no_errors = torch.zeros(7, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
     with OperatorCounter() as counter:
-        vector = native.total(TensorStats(sums, sums, None), sums, no_errors)
+        vector = native.total(TensorStats(sums, sums, None), GradWeights(sums, sums), no_errors, 1.0)
         decision = native.decide(vector, scaler.scale, 1.0)
         scaler.update(decision.found_inf)
     assert counter.host_reads == 0

@@ -206,7 +206,9 @@ def test_no_host_read_with_everything_on(name: str) -> None:
     module = model()
     config = OptimizerConfig(fp16=True, clip_grad=1.0, log_num_zeros_in_grad=True, backend=name)
     inner = torch.optim.AdamW(module.named_parameters(), lr=1e-3)
-    optimizer = MixedPrecisionOptimizer(inner, config, DynamicGradScaler(2.0**10, 1.0, 2.0, 0.5, 2, 2))
+    optimizer = MixedPrecisionOptimizer(
+        inner, config, DynamicGradScaler(2.0**10, 1.0, 2.0, 0.5, 2, 2), grads_are_scaled=True
+    )
     for step in range(8):
         set_grads(module, step)
         if step in (3, 4):

@@ -257,7 +257,9 @@ def test_skips_and_scales_equal_torch_amp() -> None:
     ours_model, their_model = model(torch.float32), model(torch.float32)
     config = OptimizerConfig(fp16=True, clip_grad=0.0)
     scaler = DynamicGradScaler(2.0**16, 2.0**-100, 2.0, 0.5, 3, 1)
-    ours = MixedPrecisionOptimizer(torch.optim.AdamW(ours_model.parameters(), lr=1e-2), config, scaler)
+    ours = MixedPrecisionOptimizer(
+        torch.optim.AdamW(ours_model.parameters(), lr=1e-2), config, scaler, grads_are_scaled=True
+    )
     theirs = torch.optim.AdamW(their_model.parameters(), lr=1e-2)
     their_scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=3)
     data = torch.randn(8, 4, generator=torch.Generator().manual_seed(3))
@@ -572,7 +574,9 @@ def test_main_param_of_any_group_that_outgrows_fp16_is_named() -> None:
     for overflowing in range(3):
         weights = [nn.Parameter(torch.ones(4).half()) for _ in range(3)]
         inner = torch.optim.SGD([{"params": [weight]} for weight in weights], lr=70000.0)
-        optimizer = MixedPrecisionOptimizer(inner, OptimizerConfig(fp16=True, clip_grad=0.0), ConstantGradScaler(1.0))
+        optimizer = MixedPrecisionOptimizer(
+            inner, OptimizerConfig(fp16=True, clip_grad=0.0), ConstantGradScaler(1.0), grads_are_scaled=True
+        )
         for index, weight in enumerate(weights):
             weight.grad = torch.full_like(weight, float(index == overflowing))
         with pytest.raises(MainParamOverflowError, match=f"main param of '{overflowing}' is 65520 or more"):
@@ -647,7 +651,7 @@ def test_config_is_taken_from_the_parameters() -> None:
         bf16=True, clip_grad=0.0
     )
     assert MixedPrecisionOptimizer(INNER["sgd"](model(torch.float32))).config == OptimizerConfig(clip_grad=0.0)
-    ours = MixedPrecisionOptimizer(INNER["sgd"](model()), grad_scaler=ConstantGradScaler(2.0))
+    ours = MixedPrecisionOptimizer(INNER["sgd"](model()), grad_scaler=ConstantGradScaler(2.0), grads_are_scaled=True)
     assert ours.config == OptimizerConfig(fp16=True, clip_grad=0.0)
 
 
@@ -668,7 +672,9 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
         "grad_scaler is None, but fp16 gradients need one",
     ),
     (
-        lambda: MixedPrecisionOptimizer(_sgd(), OptimizerConfig(bf16=True), ConstantGradScaler(1.0)),
+        lambda: MixedPrecisionOptimizer(
+            _sgd(), OptimizerConfig(bf16=True), ConstantGradScaler(1.0), grads_are_scaled=True
+        ),
         ArgumentError,
         "config.fp16 is False, but the optimizer has fp16 parameters; set fp16=True",
     ),
@@ -678,12 +684,12 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
         "config.bf16 is False, but the optimizer has bf16 parameters; set bf16=True",
     ),
     (
-        lambda: MixedPrecisionOptimizer(_sgd(), {"fp16": True}, ConstantGradScaler(1.0)),  # type: ignore[arg-type]
+        lambda: MixedPrecisionOptimizer(_sgd(), {"fp16": True}, ConstantGradScaler(1.0), grads_are_scaled=True),  # type: ignore[arg-type]
         ArgumentTypeError,
         "config must be an OptimizerConfig or None, got dict",
     ),
     (
-        lambda: MixedPrecisionOptimizer(_sgd(), None, torch.amp.GradScaler("cpu")),  # type: ignore[arg-type]
+        lambda: MixedPrecisionOptimizer(_sgd(), None, torch.amp.GradScaler("cpu"), grads_are_scaled=True),  # type: ignore[arg-type]
         ArgumentTypeError,
         "grad_scaler is a torch.amp.GradScaler, which drives a bare torch optimizer",
     ),
@@ -740,7 +746,9 @@ def test_a_frozen_parameter_may_be_anything() -> None:
     """What has no main param is not looked at: a sparse one among the groups' parameters stops no step."""
     param = nn.Parameter(torch.ones(3).half())
     frozen = nn.Parameter(torch.eye(3).to_sparse(), requires_grad=False)
-    optimizer = MixedPrecisionOptimizer(torch.optim.SGD([param, frozen], lr=1.0), None, ConstantGradScaler(1.0))
+    optimizer = MixedPrecisionOptimizer(
+        torch.optim.SGD([param, frozen], lr=1.0), None, ConstantGradScaler(1.0), grads_are_scaled=True
+    )
     param.grad = torch.ones(3).half()
     optimizer.step()
     assert not param.any()
@@ -752,7 +760,7 @@ def test_a_frozen_parameter_written_after_its_state_was_loaded_is_followed() -> 
     def built(frozen: bool) -> tuple[nn.Parameter, MixedPrecisionOptimizer]:
         param, other = nn.Parameter(torch.ones(3).half(), requires_grad=not frozen), nn.Parameter(torch.ones(3).half())
         inner = torch.optim.SGD([param, other], lr=1.0)
-        return param, MixedPrecisionOptimizer(inner, None, ConstantGradScaler(1.0))
+        return param, MixedPrecisionOptimizer(inner, None, ConstantGradScaler(1.0), grads_are_scaled=True)
 
     param, optimizer = built(frozen=True)
     optimizer.load_state_dict(built(frozen=False)[1].state_dict())

@@ -74,7 +74,7 @@ def _sgd(bag: Bag) -> torch.optim.Optimizer:
 
 def _wrapped(inner: torch.optim.Optimizer, **options: Any) -> MixedPrecisionOptimizer:
     config = OptimizerConfig(fp16=True, clip_grad=0.0, **options)
-    return MixedPrecisionOptimizer(inner, config, DynamicGradScaler(16.0, 1.0, 2.0, 0.5, 4, 1))
+    return MixedPrecisionOptimizer(inner, config, DynamicGradScaler(16.0, 1.0, 2.0, 0.5, 4, 1), grads_are_scaled=True)
 
 
 def _step(optimizer: MixedPrecisionOptimizer | ChainedOptimizer, skip: bool) -> Tensor:
@@ -373,6 +373,7 @@ def test_chained_optimizer() -> None:
             torch.optim.AdamW([(f"{index}.{name}", p) for name, p in bag.named_parameters()], lr=1.0 + index),
             config,
             scaler,
+            grads_are_scaled=True,
         )
         for index, bag in enumerate(bags)
     ]

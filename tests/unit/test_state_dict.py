@@ -57,7 +57,7 @@ def test_layout() -> None:
     """
     _, optimizer = _trained()
     state = optimizer.state_dict()
-    assert list(state) == ["optimizer", "main_params", "grad_scaler", "version"]
+    assert list(state) == ["optimizer", "main_params", "grad_scaler", "step_counts", "version"]
     assert list(state["main_params"]) == NAMES
     assert list(state["optimizer"]["state"]) == NAMES
     assert set(state["optimizer"]["state"]["first.weight"]) == {"step", "exp_avg", "exp_avg_sq"}
@@ -156,10 +156,14 @@ def test_dtypes_are_preserved() -> None:
 def test_names_by_argument_and_by_position() -> None:
     """Without named parameters the names are positions; named_parameters gives them names."""
     module = model()
-    plain = MixedPrecisionOptimizer(torch.optim.SGD(module.parameters(), lr=1.0), None, ConstantGradScaler(1.0))
+    plain = MixedPrecisionOptimizer(
+        torch.optim.SGD(module.parameters(), lr=1.0), None, ConstantGradScaler(1.0), grads_are_scaled=True
+    )
     assert [name for name, _ in plain.main_params()] == [str(i) for i in range(7)]
     inner = torch.optim.SGD(module.parameters(), lr=1.0)
-    named = MixedPrecisionOptimizer(inner, None, ConstantGradScaler(1.0), named_parameters=module.named_parameters())
+    named = MixedPrecisionOptimizer(
+        inner, None, ConstantGradScaler(1.0), named_parameters=module.named_parameters(), grads_are_scaled=True
+    )
     assert [name for name, _ in named.main_params()] == NAMES
 
 

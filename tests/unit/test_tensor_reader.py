@@ -266,7 +266,7 @@ def _train(reader: str, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     groups: list[dict[str, Any]] = [{"params": params[:50]}, {"params": params[50:], "lr": 1e-2}]
     inner = torch.optim.AdamW(groups, lr=1e-3)
     scaler = DynamicGradScaler(2.0**8, 1.0, 2.0, 0.5, 3, 1)
-    optimizer = MixedPrecisionOptimizer(inner, OptimizerConfig(fp16=True, clip_grad=1.0), scaler)
+    optimizer = MixedPrecisionOptimizer(inner, OptimizerConfig(fp16=True, clip_grad=1.0), scaler, grads_are_scaled=True)
     for step in range(10):
         for param in params:
             param.grad = torch.randn_like(param) if param.requires_grad else None
@@ -316,7 +316,9 @@ def test_own_writes_are_not_taken_for_those_of_others(reader: str, odd: bool, mo
     if odd:
         params[40] = nn.Parameter(torch.randn(4, 6).half().t())
     inner = torch.optim.AdamW([{"params": params[:20]}, {"params": params[20:]}], lr=1e-3)
-    optimizer = MixedPrecisionOptimizer(inner, None, DynamicGradScaler(2.0**8, 1.0, 2.0, 0.5, 3, 1))
+    optimizer = MixedPrecisionOptimizer(
+        inner, None, DynamicGradScaler(2.0**8, 1.0, 2.0, 0.5, 3, 1), grads_are_scaled=True
+    )
     for step in range(6):
         for param in params:
             param.grad = torch.full(param.shape, float("inf") if step == 2 else 1.0).half()
@@ -334,7 +336,7 @@ def test_gradients_may_be_dropped_between_the_halves_of_a_step() -> None:
         torch.manual_seed(0)
         params = [nn.Parameter(torch.randn(300).half()) for _ in range(50)]
         optimizer = MixedPrecisionOptimizer(
-            torch.optim.SGD(params, lr=1.0), None, DynamicGradScaler(1.0, 1.0, 2.0, 0.5, 10, 1)
+            torch.optim.SGD(params, lr=1.0), None, DynamicGradScaler(1.0, 1.0, 2.0, 0.5, 10, 1), grads_are_scaled=True
         )
         for param in params:
             param.grad = torch.randn_like(param)

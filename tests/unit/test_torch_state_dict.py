@@ -20,7 +20,7 @@ from tests.training import INNER, Tiny, bits_equal, constant, model, set_grads, 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 get_optimizer_state_dict: Any = dsd.get_optimizer_state_dict
 set_optimizer_state_dict: Any = dsd.set_optimizer_state_dict
-KEYS = ["optimizer", "main_params", "grad_scaler", "version"]
+KEYS = ["optimizer", "main_params", "grad_scaler", "step_counts", "version"]
 
 
 def _trained(inner: str = "adamw_fused", dtype: torch.dtype = torch.float16) -> tuple[Tiny, MixedPrecisionOptimizer]:
@@ -191,7 +191,7 @@ def test_tied_weights_and_frozen_parameters() -> None:
         module[2].weight = module[0].weight
         module[1].weight.requires_grad_(False)
         inner = torch.optim.AdamW(module.named_parameters(), lr=0.1)
-        return module, MixedPrecisionOptimizer(inner, None, ConstantGradScaler(2.0))
+        return module, MixedPrecisionOptimizer(inner, None, ConstantGradScaler(2.0), grads_are_scaled=True)
 
     module, optimizer = build(0)
     set_grads(module, 0)
@@ -216,7 +216,7 @@ def test_groups_and_options() -> None:
         ]
         inner = torch.optim.AdamW(groups, lr=lr / 2, foreach=lr == 0.5)
         torch.optim.lr_scheduler.StepLR(inner, 1)
-        return module, MixedPrecisionOptimizer(inner, None, ConstantGradScaler(2.0))
+        return module, MixedPrecisionOptimizer(inner, None, ConstantGradScaler(2.0), grads_are_scaled=True)
 
     module, optimizer = build(0.5)
     for options in (None, FLAT):
@@ -249,7 +249,7 @@ def test_positions_are_not_names() -> None:
     """Where our names are positions they are not taken for the model's names, which may be numbers, too."""
     params = nn.ParameterList([nn.Parameter(torch.full((2,), float(value)).half()) for value in range(3)])
     inner = torch.optim.AdamW(reversed(list(params)), lr=0.1)
-    optimizer = MixedPrecisionOptimizer(inner, None, ConstantGradScaler(1.0))
+    optimizer = MixedPrecisionOptimizer(inner, None, ConstantGradScaler(1.0), grads_are_scaled=True)
     given = get_optimizer_state_dict(params, optimizer)
     assert given["param_groups"][0]["params"] == ["2", "1", "0"]
     optimizer.load_state_dict(given)

@@ -405,13 +405,14 @@ except UsageError as error:
 TYPES = {"flags": "*u8", "lr": "*fp64", "log_beta1": "fp64", "log_beta2": "fp64"}
 TYPES |= dict.fromkeys(("rows", "chunk_rows", "counters"), "*i64")
 TYPES |= dict.fromkeys(("found_inf", "coefficient", "scale", "numbers"), "*fp32")
-TYPES |= dict.fromkeys(("partials", "stats", "sum_squares", "non_finite", "zeros", "weights", "errors"), "*fp64")
+TYPES |= dict.fromkeys(("partials", "stats", "sum_squares", "non_finite", "zeros", "errors"), "*fp64")
+TYPES |= dict.fromkeys(("shares", "contrasts"), "*fp64") | {"scaled": "fp64"}
 TYPES |= dict.fromkeys(("vector", "num_zeros"), "*fp64") | dict.fromkeys(("stride", "num_tensors"), "i64")
 TYPES |= dict.fromkeys(("growth_tracker", "hysteresis_tracker"), "*i64")
 TYPES |= {"clip_grad": "fp64", "epsilon": "fp64", "growth_interval": "i64", "hysteresis": "i64"}
 DTYPES = {"MODEL_DTYPE": tl.float16, "GRAD_DTYPE": tl.bfloat16}
 FLAGS = {"COUNT_ZEROS": True, "DAMPENED": True, "NESTEROV": True, "DECOUPLED": True, "L2": True, "MAXIMIZE": True}
-FLAGS |= {"SCALED": True, "CLIPS": True, "EACH_CLEAN_STEP": False}
+FLAGS |= {"SCALED": True, "CLIPS": True, "COMPARES": True, "EACH_CLEAN_STEP": False}
 for name in ("adam", "sgd", "lion", "write_back", "measure", "combine", "total", "decide", "rescale"):
     kernel = getattr(kernels, f"{name}_kernel")
     known = {"COLUMNS": 11, "CHUNK": 1 << 14, "BLOCK": 1 << 10} | DTYPES | FLAGS

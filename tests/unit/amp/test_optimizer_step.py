@@ -252,19 +252,21 @@ def test_sparse_gradients() -> None:
 
 def _mixed(module: nn.Module) -> MixedPrecisionOptimizer:
     scaler = DynamicGradScaler(2.0**12, 1.0, 2.0, 0.5, 3, 1)
-    return MixedPrecisionOptimizer(INNER["adamw_fused"](module), OptimizerConfig(fp16=True, clip_grad=0.7), scaler)
+    return MixedPrecisionOptimizer(
+        INNER["adamw_fused"](module), OptimizerConfig(fp16=True, clip_grad=0.7), scaler, grads_are_scaled=True
+    )
 
 
 def _sharded(module: nn.Module) -> DistributedOptimizer:
     scaler, config = DynamicGradScaler(2.0**12, 1.0, 2.0, 0.5, 3, 1), OptimizerConfig(fp16=True, clip_grad=0.7)
-    return DistributedOptimizer(INNER["adamw_fused"](module), config, scaler, modules=module)
+    return DistributedOptimizer(INNER["adamw_fused"](module), config, scaler, modules=module, grads_are_scaled=True)
 
 
 def _chained(module: nn.Module) -> ChainedOptimizer:
     scaler, config = DynamicGradScaler(2.0**12, 1.0, 2.0, 0.5, 3, 1), OptimizerConfig(fp16=True, clip_grad=0.7)
     named = list(module.named_parameters())
     parts = [torch.optim.AdamW(part, lr=1e-2) for part in (named[:3], named[3:])]
-    return ChainedOptimizer([MixedPrecisionOptimizer(part, config, scaler) for part in parts])
+    return ChainedOptimizer([MixedPrecisionOptimizer(part, config, scaler, grads_are_scaled=True) for part in parts])
 
 
 Wrapper = MixedPrecisionOptimizer | ChainedOptimizer

@@ -1,0 +1,54 @@
+"""The wrapped optimizer's own ``step()``: ours to call as long as a wrapper of ours is there."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import finalize, ref
+
+import torch
+
+from megascale.errors import UsageError
+
+
+class InnerStep:
+    """Calls an optimizer's ``step()``, and refuses the calls of others: they would update model params of 16 bit with
+    scaled gradients, and main params would take the result for weights that were loaded.
+
+    It is refused by a hook of torch's, which goes when this object does.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._is_ours = False
+        myself = ref(self)
+
+        def refuse(inner: torch.optim.Optimizer, *_: Any) -> None:
+            caller = myself()
+            if caller is not None and not caller._is_ours:
+                raise UsageError(
+                    f"{type(inner).__name__}.step() was called, but a MixedPrecisionOptimizer wraps this optimizer: "
+                    "call the wrapper's step(), which unscales the gradients and updates main params. To train without "
+                    "it again, drop the wrapper"
+                )
+
+        self._hook = optimizer.register_step_pre_hook(refuse)
+        finalize(self, self._hook.remove)
+
+    def __call__(self) -> None:
+        """Take the step."""
+        with self._allowed():
+            self._optimizer.step()
+
+    @property
+    def is_hooked(self) -> bool:
+        """Whether somebody else has put hooks around the step."""
+        pre_hooks, post_hooks = self._optimizer._optimizer_step_pre_hooks, self._optimizer._optimizer_step_post_hooks
+        return bool(post_hooks) or len(pre_hooks) > (self._hook.id in pre_hooks)
+
+    @contextmanager
+    def _allowed(self) -> Iterator[None]:
+        self._is_ours = True
+        try:
+            yield
+        finally:
+            self._is_ours = False

@@ -1,0 +1,43 @@
+"""What the agreed statistics of a step tell of misuse. Every rank has the same numbers, so that all raise alike."""
+
+from collections.abc import Mapping
+
+from megascale.errors import UsageError
+from megascale.kernels import LARGEST_SUM_SQUARES, REPLICA_TOLERANCE, Statistic
+
+Statistics = Mapping[Statistic, float]
+"""Agreed statistics as host numbers."""
+
+
+def was_skipped(agreed: Statistics) -> bool:
+    """Return whether gradients overflowed."""
+    return not agreed[Statistic.SUM_SQUARES] <= LARGEST_SUM_SQUARES or agreed[Statistic.NON_FINITE] > 0
+
+
+def has_only_zeros(agreed: Statistics) -> bool:
+    """Return whether no rank had a gradient other than zeros."""
+    return agreed[Statistic.SUM_SQUARES] == 0 and agreed[Statistic.NON_FINITE] == 0
+
+
+def check_usage(agreed: Statistics) -> None:
+    """Raise UsageError for gradients that cannot be what the step takes them for. Overflows are not judged."""
+    if agreed[Statistic.SCALED] <= 0:
+        raise unscaled_loss()
+    if was_skipped(agreed):
+        return
+    if abs(agreed[Statistic.CONTRAST]) > REPLICA_TOLERANCE * agreed[Statistic.SUM_SQUARES]:
+        raise UsageError(
+            "ranks that hold the same parameters have different gradients: nobody has reduced them. Wrap the model in "
+            "DistributedDataParallel or fully_shard, or build the optimizer with grad_sync=GradSync(...) or as a "
+            "DistributedOptimizer; with no_sync(), let the last backward of a step sync. If each rank trains a model "
+            "of its own, pass groups=ParallelGroups(); if the gradients are to differ, pass replicas_may_differ=True"
+        )
+
+
+def unscaled_loss() -> UsageError:
+    """Return the error for gradients that nobody can have scaled."""
+    return UsageError(
+        "nobody has asked for the loss scale since the last step, so that these gradients cannot be scaled by it: call "
+        "optimizer.scale_loss(loss).backward(), or multiply the loss by optimizer.get_loss_scale(). If the gradients "
+        "are scaled by it in another way, pass grads_are_scaled=True when you build the optimizer"
+    )

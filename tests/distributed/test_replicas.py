@@ -1,0 +1,264 @@
+"""Ranks that hold the same parameters must have the same gradients: told from the one collective of a step."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from megascale import ChainedOptimizer, ConstantGradScaler, MixedPrecisionOptimizer, OptimizerConfig, ParallelGroups
+from megascale.errors import UsageError
+from megascale.grad_stats import contrast_coefficients
+from megascale.grad_sync import GradSync
+from megascale.kernels import REPLICA_TOLERANCE
+from tests.pool import RankPool
+from tests.training import Tiny, model, same_bits, set_grads, snapshot
+
+
+def _wrapped(module: nn.Module, **options: Any) -> MixedPrecisionOptimizer:
+    inner = torch.optim.AdamW(module.named_parameters(), lr=1e-2)
+    scaler = None if all(p.dtype != torch.float16 for p in module.parameters()) else ConstantGradScaler(8.0)
+    return MixedPrecisionOptimizer(inner, None, scaler, **options)
+
+
+def _backward(module: nn.Module, optimizer: MixedPrecisionOptimizer, seed: int) -> None:
+    """Backward of this rank's own data."""
+    generator = torch.Generator().manual_seed(seed * 100 + dist.get_rank())
+    dtype = next(module.parameters()).dtype
+    loss = module(torch.randn(8, 4, generator=generator).to(dtype)).float().square().mean()
+    optimizer.scale_loss(loss).backward()
+
+
+def _plain_model(dtype: torch.dtype, likeness: float) -> list[Any]:
+    """``likeness``: how far ranks' gradients are apart, relatively."""
+    module = model(dtype)
+    optimizer = _wrapped(module)
+    set_grads(module, 1)
+    with torch.no_grad():
+        for param in module.parameters():
+            assert param.grad is not None
+            param.grad *= 1 + likeness * (dist.get_rank() == dist.get_world_size() - 1)
+    before = snapshot(optimizer, module)
+    optimizer.get_loss_scale()
+    with CommDebugMode() as mode, pytest.raises(UsageError) as caught:
+        optimizer.step()
+    return [str(caught.value), same_bits(before, snapshot(optimizer, module)), mode.get_total_counts()]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_plain_model_on_several_ranks_is_refused(ranks: RankPool, world_size: int, dtype: torch.dtype) -> None:
+    """Invariant 12: without DDP or GradSync ranks would part silently. An error on every rank at the first step, before
+    anything is written, that needs no collective but the one of every step.
+    """
+    for message, unchanged, collectives in ranks.run(world_size, _plain_model, dtype, 0.05):
+        assert "ranks that hold the same parameters have different gradients: nobody has reduced them" in message
+        assert "replicas_may_differ=True" in message
+        assert unchanged
+        assert collectives == 1
+
+
+def test_one_rank_of_four_that_differs_little_is_found(ranks: RankPool) -> None:
+    """A difference of one percent of one rank's gradients is enough."""
+    for message, unchanged, _ in ranks.run(4, _plain_model, torch.float32, 0.01):
+        assert "have different gradients" in message
+        assert unchanged
+
+
+def _reduced_within_pairs() -> str:
+    module = model(torch.float32)
+    pairs = [dist.new_group(pair) for pair in ([0, 1], [2, 3])]
+    ddp = DistributedDataParallel(module, process_group=pairs[dist.get_rank() // 2])
+    optimizer = _wrapped(module)
+    _backward(ddp, optimizer, 0)
+    with pytest.raises(UsageError) as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
+def test_gradients_reduced_among_some_ranks_only_are_found(ranks: RankPool) -> None:
+    """DDP over the ranks of a node, an optimizer over all: pairs agree in themselves and not with one another."""
+    assert all("have different gradients" in message for message in ranks.run(4, _reduced_within_pairs))
+
+
+def _last_backward_without_sync() -> list[Any]:
+    module = model(torch.float32)
+    ddp = DistributedDataParallel(module)
+    optimizer = _wrapped(module)
+    _backward(ddp, optimizer, 0)
+    landed = bool(optimizer.step().success)
+    optimizer.zero_grad()
+    with ddp.no_sync():
+        _backward(ddp, optimizer, 1)
+    with pytest.raises(UsageError) as caught:
+        optimizer.step()
+    return [landed, str(caught.value)]
+
+
+def test_step_in_no_sync_is_found(ranks: RankPool) -> None:
+    """A step taken where DDP only accumulates."""
+    for landed, message in ranks.run(2, _last_backward_without_sync):
+        assert landed
+        assert "let the last backward of a step sync" in message
+
+
+def _not_judged() -> list[Any]:
+    results: list[Any] = []
+    module = model()  # allowed
+    optimizer = _wrapped(module, replicas_may_differ=True)
+    _backward(module, optimizer, 0)
+    results.append(bool(optimizer.step().success))
+    alone = model()  # a model of each rank's own
+    optimizer = _wrapped(alone, groups=ParallelGroups())
+    _backward(alone, optimizer, 0)
+    results.append(bool(optimizer.step().success))
+    broken = model()  # an overflow says nothing of the ranks' likeness: the step is skipped
+    optimizer = _wrapped(broken)
+    set_grads(broken, 1)
+    if dist.get_rank() == 1:
+        assert broken.head.weight.grad is not None
+        broken.head.weight.grad[0, 0] = math.inf
+    optimizer.get_loss_scale()
+    results.append(not bool(optimizer.step().success))
+    return results
+
+
+def test_what_is_not_judged(ranks: RankPool) -> None:
+    """An argument allows differences, groups of this rank alone have no replicas, overflows are skipped as ever."""
+    assert ranks.run(2, _not_judged) == [[True, True, True]] * 2
+
+
+def _synced(kind: str, dtype: torch.dtype) -> list[bool]:
+    module: Any = model(dtype)
+    trained, options = module, {}
+    if kind == "ddp":
+        trained = DistributedDataParallel(module, find_unused_parameters=True)
+    elif kind == "grad_sync":
+        options["grad_sync"] = GradSync(module.named_parameters())
+    elif kind == "fsdp2":
+        fully_shard(module)
+    elif kind == "hsdp":
+        fully_shard(module, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    optimizer = _wrapped(module, **options)
+    landed = []
+    for step in range(4):
+        optimizer.zero_grad()
+        _backward(trained, optimizer, step)
+        landed.append(bool(optimizer.step().success))
+    return landed
+
+
+@pytest.mark.parametrize("kind", ["ddp", "grad_sync", "fsdp2", "hsdp"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_reduced_gradients_raise_no_alarm(ranks: RankPool, kind: str, dtype: torch.dtype) -> None:
+    """Whoever reduces the gradients, replicas pass."""
+    assert ranks.run(4, _synced, kind, dtype) == [[True] * 4] * 4
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.up = nn.Linear(4, 8)
+        self.down = nn.Linear(8, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down(self.up(self.norm(x)).relu())
+        return out
+
+
+def _tensor_and_data_parallel(reduced: bool) -> str:
+    torch.manual_seed(0)
+    module = _Block()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    parallelize_module(module, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    inner = torch.optim.AdamW(module.named_parameters(), lr=1e-2)
+    optimizer = MixedPrecisionOptimizer(inner, OptimizerConfig(), None, groups=mesh)
+    generator = torch.Generator().manual_seed(mesh["dp"].get_local_rank())
+    module(torch.randn(8, 4, generator=generator)).square().mean().backward()
+    if reduced:
+        for param in module.parameters():
+            grad: Any = param.grad
+            dist.all_reduce(grad.to_local() if hasattr(grad, "to_local") else grad, group=mesh.get_group("dp"))
+    try:
+        return str(bool(optimizer.step().success))
+    except UsageError as error:
+        return str(error)
+
+
+def test_tensor_parallel_replicas(ranks: RankPool) -> None:
+    """DTensors sharded over two ranks, repeated by data parallelism: compared with their own replicas only."""
+    assert ranks.run(4, _tensor_and_data_parallel, True) == ["True"] * 4
+    assert all("have different gradients" in message for message in ranks.run(4, _tensor_and_data_parallel, False))
+
+
+def _megatron_marks() -> list[bool]:
+    torch.manual_seed(0)
+    module = Tiny()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    data, tensor = mesh["dp"].get_local_rank(), mesh["tp"].get_local_rank()
+    groups = ParallelGroups(
+        data_parallel=mesh.get_group("dp"),
+        tensor_parallel=mesh.get_group("tp"),
+        grad_stats=dist.group.WORLD,
+        expert_data_parallel=None,
+    )
+    module.first.weight.tensor_model_parallel = True  # type: ignore[attr-defined]
+    module.second.weight.shared = True  # type: ignore[attr-defined]
+    module.head.weight.allreduce = False  # type: ignore[attr-defined]
+    inner = torch.optim.AdamW(module.named_parameters(), lr=1e-2)
+    optimizer = MixedPrecisionOptimizer(inner, OptimizerConfig(), None, groups=groups)
+    set_grads(module, 0)
+    own = torch.Generator().manual_seed(10 * data + tensor)
+    split = torch.Generator().manual_seed(tensor)
+    module.first.weight.grad = torch.randn(6, 4, generator=split)  # another part on each tensor-parallel rank
+    module.second.weight.grad = torch.randn(4, 6, generator=own)  # a copy that counts on another rank
+    module.head.weight.grad = torch.randn(1, 4, generator=own)  # an expert of each rank's own
+    return [bool(optimizer.step().success)]
+
+
+def test_megatrons_marks_are_known(ranks: RankPool) -> None:
+    """Parameters that Megatron marks as split, as shared or as an expert's are alike only where they must be."""
+    assert ranks.run(4, _megatron_marks) == [[True]] * 4
+
+
+def _chained() -> str:
+    module = model()
+    scaler = ConstantGradScaler(8.0)
+    parts = [module.first, nn.ModuleList([module.norm, module.second, module.head])]
+    members = [
+        MixedPrecisionOptimizer(
+            torch.optim.AdamW([(f"{index}.{name}", param) for name, param in part.named_parameters()]), None, scaler
+        )
+        for index, part in enumerate(parts)
+    ]
+    optimizer = ChainedOptimizer(members)
+    set_grads(module, dist.get_rank())
+    optimizer.get_loss_scale()
+    with pytest.raises(UsageError) as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
+def test_chain_is_judged_as_one(ranks: RankPool) -> None:
+    """A chain of optimizers over a plain model."""
+    assert all("have different gradients" in message for message in ranks.run(2, _chained))
+
+
+def test_coefficients_tell_every_part_of_the_ranks_apart() -> None:
+    """They add up to 0 over all ranks, and over no half, pair or single rank, at any number of ranks that is used."""
+    for num_ranks in [2, 3, 4, 5, 8, 16, 64, 72, 512]:
+        drawn = contrast_coefficients(num_ranks)
+        assert abs(math.fsum(drawn)) < 1e-12
+        assert max(map(abs, drawn)) == 1.0
+        parts = [drawn[start : start + size] for size in (1, num_ranks // 2) for start in range(0, num_ranks, size)]
+        parts += [drawn[start::2] for start in range(2)]
+        assert all(abs(math.fsum(part)) > REPLICA_TOLERANCE for part in parts if len(part) < num_ranks)
+    assert contrast_coefficients(1) == (0.0,)

@@ -1,0 +1,127 @@
+"""A chain of optimizers is one optimizer: its step is whole or not at all, its errors come once, its hooks fire."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from megascale import ChainedOptimizer, ConstantGradScaler, MixedPrecisionOptimizer
+from megascale.errors import GradientError, MainParamOverflowError, UsageError
+from tests.training import Bag, same_bits, set_grads
+
+
+def _chain(module: Bag, scale: float = 1.0, lrs: tuple[float, ...] = (0.1, 0.1)) -> ChainedOptimizer:
+    """An optimizer for each of ``lrs``, of one parameter each."""
+    scaler = ConstantGradScaler(scale)
+    return ChainedOptimizer(
+        [
+            MixedPrecisionOptimizer(
+                torch.optim.SGD([(str(index), module[index])], lr=lr), None, scaler, grads_are_scaled=True
+            )
+            for index, lr in enumerate(lrs)
+        ]
+    )
+
+
+def _module(count: int = 2) -> Bag:
+    return Bag([torch.ones(4, dtype=torch.float16) for _ in range(count)])
+
+
+@pytest.mark.parametrize("outgrown", [0, 1, 2])
+def test_step_is_whole_where_a_main_param_outgrows_fp16(outgrown: int) -> None:
+    """Invariant 10: whichever member's main param is too large for fp16, all members have stepped when it is raised, as
+    on several ranks; and the step is counted.
+    """
+    module = _module(3)
+    optimizer = _chain(module, lrs=(0.1, 0.1, 0.1))
+    optimizer.param_groups[outgrown]["lr"] = 1e6
+    set_grads(module, 0)
+    before = {name: main.clone() for name, main in optimizer.main_params()}
+    with pytest.raises(MainParamOverflowError, match=f"main param of '{outgrown}' is 65520 or more"):
+        optimizer.step()
+    for name, main in optimizer.main_params():
+        assert not torch.equal(main, before[name])
+        if name != str(outgrown):
+            torch.testing.assert_close(module[int(name)].detach().float(), main, rtol=1e-3, atol=0)
+
+
+def test_halves_of_a_step_are_not_mixed() -> None:
+    """A load into one member drops the step that was prepared: no member takes its second half."""
+    module = _module()
+    optimizer = _chain(module)
+    set_grads(module, 0)
+    optimizer.prepare_grads()
+    optimizer.optimizers[1].load_state_dict(optimizer.optimizers[1].state_dict())
+    before = {name: main.clone() for name, main in optimizer.main_params()}
+    with pytest.raises(UsageError, match=r"needs prepare_grads\(\) first"):
+        optimizer.step_with_ready_grads()
+    assert same_bits(before, dict(optimizer.main_params()))
+
+
+def test_unusable_gradients_of_two_members_are_one_error() -> None:
+    """Two sparse gradients are raised once; the step after them is as good as any."""
+    module = _module()
+    optimizer = _chain(module)
+    for index in range(2):
+        module[index].grad = torch.ones(4, dtype=torch.float16).to_sparse()
+    with pytest.raises(GradientError, match=r"the gradient of '0' has layout torch.sparse_coo"):
+        optimizer.step()
+    for _ in range(2):
+        set_grads(module, 0)
+        assert optimizer.step().success
+
+
+def test_clipping_of_a_member_alone_is_refused() -> None:
+    """One norm clips all: a member's ``clip_grad`` set after chaining would be ignored. The chain's reaches all."""
+    module = _module()
+    optimizer = _chain(module)
+    before = {name: main.clone() for name, main in optimizer.main_params()}
+    for index in range(2):
+        optimizer.optimizers[index].clip_grad = 0.5
+        set_grads(module, 0)
+        for half in (optimizer.prepare_grads, optimizer.step):
+            with pytest.raises(UsageError, match=rf"optimizers\[{index}\]\.clip_grad was set to 0\.5.*set Chained"):
+                half()
+        optimizer.optimizers[index].clip_grad = 0.0
+    assert same_bits(before, dict(optimizer.main_params()))
+    optimizer.clip_grad = 0.5
+    assert [member.clip_grad for member in optimizer.optimizers] == [0.5, 0.5]
+    assert optimizer.step().success
+
+
+def test_hooks_of_its_state_dict_fire() -> None:
+    """Torch's four hooks, as on any optimizer: what they return is taken."""
+    module = _module()
+    optimizer: Any = _chain(module)
+    calls: list[str] = []
+
+    def pack(_: Any, state: dict[str, Any]) -> dict[str, Any]:
+        calls.append("packed")
+        return state | {"note": 3}
+
+    def unpack(_: Any, state: dict[str, Any]) -> dict[str, Any]:
+        calls.append(f"unpacks {state['note']}")
+        return {key: value for key, value in state.items() if key != "note"}
+
+    optimizer.register_state_dict_pre_hook(lambda _: calls.append("packs"))
+    optimizer.register_state_dict_post_hook(pack)
+    optimizer.register_load_state_dict_pre_hook(unpack)
+    optimizer.register_load_state_dict_post_hook(lambda _: calls.append("loaded"))
+    state = optimizer.state_dict()
+    assert state["note"] == 3
+    optimizer.load_state_dict(state)
+    assert calls == ["packs", "packed", "unpacks 3", "loaded"]
+
+
+def test_overflow_in_any_member_skips_all() -> None:
+    """One decision: nothing of any member changes, and the skip is counted once."""
+    module = _module()
+    optimizer = _chain(module)
+    set_grads(module, 0)
+    assert module[1].grad is not None
+    module[1].grad[0] = math.inf
+    before = {name: main.clone() for name, main in optimizer.main_params()}
+    assert not optimizer.step().success
+    assert same_bits(before, dict(optimizer.main_params()))
+    assert optimizer.num_skipped_steps.item() == 1

@@ -1,0 +1,183 @@
+"""Training that has stopped says so: every step skipped, zeros in every gradient, weights that are not finite."""
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from megascale import ChainedOptimizer, ConstantGradScaler, MixedPrecisionOptimizer, OptimizerConfig
+from megascale.errors import ArgumentError, MainParamOverflowError, NonFiniteParamError, SkippedStepsError
+from megascale.host_view import HostView
+from megascale.kernels import Statistic
+from tests.training import INNER, Tiny, constant, grad_of, model, set_grads, wrap
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+Inner = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+@pytest.fixture(autouse=True)
+def _warnings_are_errors() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def _train(module: Tiny, optimizer: MixedPrecisionOptimizer, steps: int) -> None:
+    """Forward, backward and step."""
+    dtype = next(module.parameters()).dtype
+    for _ in range(steps):
+        optimizer.zero_grad()
+        optimizer.scale_loss(module(torch.ones(3, 4, dtype=dtype)).float().square().mean()).backward()
+        optimizer.step()
+
+
+def _skip(module: Tiny, optimizer: MixedPrecisionOptimizer | ChainedOptimizer, steps: int) -> None:
+    for step in range(steps):
+        _with_inf(module, step)
+        optimizer.step()
+
+
+def _with_inf(module: Tiny, seed: int) -> None:
+    set_grads(module, seed)
+    grad_of(module.head.weight)[0, 0] = math.inf
+
+
+def _wrapped(module: Tiny, **options: object) -> MixedPrecisionOptimizer:
+    scale = 2.0**10 if next(module.parameters()).dtype == torch.float16 else None
+    return wrap(module, INNER["adamw_fused"], scale, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_steps_skipped_for_long_are_warned_of(dtype: torch.dtype) -> None:
+    """In every dtype: at the 32nd skip in a row, at the 64th, and not between; a landed step begins the count anew."""
+    module = model(dtype)
+    optimizer = _wrapped(module)
+    _skip(module, optimizer, 31)
+    set_grads(module, 0)
+    optimizer.step()
+    for step in range(1, 70):
+        _with_inf(module, step)
+        if step in (32, 64):
+            with pytest.warns(RuntimeWarning, match=f"^{step} steps in a row were skipped: the gradients hold inf"):
+                optimizer.step()
+        else:
+            optimizer.step()
+    assert optimizer.num_skipped_steps.item() == 31 + 69
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_more_skips_than_are_allowed_are_an_error(dtype: torch.dtype) -> None:
+    """``max_consecutive_skips`` steps are skipped; the next one raises before it is counted, and so do all after it."""
+    module = model(dtype)
+    optimizer = _wrapped(module, max_consecutive_skips=3)
+    _skip(module, optimizer, 3)
+    for _ in range(2):
+        with pytest.raises(SkippedStepsError, match=r"steps in a row were skipped, .*max_consecutive_skips allows 3"):
+            optimizer.step()
+    assert optimizer.num_skipped_steps.item() == 3
+    set_grads(module, 0)
+    assert optimizer.step().success
+    with pytest.raises(ArgumentError, match="max_consecutive_skips must be"):
+        OptimizerConfig(max_consecutive_skips=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inner", [INNER["adamw_fused"], lambda m: torch.optim.RMSprop(m.named_parameters())])
+def test_weights_that_are_nan_are_named(dtype: torch.dtype, inner: Inner) -> None:
+    """Gradients of NaN weights are NaN for ever: an error that names the parameter, and no advice on learning rates."""
+    module = model(dtype)
+    optimizer = wrap(module, inner, 2.0**10 if dtype == torch.float16 else None)
+    with torch.no_grad():
+        module.second.weight[0, 0] = math.nan
+    with pytest.raises(NonFiniteParamError, match=r"main param of 'second.weight' holds inf or NaN.*load a checkpoint"):
+        _train(module, optimizer, 8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_update_that_makes_nan_is_named(dtype: torch.dtype) -> None:
+    """A learning rate of NaN spoils the weights in a step that lands."""
+    module = model(dtype)
+    optimizer = wrap(module, INNER["sgd"], 2.0**10 if dtype == torch.float16 else None)
+    optimizer.param_groups[0]["lr"] = math.nan
+    with pytest.raises(NonFiniteParamError, match=r"main param of 'first.weight', .*'head.weight' holds inf or NaN"):
+        _train(module, optimizer, 10)
+
+
+def test_main_param_that_is_only_large_is_told_apart() -> None:
+    """65520 and more in fp16: the main param is intact, and a smaller learning rate helps."""
+    module = model()
+    optimizer = constant(module, INNER["sgd"], 1.0)
+    optimizer.param_groups[0]["lr"] = 1e6
+    set_grads(module, 0)
+    with pytest.raises(MainParamOverflowError, match=r"'first.weight', .*lower the learning rate"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("there", [True, False])
+def test_gradients_of_zeros_for_long_are_warned_of(dtype: torch.dtype, there: bool) -> None:
+    """Zeros, or no gradients at all, in 32 steps in a row and in 64: underflow, clipping by hand, no backward."""
+    module = model(dtype)
+    optimizer = _wrapped(module)
+    for step in range(1, 66):
+        for param in module.parameters():
+            param.grad = torch.zeros_like(param) if there else None
+        if step in (32, 64):
+            with pytest.warns(RuntimeWarning, match=f"no gradient, or none but zeros, in {step} steps in a row"):
+                optimizer.step()
+        else:
+            optimizer.step()
+
+
+def test_clipping_by_hand_while_scaled_is_noticed() -> None:
+    """Torch's clip_grad_norm_ on fp16 gradients that are still scaled, to a norm that unscaled ones never have."""
+    module = model()
+    optimizer = wrap(module, INNER["adamw_fused"], 2.0**16)
+    for step in range(32):
+        set_grads(module, step)
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1e-8)
+        if step < 31:
+            optimizer.step()
+    with pytest.warns(RuntimeWarning, match=r"clip with config\.clip_grad, not by hand"):
+        optimizer.step()
+
+
+def test_load_begins_the_count_anew() -> None:
+    """Going back to a checkpoint is the remedy: it is not held against what comes after."""
+    module = model()
+    optimizer = _wrapped(module, max_consecutive_skips=3)
+    saved = optimizer.state_dict()
+    for _ in range(3):
+        _skip(module, optimizer, 3)
+        optimizer.load_state_dict(saved)
+
+
+def test_chain_warns_once() -> None:
+    """All optimizers of a chain skip together: one count, one warning; the damaged parameter of any is named."""
+    module = model()
+    named = list(module.named_parameters())
+    scaler = ConstantGradScaler(1.0)
+    members = [MixedPrecisionOptimizer(torch.optim.AdamW(part), None, scaler) for part in (named[:3], named[3:])]
+    optimizer = ChainedOptimizer(members)
+    with pytest.warns(RuntimeWarning, match="32 steps in a row") as caught:
+        _skip(module, optimizer, 40)
+    assert len(caught) == 1
+    with torch.no_grad():
+        module.head.weight.fill_(math.nan)
+    with pytest.raises(NonFiniteParamError, match=r"'head.weight'"):
+        _skip(module, optimizer, 32)
+
+
+def test_what_is_known_one_step_late_counts_the_same() -> None:
+    """On an accelerator the host sees the statistics of the step before: the same numbers, under their names."""
+    view = HostView()
+    names = [field.name for field in Statistic]
+    vector = torch.arange(len(names), dtype=torch.float64)
+    assert view.push_vector(names, vector) is None
+    vector.mul_(2)  # what is seen is what was pushed
+    late = view.push_vector(names, vector)
+    assert late == {field.name: float(field) for field in Statistic}
+    assert view.flush() == {field.name: 2.0 * field for field in Statistic}
