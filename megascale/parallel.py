@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from megascale import validate
 from megascale.collectives import group_size
 from megascale.errors import ArgumentError, ArgumentTypeError
 
@@ -82,8 +83,8 @@ class ParallelGroups:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is not None and value is not UNSET and not isinstance(value, ProcessGroup):
-                raise ArgumentTypeError(f"{field.name} must be a ProcessGroup or None, got {value!r}")
+            if value is not UNSET:
+                validate.process_group(field.name, value)
         self._resolve_grad_stats()
         self._resolve_data_shard()
 
@@ -142,8 +143,8 @@ class ParallelGroups:
             return groups
         if isinstance(groups, DeviceMesh):
             return cls.from_mesh(groups)
-        if isinstance(groups, ProcessGroup):
-            return cls(data_parallel=groups)
+        if isinstance(groups, ProcessGroup) or validate.is_other_ranks_group(groups):
+            return cls(data_parallel=validate.process_group("groups", groups))
         raise ArgumentTypeError(
             f"groups must be None, a ParallelGroups, a ProcessGroup or a DeviceMesh, got {groups!r}"
         )
@@ -164,6 +165,11 @@ class ParallelGroups:
         cp, ...; tp, ...); an unnamed mesh of one dimension is data parallel. ``data_shard`` is what ``data_replicate``
         leaves of ``data_parallel``; ``grad_stats`` spans all dimensions of the mesh.
         """
+        if mesh.get_coordinate() is None:
+            raise ArgumentError(
+                f"mesh is {mesh}, which this rank, {dist.get_rank()}, is not in; pass each rank a mesh of its own, or "
+                "build this on the mesh's ranks only"
+            )
         names = mesh.mesh_dim_names
         if names is None:
             if mesh.ndim == 1:

@@ -4,6 +4,9 @@ import math
 from collections.abc import Collection
 from typing import Any
 
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
 from megascale.errors import ArgumentError, ArgumentTypeError
 
 # Bounds of a loss scale: inside them both the scale and its reciprocal are finite, non-zero fp32 numbers.
@@ -83,3 +86,24 @@ def one_of(name: str, value: Any, choices: Collection[str]) -> str:
     if not isinstance(value, str) or value not in choices:
         raise ArgumentError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
     return value
+
+
+def process_group(name: str, value: Any) -> ProcessGroup | None:
+    """Return ``value`` if it is a process group that this rank is in, or None."""
+    if value is None or isinstance(value, ProcessGroup):
+        return value
+    if is_other_ranks_group(value):
+        raise ArgumentError(
+            f"{name} is a process group that this rank, {dist.get_rank()}, is not in (torch.distributed.new_group() "
+            f"returned GroupMember.NON_GROUP_MEMBER, {value}); make a group for every rank and pass each its own, or "
+            "build this on the group's ranks only"
+        )
+    raise ArgumentTypeError(
+        f"{name} must be a ProcessGroup that this rank belongs to, or None, got {value!r}; of a DeviceMesh pass "
+        "mesh.get_group()"
+    )
+
+
+def is_other_ranks_group(value: Any) -> bool:
+    """Return whether ``value`` is what torch gives to ranks that a new group leaves out."""
+    return isinstance(value, int) and value == dist.GroupMember.NON_GROUP_MEMBER

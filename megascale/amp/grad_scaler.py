@@ -107,7 +107,7 @@ class GradScaler(torch.amp.GradScaler):
             growth_factor = rescale.growth_factor(growth_factor)
             backoff_factor = rescale.backoff_factor(backoff_factor)
             growth_interval = rescale.growth_interval(growth_interval)
-            _check_group(process_group)
+            validate.process_group("process_group", process_group)
             self._init_hysteresis_tracker = hysteresis
             self._hysteresis_tracker: Tensor | None = None
             self._backends: dict[torch.device, Backend] = {}
@@ -409,14 +409,6 @@ def _is_constant(loss_scale: Any) -> bool:
     if isinstance(loss_scale, str) and loss_scale != "dynamic":
         raise ArgumentError(f"loss_scale must be 'dynamic', a number or None, got {loss_scale!r}")
     return loss_scale is not None and loss_scale != "dynamic"
-
-
-def _check_group(process_group: Any) -> None:
-    if process_group is not None and not isinstance(process_group, ProcessGroup):
-        raise ArgumentTypeError(
-            f"process_group must be a ProcessGroup that this rank belongs to, or None, got {process_group!r}; "
-            "of a DeviceMesh pass mesh.get_group()"
-        )
 
 
 def _check_unscaled(state: dict[str, Any]) -> None:

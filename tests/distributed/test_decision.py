@@ -206,7 +206,7 @@ def test_bad_groups_are_refused_by_name(ranks: RankPool) -> None:
         assert messages[0].startswith("grad_stats is not given, and data_parallel and tensor_parallel are both larger")
         assert "mesh has 2 dimensions without names" in messages[1]
         assert messages[2] == "data_parallel names the mesh dimension 'data'; the mesh has ('dp', 'tp')"
-        assert messages[3] == "data_parallel must be a ProcessGroup or None, got 3"
+        assert messages[3].startswith("data_parallel must be a ProcessGroup that this rank belongs to, or None, got 3;")
 
 
 def _alone_among_many() -> list[bool]:
