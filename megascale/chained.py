@@ -14,7 +14,7 @@ from megascale.optimizer import MixedPrecisionOptimizer, StepResult
 from megascale.optimizer_state import LiveState, Plan, load_together
 from megascale.param_shard import ParamShard
 from megascale.sharing import shared_scaler
-from megascale.state_dict import VERSION, check_layout
+from megascale.state_dict import SHARED_STATE, VERSION, check_layout, shared_by_optimizer
 from megascale.state_hooks import load_with_hooks, pack_with_hooks
 from megascale.step_recipe import StepRecipe
 from megascale.torch_state_dict import StateDict, StateNames, from_torch_layout, is_read_by_torch, is_torch_layout
@@ -200,11 +200,13 @@ class ChainedOptimizer(torch.optim.Optimizer):
 
     def _pack(self, copy: bool) -> dict[str, Any]:
         parts = [optimizer.state_dict(copy=copy) for optimizer in self.optimizers]
+        shared: list[Any] = [next(iter(part["optimizer"].get(SHARED_STATE, [])), {}) for part in parts]
         return StateDict(
             optimizer={
                 "state": {name: state for part in parts for name, state in part["optimizer"]["state"].items()},
                 "param_groups": [group for part in parts for group in part["optimizer"]["param_groups"]],
-            },
+            }
+            | ({SHARED_STATE: shared} if any(shared) else {}),
             main_params={name: main for part in parts for name, main in part["main_params"].items()},
             grad_scaler=parts[0]["grad_scaler"],
             step_counts=parts[0]["step_counts"],
@@ -268,9 +270,10 @@ class ChainedOptimizer(torch.optim.Optimizer):
                 f"state dict has {len(groups)} param groups, the optimizers have {len(self.param_groups)}; build the "
                 "same groups, or load with strict=False to keep the live options"
             )
+        shared = shared_by_optimizer(state_dict["optimizer"], len(names), strict=strict)
         parts = []
         taken = 0
-        for optimizer, own in zip(self.optimizers, names, strict=True):
+        for optimizer, own, own_shared in zip(self.optimizers, names, shared, strict=True):
             count = len(optimizer.param_groups)
             fits = len(groups) == len(self.param_groups)
             parts.append(
@@ -278,6 +281,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
                     "optimizer": {
                         "state": _picked(states, own),
                         "param_groups": groups[taken : taken + count] if fits else [],
+                        SHARED_STATE: own_shared,
                     },
                     "main_params": _picked(mains, own),
                     **{key: state_dict[key] for key in SHARED_KEYS if key in state_dict},

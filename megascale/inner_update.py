@@ -35,6 +35,7 @@ from megascale.kernels import (
 )
 from megascale.lion import Lion
 from megascale.main_params import HALF_DTYPES, Batch, MainParam
+from megascale.torch_states import widen, with_tensor_counts
 
 CLOSURE_OPTIMIZERS = (torch.optim.LBFGS,)
 SPARSE_OPTIMIZERS = (torch.optim.SparseAdam,)
@@ -103,6 +104,9 @@ class InnerUpdate(Protocol):
 
     def required_state(self, options: dict[str, Any]) -> list[str]:
         """Return the keys without which a saved state of a parameter is not whole."""
+
+    def readable_state(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a loaded state of the parameter ``name`` in the types that the update reads. Raises StateDictError."""
 
     def why_not_capturable(self) -> str | None:
         """Return why updates cannot be part of a device's graph; None where they can."""
@@ -208,6 +212,10 @@ class _KernelUpdate(ABC):
         # Tells an LR scheduler that was built on the inner optimizer that a step was taken.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         return rounded
+
+    def readable_state(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
+        """See :class:`InnerUpdate`. :meth:`create_states` makes of it what the kernels take."""
+        return dict(state)
 
     def required_state(self, options: dict[str, Any]) -> list[str]:
         """See :class:`InnerUpdate`."""
@@ -387,14 +395,14 @@ class GeneralUpdate:
         self.inner_step = InnerStep(optimizer)
 
     def create_states(self, options: dict[str, Any], params: Sequence[MainParam]) -> None:
-        """Widen state of the main param's shape to its dtype. New state is the optimizer's own affair."""
+        """Widen state to the main param's dtype. New state is the optimizer's own affair."""
         for param in params:
-            if not param.is_copy:
-                continue
-            state = self.optimizer.state.get(param.model, {})
-            for name, value in state.items():
-                if isinstance(value, Tensor) and value.is_floating_point() and value.shape == param.main.shape:
-                    state[name] = value.to(param.main.dtype)
+            if param.is_copy:
+                widen(self.optimizer, options, param)
+
+    def readable_state(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
+        """See :class:`InnerUpdate`."""
+        return with_tensor_counts(self.optimizer, name, state)
 
     def why_not_capturable(self) -> str | None:
         """See :class:`InnerUpdate`."""

@@ -1,6 +1,6 @@
 """An optimizer's live state, packed into a state dict and loaded from one: plan, agree, apply."""
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ class Plan:
     options: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
     main_params: list[tuple[nn.Parameter, str, Tensor]] = field(default_factory=list)
     states: list[tuple[nn.Parameter, dict[str, Any]]] = field(default_factory=list)
+    shared: dict[Any, Any] = field(default_factory=dict)
     scaler: Mapping[str, Any] | None = None
     step_counts: Mapping[str, int] | None = None
 
@@ -36,7 +37,7 @@ class LiveState:
     """References to everything that a state dict covers."""
 
     param_groups: list[dict[str, Any]]
-    state: MutableMapping[Tensor, dict[str, Any]]
+    state: MutableMapping[Any, Any]
     main_params: MainParams
     update: InnerUpdate
     grad_scaler: MegatronGradScaler | None
@@ -64,7 +65,7 @@ class LiveState:
             for index, group in enumerate(self.param_groups)
         ]
         return StateDict(
-            optimizer={"state": states, "param_groups": groups},
+            optimizer={"state": states, "param_groups": groups} | portable_state.pack_shared(self.state, copy=copy),
             main_params=mains,
             grad_scaler={} if self.grad_scaler is None else self.grad_scaler.state_dict(),
             step_counts=self.counter.state_dict(),
@@ -99,17 +100,22 @@ class LiveState:
             portable_state.check_groups(
                 groups, [[names[id(p)] for p in group["params"]] for group in self.param_groups]
             )
-            self._check_frozen(params, states, mains)
-        options = {id(p): group for group in self.param_groups for p in group["params"]}
+            self._check_frozen(params, mains)
+        options = self._options()
         for name in (name for name in params if name in mains):
             portable_state.check_main_param(name, mains[name], params[name])
         for name in (name for name in params if name in states):
             required = self.update.required_state(options[id(params[name])]) if states[name] else ()
-            portable_state.check_state(name, states[name], params[name], required)
+            portable_state.check_state(name, _counted(states[name], required), params[name], required)
+        portable_state.check_shared(state_dict["optimizer"], self.state, strict=strict)
         for index, group in enumerate(groups):
             portable_state.loadable_options(group, index)
         self._plan_scaler(state_dict["grad_scaler"], strict)
         _planned_counts(state_dict)
+
+    def _options(self) -> dict[int, dict[str, Any]]:
+        """Return the param group of each parameter, by id."""
+        return {id(param): group for group in self.param_groups for param in group["params"]}
 
     def _params(self) -> list[nn.Parameter]:
         return [param for group in self.param_groups for param in group["params"]]
@@ -118,18 +124,15 @@ class LiveState:
         names = self.main_params.names(self.param_groups)
         return {names[id(param)]: param for param in self._params()}
 
-    def _check_frozen(
-        self, params: Mapping[str, nn.Parameter], states: Mapping[str, Any], mains: Mapping[str, Any]
-    ) -> None:
-        """Raise StateDictError for saved state of a frozen parameter that has no place here."""
-        homeless = [
-            name
-            for name, param in params.items()
-            if (states.get(name) or name in mains) and not self.main_params.keeps(param)
-        ]
+    def _check_frozen(self, params: Mapping[str, nn.Parameter], mains: Mapping[str, Any]) -> None:
+        """Raise StateDictError for the saved main param of a frozen parameter that has no place here.
+
+        State without a main param has: it waits, whole, until the parameter is trained.
+        """
+        homeless = [name for name, param in params.items() if name in mains and not self.main_params.keeps(param)]
         if homeless:
             raise StateDictError(
-                f"state dict holds state of {', '.join(map(repr, homeless[:8]))}, frozen here; set requires_grad "
+                f"state dict holds main params of {', '.join(map(repr, homeless[:8]))}, frozen here; set requires_grad "
                 "before the optimizer is built, or load with strict=False to leave it out"
             )
 
@@ -144,27 +147,31 @@ class LiveState:
                 (live, portable_state.loadable_options(given, index))
                 for index, (live, given) in enumerate(zip(self.param_groups, groups, strict=True))
             ]
+        shared = portable_state.check_shared(state_dict["optimizer"], self.state, strict=strict)
+        plan.shared = portable_state.placed_like(shared, self.state)
+        options = self._options()
         for name, param in self._named_params().items():
-            if not self.main_params.keeps(param):
-                continue
-            if name in mains:
+            if name in mains and self.main_params.keeps(param):
                 dtype = torch.float32 if param.dtype in HALF_DTYPES else param.dtype
                 value = self.main_params.place(param, mains[name], dtype)
                 portable_state.check_fits_model(name, value, param)
                 plan.main_params.append((param, name, value))
-            if name in states:
-                plan.states.append((param, self._placed_state(name, param, states[name])))
+            if name in states and (name not in mains or self.main_params.keeps(param)):
+                required = self.update.required_state(options[id(param)])
+                placed = self._placed_state(name, param, _counted(states[name], required))
+                plan.states.append((param, self.update.readable_state(name, placed)))
         return plan
 
     def _placed_state(self, name: str, param: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return one parameter's state: tensors of its shape in its place, others on its device."""
         placed = portable_state.portable(state, f"state[{name!r}]", copy=False)
         live = self.state.get(param, {})
+        is_cut = self.main_params.keeps(param)
         for key, value in placed.items():
             if isinstance(value, Tensor):
                 placed[key] = (
                     self.main_params.place(param, value, value.dtype)
-                    if self._is_elementwise(value, param, live.get(key))
+                    if is_cut and self._is_elementwise(value, param, live.get(key))
                     else value.to(local(param).device, copy=True)
                 )
         return dict(placed)
@@ -209,6 +216,7 @@ class LiveState:
             main.seal()
         for param, state in plan.states:
             self.state[param] = state
+        self.state.update(plan.shared)
         for batch in self.main_params.batches():
             self.main_params.publish(batch)
         self.main_params.settle()
@@ -227,6 +235,16 @@ class LiveState:
 def _planned_counts(state_dict: Mapping[str, Any]) -> Mapping[str, int] | None:
     """Return the counts of steps, which older state dicts do not have."""
     return parse_counts(state_dict["step_counts"]) if "step_counts" in state_dict else None
+
+
+def _counted(state: Any, required: Collection[str]) -> Any:
+    """Return one parameter's saved state with the ``step`` that torch does not keep for SGD.
+
+    Dampening leaves out the first step only, and a momentum buffer that there is has seen one.
+    """
+    if "step" not in required or not isinstance(state, Mapping) or "step" in state or "momentum_buffer" not in state:
+        return state
+    return {**state, "step": torch.tensor(1.0)}
 
 
 def load_together(plan: Callable[[], Sequence[tuple[LiveState, Plan]]], group: ProcessGroup | None) -> None:

@@ -2,8 +2,10 @@
 
 ``{"optimizer": {"state": {name: {...}}, "param_groups": [...]}, "main_params": {name: tensor}, "grad_scaler": {...},
 "step_counts": {"landed": int, "skipped": int}, "version": 1}`` holds tensors and primitives only. Without
-``step_counts``, as older ones and those of other systems are, a state dict leaves the counts as they are. A load is
-planned in full before anything changes.
+``step_counts``, as older ones and those of other systems are, a state dict leaves the counts as they are. State that
+the wrapped optimizer keeps for no parameter (``optimizer.state["global"]``) is ``["optimizer"]["shared_state"]``, there
+only if there is some: a list of one dict, of a ChainedOptimizer one for each optimizer. A load is planned in full
+before anything changes.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -20,6 +22,8 @@ VERSION = 1
 KEYS = ("optimizer", "main_params", "grad_scaler", "version")
 # How torch runs an optimizer, not what it computes: these stay as the live optimizer has them.
 IMPLEMENTATION_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
+# Beside "state", where an optimizer keeps state that belongs to no parameter: one dict for each wrapped optimizer.
+SHARED_STATE = "shared_state"
 PRIMITIVES = (bool, int, float, str, type(None))
 
 
@@ -96,6 +100,69 @@ def check_groups(given: Sequence[Mapping[str, Any]], live: Sequence[Sequence[str
                 f"param group {index} differs: {_shortened(moved)} are on one side only; build the same groups, "
                 "or load with strict=False"
             )
+
+
+def pack_shared(state: Mapping[Any, Any], *, copy: bool) -> dict[str, Any]:
+    """Return what an optimizer's ``state`` keeps under keys that are no parameters, as ``{"shared_state": [...]}``.
+
+    Empty where there is none. Raises StateDictError naming a key or value that a state dict cannot hold.
+    """
+    shared = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
+    for key in shared:
+        if not isinstance(key, PRIMITIVES):
+            raise StateDictError(
+                f"optimizer.state has a key {key!r} of type {type(key).__name__}, which a state dict cannot hold; use "
+                "parameters and strings"
+            )
+    packed = {key: portable(value, f"optimizer.state[{key!r}]", copy=copy) for key, value in shared.items()}
+    return {SHARED_STATE: [packed]} if packed else {}
+
+
+def check_shared(given: Any, live: Mapping[Any, Any], *, strict: bool) -> dict[Any, Any]:
+    """Return the shared state of one optimizer's state dict. ``live``: its ``state``.
+
+    Raises StateDictError if it is not that, or lacks something that is live.
+    """
+    [shared] = shared_by_optimizer(given, 1, strict=strict)
+    found = dict(shared[0]) if shared else {}
+    missing = [key for key in live if not isinstance(key, Tensor) and key not in found]
+    if missing and strict:
+        raise StateDictError(
+            f"state dict lacks the optimizer's state[{missing[0]!r}], which belongs to no parameter; load with "
+            "strict=False to keep the live one"
+        )
+    return {key: portable(value, f"optimizer.state[{key!r}]", copy=False) for key, value in found.items()}
+
+
+def shared_by_optimizer(given: Any, count: int, *, strict: bool) -> list[list[Mapping[Any, Any]]]:
+    """Return the shared state of each of ``count`` optimizers: a list of one dict, or of none.
+
+    Raises StateDictError if it is that of another number of optimizers; not ``strict``: then it is left out.
+    """
+    shared = given.get(SHARED_STATE, [])
+    if not isinstance(shared, (list, tuple)) or not all(isinstance(one, Mapping) for one in shared):
+        raise StateDictError(f"state dict's 'optimizer.{SHARED_STATE}' must be a list of dicts")
+    if len(shared) == count:
+        return [[one] for one in shared]
+    if shared and strict:
+        raise StateDictError(
+            f"state dict's 'optimizer.{SHARED_STATE}' is that of {len(shared)} optimizers, here are {count}; chain as "
+            "many, or load with strict=False to leave it out"
+        )
+    return [[] for _ in range(count)]
+
+
+def placed_like(value: Any, live: Any) -> Any:
+    """Return a copy of portable ``value``, each tensor on the device of the one at its place in ``live``, if any."""
+    if isinstance(value, Tensor):
+        return value.to(live.device, copy=True) if isinstance(live, Tensor) else value.clone()
+    if isinstance(value, Mapping):
+        entries = live if isinstance(live, Mapping) else {}
+        return {key: placed_like(item, entries.get(key)) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = live if isinstance(live, (list, tuple)) and len(live) == len(value) else [None] * len(value)
+        return type(value)([placed_like(item, other) for item, other in zip(value, items, strict=True)])
+    return value
 
 
 def loadable_options(group: Mapping[str, Any], index: int) -> dict[str, Any]:

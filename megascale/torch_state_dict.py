@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from megascale.errors import StateDictError
+from megascale.state_dict import SHARED_STATE
 
 TORCH_KEYS = ("state", "param_groups")
 MAIN_PARAM = "main_param"
@@ -94,7 +95,15 @@ def is_read_by_torch() -> bool:
 
 
 def to_torch_layout(own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return our layout as torch's, keyed by position. New dicts and lists, the same tensors."""
+    """Return our layout as torch's, keyed by position. New dicts and lists, the same tensors.
+
+    Raises StateDictError for state that torch's functions cannot carry, naming it.
+    """
+    if shared := [key for one in own["optimizer"].get(SHARED_STATE, []) for key in one]:
+        raise StateDictError(
+            f"optimizer.state[{shared[0]!r}] belongs to no parameter, and torch.distributed.checkpoint carries only "
+            "state that does; use state_dict() itself, or megascale.checkpoint"
+        )
     names = [name for group in own["optimizer"]["param_groups"] for name in group["params"]]
     positions = {name: position for position, name in enumerate(names)}
     scaler = {
@@ -138,13 +147,13 @@ def from_torch_layout(given: Mapping[str, Any], live: Mapping[str, Any], *, stri
     _check(given)
     groups = live["optimizer"]["param_groups"]
     names = _names_by_key(given["param_groups"], [group["params"] for group in groups])
-    unknown = [key for key in given["state"] if key not in names]
-    if unknown:
-        raise StateDictError(f"state dict holds state of {unknown[:8]}, which none of its param groups has")
+    shared = _shared_state(given, names, live)
     states, mains = dict(live["optimizer"]["state"]), dict(live["main_params"])
     scalers: list[dict[str, Any]] = []
     counts: list[dict[str, Any]] = []
     for key, entries in given["state"].items():
+        if key in shared:
+            continue
         name = names[key]
         # What a flattened state dict lacks, torch's functions make an empty dict.
         there = {what: value for what, value in entries.items() if not (isinstance(value, Mapping) and not value)}
@@ -156,12 +165,13 @@ def from_torch_layout(given: Mapping[str, Any], live: Mapping[str, Any], *, stri
             mains[name] = there[MAIN_PARAM]
         elif strict and name in mains:
             raise _plain(f"no {MAIN_PARAM!r} of {name!r}")
-    scaler = _one_of_all(scalers, SCALER_PREFIX)
-    step_counts = _one_of_all(counts, COUNT_PREFIX)
+    scaler = _one_of_all(scalers, SCALER_PREFIX, live["grad_scaler"])
+    step_counts = _one_of_all(counts, COUNT_PREFIX, live["step_counts"])
     if strict and scalers and live["grad_scaler"] and not scaler:
         raise _plain("no state of the grad scaler")
     return {
-        "optimizer": {"state": states, "param_groups": [_group(group, names) for group in given["param_groups"]]},
+        "optimizer": {"state": states, "param_groups": [_group(group, names) for group in given["param_groups"]]}
+        | ({SHARED_STATE: [shared]} if shared else {}),
         "main_params": mains,
         "grad_scaler": scaler if scalers else live["grad_scaler"],
         "version": live["version"],
@@ -169,11 +179,30 @@ def from_torch_layout(given: Mapping[str, Any], live: Mapping[str, Any], *, stri
 
 
 def _check(given: Mapping[str, Any]) -> None:
-    state, groups = given.get("state"), given["param_groups"]
-    if not isinstance(state, Mapping) or not all(isinstance(entries, Mapping) for entries in state.values()):
+    if not isinstance(given.get("state"), Mapping):
         raise StateDictError("state dict's 'state' must map parameters to dicts")
+    groups = given["param_groups"]
     if not isinstance(groups, Sequence) or not all(isinstance(g, Mapping) and "params" in g for g in groups):
         raise StateDictError("state dict's 'param_groups' must be a list of dicts with 'params'")
+
+
+def _shared_state(given: Mapping[str, Any], names: Mapping[Any, str], live: Mapping[str, Any]) -> dict[Any, Any]:
+    """Return what is kept for no parameter, as torch keeps it: beside the parameters, under a key that is no position.
+
+    Raises StateDictError for state of an unknown parameter, or state of one that is no dict.
+    """
+    has_positions = all(isinstance(key, int) for key in names)
+    known = {key for one in live["optimizer"].get(SHARED_STATE, []) for key in one}
+    shared = {
+        key: value
+        for key, value in given["state"].items()
+        if key not in names and (key in known or (has_positions and not isinstance(key, int)))
+    }
+    if unknown := [key for key in given["state"] if key not in names and key not in shared]:
+        raise StateDictError(f"state dict holds state of {unknown[:8]}, which none of its param groups has")
+    if not all(isinstance(entries, Mapping) for key, entries in given["state"].items() if key in names):
+        raise StateDictError("state dict's 'state' must map parameters to dicts")
+    return shared
 
 
 def _names_by_key(groups: Sequence[Mapping[str, Any]], live: Sequence[Sequence[str]]) -> dict[Any, str]:
@@ -206,14 +235,20 @@ def _check_whole(name: str, entries: Mapping[str, Any], expected: Any) -> None:
         )
 
 
-def _one_of_all(every: Sequence[Mapping[str, Any]], prefix: str) -> dict[str, Any]:
-    """Return what every parameter has a copy of, such as the scaler's state. Raises StateDictError if copies differ."""
+def _one_of_all(every: Sequence[Mapping[str, Any]], prefix: str, live: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what every parameter has a copy of, such as the scaler's state. Raises StateDictError if copies differ.
+
+    With ``full_state_dict=True`` torch's functions put the ``live`` entries of the optimizer that loads beside those
+    that were saved, for parameters that are frozen or lack there: those copies are not what is loaded.
+    """
     if not every or not every[0]:
         return {}
     found: dict[str, Any] = {}
     for key in every[0]:
         copies = [torch.as_tensor(one[key]) for one in every if key in one]
         values = set(torch.stack([copy.detach().cpu().reshape(()) for copy in copies]).tolist())
+        if len(values) > 1 and key in live:
+            values.discard(torch.as_tensor(live[key]).reshape(()).item())
         if len(values) > 1 or len(copies) != len(every):
             raise StateDictError(
                 f"the parameters of the state dict have several values of {prefix + key!r}, {sorted(values)[:4]}"

@@ -508,4 +508,4 @@ def test_loaded_state_reaches_every_rank(ranks: RankPool, overlap: bool) -> None
     """Invariant 6: a load rounds each rank's pieces and gathers them; what is frozen here is named, or left alone."""
     for loaded, kept, others, message in ranks.run(3, _loaded_state, overlap):
         assert (loaded, kept, others) == (True, True, True)
-        assert "state dict holds state of 'second.weight', frozen here" in message
+        assert "state dict holds main params of 'second.weight', frozen here" in message
