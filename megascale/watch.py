@@ -1,8 +1,6 @@
 """Who wrote a model param since we did: told from version counters and addresses, without reading an element."""
 
 from collections.abc import Iterable
-from operator import ne
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,10 +60,8 @@ class Watch:
         """Take the param at ``place`` as ``other`` remembers it."""
         self._versions[place] = other._versions[there]
         self._pointers[place] = other._pointers[there]
-        if type(self._forms) is type(other._forms):
-            self._forms[place] = other._forms[there]
-        else:  # not to be compared: whoever asks finds it elsewhere
-            self._pointers[place] = -1
+        if not self._forms.put(place, other._forms, there):
+            self._pointers[place] = -1  # not to be compared: whoever asks finds it elsewhere
 
     def look(self) -> TensorList:
         """Return the memory of all params, as it is now."""
@@ -80,7 +76,7 @@ class Watch:
         now = Watched(self._watched.params[place : place + 1]).look(among=len(self._watched.params))
         self._versions[place : place + 1] = now.versions
         self._pointers[place : place + 1] = now.pointers
-        self._forms[place : place + 1] = now.forms
+        self._forms.put(place, now.forms, 0)
 
     def take_written(self, places: slice | NDArray[np.int64], versions: NDArray[np.int64]) -> None:
         """Take the params at ``places``, written where they lie, as ``versions`` tells."""
@@ -96,14 +92,4 @@ class Watch:
         return np.flatnonzero(changed).tolist()
 
     def _lies_elsewhere(self, look: TensorList) -> NDArray[np.bool_]:
-        return (look.pointers != self._pointers) | _unequal(look.forms, self._forms)
-
-
-def _unequal(one: Any, other: Any) -> NDArray[np.bool_]:
-    """Compare what :attr:`TensorList.forms` returned, item by item."""
-    if isinstance(one, list) and isinstance(other, list):
-        equal = one == other  # nearly always, and soon told
-        return np.zeros(len(one), np.bool_) if equal else np.fromiter(map(ne, one, other), np.bool_, len(one))
-    if isinstance(one, list) or isinstance(other, list):
-        return np.ones(len(one), np.bool_)
-    return np.asarray(one != other)
+        return (look.pointers != self._pointers) | look.forms.differ(self._forms)

@@ -103,6 +103,14 @@ def load(recipe: Recipe, open_library: Callable[[str], Library]) -> Library:
         raise CompilerError(f"{recipe.source.name}, with {shlex.join(recipe.compiler)}: {error}") from error
 
 
+def load_kept(recipe: Recipe, open_library: Callable[[str], Library]) -> Library | None:
+    """Return a library if a whole one lies in the cache; None where it would have to be compiled.
+
+    Raises CompilerError where the compiler does not tell its version.
+    """
+    return _cached(_cache_folder(), recipe.stem(), open_library)
+
+
 def _cached(folder: Path | None, stem: str, open_library: Callable[[str], Library]) -> Library | None:
     """Return the library if a whole one is there, and can be loaded; what is damaged is removed."""
     for path in sorted(folder.glob(f"{stem}-*.so")) if folder else ():

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
-from operator import add, attrgetter, le, mul
+from operator import attrgetter, ne
 from typing import Any, overload
 
 import numpy as np
@@ -20,8 +20,6 @@ _DTYPE = attrgetter("dtype")
 _DEVICE = attrgetter("device")
 _LAYOUT = attrgetter("layout")
 _GRAD = attrgetter("grad")
-_NBYTES = attrgetter("nbytes")
-_IS_FLOATING_POINT = attrgetter("is_floating_point")
 _FORM: tuple[Callable[[Tensor], Any], ...] = (Tensor.numel, Tensor.stride, _DTYPE, _DEVICE, Tensor.is_neg)
 _LOOK: dict[str, Callable[[Tensor], int]] = {
     "versions": attrgetter("_version"),
@@ -29,6 +27,52 @@ _LOOK: dict[str, Callable[[Tensor], int]] = {
     "numels": Tensor.numel,
     "requires_grad": attrgetter("requires_grad"),
 }
+
+
+class Forms:
+    """What tensors are but for their addresses: columns, of one item for each tensor.
+
+    Where all items of two tensors are equal, so are shape, strides, dtype, device and bits. Tensors that were read in
+    different ways are not compared: their forms differ.
+    """
+
+    def __init__(self, columns: tuple[Any, ...]) -> None:
+        self._columns = columns
+
+    def at(self, places: slice | NDArray[np.int64]) -> "Forms":
+        """Return those of the tensors at some places."""
+        if isinstance(places, slice) or self._is_array:
+            return Forms(tuple(column[places] for column in self._columns))
+        return Forms(tuple([column[place] for place in places.tolist()] for column in self._columns))
+
+    def copy(self) -> "Forms":
+        """Return columns of one's own."""
+        return Forms(tuple(column.copy() for column in self._columns))
+
+    def put(self, place: int, other: "Forms", there: int) -> bool:
+        """Take over one tensor's form. Returns False where it was read in another way."""
+        if self._is_array != other._is_array:
+            return False
+        for column, theirs in zip(self._columns, other._columns, strict=True):
+            column[place] = theirs[there]
+        return True
+
+    def differ(self, other: "Forms") -> NDArray[np.bool_]:
+        """Return, for each tensor, whether the forms differ."""
+        count = len(self._columns[0])
+        if self._is_array != other._is_array:
+            return np.ones(count, np.bool_)
+        found = np.zeros(count, np.bool_)
+        for mine, theirs in zip(self._columns, other._columns, strict=True):
+            if self._is_array:
+                found |= mine != theirs
+            elif mine != theirs:
+                found |= np.fromiter(map(ne, mine, theirs), np.bool_, count)
+        return found
+
+    @property
+    def _is_array(self) -> bool:
+        return isinstance(self._columns[0], np.ndarray)
 
 
 class TensorList(Sequence[Tensor]):
@@ -93,14 +137,11 @@ class TensorList(Sequence[Tensor]):
         return self._looked_up("numels") if self._memory is None else self._memory.numels
 
     @cached_property
-    def forms(self) -> NDArray[np.int64] | list[tuple[Any, ...]]:
-        """What each is but for its address: the same for tensors of the same shape, strides, dtype, device and bits.
-
-        Of tensors that were read otherwise it is something else.
-        """
+    def forms(self) -> Forms:
+        """What each is but for its address: shape, strides, dtype, device and bits."""
         if self._memory is not None:
-            return self._memory.kinds ^ self._memory.layouts
-        return list(zip(*(_of_each(look, self) for look in _FORM), strict=True))
+            return Forms((self._memory.kinds, self._memory.layouts))
+        return Forms(tuple(_of_each(look, self) for look in _FORM))
 
     @cached_property
     def requires_grad(self) -> NDArray[np.int64]:
@@ -185,9 +226,8 @@ class ParamList(TensorList):
     def grads(self, params: list[Tensor], places: slice | NDArray[np.int64]) -> "GradList":
         """Return the gradients of ``params``, the parameters at these places, as they were when all was looked up."""
         facts = self._facts
-        if facts is None or facts.grads is None:
-            return GradList(params)
-        return GradList(params, facts.grads.at(places), facts.memory.at(places))
+        memory = None if facts is None or facts.grads is None else facts.grads.at(places)
+        return GradList(params, memory, self.forms.at(places))
 
     @cached_property
     def _facts(self) -> Facts | None:
@@ -202,15 +242,15 @@ class GradList(TensorList):
     Args:
         params: a list is used as it is, not copied.
         memory: what was read of all gradients; None: what is to be known is looked up in each.
-        memory_of_params: the same of the parameters.
+        forms_of_params: what was read of the parameters; None: each gradient is compared with its parameter.
     """
 
     def __init__(
-        self, params: Iterable[Tensor] = (), memory: Memory | None = None, memory_of_params: Memory | None = None
+        self, params: Iterable[Tensor] = (), memory: Memory | None = None, forms_of_params: Forms | None = None
     ) -> None:
         super().__init__(params)
         self._read = memory
-        self._read_of_params = memory_of_params
+        self._forms_of_params = forms_of_params
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -226,26 +266,24 @@ class GradList(TensorList):
 
         It is a plain tensor then, as :mod:`megascale.kernels.checked_memory` says.
         """
-        if self._read is None or self._read_of_params is None:
-            return set(map(type, self)) <= {Tensor} and set(map(_LAYOUT, self)) <= {torch.strided} and self._fit()
-        mine, theirs = self._read, self._read_of_params
-        differ = (mine.kinds != theirs.kinds) | (mine.layouts != theirs.layouts)
-        return all(_fits(self[index], self._given[index]) for index in np.flatnonzero(differ).tolist())
-
-    def _fit(self) -> bool:
-        if not self.contiguous:
+        was_read = self._read is not None
+        if not was_read and not (
+            set(map(type, self)) <= {Tensor} and set(map(_LAYOUT, self)) <= {torch.strided} and self._are_held()
+        ):
+            return False
+        if self._forms_of_params is None:
             return all(map(_fits, self, self._given))
-        starts = map(mul, map(Tensor.storage_offset, self), map(Tensor.element_size, self))
-        ends = map(add, starts, map(_NBYTES, self))
-        storages = map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, self))
-        return (
-            list(map(Tensor.size, self)) == list(map(Tensor.size, self._given))
-            and list(map(_DEVICE, self)) == list(map(_DEVICE, self._given))
-            and all(map(le, ends, storages))
-            and not any(map(Tensor.is_neg, self))
-            and bool(((self.pointers != 0) | (self.numels == 0)).all())
-            and all(map(_IS_FLOATING_POINT, self.dtypes))
-        )
+        differ = np.flatnonzero(self.forms.differ(self._forms_of_params))
+        return all(_fits(self[index], self._given[index]) for index in differ.tolist())
+
+    def _are_held(self) -> bool:
+        """Whether the storages of all gradients hold all their elements, as far as these are contiguous."""
+        if not self.contiguous:
+            return all(memory_fault(grad) is None and is_plain(grad) for grad in self)
+        storages = np.array(list(map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, self))), dtype=np.int64)
+        ends = np.array(list(map(Tensor.storage_offset, self)), dtype=np.int64) + self.numels
+        itemsizes = np.array(list(map(Tensor.element_size, self)), dtype=np.int64)
+        return bool(((ends * itemsizes <= storages) & ((self.pointers != 0) | (self.numels == 0))).all())
 
     def __getitem__(self, index: Any) -> Any:
         return self._given[index].grad if isinstance(index, int) else self._held[index]

@@ -1,7 +1,8 @@
 """Reads what the host must know of many tensors in one walk over them, by tensor_reader.cpp where that can be built.
 
-It is worth its compilation, some 20 s once on a machine, where there are thousands of tensors; fewer are read from
-Python, attribute by attribute, and so are all where it cannot be built. What is read is the same.
+It is worth its compilation, some 20 s once on a machine, where there are thousands of tensors; some hundreds are read
+by it where that has been done. Fewer are read from Python, attribute by attribute, and so are all where it cannot be
+built. What is read is the same.
 """
 
 import ctypes
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megascale.kernels.compiler import Command, CompilerError, find_compiler
-from megascale.kernels.native_build import Recipe, load, share_openmp
+from megascale.kernels.native_build import Recipe, load, load_kept, share_openmp
 
 SOURCE = Path(__file__).with_name("tensor_reader.cpp")
 FLAGS = ("-std=c++20", "-O2", "-fPIC")
@@ -29,6 +30,8 @@ LIBRARIES = ("torch_python", "torch_cpu", "c10")
 
 MANY = 4096
 """So many tensors are worth the compilation."""
+SOME = 64
+"""So many are read by the library where an earlier process has compiled it."""
 
 ENVIRONMENT_VARIABLE = "MEGASCALE_TENSOR_READER"
 """``native``: build it for any number of tensors. ``python``: never."""
@@ -56,7 +59,10 @@ class Memory(NamedTuple):
 
 
 Looked = tuple[list[Any], ...]
-"""The same as a :class:`Memory`, looked up from Python: columns that are equal where the memory is."""
+"""The same as a :class:`Memory`, looked up from Python: columns that are equal where the memory is.
+
+An address tells the device, too: no two devices have one in common.
+"""
 
 # Called for every tensor at every step, in loops that run in C.
 _LOOK: tuple[Callable[[Tensor], Any], ...] = (
@@ -64,7 +70,6 @@ _LOOK: tuple[Callable[[Tensor], Any], ...] = (
     Tensor.numel,
     Tensor.stride,
     attrgetter("dtype"),
-    attrgetter("device"),
     Tensor.is_neg,
 )
 
@@ -179,25 +184,36 @@ def hold_objects(entries: list[dict[str, Any]], names: list[str], columns: list[
 def _native(count: int) -> ctypes.PyDLL | None:
     """Return the library where it is worth having for ``count`` tensors, and can be had."""
     wanted = os.environ.get(ENVIRONMENT_VARIABLE)
-    if wanted == "python" or (count < MANY and wanted != "native"):
+    if wanted == "python" or (count < SOME and wanted != "native"):
         return None
-    return _library()
+    return _library() if count >= MANY or wanted == "native" else _kept_library()
 
 
 @functools.cache
 def _library() -> ctypes.PyDLL | None:
     start = time.perf_counter()
+    loaded = _loaded(load)
+    if loaded is not None:
+        logger.info("tensor_reader.cpp is ready after %.1f s", time.perf_counter() - start)
+    return loaded
+
+
+@functools.cache
+def _kept_library() -> ctypes.PyDLL | None:
+    return _loaded(load_kept)
+
+
+def _loaded(load_recipe: Callable[[Recipe, type[ctypes.PyDLL]], ctypes.PyDLL | None]) -> ctypes.PyDLL | None:
     try:
         compiler = find_compiler("CXX", ("c++", "g++", "clang++"))
         if compiler is None:
             logger.info("no C++ compiler: many tensors are read from Python, at 3 us each and step")
             return None
-        loaded = load(_recipe(compiler, [*FLAGS, "-fopenmp"] if share_openmp() else FLAGS), ctypes.PyDLL)
+        loaded = load_recipe(_recipe(compiler, [*FLAGS, "-fopenmp"] if share_openmp() else FLAGS), ctypes.PyDLL)
     except CompilerError as error:
         logger.info("tensor_reader.cpp cannot be built, many tensors are read from Python: %s", error)
         return None
-    logger.info("tensor_reader.cpp is ready after %.1f s", time.perf_counter() - start)
-    return _declare(loaded)
+    return None if loaded is None else _declare(loaded)
 
 
 def _recipe(compiler: Command, flags: Sequence[str]) -> Recipe:
