@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 
-from megascale.kernels import AdamHyper, Backend, Decision, Operands, TorchBackend
+from megascale.kernel_state import rate
+from megascale.kernels import AdamHyper, Backend, Decision, Operands, TensorList, TorchBackend
 
 
 def fits(optimizer: torch.optim.Optimizer, backend: Backend) -> TypeGuard[torch.optim.Adam]:
@@ -35,9 +36,22 @@ def fits(optimizer: torch.optim.Optimizer, backend: Backend) -> TypeGuard[torch.
     )
     params = [param for group in optimizer.param_groups for param in group["params"]]
     places = {(type(param), param.dtype, param.device) for param in params}
-    return (
-        numbers and len(places) == 1 and {(kind, dtype) for kind, dtype, _ in places} == {(nn.Parameter, torch.float32)}
-    )
+    are_fp32 = {(kind, dtype) for kind, dtype, _ in places} == {(nn.Parameter, torch.float32)}
+    return numbers and len(places) == 1 and are_fp32 and _are_plain(optimizer, params)
+
+
+def _are_plain(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> bool:
+    """Return whether our kernels can read parameters and state; torch's own step takes others, or refuses them."""
+    states = [(param, optimizer.state[param]) for param in params if optimizer.state.get(param)]
+    for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
+        held = [(param, state[name]) for param, state in states if name in state]
+        moments = TensorList(moment for _, moment in held)
+        fit = all(moment.shape == param.shape and moment.device == param.device for param, moment in held)
+        if not (fit and moments.are_plain() and moments.dtypes <= {torch.float32}):
+            return False
+    steps = TensorList(state["step"] for _, state in states if isinstance(state.get("step"), Tensor))
+    counts = len(steps) == len(states) and all(step.dim() == 0 for step in steps) and steps.dtypes <= {torch.float32}
+    return counts and steps.are_plain() and TensorList(params).are_plain()
 
 
 @torch.no_grad()
@@ -54,7 +68,7 @@ def step_(optimizer: torch.optim.Adam, backend: Backend, decision: Decision) -> 
             state["max_exp_avg_sq"] = max_exp_avg_sqs
         beta1, beta2 = group["betas"]
         hyper = AdamHyper(
-            lr=group["lr"],
+            lr=rate(group),
             beta1=beta1,
             beta2=beta2,
             eps=group["eps"],

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from megascale.collectives import redistribute_like
 from megascale.dtensors import is_dtensor, local
-from megascale.kernels import Backend, TensorStats, stats_dtype
+from megascale.kernels import Backend, ParamList, TensorStats, is_plain, plain, stats_dtype
+from megascale.ready_grads import memory_error
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -32,14 +33,19 @@ class LocalGrads:
     A Partial DTensor gradient is reduced first, an fp16 sparse one coalesced, as duplicates may add up to inf: the
     parameter then holds that. Of a sparse gradient the values count.
 
+    A gradient whose bytes are not its values, as torch's negative bit tells, is replaced by one of bytes.
+
     Args:
         optimizer: whose gradients.
         coalesced: for a norm: the values of sparse gradients are those without duplicates, and may be copies.
+
+    Raises GradientError as :func:`check_memory` does.
     """
 
     @torch.no_grad()
     def __init__(self, optimizer: torch.optim.Optimizer, *, coalesced: bool = False) -> None:
         self._grads: defaultdict[Place, defaultdict[torch.dtype, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
+        check_memory(optimizer)
         plain: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
         for group in optimizer.param_groups:
             for param in group["params"]:
@@ -73,6 +79,29 @@ class LocalGrads:
                 if dtype == torch.float16:
                     found_inf.copy_(torch.maximum(found_inf, found_in(backend_of(place.device).measure(grads, False))))
         return found_infs
+
+
+def check_memory(optimizer: torch.optim.Optimizer) -> None:
+    """Look at the memory of all dense gradients before any is read or written.
+
+    One whose bytes are not its values, as torch's negative bit tells, is replaced by one of bytes. Raises GradientError
+    for one that has lost its memory, or that is of another shape than its parameter.
+    """
+    params: list[Tensor] = [
+        param
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if type(param.grad) is Tensor and param.grad.layout is torch.strided
+    ]
+    if ParamList(params).grads(params, slice(None)).fit():
+        return
+    for index, param in enumerate(params):
+        error = None if param.grad is None else memory_error(f"parameter {index} with a gradient", param.grad, param)
+        if error is not None:
+            raise error
+    for param in params:
+        if param.grad is not None and not is_plain(param.grad):
+            param.grad = plain(param.grad)
 
 
 def found_in(stats: TensorStats) -> Tensor:

@@ -158,6 +158,22 @@ class TensorList(Sequence[Tensor]):
         """Where they are."""
         return set(map(_DEVICE, self._examples))
 
+    def are_plain(self) -> bool:
+        """Return whether kernels can read all of them as they lie: strided, in storages that hold all their elements,
+        and without bits that only torch's operators know.
+        """
+        if self._memory is not None:
+            return True
+        if not set(map(_LAYOUT, self)) <= {torch.strided}:
+            return False
+        if not self.contiguous:
+            return all(memory_fault(tensor) is None and is_plain(tensor) for tensor in self)
+        storages = np.array(list(map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, self))), dtype=np.int64)
+        ends = np.array(list(map(Tensor.storage_offset, self)), dtype=np.int64) + self.numels
+        itemsizes = np.array(list(map(Tensor.element_size, self)), dtype=np.int64)
+        are_held = (ends * itemsizes <= storages) & ((self.pointers != 0) | (self.numels == 0))
+        return bool(are_held.all()) and not any(map(Tensor.is_neg, self)) and not any(map(Tensor.is_conj, self))
+
     @cached_property
     def contiguous(self) -> bool:
         """Whether all of them are contiguous."""
@@ -266,24 +282,12 @@ class GradList(TensorList):
 
         It is a plain tensor then, as :mod:`megascale.kernels.checked_memory` says.
         """
-        was_read = self._read is not None
-        if not was_read and not (
-            set(map(type, self)) <= {Tensor} and set(map(_LAYOUT, self)) <= {torch.strided} and self._are_held()
-        ):
+        if self._read is None and not (set(map(type, self)) <= {Tensor} and self.are_plain()):
             return False
         if self._forms_of_params is None:
             return all(map(_fits, self, self._given))
         differ = np.flatnonzero(self.forms.differ(self._forms_of_params))
         return all(_fits(self[index], self._given[index]) for index in differ.tolist())
-
-    def _are_held(self) -> bool:
-        """Whether the storages of all gradients hold all their elements, as far as these are contiguous."""
-        if not self.contiguous:
-            return all(memory_fault(grad) is None and is_plain(grad) for grad in self)
-        storages = np.array(list(map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, self))), dtype=np.int64)
-        ends = np.array(list(map(Tensor.storage_offset, self)), dtype=np.int64) + self.numels
-        itemsizes = np.array(list(map(Tensor.element_size, self)), dtype=np.int64)
-        return bool(((ends * itemsizes <= storages) & ((self.pointers != 0) | (self.numels == 0))).all())
 
     def __getitem__(self, index: Any) -> Any:
         return self._given[index].grad if isinstance(index, int) else self._held[index]
