@@ -31,6 +31,7 @@ from megascale.flat_buffer import FlatBucket
 from megascale.grad_hook import GradHook, find_under_ddp, require_unowned
 from megascale.layout import DEFAULT_BUCKET_NUMEL, ParamSize, build_layouts
 from megascale.parallel import GradGroup, ParallelGroups, is_expert
+from megascale.usable_grads import memory_error
 
 REDUCTIONS = ("mean", "sum")
 MOST_UNSETTLED = 2
@@ -186,6 +187,7 @@ class GradSync:
         self._remove_hooks.atexit = False
         self._divisor: Divisor | None = None
         self._syncing = True
+        self._error: GradientError | None = None  # of a gradient that backward left on this rank
         self._next = 0
         self._settled = 0
         self._finished = False
@@ -259,13 +261,15 @@ class GradSync:
 
         Raises:
             GradientError: for a gradient in ``param.grad`` that comes too late, or beside that of backward, naming the
-                parameter. All reductions have ended then; its main grad is that of backward alone.
+                parameter. All reductions have ended then; its main grad is that of backward alone. Also for one of
+                another shape than the parameter had, or without memory.
             UsageError: after :meth:`detach`.
         """
         if not self._remove_hooks.alive:
             raise UsageError("this GradSync was detached from its parameters; build another one, and its optimizer")
         error = self._take_assigned()
         self._finish_reductions()
+        error, self._error = self._error or error, None
         if error is not None:
             raise error
 
@@ -288,6 +292,7 @@ class GradSync:
         for bucket in self.buckets:
             bucket.reset()
         self._divisor = None
+        self._error = None
         self._next = self._settled = 0
         self._finished = False
 
@@ -351,7 +356,11 @@ class GradSync:
             if param.grad.layout != torch.strided:
                 raise sparse_gradient(name, param.grad.layout)
             main_grad = bucket.memory.views[name]
-            if name in bucket.fresh:
+            wrong = memory_error(repr(name), param.grad, main_grad)
+            if wrong is not None:
+                # Not raised in backward: other ranks wait for this bucket. finish() raises it.
+                self._error = self._error or wrong
+            elif name in bucket.fresh:
                 main_grad.copy_(param.grad)
                 bucket.fresh.discard(name)
             else:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megascale.collectives import redistribute_like
 from megascale.dtensors import is_dtensor, local
-from megascale.errors import ArgumentError, GradientError, MegascaleError, UsageError, sparse_gradient
+from megascale.errors import ArgumentError, GradientError, MegascaleError, UsageError
 from megascale.grad_hook import owner_of, require_unowned
 from megascale.grad_stats import Holders
 from megascale.grad_sync import GradSync
@@ -28,6 +28,7 @@ from megascale.kernels import (
 )
 from megascale.main_params import Batch, MainParam, MainParams
 from megascale.parallel import ParallelGroups
+from megascale.usable_grads import gradient_error
 
 REMEDY = "give that GradSync to this optimizer (grad_sync=...), or drop it, or call its detach()"
 
@@ -267,27 +268,3 @@ def checked_grads(batch: Batch, grads: TensorList) -> TensorList:
                 "prepare_grads() and step_with_ready_grads(); leave gradients in place until the step is done"
             )
     return TensorList(grad if is_plain(grad) else plain(grad) for grad in grads)
-
-
-def gradient_error(name: str, grad: Tensor, param: Tensor) -> GradientError | None:
-    """Return the error for a gradient that cannot be used for parameter ``name``, or None."""
-    if grad.layout != torch.strided:
-        return sparse_gradient(name, grad.layout)
-    error = memory_error(repr(name), grad, param)
-    if error is None and not grad.dtype.is_floating_point:
-        return GradientError(f"the gradient of {name!r} has dtype {grad.dtype}; make it floating point")
-    return error
-
-
-def memory_error(name: str, grad: Tensor, param: Tensor) -> GradientError | None:
-    """Return the error for a dense gradient that has lost its memory, or has another shape than its parameter."""
-    part, own = local(grad), local(param)
-    fault = memory_fault(part)
-    if fault is not None:
-        return GradientError(f"the gradient of {name} {fault}; run backward anew, after zero_grad()")
-    if grad.shape != param.shape or part.shape != own.shape or part.device != own.device:
-        return GradientError(
-            f"the gradient of {name} is {tuple(grad.shape)} on {part.device}, the parameter {tuple(param.shape)} on "
-            f"{own.device}; it is of an earlier state of the parameter: call zero_grad() before backward"
-        )
-    return None

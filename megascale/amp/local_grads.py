@@ -11,7 +11,7 @@ from torch import Tensor
 from megascale.collectives import redistribute_like
 from megascale.dtensors import is_dtensor, local
 from megascale.kernels import Backend, ParamList, TensorStats, is_plain, plain, stats_dtype
-from megascale.ready_grads import memory_error
+from megascale.usable_grads import memory_error
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
