@@ -13,10 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megascale import DistributedOptimizer, MixedPrecisionOptimizer
+from megascale import ChainedOptimizer, DistributedOptimizer, MixedPrecisionOptimizer
+from megascale.averages import AveragedMainParams
+from megascale.checkpoint import Checkpointer
 from megascale.errors import ArgumentError, UsageError
 from megascale.grad_sync import GradSync
 from megascale.inner_update import AdamUpdate
+from megascale.schedules import LandedLRScheduler
 from tests.distributed.test_distributed_optimizer import INNER, batch, config_of, net, same, scaler, sharded, weights
 from tests.pool import RankPool
 
@@ -219,3 +222,74 @@ def test_parameters_that_are_owned_are_refused_by_name(ranks: RankPool, first: s
     owner = "GradSync" if first == "sync" else "DistributedOptimizer"
     for [message] in ranks.run(2, _owned, first, second):
         assert f"parameter 'first.weight' belongs to a live {owner}, which takes its gradients in backward" in message
+
+
+def _failed_half_way(overlap: bool) -> list[Any]:
+    module = net()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(AdamUpdate, "create_states", _fail)
+        with pytest.raises(ZeroDivisionError) as caught:
+            sharded(module, overlap_param_gather=overlap)
+    left = _hooks_on(module)
+    assert caught.tb is not None  # holds what failed
+    _train(sharded(module), module, range(2))
+    return [left, weights(module)]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_construction_that_fails_leaves_no_hook(ranks: RankPool, overlap: bool) -> None:
+    """Out of memory for the state, say: what was hooked by then is let go at once, and another optimizer can be built
+    while the error is still held.
+    """
+    results = ranks.run(2, _failed_half_way, overlap)
+    for left, trained in results:
+        assert left == 0
+        assert same(trained, results[0][1])
+
+
+def _chained(module: nn.Module) -> ChainedOptimizer:
+    named = list(module.named_parameters())
+    one = scaler(FP16)
+    members = []
+    for half in (named[:4], named[4:]):
+        sync = GradSync(half, bucket_numel=300)
+        inner = torch.optim.AdamW(half, lr=1e-2)
+        members.append(MixedPrecisionOptimizer(inner, config_of(FP16), one, grad_sync=sync))
+    return ChainedOptimizer(members)
+
+
+WHOLE: dict[str, Callable[[nn.Module], Any]] = {"plain": _under_ddp, "chained": _chained, "overlapped": _overlapped}
+
+
+def _with_everything(kind: str, folder: str) -> list[str]:
+    module = net()
+    with _no_new_threads():
+        optimizer = WHOLE[kind](module)
+        inner = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=4)
+        scheduler = LandedLRScheduler(inner)
+        averages = AveragedMainParams(module, optimizer)
+        checkpointer = Checkpointer(folder, async_save=True)
+        network = nn.parallel.DistributedDataParallel(module) if kind == "plain" else module
+        for step in range(2):
+            _train(optimizer, network, range(step, step + 1))
+            scheduler.step()
+            averages.update_parameters()
+        checkpointer.save(1, module, optimizer)
+        optimizers = optimizer.optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+        held = [ref(thing) for thing in (optimizer, scheduler, averages, checkpointer, optimizer.grad_scaler)]
+        held += [ref(average) for average in averages._params.averages]
+        for one in optimizers:
+            held += [ref(thing) for thing in (one, one._member, one._member.main_params, one.optimizer)]
+            held += [ref(param.main) for param in one._member.main_params]
+        del optimizer, optimizers, one, inner, scheduler, averages, checkpointer, network
+        gc.collect()
+        _wait_until(lambda: all(thing() is None for thing in held))
+    return [type(thing).__name__ for thing in (thing() for thing in held) if thing is not None]
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_what_is_built_on_an_optimizer_goes_with_it(ranks: RankPool, kind: str, tmp_path: Any) -> None:
+    """Optimizers, chains, schedules, averages, checkpointers and their threads: a run that was dropped, with a save in
+    the background under way, leaves nothing in memory.
+    """
+    assert ranks.run(2, _with_everything, kind, str(tmp_path)) == [[], []]
