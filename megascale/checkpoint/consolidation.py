@@ -15,6 +15,7 @@ from megascale.checkpoint.agreement import named
 from megascale.checkpoint.contents import PARAM_NAMES, tree_of
 from megascale.checkpoint.destination import MAIN_PARAMS, Destination
 from megascale.checkpoint.manifest import Manifest
+from megascale.checkpoint.metadata import read_metadata
 from megascale.checkpoint.nest import Tree, join, leaves, unflatten
 from megascale.durable import appearing
 from megascale.errors import ArgumentTypeError, CheckpointError
@@ -61,7 +62,7 @@ def consolidate(
         folder = folders.find(Path(path), step)
         manifest = Manifest.read(folder)
         manifest.verify(folder, part=0, parts=1)
-        metadata = storage.read_metadata(folder)
+        metadata = read_metadata(folder)
         weights = _weights(folder, manifest, metadata, dtype)
         content: dict[str, Any] = weights
         if optimizer:

@@ -28,6 +28,7 @@ from megascale.checkpoint.contents import (
 )
 from megascale.checkpoint.destination import Destination
 from megascale.checkpoint.manifest import Manifest
+from megascale.checkpoint.metadata import read_metadata
 from megascale.checkpoint.nest import Tree, unflatten
 from megascale.collectives import broadcast_object, group_rank, group_size
 from megascale.errors import CheckpointError, MegascaleError
@@ -175,7 +176,7 @@ def _stage(
     for tree in trees.values():
         templates.update(destination.templates(tree))
     in_place = {key: template for key, template in templates.items() if destination.is_live(key, template)}
-    metadata = storage.read_metadata(folder)
+    metadata = read_metadata(folder)
     storage.plan_read(folder, metadata, {key: templates[key] for key in templates.keys() - in_place.keys()}).read()
     nests = {part: unflatten(tree, templates) for part, tree in trees.items()}
     if optimizer is not None:

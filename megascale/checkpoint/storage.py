@@ -6,12 +6,10 @@ coordination between ranks is done here, so that it can take place before a back
 """
 
 import os
-import pickle
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, is_dataclass
-from enum import Enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from itertools import groupby
-from pathlib import Path, PosixPath, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,10 +24,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megascale.checkpoint.agreement import together
 from megascale.checkpoint.manifest import FileMark, mark_of
+from megascale.checkpoint.metadata import METADATA_NAME
 from megascale.collectives import all_gather_object, broadcast_object, group_rank
 from megascale.errors import CheckpointError
-
-METADATA_NAME = ".metadata"
 
 
 class _SavePlanner(DefaultSavePlanner):
@@ -122,11 +119,6 @@ def plan_write(tensors: Mapping[str, Tensor], folder: Path, group: ProcessGroup 
     return PlannedWrite(folder, rank, planner, writer, planner.finish_plan(plans[rank]), metadata)
 
 
-def read_metadata(folder: Path) -> Metadata:
-    """Return what tells where everything is. Raises CheckpointError if it refers to what has no place there."""
-    return _Reader(folder).read_metadata()
-
-
 @dataclass
 class PlannedRead:
     """What one rank reads, all of it known to be there in the right shape and dtype."""
@@ -171,8 +163,7 @@ def plan_read(folder: Path, metadata: Metadata, templates: Mapping[str, Tensor])
 class _Reader(FileSystemReader):
     """Reads torch's format, each saved piece once, in the order of the file.
 
-    torch's own reads a piece again for every box that needs a part of it. The metadata file is read without executing
-    what a stranger may have put into its pickle.
+    torch's own reads a piece again for every box that needs a part of it.
     """
 
     def read_tensors(self, plan: LoadPlan, planner: DefaultLoadPlanner) -> None:
@@ -199,43 +190,3 @@ class _Reader(FileSystemReader):
                     f"{tuple(wanted.shape)}"
                 )
             wanted.copy_(found)
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        path = Path(self.path) / METADATA_NAME
-        with open(path, "rb") as stream:
-            metadata = _MetadataUnpickler(stream).load()
-        if not isinstance(metadata, Metadata):
-            raise CheckpointError(f"{path} holds a {type(metadata).__name__}, not the metadata of a checkpoint")
-        return metadata
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        known = _KNOWN.get((module, name))
-        if known is not None:
-            return known
-        if module == "torch" and isinstance(getattr(torch, name, None), (torch.dtype, torch.layout)):
-            return getattr(torch, name)
-        if module.startswith("torch.distributed.checkpoint.") and "." not in name:
-            found = super().find_class(module, name)
-            # Records only: to build one runs nothing but its own initialiser.
-            if isinstance(found, type) and (is_dataclass(found) or issubclass(found, Enum)):
-                return found
-        raise CheckpointError(f"the checkpoint's {METADATA_NAME} refers to {module}.{name}, which has no place there")
-
-
-def _layout(name: str) -> torch.layout:
-    layout = getattr(torch, name.removeprefix("torch."), None)
-    if not isinstance(layout, torch.layout):
-        raise CheckpointError(f"the checkpoint's {METADATA_NAME} has the layout {name!r}, which torch does not know")
-    return layout
-
-
-_KNOWN: dict[tuple[str, str], Callable[..., Any]] = {
-    ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): _layout,
-    ("pathlib", "PosixPath"): PosixPath,
-    ("pathlib._local", "PosixPath"): PosixPath,
-    ("pathlib", "PurePosixPath"): PurePosixPath,
-    ("collections", "OrderedDict"): dict,
-}

@@ -102,7 +102,7 @@ def test_pickled_code_is_not_executed(tmp_path: Path) -> None:
     folder = save(tmp_path, 1, model)
     (folder / METADATA).write_bytes(pickle.dumps(_Evil(tmp_path / "executed")))
     _rewrite_marks(folder, METADATA)
-    with pytest.raises(CheckpointError, match=r"\.metadata refers to posix\.mkdir"):
+    with pytest.raises(CheckpointError, match=r"\.metadata: it has posix\.mkdir in the place of Metadata"):
         load(folder, model)
     assert not (tmp_path / "executed").exists()
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megascale.checkpoint import storage
+from megascale.checkpoint.metadata import read_metadata
 from megascale.checkpoint.storage import _SavePlanner, _Writer
 from megascale.errors import ArgumentError, UsageError
 from megascale.param_shard import ParamShard, boxes_of
@@ -83,7 +84,7 @@ def test_any_cut_is_read_back_by_any_other(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         _write(folder, [ParamShard(flat[a:b], shape, a) for a, b in pairwise(written)])
-        metadata = storage.read_metadata(folder)
+        metadata = read_metadata(folder)
         shards = [ParamShard(torch.empty(b - a, dtype=dtype), shape, a) for a, b in pairwise(wanted)]
         for shard in shards:
             storage.plan_read(folder, metadata, {"w": shard}).read()
@@ -100,7 +101,7 @@ def test_same_box_on_two_ranks_is_written_once(tmp_path: Path) -> None:
     files = sorted(path.name for path in tmp_path.glob("__*") if path.stat().st_size)
     assert files == ["__0_0.distcp", "__1_0.distcp"]
     got = torch.empty(3, 4)
-    storage.plan_read(tmp_path, storage.read_metadata(tmp_path), {"w": got}).read()
+    storage.plan_read(tmp_path, read_metadata(tmp_path), {"w": got}).read()
     assert torch.equal(got.flatten(), flat)
 
 
@@ -109,7 +110,7 @@ def test_read_goes_into_the_piece_itself(tmp_path: Path) -> None:
     _write(tmp_path, [ParamShard(torch.arange(12.0), (3, 4), 0)])
     memory = torch.full((9,), -1.0)
     shard = ParamShard(memory[2:7], (3, 4), 3)
-    storage.plan_read(tmp_path, storage.read_metadata(tmp_path), {"w": shard}).read()
+    storage.plan_read(tmp_path, read_metadata(tmp_path), {"w": shard}).read()
     assert memory.tolist() == [-1, -1, 3, 4, 5, 6, 7, -1, -1]
 
 

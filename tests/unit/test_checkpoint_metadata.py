@@ -1,0 +1,187 @@
+"""`.metadata` read as data: the same as torch reads it, and whatever it says, nothing is run, changed or filled up."""
+
+import contextlib
+import pickle
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+
+from megascale import MixedPrecisionOptimizer
+from megascale.checkpoint import save
+from megascale.checkpoint.metadata import METADATA_NAME, read_metadata
+from megascale.errors import CheckpointError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a small checkpoint."""
+    model = nn.Linear(3, 4)
+    return save(
+        tmp_path_factory.mktemp("checkpoint"), 1, model, MixedPrecisionOptimizer(torch.optim.AdamW(model.parameters()))
+    )
+
+
+def _read(tmp_path: Path, data: bytes) -> Any:
+    (tmp_path / METADATA_NAME).write_bytes(data)
+    return read_metadata(tmp_path)
+
+
+def test_what_torch_reads(folder: Path) -> None:
+    """Every tensor, dtype, shape, piece and place is what torch's own reader finds."""
+    theirs, ours = FileSystemReader(folder).read_metadata(), read_metadata(folder)
+    assert ours.state_dict_metadata == theirs.state_dict_metadata
+    assert ours.storage_data == theirs.storage_data
+    assert all(isinstance(stored, TensorStorageMetadata) for stored in ours.state_dict_metadata.values())
+
+
+def _text(value: str) -> bytes:
+    return b"X" + struct.pack("<I", len(value)) + value.encode()
+
+
+INDEX = b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n"
+BOMBS: dict[str, bytes] = {
+    "build_on_a_class": INDEX + b"}(" + _text("__eq__") + b"Nub.",
+    "build_on_a_class_with_slots": INDEX + b"N}(" + _text("offset") + b"Nu\x86b.",
+    "build_on_a_type": b"cbuiltins\ntype\n}(" + _text("x") + b"Nub.",
+    "call": b"cos\nsystem\n(" + _text("touch executed") + b"tR.",
+    "call_of_a_call": b"cbuiltins\ngetattr\n" + INDEX + b"\x85R)R.",
+    "memo_without_end": b"]r\xff\xff\xff\xff.",
+    "frame_without_end": b"\x80\x04\x95" + b"\xff" * 8 + b".",
+    "text_without_end": b"\x8d" + struct.pack("<Q", 2**62) + b".",
+    "bytes_without_end": b"\x8e" + struct.pack("<Q", 2**40) + b".",
+    "bytearray_without_end": b"\x96" + struct.pack("<Q", 2**40) + b".",
+    "list_in_itself": b"]q\x00h\x00a.",
+    "nothing": b"",
+    "no_end": b"\x80\x04",
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_hostile_files_change_nothing(bomb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """BUILD on a class would change it for the process, a call would run, a length would fill the memory: all named."""
+    monkeypatch.chdir(tmp_path)
+    before = dict(vars(MetadataIndex))
+    with pytest.raises(CheckpointError, match=r"\.metadata: .*load an earlier checkpoint"):
+        _read(tmp_path, BOMBS[bomb])
+    assert dict(vars(MetadataIndex)) == before
+    assert not (tmp_path / "executed").exists()
+
+
+def test_a_tuple_that_doubles(tmp_path: Path) -> None:
+    """A key of sixty nested pairs, each twice the one before, would be hashed for a thousand years."""
+    data = (
+        b"}N"
+        + b"\x85\x94"
+        + b"".join(b"0h" + bytes([n]) + b"h" + bytes([n]) + b"\x86\x94" for n in range(60))
+        + b"K\x01s."
+    )
+    with pytest.raises(CheckpointError, match="in the place of Metadata"):
+        _read(tmp_path, data)
+
+
+def test_one_list_of_pieces_for_many_tensors(folder: Path, tmp_path: Path) -> None:
+    """Pieces are counted: a list that is referred to again and again is no way to ask for their square."""
+    metadata = FileSystemReader(folder).read_metadata()
+    stored = next(one for one in metadata.state_dict_metadata.values() if isinstance(one, TensorStorageMetadata))
+    stored.chunks *= 1000
+    metadata.state_dict_metadata = {str(name): stored for name in range(1000)}
+    with pytest.raises(CheckpointError, match="more pieces than it has bytes"):
+        _read(tmp_path, pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize("name", ["../other", "/etc/passwd", "", "..", "a\0b"])
+def test_pieces_lie_in_the_checkpoint(folder: Path, tmp_path: Path, name: str) -> None:
+    """A path that leads out of the folder is not followed."""
+    metadata: Any = FileSystemReader(folder).read_metadata()
+    next(iter(metadata.storage_data.values())).relative_path = name
+    with pytest.raises(CheckpointError, match="outside the checkpoint"):
+        _read(tmp_path, pickle.dumps(metadata))
+
+
+def _damage(metadata: Any, kind: str) -> None:
+    stored = next(iter(metadata.state_dict_metadata.values()))
+    place = next(iter(metadata.storage_data.values()))
+    match kind:
+        case "size":
+            stored.size = torch.Size([2**40, 2**40])
+        case "negative":
+            place.offset = -1
+        case "piece":
+            stored.chunks[0].sizes = torch.Size([99, 99])
+        case "dtype":
+            stored.properties.dtype = "float32"
+        case "transformed":
+            place.transform_descriptors = ["zstd"]
+        case "fqn":
+            metadata.state_dict_metadata = {3: stored}
+        case "chunks":
+            stored.chunks = None
+
+
+@pytest.mark.parametrize("kind", ["size", "negative", "piece", "dtype", "transformed", "fqn", "chunks"])
+def test_values_that_no_checkpoint_has(folder: Path, tmp_path: Path, kind: str) -> None:
+    """Each is named before anything is made of it."""
+    metadata = FileSystemReader(folder).read_metadata()
+    _damage(metadata, kind)
+    with pytest.raises(CheckpointError, match="load an earlier checkpoint"):
+        _read(tmp_path, pickle.dumps(metadata))
+
+
+FLIPS = """
+import resource, sys
+from pathlib import Path
+import torch
+from megascale.checkpoint.metadata import METADATA_NAME, read_metadata
+from megascale.errors import CheckpointError
+source, target, stride = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+data = (source / METADATA_NAME).read_bytes()
+used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 2**27, used + 2**27))
+named = 0
+for bit in range(0, 8 * len(data), stride):
+    changed = bytearray(data)
+    changed[bit // 8] ^= 1 << bit % 8
+    (target / METADATA_NAME).write_bytes(changed)
+    try:
+        read_metadata(target)
+    except CheckpointError:
+        named += 1
+print(named)
+"""
+
+
+def _named(folder: Path, target: Path, stride: int) -> int:
+    command = [sys.executable, "-c", FLIPS, str(folder), str(target), str(stride)]
+    found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    assert found.returncode == 0, found.stderr
+    return int(found.stdout)
+
+
+@pytest.mark.parametrize("stride", [13, pytest.param(1, marks=pytest.mark.slow)])
+def test_bit_flips_in_little_memory(folder: Path, tmp_path: Path, stride: int) -> None:
+    """Each flipped bit is a named error or harmless, in 128 MiB: a length or a memo index asked for all memory."""
+    assert _named(folder, tmp_path, stride) > 10
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_damage_is_a_named_error(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Bytes changed, left out and put in: metadata or a CheckpointError, never another error."""
+    whole = bytearray((folder / METADATA_NAME).read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        place = data.draw(st.integers(0, len(whole) - 1))
+        whole[place : place + data.draw(st.integers(0, 9))] = data.draw(st.binary(max_size=9))
+    with contextlib.suppress(CheckpointError):
+        _read(tmp_path_factory.mktemp("damaged"), bytes(whole))
