@@ -63,10 +63,19 @@ NO_EFFECT = (
     "barrier_with_L1_time",
     "timers",
     "config_logger_dir",
-    # of an optimizer that is refused by its name
+    # of optimizers that are refused by their names
     "muon_momentum",
     "muon_split_qkv",
     "muon_use_nesterov",
+    "muon_nesterov",
+    "muon_coefficient_type",
+    "muon_use_syrk",
+    "muon_scalar_optimizer",
+    "soap_shampoo_beta",
+    "soap_use_kl_shampoo",
+    "adaptive_muon_moment2_method",
+    "adaptive_muon_beta2",
+    "adaptive_muon_eps",
     "muon_scale_mode",
     "muon_fp32_matmul_prec",
     "muon_num_ns_steps",
@@ -79,6 +88,9 @@ REMEDIES = {
     "optimizer_cpu_offload": "main params and state stay on the parameters' device: set it False, or shard them with "
     "use_distributed_optimizer=True",
     "fp8_recipe": "parameters are fp16, bf16 or fp32 here: leave it None",
+    "grad_norm_skip_threshold": "steps are skipped where a gradient is not finite: leave it inf",
+    "optimizer_cuda_graph": "leave it False; megascale.StepGraph captures the step of any of our optimizers",
+    "use_layer_wise_distributed_optimizer": "leave it False; use_distributed_optimizer=True shards by elements",
     "reuse_grad_buf_for_mxfp8_param_ag": "parameters are fp16, bf16 or fp32 here: leave it False",
 }
 """Fields that are refused unless they have their default, and what to do."""
@@ -102,7 +114,7 @@ def from_megatron_config(config: Any) -> OptimizerConfig:
     :func:`check_grouping` is for.
 
     Args:
-        config: an instance of Megatron's dataclass; source: ``megatron/core/optimizer/optimizer_config.py``, 0.16.1.
+        config: an instance of Megatron's dataclass; source: its ``core/optimizer/optimizer_config.py``, 0.16.1 to 0.20.
 
     Raises:
         ArgumentTypeError: for anything else.

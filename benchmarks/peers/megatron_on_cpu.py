@@ -14,6 +14,7 @@ MODULES = ("megatron.core.optimizer", "megatron.core.distributed.param_and_grad_
 CPU_WORDS = {
     b".cuda(torch.cuda.current_device())": b".cpu()",
     b"torch.cuda.current_device()": b"torch.device('cpu')",
+    b"torch.cuda.current_stream()": b"torch.cpu.current_stream()",
     b"device='cuda'": b"device='cpu'",
     b'device="cuda"': b'device="cpu"',
     b"'torch.cuda.HalfTensor'": b"'torch.HalfTensor'",

@@ -22,6 +22,12 @@ from megascale.distributed_optimizer import DistributedOptimizer
 from megascale.dtensors import is_dtensor
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.integrations.megatron_checkpoint import load_megatron_checkpoint, megatron_state_dict
+from megascale.integrations.megatron_groups import (
+    effective_overrides,
+    make_param_groups,
+    overrides_refusal,
+    params_refusal,
+)
 from megascale.megatron_config import from_megatron_config
 from megascale.optimizer import MixedPrecisionOptimizer
 from megascale.parallel import ParallelGroups
@@ -200,7 +206,8 @@ def get_megatron_optimizer(
         config: Megatron's OptimizerConfig; see :func:`megascale.megatron_config.from_megatron_config`.
         model_chunks: wrapped in Megatron's DistributedDataParallel (whose main grads are used), or plain.
             ``use_distributed_optimizer`` needs plain ones: our DistributedOptimizer reduces gradients itself.
-        config_overrides: Megatron's, by ParamKey. None: its standard ones.
+        config_overrides: Megatron's, by ParamKey. None: its standard ones, which exempt biases and norms from weight
+            decay. They may set what its OptimizerParamScheduler reads of a group, and options of the inner optimizer.
         use_gloo_process_groups: no effect: no further groups are made.
         pg_collection: Megatron's ProcessGroupCollection, spanning the world. None: those of ``parallel_state``.
         dump_param_to_param_group_map: must be None.
@@ -209,19 +216,21 @@ def get_megatron_optimizer(
     Raises:
         ArgumentError: on every rank alike, naming what cannot be done, and the remedy.
     """
-    from megatron.core.optimizer import _get_param_groups
     from megatron.core.utils import unwrap_model
 
     ours = from_megatron_config(config)
     chunks = list(model_chunks)
-    resolved = groups or parallel_groups(pg_collection)
-    error = _refusal(ours, chunks, group_size(resolved.data_parallel), dump_param_to_param_group_map)
-    raise_together(error, resolved.grad_stats)
-    made = _get_param_groups(chunks, config, config_overrides)
-    # Megatron's order of checkpoints: its dense optimizer, then its expert optimizer.
-    param_groups = sorted(made, key=lambda group: bool(group["is_expert_parallel"]))
-    inner = build_inner_optimizer(ours, param_groups)
     names = _names(unwrap_model(chunks))
+    overrides = effective_overrides(config, config_overrides)
+    options = build_inner_optimizer(ours, [{"params": [nn.Parameter(torch.zeros(0))]}]).defaults
+    resolved = groups or parallel_groups(pg_collection)
+    error = (
+        _refusal(ours, chunks, group_size(resolved.data_parallel), dump_param_to_param_group_map)
+        or params_refusal(names)
+        or overrides_refusal(config, chunks, overrides, options)
+    )
+    raise_together(error, resolved.grad_stats)
+    inner = build_inner_optimizer(ours, make_param_groups(config, chunks, overrides))
     scaler = build_grad_scaler(ours)
     ours = effective_config(ours, inner, scaler)
     if ours.use_distributed_optimizer:
@@ -244,10 +253,17 @@ def parallel_groups(pg_collection: Any = None) -> ParallelGroups:
         pg_collection: with ``dp_cp`` (or ``dp``), ``tp``, ``mp`` and ``expt_dp``. None: those of ``parallel_state``.
 
     Raises:
-        ArgumentError: for a collection that does not span the world.
+        ArgumentError: for a collection that does not span the world, and for what 0.20 calls weight_remat.
     """
     from megatron.core import parallel_state
 
+    for kind in ("gtp", "expert_gtp"):  # 0.20's; without it, 0
+        size = getattr(parallel_state, f"get_{kind}_weight_remat_world_size", int)()
+        if size > 1:
+            raise ArgumentError(
+                f"Megatron's parallel_state splits single weights over {size} ranks more ({kind}_weight_remat), which "
+                "megascale does not; set that size to 1"
+            )
     if pg_collection is None:
         return ParallelGroups(
             data_parallel=parallel_state.get_data_parallel_group(with_context_parallel=True),
@@ -278,8 +294,16 @@ def _refusal(
         return ArgumentError(
             "model_chunks of this rank have no trainable parameter; leave one trainable in each pipeline stage"
         )
+    kinds = {kind.__name__ for chunk in chunks for kind in type(chunk).__mro__}
+    if "MimoModel" in kinds:
+        return ArgumentError(
+            "model_chunks hold a MimoModel, whose modules have process groups of their own; build one optimizer for "
+            "each module with groups=, and put them into a ChainedOptimizer"
+        )
     wrappings: list[Any] = [chunk.ddp_config for chunk in chunks if hasattr(chunk, "ddp_config")]
-    if any(getattr(wrapping, "use_megatron_fsdp", False) for wrapping in wrappings):
+    if "FullyShardedDataParallelV2" in kinds or any(
+        getattr(wrapping, "use_megatron_fsdp", False) for wrapping in wrappings
+    ):
         return ArgumentError("model_chunks are wrapped in Megatron's FSDP; use torch's fully_shard, or its plain DDP")
     if any(wrapping.use_distributed_optimizer for wrapping in wrappings):
         return ArgumentError(

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from megascale.chained import ChainedOptimizer
 from megascale.collectives import raise_together
 from megascale.distributed_optimizer import DistributedOptimizer
@@ -21,15 +23,23 @@ from megascale.grad_scaler import ConstantGradScaler
 from megascale.interop.files import read_file
 from megascale.interop.megatron import optimizer_state_dict, sub_optimizers
 from megascale.interop.named_state import HALF_DTYPES
+from megascale.interop.naming import not_rounded
 from megascale.optimizer import MixedPrecisionOptimizer
 
 State = dict[str, Any]
 
-CHECKPOINT_KEYS = frozenset(("args", "checkpoint_version", "iteration", "model"))
+CHECKPOINT_KEYS = frozenset(("args", "checkpoint_version", "iteration", "model", "model0"))
 """What tells a whole checkpoint, which holds the optimizer's state under "optimizer", from that state."""
 
-GROUP_IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
-"""Options by which Megatron tells its param groups apart (``param_group_identifier_keys``)."""
+GROUP_IDENTITY = (
+    *("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr"),
+    *("max_lr", "min_lr", "start_wd", "end_wd", "optimizer"),
+)
+"""Options by which Megatron-Core tells its param groups apart (0.20's ``param_group_identifier_keys``)."""
+
+
+SET_BY_OVERRIDES = ("start_wd", "end_wd", "optimizer")
+"""Those that a group has only if an override sets them."""
 
 
 def megatron_state_dict(optimizer: MixedPrecisionOptimizer | ChainedOptimizer) -> State | list[State]:
@@ -96,7 +106,9 @@ def load_megatron_checkpoint(
         checkpoint: path of a ``model_optim_rng.pt`` (``--ckpt-format torch``), what is in it, or what an optimizer's
             ``state_dict()`` returned. Not changed.
         optimizer: over the same trainable parameters in the same groups and order as Megatron's; frozen ones, of which
-            Megatron saves nothing, start anew. A DistributedOptimizer keeps its shard.
+            Megatron saves nothing, start anew. A DistributedOptimizer keeps its shard. Where the checkpoint holds the
+            model too, each of its 16-bit weights must be the main param of its name, rounded: parameters in another
+            order are refused, whatever their groups say.
         keep_grad_scaler: leave the live grad scaler as it is, whether or not the checkpoint holds one.
 
     Raises:
@@ -106,20 +118,55 @@ def load_megatron_checkpoint(
     error: Exception | None = None
     state: State = {}
     try:
-        state = _converted(_optimizer_state(checkpoint), optimizer, keep_grad_scaler)
+        content = _content(checkpoint)
+        state = _converted(_optimizer_state(content), optimizer, keep_grad_scaler)
+        _check_rounding(state["main_params"], _weights(content))
     except Exception as caught:  # any failure of one rank must reach the others
         error = caught
     raise_together(error, optimizer.groups.grad_stats)
     optimizer.load_state_dict(state)
 
 
+def _content(checkpoint: Any) -> Any:
+    """Return what is in a file, or what was given in place of a path."""
+    if not isinstance(checkpoint, (str, os.PathLike)):
+        return checkpoint
+    path = Path(checkpoint)
+    if not path.is_file():
+        raise InteropError(f"{path} is no file; pass this rank's iter_*/mp_rank_*/model_optim_rng.pt")
+    return read_file(path)
+
+
+def _weights(content: Any) -> dict[str, Any]:
+    """Return the model's weights in a checkpoint, by the names that ``get_megatron_optimizer`` gives them.
+
+    Several chunks lie under "model0", "model1" and so on.
+    """
+    if not isinstance(content, Mapping):
+        return {}
+    chunks = [content[f"model{index}"] for index in range(len(content)) if f"model{index}" in content]
+    models = {f"{index}.": chunk for index, chunk in enumerate(chunks)} if len(chunks) > 1 else {}
+    models = models or {"": chunks[0] if chunks else content.get("model")}
+    return {
+        prefix + str(name).removeprefix("module."): weight
+        for prefix, weights in models.items()
+        if isinstance(weights, Mapping)
+        for name, weight in weights.items()
+    }
+
+
+def _check_rounding(mains: Mapping[str, Tensor], weights: Mapping[str, Any]) -> None:
+    differ = not_rounded(mains, weights)
+    if differ:
+        raise InteropError(
+            f"the checkpoint's model weights {', '.join(differ[:8])} are not the main params that would be loaded for "
+            "them, rounded: its param groups, or the parameters in them, are in another order than here; build the "
+            "same groups in the same order"
+        )
+
+
 def _optimizer_state(checkpoint: Any) -> Any:
-    """Return the optimizer's state in a file, a whole checkpoint, or a state dict."""
-    if isinstance(checkpoint, (str, os.PathLike)):
-        path = Path(checkpoint)
-        if not path.is_file():
-            raise InteropError(f"{path} is no file; pass this rank's iter_*/mp_rank_*/model_optim_rng.pt")
-        checkpoint = read_file(path)
+    """Return the optimizer's state in a whole checkpoint, or a state dict."""
     if not isinstance(checkpoint, Mapping) or not CHECKPOINT_KEYS & checkpoint.keys():
         return checkpoint
     if "optimizer" not in checkpoint:
@@ -175,12 +222,33 @@ def _check_groups(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str
     """Raise InteropError where a saved group is another one than the live group in its place."""
     for index, (given, group) in enumerate(zip(saved, live, strict=False)):
         for key in GROUP_IDENTITY:
-            value = given.get(key, given.get(f"pre_{key}"))  # NeMo's spelling
-            if value is not None and key in group and value != group[key]:
+            value, own = given.get(key, given.get(f"pre_{key}")), group.get(key)  # pre_: NeMo's spelling
+            if value != own and _says(given, key, value) and _says(group, key, own):
                 raise InteropError(
-                    f"param group {index} has {key}={value!r} in the checkpoint and {group[key]!r} here; build the "
-                    "same groups in the same order"
+                    f"param group {index} has {key}={value!r} in the checkpoint and {own!r} here; build the same "
+                    "groups in the same order, and change their options when the checkpoint is loaded"
                 )
+    for key in _common_options(saved) & _common_options(live):
+        given_values, own_values = ([_plain(group[key]) for group in groups] for groups in (saved, live))
+        if given_values != own_values and sorted(map(repr, given_values)) == sorted(map(repr, own_values)):
+            raise InteropError(
+                f"the param groups have {key}={given_values} in the checkpoint and {own_values} here: they are in "
+                "another order; build the same groups in the same order"
+            )
+
+
+def _says(group: Mapping[str, Any], key: str, value: Any) -> bool:
+    """Return whether None would mean something for ``key``: not in a group of torch's, nor of a version without it."""
+    return value is not None or (key in SET_BY_OVERRIDES and "wd_mult" in group)
+
+
+def _common_options(groups: Sequence[Mapping[str, Any]]) -> set[str]:
+    names = [set(group) - {"params", "param_names"} for group in groups]
+    return set.intersection(*names) if names else set()
+
+
+def _plain(option: Any) -> Any:
+    return option.tolist() if isinstance(option, Tensor) else option
 
 
 def _check_scaler(saved: Sequence[Any], live: bool) -> None:

@@ -87,15 +87,20 @@ def names_by_order(saved: Mapping[str, Any], model: Mapping[str, Any] | None, wh
 
 def check_rounding(mains: Mapping[str, Tensor], model: Mapping[str, Any], where: str) -> None:
     """Raise InteropError where a 16-bit weight of ``model`` is not the main param of its name, rounded, bit for bit."""
-    differ = [
+    differ = not_rounded(mains, model)
+    if differ:
+        raise InteropError(
+            f"{where}: the model's weights {', '.join(differ[:8])} are not their main params, rounded: the files do "
+            f"not belong together, or the names are in another order; {REMEDY}"
+        )
+
+
+def not_rounded(mains: Mapping[str, Tensor], model: Mapping[str, Any]) -> list[str]:
+    """Return the names of 16-bit weights of ``model`` that are not their main params, rounded, bit for bit."""
+    return [
         name
         for name, main in mains.items()
         if isinstance(weight := model.get(name), Tensor)
         and weight.dtype in HALF_DTYPES
         and _fingerprint(main.to(weight.dtype)) != _fingerprint(weight)
     ]
-    if differ:
-        raise InteropError(
-            f"{where}: the model's weights {', '.join(differ[:8])} are not their main params, rounded: the files do "
-            f"not belong together, or the names are in another order; {REMEDY}"
-        )

@@ -82,6 +82,12 @@ class Run:
         scale = self.optimizer.get_loss_scale().item()
         return success, norm, zeros, scale, self.optimizer.param_groups[0]["lr"], decays
 
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The optimizer's param groups."""
+        groups: list[dict[str, Any]] = self.optimizer.param_groups
+        return groups
+
     def params(self) -> list[Tensor]:
         """Return copies of all model params."""
         return [param.detach().clone() for param in self.module.parameters()]
@@ -137,17 +143,19 @@ def start(
     expert: bool = False,
     sharded: bool = False,
     mark: Callable[[Net], None] = lambda module: None,
+    overrides: Any = None,
     **fields: Any,
 ) -> Run:
     """Return a run with "theirs" or "ours". ``fused``: torch's fused AdamW, whose order of arithmetic is ours.
 
     ``sharded``: Megatron's DistributedOptimizer, or, ``bare``, ours. ``mark`` may set attributes of parameters.
+    ``overrides``: Megatron's ``config_overrides``.
     """
     module = Net(dtype, fp32_norm=fp32_norm, frozen=frozen, expert=expert)
     mark(module)
     wrapped = None if bare else wrap(module, dtype, use_distributed_optimizer=sharded)
     settings = config(dtype, use_distributed_optimizer=sharded, **fields)
-    optimizer = MAKERS[maker](settings, [wrapped or module], use_gloo_process_groups=False)
+    optimizer = MAKERS[maker](settings, [wrapped or module], overrides, use_gloo_process_groups=False)
     if fused:
         for group in optimizer.param_groups:
             group.update(fused=True, foreach=False)

@@ -1,0 +1,102 @@
+"""Megatron-Core's param groups: its standard overrides, and what an override or a parameter may ask for.
+
+Megatron takes any key in an override. Those that its schedule reads, and options of the inner optimizer, take effect;
+every other one is refused here by its name.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from megascale.errors import ArgumentError
+
+SCHEDULE_KEYS = ("max_lr", "min_lr", "start_wd", "end_wd", "wd_mult")
+"""Keys of a param group that Megatron's OptimizerParamScheduler reads."""
+
+WHOLE_OPTIMIZER = ("optimizer", "optimizer_cpu_offload", "overlap_param_gather_with_optimizer_step")
+"""Keys of its config that cannot differ between groups, and may be in an override if they do not."""
+
+Overrides = Mapping[Any, Mapping[str, Any]]
+"""By ``megatron.core.optimizer.ParamKey``."""
+
+
+def make_param_groups(config: Any, chunks: Sequence[nn.Module], overrides: Overrides | None) -> list[dict[str, Any]]:
+    """Return Megatron's groups in the order of its checkpoints: its dense optimizer's, then its expert optimizer's.
+
+    Args:
+        config: Megatron's OptimizerConfig.
+        chunks: of the model.
+        overrides: None: its standard ones, which exempt biases and norms from weight decay and obey ``decoupled_lr``.
+    """
+    from megatron.core.optimizer import _get_param_groups
+
+    made: list[dict[str, Any]] = _get_param_groups(chunks, config, effective_overrides(config, overrides))
+    return sorted(made, key=lambda group: bool(group["is_expert_parallel"]))
+
+
+def effective_overrides(config: Any, overrides: Overrides | None) -> Overrides:
+    """Return ``overrides``; for None Megatron's standard ones: its get_megatron_optimizer does so, at all versions."""
+    from megatron.core.optimizer import get_standard_config_overrides
+
+    if overrides is not None:
+        return overrides
+    standard: Overrides = get_standard_config_overrides(config)
+    return standard
+
+
+def overrides_refusal(
+    config: Any, chunks: Sequence[nn.Module], overrides: Overrides, options: Collection[str]
+) -> ArgumentError | None:
+    """Return what is wrong with ``overrides`` on this rank.
+
+    Args:
+        config: Megatron's OptimizerConfig.
+        chunks: of the model.
+        overrides: see :func:`effective_overrides`.
+        options: of the inner optimizer's param groups.
+    """
+    for override in overrides.values():
+        for key, value in override.items():
+            if key in WHOLE_OPTIMIZER:
+                common = getattr(config, key, None)
+                if value != common:
+                    return ArgumentError(
+                        f"config_overrides set {key}={value!r} for some parameters and config.{key} is {common!r}; one "
+                        "optimizer serves all parameters here: build one for each and put them into a ChainedOptimizer"
+                    )
+            elif key not in SCHEDULE_KEYS and key not in options:
+                return ArgumentError(
+                    f"config_overrides set {key}={value!r}, which nothing would read; an override may set "
+                    f"{', '.join((*SCHEDULE_KEYS, *sorted(options)))}"
+                )
+    return _conflict(chunks, overrides)
+
+
+def params_refusal(names: Sequence[tuple[str, nn.Parameter]]) -> ArgumentError | None:
+    """Return what is wrong with the marks that Megatron has put on parameters. ``names``: all of them, by name."""
+    marks = {name: getattr(param, "grad_norm_group", None) for name, param in names}
+    apart = {name: mark for name, mark in marks.items() if mark is not None}
+    if apart:
+        kinds = ", ".join(sorted({repr(kind) for kind in apart.values()}))
+        return ArgumentError(
+            f"{', '.join(list(apart)[:8])} have grad_norm_group {kinds}: Megatron-Core measures and clips them apart, "
+            "and here one norm is that of all gradients; delete the attribute to clip them together"
+        )
+    return None
+
+
+def _conflict(chunks: Sequence[nn.Module], overrides: Overrides) -> ArgumentError | None:
+    """Return an error for a parameter that two overrides give different values: Megatron tells that rank alone."""
+    from megatron.core.optimizer_param_scheduler import combine_param_group_overrides
+
+    for chunk in chunks:
+        for name, param in chunk.named_parameters():
+            matching = [override for key, override in overrides.items() if key.matches(param, name)]
+            try:
+                combine_param_group_overrides(matching)
+            except ValueError as error:
+                return ArgumentError(
+                    f"config_overrides give {name!r} two values: {error}; let each parameter match one"
+                )
+    return None
