@@ -180,6 +180,10 @@ class MainGrads:
         grad: Tensor | None = getattr(param, "main_grad", None)
         return grad
 
+    def reduces(self, grad: Tensor) -> bool:
+        """Return True: Megatron's attribute is where its buffer is."""
+        return True
+
     def finish(self) -> None:
         """Megatron's ``finish_grad_sync()`` has waited."""
 
