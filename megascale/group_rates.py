@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megascale.chained import ChainedOptimizer
-from megascale.errors import ArgumentError
+from megascale.errors import ArgumentError, UsageError
 from megascale.kernels import stats_dtype
 from megascale.optimizer import MixedPrecisionOptimizer
 
@@ -35,8 +35,18 @@ class GroupRates:
     def follow(self) -> None:
         """Take over what others have put into the groups. A tensor that they wrote is read on the host.
 
-        Where it still is the rounding of the number, all bits of the number stay.
+        Where it still is the rounding of the number, all bits of the number stay. Groups may have been added.
+
+        Raises UsageError if there are fewer than before.
         """
+        added = self._optimizer.param_groups[len(self.numbers) :]
+        self.numbers += [number_of(group["lr"]) for group in added]
+        self._written += [None] * len(added)
+        if len(self.numbers) > len(self._optimizer.param_groups):
+            raise UsageError(
+                f"there were {len(self.numbers)} param groups when the schedule was built, now there are "
+                f"{len(self._optimizer.param_groups)}; build the schedule anew"
+            )
         for index, group in enumerate(self._optimizer.param_groups):
             lr = group["lr"]
             if not isinstance(lr, Tensor):

@@ -7,13 +7,15 @@ steps landed before it, exactly.
 """
 
 import copy
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
+from torch.optim.swa_utils import SWALR
 
-from megascale.errors import ArgumentError, ArgumentTypeError, StateDictError
+from megascale.errors import ArgumentError, ArgumentTypeError, StateDictError, UsageError
 from megascale.group_rates import GroupRates, number_of, takes_rates_on_device
 from megascale.host_view import HostView
 from megascale.landed import Landings
@@ -45,6 +47,9 @@ class LandedLRScheduler(LRScheduler):
     - the schedule raises, because it has come to its end, say: it does so only if the step landed;
     - somebody else has written the rate's tensor, as ``load_state_dict`` does: it is read once. A number put into
       ``group["lr"]`` needs no reading. Either is taken over, as torch's own schedulers do.
+
+    A param group that is added later follows the schedule from the rate that it comes with; OneCycleLR, CyclicLR, SWALR
+    and a list of functions know their groups one by one and are refused then, by name.
 
     Anything else that is asked of it (``last_epoch``, ``base_lrs``, ...) is the wrapped scheduler's, and waits too.
 
@@ -81,6 +86,7 @@ class LandedLRScheduler(LRScheduler):
         """
         landed = self._landings.landed(success)
         self._hear(self._view.push({"landed": landed}))
+        self._admit_groups()
         self._rates.follow()
         before = self._before = self._position()
         on_device = landed if takes_rates_on_device(self.optimizer) and isinstance(landed, Tensor) else None
@@ -162,6 +168,32 @@ class LandedLRScheduler(LRScheduler):
         with self._rates.shown():
             self.scheduler.step()
 
+    def _admit_groups(self) -> None:
+        """Let the schedule go over param groups that were added since: their rate is the one that they came with.
+
+        Schedules that are a function of the first rate take it for that; those that multiply the last go on from it.
+
+        Raises UsageError for a schedule whose bounds or functions were given by group.
+        """
+        groups = self.optimizer.param_groups
+        for scheduler in _parts(self.scheduler):
+            known = getattr(scheduler, "base_lrs", None)
+            if not isinstance(known, list) or len(known) >= len(groups):
+                continue
+            lambdas = getattr(scheduler, "lr_lambdas", None)
+            by_group = lambdas is not None and any(one is not lambdas[0] for one in lambdas)
+            if by_group or isinstance(scheduler, (OneCycleLR, CyclicLR, SWALR)):
+                raise UsageError(
+                    f"param group {len(known)} was added after the {type(scheduler).__name__} was built, which has "
+                    f"{'functions' if by_group else 'bounds'} for each group; add the group first, or build the "
+                    "schedule anew with last_epoch"
+                )
+            for group in groups[len(known) :]:
+                group.setdefault("initial_lr", number_of(group["lr"]))
+                known.append(number_of(group["initial_lr"]))
+                if lambdas is not None:
+                    lambdas.append(lambdas[0])
+
     def _has_landed(self) -> bool:
         """Wait for the outcome of the step that was pushed last."""
         heard = self._view.flush()
@@ -182,9 +214,12 @@ class LandedLRScheduler(LRScheduler):
 
     def _return_to(self, position: _Position) -> None:
         self.scheduler.load_state_dict(position.state)
-        self._rates.numbers = list(position.rates)
-        for group, options in zip(self.optimizer.param_groups, position.options, strict=True):
+        groups = self.optimizer.param_groups
+        added = self._rates.numbers[len(position.rates) : len(groups)]
+        self._rates.numbers = [*position.rates, *added]
+        for group, options in zip(groups, position.options, strict=False):
             group.update(options)
+        self._admit_groups()
 
     def _other_options(self) -> list[dict[str, Any]]:
         return [
@@ -217,6 +252,13 @@ def _check(scheduler: Any, optimizer: Any) -> torch.optim.Optimizer:
             "optimizer that wraps it"
         )
     return optimizer
+
+
+def _parts(scheduler: LRScheduler) -> Iterator[LRScheduler]:
+    """Yield a scheduler and those that it is made of, as SequentialLR and ChainedScheduler are."""
+    yield scheduler
+    for part in getattr(scheduler, "_schedulers", ()):
+        yield from _parts(part)
 
 
 def _make_plain(scheduler: LRScheduler) -> None:
