@@ -6,6 +6,7 @@ from typing import Any
 from weakref import finalize, ref
 
 import torch
+from torch import Tensor
 
 from megascale.errors import UsageError
 
@@ -52,3 +53,18 @@ class InnerStep:
             yield
         finally:
             self._is_ours = False
+
+
+@contextmanager
+def without_grad(param: Tensor) -> Iterator[None]:
+    """Put a gradient aside; whatever its dtype is, one of the parameter's own may take its place."""
+    grad, dtype = param.grad, param.grad_dtype
+    is_odd = grad is not None and grad.dtype != param.dtype
+    param.grad = None
+    if is_odd:
+        param.grad_dtype = None
+    yield
+    param.grad = None
+    if is_odd and grad is not None and grad.dtype == dtype:
+        param.grad_dtype = dtype
+    param.grad = grad

@@ -8,7 +8,7 @@ keyed by model param.
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
@@ -20,8 +20,8 @@ from torch import Tensor
 
 from megascale.config import OptimizerConfig
 from megascale.dtensors import dtensor_like, local
-from megascale.errors import ArgumentError
-from megascale.inner_step import InnerStep
+from megascale.errors import ArgumentError, UsageError
+from megascale.inner_step import InnerStep, without_grad
 from megascale.kernel_state import KernelState, StateColumns, has_tensors, number, pair, rate
 from megascale.kernels import (
     AdamHyper,
@@ -31,6 +31,7 @@ from megascale.kernels import (
     Operands,
     SgdHyper,
     TensorList,
+    memory_fault,
     same_values,
 )
 from megascale.lion import Lion
@@ -416,7 +417,14 @@ class GeneralUpdate:
         return []
 
     def prepare(self, groups: Sequence[GroupUpdate]) -> list[GroupUpdate]:
-        """See :class:`InnerUpdate`. The optimizer looks at its state itself."""
+        """See :class:`InnerUpdate`. Of its state, all but whether there is memory is the optimizer's own affair.
+
+        Raises UsageError, naming the parameter, where there is none.
+        """
+        for param in (param for group in groups for param in group.params):
+            for name, value in self.optimizer.state.get(param.model, {}).items():
+                if isinstance(value, Tensor) and (fault := memory_fault(local(value))):
+                    raise UsageError(f"the optimizer's state[{param.name!r}][{name!r}] {fault}; load the state anew")
         return [replace(group, call=None) for group in groups]
 
     def apply(self, groups: Sequence[GroupUpdate], decision: Decision, publish: Publish) -> list[Rounded]:
@@ -447,12 +455,13 @@ class GeneralUpdate:
         optimizer, state = self.optimizer, self.optimizer.state
         shown = {id(param.model): param for param in params}
         model_params = [list(group["params"]) for group in optimizer.param_groups]
-        model_grads = [(param.model, param.model.grad) for param in params]
         narrow = [(param, _widen(state.get(param.model, {}), param.main)) for param in params]
+        set_aside = ExitStack()
         try:
             for param, grad in zip(params, grads, strict=True):
                 [unscaled] = self.backend.unscale([grad], [local(param.main)], decision.to(grad.device).coefficient)
-                param.model.grad = None
+                if param.main is param.model:
+                    set_aside.enter_context(without_grad(param.model))
                 param.main.grad = dtensor_like(unscaled, param.main)
                 if param.main is not param.model and param.model in state:
                     state[param.main] = state.pop(param.model)
@@ -469,8 +478,7 @@ class GeneralUpdate:
                     state[param.model][name] = state[param.model][name].to(dtype)
             for group, originals in zip(optimizer.param_groups, model_params, strict=True):
                 group["params"] = originals
-            for model, model_grad in model_grads:
-                model.grad = model_grad
+            set_aside.close()
 
 
 def _widen(state: dict[str, Any], main: Tensor) -> dict[str, torch.dtype]:

@@ -290,7 +290,8 @@ class GradList(TensorList):
         return all(_fits(self[index], self._given[index]) for index in differ.tolist())
 
     def __getitem__(self, index: Any) -> Any:
-        return self._given[index].grad if isinstance(index, int) else self._held[index]
+        is_held = "_held" in self.__dict__ or not isinstance(index, int)
+        return self._held[index] if is_held else self._given[index].grad
 
     @cached_property
     def _held(self) -> list[Tensor]:
