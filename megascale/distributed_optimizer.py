@@ -50,6 +50,9 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
     are gathered again. A rank holds the model params, one main grad per parameter, and main params and optimizer state
     of its shard. Parameters become contiguous views of flat buckets.
 
+    Parameters belong to one such optimizer (or GradSync) at a time. Dropped, it is gone, hooks and all, and leaves the
+    model whole; the parameters stay views of the buckets.
+
     ``state`` holds this rank's 1-D pieces, :meth:`main_params` yields them. :meth:`state_dict` is whole: gathered into
     host memory, it loads into a MixedPrecisionOptimizer too. :mod:`megascale.checkpoint` gathers nothing.
 
