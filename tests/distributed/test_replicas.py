@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -19,7 +20,7 @@ from megascale.grad_stats import contrast_coefficients
 from megascale.grad_sync import GradSync
 from megascale.kernels import REPLICA_TOLERANCE
 from tests.pool import RankPool
-from tests.training import Tiny, model, same_bits, set_grads, snapshot
+from tests.training import Bag, Tiny, model, same_bits, set_grads, snapshot
 
 
 def _wrapped(module: nn.Module, **options: Any) -> MixedPrecisionOptimizer:
@@ -197,6 +198,26 @@ def test_tensor_parallel_replicas(ranks: RankPool) -> None:
     """DTensors sharded over two ranks, repeated by data parallelism: compared with their own replicas only."""
     assert ranks.run(4, _tensor_and_data_parallel, True) == ["True"] * 4
     assert all("have different gradients" in message for message in ranks.run(4, _tensor_and_data_parallel, False))
+
+
+def _replicated_dtensor(alike: bool) -> str:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    whole = torch.arange(8, dtype=torch.float32)
+    module = Bag([distribute_tensor(whole, mesh, [Replicate(), Shard(0)])])
+    optimizer = MixedPrecisionOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), groups=mesh)
+    copy, shard = mesh["dp_replicate"].get_local_rank(), mesh["dp_shard"].get_local_rank()
+    part = torch.randn(4, generator=torch.Generator().manual_seed(shard if alike else 2 * copy + shard))
+    module[0].grad = DTensor.from_local(part, mesh, [Replicate(), Shard(0)], run_check=False)
+    try:
+        return str(bool(optimizer.step().success))
+    except UsageError as error:
+        return str(error)
+
+
+def test_copies_of_a_dtensor_are_compared(ranks: RankPool) -> None:
+    """Shards differ from one another, as they should; the two copies of each must not."""
+    assert ranks.run(4, _replicated_dtensor, True) == ["True"] * 4
+    assert all("have different gradients" in message for message in ranks.run(4, _replicated_dtensor, False))
 
 
 def _megatron_marks() -> list[bool]:
