@@ -45,6 +45,10 @@ class DeferredErrors:
         self._num_overflowed.zero_()
         self._view.flush()
 
+    def drop_pending(self) -> None:
+        """Forget the statistics that the host has not seen yet: those of a step that is not taken."""
+        self._view.flush()
+
     def as_statistic(self, error: MegascaleError | None) -> Tensor:
         """Return the number of this rank's errors before the agreement, 0-d; ``error`` is one found in this step."""
         if error is not None and self._alone:

@@ -203,7 +203,11 @@ class StepRecipe:
     def _check(self, agreed: Statistics | None) -> None:
         """Raise what the host now knows of a step to be wrong."""
         if agreed is not None:
-            check_usage(agreed)
+            try:
+                check_usage(agreed)
+            except UsageError:
+                self.errors.drop_pending()
+                raise
             self.watch.observe(agreed, self._raise_damage)
 
     def _raise_damage(self) -> None:

@@ -73,6 +73,36 @@ def test_one_rank_of_four_that_differs_little_is_found(ranks: RankPool) -> None:
         assert unchanged
 
 
+def _known_one_step_late() -> list[Any]:
+    module = model()
+    optimizer = _wrapped(module)
+    optimizer.recipe.errors._on_host = False  # as on an accelerator
+    before = snapshot(optimizer, module)
+    set_grads(module, dist.get_rank())
+    optimizer.get_loss_scale()
+    skipped = not bool(optimizer.step().success)
+    with pytest.raises(UsageError) as caught:
+        optimizer.step()
+    unchanged = same_bits(before, snapshot(optimizer, module))
+    landed = []
+    for step in range(3):  # mended
+        set_grads(module, step)
+        optimizer.get_loss_scale()
+        landed.append(bool(optimizer.step().success))
+    return [skipped, str(caught.value), unchanged, landed]
+
+
+def test_difference_known_one_step_late_has_written_nothing(ranks: RankPool) -> None:
+    """Where the host sees statistics one step late the device has skipped the step before: no rank parts. Once it is
+    raised and mended, it is not raised again.
+    """
+    for skipped, message, unchanged, landed in ranks.run(2, _known_one_step_late):
+        assert skipped
+        assert "have different gradients" in message
+        assert unchanged
+        assert landed == [True] * 3
+
+
 def _reduced_within_pairs() -> str:
     module = model(torch.float32)
     pairs = [dist.new_group(pair) for pair in ([0, 1], [2, 3])]
