@@ -26,7 +26,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megascale.kernels.tensor_reader import read_memory, same_memory
+from megascale.kernels.tensor_reader import hold_memory, read_memory
 
 
 class MemoryRecord:
@@ -39,7 +39,7 @@ class MemoryRecord:
     def holds(self) -> bool:
         """Whether each tensor still is where it was, and what it was. Also where it can no longer be told: False."""
         try:
-            return same_memory(self._memory, read_memory(self._tensors))
+            return hold_memory(self._tensors, self._memory)
         except RuntimeError:  # a tensor that has become one without memory of its own
             return False
 

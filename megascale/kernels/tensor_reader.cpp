@@ -142,6 +142,20 @@ bool read_memory(TensorImpl* tensor, const Memory& out, Py_ssize_t at) {
   return true;
 }
 
+/* Whether a tensor still is what was read of it. */
+bool lies_there(TensorImpl* tensor, const Memory& kept, Py_ssize_t at) {
+  if (!is_plain(tensor) || tensor->numel() != kept.numel[at] || kind_of(tensor) != kept.kind[at]) return false;
+  if (!tensor->is_contiguous() && layout_of(tensor) != kept.layout[at]) return false;
+  if (tensor->numel() == 0) return true;
+  auto* storage = tensor->unsafe_storage().unsafeGetStorageImpl();
+  const auto itemsize = static_cast<int64_t>(tensor->itemsize()), offset = tensor->storage_offset() * itemsize;
+  // Where it is contiguous, what it reaches is known without its shape.
+  const auto reach = tensor->is_contiguous() ? tensor->numel() * itemsize : 0;
+  const auto* data = static_cast<const char*>(storage->_mutable_data_ptr_no_checks().get());
+  return data != nullptr && reinterpret_cast<int64_t>(data + offset) == kept.pointer[at] &&
+      offset + reach <= static_cast<int64_t>(storage->nbytes());
+}
+
 void read_status(TensorImpl* tensor, const Status& out, Py_ssize_t at) {
   out.version[at] = tensor->version_counter().current_version();
   out.requires_grad[at] = tensor->requires_grad();
@@ -253,6 +267,40 @@ int64_t read_memory_of(PyObject* list, int64_t* memory, int threads) {
     for (auto i = begin; i < end; i++) unread += !read_memory(tensors[i - begin], out, i);
     return unread;
   });
+}
+
+/* Whether all tensors lie where they lay, and are what they were. memory: [4][n], from read_memory_of.
+ *
+ * Called for all of an optimizer's state in every step, so that it reads two lines of a tensor only: the shape of one
+ * that is contiguous, as it was, is told by its elements. Objects are fetched two blocks ahead, tensors one.
+ */
+int64_t hold_memory(PyObject* list, const int64_t* memory, int threads) {
+  const auto n = PyList_GET_SIZE(list);
+  const Memory kept(const_cast<int64_t*>(memory), n);
+  auto** items = items_of(list);
+  const auto blocks = (n + BLOCK - 1) / BLOCK;
+  int64_t wrong = 0;
+#pragma omp parallel num_threads(threads) reduction(+ : wrong) if (n > FEW)
+  {
+    TensorImpl *now[BLOCK] = {}, *next[BLOCK] = {};
+    const auto look_up = [=](Py_ssize_t block, TensorImpl** tensors) {
+      for (auto i = block * BLOCK; i < std::min((block + 1) * BLOCK, n); i++)
+        fetch_tensor(tensors[i % BLOCK] = tensor_of(items[i]));
+    };
+    Py_ssize_t looked_up = -1;
+#pragma omp for schedule(static)
+    for (Py_ssize_t block = 0; block < blocks; block++) {
+      if (looked_up != block) look_up(block, next);
+      std::copy(next, next + BLOCK, now);
+      const auto begin = block * BLOCK, end = std::min(begin + BLOCK, n);
+      for (auto i = end + BLOCK; i < std::min(end + 2 * BLOCK, n); i++) fetch_object(items[i]);
+      if (block + 1 < blocks) look_up(looked_up = block + 1, next);
+      for (auto i = begin; i < end; i++)
+        if (now[i - begin] != nullptr) fetch_storage(now[i - begin]);
+      for (auto i = begin; i < end; i++) wrong += !lies_there(now[i - begin], kept, i);
+    }
+  }
+  return wrong == 0;
 }
 
 /* versions: [n]. */

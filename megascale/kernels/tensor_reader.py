@@ -121,6 +121,19 @@ def read_memory(tensors: list[Tensor]) -> Memory | Looked:
     return (*(list(map(look, tensors)) for look in _LOOK), sizes)
 
 
+def hold_memory(tensors: list[Tensor], memory: Memory | Looked) -> bool:
+    """Whether tensors lie where they lay when :func:`read_memory` read this of them, and are what they were.
+
+    Of a contiguous tensor that is as long as it was, the shape need not be told. Raises as :func:`read_memory` does.
+    """
+    native = _native(len(tensors))
+    if native is not None and isinstance(memory, Memory):
+        rows = memory.pointers.base  # the four columns, one after the other
+        if rows is not None and native.hold_memory(tensors, rows.ctypes.data, torch.get_num_threads()):
+            return True
+    return same_memory(memory, read_memory(tensors))
+
+
 def same_memory(one: Memory | Looked, other: Memory | Looked) -> bool:
     """Whether tensors lie where they lay, and are what they were. What was read in different ways is not the same."""
     if isinstance(one, Memory) != isinstance(other, Memory):
@@ -235,6 +248,7 @@ def _declare(loaded: ctypes.PyDLL) -> ctypes.PyDLL:
     signatures = {
         "read_tensors": [objects, memory, memory, memory, threads],
         "read_memory_of": [objects, memory, threads],
+        "hold_memory": [objects, memory, threads],
         "read_versions": [objects, memory, threads],
         "increment_versions": [objects, memory, threads],
         "same_objects": [objects, objects],

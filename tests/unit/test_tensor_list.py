@@ -1,12 +1,13 @@
 """Lists of tensors that are looked at once."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from megascale.kernels import TensorList, tensor_reader
+from megascale.kernels import MemoryRecord, TensorList, tensor_reader
 
 TENSORS = [
     torch.zeros(3),
@@ -64,3 +65,32 @@ def test_one_part_is_joined_as_itself() -> None:
     assert TensorList.joined([part]) is part
     assert TensorList.of(part) is part
     assert list(TensorList.of(TENSORS)) == TENSORS
+
+
+def _record() -> tuple[list[Tensor], MemoryRecord]:
+    tensors = [torch.zeros(4, 6) for _ in range(70)] + [torch.zeros(6, 4).t() for _ in range(70)]
+    return tensors, MemoryRecord(tensors)
+
+
+CHANGES: dict[str, Callable[[Tensor], object]] = {
+    "moved": lambda t: t.share_memory_(),
+    "replaced": lambda t: setattr(t, "data", t.data.clone()),
+    "cut": lambda t: setattr(t, "data", t.data[:3]),
+    "other_dtype": lambda t: setattr(t, "data", t.data.view(torch.int32)),
+    "negated": lambda t: setattr(t, "data", torch._neg_view(t.data)),
+    "freed": lambda t: t.untyped_storage().resize_(0),
+    "cut_short": lambda t: t.untyped_storage().resize_(8),
+    "transposed": lambda t: t.t_(),
+    "resized": lambda t: t.resize_(2, 2),
+}
+
+
+@pytest.mark.parametrize("place", [0, 33, 69, 70, 139])
+@pytest.mark.parametrize("change", CHANGES)
+def test_record_tells_of_every_change(change: str, place: int) -> None:
+    """One tensor of many, in any block of the walk, contiguous or not; a write into the memory is no change."""
+    tensors, record = _record()
+    tensors[place].add_(1)
+    assert record.holds()
+    CHANGES[change](tensors[place])
+    assert not record.holds()
