@@ -83,8 +83,13 @@ INLINE void measure_as(const char *grad, int64_t type, int64_t start, int64_t en
     for (int64_t at = start; at < end; at += STAGE) {
         const char *from = grad + at * size_of(type);
         int64_t n = end - at < STAGE ? end - at : STAGE, i = 0;
+        int more = at + n < end; /* stages to fetch meanwhile */
         Floats lanes[LANES / WIDTH] = {{0}};
-        for (; i + LANES <= n; i += LANES) add_squares(lanes, from + i * size_of(type), type, LANES);
+        for (; i + LANES <= n; i += LANES) {
+            /* The hardware's own prefetching ends with each page. */
+            if (more) fetch(from + (i + STAGE) * size_of(type), LANES * size_of(type));
+            add_squares(lanes, from + i * size_of(type), type, LANES);
+        }
         if (i < n) add_squares(lanes, from + i * size_of(type), type, n - i);
         double squares = sum_of((const float *)lanes);
         out[0] += squares;
@@ -261,7 +266,7 @@ INLINE Place place_of(const Row *row, const char *grad, Kind kind, int64_t i, in
     return at;
 }
 
-/* The hardware's own prefetching ends with each page. */
+/* As the statistics do. */
 INLINE void fetch_ahead(const Row *row, Place at, Kind kind) {
     __builtin_prefetch(at.main + AHEAD);
     if (kind.rule == NOTHING) return;
