@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megascale.config import OptimizerConfig
-from megascale.errors import ArgumentError, ArgumentTypeError
+from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.grad_scaler import ConstantGradScaler, MegatronGradScaler
 from megascale.lion import Lion
 
@@ -35,9 +35,38 @@ def check_arguments(optimizer: Any, config: Any, grad_scaler: Any, *, sharded: b
         )
     if grad_scaler is not None and not isinstance(grad_scaler, MegatronGradScaler):
         raise ArgumentTypeError(f"grad_scaler must be a MegatronGradScaler or None, got {type(grad_scaler).__name__}")
+    _check_meta(optimizer)
     if config is not None:
         for field in ineffective(config, optimizer, grad_scaler, sharded=sharded):
             raise field.error()
+
+
+def _check_meta(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ArgumentError if some parameters have values and others, or their state, lie on the meta device.
+
+    All of them there is no error yet: what an optimizer holds can be counted without memory.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if all(param.is_meta for param in params):
+        return
+    for position, param in enumerate(params):
+        tensors = [("", param), *optimizer.state.get(param, {}).items()]
+        lost = next((key for key, value in tensors if isinstance(value, Tensor) and value.is_meta), None)
+        if lost is not None:
+            what = f"state {lost!r} of the {type(optimizer).__name__}'s parameter" if lost else "parameter"
+            raise ArgumentError(
+                f"{what} {position} (of {len(params)}) is on the meta device and has no values; call "
+                "module.to_empty(device=...), load or initialise the weights, then build both optimizers"
+            )
+
+
+def require_values(device: torch.device) -> None:
+    """Raise UsageError if the optimizer was built on parameters of the meta device, which have no values to train."""
+    if device.type == "meta":
+        raise UsageError(
+            "the optimizer was built while its parameters were on the meta device, and so are its main params and "
+            "state; call module.to_empty(device=...), load or initialise the weights, then build the optimizer"
+        )
 
 
 @dataclass(frozen=True)

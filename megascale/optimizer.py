@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from megascale import sharing, validate
-from megascale.arguments import check_arguments
+from megascale.arguments import check_arguments, require_values
 from megascale.config import OptimizerConfig
 from megascale.errors import ArgumentError, UsageError
 from megascale.grad_scaler import MegatronGradScaler
@@ -92,7 +92,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         )
         vouched = validate.flag("grads_are_scaled", grads_are_scaled)
         self.recipe = StepRecipe([self._member], self.groups, None, self.config.clip_grad, grads_are_scaled=vouched)
-        self.grad_scaler = None if grad_scaler is None else grad_scaler.to(self.device)
+        has_values = self.device.type != "meta"  # else the scaler would lose its own
+        self.grad_scaler = grad_scaler.to(self.device) if grad_scaler is not None and has_values else grad_scaler
         if self.grad_scaler is not None:
             self.grad_scaler.backend = self.backend
         self._member.follow()
@@ -255,6 +256,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         Weights written in place through torch (``load_state_dict``, ``copy_``) are followed at the next step without
         this call; writes through ``param.data`` or raw memory are not.
         """
+        require_values(self.device)
         self._member.follow()
         for param in self._member.main_params:
             if param.is_copy:
@@ -269,6 +271,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         The functions of ``torch.distributed.checkpoint.state_dict`` take it too; see :mod:`megascale.torch_state_dict`.
         ``copy=False`` returns live tensors instead of copies: for a caller that writes them out before the next step.
         """
+        require_values(self.device)
         self._member.follow()
         return pack_with_hooks(self, lambda: self.live_state().pack(copy=copy))
 
@@ -283,6 +286,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         Raises:
             StateDictError, MainParamOverflowError: on every rank alike; nothing has changed.
         """
+        require_values(self.device)
         load_with_hooks(self, state_dict, lambda given: self._load(given, strict))
 
     def _load(self, state_dict: dict[str, Any], strict: bool) -> None:
@@ -311,6 +315,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     def live_state(self) -> LiveState:
         """Return references to everything that a state dict covers."""
         member = self._member
+        require_values(self.device)
         return LiveState(
             self.param_groups,
             self.optimizer.state,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megascale import grad_stats
+from megascale.arguments import require_values
 from megascale.capture import is_capturing
 from megascale.collectives import group_size, raise_together
 from megascale.deferred_errors import DeferredErrors, non_finite_params
@@ -74,6 +75,7 @@ class StepRecipe:
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return ``loss * scale`` in at least fp32, as fp16 could overflow. Without a scaler: the loss itself."""
+        require_values(self.members[0].device)
         if not isinstance(loss, Tensor):
             raise ArgumentTypeError(
                 f"loss must be a tensor with its graph, got {loss!r} of type {type(loss).__name__}; scale what the "
@@ -95,6 +97,7 @@ class StepRecipe:
     @torch.no_grad()
     def prepare(self, error: MegascaleError | None = None) -> Decision:
         """Finish, measure, agree, decide, rescale. ``error``: what this rank found already; all ranks raise it."""
+        require_values(self.members[0].device)
         scaled = self._is_loss_scaled()
         if not scaled and group_size(self.groups.grad_stats) == 1:
             error = error or unscaled_loss()

@@ -252,3 +252,52 @@ def test_clipping_with_and_without_a_config() -> None:
     assert MixedPrecisionOptimizer(_sgd(model(torch.float32))).clip_grad == 0.0
     assert MixedPrecisionOptimizer(_sgd(model(torch.float32)), OptimizerConfig()).clip_grad == 1.0
     assert "config=None" in (OptimizerConfig.__doc__ or "")
+
+
+# Parameters without values
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_an_optimizer_built_on_meta_parameters_trains_nothing(dtype: torch.dtype, kind: Any, sharded: bool) -> None:
+    """It is named at its first use, before and after ``to_empty``; torch's own errors came. Built after, it trains."""
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).to(dtype)
+    scaler = ConstantGradScaler(4.0)
+
+    def wrapped(inner: torch.optim.Optimizer) -> MixedPrecisionOptimizer:
+        if sharded:
+            return DistributedOptimizer(inner, None, scaler, modules=module)
+        return MixedPrecisionOptimizer(inner, None, scaler)
+
+    inner = kind(module.named_parameters(), lr=0.1)
+    early = wrapped(inner)
+    for _ in range(2):
+        calls = {
+            early.step: (),
+            early.scale_loss: (torch.ones(()),),
+            early.state_dict: (),
+            early.load_state_dict: ({},),
+        }
+        for call, arguments in calls.items():
+            with pytest.raises(UsageError, match=r"built while its parameters were on the meta .*to_empty\(device"):
+                call(*arguments)  # type: ignore[operator]
+        module.to_empty(device="cpu")
+    del early, call, calls
+    gc.collect()
+    module.load_state_dict(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).state_dict())
+    inner = kind(module.named_parameters(), lr=0.1)
+    before = [param.detach().clone() for param in module.parameters()]
+    optimizer = wrapped(inner)
+    assert optimizer.get_loss_scale().item() == 4.0
+    optimizer.scale_loss(module(torch.ones(2, 4, dtype=dtype)).float().square().sum()).backward()
+    assert optimizer.step().success
+    assert any(bool((param != old).any()) for param, old in zip(module.parameters(), before, strict=True))
+
+
+def test_some_parameters_without_values_are_named() -> None:
+    """At construction, as the rest could be trained."""
+    params = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, device="meta"))]
+    with pytest.raises(ArgumentError, match=r"parameter 1 \(of 2\) is on the meta device and has no values"):
+        MixedPrecisionOptimizer(torch.optim.SGD(params, lr=0.1))
