@@ -5,6 +5,7 @@ import warnings
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
@@ -39,7 +40,10 @@ class Megascale:
                     exp_avg_sq_dtype=moments[1],
                 )
                 scaler = DynamicGradScaler(SCALE, 1.0, 2.0, 0.5, GROWTH_INTERVAL, HYSTERESIS)
-                self.optimizer = MixedPrecisionOptimizer(inner, config, scaler, grads_are_scaled=True)
+                # Gradients are given: scaled already, and the group on which collectives are counted adds nothing up.
+                self.optimizer = MixedPrecisionOptimizer(
+                    inner, config, scaler, grads_are_scaled=True, replicas_may_differ=dist.is_initialized()
+                )
             except (ArgumentError, UsageError, ImportError) as error:
                 if asked == "auto":
                     raise
