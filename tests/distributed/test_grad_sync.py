@@ -286,12 +286,15 @@ def test_alone_it_only_accumulates() -> None:
     assert all(p.grad is not None for p in module.parameters())
 
 
+SHARED = nn.Parameter(torch.ones(2))
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"reduction": "max"}, "reduction must be one of 'mean', 'sum', got 'max'"),
     ({"overlap": 1}, "overlap must be True or False, got 1"),
     ({"bucket_numel": 0}, "bucket_numel must be 1 or more, got 0"),
     ({"grad_dtype": torch.int32}, "grad_dtype and reduce_dtype must be floating point, got torch.int32"),
     ({"named_parameters": []}, "named_parameters has no parameter with requires_grad"),
+    ({"named_parameters": [("a", SHARED), ("b", SHARED)]}, "parameters 'a' and 'b' are the same tensor"),
+    ({"named_parameters": [("a", SHARED), ("a", nn.Parameter(torch.ones(1)))]}, "two parameters are called 'a'"),
 ]
 
 
