@@ -1,0 +1,197 @@
+"""Native code under the compiler's sanitizers: no report of memory, undefined behaviour or races, from real work.
+
+The sanitized library is built and loaded as ours always is: CC is a command with the sanitizers' flags.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from megascale.kernels import native_build, native_library
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+DRIVER = Path(__file__).with_name("native_threads.c")
+GCC = shutil.which("gcc")
+# The compiler itself need not be watched. A report ends the program, also one of undefined behaviour.
+SANITIZED = (
+    "env -u LD_PRELOAD {} -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined"
+)
+SECONDS = 1500.0
+
+STEP = """
+import sys
+from pathlib import Path
+import torch
+from megascale import MixedPrecisionOptimizer, OptimizerConfig
+from megascale.kernels import native_library
+native_library.SOURCE = Path(sys.argv[1])
+params = [torch.nn.Parameter(torch.ones(33, dtype=torch.bfloat16)) for _ in range(3)]
+optimizer = MixedPrecisionOptimizer(torch.optim.SGD(params, lr=0.5), OptimizerConfig(bf16=True, backend="native"))
+for param in params:
+    param.grad = torch.ones(33, dtype=torch.bfloat16)
+optimizer.step()
+"""
+
+
+class Watched:
+    """Programs whose native code is watched for bad addresses and undefined behaviour.
+
+    Args:
+        folder: where the libraries lie.
+        runtime: the address sanitizer's library, which has to be loaded before all others.
+    """
+
+    def __init__(self, folder: Path, runtime: str) -> None:
+        self.folder = folder
+        self.environment = os.environ | {
+            native_build.CACHE_VARIABLE: str(folder / "cache"),
+            "CC": SANITIZED.format(GCC),
+            "LD_PRELOAD": runtime,
+            # Python keeps what it has until it ends.
+            "ASAN_OPTIONS": "detect_leaks=0",
+            "UBSAN_OPTIONS": "print_stacktrace=1",
+        }
+
+    def run(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
+        """Run Python."""
+        return _run([sys.executable, *arguments], self.environment)
+
+    @property
+    def libraries(self) -> set[str]:
+        """What has been built."""
+        return {path.name.split("-")[0] for path in (self.folder / "cache").glob("*.so")}
+
+
+def _reports(done: "subprocess.CompletedProcess[str]") -> str:
+    """Return what the sanitizers have reported, from the first line on."""
+    told = done.stdout + done.stderr
+    starts = [told.find(mark) for mark in ("runtime error:", "ERROR: AddressSanitizer", "WARNING: ThreadSanitizer")]
+    found = [start for start in starts if start >= 0]
+    return told[max(min(found) - 200, 0) :][:5000] if found else ""
+
+
+def _run(command: list[str], environment: Mapping[str, str] | None = None) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, errors="replace", check=False, timeout=SECONDS
+    )
+
+
+def _copy_of_sources(folder: Path, name: str, old: str, new: str) -> Path:
+    """Copy native.c and its headers, with one piece of one of them replaced. Returns the copy of native.c."""
+    for source in native_library.SOURCE.parent.glob("*.[ch]"):
+        text = source.read_text()
+        if source.name == name:
+            assert text.count(old) == 1, f"{name} has changed: {old!r}"
+            text = text.replace(old, new)
+        (folder / source.name).write_text(text)
+    return folder / native_library.SOURCE.name
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Watched:
+    """Programs under the address and undefined-behaviour sanitizers; skips where there are none."""
+    if GCC is None:
+        pytest.skip("needs gcc")
+    runtime = _run([GCC, "-print-file-name=libasan.so"]).stdout.strip()
+    source, program = tmp_path / "probe.c", tmp_path / "probe"
+    source.write_text("int main(void) { return 0; }\n")
+    built = _run([GCC, "-fsanitize=address,undefined", str(source), "-o", str(program)])
+    if built.returncode != 0 or not os.path.isabs(runtime) or _run([str(program)]).returncode != 0:
+        pytest.skip(f"gcc has no address sanitizer here: {built.stderr.strip()[-200:]}")
+    return Watched(tmp_path, runtime)
+
+
+def test_kernels_are_clean(watched: Watched) -> None:
+    """All rules, dtypes, odd lengths, misaligned starts, strides, skipped steps and thread counts that the kernels' own
+    tests draw.
+    """
+    done = watched.run("-m", "pytest", "-qs", "--timeout=1400", "-p", "no:cacheprovider", "tests/unit/test_native.py")
+    assert _reports(done) == ""
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+    assert watched.libraries == {"native"}
+
+
+def test_life_on_native_is_clean(watched: Watched) -> None:
+    """The random life of tests.backend_machine, with parameters, gradients and state that move and change."""
+    command = ["-m", "tests.backend_machine", "native", "--examples", "60", "--steps", "15"]
+    done = watched.run(*command)
+    assert _reports(done) == ""
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+    assert watched.libraries == {"native"}
+
+
+LOAD = "Floats gradient = load(at.grad, kind.grad, {});"
+SOON = "soon = index + SOON;"
+OVERFLOW = "volatile int most = INT32_MAX; most = most + 1 + (int)chunk.start;"
+FAULTS = [
+    ("native.c", LOAD.format("at.n")[:-1], LOAD.format("WIDTH")[:-1], "heap-buffer-overflow"),
+    (
+        "native.c",
+        f"int64_t index = chunk.row, {SOON}",
+        f"int64_t index = chunk.row, {SOON} {OVERFLOW}",
+        "signed integer",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "old", "new", "report"), FAULTS)
+def test_a_fault_is_reported(name: str, old: str, new: str, report: str, watched: Watched) -> None:
+    """The job can fail: copies that read beyond the last element, or whose numbers overflow, are reported."""
+    source = _copy_of_sources(watched.folder, name, old, new)
+    done = watched.run("-c", STEP, str(source))
+    assert done.returncode != 0
+    assert report in _reports(done), done.stderr[-5000:]
+
+
+@pytest.fixture
+def threads(tmp_path: Path) -> Path:
+    """A folder for programs under the thread sanitizer; skips where there is none, or where it cannot run."""
+    if GCC is None:
+        pytest.skip("needs gcc")
+    source, program = tmp_path / "probe.c", tmp_path / "probe"
+    source.write_text("int main(void) { return 0; }\n")
+    built = _run([GCC, "-fsanitize=thread", str(source), "-o", str(program)])
+    if built.returncode != 0:
+        pytest.skip(f"gcc has no thread sanitizer here: {built.stderr.strip()[-200:]}")
+    ran = _run([str(program)])
+    if ran.returncode != 0:
+        pytest.skip(f"the thread sanitizer cannot run here: {ran.stderr.strip()[-200:]}")
+    return tmp_path
+
+
+def _threads_with(sources: Path, folder: Path) -> "subprocess.CompletedProcess[str]":
+    """Build the driver with a copy of native.c, and run it."""
+    flags = ["-std=c11", "-O1", "-g", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fopenmp"]
+    compiled, program = str(folder / "threads.o"), str(folder / "threads")
+    for command in (
+        [str(GCC), *flags, "-fsanitize=thread", f"-I{sources}", "-c", str(DRIVER), "-o", compiled],
+        [str(GCC), "-fsanitize=thread", compiled, "-o", program, "-lm", "-lpthread"],
+    ):
+        built = _run(command)
+        assert built.returncode == 0, built.stderr
+    return _run([program], os.environ | {"TSAN_OPTIONS": "halt_on_error=1"})
+
+
+def test_threads_do_not_race(threads: Path) -> None:
+    """Statistics and updates by every rule, and chunks that threads take from one another: no race, and the same bits
+    for any number of threads.
+    """
+    done = _threads_with(native_library.SOURCE.parent, threads)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "the same results\n", "")
+
+
+def test_a_race_is_reported(threads: Path) -> None:
+    """The job can fail: where a share is read and written in two steps, chunks are taken twice."""
+    old = "while (!__atomic_compare_exchange_n(&share->left, &left, rest, 1, __ATOMIC_RELAXED, __ATOMIC_RELAXED));"
+    source = _copy_of_sources(
+        threads, "chunks.h", old, "while (share->left != left ? (left = share->left, 1) : (share->left = rest, 0));"
+    )
+    done = _threads_with(source.parent, threads)
+    assert done.returncode != 0
+    assert "ThreadSanitizer: data race" in done.stderr
