@@ -1,6 +1,6 @@
 """Parameters that must be the same on all ranks that hold them: found and named where they differ, or made the same."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +59,11 @@ def require_same(named_parameters: Iterable[tuple[str, nn.Parameter]], groups: P
 
 def _kinds(named: list[tuple[str, nn.Parameter]]) -> list[bool]:
     return sorted({is_expert(param) for _, param in named})
+
+
+def digests(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
+    """Return, by name, what tells whether two ranks hold the same bits. One pass over the tensors."""
+    return {name: _digest(tensor) for name, tensor in tensors.items()}
 
 
 @torch.no_grad()

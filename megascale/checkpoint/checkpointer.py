@@ -4,7 +4,8 @@ import contextlib
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,6 +24,7 @@ from megascale.checkpoint.nest import Tree
 from megascale.collectives import all_gather_object, broadcast_object, group_rank, group_size, twin_group
 from megascale.errors import CheckpointError, MegascaleError
 from megascale.parallel import ParallelGroups
+from megascale.replica_check import digests
 
 
 class Checkpointer:
@@ -37,6 +39,9 @@ class Checkpointer:
         async_save: copy what this rank writes to host memory, then write it in a background thread. An error of that
             write is raised by the next `save` or `wait`. Call `wait` (or leave the ``with`` block) before
             torch.distributed is destroyed.
+        check_replicas: before each save, compare checksums of what every rank holds whole (parameters, main params,
+            optimizer state), and raise if ranks have parted: only the first rank's would be saved. One pass over it;
+            checksums travel, tensors do not. False: the first rank's is taken.
         groups: the ranks that save together; None is the whole world, or this process alone without torch.distributed.
             They must include every rank that holds a part of a DTensor.
     """
@@ -47,11 +52,13 @@ class Checkpointer:
         *,
         keep_last: int | None = None,
         async_save: bool = False,
+        check_replicas: bool = True,
         groups: Groups = None,
     ) -> None:
         self.directory = Path(directory)
         self.keep_last = None if keep_last is None else validate.integer("keep_last", keep_last, minimum=1)
         self.async_save = validate.flag("async_save", async_save)
+        self.check_replicas = validate.flag("check_replicas", check_replicas)
         self._groups = ParallelGroups.of(groups)
         self._group = self._groups.grad_stats
         self._background = _Background()
@@ -140,16 +147,35 @@ class Checkpointer:
             validate.integer("step", step, minimum=0)
             rank = group_rank(self._group)
             contents = collect(model, optimizer, user_state, rank_state, rank, self._groups)
-        gathered = all_gather_object(({"step": step, **contents.digest()}, contents.rank_tree), self._group)
+            compares = self.check_replicas and group_size(self._group) > 1
+            sums = digests(contents.replicated()) if compares else {}
+        digest = {"step": step, **contents.digest()}
+        gathered = all_gather_object(
+            (digest, contents.rank_tree, zlib.crc32(repr(sorted(sums.items())).encode())), self._group
+        )
         first = gathered[0][0]
-        for rank, (digest, _) in enumerate(gathered):
+        for rank, (digest, _, _) in enumerate(gathered):
             parts = [part for part in first.keys() | digest.keys() if first.get(part) != digest.get(part)]
             if parts:
                 raise CheckpointError(
                     f"rank {rank} saves another {' and '.join(sorted(parts))} than rank 0 (names, shapes, dtypes or "
                     "plain values differ); pass the same on every rank, and what differs by design as rank_state"
                 )
-        return contents, [tree for _, tree in gathered]
+        if any(own != gathered[0][2] for _, _, own in gathered):
+            self._raise_parted(all_gather_object(sums, self._group))
+        return contents, [tree for _, tree, _ in gathered]
+
+    def _raise_parted(self, sums: Sequence[Mapping[str, Any]]) -> None:
+        """Raise CheckpointError naming what ranks hold differently. ``sums``: each rank's checksums by name."""
+        for rank, own in enumerate(sums):
+            parted = sorted(key for key in own.keys() | sums[0].keys() if own.get(key) != sums[0].get(key))
+            if parted:
+                shown = ", ".join(map(repr, parted[:8])) + (f" and {len(parted) - 8} more" if len(parted) > 8 else "")
+                raise CheckpointError(
+                    f"rank {rank} holds other values than rank 0 of {shown}: the ranks have parted, and only one of "
+                    "them would be saved; reduce their gradients (DistributedDataParallel, or a GradSync), or pass "
+                    "check_replicas=False to save the first rank's"
+                )
 
     def _begin(self, step: int) -> Path:
         folder: Path | None = None
@@ -224,10 +250,11 @@ def save(
     user_state: Any = None,
     rank_state: Any = None,
     keep_last: int | None = None,
+    check_replicas: bool = True,
     groups: Groups = None,
 ) -> Path:
     """Save one checkpoint and wait until it is on disk; see :meth:`Checkpointer.save`."""
-    checkpointer = Checkpointer(directory, keep_last=keep_last, groups=groups)
+    checkpointer = Checkpointer(directory, keep_last=keep_last, check_replicas=check_replicas, groups=groups)
     return checkpointer.save(step, model, optimizer, user_state=user_state, rank_state=rank_state)
 
 

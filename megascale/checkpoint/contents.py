@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from megascale.checkpoint.manifest import Manifest
-from megascale.checkpoint.nest import Tree, flatten, leaves
+from megascale.checkpoint.nest import Tree, flatten, join, leaves
 from megascale.collectives import group_size
 from megascale.errors import ArgumentTypeError, CheckpointError
 from megascale.parallel import ParallelGroups, is_expert
@@ -46,6 +46,10 @@ class SavedOptimizer(Protocol):
         """Set the main params from the model params."""
 
 
+_UNCOMPARED = (torch.complex32, torch.complex64, torch.complex128, torch.bool)
+"""Dtypes that parameters and their state do not have."""
+
+
 @dataclass(frozen=True)
 class Contents:
     """One rank's view of what is saved. The tensors are the live ones."""
@@ -53,6 +57,20 @@ class Contents:
     trees: dict[str, Tree]
     rank_tree: Tree
     tensors: dict[str, Tensor]
+    param_keys: frozenset[str] = frozenset()
+
+    def replicated(self) -> dict[str, Tensor]:
+        """Return what every rank holds whole and must hold alike: parameters, main params and optimizer state.
+
+        Buffers are not among them, which DistributedDataParallel lets differ, nor is what the user gave.
+        """
+        return {
+            key: tensor
+            for key, tensor in self.tensors.items()
+            if (key in self.param_keys or key.startswith("optimizer/"))
+            and not isinstance(tensor, (DTensor, ParamShard))
+            and tensor.dtype not in _UNCOMPARED
+        }
 
     def digest(self) -> dict[str, int]:
         """A checksum for each part that all ranks must agree on: names, shapes, dtypes and primitives."""
@@ -87,7 +105,8 @@ def collect(
         tensors.update(found)
     rank_tree, found = flatten(rank_state, f"rank/{rank}")
     tensors.update(found)
-    return Contents(trees, rank_tree, tensors)
+    params = frozenset(join("model", name) for name, _ in bare(model).named_parameters(remove_duplicate=False))
+    return Contents(trees, rank_tree, tensors, params)
 
 
 def check_types(model: nn.Module, optimizer: SavedOptimizer | None) -> None:

@@ -277,3 +277,32 @@ def test_rank_killed_during_a_save(
         assert step == 1
         assert differences(state, expected) == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000001", "step_00000007"]
+
+
+def _parted(directory: Path, asynchronous: bool) -> list[Any]:
+    """Train two copies of a model apart, and save."""
+    module = nn.Linear(3, 2)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for param in module.parameters():
+            param.fill_(0.5)
+    optimizer = MixedPrecisionOptimizer(torch.optim.AdamW(module.named_parameters()))
+    found: list[Any] = []
+    with Checkpointer(directory, async_save=asynchronous) as checkpointer:
+        checkpointer.save(1, module, optimizer)
+        with torch.no_grad():
+            module.bias[1] += dist.get_rank()
+        try:
+            checkpointer.save(2, module, optimizer)
+        except CheckpointError as error:
+            found.append(str(error))
+    Checkpointer(directory, check_replicas=False).save(3, module, optimizer)
+    return [*found, sorted(path.name for path in directory.iterdir())]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_ranks_that_have_parted_are_named(ranks: RankPool, tmp_path: Path, asynchronous: bool) -> None:
+    """A save compares checksums of what all ranks should hold alike, and raises on all of them; nothing is written."""
+    for message, saved in ranks.run(2, _parted, tmp_path, asynchronous):
+        assert "rank 1 holds other values than rank 0 of 'model/bias': the ranks have parted" in message
+        assert saved == ["step_00000001", "step_00000003"]
