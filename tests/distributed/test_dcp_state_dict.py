@@ -287,6 +287,7 @@ def _frozen_round_trip(kind: str, option: str, frozen: str, steps: tuple[int, in
     for (module, optimizer), count in zip(runs, steps, strict=True):
         for step in range(count):
             set_grads(module, step, 1e6 if step == 1 else 1.0)
+            optimizer.get_loss_scale()
             optimizer.step()
         optimizer.zero_grad()
         module.get_parameter("head.weight").requires_grad_(False)

@@ -144,7 +144,9 @@ def test_moments_in_16_bit(inner: str, name: str, dtypes: tuple[torch.dtype, tor
 
     For torch's kernels, which may round to the neighbour: within one step of the moments' dtype.
     """
-    options = {"exp_avg_dtype": dtypes[0], "exp_avg_sq_dtype": dtypes[1], "clip_grad": 0.0}
+    options = {"exp_avg_dtype": dtypes[0], "clip_grad": 0.0}
+    if inner.startswith("adam"):
+        options["exp_avg_sq_dtype"] = dtypes[1]
     results = []
     for backend in ("reference", name):
         module = model()
