@@ -35,8 +35,12 @@ class Within(NamedTuple):
     main: float
 
 
-# Sums of a step differ in their order alone. That may move a main param across the middle between two 16-bit numbers.
+# Sums of a step differ in their order alone.
 EXACT = Within(norm=1e-6, main=5e-6)
+# In fifty steps that may move a main param across the middle between two 16-bit numbers, on some CPUs and not others:
+# the last bit of one weight shows in the norm, and moves a main param by up to a hundredth of AdamW's step of 2e-3.
+# Skips and scales agree as before.
+FIFTY = Within(norm=2e-4, main=2e-5)
 
 
 def _check(
@@ -87,8 +91,8 @@ def test_fsdp2_accumulates_without_reducing(ranks: RankPool, name: str) -> None:
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["fp16_params", "fp32_params_fp16_compute"])
 def test_fsdp2_fifty_steps(ranks: RankPool, name: str, world: int) -> None:
-    """Fifty steps with overflows on each rank in turn: skips and scales exactly, main params within 5e-6."""
-    _check(ranks, FSDP2[name], world, 50, EXACT, data_parallel=world)
+    """Fifty steps with overflows on each rank in turn: skips and scales exactly, main params within 2e-5."""
+    _check(ranks, FSDP2[name], world, 50, FIFTY, data_parallel=world)
 
 
 @pytest.mark.slow
@@ -96,7 +100,7 @@ def test_fsdp2_fifty_steps(ranks: RankPool, name: str, world: int) -> None:
 @pytest.mark.parametrize("name", FSDP2)
 def test_fsdp2_fifty_steps_in_every_precision(ranks: RankPool, name: str, world: int) -> None:
     """The same for every case."""
-    _check(ranks, FSDP2[name], world, 50, EXACT, data_parallel=world)
+    _check(ranks, FSDP2[name], world, 50, FIFTY, data_parallel=world)
 
 
 def test_fsdp2_reduces_in_fp16(ranks: RankPool) -> None:
