@@ -77,12 +77,19 @@ def find_under_ddp(named_parameters: Iterable[tuple[str, torch.Tensor]]) -> str 
     Such a module is known by nobody but itself: this looks at all objects that there are, tens of milliseconds.
     """
     names = {id(param): name for name, param in named_parameters}
-    if _name_under_ddp(names) is not None:
-        gc.collect()  # what was dropped reduces nothing
+    if _name_under_ddp(names) is None:
+        return None
+    gc.collect()  # what was dropped reduces nothing
     return _name_under_ddp(names)
 
 
 def _name_under_ddp(names: dict[int, str]) -> str | None:
-    wrappers = [thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel)]
+    kinds = _with_subclasses(DistributedDataParallel)
+    wrappers = [thing for thing in gc.get_objects() if type(thing) in kinds]
     params = (param for wrapper in wrappers for param in wrapper.parameters())
     return next((names[id(param)] for param in params if id(param) in names), None)
+
+
+def _with_subclasses(kind: type) -> set[type]:
+    """Return a class and all that derive from it: one look-up for each of many objects, where issubclass asks Python."""
+    return {kind}.union(*map(_with_subclasses, kind.__subclasses__()))

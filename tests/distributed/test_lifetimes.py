@@ -187,10 +187,10 @@ def _trained_again(kind: str, module: nn.Module) -> dict[str, Tensor]:
     ("first", "world_size", "moment"),
     [
         ("sync", 1, "between steps"),
-        ("sync", 2, "after backward"),
-        ("overlapped", 1, "error in step"),
         ("overlapped", 2, "after backward"),
-        ("overlapped", 4, "between steps"),
+        pytest.param("sync", 2, "after backward", marks=pytest.mark.slow),
+        pytest.param("overlapped", 1, "error in step", marks=pytest.mark.slow),
+        pytest.param("overlapped", 4, "between steps", marks=pytest.mark.slow),
     ],
 )
 def test_a_second_stage_trains_as_on_a_fresh_model(ranks: RankPool, first: str, world_size: int, moment: str) -> None:

@@ -274,7 +274,7 @@ def _backward(module: nn.Module, optimizer: Any, seed: int) -> None:
 
 
 @pytest.mark.parametrize("way", ["state dict", "checkpoint"])
-@pytest.mark.parametrize("kind", ["adagrad", "rmsprop"])
+@pytest.mark.parametrize("kind", ["adagrad", pytest.param("rmsprop", marks=pytest.mark.slow)])
 def test_a_frozen_parameter_with_state_in_a_sharded_optimizer(kind: str, way: str, tmp_path: Path) -> None:
     """Adagrad makes state at construction, of frozen parameters too: what was saved loads, and unfreezing goes on."""
     module, optimizer = _half_frozen(kind)
