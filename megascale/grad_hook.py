@@ -91,5 +91,5 @@ def _name_under_ddp(names: dict[int, str]) -> str | None:
 
 
 def _with_subclasses(kind: type) -> set[type]:
-    """Return a class and all that derive from it: one look-up for each of many objects, where issubclass asks Python."""
+    """Return a class and all that derive from it: a set is asked faster than issubclass, of hundreds of thousands."""
     return {kind}.union(*map(_with_subclasses, kind.__subclasses__()))

@@ -43,9 +43,9 @@ def test_backends_live_alike(tmp_path: Path) -> None:
 
 
 LIVES = {
-    "torch, native": (["torch", "native"], 400, 25),
-    "native reader": (["native", "native reader"], 400, 25),
-    "triton": (["triton"], 40, 10),
+    "torch, native": (["torch", "native"], 150, 15),
+    "native reader": (["native", "native reader"], 150, 15),
+    "triton": (["triton"], 15, 10),
 }
 
 
