@@ -44,7 +44,8 @@ class Watched:
 
     Args:
         folder: where the libraries lie.
-        runtime: the address sanitizer's library, which has to be loaded before all others.
+        runtime: the address sanitizer's library, which has to be loaded before all others. It looks for the function
+            that throws C++ exceptions, torch's too, as soon as it is loaded: C++'s library comes next.
     """
 
     def __init__(self, folder: Path, runtime: str) -> None:
@@ -52,7 +53,7 @@ class Watched:
         self.environment = os.environ | {
             native_build.CACHE_VARIABLE: str(folder / "cache"),
             "CC": SANITIZED.format(GCC),
-            "LD_PRELOAD": runtime,
+            "LD_PRELOAD": f"{runtime} {_run([str(GCC), '-print-file-name=libstdc++.so.6']).stdout.strip()}",
             # Python keeps what it has until it ends.
             "ASAN_OPTIONS": "detect_leaks=0",
             "UBSAN_OPTIONS": "print_stacktrace=1",
