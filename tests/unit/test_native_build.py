@@ -413,7 +413,7 @@ config = OptimizerConfig(fp16=True, backend="native")
 scaler = DynamicGradScaler(1.0, 1.0, 2.0, 0.5, 9, 1)
 optimizer = MixedPrecisionOptimizer(torch.optim.SGD(params, lr=0.5), config, scaler)
 for param in params:
-    param.grad = torch.full_like(param, 0.1) * optimizer.get_loss_scale()
+    param.grad = (torch.full_like(param, 0.1) * optimizer.get_loss_scale()).half()
 optimizer.step()
 from megascale.kernels import tensor_reader
 print(tensor_reader._library() is not None, [param.tolist() for param in params])
