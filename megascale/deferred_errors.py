@@ -14,7 +14,7 @@ from torch import Tensor
 from megascale.capture import is_capturing
 from megascale.collectives import group_size, raise_together
 from megascale.dtensors import local
-from megascale.errors import MainParamOverflowError, MegascaleError, NonFiniteParamError
+from megascale.errors import MainParamOverflowError, MegascaleError, NonFiniteParamError, listed
 from megascale.grad_stats import GradStats
 from megascale.host_view import HostView
 from megascale.inner_update import Rounded
@@ -112,7 +112,7 @@ class DeferredErrors:
         if (damage := non_finite_params(found.values())) is not None:
             return damage
         return MainParamOverflowError(
-            f"main param of {_listed(found)} is 65520 or more, which rounds to inf in fp16; the main param is intact: "
+            f"main param of {listed(found)} is 65520 or more, which rounds to inf in fp16; the main param is intact: "
             "lower the learning rate, add weight decay, or train this model in bf16"
         )
 
@@ -123,11 +123,7 @@ def non_finite_params(params: Iterable[MainParam]) -> NonFiniteParamError | None
     if not names:
         return None
     return NonFiniteParamError(
-        f"main param of {_listed(names)} holds inf or NaN, and with it every loss and gradient from now on: load a "
+        f"main param of {listed(names)} holds inf or NaN, and with it every loss and gradient from now on: load a "
         "checkpoint from before; then look for what wrote it (a learning rate that is NaN or far too large, weights "
         "that were loaded so)"
     )
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(map(repr, list(names)[:8]))

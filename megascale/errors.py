@@ -1,5 +1,16 @@
 """The named errors of megascale. Every one says which argument, which value, and what to do."""
 
+from collections.abc import Collection
+
+MOST_NAMES = 8
+"""So many parameters are named in a message; of others it says how many there are."""
+
+
+def listed(names: Collection[str]) -> str:
+    """Return names as a message shows them: ``'a', 'b' and 3 more``."""
+    rest = len(names) - MOST_NAMES
+    return ", ".join(map(repr, list(names)[:MOST_NAMES])) + (f" and {rest} more" if rest > 0 else "")
+
 
 class MegascaleError(Exception):
     """Base of every error that megascale raises on purpose."""

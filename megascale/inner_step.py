@@ -63,8 +63,10 @@ def without_grad(param: Tensor) -> Iterator[None]:
     param.grad = None
     if is_odd:
         param.grad_dtype = None
-    yield
-    param.grad = None
-    if is_odd and grad is not None and grad.dtype == dtype:
-        param.grad_dtype = dtype
-    param.grad = grad
+    try:
+        yield
+    finally:
+        param.grad = None
+        if is_odd and grad is not None and grad.dtype == dtype:
+            param.grad_dtype = dtype
+        param.grad = grad

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from megascale import state_dict as portable_state
 from megascale.collectives import raise_together
 from megascale.dtensors import local
-from megascale.errors import StateDictError
+from megascale.errors import StateDictError, listed
 from megascale.grad_scaler import MegatronGradScaler
 from megascale.inner_update import InnerUpdate
 from megascale.main_params import HALF_DTYPES, MainParams
@@ -132,7 +132,7 @@ class LiveState:
         homeless = [name for name, param in params.items() if name in mains and not self.main_params.keeps(param)]
         if homeless:
             raise StateDictError(
-                f"state dict holds main params of {', '.join(map(repr, homeless[:8]))}, frozen here; set requires_grad "
+                f"state dict holds main params of {listed(homeless)}, frozen here; set requires_grad "
                 "before the optimizer is built, or load with strict=False to leave it out"
             )
 

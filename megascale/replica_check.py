@@ -8,7 +8,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from megascale.collectives import all_gather_object, broadcast_
-from megascale.errors import ArgumentError
+from megascale.errors import ArgumentError, listed
 from megascale.parallel import ParallelGroups, is_expert
 
 
@@ -50,10 +50,9 @@ def require_same(named_parameters: Iterable[tuple[str, nn.Parameter]], groups: P
     """Raise ArgumentError on every rank if a parameter is not the same on all ranks that hold it, naming it."""
     differing = find_differing(named_parameters, groups)
     if differing:
-        shown = ", ".join(map(repr, differing[:8])) + (f" and {len(differing) - 8} more" if len(differing) > 8 else "")
         raise ArgumentError(
-            f"parameters differ between data-parallel ranks: {shown}; seed every rank alike or load the same weights, "
-            "or pass broadcast_params=True to take the first rank's"
+            f"parameters differ between data-parallel ranks: {listed(differing)}; seed every rank alike or load the "
+            "same weights, or pass broadcast_params=True to take the first rank's"
         )
 
 

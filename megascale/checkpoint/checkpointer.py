@@ -22,7 +22,7 @@ from megascale.checkpoint.loading import Groups, LoadedCheckpoint, load
 from megascale.checkpoint.manifest import Manifest
 from megascale.checkpoint.nest import Tree
 from megascale.collectives import all_gather_object, broadcast_object, group_rank, group_size, twin_group
-from megascale.errors import CheckpointError, MegascaleError
+from megascale.errors import CheckpointError, MegascaleError, listed
 from megascale.parallel import ParallelGroups
 from megascale.replica_check import digests
 
@@ -170,11 +170,10 @@ class Checkpointer:
         for rank, own in enumerate(sums):
             parted = sorted(key for key in own.keys() | sums[0].keys() if own.get(key) != sums[0].get(key))
             if parted:
-                shown = ", ".join(map(repr, parted[:8])) + (f" and {len(parted) - 8} more" if len(parted) > 8 else "")
                 raise CheckpointError(
-                    f"rank {rank} holds other values than rank 0 of {shown}: the ranks have parted, and only one of "
-                    "them would be saved; reduce their gradients (DistributedDataParallel, or a GradSync), or pass "
-                    "check_replicas=False to save the first rank's"
+                    f"rank {rank} holds other values than rank 0 of {listed(parted)}: the ranks have parted, and only "
+                    "one of them would be saved; reduce their gradients (DistributedDataParallel, or a GradSync), or "
+                    "pass check_replicas=False to save the first rank's"
                 )
 
     def _begin(self, step: int) -> Path:
