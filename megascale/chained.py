@@ -245,7 +245,8 @@ class ChainedOptimizer(torch.optim.Optimizer):
         for name in (name for own in names for name in own):
             if name in seen:
                 raise ArgumentError(
-                    f"two of the optimizers have a parameter called {name!r}; build them from named parameters"
+                    f"two of the optimizers have a parameter called {name!r}; build them from named parameters (a "
+                    "DistributedOptimizer takes names from modules: give each the whole model)"
                 )
             seen.add(name)
         return names
