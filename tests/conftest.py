@@ -6,6 +6,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.fake_device.device import why_not
+from tests.fake_device.process import OnDevice
 from tests.pool import RankPool
 
 if not torch.accelerator.is_available():
@@ -22,6 +24,17 @@ def ranks() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def on_device() -> Iterator[OnDevice]:
+    """Processes with a CUDA device that is not there: `on_device(function, *args)`. See tests/fake_device."""
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    processes = OnDevice()
+    yield processes
+    processes.close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,0 +1,102 @@
+"""Builds device.cpp, loads it into this process, and collects what it reports."""
+
+import ctypes
+import functools
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from megascale.kernels.compiler import find_compiler
+from megascale.kernels.native_build import Recipe, load
+from tests.fake_device.record import Call, Record, lines_of
+
+SOURCE = Path(__file__).with_name("device.cpp")
+FLAGS = ("-std=c++20", "-O0", "-fPIC", "-w")
+COMPILERS = ("c++", "g++", "clang++")
+LIBRARIES = ("torch_cpu", "c10")
+
+_REPORT = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_int64)
+
+
+def why_not() -> str | None:
+    """Return why this machine cannot have the device; None where it can."""
+    if torch.accelerator.is_available():
+        return "a device is there"
+    if find_compiler("CXX", COMPILERS) is None:
+        return "needs a C++ compiler"
+    return None if importlib.util.find_spec("triton") else "needs triton"
+
+
+@functools.cache
+def library() -> ctypes.PyDLL:
+    """Return device.cpp, built on this machine once, loaded: from now on torch has CUDA, of :class:`FakeDevice`.
+
+    Raises CompilerError.
+    """
+    compiler = find_compiler("CXX", COMPILERS)
+    if compiler is None:
+        raise LookupError("no C++ compiler")
+    torch_folder = Path(torch.__file__).parent
+    recipe = Recipe(
+        compiler,
+        SOURCE,
+        compile_flags=(
+            *FLAGS,
+            f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+            "-isystem",
+            str(torch_folder / "include"),
+        ),
+        link_flags=(f"-L{torch_folder / 'lib'}", *(f"-l{name}" for name in LIBRARIES)),
+        depends=(torch.__version__,),
+    )
+    loaded = load(recipe, ctypes.PyDLL)
+    loaded.report_device_calls.argtypes, loaded.report_device_calls.restype = [_REPORT], None
+    return loaded
+
+
+class FakeDevice:
+    """The devices of a process. One object, made by :mod:`tests.fake_device.process`.
+
+    Attributes:
+        capture: the stream that a graph is captured on; None: none is.
+    """
+
+    def __init__(self) -> None:
+        self.capture: tuple[int, int] | None = None
+        self._record: Record | None = None
+        self._callback = _REPORT(self._reported)
+
+    @contextmanager
+    def watch(self) -> Iterator[Record]:
+        """Collect all calls to the device meanwhile. Outside, calls cost no Python."""
+        outer, self._record = self._record, Record()
+        library().report_device_calls(self._callback)
+        try:
+            yield self._record
+        finally:
+            self._record = outer
+            if outer is None:
+                library().report_device_calls(_REPORT())
+
+    def report(self, kind: str, what: str, stream: tuple[int, int], programs: int = 0) -> None:
+        """Take note of one call, made by the code that is running."""
+        if self._record is not None:
+            site = lines_of("megascale")
+            self._record.append(Call(kind, what, stream, site, programs, self.capture is not None))
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether calls are collected."""
+        return self._record is not None
+
+    def _reported(self, kind: bytes, what: bytes, device: int, stream: int) -> None:
+        self.report(kind.decode(), what.decode(), (device, stream))
+
+
+def current_stream(device: int | None = None) -> tuple[int, int]:
+    """Return the current stream of a device, else of the current one."""
+    index = torch.accelerator.current_device_index() if device is None else device
+    return index, torch.accelerator.current_stream(index).stream_id

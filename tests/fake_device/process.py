@@ -1,0 +1,49 @@
+"""Processes with the device: one that is ready, and for each call one forked from it, as no cache may be warm."""
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any, TypeVar
+
+from tests.fake_device.device import FakeDevice
+
+T = TypeVar("T")
+
+_ready: FakeDevice | None = None
+
+
+class OnDevice:
+    """Calls functions in new processes that have the device."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.fake_device.preload"])
+        self._pool = ProcessPoolExecutor(1, context, max_tasks_per_child=1)
+
+    def __call__(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Return ``function(device, *arguments)``, or raise what it raised. Both travel by pickle."""
+        return self._pool.submit(_call, function, arguments).result(240)
+
+    def close(self) -> None:
+        """End the processes."""
+        self._pool.shutdown()
+
+
+def make_ready() -> FakeDevice:
+    """Give this process the device, for good."""
+    global _ready
+    if _ready is None:
+        os.environ["TRITON_INTERPRET"] = "0"  # read when triton is imported
+        from tests.fake_device import torch_cuda, triton_driver
+        from tests.fake_device.device import library
+
+        library()
+        _ready = FakeDevice()
+        torch_cuda.install(_ready)
+        triton_driver.install(_ready, {"total_kernel": triton_driver.clean_step})
+    return _ready
+
+
+def _call(function: Callable[..., T], arguments: tuple[Any, ...]) -> T:
+    return function(make_ready(), *arguments)

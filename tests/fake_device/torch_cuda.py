@@ -1,0 +1,74 @@
+"""What ``torch.cuda`` lacks where torch was built without it: streams, graphs, and what a capture refuses."""
+
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from tests.fake_device.device import FakeDevice, current_stream
+
+
+def install(device: FakeDevice) -> None:
+    """Give ``torch.cuda`` what megascale, and torch's own modules, ask of it."""
+
+    class Graph:
+        """A graph that holds nothing: what is captured has already run."""
+
+        def replay(self) -> None:
+            device.report("replay", "graph", current_stream())
+
+    class Capture:
+        """``torch.cuda.graph``: a capture of one stream of the current device, as torch's is."""
+
+        def __init__(
+            self,
+            cuda_graph: Graph,
+            pool: Any = None,
+            stream: torch.Stream | None = None,
+            capture_error_mode: str = "global",
+        ) -> None:
+            self._stream = stream or torch.Stream(torch.device("cuda", torch.accelerator.current_device_index()))
+            self._mode = capture_error_mode
+
+        def __enter__(self) -> None:
+            torch.accelerator.synchronize()
+            self._stream.__enter__()
+            device.capture = self._stream.device_index, self._stream.stream_id
+            device.report("capture", self._mode, device.capture)
+
+        def __exit__(
+            self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        ) -> None:
+            device.capture = None
+            self._stream.__exit__(kind, error, traceback)
+
+    replacements = {
+        "_lazy_init": lambda: None,
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": torch.accelerator.device_count,
+        "current_device": torch.accelerator.current_device_index,
+        "set_device": torch.accelerator.set_device_index,
+        "get_device_capability": lambda *_: (9, 0),
+        "get_rng_state": lambda *_: torch.empty(0, dtype=torch.uint8),
+        "set_rng_state": lambda *_: None,
+        "synchronize": torch.accelerator.synchronize,
+        "current_stream": torch.accelerator.current_stream,
+        "default_stream": lambda *_: torch.Stream("cuda"),
+        "is_current_stream_capturing": lambda: device.capture == current_stream(),
+        "Stream": _stream,
+        "Event": lambda **options: torch.Event("cuda"),
+        "stream": lambda stream: stream,  # a torch.Stream is a context
+        "CUDAGraph": Graph,
+        "graph": Capture,
+    }
+    for name, value in replacements.items():
+        setattr(torch.cuda, name, value)
+
+
+def _stream(device: Any = None, priority: int = 0) -> torch.Stream:
+    """Return a new stream of a device, else of the current one."""
+    chosen = torch.device("cuda" if device is None else device)
+    if chosen.index is None:
+        chosen = torch.device("cuda", torch.accelerator.current_device_index())
+    return torch.Stream(chosen)

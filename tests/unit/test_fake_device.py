@@ -1,0 +1,140 @@
+"""The device that is not there: it tells what a GPU would, and computes what the CPU does."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.fake_device.device import FakeDevice
+from tests.fake_device.process import OnDevice
+from tests.training import grad_of
+
+
+def _seen(device: FakeDevice, name: str) -> tuple[int, list[str]]:
+    """Return how often the host waited, and what it did, in one of the deeds."""
+    here = torch.arange(6.0, device="cuda")
+    pinned, pageable = torch.empty(6, pin_memory=True), torch.empty(6)
+    event, stream = torch.Event("cuda"), torch.Stream("cuda")
+    event.record()
+    deeds: dict[str, Callable[[], Any]] = {
+        "item": lambda: here[0].item(),
+        "bool": lambda: bool(here.sum() > 0),
+        "tolist": lambda: here.tolist(),
+        "from a list": lambda: torch.tensor([1.0], device="cuda"),
+        "blocking from pinned": lambda: here.copy_(pinned),
+        "async to pageable": lambda: pageable.copy_(here, non_blocking=True),
+        "index by a mask": lambda: here[here > 1],
+        "equal": lambda: torch.equal(here, here),
+        "stream": stream.synchronize,
+        "device": torch.accelerator.synchronize,
+        "async from pinned": lambda: here.copy_(pinned, non_blocking=True),
+        "async to pinned": lambda: pinned.copy_(here, non_blocking=True),
+        "async from pageable": lambda: here.copy_(pageable, non_blocking=True),
+        "arithmetic": lambda: (here * 2 + torch.tensor(1.0)).clamp_(max=3).view(2, 3).t().sum(0),
+        "full": lambda: torch.full((3,), 2.0, device="cuda"),
+        "where": lambda: torch.where(here > 1, here, 0.0),
+        "event": event.synchronize,
+    }
+    with device.watch() as seen:
+        deeds[name]()
+    return len(seen.syncs()), [call.kind for call in seen if call.kind != "operator"]
+
+
+SYNCS = [
+    ("item", ["scalar"]),
+    ("bool", ["scalar"]),
+    ("tolist", ["copy"]),
+    ("from a list", ["copy"]),
+    ("blocking from pinned", ["copy"]),
+    ("async to pageable", ["copy"]),
+    ("index by a mask", ["mask"]),
+    ("equal", []),
+    ("stream", ["wait"]),
+    ("device", ["wait"]),
+]
+NO_SYNCS = [
+    ("async from pinned", ["copy"]),
+    ("async to pinned", ["copy"]),
+    ("async from pageable", ["copy"]),
+    ("arithmetic", []),
+    ("full", []),
+    ("where", []),
+    ("event", ["wait"]),
+]
+
+
+def _all_seen(device: FakeDevice) -> dict[str, tuple[int, list[str]]]:
+    return {name: _seen(device, name) for name, _ in SYNCS + NO_SYNCS}
+
+
+def test_what_makes_the_host_wait_is_told_from_what_does_not(on_device: OnDevice) -> None:
+    """The instrument itself: each way of waiting is reported, and nothing else is taken for one."""
+    seen = on_device(_all_seen)
+    for name, kinds in SYNCS + NO_SYNCS:
+        syncs, reported = seen[name]
+        assert reported == kinds, name
+        assert bool(syncs) == ((name, kinds) in SYNCS), name
+
+
+def _values(device: FakeDevice) -> tuple[list[float], list[float]]:
+    def compute(where: str) -> list[float]:
+        torch.manual_seed(0)
+        x = torch.randn(5, 7).to(where).requires_grad_()
+        layer = torch.nn.Sequential(torch.nn.Linear(7, 3), torch.nn.LayerNorm(3)).to(where)
+        loss = layer(x).square().sum()
+        loss.backward()
+        flat = [grad_of(tensor) for tensor in (*layer.parameters(), x)]
+        torch._foreach_mul_(flat, 0.5)
+        out = torch.empty(0, device=where)
+        torch.cat([grad.reshape(-1) for grad in flat], out=out)
+        view = out[3:9].view(2, 3).t()
+        view.add_(1)
+        return [loss.item(), *out.tolist(), *view.flatten().tolist(), view._version]
+
+    return compute("cuda"), compute("cpu")
+
+
+def test_operators_compute_what_the_cpu_does(on_device: OnDevice) -> None:
+    """Values, views, outputs that grow, versions: what a step decides on the host is decided on real numbers.
+
+    To the last bits: a layer's gradient is made of other operators there.
+    """
+    here, there = on_device(_values)
+    assert here == pytest.approx(there, rel=1e-4, abs=1e-5)
+
+
+def _places(device: FakeDevice) -> dict[str, bool]:
+    second = torch.ones(3, device="cuda:1")
+    param = torch.nn.Parameter(torch.ones(3, device="cuda"))
+    before = torch.accelerator.current_device_index()
+    with torch.accelerator.device_index(1):
+        inside = torch.empty(1, device="cuda").device.index
+    return {
+        "types": (type(second), type(param)) == (torch.Tensor, torch.nn.Parameter),
+        "devices": ((second * 2).device.index, before, inside) == (1, 0, 1),
+        "addresses": len({second.data_ptr(), param.data_ptr(), second[1:].data_ptr(), 0}) == 4,
+        "aligned": second.data_ptr() % 512 == 0,
+        "pinned": torch.empty(1, pin_memory=True).is_pinned() and not torch.empty(1).is_pinned(),
+        "accelerator": torch.accelerator.current_accelerator() == torch.device("cuda"),
+    }
+
+
+def test_tensors_look_as_on_a_gpu(on_device: OnDevice) -> None:
+    """Plain tensors, at addresses of their own, on two devices."""
+    assert all(on_device(_places).values())
+
+
+def _mixed(device: FakeDevice) -> list[str]:
+    here, host = torch.ones(3, device="cuda"), torch.ones(3)
+    messages = []
+    for mix in (lambda: here.add_(host), lambda: torch._foreach_add_([here], [host])):
+        with pytest.raises(RuntimeError) as caught:
+            mix()
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_a_tensor_of_the_host_among_those_of_the_device_is_refused(on_device: OnDevice) -> None:
+    """As on a GPU, where only numbers may lie in host memory."""
+    assert all("on the same device" in message for message in on_device(_mixed))
