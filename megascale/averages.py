@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megascale.chained import ChainedOptimizer
 from megascale.collectives import raise_together
 from megascale.dtensors import dtensor_like, local
-from megascale.errors import ArgumentError, ArgumentTypeError, StateDictError, UsageError
+from megascale.errors import ArgumentError, ArgumentTypeError, StateDictError, UsageError, listed
 from megascale.host_view import HostView
 from megascale.landed import Landings
 from megascale.main_params import HALF_DTYPES, MainParam, MainParams, ReplicatedMainParams
@@ -310,7 +310,8 @@ def _check_tensors(what: str, given: Any, expected: Mapping[str, Tensor]) -> Non
     """Raise StateDictError unless ``given`` maps the expected names to tensors of the expected shapes."""
     names = sorted(map(str, given)) if isinstance(given, Mapping) else None
     if names != sorted(expected):
-        raise StateDictError(f"state dict's {what!r} must be of {sorted(expected)[:8]}..., got {(names or [])[:8]}...")
+        got = type(given).__name__ if names is None else listed(names) or "nothing"
+        raise StateDictError(f"state dict's {what!r} must be of {listed(sorted(expected))}, got {got}")
     for name, tensor in expected.items():
         if not isinstance(given[name], Tensor) or given[name].shape != tensor.shape:
             shape = tuple(given[name].shape) if isinstance(given[name], Tensor) else type(given[name]).__name__

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megascale import validate
-from megascale.errors import ArgumentError, ArgumentTypeError, StateDictError, UsageError
+from megascale.errors import ArgumentError, ArgumentTypeError, StateDictError, UsageError, listed
 from megascale.grad_scaler import MegatronGradScaler
 from megascale.kernels import Decision
 from megascale.optimizer import MixedPrecisionOptimizer, StepResult
@@ -263,8 +263,8 @@ class ChainedOptimizer(torch.optim.Optimizer):
         unexpected = sorted((states.keys() | mains.keys()) - known)
         if unexpected and strict:
             raise StateDictError(
-                f"state dict has parameters that no optimizer has: {unexpected[:8]}; load with strict=False to take "
-                "only what both sides have"
+                f"state dict has parameters that no optimizer has: {listed(unexpected)}; load with strict=False to "
+                "take only what both sides have"
             )
         if len(groups) != len(self.param_groups) and strict:
             raise StateDictError(

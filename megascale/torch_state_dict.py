@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascale.errors import StateDictError
+from megascale.errors import StateDictError, listed
 from megascale.state_dict import SHARED_STATE
 
 TORCH_KEYS = ("state", "param_groups")
@@ -199,7 +199,7 @@ def _shared_state(given: Mapping[str, Any], names: Mapping[Any, str], live: Mapp
         if key not in names and (key in known or (has_positions and not isinstance(key, int)))
     }
     if unknown := [key for key in given["state"] if key not in names and key not in shared]:
-        raise StateDictError(f"state dict holds state of {unknown[:8]}, which none of its param groups has")
+        raise StateDictError(f"state dict holds state of {listed(unknown)}, which none of its param groups has")
     if not all(isinstance(entries, Mapping) for key, entries in given["state"].items() if key in names):
         raise StateDictError("state dict's 'state' must map parameters to dicts")
     return shared

@@ -18,7 +18,7 @@ from torch import Tensor
 from megascale.chained import ChainedOptimizer
 from megascale.collectives import raise_together
 from megascale.distributed_optimizer import DistributedOptimizer
-from megascale.errors import InteropError
+from megascale.errors import InteropError, listed
 from megascale.grad_scaler import ConstantGradScaler
 from megascale.interop.files import read_file
 from megascale.interop.megatron import optimizer_state_dict, sub_optimizers
@@ -159,7 +159,7 @@ def _check_rounding(mains: Mapping[str, Tensor], weights: Mapping[str, Any]) -> 
     differ = not_rounded(mains, weights)
     if differ:
         raise InteropError(
-            f"the checkpoint's model weights {', '.join(differ[:8])} are not the main params that would be loaded for "
+            f"the checkpoint's model weights {listed(differ)} are not the main params that would be loaded for "
             "them, rounded: its param groups, or the parameters in them, are in another order than here; build the "
             "same groups in the same order"
         )

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from megascale.errors import ArgumentError
+from megascale.errors import ArgumentError, listed
 
 SCHEDULE_KEYS = ("max_lr", "min_lr", "start_wd", "end_wd", "wd_mult")
 """Keys of a param group that Megatron's OptimizerParamScheduler reads."""
@@ -80,7 +80,7 @@ def params_refusal(names: Sequence[tuple[str, nn.Parameter]]) -> ArgumentError |
     if apart:
         kinds = ", ".join(sorted({repr(kind) for kind in apart.values()}))
         return ArgumentError(
-            f"{', '.join(list(apart)[:8])} have grad_norm_group {kinds}: Megatron-Core measures and clips them apart, "
+            f"{listed(apart)} have grad_norm_group {kinds}: Megatron-Core measures and clips them apart, "
             "and here one norm is that of all gradients; delete the attribute to clip them together"
         )
     return None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascale.errors import InteropError
+from megascale.errors import InteropError, listed
 from megascale.interop.named_state import HALF_DTYPES, is_torch_state, recorded_names, sizes_of, weights_in
 
 BUFFERS = ("running_mean", "running_var")
@@ -90,7 +90,7 @@ def check_rounding(mains: Mapping[str, Tensor], model: Mapping[str, Any], where:
     differ = not_rounded(mains, model)
     if differ:
         raise InteropError(
-            f"{where}: the model's weights {', '.join(differ[:8])} are not their main params, rounded: the files do "
+            f"{where}: the model's weights {listed(differ)} are not their main params, rounded: the files do "
             f"not belong together, or the names are in another order; {REMEDY}"
         )
 

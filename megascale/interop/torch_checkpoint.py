@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascale.errors import InteropError
+from megascale.errors import InteropError, listed
 from megascale.interop import torch_amp
 from megascale.interop.named_state import (
     HALF_DTYPES,
@@ -104,7 +104,7 @@ def named_torch_state(
         notes.append("no model is in it, so no main params: load into a model of fp32 weights, loaded before")
     else:
         if unknown := [name for name in flat_names(grouped) if not isinstance(model.get(name), Tensor)]:
-            raise InteropError(f"{where}: the model has no parameter {', '.join(unknown[:8])}")
+            raise InteropError(f"{where}: the model has no parameter {listed(unknown)}")
         check_shapes(states, model, where)
         mains = {name: _as_main(model[name]) for name in flat_names(grouped)}
         mapped.append(f"{len(mains)} weights as main params: the optimizer updated them")

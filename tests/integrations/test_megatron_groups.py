@@ -131,7 +131,7 @@ def _mark_mtp(module: Any) -> None:
 def test_parameters_that_are_clipped_apart_are_refused(ranks: RankPool) -> None:
     """Megatron-Core 0.20 gives parameters with a grad_norm_group a norm of their own; here it was ignored."""
     [message] = ranks.run(1, _refused, None, _mark_mtp)
-    assert message.startswith("head.weight, head.bias have grad_norm_group 'mtp'")
+    assert message.startswith("'head.weight', 'head.bias' have grad_norm_group 'mtp'")
     assert "one norm is that of all gradients" in message
 
 

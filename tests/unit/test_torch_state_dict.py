@@ -335,7 +335,7 @@ def _wrong_shape(state: dict[str, Any]) -> None:
         (_lost_moment, r"'first.bias' had 3 entries and arrives with \['exp_avg_sq', 'step'\]"),
         (_other_scale, r"several values of 'grad_scaler_scale', \[3.0, 512.0\]; they are not of one step"),
         (_scale_of_some, "several values of 'grad_scaler_scale'"),
-        (_unknown, r"holds state of \['other'\], which none of its param groups has"),
+        (_unknown, r"holds state of 'other', which none of its param groups has"),
         (_fewer, r"param groups of \[6\] parameters, the optimizer has \[7\]"),
         (_bad_state, "'state' must map parameters to dicts"),
         (_bad_groups, "'param_groups' must be a list of dicts with 'params'"),

@@ -117,7 +117,7 @@ def test_names_are_not_guessed() -> None:
         (names[:-1], "6 parameter names"),
         ([*names[:-1], names[0]], "given twice"),
         ([names[:2], names[2:]], r"groups of \[2, 5\]"),
-        ([*names[:-1], "nowhere"], "no parameter nowhere"),
+        ([*names[:-1], "nowhere"], "no parameter 'nowhere'"),
     ):
         with pytest.raises(InteropError, match=message):
             convert(checkpoint | {"optimizer": two.state_dict()}, None, names=bad)
@@ -260,7 +260,7 @@ def test_zero_checkpoints_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         torch.save(model | changed, folder / "mp_rank_00_model_states.pt")
 
     with_model(module=model["module"] | {"head.weight": torch.ones(1, 4).half()})
-    with pytest.raises(InteropError, match=r"head\.weight are not their main params"):
+    with pytest.raises(InteropError, match=r"'head\.weight' are not their main params"):
         convert(folder, None)
     shapes = [dict(group) for group in model["param_shapes"]]
     with_model(param_shapes=[{"first.weight": (6, 4)}, shapes[1]])
