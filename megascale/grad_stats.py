@@ -57,13 +57,12 @@ class Holders:
         self._groups = groups
         self._sharded = sharded
         self._stats = ranks_of(groups.grad_stats)
-        self._tensor = ranks_of(groups.tensor_parallel)
 
     def of(self, param: nn.Parameter) -> Holding:
         """Return what this rank's sums of ``param`` count: 1 / holders, and 0 for Megatron's ``shared`` copies.
 
-        Compared are the ranks that reduce the gradient, and those on which a DTensor is replicated. Not those of
-        ``tensor_parallel``: they may compute the same gradient twice, in another order of additions.
+        Compared are the ranks that reduce the gradient, and those on which a DTensor is replicated. Those that
+        are tensor parallel are not: they may compute the same gradient twice, in another order of additions.
 
         Raises ArgumentError for a DTensor whose mesh reaches beyond ``grad_stats``: its ranks could not agree. And for
         an expert's parameter without a group.
@@ -90,7 +89,7 @@ class Holders:
             replicas = replicas.times(len(holders), sorted(holders).index(dist.get_rank()))
             repeats = 1.0
         if not getattr(param, "tensor_model_parallel", False):
-            repeats *= self._repeats(self._tensor & self._stats, mesh_ranks)
+            repeats *= self._repeats(ranks_of(self._groups.tensor_of_param(param)) & self._stats, mesh_ranks)
         share = 1.0 / (replicas.num_ranks * repeats)
         return Holding(share, share * contrast_coefficients(replicas.num_ranks)[replicas.index])
 

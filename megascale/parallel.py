@@ -71,6 +71,7 @@ class ParallelGroups:
         expert_data_parallel: ranks that hold the same experts: parameters with Megatron's attribute
             ``allreduce = False``. Their gradients are reduced and sharded over it, and divided by the size of
             ``data_parallel``, because tokens reach them from all of its ranks.
+        expert_tensor_parallel: ranks that split, or repeat, single experts' parameters. Not given: ``tensor_parallel``.
     """
 
     data_parallel: ProcessGroup | None = None
@@ -79,6 +80,7 @@ class ParallelGroups:
     data_shard: ProcessGroup | None = UNSET
     data_replicate: ProcessGroup | None = None
     expert_data_parallel: ProcessGroup | None = UNSET
+    expert_tensor_parallel: ProcessGroup | None = UNSET
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -87,6 +89,8 @@ class ParallelGroups:
                 validate.process_group(field.name, value)
         self._resolve_grad_stats()
         self._resolve_data_shard()
+        if self.expert_tensor_parallel is UNSET:
+            object.__setattr__(self, "expert_tensor_parallel", self.tensor_parallel)
 
     def _resolve_grad_stats(self) -> None:
         if self.grad_stats is not UNSET:
@@ -130,6 +134,10 @@ class ParallelGroups:
             )
         return GradGroup(self.expert_data_parallel, self.expert_data_parallel, None)
 
+    def tensor_of_param(self, param: Any) -> ProcessGroup | None:
+        """Return the ranks that split ``param``, or hold copies of it, beside those that reduce its gradient."""
+        return self.expert_tensor_parallel if is_expert(param) else self.tensor_parallel
+
     @classmethod
     def of(cls, groups: "ParallelGroups | ProcessGroup | DeviceMesh | None") -> "ParallelGroups":
         """Resolve what a user may pass as ``groups``.
@@ -158,6 +166,7 @@ class ParallelGroups:
         tensor_parallel: Sequence[str] | str | None = None,
         data_replicate: Sequence[str] | str | None = None,
         expert_data_parallel: Sequence[str] | str | None = None,
+        expert_tensor_parallel: Sequence[str] | str | None = None,
     ) -> "ParallelGroups":
         """Take the groups from a mesh; every rank of it calls this together (it may create groups).
 
@@ -183,14 +192,14 @@ class ParallelGroups:
         if not shard or (data_replicate is None and not set(replicate) < set(data)):
             shard, replicate = data, ()
         tensor = _chosen(names, tensor_parallel, TENSOR_PARALLEL_NAMES, "tensor_parallel")
-        experts = None if expert_data_parallel is None else _chosen(names, expert_data_parallel, (), "expert")
         return cls(
             data_parallel=_spanning(mesh, data),
             grad_stats=_spanning(mesh, names),
             tensor_parallel=_spanning(mesh, tensor),
             data_shard=_spanning(mesh, shard),
             data_replicate=_spanning(mesh, replicate),
-            expert_data_parallel=UNSET if experts is None else _spanning(mesh, experts),
+            expert_data_parallel=_asked_for(mesh, expert_data_parallel, "expert_data_parallel"),
+            expert_tensor_parallel=_asked_for(mesh, expert_tensor_parallel, "expert_tensor_parallel"),
         )
 
 
@@ -214,6 +223,13 @@ def _chosen(
         if name not in names:
             raise ArgumentError(f"{argument} names the mesh dimension {name!r}; the mesh has {names}")
     return chosen
+
+
+def _asked_for(mesh: DeviceMesh, asked: Sequence[str] | str | None, argument: str) -> ProcessGroup | None:
+    """Return the group over the mesh dimensions that ``argument`` names: of none, this rank; not given, UNSET."""
+    if asked is None:
+        return UNSET
+    return _spanning(mesh, _chosen(mesh.mesh_dim_names or (), asked, (), argument))
 
 
 def _spanning(mesh: DeviceMesh, names: tuple[str, ...]) -> ProcessGroup | None:

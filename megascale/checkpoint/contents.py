@@ -211,7 +211,7 @@ def _refuse_local_shards(model: nn.Module, groups: ParallelGroups) -> None:
     for name, param in model.named_parameters():
         if isinstance(param, DTensor):
             continue
-        if group_size(groups.tensor_parallel) > 1 and getattr(param, "tensor_model_parallel", False):
+        if group_size(groups.tensor_of_param(param)) > 1 and getattr(param, "tensor_model_parallel", False):
             raise CheckpointError(
                 f"parameter {name!r} is split over tensor-parallel ranks by its attribute tensor_model_parallel, and a "
                 "checkpoint would keep the first rank's part only; make it a DTensor"

@@ -254,7 +254,8 @@ def parallel_groups(pg_collection: Any = None) -> ParallelGroups:
     """Return Megatron's process groups as ours; `grad_stats` is the whole world, so that all ranks agree.
 
     Args:
-        pg_collection: with ``dp_cp`` (or ``dp``), ``tp``, ``mp`` and ``expt_dp``. None: those of ``parallel_state``.
+        pg_collection: with ``dp_cp`` (or ``dp``), ``tp``, ``mp``, ``expt_dp`` and ``expt_tp`` (not there: ``tp``).
+            None: those of ``parallel_state``.
 
     Raises:
         ArgumentError: for a collection that does not span the world, and for what 0.20 calls weight_remat.
@@ -273,6 +274,7 @@ def parallel_groups(pg_collection: Any = None) -> ParallelGroups:
             data_parallel=parallel_state.get_data_parallel_group(with_context_parallel=True),
             tensor_parallel=parallel_state.get_tensor_model_parallel_group(),
             expert_data_parallel=parallel_state.get_expert_data_parallel_group(),
+            expert_tensor_parallel=parallel_state.get_expert_tensor_parallel_group(),
             grad_stats=dist.group.WORLD,
         )
     data = getattr(pg_collection, "dp_cp", None) or pg_collection.dp
@@ -286,6 +288,7 @@ def parallel_groups(pg_collection: Any = None) -> ParallelGroups:
         data_parallel=data,
         tensor_parallel=pg_collection.tp,
         expert_data_parallel=pg_collection.expt_dp,
+        expert_tensor_parallel=getattr(pg_collection, "expt_tp", None) or pg_collection.tp,
         grad_stats=dist.group.WORLD,
     )
 

@@ -32,6 +32,7 @@ def _entrances(group: Any, folder: str) -> dict[str, Any]:
         "data_shard": lambda: ParallelGroups(data_shard=group),
         "data_replicate": lambda: ParallelGroups(data_replicate=group),
         "expert_data_parallel": lambda: ParallelGroups(expert_data_parallel=group),
+        "expert_tensor_parallel": lambda: ParallelGroups(expert_tensor_parallel=group),
         "process_group": lambda: amp.GradScaler("cpu", process_group=group),
         "groups of GradSync": lambda: GradSync(module.named_parameters(), groups=group),
         "groups of MixedPrecisionOptimizer": lambda: MixedPrecisionOptimizer(inner, groups=group),

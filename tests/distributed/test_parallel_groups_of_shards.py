@@ -274,6 +274,33 @@ def test_tensor_parallel_duplicates_count_once(ranks: RankPool) -> None:
         assert zeros == 7
 
 
+def _whole_experts(split: bool) -> list[float]:
+    """Return the norms of 2 ranks that split or repeat a dense parameter, and have an expert each, which is whole."""
+    mesh = mesh_of((1, 2), ("dp", "tp"))
+    module = nn.ParameterDict({name: nn.Parameter(torch.zeros(1, dtype=FP16)) for name in ("dense", "expert")})
+    module["dense"].tensor_model_parallel = split
+    module["expert"].allreduce = False
+    groups = ParallelGroups.from_mesh(mesh, expert_data_parallel=(), expert_tensor_parallel=())
+    optimizer = MixedPrecisionOptimizer(
+        torch.optim.SGD(module.named_parameters(), lr=0.0),
+        OptimizerConfig(fp16=True, clip_grad=0.0),
+        ConstantGradScaler(4.0),
+        groups=groups,
+        grads_are_scaled=True,
+    )
+    module["dense"].grad = torch.full((1,), 4.0 * 3, dtype=FP16)
+    module["expert"].grad = torch.full((1,), 4.0 * (5 + mesh.get_local_rank("tp")), dtype=FP16)
+    return [optimizer.step().grad_norm.item()]
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_experts_need_not_be_split_as_dense_parameters_are(ranks: RankPool, split: bool) -> None:
+    """Experts that tensor-parallel ranks hold whole, one each, count in full (Megatron's ETP of 1)."""
+    dense = 2 * 3**2 if split else 3**2
+    for [norm] in ranks.run(2, _whole_experts, split):
+        assert norm == pytest.approx(math.sqrt(dense + 5**2 + 6**2), rel=1e-6)
+
+
 def _chain_like_one() -> list[Any]:
     one, many = net(), net()
     single = sharded(one, clip_grad=0.5)

@@ -177,12 +177,26 @@ def _mark_tensor_parallel(module: Any) -> None:
     module.head.weight.shared = True
 
 
-def _tensor_parallel() -> list[Any]:
+def _mark_experts(module: Any) -> None:
+    module.first.weight.allreduce = False
+
+
+LAYOUTS: dict[str, tuple[Any, dict[str, int]]] = {
+    "tensor": (_mark_tensor_parallel, {"tensor_model_parallel_size": 2}),
+    "whole_experts": (
+        _mark_experts,
+        {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+    ),
+}
+
+
+def _tensor_parallel(layout: str) -> list[Any]:
     rank = dist.get_rank()
     logs: list[Any] = [[], []]
-    with runs.model_parallel(tensor_model_parallel_size=2):
+    mark, sizes = LAYOUTS[layout]
+    with runs.model_parallel(**sizes):
         for log, maker in zip(logs, ("theirs", "ours"), strict=True):
-            run = runs.start(maker, mark=_mark_tensor_parallel)
+            run = runs.start(maker, mark=mark)
             wrapped: Any = run.wrapped
             for step in range(12):
                 wrapped.zero_grad_buffer()
@@ -198,12 +212,13 @@ def _tensor_parallel() -> list[Any]:
     return logs
 
 
-def test_tensor_parallel_norm_zeros_and_skips(ranks: RankPool) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tensor_parallel_norm_zeros_and_skips(ranks: RankPool, layout: str) -> None:
     """Under tensor parallelism shards add up, replicas count once and shared copies never: Megatron's norm and zeros.
 
-    An overflow in one rank's shard skips on both.
+    An overflow in one rank's shard skips on both. Experts may be whole where dense layers are split.
     """
-    results = ranks.run(2, _tensor_parallel)
+    results = ranks.run(2, _tensor_parallel, layout)
     assert results[0][1] == results[1][1]
     for theirs, mine in results:
         assert [step for step, log in enumerate(mine) if not log[0]] == [4, 5]
