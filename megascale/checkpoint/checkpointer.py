@@ -4,6 +4,8 @@ import contextlib
 import os
 import shutil
 import threading
+import warnings
+import weakref
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -258,11 +260,13 @@ def save(
 
 
 class _Background:
-    """At most one background save, and its error until someone asks for it."""
+    """At most one background save, and its error until someone asks for it, or nobody can any more."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
+        self._untold: list[str] = []  # the message alone: an error's traceback would keep this object
+        weakref.finalize(self, _warn_of_untold, self._untold)
 
     def start(self, work: Any) -> None:
         def run() -> None:
@@ -270,6 +274,7 @@ class _Background:
                 work()
             except Exception as error:
                 self._error = error
+                self._untold.append(str(error))
 
         # Not a daemon: a process that ends normally finishes its save.
         self._thread = threading.Thread(target=run, name="megascale checkpoint")
@@ -281,4 +286,16 @@ class _Background:
             self._thread = None
         if self._error is not None:
             error, self._error = self._error, None
+            self._untold.clear()
             raise error
+
+
+def _warn_of_untold(messages: list[str]) -> None:
+    """Warn of errors that were never raised: their checkpointer is gone, or the process ends."""
+    for message in messages:
+        warnings.warn(
+            f"{message}; this background save failed, and no save() or wait() followed that could raise it: leave a "
+            "with block, or call wait(), before the Checkpointer is dropped",
+            RuntimeWarning,
+            stacklevel=2,
+        )

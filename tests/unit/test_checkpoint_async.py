@@ -1,6 +1,9 @@
 """Saves that write in the background."""
 
+import gc
 import os
+import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -72,6 +75,28 @@ def test_background_error_surfaces(
     checkpointer.save(3, model, optimizer)
     checkpointer.wait()
     assert latest(tmp_path) == tmp_path / "step_00000003"
+
+
+def test_error_of_a_dropped_checkpointer_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing can raise it any more, the error is a warning; one that was raised is not told again."""
+    model, optimizer = build(0)
+    monkeypatch.setattr(os, "fsync", _full_disk)
+    for raised in (True, False):
+        checkpointer = Checkpointer(tmp_path, async_save=True)
+        checkpointer.save(1, model, optimizer)
+        if raised:
+            with pytest.raises(CheckpointError):
+                checkpointer.wait()
+        for thread in threading.enumerate():
+            if thread.name == "megascale checkpoint":
+                thread.join()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            del checkpointer
+            gc.collect()
+        messages = [str(one.message) for one in caught]
+        assert len(messages) == (0 if raised else 1)
+        assert all("No space left on device" in message and "call wait()" in message for message in messages)
 
 
 def test_error_of_the_block_is_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
