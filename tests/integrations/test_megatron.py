@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from benchmarks.peers import megatron_on_cpu
 from megascale import (
@@ -190,6 +191,14 @@ LAYOUTS: dict[str, tuple[Any, dict[str, int]]] = {
 }
 
 
+def _tensor_parallel_grad(step: int, index: int, shape: torch.Size, rank: int) -> Tensor:
+    """Return a scaled gradient whose first row is zeros: of the first parameter, another one on each rank."""
+    seed = 1000 * step + index + (500 * rank if index == 0 else 0)
+    grad = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 2.0**10
+    grad[0] = 0
+    return grad
+
+
 def _tensor_parallel(layout: str) -> list[Any]:
     rank = dist.get_rank()
     logs: list[Any] = [[], []]
@@ -201,9 +210,7 @@ def _tensor_parallel(layout: str) -> list[Any]:
             for step in range(12):
                 wrapped.zero_grad_buffer()
                 for index, param in enumerate(run.module.parameters()):
-                    seed = 1000 * step + index + (500 * rank if param is run.module.first.weight else 0)
-                    grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(seed)) * 2.0**10
-                    grad[0] = 0
+                    grad = _tensor_parallel_grad(step, index, param.shape, rank)
                     if step in (4, 5) and rank == 1 and index == 0:
                         grad[1] = torch.inf
                     param.main_grad.copy_(grad)  # type: ignore[attr-defined]
@@ -212,13 +219,12 @@ def _tensor_parallel(layout: str) -> list[Any]:
     return logs
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_tensor_parallel_norm_zeros_and_skips(ranks: RankPool, layout: str) -> None:
+def test_tensor_parallel_norm_zeros_and_skips(ranks: RankPool) -> None:
     """Under tensor parallelism shards add up, replicas count once and shared copies never: Megatron's norm and zeros.
 
-    An overflow in one rank's shard skips on both. Experts may be whole where dense layers are split.
+    An overflow in one rank's shard skips on both.
     """
-    results = ranks.run(2, _tensor_parallel, layout)
+    results = ranks.run(2, _tensor_parallel, "tensor")
     assert results[0][1] == results[1][1]
     for theirs, mine in results:
         assert [step for step, log in enumerate(mine) if not log[0]] == [4, 5]
@@ -226,6 +232,23 @@ def test_tensor_parallel_norm_zeros_and_skips(ranks: RankPool, layout: str) -> N
             assert (a[0], *a[2:]) == (b[0], *b[2:])
             assert a[1] == (None if b[1] is None else pytest.approx(b[1], rel=1e-6))
         assert mine[0][2] > 0
+
+
+def test_whole_experts_count_on_every_rank(ranks: RankPool) -> None:
+    """Where dense layers are split and experts are not, each rank's expert counts, in the norm and in the zeros.
+
+    Megatron-Core 0.16.1 asks the dense layers' group, and takes the second rank's expert for a copy of the first's.
+    """
+    module = runs.Net(torch.float16, fp32_norm=False, frozen=False, expert=False)
+    shapes = [param.shape for param in module.parameters()]
+    kept = [_tensor_parallel_grad(0, index, shape, 0)[1:] for index, shape in enumerate(shapes)]
+    second = _tensor_parallel_grad(0, 0, shapes[0], 1)[1:]  # the first layer's weight is the expert
+    squares = sum((grad / 2.0**10).square().sum().item() for grad in kept)
+    zeros = sum(shape[1:].numel() for shape in shapes)
+    for theirs, mine in ranks.run(2, _tensor_parallel, "whole_experts"):
+        assert theirs[0][1:3] == (pytest.approx(squares**0.5, rel=1e-6), zeros)
+        both = squares + (second / 2.0**10).square().sum().item()
+        assert mine[0][1:3] == (pytest.approx(both**0.5, rel=1e-6), zeros + shapes[0][1:].numel())
 
 
 def _surface() -> dict[str, Any]:
