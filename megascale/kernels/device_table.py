@@ -13,14 +13,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megascale.capture import is_capturing
 from megascale.errors import ArgumentError, UsageError
 from megascale.kernels.blocks import flat
 
-CHUNK = 1 << 14  # elements; a power of two, and a multiple of VECTOR
-VECTOR = 16  # bytes of one vector access; as a count of elements, a whole number of vectors in every dtype
+CHUNK = 1 << 14  # elements; a power of two, and a whole number of vectors
+VECTOR = 16  # bytes that one access takes of the widest of a row's tensors; it takes as many elements of the others
 CACHE_BYTES = 1 << 26  # tables beyond that are dropped, least recently used first
 
 # Columns of a row, all int64.
@@ -38,7 +39,7 @@ class DeviceTable:
     Attributes:
         dtypes: one per tensor of a row. None: the tensor is the row's first one again.
         rows: int64, shape [rows, TENSORS + len(dtypes)]: elements, first chunk, index in the call, whether every
-            pointer is aligned for vector access, pointer of the step count or 0, then the pointers of the tensors.
+            pointer is aligned for vector access (1 or 0), pointer of the step count or 0, then the tensors' pointers.
         chunk_rows: int64, shape [chunks]: the row of each chunk.
         counters: int64, shape [rows], 0 between launches.
         longest: elements of the longest row.
@@ -150,6 +151,12 @@ def _dtypes_of(row: list[Tensor]) -> Dtypes | None:
     return (first.dtype, *(None if _same_memory(tensor, first) else tensor.dtype for tensor in row[1:]))
 
 
+def _alignments(dtypes: Dtypes) -> NDArray[np.uint64]:
+    """Return how many bytes each tensor of a row must be aligned to for vector access."""
+    sizes = [dtype.itemsize if dtype is not None else torch.float32.itemsize for dtype in dtypes]
+    return np.array([VECTOR * size // max(sizes) for size in sizes], dtype=np.uint64)
+
+
 def _same_memory(tensor: Tensor, first: Tensor) -> bool:
     return tensor.dtype == first.dtype and tensor.data_ptr() == first.data_ptr()
 
@@ -168,7 +175,7 @@ def _make_table(
     rows[:, NUMEL] = numels
     rows[:, FIRST_CHUNK] = np.cumsum(num_chunks) - num_chunks
     rows[:, SLOT] = members
-    rows[:, ALIGNED] = (pointers % VECTOR == 0).all(axis=1)
+    rows[:, ALIGNED] = (pointers % _alignments(dtypes) == 0).all(axis=1)
     rows[:, STEP] = [steps[index].data_ptr() for index in members] if steps else 0
     rows[:, TENSORS:] = pointers.view(np.int64)
     host[len(members) * width :].numpy()[:] = np.repeat(np.arange(len(members)), num_chunks)

@@ -30,6 +30,7 @@ from megascale.kernels.operands import AdamHyper, LionHyper, Operands, SgdHyper
 from megascale.kernels.reference import ReferenceBackend, stats_dtype
 
 BLOCK = 1 << 10  # elements that a program holds at once
+MEASURED_BLOCK = 1 << 11  # of a gradient: two loads of a thread under way at once. Sums have as many lanes
 NUM_WARPS = 4
 
 
@@ -38,7 +39,8 @@ class TritonBackend(TorchDecisions):
 
     Operations are the reference backend's, in its order, each correctly rounded, and so are the bits. Only powers in
     Adam's bias corrections may differ, in the last bits of fp64. Sums of squares are fp32 within a chunk, fp64 across
-    chunks, and added in a fixed order.
+    chunks. Of a chunk, the i-th element is added to lane i % 2048, and then neighbouring lanes are added in pairs, and
+    those sums in pairs: in the same order wherever a gradient lies in memory, and in the interpreter.
 
     Methods raise UsageError for CPU tensors outside Triton's interpreter, for other tensors inside it, and where a
     graph captures a step whose tensors have moved. The constructor raises UsageError where triton is not installed.
@@ -64,13 +66,13 @@ class TritonBackend(TorchDecisions):
         for table in plan.tables:
             partials = torch.empty(len(table.chunk_rows), 4, dtype=stats.dtype, device=device)
             [grad] = self._dtypes(table)
-            sizes = self._sizes(table)
             self._launch(
                 self._kernels.measure_kernel,
                 len(table.chunk_rows),
                 (table.rows, table.chunk_rows, partials),
-                {"GRAD_DTYPE": grad, "COUNT_ZEROS": count_zeros, **sizes},
+                {"GRAD_DTYPE": grad, "COUNT_ZEROS": count_zeros, **self._sizes(table, MEASURED_BLOCK, MEASURED_BLOCK)},
             )
+            sizes = self._sizes(table)
             self._launch(self._kernels.combine_kernel, len(table.rows), (table.rows, partials, stats), sizes)
         if plan.rest:
             theirs = self._reference.measure([grads[index] for index in plan.rest], count_zeros)
@@ -254,14 +256,16 @@ class TritonBackend(TorchDecisions):
     def _dtypes(self, table: DeviceTable) -> list[Any]:
         return [self._kernels.LANGUAGE_DTYPES[dtype] for dtype in table.dtypes]
 
-    def _sizes(self, table: DeviceTable) -> dict[str, int]:
+    def _sizes(self, table: DeviceTable, block: int = BLOCK, most: int = device_table.CHUNK) -> dict[str, int]:
         """Return the row's, the chunk's and the block's length.
 
         On a device the block is always the same, so that one compiled kernel serves. The interpreter takes about as
-        long for a few elements as for many, so there a chunk is one block, no longer than the longest row.
+        long for a few elements as for many, so there a chunk is one block, of no more than ``most`` elements, and no
+        longer than the longest row.
         """
         chunk = device_table.CHUNK
-        block = 1 << (table.longest - 1).bit_length() if self._kernels.INTERPRETED else BLOCK
+        if self._kernels.INTERPRETED:
+            block = min(1 << (table.longest - 1).bit_length(), most)
         return {"COLUMNS": table.rows.shape[1], "CHUNK": chunk, "BLOCK": min(block, chunk)}
 
     def _update(self, kernel: Any, table: DeviceTable, arguments: Iterable[Any], constants: dict[str, Any]) -> None:

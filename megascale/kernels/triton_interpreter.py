@@ -26,8 +26,21 @@ def inlined(function: Any) -> Any:
 
 
 @inlined
-def sum_of(values):
-    """Return sums over the first dimension, in an order that the shape fixes."""
+def sum_of(values, AXIS: tl.constexpr = 0):
+    """Return sums over a dimension, in an order that the shape and the layout of registers fix."""
     if INTERPRETED_KERNELS:
-        return tl.reduce(values, 0, tl.standard._sum_combine)  # tl.sum without the jit function around it
-    return tl.sum(values, axis=0)
+        return tl.reduce(values, AXIS, tl.standard._sum_combine)  # tl.sum without the jit function around it
+    return tl.sum(values, axis=AXIS)
+
+
+@inlined
+def sum_of_lanes(lanes, NUMBER: tl.constexpr):
+    """Return the sum over the only dimension: neighbours first, then neighbouring sums, until one is left.
+
+    That order does not depend on how the lanes lie in registers. NUMBER: how many there are, a power of two; more lanes
+    that are 0 do not change the bits.
+    """
+    for level in tl.static_range(30):
+        if NUMBER >> level > 1:
+            lanes = sum_of(tl.reshape(lanes, (NUMBER >> (level + 1), 2)), 1)
+    return sum_of(lanes)

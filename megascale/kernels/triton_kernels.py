@@ -1,8 +1,9 @@
 """Triton kernels that reach all tensors of a call through a :class:`megascale.kernels.device_table.DeviceTable`.
 
-One program works on one chunk. All arithmetic is fp32 in the order of the reference backend, with fp64 where the
-reference has it for scalars. Launch with ``enable_fp_fusion=False``: a multiplication and an addition fused into one
-rounding would give other bits than the reference.
+One program works on one chunk: on the whole vectors of aligned rows, then, element by element, on what is left. All
+arithmetic is fp32 in the order of the reference backend, with fp64 where the reference has it for scalars. Launch with
+``enable_fp_fusion=False``: a multiplication and an addition fused into one rounding would give other bits than the
+reference.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
@@ -18,7 +19,7 @@ from megascale.kernels.triton_decision import decide_kernel as decide_kernel
 from megascale.kernels.triton_decision import rescale_kernel as rescale_kernel
 from megascale.kernels.triton_decision import total_kernel as total_kernel
 from megascale.kernels.triton_interpreter import INTERPRETED as INTERPRETED
-from megascale.kernels.triton_interpreter import inlined, sum_of
+from megascale.kernels.triton_interpreter import inlined, sum_of, sum_of_lanes
 
 LANGUAGE_DTYPES = {None: None, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
@@ -30,9 +31,9 @@ STEP = tl.constexpr(device_table.STEP)
 TENSORS = tl.constexpr(device_table.TENSORS)
 # Order of an update's tensors in a row.
 MAIN, MODEL, GRAD, STATE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-WHOLE = tl.constexpr(device_table.VECTOR)  # elements that are whole vectors in every dtype
 OVERFLOW = tl.constexpr(FP16_OVERFLOW)
-
+UPDATE_VECTOR = tl.constexpr(device_table.VECTOR // 4)  # elements; main params are fp32
+NARROWER = tl.constexpr(1 if INTERPRETED else 4)  # single elements come in smaller blocks: they take more registers
 
 # Read one number at a time: whatever their alignment, one compiled kernel serves.
 POINTERS = ["rows", "chunk_rows", "counters", "flags", "found_inf", "coefficient", "lr", "partials", "stats"]
@@ -53,9 +54,9 @@ def _locate(rows, chunk_rows, COLUMNS: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @inlined
-def _vectors_fit(row, length):
-    """Whether the chunk consists of whole, aligned vectors. Masks then keep or drop a vector as one."""
-    return (tl.load(row + ALIGNED) != 0) & (length % WHOLE == 0)
+def _whole_vectors(row, length, VECTOR: tl.constexpr):
+    """Return how many elements of the chunk, from its first one on, are whole, aligned vectors of VECTOR elements."""
+    return length * tl.load(row + ALIGNED).to(tl.int32) // VECTOR * VECTOR
 
 
 @inlined
@@ -129,8 +130,8 @@ def _arrive(row, counter, flags, overflow, CHUNK: tl.constexpr):
 
 @inlined
 def _adam_chunk(
-    row, start, length, landing, coefficient, decay, step_size, inv_correction2_sqrt, beta1, rest1, beta2, rest2, eps,
-    weight_decay, MODEL_DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr, AVG_DTYPE: tl.constexpr,
+    row, start, first, last, landed, coefficient, decay, step_size, inv_correction2_sqrt, beta1, rest1, beta2, rest2,
+    eps, weight_decay, MODEL_DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr, AVG_DTYPE: tl.constexpr,
     SQ_DTYPE: tl.constexpr, MAX_DTYPE: tl.constexpr, DECOUPLED: tl.constexpr, L2: tl.constexpr,
     MAXIMIZE: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):
@@ -141,10 +142,10 @@ def _adam_chunk(
     sq_chunk = _chunk_of(row, STATE + 1, start, SQ_DTYPE, VECTOR)
     max_chunk = _chunk_of(row, STATE + 2, start, MAX_DTYPE, VECTOR)
     overflow = tl.full((BLOCK,), 0, tl.int32)
-    for begin in range(0, length, BLOCK):
+    for begin in range(first, last, BLOCK):
         offsets = begin + tl.arange(0, BLOCK)
-        mask = offsets < length
-        kept = offsets < landing
+        mask = offsets < last
+        kept = offsets < last * landed
         main = _read(main_chunk, offsets, mask)
         g = _read(grad_chunk, offsets, mask) * coefficient
         if MAXIMIZE:
@@ -181,7 +182,7 @@ def adam_kernel(
     """Adam and AdamW: ``rest1`` is 1 - beta1, ``L2`` decay through the gradient, ``MAX_DTYPE`` amsgrad's or None."""
     index, row, start, length = _locate(rows, chunk_rows, COLUMNS, CHUNK)
     skipped = tl.load(found_inf)
-    landing = tl.where(skipped == 0, length, 0)
+    landed = (skipped == 0).to(tl.int32)
     scale = tl.load(coefficient)
     rate = tl.load(lr)
     count = tl.load(row + STEP).to(tl.pointer_type(tl.float32))
@@ -191,17 +192,19 @@ def adam_kernel(
     inv_correction2_sqrt = (1 / tl.sqrt(1 - tl.exp(t * log_beta2))).to(tl.float32)
     step_size = (rate.to(tl.float64) / correction1).to(tl.float32)
     decay = (1 - rate * weight_decay).to(tl.float32)
-    if _vectors_fit(row, length):
-        overflow = _adam_chunk(
-            row, start, length // WHOLE * WHOLE, landing // WHOLE * WHOLE, scale, decay, step_size,
-            inv_correction2_sqrt, beta1, rest1, beta2, rest2, eps, weight_decay, MODEL_DTYPE, GRAD_DTYPE, AVG_DTYPE,
-            SQ_DTYPE, MAX_DTYPE, DECOUPLED, L2, MAXIMIZE, BLOCK, 4,
+    whole = _whole_vectors(row, length, UPDATE_VECTOR)
+    overflow = tl.full((), 0, tl.int32)
+    if whole > 0:
+        overflow |= _adam_chunk(
+            row, start, 0, whole, landed, scale, decay, step_size, inv_correction2_sqrt, beta1, rest1, beta2,
+            rest2, eps, weight_decay, MODEL_DTYPE, GRAD_DTYPE, AVG_DTYPE, SQ_DTYPE, MAX_DTYPE, DECOUPLED, L2, MAXIMIZE,
+            BLOCK, UPDATE_VECTOR,
         )
-    else:
-        overflow = _adam_chunk(
-            row, start, length, landing, scale, decay, step_size, inv_correction2_sqrt,
-            beta1, rest1, beta2, rest2, eps, weight_decay, MODEL_DTYPE, GRAD_DTYPE, AVG_DTYPE, SQ_DTYPE,
-            MAX_DTYPE, DECOUPLED, L2, MAXIMIZE, BLOCK, 1,
+    if whole < length:
+        overflow |= _adam_chunk(
+            row, start, whole, length, landed, scale, decay, step_size, inv_correction2_sqrt, beta1, rest1, beta2,
+            rest2, eps, weight_decay, MODEL_DTYPE, GRAD_DTYPE, AVG_DTYPE, SQ_DTYPE, MAX_DTYPE, DECOUPLED, L2, MAXIMIZE,
+            BLOCK // NARROWER, 1,
         )
     if _arrive(row, counters + index, flags, overflow, CHUNK):
         tl.store(count, step + (1 - skipped))
@@ -209,7 +212,7 @@ def adam_kernel(
 
 @inlined
 def _sgd_chunk(
-    row, start, length, landing, coefficient, rate, momentum, share, weight_decay, MODEL_DTYPE: tl.constexpr,
+    row, start, first, last, landed, coefficient, rate, momentum, share, weight_decay, MODEL_DTYPE: tl.constexpr,
     GRAD_DTYPE: tl.constexpr, BUFFER_DTYPE: tl.constexpr, NESTEROV: tl.constexpr, L2: tl.constexpr,
     MAXIMIZE: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):
@@ -218,10 +221,10 @@ def _sgd_chunk(
     grad_chunk = _chunk_of(row, GRAD, start, GRAD_DTYPE, VECTOR)
     buffer_chunk = _chunk_of(row, STATE, start, BUFFER_DTYPE, VECTOR)
     overflow = tl.full((BLOCK,), 0, tl.int32)
-    for begin in range(0, length, BLOCK):
+    for begin in range(first, last, BLOCK):
         offsets = begin + tl.arange(0, BLOCK)
-        mask = offsets < length
-        kept = offsets < landing
+        mask = offsets < last
+        kept = offsets < last * landed
         main = _read(main_chunk, offsets, mask)
         g = _read(grad_chunk, offsets, mask) * coefficient
         if MAXIMIZE:
@@ -251,7 +254,7 @@ def sgd_kernel(
     """SGD: ``undampened`` is 1 - dampening, ``BUFFER_DTYPE`` None without momentum; ``DAMPENED`` rows count steps."""
     index, row, start, length = _locate(rows, chunk_rows, COLUMNS, CHUNK)
     skipped = tl.load(found_inf)
-    landing = tl.where(skipped == 0, length, 0)
+    landed = (skipped == 0).to(tl.int32)
     scale = tl.load(coefficient)
     rate = tl.load(lr).to(tl.float32)
     share = tl.full((), 1.0, tl.float32)
@@ -261,15 +264,17 @@ def sgd_kernel(
         step = tl.load(count)
         # torch's first momentum buffer is the gradient itself, not dampened.
         share = tl.where(step == 0, share, undampened)
-    if _vectors_fit(row, length):
-        overflow = _sgd_chunk(
-            row, start, length // WHOLE * WHOLE, landing // WHOLE * WHOLE, scale, rate, momentum, share, weight_decay,
-            MODEL_DTYPE, GRAD_DTYPE, BUFFER_DTYPE, NESTEROV, L2, MAXIMIZE, BLOCK, 4,
+    whole = _whole_vectors(row, length, UPDATE_VECTOR)
+    overflow = tl.full((), 0, tl.int32)
+    if whole > 0:
+        overflow |= _sgd_chunk(
+            row, start, 0, whole, landed, scale, rate, momentum, share, weight_decay,
+            MODEL_DTYPE, GRAD_DTYPE, BUFFER_DTYPE, NESTEROV, L2, MAXIMIZE, BLOCK, UPDATE_VECTOR,
         )
-    else:
-        overflow = _sgd_chunk(
-            row, start, length, landing, scale, rate, momentum, share, weight_decay,
-            MODEL_DTYPE, GRAD_DTYPE, BUFFER_DTYPE, NESTEROV, L2, MAXIMIZE, BLOCK, 1,
+    if whole < length:
+        overflow |= _sgd_chunk(
+            row, start, whole, length, landed, scale, rate, momentum, share, weight_decay,
+            MODEL_DTYPE, GRAD_DTYPE, BUFFER_DTYPE, NESTEROV, L2, MAXIMIZE, BLOCK // NARROWER, 1,
         )
     last = _arrive(row, counters + index, flags, overflow, CHUNK)
     if DAMPENED:
@@ -279,7 +284,7 @@ def sgd_kernel(
 
 @inlined
 def _lion_chunk(
-    row, start, length, landing, coefficient, rate, decay, beta1, rest1, beta2, rest2, MODEL_DTYPE: tl.constexpr,
+    row, start, first, last, landed, coefficient, rate, decay, beta1, rest1, beta2, rest2, MODEL_DTYPE: tl.constexpr,
     GRAD_DTYPE: tl.constexpr, AVG_DTYPE: tl.constexpr, MAXIMIZE: tl.constexpr, BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
@@ -288,10 +293,10 @@ def _lion_chunk(
     grad_chunk = _chunk_of(row, GRAD, start, GRAD_DTYPE, VECTOR)
     avg_chunk = _chunk_of(row, STATE, start, AVG_DTYPE, VECTOR)
     overflow = tl.full((BLOCK,), 0, tl.int32)
-    for begin in range(0, length, BLOCK):
+    for begin in range(first, last, BLOCK):
         offsets = begin + tl.arange(0, BLOCK)
-        mask = offsets < length
-        kept = offsets < landing
+        mask = offsets < last
+        kept = offsets < last * landed
         main = _read(main_chunk, offsets, mask)
         g = _read(grad_chunk, offsets, mask) * coefficient
         if MAXIMIZE:
@@ -314,31 +319,35 @@ def lion_kernel(
 ):
     """Lion: ``rest1`` is 1 - beta1."""
     index, row, start, length = _locate(rows, chunk_rows, COLUMNS, CHUNK)
-    landing = tl.where(tl.load(found_inf) == 0, length, 0)
+    landed = (tl.load(found_inf) == 0).to(tl.int32)
     scale = tl.load(coefficient)
     rate = tl.load(lr)
     decay = (1 - rate * weight_decay).to(tl.float32)
-    if _vectors_fit(row, length):
-        overflow = _lion_chunk(
-            row, start, length // WHOLE * WHOLE, landing // WHOLE * WHOLE, scale, rate.to(tl.float32), decay,
-            beta1, rest1, beta2, rest2, MODEL_DTYPE, GRAD_DTYPE, AVG_DTYPE, MAXIMIZE, BLOCK, 4,
+    whole = _whole_vectors(row, length, UPDATE_VECTOR)
+    overflow = tl.full((), 0, tl.int32)
+    if whole > 0:
+        overflow |= _lion_chunk(
+            row, start, 0, whole, landed, scale, rate.to(tl.float32), decay, beta1, rest1, beta2, rest2,
+            MODEL_DTYPE, GRAD_DTYPE, AVG_DTYPE, MAXIMIZE, BLOCK, UPDATE_VECTOR,
         )
-    else:
-        overflow = _lion_chunk(
-            row, start, length, landing, scale, rate.to(tl.float32), decay,
-            beta1, rest1, beta2, rest2, MODEL_DTYPE, GRAD_DTYPE, AVG_DTYPE, MAXIMIZE, BLOCK, 1,
+    if whole < length:
+        overflow |= _lion_chunk(
+            row, start, whole, length, landed, scale, rate.to(tl.float32), decay, beta1, rest1, beta2, rest2,
+            MODEL_DTYPE, GRAD_DTYPE, AVG_DTYPE, MAXIMIZE, BLOCK // NARROWER, 1,
         )
     _arrive(row, counters + index, flags, overflow, CHUNK)
 
 
 @inlined
-def _write_back_chunk(row, start, length, MODEL_DTYPE: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
+def _write_back_chunk(
+    row, start, first, last, MODEL_DTYPE: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+):
     main_chunk = _chunk_of(row, MAIN, start, tl.float32, VECTOR)
     model_chunk = _chunk_of(row, MODEL, start, MODEL_DTYPE, VECTOR)
     overflow = tl.full((BLOCK,), 0, tl.int32)
-    for begin in range(0, length, BLOCK):
+    for begin in range(first, last, BLOCK):
         offsets = begin + tl.arange(0, BLOCK)
-        mask = offsets < length
+        mask = offsets < last
         main = _read(main_chunk, offsets, mask)
         overflow = _round_into_model(model_chunk, offsets, main, mask, mask, overflow, MODEL_DTYPE)
     return tl.minimum(sum_of(overflow), 1)
@@ -351,31 +360,33 @@ def write_back_kernel(
 ):
     """Round main params into their model params."""
     index, row, start, length = _locate(rows, chunk_rows, COLUMNS, CHUNK)
-    if _vectors_fit(row, length):
-        overflow = _write_back_chunk(row, start, length // WHOLE * WHOLE, MODEL_DTYPE, BLOCK, 4)
-    else:
-        overflow = _write_back_chunk(row, start, length, MODEL_DTYPE, BLOCK, 1)
+    whole = _whole_vectors(row, length, UPDATE_VECTOR)
+    overflow = tl.full((), 0, tl.int32)
+    if whole > 0:
+        overflow |= _write_back_chunk(row, start, 0, whole, MODEL_DTYPE, BLOCK, UPDATE_VECTOR)
+    if whole < length:
+        overflow |= _write_back_chunk(row, start, whole, length, MODEL_DTYPE, BLOCK // NARROWER, 1)
     _arrive(row, counters + index, flags, overflow, CHUNK)
 
 
 @inlined
-def _measure_chunk(
-    row, start, length, GRAD_DTYPE: tl.constexpr, COUNT_ZEROS: tl.constexpr, BLOCK: tl.constexpr,
-    VECTOR: tl.constexpr,
+def _measure_part(
+    row, start, first, last, squares, non_finite, zeros, GRAD_DTYPE: tl.constexpr, COUNT_ZEROS: tl.constexpr,
+    BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):
+    """Add elements [first, last) of a chunk to lanes: the i-th of the chunk to lane i % BLOCK, whatever VECTOR is."""
     grad_chunk = _chunk_of(row, 0, start, GRAD_DTYPE, VECTOR)
-    squares = tl.full((BLOCK,), 0, tl.float32)
-    non_finite = tl.full((BLOCK,), 0, tl.int32)
-    zeros = tl.full((BLOCK,), 0, tl.int32)
-    for begin in range(0, length, BLOCK):
+    for begin in range(first // BLOCK * BLOCK, last, BLOCK):
         offsets = begin + tl.arange(0, BLOCK)
-        mask = offsets < length
+        mask = offsets < last
+        if VECTOR == 1:
+            mask = mask & (offsets >= first)
         g = _read(grad_chunk, offsets, mask)
         squares += g * g
         non_finite += ((tl.abs(g) < float("inf")) == 0).to(tl.int32)
         if COUNT_ZEROS:
             zeros += (mask & (g == 0)).to(tl.int32)
-    return sum_of(squares), sum_of(non_finite), sum_of(zeros)
+    return squares, non_finite, zeros
 
 
 @triton.jit(do_not_specialize=POINTERS)
@@ -385,16 +396,23 @@ def measure_kernel(
 ):
     """Write each chunk's sum of squares, non-finite count and zeros to ``partials``, fp64, shape [chunks, 4]."""
     _, row, start, length = _locate(rows, chunk_rows, COLUMNS, CHUNK)
-    if _vectors_fit(row, length):
-        squares, non_finite, zeros = _measure_chunk(
-            row, start, length // WHOLE * WHOLE, GRAD_DTYPE, COUNT_ZEROS, BLOCK, 128 // GRAD_DTYPE.primitive_bitwidth
+    VECTOR: tl.constexpr = 128 // GRAD_DTYPE.primitive_bitwidth
+    squares = tl.full((BLOCK,), 0, tl.float32)
+    non_finite = tl.full((BLOCK,), 0, tl.int32)
+    zeros = tl.full((BLOCK,), 0, tl.int32)
+    whole = _whole_vectors(row, length, VECTOR)
+    if whole > 0:
+        squares, non_finite, zeros = _measure_part(
+            row, start, 0, whole, squares, non_finite, zeros, GRAD_DTYPE, COUNT_ZEROS, BLOCK, VECTOR
         )
-    else:
-        squares, non_finite, zeros = _measure_chunk(row, start, length, GRAD_DTYPE, COUNT_ZEROS, BLOCK, 1)
+    if whole < length:
+        squares, non_finite, zeros = _measure_part(
+            row, start, whole, length, squares, non_finite, zeros, GRAD_DTYPE, COUNT_ZEROS, BLOCK, 1
+        )
     out = partials + tl.program_id(0).to(tl.int64) * 4
-    tl.store(out, squares.to(tl.float64))
-    tl.store(out + 1, non_finite.to(tl.float64))
-    tl.store(out + 2, zeros.to(tl.float64))
+    tl.store(out, sum_of_lanes(squares, BLOCK).to(tl.float64))
+    tl.store(out + 1, sum_of(non_finite).to(tl.float64))
+    tl.store(out + 2, sum_of(zeros).to(tl.float64))
 
 
 @triton.jit(do_not_specialize=POINTERS)

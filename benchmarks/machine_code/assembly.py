@@ -1,0 +1,163 @@
+"""Facts of compiled code: resources, memory accesses, loops and dependent loads, out of PTX and SASS."""
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import triton
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+WIDE = 8  # bytes; an access of fewer serves one or two elements
+INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][A-Z0-9_.]*)([^;]*);")
+WIDTHS = {"64": 8, "128": 16, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
+READS_FIRST = ("STG", "STS", "ST", "RED", "BRA", "EXIT", "BAR", "ISETP", "FSETP", "DSETP", "PLOP3", "R2P")
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One instruction of SASS: its address, operation with modifiers, and operands."""
+
+    address: int
+    operation: str
+    operands: str
+
+    @property
+    def opcode(self) -> str:
+        """The operation without modifiers."""
+        return self.operation.partition(".")[0]
+
+    @property
+    def width(self) -> int:
+        """Bytes that one thread's access takes."""
+        return next((WIDTHS[part] for part in self.operation.split(".") if part in WIDTHS), 4)
+
+    @property
+    def target(self) -> int | None:
+        """Where a branch goes."""
+        found = re.search(r"0x([0-9a-f]+)", self.operands) if self.opcode == "BRA" else None
+        return int(found[1], 16) if found else None
+
+    @cached_property
+    def registers(self) -> tuple[list[int], list[int]]:
+        """Registers that are written and that are read."""
+        numbers = [[int(n) for n in re.findall(r"\bR(\d+)\b", part)] for part in self.operands.split(",")]
+        flat = [number for part in numbers for number in part]
+        if self.opcode in READS_FIRST or not numbers[0]:
+            return [], flat
+        count = max(1, self.width // 4) if self.opcode in ("LDG", "LDS") else 2 if self.opcode[0] == "D" else 1
+        first = numbers[0][0]
+        return list(range(first, first + count)), [n for part in numbers[1:] for n in part]
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Instructions that a backward branch repeats."""
+
+    body: list[Instruction]
+
+    def accesses(self, opcode: str) -> list[int]:
+        """Return the widths of all loads, LDG, or stores, STG."""
+        return [each.width for each in self.body if each.opcode == opcode]
+
+    @property
+    def bytes_in_flight(self) -> int:
+        """The most bytes that one thread's loads have asked for before anything waits for one of them."""
+        most = asked = 0
+        pending: set[int] = set()
+        for each in self.body:
+            written, read = each.registers
+            if pending.intersection(read):
+                asked, pending = 0, set()
+            if each.opcode == "LDG":
+                asked += each.width
+                pending.update(written)
+            most = max(most, asked)
+        return most
+
+
+@dataclass(frozen=True)
+class Code:
+    """One compiled kernel.
+
+    Attributes:
+        registers: of a thread. spilled: bytes of a thread's stack and local memory. shared: bytes of a block.
+        warps: of a block.
+        fused: multiplications fused with an addition, in fp32 and in fp64.
+        approximate: divisions and square roots that are not correctly rounded.
+    """
+
+    registers: int
+    spilled: int
+    shared: int
+    warps: int
+    fused: tuple[int, int]
+    approximate: int
+    instructions: list[Instruction]
+
+    @classmethod
+    def of(cls, compiled: "triton.compiler.CompiledKernel") -> "Code":
+        """Read what Triton compiled."""
+        ptx = compiled.asm["ptx"]
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(compiled.asm["cubin"])
+            file.flush()
+            usage, sass = (_cuobjdump(option, file.name) for option in ("-res-usage", "-sass"))
+        found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage)
+        if found is None:
+            raise ValueError(f"cuobjdump -res-usage names no registers: {usage!r}")
+        registers, stack, shared, local = map(int, found.groups())
+        lines = [Instruction(int(at, 16), name, rest) for at, _, name, rest in INSTRUCTION.findall(sass)]
+        return cls(
+            registers=registers,
+            spilled=stack + local,
+            shared=max(shared, compiled.metadata.shared),
+            warps=compiled.metadata.num_warps,
+            fused=(len(re.findall(r"fma\.rn(?:\.ftz)?\.f32", ptx)), len(re.findall(r"fma\.rn\.f64", ptx))),
+            approximate=len(re.findall(r"(?:div|sqrt)\.(?:approx|full)", ptx)),
+            instructions=lines,
+        )
+
+    @cached_property
+    def loops(self) -> list[Loop]:
+        """Innermost loops over global memory."""
+        spans = [(each.target, each.address) for each in self.instructions if each.target is not None]
+        back = [(first, last) for first, last in spans if first < last]
+        inner = [s for s in back if not any(o != s and s[0] <= o[0] and o[1] <= s[1] for o in back)]
+        loops = [Loop([each for each in self.instructions if first <= each.address <= last]) for first, last in inner]
+        return [loop for loop in loops if loop.accesses("LDG")]
+
+    @cached_property
+    def stream(self) -> Loop | None:
+        """The loop over whole vectors; None where a kernel has none."""
+        wide = [loop for loop in self.loops if min(loop.accesses("LDG")) >= WIDE]
+        return max(wide, key=lambda loop: sum(loop.accesses("LDG")), default=None)
+
+    @property
+    def bytes_in_flight(self) -> int:
+        """What one thread's loads of the streaming loop ask for at once."""
+        return 0 if self.stream is None else self.stream.bytes_in_flight
+
+    @cached_property
+    def straight(self) -> int:
+        """Instructions outside loops, that one warp runs through at most once."""
+        return len(self.instructions) - sum(len(loop.body) for loop in self.loops)
+
+    @cached_property
+    def chain(self) -> int:
+        """Accesses to global memory of which each waits for the one before it, loops taken once."""
+        depth: dict[int, int] = {}
+        longest = 0
+        for each in self.instructions:
+            written, read = each.registers
+            reached = max((depth.get(number, 0) for number in read), default=0)
+            reached += each.opcode in ("LDG", "ATOMG")
+            longest = max(longest, reached)
+            depth |= dict.fromkeys(written, reached)
+        return longest
+
+
+def _cuobjdump(option: str, path: str) -> str:
+    return subprocess.run([TOOLS / "cuobjdump", option, path], capture_output=True, text=True, check=True).stdout

@@ -1,0 +1,202 @@
+"""Which elements the triton kernels take as vectors, and that bits do not depend on addresses and lengths."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from megascale.kernels import (
+    AdamHyper,
+    Backend,
+    Decision,
+    LionHyper,
+    Operands,
+    ReferenceBackend,
+    SgdHyper,
+    device_table,
+)
+from megascale.kernels.triton_backend import TritonBackend
+from tests.training import bits_equal
+
+DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
+CHUNK = 64
+ADAMW = AdamHyper(1e-2, 0.9, 0.999, 1e-8, 0.1, True, False, False)
+
+interpreted = pytest.mark.skipif(DEVICE.type != "cpu", reason="looks into kernels as they run, in the interpreter")
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors small enough for the interpreter still take several chunks."""
+    monkeypatch.setattr(device_table, "CHUNK", CHUNK)
+
+
+def _at(values: Tensor, address: int) -> tuple[Tensor, Tensor]:
+    """Return a copy whose address, modulo 16, is as given, in a larger buffer, and the buffer."""
+    buffer = torch.full((values.numel() + 32,), 3.0, dtype=values.dtype, device=DEVICE)
+    first = (address - buffer.data_ptr()) % 16 // values.element_size()
+    view = buffer[first : first + values.numel()]
+    view.copy_(values)
+    assert view.data_ptr() % 16 == address or not values.numel()
+    return view, buffer
+
+
+# Elements, dtypes of gradient, model and state, and the addresses modulo 16 of main, model, gradient and states.
+Row = tuple[int, torch.dtype, torch.dtype, torch.dtype, list[int]]
+
+
+@st.composite
+def _rows(draw: st.DrawFn) -> Row:
+    whole = draw(st.sampled_from([0, 4, 8, 16, CHUNK - 16, CHUNK, 2 * CHUNK]))
+    numel = whole + draw(st.integers(0, 15))
+    dtypes = [draw(st.sampled_from([HALF, BRAIN, SINGLE])) for _ in range(3)]
+    addresses = [0] * 5
+    if draw(st.booleans()):
+        grad, model, state = dtypes
+        for index, dtype in enumerate((SINGLE, model, grad, state, state)):
+            addresses[index] = draw(st.sampled_from([a for a in (0, 2, 4, 8, 12) if a % dtype.itemsize == 0]))
+    return numel, dtypes[0], dtypes[1], dtypes[2], addresses
+
+
+def _operands(rows: list[Row], names: list[str]) -> tuple[Operands, list[Tensor]]:
+    """Return an update's operands, and the buffers they are views of."""
+    generator = torch.Generator().manual_seed(len(rows))
+    grads: list[Tensor] = []
+    operands, buffers = Operands(grad=grads, state={name: [] for name in names}), []
+    for numel, grad, model, state, addresses in rows:
+        columns = [operands.main, operands.model, grads, *operands.state.values()]
+        for column, dtype, address in zip(columns, (SINGLE, model, grad, state, state), addresses, strict=False):
+            values = operands.main[-1] if column is operands.model else torch.rand(numel, generator=generator)
+            view, buffer = _at(values.to(DEVICE, dtype), address)
+            column.append(view)
+            buffers.append(buffer)
+        operands.step.append(torch.full((), 3.0, device=DEVICE))
+    return operands, buffers
+
+
+def _adam(backend: Backend, operands: Operands, decision: Decision) -> Tensor:
+    return backend.adam_(operands, ADAMW, decision)
+
+
+def _sgd(backend: Backend, operands: Operands, decision: Decision) -> Tensor:
+    return backend.sgd_(operands, SgdHyper(1e-2, 0.9, 0.0, 0.1, True, False), decision)
+
+
+def _lion(backend: Backend, operands: Operands, decision: Decision) -> Tensor:
+    return backend.lion_(operands, LionHyper(1e-3, 0.9, 0.99, 0.1, False), decision)
+
+
+def _write_back(backend: Backend, operands: Operands, decision: Decision) -> Tensor:
+    return backend.write_back_(operands.main, operands.model)
+
+
+Update = Callable[[Backend, Operands, Decision], Tensor]
+UPDATES: dict[str, tuple[Update, list[str]]] = {
+    "adam": (_adam, ["exp_avg", "exp_avg_sq"]),
+    "sgd": (_sgd, ["momentum_buffer"]),
+    "lion": (_lion, ["exp_avg"]),
+    "write_back": (_write_back, []),
+}
+
+
+@pytest.mark.parametrize("rule", UPDATES)
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(rows=st.lists(_rows(), min_size=1, max_size=3), skip=st.booleans())
+def test_updates_at_any_address_and_length(rule: str, rows: list[Row], skip: bool) -> None:
+    """Every tensor of a row at an address of its own, whole vectors or not: the reference's bits, none beside them."""
+    update, names = UPDATES[rule]
+    (ours, our_buffers), (theirs, their_buffers) = _operands(rows, names), _operands(rows, names)
+    decision = Decision(*torch.tensor([float(skip), 0.37, 1.0, 0.0], device=DEVICE).unbind())
+    flags, expected = update(TritonBackend(), ours, decision), update(ReferenceBackend(), theirs, decision)
+    assert torch.equal(flags, expected)
+    for left, right in zip([*our_buffers, *ours.step], [*their_buffers, *theirs.step], strict=True):
+        assert bits_equal(left, right)
+
+
+def _sum_as_documented(grad: Tensor) -> float:
+    """Return the sum of squares in the order that TritonBackend's docstring states."""
+    total = np.float64(0)
+    for chunk in grad.float().cpu().split(CHUNK):
+        lanes = np.zeros(2048, np.float32)
+        for index, value in enumerate(chunk.numpy()):
+            lanes[index % 2048] += value * value
+        while len(lanes) > 1:
+            lanes = lanes[::2] + lanes[1::2]
+        total += np.float64(lanes[0])
+    return float(total)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(1, CHUNK + 20), st.sampled_from([HALF, BRAIN, SINGLE]), st.sampled_from([0, 2, 4, 8, 12]))
+def test_sums_of_squares_do_not_depend_on_addresses(numel: int, dtype: torch.dtype, address: int) -> None:
+    """Invariant 13: the same bits at every address, those of the documented order; counts are the reference's."""
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(DEVICE, dtype)
+    values[numel // 2] = 0
+    view, _ = _at(values, address // dtype.itemsize * dtype.itemsize)
+    stats = TritonBackend().measure([view], True)
+    assert stats.zeros is not None
+    assert stats.sum_squares.item() == _sum_as_documented(values)
+    assert stats.zeros.item() == int((values == 0).sum())
+    view[-1] = math.nan
+    assert TritonBackend().measure([view], False).non_finite.item() == 1
+
+
+@interpreted
+@pytest.mark.parametrize("rule", [*UPDATES, "measure"])
+def test_all_whole_vectors_are_taken_as_vectors_and_no_pointer_is_promised_that_is_not_aligned(
+    rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of aligned rows all but a remainder shorter than a vector goes through vectors, at any length; 16-bit tensors of
+    an update need 8 bytes. Where a pointer is promised to be aligned, it is.
+    """
+    from megascale.kernels import triton_kernels
+
+    promised, taken = [], []
+    chunk_of, whole_vectors = triton_kernels._chunk_of, triton_kernels._whole_vectors
+
+    def promise(row: Any, tensor: Any, start: Any, dtype: Any, vector: Any) -> Any:
+        pointer = chunk_of(row, tensor, start, dtype, vector)
+        count = int(getattr(vector, "value", vector))
+        if dtype is not None and count > 1:
+            promised.append(int(pointer.handle.data.item()) % (count * dtype.primitive_bitwidth // 8))
+        return pointer
+
+    def take(row: Any, length: Any, vector: Any) -> Any:
+        whole = whole_vectors(row, length, vector)
+        taken.append((int(length.handle.data.item()), int(whole.handle.data.item())))
+        return whole
+
+    monkeypatch.setattr(triton_kernels, "_chunk_of", promise)
+    monkeypatch.setattr(triton_kernels, "_whole_vectors", take)
+    lengths = [1, 3, 4, 7, 9, 12, 16, 30, CHUNK + 5]
+    aligned: list[Row] = [(n, HALF, HALF, SINGLE, [0, 8, 8, 0, 0]) for n in lengths]
+    apart: list[Row] = [(21, HALF, HALF, SINGLE, [a, b, c, 0, 0]) for a, b, c in ((4, 0, 0), (0, 2, 0), (0, 0, 4))]
+    vector = 4
+    if rule == "measure":
+        vector = 8
+        for addresses in ([0], [8]):
+            grads = [_at(torch.ones(n, dtype=HALF), addresses[0])[0] for n in lengths]
+            TritonBackend().measure(grads, True)
+    else:
+        update, names = UPDATES[rule]
+        decision = Decision(*torch.zeros(4, device=DEVICE).unbind())
+        for rows in (aligned, apart):
+            update(TritonBackend(), _operands(rows, names)[0], decision)
+    assert promised
+    assert not any(promised)
+    chunks = [piece for n in lengths for piece in (min(n, CHUNK), n - CHUNK) if piece > 0]
+    assert taken[: len(chunks)] == [(n, n // vector * vector) for n in chunks]
+    read_alone = [whole for _, whole in taken[len(chunks) :]]
+    if rule == "write_back":  # of its two tensors, two of the three rows have one that is not aligned
+        assert read_alone == [0, 0, 20]
+    else:
+        assert not any(read_alone)
