@@ -7,8 +7,7 @@ overflow.
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Protocol
 
 import torch
@@ -24,6 +23,7 @@ from megascale.collectives import (
     is_message_passing,
     reduce_scatter_sum_start,
 )
+from megascale.message_thread import MessageThread
 from megascale.parallel import GradGroup
 from megascale.spans import span
 
@@ -53,26 +53,19 @@ class BucketReduction(Protocol):
         """Wait until ``kept`` is the sum divided by ``divisor``, which may have changed since :meth:`start`."""
 
 
-class ReduceThread:
+class ReduceThread(MessageThread):
     """A thread that carries buckets from rank to rank, one after the other, and the memory they arrive in.
 
-    The thread sums on arrival too, so that none of it stops backward. Dropped, it ends after its last task.
+    The thread sums on arrival too, so that none of it stops backward.
     """
 
     def __init__(self) -> None:
-        self._executor: ThreadPoolExecutor | None = None
+        super().__init__()
         self._memory: Tensor | None = None
-
-    def submit(self, task: Callable[[], None]) -> "Future[None]":
-        """Run ``task`` after those before it."""
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="megascale gradients")
-        return self._executor.submit(task)
 
     def close(self) -> None:
         """Let the thread end after its last task."""
-        if self._executor is not None:
-            self._executor.shutdown(wait=False)
+        super().close()
         self._memory = None
 
     def memory(self, numel: int, like: Tensor) -> Tensor:
@@ -238,7 +231,7 @@ class P2PReduceScatter(_Sharded):
         """See :class:`BucketReduction`. Raises what went wrong on the way."""
         if self._carried is not None:
             carried, self._carried = self._carried, None
-            carried.result()
+            self._thread.result(carried)
             self.sum_over_replicas()
 
     @torch.no_grad()
@@ -268,7 +261,7 @@ class P2PReduceScatter(_Sharded):
         Where a rank is lost, the error is kept for later: the others still wait for this rank's messages.
         """
         try:
-            exchange.wait()
+            self._thread.wait(exchange)
         except Exception as error:  # whatever the backend raises
             errors.append(error)
             return

@@ -5,8 +5,9 @@ A group of None means "this rank alone": every function then returns without com
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 T = TypeVar("T")
+
+PROBE_TAG = 1 << 29
+"""Of messages that nobody receives, :meth:`Pending.find_lost`. No other message has this tag."""
 
 # torch 2.13's names; the older ones, which torch 2.11 has, warn there.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -50,33 +54,75 @@ def all_reduce_sum_start(tensor: Tensor, group: ProcessGroup | None) -> Work | N
     return dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group, async_op=True)
 
 
-class Pending:
-    """Messages under way, waited for together. The tensors live until then."""
+class LostMessage(NamedTuple):
+    """A message that is waited for, and will not come."""
 
-    def __init__(self, starts: Sequence[Callable[[], Work | None]], tensors: Sequence[Tensor] = ()) -> None:
+    work: Work
+    error: Exception
+
+
+class Pending:
+    """Messages under way, waited for together. The tensors live until then.
+
+    Args:
+        starts: with which of the group's ranks (None: with all of them), and what begins it.
+        tensors: what the messages read and write.
+        group: of the ranks.
+    """
+
+    def __init__(
+        self,
+        starts: Sequence[tuple[int | None, Callable[[], Work | None]]],
+        tensors: Sequence[Tensor] = (),
+        group: ProcessGroup | None = None,
+    ) -> None:
         self._tensors = tensors
-        self._works: list[Work] = []
+        self._group = group
+        self._works: list[tuple[int | None, Work]] = []
+        self._lost: set[int | None] = set()
+        self._awaited: tuple[int | None, Work] | None = None
         self._error: Exception | None = None
-        for start in starts:
-            self._keep_error(lambda start=start: self._add(start()))  # type: ignore[misc]
+        for peer, start in starts:
+            self._keep_error(peer, lambda peer=peer, start=start: self._add(peer, start()))  # type: ignore[misc]
 
     def wait(self) -> None:
-        """Wait for all of them. Where one rank is lost the others still get theirs, then the error is raised."""
-        for work in self._works:
-            self._keep_error(work.wait)
-        self._works, self._tensors = [], ()
+        """Wait for all of them. Where one rank is lost the others still get theirs, then the error is raised.
+
+        Of a rank that is lost nothing more is waited for: a message that had begun is forgotten by gloo.
+        """
+        for peer, work in self._works:
+            if peer not in self._lost:
+                self._awaited = (peer, work)
+                self._keep_error(peer, work.wait)
+        self._works, self._tensors, self._awaited = [], (), None
         if self._error is not None:
             raise self._error
 
-    def _add(self, work: Work | None) -> None:
-        if work is not None:
-            self._works.append(work)
+    def find_lost(self) -> LostMessage | None:
+        """Return the message that :meth:`wait`, in another thread, waits for, if the connection it takes is closed.
 
-    def _keep_error(self, call: Callable[[], object]) -> None:
+        Costs the other rank a few bytes: it is told of a message that it never asks for.
+        """
+        awaited = self._awaited
+        if awaited is None or awaited[0] is None:
+            return None
+        peer, work = awaited
+        try:
+            dist.isend(torch.empty(0), group=self._group, group_dst=peer, tag=PROBE_TAG)
+        except Exception as error:  # whatever the backend raises
+            return LostMessage(work, error)
+        return None
+
+    def _add(self, peer: int | None, work: Work | None) -> None:
+        if work is not None:
+            self._works.append((peer, work))
+
+    def _keep_error(self, peer: int | None, call: Callable[[], object]) -> None:
         try:
             call()
         except Exception as error:  # whatever the backend raises
             self._error = self._error or error
+            self._lost.add(peer)
 
 
 def is_message_passing(group: ProcessGroup | None) -> bool:
@@ -110,12 +156,8 @@ def exchange_start(received: Tensor, shards: Tensor, group: ProcessGroup | None,
     tells exchanges apart that are under way at the same time; those of one tag keep their order.
     """
     others = _others(group)
-    receive = [
-        partial(dist.irecv, place, group=group, group_src=other, tag=tag)
-        for other, place in zip(others, received.unbind(), strict=True)
-    ]
-    send = [partial(dist.isend, shards[other], group=group, group_dst=other, tag=tag) for other in others]
-    return Pending([*receive, *send], [shards, received])
+    receive = [(other, place) for other, place in zip(others, received.unbind(), strict=True)]
+    return _messages(receive, [(other, shards[other]) for other in others], group, tag, [shards, received])
 
 
 def all_gather_start(tensor: Tensor, shard: Tensor, group: ProcessGroup | None, tag: int) -> Pending:
@@ -126,12 +168,24 @@ def all_gather_start(tensor: Tensor, shard: Tensor, group: ProcessGroup | None, 
     if group_size(group) == 1:
         return Pending([])
     if not is_message_passing(group):
-        return Pending([partial(_all_gather, tensor, shard, group=group, async_op=True)], [tensor])
+        return Pending([(None, partial(_all_gather, tensor, shard, group=group, async_op=True))], [tensor])
     places = tensor.view(group_size(group), -1).unbind()
     others = _others(group)
-    receive = [partial(dist.irecv, places[other], group=group, group_src=other, tag=tag) for other in others]
-    send = [partial(dist.isend, shard, group=group, group_dst=other, tag=tag) for other in others]
-    return Pending([*receive, *send], [tensor])
+    receive = [(other, places[other]) for other in others]
+    return _messages(receive, [(other, shard) for other in others], group, tag, [tensor])
+
+
+def _messages(
+    receive: Sequence[tuple[int, Tensor]],
+    send: Sequence[tuple[int, Tensor]],
+    group: ProcessGroup | None,
+    tag: int,
+    tensors: Sequence[Tensor],
+) -> Pending:
+    """Begin to receive, then to send."""
+    starts = [(peer, partial(dist.irecv, place, group=group, group_src=peer, tag=tag)) for peer, place in receive]
+    starts += [(peer, partial(dist.isend, part, group=group, group_dst=peer, tag=tag)) for peer, part in send]
+    return Pending(starts, tensors, group)
 
 
 def _others(group: ProcessGroup | None) -> list[int]:

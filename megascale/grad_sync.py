@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megascale import validate
 from megascale.bucket_reduction import BucketReduction, Divisor, ReduceThread, bucket_reduction
-from megascale.collectives import group_rank, group_size
+from megascale.collectives import PROBE_TAG, group_rank, group_size
 from megascale.dtensors import is_dtensor
 from megascale.errors import ArgumentError, ArgumentTypeError, GradientError, UsageError, sparse_gradient
 from megascale.flat_buffer import FlatBucket
@@ -83,7 +83,7 @@ def tag_of(names: Iterable[str]) -> int:
 
     Several optimizers' buckets may be under way over one group, started in another order on each rank.
     """
-    return zlib.crc32("\n".join(names).encode()) & 0x3FFF_FFFF
+    return zlib.crc32("\n".join(names).encode()) % PROBE_TAG
 
 
 def trainable_by_name(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, nn.Parameter]:

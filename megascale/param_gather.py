@@ -4,15 +4,17 @@ All gathers start during the step, in the order in which forward needs them. Wit
 ended. With overlap, modules wait for a bucket just before forward uses its parameters: :mod:`megascale.gather_hooks`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from weakref import finalize
 
 import torch
 from torch import Tensor, nn
 
-from megascale.collectives import Pending, all_gather_start
+from megascale.collectives import Pending, all_gather_start, is_message_passing
 from megascale.gather_hooks import GatherHooks
 from megascale.grad_sync import SyncedBucket
+from megascale.message_thread import MessageThread
 
 _GATHER_BIT = 1 << 30
 """Tells a bucket's gather from its reduction."""
@@ -21,10 +23,11 @@ _GATHER_BIT = 1 << 30
 class GatheredBucket:
     """One bucket of model params, whole on every rank once gathered."""
 
-    def __init__(self, synced: SyncedBucket, dtype: torch.dtype) -> None:
+    def __init__(self, synced: SyncedBucket, dtype: torch.dtype, thread: MessageThread) -> None:
         self.synced = synced
         self.memory = synced.memory.twin(dtype)
-        self._pending: Pending | None = None
+        self._thread = thread
+        self._wait: Callable[[], None] | None = None
 
     @torch.no_grad()
     def point(self, name: str, param: nn.Parameter) -> None:
@@ -43,14 +46,24 @@ class GatheredBucket:
     def start(self) -> None:
         """Begin to gather."""
         shard = self.memory.shard(self.synced.rank)
-        tag = self.synced.tag | _GATHER_BIT
-        self._pending = all_gather_start(self.memory.flat, shard, self.synced.group.shard, tag)
+        group, tag = self.synced.group.shard, self.synced.tag | _GATHER_BIT
+        gathering = all_gather_start(self.memory.flat, shard, group, tag)
+        self._wait = self._in_thread(gathering) if is_message_passing(group) else gathering.wait
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a gather was begun that nobody has waited for."""
+        return self._wait is not None
 
     def wait(self) -> None:
-        """Wait for the gather, if one is under way."""
-        if self._pending is not None:
-            self._pending.wait()
-            self._pending = None
+        """Wait for the gather, if one is under way. Raises where a rank is lost."""
+        if self._wait is not None:
+            self._wait()
+            self._wait = None
+
+    def _in_thread(self, gathering: Pending) -> Callable[[], None]:
+        arrival = self._thread.submit(partial(self._thread.wait, gathering))
+        return partial(self._thread.result, arrival)
 
 
 class ParamGather:
@@ -60,6 +73,7 @@ class ParamGather:
         self.buckets: dict[int, GatheredBucket] = {}
         self.overlap = overlap
         self._modules = modules
+        self._thread = MessageThread()
         self._bucket_of: dict[int, GatheredBucket] = {}
         self._hooks = GatherHooks(self)
         # Dropped, it leaves the model whole. No collective is begun here: every rank began these in its step.
@@ -69,7 +83,7 @@ class ParamGather:
         """Move the parameters of new buckets into flat memory, one bucket at a time."""
         for bucket in synced:
             dtype = next(iter(bucket.params.values())).dtype
-            gathered = self.buckets[bucket.index] = GatheredBucket(bucket, dtype)
+            gathered = self.buckets[bucket.index] = GatheredBucket(bucket, dtype, self._thread)
             for name, param in bucket.params.items():
                 gathered.point(name, param)
                 self._bucket_of[id(param)] = gathered
@@ -99,6 +113,7 @@ class ParamGather:
         """Give up the modules, whose parameters stay where they are."""
         self.wait()
         self._hooks.remove()
+        self._thread.close()
 
 
 def _wait(buckets: Mapping[int, GatheredBucket]) -> None:

@@ -93,7 +93,7 @@ def _is_gathering(optimizer: MixedPrecisionOptimizer) -> bool:
     """Whether a gather is not waited for yet."""
     if not isinstance(optimizer, DistributedOptimizer):
         return False
-    return any(bucket._pending is not None for bucket in optimizer._gather.buckets.values())
+    return any(bucket.is_under_way for bucket in optimizer._gather.buckets.values())
 
 
 def _alone(made: nn.Module) -> None:

@@ -395,9 +395,9 @@ def _unused(overlap: bool) -> list[Any]:
         loss.backward()
         optimizer.prepare_grads()
         # Forward has not waited for a layer that it did not use; its shard is written next.
-        assert not any(bucket._pending for bucket in optimizer._gather.buckets.values())
+        assert not any(bucket.is_under_way for bucket in optimizer._gather.buckets.values())
         assert bool(optimizer.step_with_ready_grads().success)
-        assert any(bucket._pending for bucket in optimizer._gather.buckets.values()) == overlap
+        assert any(bucket.is_under_way for bucket in optimizer._gather.buckets.values()) == overlap
     optimizer.finish_param_gather()
     moved = {name: (before[name] - value).unique().tolist() for name, value in weights(module).items()}
     return [moved]
