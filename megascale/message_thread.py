@@ -16,7 +16,7 @@ from weakref import finalize
 
 from megascale.collectives import LostMessage, Pending
 
-PROBE_INTERVAL_S = 3.0
+PROBE_INTERVAL_S = 5.0
 """Between two questions. A lost rank is known after two of them at most."""
 EXIT_PATIENCE_S = 1.0
 """How long the end of the process waits for a task under way."""
