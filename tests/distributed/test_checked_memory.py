@@ -117,7 +117,7 @@ def _fails_together(kind: str, broken: str, culprit: int) -> tuple[str, str, boo
 @pytest.mark.parametrize("kind", ["replicated", "grad_sync", "sharded"])
 @pytest.mark.parametrize("broken", BREAKS)
 def test_every_rank_raises_what_one_has_found(ranks: RankPool, broken: str, kind: str) -> None:
-    """Before a bit changes; with the problem removed the next step works, and ranks hold the same parameters."""
+    """Invariants 9 and 10: before a bit changes; mended, the next step works, and ranks hold the same parameters."""
     if broken.endswith("grad") and kind != "replicated":
         pytest.skip("its gradients are GradSync's own")
     for culprit in range(2):

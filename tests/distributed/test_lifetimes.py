@@ -194,8 +194,8 @@ def _trained_again(kind: str, module: nn.Module) -> dict[str, Tensor]:
     ],
 )
 def test_a_second_stage_trains_as_on_a_fresh_model(ranks: RankPool, first: str, world_size: int, moment: str) -> None:
-    """GradSync, DistributedOptimizer, DDP or plain torch on parameters that an optimizer was dropped from: bit for bit
-    as on a fresh model. The old hooks took the gradients, and steps with zeros said success=True.
+    """Invariant 11: GradSync, DistributedOptimizer, DDP or plain torch on parameters that an optimizer was dropped
+    from: bit for bit as on a fresh model. The old hooks took the gradients, and steps with zeros said success=True.
     """
     for equal in ranks.run(world_size, _second_stage, first, moment):
         assert all(equal.values()), equal

@@ -113,7 +113,7 @@ def _load_and_save(
 def test_any_number_of_ranks_loads_what_any_number_saved(
     ranks: RankPool, tmp_path: Path, dtype: torch.dtype, inner: str
 ) -> None:
-    """Saved at 1, 2, 3, 4 ranks, loaded at each, saved, loaded at the first number again: bitwise the same state."""
+    """Invariant 4: saved at 1 to 4 ranks, loaded at each, saved, loaded at the first number again: the same bits."""
     there_and_back = dtype == FP16
     saved = {n: ranks.run(n, _save, tmp_path / f"{n}", dtype, inner) for n in SIZES}
     for m in SIZES:

@@ -35,8 +35,8 @@ def _live(trace: Path, *arguments: object) -> dict[str, int]:
 
 
 def test_backends_live_alike(tmp_path: Path) -> None:
-    """Steps, skips, odd gradients, moved and broken parameters and state, groups, options, state dicts, in any order:
-    the torch and the native backend do what the reference does.
+    """Invariants 3, 9 and 10: steps, skips, odd gradients, moved and broken parameters and state, groups, options,
+    state dicts, in any order: the torch and the native backend do what the reference does.
     """
     counts = _live(tmp_path / "trace", "torch", "native", "--examples", 25, "--steps", 10)
     assert counts["examples"] >= 25

@@ -131,7 +131,7 @@ MOVES = {f.__name__.strip("_"): f for f in (_share, _pickle, _set, _data, _grow,
 @pytest.mark.parametrize("what", ["state", "main", "model"])
 @pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
 def test_what_moved_is_followed(move: Callable[[Tensor], None], what: str, backend: str) -> None:
-    """State, main params and model params that get other memory in place are updated where they lie from then on."""
+    """Invariant 9: state, main and model params that get other memory in place are updated where they lie from then."""
     for make in MAKERS.values():
         moved, left = Training(backend, make), Training(backend, make)
         for training in (moved, left):
@@ -275,7 +275,7 @@ SPOILED: dict[str, tuple[Callable[[Tensor], object], str]] = {
 
 @pytest.mark.parametrize("spoiled", SPOILED)
 def test_state_that_does_not_fit_is_refused(spoiled: str) -> None:
-    """State changed in place into what no kernel could take: a named error before a bit changes."""
+    """Invariant 9: state changed in place into what no kernel could take: a named error before a bit changes."""
     training = Training("native")
     training.step()
     spoil, message = SPOILED[spoiled]

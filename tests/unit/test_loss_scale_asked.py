@@ -60,7 +60,7 @@ def _backward(module: Tiny, loss_of: Callable[[torch.Tensor], torch.Tensor]) -> 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_loss_that_nobody_scaled_is_refused(kind: str) -> None:
-    """Plain ``loss.backward()``: an error with the remedy, at the step, before anything has changed."""
+    """Invariant 12: plain ``loss.backward()``: an error with the remedy, at the step, before anything has changed."""
     module = model()
     optimizer = KINDS[kind](module)
     for _ in range(2):  # a scaled step between two that are not

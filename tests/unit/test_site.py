@@ -1,0 +1,115 @@
+"""The site has every page, every public name and every invariant, and asks no other host for anything."""
+
+import ast
+import importlib
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+LISTED = ("megascale", "megascale.amp", "megascale.checkpoint", "megascale.interop")
+"""Modules whose ``__all__`` is their public surface, and can be imported everywhere."""
+
+
+def _nav() -> list[str]:
+    """Return the pages that mkdocs.yml names."""
+    return re.findall(r"[\w/]+\.md$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)
+
+
+def _reference() -> str:
+    return "\n".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
+
+
+def test_every_page_has_its_place() -> None:
+    """mkdocs.yml names every page of docs/, once, and none that is not there; README.md leads to the first."""
+    pages = [str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")]
+    assert sorted(_nav()) == sorted(pages)
+    assert "docs/index.md" in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("module", LISTED)
+def test_reference_has_every_public_name(module: str) -> None:
+    """Each name in a package's ``__all__`` is a member that the API reference asks for."""
+    asked = set(re.findall(r"\w+", _reference()))
+    assert set(importlib.import_module(module).__all__) - asked == set()
+
+
+def test_reference_has_every_error() -> None:
+    """Each class of megascale.errors is in the API reference."""
+    tree = ast.parse((ROOT / "megascale/errors.py").read_text())
+    errors = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+    assert errors - set(re.findall(r"\w+", _reference())) == set()
+
+
+def _docstrings() -> dict[str, list[str]]:
+    """Return the docstrings of all tests, by name."""
+    found: dict[str, list[str]] = {}
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                found.setdefault(node.name, []).append(ast.get_docstring(node) or "")
+    return found
+
+
+def _numbers(docstring: str) -> set[int]:
+    """Return the invariants that a docstring begins with: "Invariants 2 and 3: ..."."""
+    cited = re.match(r"Invariants? ([\d, and]+)", docstring)
+    return set() if cited is None else {int(number) for number in re.findall(r"\d+", cited[1])}
+
+
+def test_every_invariant_is_proved() -> None:
+    """Each invariant of the page names tests, whose docstrings name it; no docstring names one that is not there."""
+    docstrings = _docstrings()
+    sections = re.split(r"^## (\d+)\. ", (DOCS / "invariants.md").read_text(), flags=re.MULTILINE)[1:]
+    invariants = {int(number): text for number, text in zip(sections[::2], sections[1::2], strict=True)}
+    assert sorted(invariants) == list(range(1, 14))
+    for number, text in invariants.items():
+        tests = re.findall(r"`(test_\w+)`", text)
+        assert tests, number
+        for test in tests:
+            assert any(number in _numbers(docstring) for docstring in docstrings.get(test, [])), (number, test)
+    cited = {number for all_of_name in docstrings.values() for one in all_of_name for number in _numbers(one)}
+    assert cited == set(invariants)
+
+
+class _Resources(HTMLParser):
+    """Collects what a browser fetches to show a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.urls: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Take note of a script, a style sheet, an icon, a picture or a frame."""
+        given: dict[str, Any] = dict(attrs)
+        if tag in ("script", "img", "iframe", "source", "video", "audio"):
+            self.urls.append(given.get("src") or "")
+        if tag == "link" and given.get("rel") not in ("canonical", "prev", "next", "alternate", "author"):
+            self.urls.append(given.get("href") or "")
+
+
+@pytest.mark.slow
+def test_site_asks_no_other_host(tmp_path: Path) -> None:
+    """Pages, styles and scripts of the built site name no resource that lies elsewhere; docstrings' roles are gone."""
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    quiet = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, env=quiet)
+    assert done.returncode == 0, done.stderr
+    pages = list(tmp_path.rglob("*.html"))
+    assert len(pages) > len(_nav())
+    for page in pages:
+        resources = _Resources()
+        resources.feed(page.read_text())
+        assert [url for url in resources.urls if urlparse(url).netloc] == [], page.name
+        assert re.findall(r":(?:class|meth|func|mod):", page.read_text()) == [], page.name
+    for style in tmp_path.rglob("*.css"):
+        assert re.findall(r"url\(['\"]?(?:https?:)?//[^)]*\)|@import", style.read_text()) == [], style.name
