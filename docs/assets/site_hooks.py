@@ -1,7 +1,10 @@
-"""What the site shows of files outside docs/: the tables of benchmarks/results, each as a page of its own."""
+"""What the site shows beside the files of docs/: the tables of benchmarks/results, and the messages of all errors."""
 
+import importlib.util
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from mkdocs.structure.files import File, Files
@@ -10,8 +13,10 @@ RESULTS = "benchmarks/results"
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the tables to the site's files."""
-    for path in sorted((Path(config.config_file_path).parent / RESULTS).glob("*.md")):
+    """Add those pages to the site's files."""
+    root = Path(config.config_file_path).parent
+    files.append(File.generated(config, "messages.md", content=_messages().page(root / "megascale")))
+    for path in sorted((root / RESULTS).glob("*.md")):
         page = File.generated(config, f"results/{path.name}", abs_src_path=str(path))
         page.inclusion = page.inclusion.NOT_IN_NAV
         files.append(page)
@@ -19,5 +24,15 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Lead links to the tables there, and links to the files at the top of the repository to their pages."""
+    """Lead links to the tables there."""
     return re.sub(rf"\]\(\.\./{RESULTS}/", "](results/", markdown)
+
+
+def _messages() -> ModuleType:
+    """Return the module beside this one. mkdocs loads hooks by their files, so that they cannot import it."""
+    spec = importlib.util.spec_from_file_location("messages", Path(__file__).with_name("messages.py"))
+    if spec is None or spec.loader is None:
+        raise ImportError("docs/assets/messages.py cannot be loaded")
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

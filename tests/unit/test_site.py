@@ -1,13 +1,15 @@
-"""The site has every page, every public name and every invariant, and asks no other host for anything."""
+"""The site has every page, public name, invariant and message, and asks no other host for anything."""
 
 import ast
 import importlib
+import importlib.util
 import os
 import re
 import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from urllib.parse import urlparse
 
@@ -29,9 +31,9 @@ def _reference() -> str:
 
 
 def test_every_page_has_its_place() -> None:
-    """mkdocs.yml names every page of docs/, once, and none that is not there; README.md leads to the first."""
+    """mkdocs.yml names every page once, and none but these; README.md leads to the first. One page is made of code."""
     pages = [str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")]
-    assert sorted(_nav()) == sorted(pages)
+    assert sorted(_nav()) == sorted([*pages, "messages.md"])
     assert "docs/index.md" in (ROOT / "README.md").read_text()
 
 
@@ -44,9 +46,13 @@ def test_reference_has_every_public_name(module: str) -> None:
 
 def test_reference_has_every_error() -> None:
     """Each class of megascale.errors is in the API reference."""
+    assert _errors() - set(re.findall(r"\w+", _reference())) == set()
+
+
+def _errors() -> set[str]:
+    """Return the names of all classes of megascale.errors."""
     tree = ast.parse((ROOT / "megascale/errors.py").read_text())
-    errors = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
-    assert errors - set(re.findall(r"\w+", _reference())) == set()
+    return {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
 def _docstrings() -> dict[str, list[str]]:
@@ -78,6 +84,47 @@ def test_every_invariant_is_proved() -> None:
             assert any(number in _numbers(docstring) for docstring in docstrings.get(test, [])), (number, test)
     cited = {number for all_of_name in docstrings.values() for one in all_of_name for number in _numbers(one)}
     assert cited == set(invariants)
+
+
+EXPLAINED = {
+    *("UsageError", "GradientError", "MainParamOverflowError", "NonFiniteParamError", "SkippedStepsError", "RunError"),
+    *("ScalerOrderError", "ScalerArgumentError", "EmptyScalerStateError", "warning"),
+}
+"""Kinds of messages of which docs/troubleshooting.md explains each; of the others, those that need it."""
+
+
+def _load_messages() -> ModuleType:
+    """Return the module that reads messages from the source, as the site's hooks load it."""
+    spec = importlib.util.spec_from_file_location("messages", DOCS / "assets/messages.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules["messages"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _strings() -> list[str]:
+    """Return all strings that the library's source writes out."""
+    trees = (ast.parse(path.read_text()) for path in (ROOT / "megascale").rglob("*.py"))
+    constants = (node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    return [value for value in constants if isinstance(value, str)]
+
+
+def test_troubleshooting_explains_what_the_library_says() -> None:
+    """Each message that the page explains is one of the library's; each of the library's that users must understand is
+    on the page; and so is each class of errors, by its name or as one of the classes explained message by message.
+    """
+    page = (DOCS / "troubleshooting.md").read_text()
+    explained = re.findall(r"^\| `(.+?)` \|", page, flags=re.MULTILINE)
+    found = list(_load_messages().messages(ROOT / "megascale"))
+    said = [message.text for message in found] + _strings()
+    gone = [text for text in explained if not any(text in one for one in said)]
+    assert gone == [], "docs/troubleshooting.md explains what the library does not say"
+    asked = [message for message in found if message.kind in EXPLAINED]
+    assert len(asked) > 80
+    missing = [message for message in asked if not any(text in message.text for text in explained)]
+    assert missing == [], "give each a row in docs/troubleshooting.md: message, cause, remedy"
+    assert _errors() - EXPLAINED - set(re.findall(r"\w+Error", page)) == {"MegascaleError"}
 
 
 class _Resources(HTMLParser):
