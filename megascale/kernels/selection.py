@@ -22,7 +22,8 @@ def select_backend(name: str = "auto", device: torch.device | None = None) -> Ba
     """Return the backend called ``name``.
 
     "auto" is what the environment variable MEGASCALE_BACKEND says, else the fastest one for ``device`` (None: the CPU):
-    native on a CPU, triton on an accelerator. Where that does not work, one warning says why, and torch it is.
+    native on a CPU, triton on an accelerator. Where that does not work, one warning says why, and torch it is. That is
+    found out here: native.c is built, and Triton has launched a kernel on the accelerator, before this returns.
 
     Raises:
         ArgumentError: for an unknown name, from either source.
@@ -32,9 +33,9 @@ def select_backend(name: str = "auto", device: torch.device | None = None) -> Ba
     if name == "auto":
         name = validate.one_of(ENVIRONMENT_VARIABLE, os.environ.get(ENVIRONMENT_VARIABLE, "auto"), BACKENDS)
     if name != "auto":
-        return _MAKERS[name]()
+        return _MAKERS[name](device)
     try:
-        return _MAKERS[_fastest(device)]()
+        return _MAKERS[_fastest(device)](device)
     except UsageError as error:
         _warn_once(f"{error}\nUsing the torch backend")
         return TorchBackend()
@@ -43,8 +44,12 @@ def select_backend(name: str = "auto", device: torch.device | None = None) -> Ba
 def _fastest(device: torch.device | None) -> str:
     if device is None or device.type == "cpu":
         return "native"
+    return "triton" if _is_accelerator(device) else "torch"
+
+
+def _is_accelerator(device: torch.device) -> bool:
     accelerator = torch.accelerator.current_accelerator()
-    return "triton" if accelerator is not None and device.type == accelerator.type else "torch"
+    return accelerator is not None and device.type == accelerator.type
 
 
 @functools.cache
@@ -52,22 +57,25 @@ def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=4)
 
 
-def _triton() -> Backend:
-    from megascale.kernels.triton_backend import TritonBackend
+def _triton(device: torch.device | None) -> Backend:
+    from megascale.kernels.triton_backend import TritonBackend, require_launch
 
-    return TritonBackend()
+    backend = TritonBackend()
+    if device is not None and _is_accelerator(device):
+        require_launch(device)
+    return backend
 
 
-def _apex() -> Backend:
+def _apex(_: torch.device | None) -> Backend:
     from megascale.kernels.apex_backend import ApexBackend
 
     return ApexBackend()
 
 
-_MAKERS: dict[str, Callable[[], Backend]] = {
-    "reference": ReferenceBackend,
-    "torch": TorchBackend,
-    "native": NativeBackend,
+_MAKERS: dict[str, Callable[[torch.device | None], Backend]] = {
+    "reference": lambda _: ReferenceBackend(),
+    "torch": lambda _: TorchBackend(),
+    "native": lambda _: NativeBackend(),
     "triton": _triton,
     "apex": _apex,
 }

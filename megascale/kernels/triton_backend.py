@@ -4,6 +4,7 @@ Both reach their tensors through a table of pointers on the device. Tensors that
 main params, take the reference's arithmetic. On CPU tensors the kernels run in Triton's interpreter, for tests.
 """
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -285,6 +286,24 @@ class TritonBackend(TorchDecisions):
         states = [tensor for tensors in operands.state.values() for tensor in tensors]
         torch.autograd.graph.increment_version([*operands.main, *operands.model, *states, *operands.step])
         return flags.view(torch.bool)
+
+
+@functools.cache
+def require_launch(device: torch.device) -> None:
+    """Launch a kernel on ``device``: Triton looks for what a launch needs, such as a C compiler, only then.
+
+    Raises UsageError with the remedy. Where a launch works it is not tried again in this process.
+    """
+    backend, vector = TritonBackend(), torch.zeros(NUM_STATISTICS, dtype=stats_dtype(device), device=device)
+    try:
+        backend.decide(vector, None, 0.0)
+    except UsageError:
+        raise
+    except Exception as error:  # whatever Triton, its assembler, the C compiler or the driver ended with
+        raise UsageError(
+            f"backend 'triton' cannot launch a kernel on {device}: {type(error).__name__}: {error}\nTriton builds its "
+            "launcher in C: install gcc or clang, and Python's headers, or set CC; or choose backend 'torch'"
+        ) from error
 
 
 def _import_kernels() -> ModuleType:

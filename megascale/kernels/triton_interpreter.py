@@ -4,6 +4,7 @@
 
 from typing import Any
 
+import numpy as np
 import triton
 import triton.language as tl
 
@@ -14,6 +15,28 @@ INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 
 if isinstance(tl.sum, triton.JITFunction) == INTERPRETED:
     raise UsageError("TRITON_INTERPRET has changed since triton was imported; set it before Python starts")
+
+
+def interpreter_fault(triton_version: str, numpy_version: str) -> str | None:
+    """Return why Triton's interpreter cannot work with these versions, and the remedy; None where it can.
+
+    Up to 3.6 it lets numpy make a number of an array of one element, which numpy refuses from 2.4 on.
+    """
+    if _release(triton_version) >= (3, 7) or _release(numpy_version) < (2, 4):
+        return None
+    return (
+        f"the interpreter of triton {triton_version} does not work with numpy {numpy_version}: install triton>=3.7 or "
+        "numpy<2.4, or unset TRITON_INTERPRET"
+    )
+
+
+def _release(version: str) -> tuple[int, int]:
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
+if INTERPRETED and (fault := interpreter_fault(triton.__version__, np.__version__)):
+    raise UsageError(fault)
 
 INTERPRETED_KERNELS = tl.constexpr(INTERPRETED)
 

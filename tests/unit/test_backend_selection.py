@@ -1,0 +1,89 @@
+"""A backend that cannot work here is found out when it is chosen: by name an error, by default a warning and torch."""
+
+import os
+import uuid
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from megascale.errors import UsageError
+from megascale.kernels import select_backend
+from megascale.kernels.triton_interpreter import interpreter_fault
+from tests.fake_device.device import FakeDevice
+from tests.fake_device.process import OnDevice
+
+CUDA = torch.device("cuda", 0)
+
+
+def _lose_compiler() -> None:
+    """Let Triton build each kernel's launcher, as on a GPU, on a machine without a C compiler."""
+    from triton.runtime import driver
+    from triton.runtime.build import compile_module_from_src
+
+    class Launcher:
+        def __init__(self, source: Any, metadata: Any) -> None:
+            compile_module_from_src(f"/* {uuid.uuid4()}: in nobody's cache */", "launcher")
+
+    driver.active.launcher_cls = Launcher
+    os.environ.pop("CC", None)
+    os.environ["PATH"] = ""
+
+
+def _chosen(device: FakeDevice, names: list[str]) -> tuple[list[str], list[str]]:
+    """Return what was chosen, or why it was not, and the warnings."""
+    _lose_compiler()
+    outcomes = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for name in names:
+            try:
+                outcomes.append(select_backend(name, CUDA).name)
+            except UsageError as error:
+                outcomes.append(str(error))
+    return outcomes, [str(warning.message) for warning in caught]
+
+
+def _launches(device: FakeDevice) -> list[list[str]]:
+    found = []
+    for _ in range(2):
+        with device.watch() as seen:
+            assert select_backend("auto", CUDA).name == "triton"
+        found.append(seen.launches() + seen.syncs())
+    return found
+
+
+def test_no_c_compiler_falls_back_loudly(on_device: OnDevice) -> None:
+    """Triton looks for a compiler at its first launch: one is made when it is chosen. One warning names the remedy."""
+    outcomes, caught = on_device(_chosen, ["auto", "auto"])
+    assert outcomes == ["torch", "torch"]
+    assert len(caught) == 1
+    assert "Failed to find C compiler" in caught[0]
+    assert "install gcc or clang" in caught[0]
+    assert "Using the torch backend" in caught[0]
+
+
+def test_no_c_compiler_is_an_error_where_triton_was_asked_for(on_device: OnDevice) -> None:
+    """By name there is no fallback."""
+    [outcome], caught = on_device(_chosen, ["triton"])
+    assert "install gcc or clang" in outcome
+    assert not caught
+
+
+def test_one_launch_is_tried(on_device: OnDevice) -> None:
+    """Once in a process, without waiting for the device."""
+    assert on_device(_launches) == [["decide_kernel"], []]
+
+
+@pytest.mark.parametrize(
+    ("triton", "numpy", "works"),
+    [("3.6.0", "2.4.6", False), ("3.6.0", "2.3.5", True), ("3.7.0", "2.4.6", True), ("3.10.1", "3.0.0rc1", True)],
+)
+def test_interpreter_that_numpy_refuses(triton: str, numpy: str, works: bool) -> None:
+    """Triton 3.6's interpreter dies of a TypeError inside a kernel with numpy 2.4: said when it is chosen."""
+    fault = interpreter_fault(triton, numpy)
+    assert (fault is None) is works
+    assert works or "install triton>=3.7 or numpy<2.4" in str(fault)
