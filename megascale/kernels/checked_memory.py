@@ -26,20 +26,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megascale.kernels.tensor_reader import hold_memory, read_memory
+from megascale.kernels.tensor_reader import expect_memory
 
 
 class MemoryRecord:
     """Tensors, with the memory that they have when this is made."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = list(tensors)
-        self._memory = read_memory(self._tensors)
+        self._holds = expect_memory(list(tensors))
 
     def holds(self) -> bool:
         """Whether each tensor still is where it was, and what it was. Also where it can no longer be told: False."""
         try:
-            return hold_memory(self._tensors, self._memory)
+            return self._holds()
         except RuntimeError:  # a tensor that has become one without memory of its own
             return False
 

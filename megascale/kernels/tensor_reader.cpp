@@ -12,6 +12,9 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <memory>
+#include <type_traits>
+#include <vector>
 
 #ifdef Py_GIL_DISABLED
 #error "lists could change while they are read"
@@ -21,8 +24,9 @@ namespace {
 
 using c10::TensorImpl;
 
-constexpr Py_ssize_t BLOCK = 32;       // tensors that are fetched together
-constexpr Py_ssize_t FEW = 4 * BLOCK;  // not worth a second thread
+constexpr Py_ssize_t AHEAD = 16;   // tensors between a fetch and what reads it
+constexpr Py_ssize_t WINDOW = 128;  // tensors that are under way at a time: a power of two
+constexpr Py_ssize_t FEW = 128;    // not worth a second thread
 
 /* Where tensors lie, and what lies there: [4][n]. */
 struct Memory {
@@ -62,9 +66,18 @@ inline void fetch(const void* object, size_t begin, size_t end) {
 
 void fetch_object(const PyObject* object) { fetch(object, 8, 24); }  // its type, and where its tensor is
 
-void fetch_tensor(const TensorImpl* tensor) {
+/* What follows its shape: offset, elements, dtype, device, keys. */
+void fetch_end(const TensorImpl* tensor) { fetch(tensor, sizeof(TensorImpl) - 32, sizeof(TensorImpl)); }
+
+/* All but its shape and strides. */
+void fetch_ends(const TensorImpl* tensor) {
   fetch(tensor, 16, 48);  // where its parts are
-  fetch(tensor, sizeof(TensorImpl) - 32, sizeof(TensorImpl));  // offset, elements, dtype, device, keys
+  fetch_end(tensor);
+}
+
+void fetch_whole(const TensorImpl* tensor) {
+  for (size_t at = 16; at < sizeof(TensorImpl); at += 64) fetch(reinterpret_cast<const char*>(tensor) + at);
+  fetch_end(tensor);
 }
 
 void fetch_storage(const TensorImpl* tensor) {
@@ -142,54 +155,105 @@ bool read_memory(TensorImpl* tensor, const Memory& out, Py_ssize_t at) {
   return true;
 }
 
-/* Whether a tensor still is what was read of it. */
-bool lies_there(TensorImpl* tensor, const Memory& kept, Py_ssize_t at) {
-  if (!is_plain(tensor) || tensor->numel() != kept.numel[at] || kind_of(tensor) != kept.kind[at]) return false;
-  if (!tensor->is_contiguous() && layout_of(tensor) != kept.layout[at]) return false;
-  if (tensor->numel() == 0) return true;
-  auto* storage = tensor->unsafe_storage().unsafeGetStorageImpl();
-  const auto itemsize = static_cast<int64_t>(tensor->itemsize()), offset = tensor->storage_offset() * itemsize;
-  // Where it is contiguous, what it reaches is known without its shape.
-  const auto reach = tensor->is_contiguous() ? tensor->numel() * itemsize : 0;
-  const auto* data = static_cast<const char*>(storage->_mutable_data_ptr_no_checks().get());
-  return data != nullptr && reinterpret_cast<int64_t>(data + offset) == kept.pointer[at] &&
-      offset + reach <= static_cast<int64_t>(storage->nbytes());
-}
-
 void read_status(TensorImpl* tensor, const Status& out, Py_ssize_t at) {
   out.version[at] = tensor->version_counter().current_version();
   out.requires_grad[at] = tensor->requires_grad();
 }
 
-/* Call visit(tensors, begin, end) for blocks of a list; where an item is no plain tensor there is a null. Returns the sum
- * of what it returns.
- */
-template <typename Visit>
-int64_t each_block(PyObject* list, int threads, Visit visit) {
-  const auto n = PyList_GET_SIZE(list);
-  auto** items = items_of(list);
+/* ---- walking ---- */
+
+/* A list's tensors; null for an item that is none. */
+struct Listed {
+  PyObject** items;
+
+  void fetch_at(Py_ssize_t i) const { fetch_object(items[i]); }
+  TensorImpl* at(Py_ssize_t i) const { return tensor_of(items[i]); }
+};
+
+/* Walk over tensors [begin, end). See walk(). */
+template <typename Source, typename Read, typename... Fetch>
+int64_t walk_part(const Source& source, Py_ssize_t begin, Py_ssize_t end, const Read& read, const Fetch&... fetch) {
+  constexpr Py_ssize_t ahead = (sizeof...(fetch) + 1) * AHEAD;
+  static_assert(ahead < WINDOW);
+  TensorImpl* window[WINDOW];
   int64_t sum = 0;
-#pragma omp parallel for num_threads(threads) schedule(static) reduction(+ : sum) if (n > FEW)
-  for (Py_ssize_t begin = 0; begin < n; begin += BLOCK) {
-    const auto end = std::min(begin + BLOCK, n);
-    for (auto i = end; i < std::min(end + BLOCK, n); i++) fetch_object(items[i]);
-    TensorImpl* tensors[BLOCK];
-    for (auto i = begin; i < end; i++) fetch_tensor(tensors[i - begin] = tensor_of(items[i]));
+  // What runs ahead is asked whether it has come to a tensor at the edges only.
+  const auto visit = [&](Py_ssize_t i, auto at_edge) {
+    const auto is_inside = [&](Py_ssize_t at) { return !at_edge || (at >= begin && at < end); };
+    auto at = i + ahead;
+    if (is_inside(at)) source.fetch_at(at);
+    at -= AHEAD;
+    if (is_inside(at)) window[at % WINDOW] = source.at(at);
+    const auto run = [&](const auto& stage) {
+      if (is_inside(at) && window[at % WINDOW] != nullptr) stage(window[at % WINDOW]);
+      at -= AHEAD;
+    };
+    (run(fetch), ...);
+    if (!is_inside(i)) return;
     try {
-      sum += visit(tensors, begin, end);
+      sum += read(window[i % WINDOW], i);
     } catch (...) {  // memory that may not be written
       sum++;
     }
-  }
+  };
+  auto i = begin - ahead;
+  while (i < begin) visit(i++, std::true_type());
+  while (i < end - ahead) visit(i++, std::false_type());
+  while (i < end) visit(i++, std::true_type());
   return sum;
 }
 
-/* Call one(tensor) for the tensors of a block. */
-template <typename One>
-void each(TensorImpl** tensors, Py_ssize_t count, One one) {
-  for (Py_ssize_t i = 0; i < count; i++)
-    if (tensors[i] != nullptr) one(tensors[i]);
+/* Call read(tensor, i) for each of n tensors. Returns the sum of what it returns.
+ *
+ * Each of the stages fetches, for a tensor some places ahead, what the next one needs to know, or what is to be read. The
+ * first runs as soon as the tensor's address is known.
+ */
+template <typename Source, typename Read, typename... Fetch>
+int64_t walk(const Source& source, Py_ssize_t n, int threads, const Read& read, const Fetch&... fetch) {
+  const Py_ssize_t parts = n > FEW ? threads : 1;
+  int64_t sum = 0;
+#pragma omp parallel for num_threads(parts) schedule(static) reduction(+ : sum) if (parts > 1)
+  for (Py_ssize_t part = 0; part < parts; part++)
+    sum += walk_part(source, n * part / parts, n * (part + 1) / parts, read, fetch...);
+  return sum;
 }
+
+/* ---- expecting ---- */
+
+/* The kind of a tensor and, where it is not contiguous, its layout: elements that lie in a row need no shape. */
+int64_t form_of(const TensorImpl* tensor, bool in_a_row) {
+  return in_a_row ? kind_of(tensor) : kind_of(tensor) ^ layout_of(tensor);
+}
+
+/* A tensor, kept alive, and what it is expected to be: all that is read for it at each step but its own lines. */
+struct Expected {
+  c10::intrusive_ptr<TensorImpl> tensor;
+  int64_t pointer, numel, form;
+  uint64_t keys;  // of its dispatch: whether it is plain, too
+
+  bool holds() const {
+    const bool in_a_row = tensor->is_contiguous();
+    if (tensor->key_set().raw_repr() != keys || tensor->numel() != numel) return false;
+    if (form_of(tensor.get(), in_a_row) != form) return false;
+    auto* storage = tensor->unsafe_storage().unsafeGetStorageImpl();
+    if (numel == 0 || storage == nullptr) return numel == 0;
+    const auto itemsize = static_cast<int64_t>(tensor->itemsize()), offset = tensor->storage_offset() * itemsize;
+    // Where its elements lie in a row, what it reaches is known without its shape.
+    const auto reach = in_a_row ? numel * itemsize : 0;
+    const auto* data = static_cast<const char*>(storage->_mutable_data_ptr_no_checks().get());
+    return data != nullptr && reinterpret_cast<int64_t>(data + offset) == pointer &&
+        offset + reach <= static_cast<int64_t>(storage->nbytes());
+  }
+};
+
+struct Expectations {
+  const std::vector<Expected> all;
+
+  void fetch_at(Py_ssize_t) const {}  // they lie in a row
+  TensorImpl* at(Py_ssize_t i) const { return all[i].tensor.get(); }
+};
+
+constexpr char EXPECTATIONS[] = "megascale.Expectations";
 
 /* ---- dicts ---- */
 
@@ -235,105 +299,94 @@ int64_t read_tensors(PyObject* list, int64_t* memory, int64_t* status, int64_t* 
   const auto n = PyList_GET_SIZE(list);
   const Memory out(memory, n), out_of_grads(grads, n);
   const Status out_of_status(status, n);
-  return each_block(list, threads, [=](TensorImpl** tensors, Py_ssize_t begin, Py_ssize_t end) {
-    const auto count = end - begin;
-    each(tensors, count, fetch_autograd);
-    each(tensors, count, fetch_storage);
-    each(tensors, count, fetch_version);
-    TensorImpl* of_grads[BLOCK] = {};
-    if (grads != nullptr) {
-      for (Py_ssize_t i = 0; i < count; i++)
-        if (tensors[i] != nullptr) of_grads[i] = grad_of(tensors[i]);
-      each(of_grads, count, fetch_tensor);
-    }
-    int64_t unread = 0;
-    for (Py_ssize_t i = 0; i < count; i++) {
-      if (read_memory(tensors[i], out, begin + i)) read_status(tensors[i], out_of_status, begin + i);
-      else unread++;
-    }
-    if (grads == nullptr) return unread;
-    each(of_grads, count, fetch_storage);
-    for (Py_ssize_t i = 0; i < count; i++) read_memory(of_grads[i], out_of_grads, begin + i);
-    return unread;
-  });
-}
-
-/* memory: [4][n]. */
-int64_t read_memory_of(PyObject* list, int64_t* memory, int threads) {
-  const Memory out(memory, PyList_GET_SIZE(list));
-  return each_block(list, threads, [=](TensorImpl** tensors, Py_ssize_t begin, Py_ssize_t end) {
-    each(tensors, end - begin, fetch_storage);
-    int64_t unread = 0;
-    for (auto i = begin; i < end; i++) unread += !read_memory(tensors[i - begin], out, i);
-    return unread;
-  });
-}
-
-/* Whether all tensors lie where they lay, and are what they were. memory: [4][n], from read_memory_of.
- *
- * Called for all of an optimizer's state in every step, so that it reads two lines of a tensor only: the shape of one
- * that is contiguous, as it was, is told by its elements. Objects are fetched two blocks ahead, tensors one.
- */
-int64_t hold_memory(PyObject* list, const int64_t* memory, int threads) {
-  const auto n = PyList_GET_SIZE(list);
-  const Memory kept(const_cast<int64_t*>(memory), n);
-  auto** items = items_of(list);
-  const auto blocks = (n + BLOCK - 1) / BLOCK;
-  int64_t wrong = 0;
-#pragma omp parallel num_threads(threads) reduction(+ : wrong) if (n > FEW)
-  {
-    TensorImpl *now[BLOCK] = {}, *next[BLOCK] = {};
-    const auto look_up = [=](Py_ssize_t block, TensorImpl** tensors) {
-      for (auto i = block * BLOCK; i < std::min((block + 1) * BLOCK, n); i++)
-        fetch_tensor(tensors[i % BLOCK] = tensor_of(items[i]));
+  const auto fetch_parts = [](TensorImpl* tensor) {
+    fetch_storage(tensor);
+    fetch_version(tensor);
+    fetch_autograd(tensor);
+  };
+  const auto read = [=](TensorImpl* tensor, Py_ssize_t i) -> int64_t {
+    if (!read_memory(tensor, out, i)) return 1;
+    read_status(tensor, out_of_status, i);
+    return 0;
+  };
+  const Listed tensors{items_of(list)};
+  if (grads == nullptr) return walk(tensors, n, threads, read, fetch_whole, fetch_parts);
+  const auto of_grad = [](auto fetch_it) {
+    return [fetch_it](TensorImpl* tensor) {
+      auto* grad = grad_of(tensor);
+      if (grad != nullptr) fetch_it(grad);
     };
-    Py_ssize_t looked_up = -1;
-#pragma omp for schedule(static)
-    for (Py_ssize_t block = 0; block < blocks; block++) {
-      if (looked_up != block) look_up(block, next);
-      std::copy(next, next + BLOCK, now);
-      const auto begin = block * BLOCK, end = std::min(begin + BLOCK, n);
-      for (auto i = end + BLOCK; i < std::min(end + 2 * BLOCK, n); i++) fetch_object(items[i]);
-      if (block + 1 < blocks) look_up(looked_up = block + 1, next);
-      for (auto i = begin; i < end; i++)
-        if (now[i - begin] != nullptr) fetch_storage(now[i - begin]);
-      for (auto i = begin; i < end; i++) wrong += !lies_there(now[i - begin], kept, i);
+  };
+  const auto read_both = [=](TensorImpl* tensor, Py_ssize_t i) {
+    read_memory(tensor == nullptr ? nullptr : grad_of(tensor), out_of_grads, i);
+    return read(tensor, i);
+  };
+  return walk(
+      tensors, n, threads, read_both, fetch_whole, fetch_parts, of_grad(fetch_whole), of_grad(fetch_storage));
+}
+
+/* Keep tensors, as they are now, for hold_tensors(). Returns None where one of them could not be read. */
+PyObject* expect_tensors(PyObject* list) {
+  std::vector<Expected> all;
+  const auto n = PyList_GET_SIZE(list);
+  all.reserve(n);
+  try {
+    std::vector<int64_t> memory(4);
+    for (Py_ssize_t i = 0; i < n; i++) {
+      auto* tensor = tensor_of(PyList_GET_ITEM(list, i));
+      const Memory out(memory.data(), 1);
+      if (!read_memory(tensor, out, 0)) Py_RETURN_NONE;
+      const auto& owner = THPVariable_Unpack(PyList_GET_ITEM(list, i)).getIntrusivePtr();
+      const auto form = form_of(tensor, tensor->is_contiguous());
+      all.push_back({owner, *out.pointer, *out.numel, form, tensor->key_set().raw_repr()});
     }
+  } catch (...) {  // memory that may not be written
+    Py_RETURN_NONE;
   }
-  return wrong == 0;
+  auto kept = std::make_unique<Expectations>(Expectations{std::move(all)});
+  auto* capsule = PyCapsule_New(kept.get(), EXPECTATIONS, [](PyObject* dropped) {
+    delete static_cast<Expectations*>(PyCapsule_GetPointer(dropped, EXPECTATIONS));
+  });
+  if (capsule != nullptr) kept.release();
+  return capsule;
+}
+
+/* Whether all tensors lie where they lay, and are what they were. capsule: from expect_tensors().
+ *
+ * Called for all of an optimizer's state in every step, so that it reads two or three lines of a tensor only: that of the
+ * object in Python is none of them, as it keeps its tensor while another owns that too.
+ */
+int64_t hold_tensors(PyObject* capsule, int threads) {
+  const auto& kept = *static_cast<Expectations*>(PyCapsule_GetPointer(capsule, EXPECTATIONS));
+  const auto is_wrong = [&kept](TensorImpl*, Py_ssize_t i) { return !kept.all[i].holds(); };
+  const auto fetch_looked_at = [](TensorImpl* tensor) {
+    fetch(&tensor->unsafe_storage());
+    fetch_end(tensor);
+  };
+  return walk(kept, kept.all.size(), threads, is_wrong, fetch_looked_at, fetch_storage) == 0;
 }
 
 /* versions: [n]. */
 int64_t read_versions(PyObject* list, int64_t* versions, int threads) {
-  return each_block(list, threads, [=](TensorImpl** tensors, Py_ssize_t begin, Py_ssize_t end) {
-    each(tensors, end - begin, fetch_version);
-    int64_t unread = 0;
-    for (auto i = begin; i < end; i++) {
-      auto* tensor = tensors[i - begin];
-      const bool counts = tensor != nullptr && !tensor->is_inference();
-      if (counts) versions[i] = tensor->version_counter().current_version();
-      unread += !counts;
-    }
-    return unread;
-  });
+  const auto read = [=](TensorImpl* tensor, Py_ssize_t i) {
+    const bool counts = tensor != nullptr && !tensor->is_inference();
+    if (counts) versions[i] = tensor->version_counter().current_version();
+    return !counts;
+  };
+  return walk(Listed{items_of(list)}, PyList_GET_SIZE(list), threads, read, fetch_ends, fetch_version);
 }
 
 /* Tell autograd that all tensors have been written; where one cannot be told, all others are. versions: [n], as they are
  * then; 0 of one that has none.
  */
 int64_t increment_versions(PyObject* list, int64_t* versions, int threads) {
-  return each_block(list, threads, [=](TensorImpl** tensors, Py_ssize_t begin, Py_ssize_t end) {
-    each(tensors, end - begin, fetch_version);
-    int64_t untold = 0;
-    for (auto i = begin; i < end; i++) {
-      auto* tensor = tensors[i - begin];
-      const bool counts = tensor != nullptr && !tensor->is_inference();
-      if (counts) tensor->bump_version();
-      versions[i] = counts ? tensor->version_counter().current_version() : 0;
-      untold += tensor == nullptr;
-    }
-    return untold;
-  });
+  const auto increment = [=](TensorImpl* tensor, Py_ssize_t i) {
+    const bool counts = tensor != nullptr && !tensor->is_inference();
+    if (counts) tensor->bump_version();
+    versions[i] = counts ? tensor->version_counter().current_version() : 0;
+    return tensor == nullptr;
+  };
+  return walk(Listed{items_of(list)}, PyList_GET_SIZE(list), threads, increment, fetch_ends, fetch_version);
 }
 
 /* Whether two lists hold the same objects. */
@@ -364,8 +417,8 @@ int64_t hold_objects(PyObject* entries, PyObject* names, PyObject* columns, int 
   // Dicts are walked, not asked: what asks them might run Python code, which only this thread may.
 #pragma omp parallel for num_threads(threads) schedule(static) reduction(+ : wrong) if (n > FEW)
   for (Py_ssize_t i = 0; i < n; i++) {
-    if (i + 2 * BLOCK < n) fetch(dicts[i + 2 * BLOCK], 8, 48);
-    if (i + BLOCK < n) fetch_entries(dicts[i + BLOCK]);
+    if (i + 2 * AHEAD < n) fetch(dicts[i + 2 * AHEAD], 8, 48);
+    if (i + AHEAD < n) fetch_entries(dicts[i + AHEAD]);
     wrong += !holds(dicts[i], i, items_of(names), items_of(columns), k);
   }
   return wrong == 0;

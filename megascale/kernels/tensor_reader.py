@@ -58,12 +58,6 @@ class Memory(NamedTuple):
         return None if (part.kinds < 0).any() else part
 
 
-Looked = tuple[list[Any], ...]
-"""The same as a :class:`Memory`, looked up from Python: columns that are equal where the memory is.
-
-An address tells the device, too: no two devices have one in common.
-"""
-
 # Called for every tensor at every step, in loops that run in C.
 _LOOK: tuple[Callable[[Tensor], Any], ...] = (
     Tensor.data_ptr,
@@ -107,40 +101,30 @@ def read(tensors: list[Tensor], *, among: int | None = None, grads: bool = False
     return None if unread else Facts(Memory(*memory), status[0], status[1], Memory(*of_grads) if grads else None)
 
 
-def read_memory(tensors: list[Tensor]) -> Memory | Looked:
-    """Return where tensors lie, and what lies there, to be compared by :func:`same_memory` with what it was before.
+def expect_memory(tensors: list[Tensor]) -> Callable[[], bool]:
+    """Return what tells, whenever it is called, whether tensors lie where they lie now, and are what they are now.
 
-    Raises RuntimeError (NotImplementedError is one) for tensors without memory of their own, such as sparse ones.
+    Of a contiguous tensor that is as long as it was, the shape need not be told. The tensors are kept alive.
+
+    Raises RuntimeError (NotImplementedError is one) for tensors without memory of their own, such as sparse ones; so
+    does what is returned, for those that have become such.
     """
     native = _native(len(tensors))
     if native is not None:
-        memory = np.empty((4, len(tensors)), dtype=np.int64)
-        if native.read_memory_of(tensors, memory.ctypes.data, torch.get_num_threads()) == 0:
-            return Memory(*memory)
+        expected = native.expect_tensors(tensors)
+        if expected is not None:
+            return lambda: bool(native.hold_tensors(expected, torch.get_num_threads()))
+    memory = _looked_up(tensors)
+    return lambda: _looked_up(tensors) == memory
+
+
+def _looked_up(tensors: list[Tensor]) -> tuple[list[Any], ...]:
+    """Return columns that are equal where the memory of tensors is.
+
+    An address tells the device, too: no two devices have one in common.
+    """
     sizes = list(map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, tensors)))
     return (*(list(map(look, tensors)) for look in _LOOK), sizes)
-
-
-def hold_memory(tensors: list[Tensor], memory: Memory | Looked) -> bool:
-    """Whether tensors lie where they lay when :func:`read_memory` read this of them, and are what they were.
-
-    Of a contiguous tensor that is as long as it was, the shape need not be told. Raises as :func:`read_memory` does.
-    """
-    native = _native(len(tensors))
-    if native is not None and isinstance(memory, Memory):
-        rows = memory.pointers.base  # the four columns, one after the other
-        if rows is not None and native.hold_memory(tensors, rows.ctypes.data, torch.get_num_threads()):
-            return True
-    return same_memory(memory, read_memory(tensors))
-
-
-def same_memory(one: Memory | Looked, other: Memory | Looked) -> bool:
-    """Whether tensors lie where they lay, and are what they were. What was read in different ways is not the same."""
-    if isinstance(one, Memory) != isinstance(other, Memory):
-        return False
-    if isinstance(one, Memory):
-        return all(map(np.array_equal, one, other))
-    return one == other
 
 
 def read_versions(tensors: list[Tensor]) -> NDArray[np.int64]:
@@ -247,8 +231,8 @@ def _declare(loaded: ctypes.PyDLL) -> ctypes.PyDLL:
     objects, memory, threads = ctypes.py_object, ctypes.c_void_p, ctypes.c_int
     signatures = {
         "read_tensors": [objects, memory, memory, memory, threads],
-        "read_memory_of": [objects, memory, threads],
-        "hold_memory": [objects, memory, threads],
+        "expect_tensors": [objects],
+        "hold_tensors": [objects, threads],
         "read_versions": [objects, memory, threads],
         "increment_versions": [objects, memory, threads],
         "same_objects": [objects, objects],
@@ -258,4 +242,5 @@ def _declare(loaded: ctypes.PyDLL) -> ctypes.PyDLL:
     for name, types in signatures.items():
         function = getattr(loaded, name)
         function.argtypes, function.restype = types, ctypes.c_int64
+    loaded.expect_tensors.restype = objects
     return loaded

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import weakref
 from collections import UserDict
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import Buffer
 
 from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
-from megascale.kernels import GradList, ParamList, TensorList, native_build, tensor_reader
+from megascale.kernels import GradList, MemoryRecord, ParamList, TensorList, native_build, tensor_reader
 from megascale.main_params import MainParam
 from tests.training import bits_equal
 
@@ -113,14 +114,56 @@ def test_facts_are_those_that_python_tells(tensors: list[Tensor], threads: int) 
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("count", [1, 31, 32, 33, 128, 129, 1000])
+COUNTS = [1, 15, 16, 17, 80, 81, 128, 129, 1000]
+"""Around the tensors that a walk is ahead of itself, and those that a second thread is worth."""
+
+
+@pytest.mark.parametrize("count", COUNTS)
 def test_every_tensor_of_any_number_is_read_at_its_place(count: int) -> None:
-    """Blocks of 32 and threads leave no tensor out, and mix none up."""
+    """Fetching ahead and threads leave no tensor out, and mix none up."""
     tensors = [torch.zeros(index % 5, dtype=(torch.float16, torch.float32)[index % 3 == 0]) for index in range(count)]
     for index, tensor in enumerate(tensors):
         for _ in range(index % 4):
             tensor.add_(1)
     assert _facts(TensorList(tensors)) == _from_python(tensors)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_every_tensor_of_a_record_is_looked_at(count: int) -> None:
+    """One that has moved is told of at any place, and no longer when it is back."""
+    tensors = [torch.zeros(index % 5 + 1) for index in range(count)]
+    record = MemoryRecord(tensors)
+    assert record.holds()
+    for place in {0, count // 2, count - 1}:
+        was = tensors[place].data
+        tensors[place].data = was.clone()
+        assert not record.holds()
+        tensors[place].data = was
+        assert record.holds()
+
+
+def test_an_object_keeps_the_tensor_that_a_record_looks_at() -> None:
+    """A record owns tensors, not objects: torch refuses to give an object another tensor, until the record is gone."""
+    tensors = [torch.zeros(3) for _ in range(5)]
+    record = MemoryRecord(tensors)
+    with pytest.raises(RuntimeError, match="gradient edge"):
+        torch.utils.swap_tensors(tensors[2], torch.ones(3))
+    assert record.holds()
+    del record
+    torch.utils.swap_tensors(tensors[2], torch.ones(3))
+    assert tensors[2].sum() == 3
+
+
+def test_a_record_that_is_gone_keeps_nothing() -> None:
+    """The memory of its tensors is freed with them."""
+    tensors = [torch.zeros(3) for _ in range(5)]
+    storage = weakref.ref(tensors[4].untyped_storage())
+    record = MemoryRecord(tensors)
+    tensors.clear()
+    assert record.holds()
+    assert storage() is not None
+    del record
+    assert storage() is None
 
 
 def test_gradients_are_read_through_their_parameters() -> None:
