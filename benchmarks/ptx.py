@@ -20,6 +20,7 @@ from machine_code.assembly import WIDE, Code, Loop
 from machine_code.launches import CALLS, Launch, Memory, recorded, whole_step
 from machine_code.speed import Device, blocks_per_sm, bytes_in_flight, seconds
 
+VECTOR = 8  # elements at most; a row that is no multiple of it may have a remainder
 SIZES = {
     "1e9 in 1": [10**9],
     "1e9 in 200": [5 * 10**6] * 200,
@@ -115,7 +116,8 @@ def turns(launch: Launch) -> float:
 def launch_time(launch: Launch, code: Code, device: Device) -> tuple[float, float]:
     """Return the bytes that a launch moves and its seconds."""
     moved = sum(launch.numels) * bytes_of_element(code, launch)
-    return moved, seconds(code, launch.programs, moved, turns(launch), device)
+    remainders = sum(numel % VECTOR != 0 for numel in launch.numels)
+    return moved, seconds(code, launch.programs, moved, turns(launch), remainders, device)
 
 
 def times(codes: Compiled, device: Device) -> list[str]:

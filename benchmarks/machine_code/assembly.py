@@ -10,6 +10,7 @@ from pathlib import Path
 import triton
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+UNIFORM = 1000  # added to the numbers of registers that a warp shares
 WIDE = 8  # bytes; an access of fewer serves one or two elements
 INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][A-Z0-9_.]*)([^;]*);")
 WIDTHS = {"64": 8, "128": 16, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
@@ -18,9 +19,10 @@ READS_FIRST = ("STG", "STS", "ST", "RED", "BRA", "EXIT", "BAR", "ISETP", "FSETP"
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction of SASS: its address, operation with modifiers, and operands."""
+    """One instruction of SASS: its address, whether a predicate may skip it, operation with modifiers, operands."""
 
     address: int
+    conditional: bool
     operation: str
     operands: str
 
@@ -43,7 +45,8 @@ class Instruction:
     @cached_property
     def registers(self) -> tuple[list[int], list[int]]:
         """Registers that are written and that are read."""
-        numbers = [[int(n) for n in re.findall(r"\bR(\d+)\b", part)] for part in self.operands.split(",")]
+        names = [re.findall(r"\b(U?)R(\d+)\b", part) for part in self.operands.split(",")]
+        numbers = [[int(number) + (UNIFORM if uniform else 0) for uniform, number in part] for part in names]
         flat = [number for part in numbers for number in part]
         if self.opcode in READS_FIRST or not numbers[0]:
             return [], flat
@@ -57,6 +60,11 @@ class Loop:
     """Instructions that a backward branch repeats."""
 
     body: list[Instruction]
+
+    @property
+    def opcodes(self) -> set[str]:
+        """Return what kinds of instructions there are."""
+        return {each.opcode for each in self.body}
 
     def accesses(self, opcode: str) -> list[int]:
         """Return the widths of all loads, LDG, or stores, STG."""
@@ -109,7 +117,6 @@ class Code:
         if found is None:
             raise ValueError(f"cuobjdump -res-usage names no registers: {usage!r}")
         registers, stack, shared, local = map(int, found.groups())
-        lines = [Instruction(int(at, 16), name, rest) for at, _, name, rest in INSTRUCTION.findall(sass)]
         return cls(
             registers=registers,
             spilled=stack + local,
@@ -117,7 +124,9 @@ class Code:
             warps=compiled.metadata.num_warps,
             fused=(len(re.findall(r"fma\.rn(?:\.ftz)?\.f32", ptx)), len(re.findall(r"fma\.rn\.f64", ptx))),
             approximate=len(re.findall(r"(?:div|sqrt)\.(?:approx|full)", ptx)),
-            instructions=lines,
+            instructions=[
+                Instruction(int(at, 16), bool(guard), name, rest) for at, guard, name, rest in INSTRUCTION.findall(sass)
+            ],
         )
 
     @cached_property
@@ -131,9 +140,15 @@ class Code:
 
     @cached_property
     def stream(self) -> Loop | None:
-        """The loop over whole vectors; None where a kernel has none."""
-        wide = [loop for loop in self.loops if min(loop.accesses("LDG")) >= WIDE]
+        """The loop over whole vectors; None where a kernel has none. Loops in fp64 add up what programs have found."""
+        wide = [loop for loop in self.loops if min(loop.accesses("LDG")) >= WIDE and "DADD" not in loop.opcodes]
         return max(wide, key=lambda loop: sum(loop.accesses("LDG")), default=None)
+
+    @cached_property
+    def narrow(self) -> Loop | None:
+        """The loop over single elements, which takes what is left of a row; None where a kernel has none."""
+        narrow = [loop for loop in self.loops if min(loop.accesses("LDG")) < WIDE]
+        return max(narrow, key=lambda loop: len(loop.body), default=None)
 
     @property
     def bytes_in_flight(self) -> int:
@@ -142,8 +157,32 @@ class Code:
 
     @cached_property
     def straight(self) -> int:
-        """Instructions outside loops, that one warp runs through at most once."""
-        return len(self.instructions) - sum(len(loop.body) for loop in self.loops)
+        """Instructions that one warp runs through at least, before and after the loop over its elements or summands."""
+        loop = self.stream or (self.loops[0] if self.loops else None)
+        if loop is None:
+            return self._distance(0, None)
+        places = {each.address: place for place, each in enumerate(self.instructions)}
+        first, last = places[loop.body[0].address], places[loop.body[-1].address]
+        return self._distance(0, first) + self._distance(last + 1, None)
+
+    def _distance(self, start: int, end: int | None) -> int:
+        """Return the fewest instructions from one to another, or to the end of the program; calls are not followed."""
+        places = {each.address: place for place, each in enumerate(self.instructions)}
+        reached, seen, steps = {start}, {start}, 0
+        while reached:
+            if end in reached or (end is None and any(self.instructions[at].opcode == "EXIT" for at in reached)):
+                return steps
+            following = set()
+            for at in reached:
+                each = self.instructions[at]
+                if each.target is not None:
+                    following.add(places[each.target])
+                if each.target is None or each.conditional:
+                    following.add(at + 1)
+            reached = {at for at in following - seen if at < len(self.instructions)}
+            seen |= reached
+            steps += 1
+        raise ValueError(f"no way from instruction {start} to {'the end' if end is None else end}")
 
     @cached_property
     def chain(self) -> int:

@@ -33,25 +33,29 @@ def bytes_in_flight(code: Code) -> int:
     return code.bytes_in_flight * 32 * code.warps * blocks_per_sm(code)
 
 
-def seconds(code: Code, programs: int, moved: float, turns: float, device: Device) -> float:
+def seconds(code: Code, programs: int, moved: float, turns: float, remainders: int, device: Device) -> float:
     """Return the time of a launch.
 
     The slowest of four, and what the launch costs, and one program from its first to its last instruction: the last one
     to start has the device to itself. The four: bytes over bandwidth; bytes over what the loads in flight bring in each
     latency; instructions over what all SMs can start; programs over how many run at a time, each as long as its chain
-    of loads takes.
+    of loads takes. Not in it: how loads and stores share a bus, waiting for other launches, rare branches.
 
     Args:
         moved: bytes of all programs, loads and stores.
-        turns: of a program's loops, on average.
+        turns: of a program's loop, on average.
+        remainders: programs that take elements that fill no vector.
     """
     slots = blocks_per_sm(code) * device.sms
-    loop = max((len(each.body) for each in code.loops), default=0) if code.stream is None else len(code.stream.body)
-    instructions = programs * code.warps * (code.straight + turns * loop)
+    loop = code.stream or (code.loops[0] if code.loops else None)
+    instructions = programs * (code.straight + (turns * len(loop.body) if loop else 0))
     alone = device.latency * (code.chain + max(turns - 1, 0))
-    limits = [moved / device.bandwidth, instructions / (ISSUES * device.sms * device.clock), programs / slots * alone]
-    flight = bytes_in_flight(code)
-    if flight and code.stream is not None:
+    if remainders and code.narrow is not None:
+        instructions += remainders * len(code.narrow.body)
+        alone += device.latency
+    issue = instructions * code.warps / (ISSUES * device.sms * device.clock)
+    limits = [moved / device.bandwidth, issue, programs / slots * alone]
+    if code.stream is not None:
         loads, stores = (sum(code.stream.accesses(each)) for each in ("LDG", "STG"))
-        limits.append(moved * loads / (loads + stores) * device.latency / (flight * device.sms))
+        limits.append(moved * loads / (loads + stores) * device.latency / (bytes_in_flight(code) * device.sms))
     return device.launch + max(limits) + alone

@@ -42,6 +42,7 @@ class DeviceTable:
             pointer is aligned for vector access (1 or 0), pointer of the step count or 0, then the tensors' pointers.
         chunk_rows: int64, shape [chunks]: the row of each chunk.
         counters: int64, shape [rows], 0 between launches.
+        arrivals: int64, shape [chunks], 0 between launches.
         longest: elements of the longest row.
     """
 
@@ -49,12 +50,13 @@ class DeviceTable:
     rows: Tensor
     chunk_rows: Tensor
     counters: Tensor
+    arrivals: Tensor
     longest: int
 
     @property
     def nbytes(self) -> int:
         """Return the bytes that the table takes on the device."""
-        return self.rows.nbytes + self.chunk_rows.nbytes + self.counters.nbytes
+        return self.rows.nbytes + self.chunk_rows.nbytes + self.counters.nbytes + self.arrivals.nbytes
 
 
 @dataclass(frozen=True)
@@ -180,10 +182,12 @@ def _make_table(
     rows[:, TENSORS:] = pointers.view(np.int64)
     host[len(members) * width :].numpy()[:] = np.repeat(np.arange(len(members)), num_chunks)
     placed = host.to(device, non_blocking=True)
+    counters = torch.zeros(len(members) + int(num_chunks.sum()), dtype=torch.int64, device=device)
     return DeviceTable(
         dtypes=dtypes,
         rows=placed[: len(members) * width].view(len(members), width),
         chunk_rows=placed[len(members) * width :],
-        counters=torch.zeros(len(members), dtype=torch.int64, device=device),
+        counters=counters[: len(members)],
+        arrivals=counters[len(members) :],
         longest=int(numels.max()),
     )

@@ -32,7 +32,9 @@ from megascale.kernels.reference import ReferenceBackend, stats_dtype
 
 BLOCK = 1 << 10  # elements that a program holds at once
 MEASURED_BLOCK = 1 << 11  # of a gradient: two loads of a thread under way at once. Sums have as many lanes
+FAN = 1 << 8  # chunks that one program adds up at once
 NUM_WARPS = 4
+TOTAL_BLOCK, TOTAL_WARPS = 1 << 12, 16  # of the one program that adds up all tensors of a rank
 
 
 class TritonBackend(TorchDecisions):
@@ -41,7 +43,9 @@ class TritonBackend(TorchDecisions):
     Operations are the reference backend's, in its order, each correctly rounded, and so are the bits. Only powers in
     Adam's bias corrections may differ, in the last bits of fp64. Sums of squares are fp32 within a chunk, fp64 across
     chunks. Of a chunk, the i-th element is added to lane i % 2048, and then neighbouring lanes are added in pairs, and
-    those sums in pairs: in the same order wherever a gradient lies in memory, and in the interpreter.
+    those sums in pairs. Of a gradient, 256 chunks one after the other are added in pairs likewise, and of those sums
+    the i-th is added to lane i % 256; of all gradients, the i-th to lane i % 4096. The order is the same wherever a
+    gradient lies in memory, and in the interpreter.
 
     Methods raise UsageError for CPU tensors outside Triton's interpreter, for other tensors inside it, and where a
     graph captures a step whose tensors have moved. The constructor raises UsageError where triton is not installed.
@@ -67,14 +71,13 @@ class TritonBackend(TorchDecisions):
         for table in plan.tables:
             partials = torch.empty(len(table.chunk_rows), 4, dtype=stats.dtype, device=device)
             [grad] = self._dtypes(table)
+            sizes = {**self._sizes(table, MEASURED_BLOCK, MEASURED_BLOCK), "FAN": FAN}
             self._launch(
                 self._kernels.measure_kernel,
                 len(table.chunk_rows),
-                (table.rows, table.chunk_rows, partials),
-                {"GRAD_DTYPE": grad, "COUNT_ZEROS": count_zeros, **self._sizes(table, MEASURED_BLOCK, MEASURED_BLOCK)},
+                (table.rows, table.chunk_rows, table.counters, table.arrivals, partials, stats),
+                {"GRAD_DTYPE": grad, "COUNT_ZEROS": count_zeros, **sizes},
             )
-            sizes = self._sizes(table)
-            self._launch(self._kernels.combine_kernel, len(table.rows), (table.rows, partials, stats), sizes)
         if plan.rest:
             theirs = self._reference.measure([grads[index] for index in plan.rest], count_zeros)
             for column, values in enumerate(theirs):
@@ -96,7 +99,8 @@ class TritonBackend(TorchDecisions):
             self._kernels.total_kernel,
             1,
             (*columns, shares, compared, errors, vector, strides.pop(), len(shares), scaled),
-            {"COUNT_ZEROS": stats.zeros is not None, "COMPARES": contrasts is not None, "BLOCK": BLOCK},
+            {"COUNT_ZEROS": stats.zeros is not None, "COMPARES": contrasts is not None, "BLOCK": TOTAL_BLOCK},
+            TOTAL_WARPS,
         )
         return vector
 
@@ -277,9 +281,16 @@ class TritonBackend(TorchDecisions):
             {**constants, **self._sizes(table)},
         )
 
-    def _launch(self, kernel: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    def _launch(
+        self,
+        kernel: Any,
+        programs: int,
+        arguments: tuple[Any, ...],
+        constants: dict[str, Any],
+        num_warps: int = NUM_WARPS,
+    ) -> None:
         with _on(arguments[0].device):
-            kernel[(programs,)](*arguments, **constants, num_warps=NUM_WARPS, enable_fp_fusion=False)
+            kernel[(programs,)](*arguments, **constants, num_warps=num_warps, enable_fp_fusion=False)
 
     def _written(self, operands: Operands, flags: Tensor) -> Tensor:
         """Tell autograd what has been written, as torch's own in-place operations do; return the flags."""

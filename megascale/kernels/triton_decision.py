@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from megascale.kernels.decision import LARGEST_SUM_SQUARES, REPLICA_TOLERANCE, Statistic
-from megascale.kernels.triton_interpreter import sum_of
+from megascale.kernels.triton_interpreter import sum_of, sum_of_lanes
 
 SUM_SQUARES = tl.constexpr(int(Statistic.SUM_SQUARES))
 NON_FINITE = tl.constexpr(int(Statistic.NON_FINITE))
@@ -71,11 +71,11 @@ def total_kernel(
             nothing += tl.load(zeros + offsets * stride, mask=mask, other=0) * share
         if COMPARES:
             contrast += square * tl.load(contrasts + offsets, mask=mask, other=0)
-    tl.store(vector + SUM_SQUARES, sum_of(squares))
+    tl.store(vector + SUM_SQUARES, sum_of_lanes(squares, BLOCK, 1))
     tl.store(vector + NON_FINITE, sum_of(beyond))
-    tl.store(vector + ZEROS, sum_of(nothing) if COUNT_ZEROS else float("nan"))
+    tl.store(vector + ZEROS, sum_of_lanes(nothing, BLOCK, 1) if COUNT_ZEROS else float("nan"))
     tl.store(vector + ERRORS, tl.load(errors))
-    tl.store(vector + CONTRAST, sum_of(contrast))
+    tl.store(vector + CONTRAST, sum_of_lanes(contrast, BLOCK, 1))
     tl.store(vector + SCALED_RANKS, scaled)
 
 

@@ -57,13 +57,13 @@ def sum_of(values, AXIS: tl.constexpr = 0):
 
 
 @inlined
-def sum_of_lanes(lanes, NUMBER: tl.constexpr):
-    """Return the sum over the only dimension: neighbours first, then neighbouring sums, until one is left.
+def sum_of_lanes(lanes, NUMBER: tl.constexpr, WIDTH: tl.constexpr):
+    """Return the sum over lanes, shape [WIDTH] or none where that is 1: neighbours first, then neighbouring sums.
 
     That order does not depend on how the lanes lie in registers. NUMBER: how many there are, a power of two; more lanes
     that are 0 do not change the bits.
     """
     for level in tl.static_range(30):
         if NUMBER >> level > 1:
-            lanes = sum_of(tl.reshape(lanes, (NUMBER >> (level + 1), 2)), 1)
-    return sum_of(lanes)
+            lanes = sum_of(tl.reshape(lanes, (NUMBER >> (level + 1), 2, WIDTH)), 1)
+    return sum_of(tl.reshape(lanes, (WIDTH,))) if WIDTH == 1 else tl.reshape(lanes, (WIDTH,))

@@ -36,7 +36,18 @@ UPDATE_VECTOR = tl.constexpr(device_table.VECTOR // 4)  # elements; main params 
 NARROWER = tl.constexpr(1 if INTERPRETED else 4)  # single elements come in smaller blocks: they take more registers
 
 # Read one number at a time: whatever their alignment, one compiled kernel serves.
-POINTERS = ["rows", "chunk_rows", "counters", "flags", "found_inf", "coefficient", "lr", "partials", "stats"]
+POINTERS = [
+    "rows",
+    "chunk_rows",
+    "counters",
+    "flags",
+    "found_inf",
+    "coefficient",
+    "lr",
+    "arrivals",
+    "partials",
+    "stats",
+]
 
 # A kernel's arguments one to a line would be half of this file.
 # fmt: off
@@ -371,8 +382,8 @@ def write_back_kernel(
 
 @inlined
 def _measure_part(
-    row, start, first, last, squares, non_finite, zeros, GRAD_DTYPE: tl.constexpr, COUNT_ZEROS: tl.constexpr,
-    BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+    row, start, first, last, squares, zeros, GRAD_DTYPE: tl.constexpr, COUNT_ZEROS: tl.constexpr, BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
     """Add elements [first, last) of a chunk to lanes: the i-th of the chunk to lane i % BLOCK, whatever VECTOR is."""
     grad_chunk = _chunk_of(row, 0, start, GRAD_DTYPE, VECTOR)
@@ -383,48 +394,102 @@ def _measure_part(
             mask = mask & (offsets >= first)
         g = _read(grad_chunk, offsets, mask)
         squares += g * g
-        non_finite += ((tl.abs(g) < float("inf")) == 0).to(tl.int32)
         if COUNT_ZEROS:
             zeros += (mask & (g == 0)).to(tl.int32)
-    return squares, non_finite, zeros
+    return squares, zeros
+
+
+@inlined
+def _count_non_finite(row, start, length, GRAD_DTYPE: tl.constexpr, BLOCK: tl.constexpr):
+    grad_chunk = _chunk_of(row, 0, start, GRAD_DTYPE, 1)
+    non_finite = tl.full((BLOCK,), 0, tl.int32)
+    for begin in range(0, length, BLOCK):
+        offsets = begin + tl.arange(0, BLOCK)
+        g = _read(grad_chunk, offsets, offsets < length)
+        non_finite += ((tl.abs(g) < float("inf")) == 0).to(tl.int32)
+    return sum_of(non_finite)
+
+
+@inlined
+def _measure_chunk(
+    row, start, length, GRAD_DTYPE: tl.constexpr, COUNT_ZEROS: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """Return a chunk's sum of squares, fp32, its non-finite count and its zeros, int32."""
+    VECTOR: tl.constexpr = 128 // GRAD_DTYPE.primitive_bitwidth
+    squares = tl.full((BLOCK,), 0, tl.float32)
+    zeros = tl.full((BLOCK,), 0, tl.int32)
+    whole = _whole_vectors(row, length, VECTOR)
+    if whole > 0:
+        squares, zeros = _measure_part(
+            row, start, 0, whole, squares, zeros, GRAD_DTYPE, COUNT_ZEROS, BLOCK, VECTOR
+        )
+    if whole < length:
+        squares, zeros = _measure_part(
+            row, start, whole, length, squares, zeros, GRAD_DTYPE, COUNT_ZEROS, BLOCK, 1
+        )
+    total = sum_of_lanes(squares, BLOCK, 1)
+    non_finite = tl.full((), 0, tl.int32)
+    if (total < float("inf")) == 0:  # a sum is finite only if all elements are: one by one where it is not
+        non_finite = _count_non_finite(row, start, length, GRAD_DTYPE, BLOCK // NARROWER)
+    return total, non_finite, sum_of(zeros)
+
+
+@inlined
+def _is_last(counter, number):
+    """Count this program as done. Return whether it is the last of ``number``; the counter is 0 again then.
+
+    What the others have stored before they counted is there to be read.
+    """
+    tl.debug_barrier()
+    last = tl.atomic_add(counter, tl.full((), 1, tl.int64)) + 1 == number
+    if last:
+        tl.store(counter, tl.full((), 0, tl.int64))
+    return last
+
+
+@inlined
+def _sum_partials(partials, stride, number, FAN: tl.constexpr):
+    """Add up ``number`` partials, ``stride`` apart: the i-th to lane i % FAN, then lanes in pairs. Shape [4]."""
+    columns = tl.arange(0, 4)[None, :]
+    totals = tl.full((FAN, 4), 0, tl.float64)
+    for begin in range(0, number, FAN):
+        lanes = (begin + tl.arange(0, FAN))[:, None]
+        mask = (lanes < number) & (columns < 3)
+        # .cg: not from this SM's cache, in which another program's store is not seen
+        totals += tl.load(partials + lanes * stride + columns, mask=mask, other=0, cache_modifier=".cg")
+    return sum_of_lanes(totals, FAN, 4)
 
 
 @triton.jit(do_not_specialize=POINTERS)
 def measure_kernel(
-    rows, chunk_rows, partials, COLUMNS: tl.constexpr, GRAD_DTYPE: tl.constexpr, COUNT_ZEROS: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    rows, chunk_rows, counters, arrivals, partials, stats, COLUMNS: tl.constexpr, GRAD_DTYPE: tl.constexpr,
+    COUNT_ZEROS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, FAN: tl.constexpr,
 ):
-    """Write each chunk's sum of squares, non-finite count and zeros to ``partials``, fp64, shape [chunks, 4]."""
-    _, row, start, length = _locate(rows, chunk_rows, COLUMNS, CHUNK)
-    VECTOR: tl.constexpr = 128 // GRAD_DTYPE.primitive_bitwidth
-    squares = tl.full((BLOCK,), 0, tl.float32)
-    non_finite = tl.full((BLOCK,), 0, tl.int32)
-    zeros = tl.full((BLOCK,), 0, tl.int32)
-    whole = _whole_vectors(row, length, VECTOR)
-    if whole > 0:
-        squares, non_finite, zeros = _measure_part(
-            row, start, 0, whole, squares, non_finite, zeros, GRAD_DTYPE, COUNT_ZEROS, BLOCK, VECTOR
-        )
-    if whole < length:
-        squares, non_finite, zeros = _measure_part(
-            row, start, whole, length, squares, non_finite, zeros, GRAD_DTYPE, COUNT_ZEROS, BLOCK, 1
-        )
-    out = partials + tl.program_id(0).to(tl.int64) * 4
-    tl.store(out, sum_of_lanes(squares, BLOCK).to(tl.float64))
-    tl.store(out + 1, sum_of(non_finite).to(tl.float64))
-    tl.store(out + 2, sum_of(zeros).to(tl.float64))
+    """Write each row's sum of squares, non-finite count and zeros to ``stats``, fp64, shape [rows, 3].
 
-
-@triton.jit(do_not_specialize=POINTERS)
-def combine_kernel(rows, partials, stats, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """Add up a row's partials, in an order that its number of chunks fixes, into ``stats``, fp64, shape [rows, 3]."""
-    row = rows + tl.program_id(0).to(tl.int64) * COLUMNS
+    The last program of FAN chunks adds them up, and the last of those programs adds up their sums: the order is that of
+    the chunks, whoever is last. ``partials``: fp64, shape [chunks, 4], of rows of more than one chunk.
+    """
+    index, row, start, length = _locate(rows, chunk_rows, COLUMNS, CHUNK)
+    squares, non_finite, zeros = _measure_chunk(row, start, length, GRAD_DTYPE, COUNT_ZEROS, BLOCK)
+    out = stats + tl.load(row + SLOT) * 3
     chunks = tl.maximum((tl.load(row + NUMEL) + (CHUNK - 1)) // CHUNK, 1).to(tl.int32)
-    first = partials + tl.load(row + FIRST_CHUNK) * 4
-    columns = tl.arange(0, 4)
-    totals = tl.full((BLOCK, 4), 0, tl.float64)
-    for begin in range(0, chunks, BLOCK):
-        offsets = begin + tl.arange(0, BLOCK)
-        mask = (offsets[:, None] < chunks) & (columns[None, :] < 3)
-        totals += tl.load(first + offsets[:, None] * 4 + columns[None, :], mask=mask, other=0)
-    tl.store(stats + tl.load(row + SLOT) * 3 + columns, sum_of(totals), mask=columns < 3)
+    mine = out
+    if chunks > 1:
+        mine = partials + tl.program_id(0).to(tl.int64) * 4
+    tl.store(mine, squares.to(tl.float64))
+    tl.store(mine + 1, non_finite.to(tl.float64))
+    tl.store(mine + 2, zeros.to(tl.float64))
+    if chunks > 1:
+        columns = tl.arange(0, 4)
+        first = tl.load(row + FIRST_CHUNK)
+        group = (start // CHUNK // FAN).to(tl.int32)
+        head = first + group * FAN
+        members = tl.minimum(chunks - group * FAN, FAN)
+        if _is_last(arrivals + head, members):
+            sums = _sum_partials(partials + head * 4, 4, members, FAN)
+            tl.store(partials + head * 4 + columns, sums, mask=columns < 3)
+            groups = (chunks + (FAN - 1)) // FAN
+            if _is_last(counters + index, groups):
+                sums = _sum_partials(partials + first * 4, 4 * FAN, groups, FAN)
+                tl.store(out + columns, sums, mask=columns < 3)

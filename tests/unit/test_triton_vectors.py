@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -22,6 +23,7 @@ from megascale.kernels import (
     ReferenceBackend,
     SgdHyper,
     device_table,
+    triton_backend,
 )
 from megascale.kernels.triton_backend import TritonBackend
 from tests.training import bits_equal
@@ -29,6 +31,7 @@ from tests.training import bits_equal
 DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 CHUNK = 64
+Numbers = NDArray[Any]
 ADAMW = AdamHyper(1e-2, 0.9, 0.999, 1e-8, 0.1, True, False, False)
 
 interpreted = pytest.mark.skipif(DEVICE.type != "cpu", reason="looks into kernels as they run, in the interpreter")
@@ -40,7 +43,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_table, "CHUNK", CHUNK)
 
 
-def _at(values: Tensor, address: int) -> tuple[Tensor, Tensor]:
+def at_address(values: Tensor, address: int) -> tuple[Tensor, Tensor]:
     """Return a copy whose address, modulo 16, is as given, in a larger buffer, and the buffer."""
     buffer = torch.full((values.numel() + 32,), 3.0, dtype=values.dtype, device=DEVICE)
     first = (address - buffer.data_ptr()) % 16 // values.element_size()
@@ -76,7 +79,7 @@ def _operands(rows: list[Row], names: list[str]) -> tuple[Operands, list[Tensor]
         columns = [operands.main, operands.model, grads, *operands.state.values()]
         for column, dtype, address in zip(columns, (SINGLE, model, grad, state, state), addresses, strict=False):
             values = operands.main[-1] if column is operands.model else torch.rand(numel, generator=generator)
-            view, buffer = _at(values.to(DEVICE, dtype), address)
+            view, buffer = at_address(values.to(DEVICE, dtype), address)
             column.append(view)
             buffers.append(buffer)
         operands.step.append(torch.full((), 3.0, device=DEVICE))
@@ -122,17 +125,23 @@ def test_updates_at_any_address_and_length(rule: str, rows: list[Row], skip: boo
         assert bits_equal(left, right)
 
 
-def _sum_as_documented(grad: Tensor) -> float:
+def _in_lanes(rows: Numbers, lanes: int) -> Numbers:
+    """Return the sum of each row, shape [rows]: the i-th number to lane i % lanes, then lanes in pairs."""
+    padded = np.pad(rows, ((0, 0), (0, -rows.shape[1] % lanes)))
+    sums = np.zeros_like(padded[:, :lanes])
+    for at in range(0, padded.shape[1], lanes):
+        sums += padded[:, at : at + lanes]
+    while sums.shape[1] > 1:
+        sums = sums[:, ::2] + sums[:, 1::2]
+    return sums[:, 0]
+
+
+def sum_as_documented(grad: Tensor, chunk: int, fan: int = 256) -> float:
     """Return the sum of squares in the order that TritonBackend's docstring states."""
-    total = np.float64(0)
-    for chunk in grad.float().cpu().split(CHUNK):
-        lanes = np.zeros(2048, np.float32)
-        for index, value in enumerate(chunk.numpy()):
-            lanes[index % 2048] += value * value
-        while len(lanes) > 1:
-            lanes = lanes[::2] + lanes[1::2]
-        total += np.float64(lanes[0])
-    return float(total)
+    squares: Numbers = np.square(grad.float().cpu().numpy())
+    chunks = _in_lanes(np.pad(squares, (0, -len(squares) % chunk)).reshape(-1, chunk), 2048).astype(np.float64)
+    groups = _in_lanes(np.pad(chunks, (0, -len(chunks) % fan)).reshape(-1, fan), fan)
+    return float(_in_lanes(groups[None], fan)[0])
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -141,13 +150,42 @@ def test_sums_of_squares_do_not_depend_on_addresses(numel: int, dtype: torch.dty
     """Invariant 13: the same bits at every address, those of the documented order; counts are the reference's."""
     values = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(DEVICE, dtype)
     values[numel // 2] = 0
-    view, _ = _at(values, address // dtype.itemsize * dtype.itemsize)
+    view, _ = at_address(values, address // dtype.itemsize * dtype.itemsize)
     stats = TritonBackend().measure([view], True)
     assert stats.zeros is not None
-    assert stats.sum_squares.item() == _sum_as_documented(values)
+    assert stats.sum_squares.item() == sum_as_documented(values, CHUNK)
     assert stats.zeros.item() == int((values == 0).sum())
     view[-1] = math.nan
     assert TritonBackend().measure([view], False).non_finite.item() == 1
+
+
+@pytest.mark.parametrize("numel", [1, CHUNK, CHUNK + 1, 4 * CHUNK, 4 * CHUNK + 1, 16 * CHUNK, 37 * CHUNK + 5])
+def test_chunks_are_added_up_in_their_order_on_two_levels(numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of one chunk, of one group of chunks, of several, of more groups than a program adds up at once: sums in the
+    documented order, counts exact, at every repetition, beside other rows.
+    """
+    monkeypatch.setattr(triton_backend, "FAN", 4)
+    grads = [torch.randn(n, generator=torch.Generator().manual_seed(n)).to(DEVICE, HALF) for n in (7, numel, 200)]
+    grads[1][-1] = 0
+    backend = TritonBackend()
+    for _ in range(2):
+        stats = backend.measure(grads, True)
+        assert stats.zeros is not None
+        assert stats.sum_squares.tolist() == [sum_as_documented(grad, CHUNK, 4) for grad in grads]
+        assert stats.zeros.tolist() == [int((grad == 0).sum()) for grad in grads]
+        assert stats.non_finite.tolist() == [0, 0, 0]
+    [table] = backend._plans.find([grads]).tables
+    assert not table.counters.any()
+    assert not table.arrivals.any()
+    grads[1][:: CHUNK // 2] = math.inf
+    assert backend.measure(grads, False).non_finite.tolist() == [0, -(-numel // (CHUNK // 2)), 0]
+
+
+def test_gradients_whose_squares_overflow_are_finite() -> None:
+    """fp32 gradients of 1e30: the sum is inf, and no element is counted as non-finite."""
+    stats = TritonBackend().measure([torch.full((9,), 1e30, device=DEVICE)], False)
+    assert stats.sum_squares.tolist() == [math.inf]
+    assert stats.non_finite.tolist() == [0]
 
 
 @interpreted
@@ -184,7 +222,7 @@ def test_all_whole_vectors_are_taken_as_vectors_and_no_pointer_is_promised_that_
     if rule == "measure":
         vector = 8
         for addresses in ([0], [8]):
-            grads = [_at(torch.ones(n, dtype=HALF), addresses[0])[0] for n in lengths]
+            grads = [at_address(torch.ones(n, dtype=HALF), addresses[0])[0] for n in lengths]
             TritonBackend().measure(grads, True)
     else:
         update, names = UPDATES[rule]
