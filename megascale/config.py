@@ -95,13 +95,21 @@ class OptimizerConfig:
     lr: float | None = None
     """Learning rate. build_optimizer requires it."""
     weight_decay: float = 0.01
+    """Weight decay. build_optimizer exempts biases and the parameters of norm layers."""
     adam_beta1: float = 0.9
+    """Weight of the old first moment in the new one."""
     adam_beta2: float = 0.999
+    """Weight of the old second moment in the new one."""
     adam_eps: float = 1e-8
+    """Added to the root of the bias-corrected second moment."""
     decoupled_weight_decay: bool = True
+    """AdamW, which shrinks the weights. False: Adam, to whose gradients weight decay is added."""
     sgd_momentum: float = 0.9
+    """Weight of the old momentum in the new one. 0: no momentum buffer."""
     lion_beta1: float = 0.9
+    """Weight of the old momentum in the step's direction."""
     lion_beta2: float = 0.99
+    """Weight of the old momentum in the new one."""
 
     def __post_init__(self) -> None:
         for name in FLAGS:

@@ -147,7 +147,7 @@ class _Resources(HTMLParser):
 def test_site_asks_no_other_host(tmp_path: Path) -> None:
     """Pages, styles and scripts of the built site name no resource that lies elsewhere; docstrings' roles are gone."""
     pytest.importorskip("mkdocs")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     quiet = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, env=quiet)
     assert done.returncode == 0, done.stderr
