@@ -136,9 +136,9 @@ def adam(model: torch.dtype, grad: torch.dtype, state: torch.dtype = SINGLE, ams
     return lambda backend, memory: backend.adam_(memory.operands(model, grad, state, names, True), hyper, _decision())
 
 
-def sgd(model: torch.dtype, grad: torch.dtype, momentum: float) -> Call:
+def sgd(model: torch.dtype, grad: torch.dtype, momentum: float, nesterov: bool = False) -> Call:
     """SGD."""
-    hyper = SgdHyper(1e-2, momentum, 0.0, 0.1, False, False)
+    hyper = SgdHyper(1e-2, momentum, 0.0, 0.1, nesterov, False)
     names = ["momentum_buffer"] if momentum else []
     return lambda backend, memory: backend.sgd_(memory.operands(model, grad, SINGLE, names, False), hyper, _decision())
 
@@ -189,7 +189,10 @@ CALLS: dict[str, Call] = {
     "AdamW fp16, amsgrad": adam(HALF, HALF, amsgrad=True),
     "SGD fp16": sgd(HALF, HALF, 0.0),
     "SGD fp16, momentum": sgd(HALF, HALF, 0.9),
+    "SGD fp32, momentum": sgd(SINGLE, SINGLE, 0.9),
+    "SGD bf16, nesterov": sgd(BRAIN, BRAIN, 0.9, nesterov=True),
     "Lion bf16": lion(BRAIN, BRAIN),
+    "Lion fp32": lion(SINGLE, SINGLE),
     "write back fp16": writing_back(HALF),
     "write back bf16": writing_back(BRAIN),
 }

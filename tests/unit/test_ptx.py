@@ -55,7 +55,10 @@ def test_no_kernel_spills_or_contracts_or_reads_vectors_piece_by_piece(printed: 
         "AdamW fp16, amsgrad": 36,
         "SGD fp16": 12,
         "SGD fp16, momentum": 20,
+        "SGD fp32, momentum": 20,
+        "SGD bf16, nesterov": 20,
         "Lion bf16": 20,
+        "Lion fp32": 20,
         "write back fp16": 6,
         "write back bf16": 6,
     }

@@ -25,6 +25,7 @@ from megascale.kernels import (
     device_table,
     triton_backend,
 )
+from megascale.kernels.decision import GradWeights, Statistic, TensorStats
 from megascale.kernels.triton_backend import TritonBackend
 from tests.training import bits_equal
 
@@ -179,6 +180,29 @@ def test_chunks_are_added_up_in_their_order_on_two_levels(numel: int, monkeypatc
     assert not table.arrivals.any()
     grads[1][:: CHUNK // 2] = math.inf
     assert backend.measure(grads, False).non_finite.tolist() == [0, -(-numel // (CHUNK // 2)), 0]
+
+
+def test_sums_of_chunks_of_other_magnitudes_are_added_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of chunks that differ by 2**30, where another order of additions in fp64 gives other bits."""
+    monkeypatch.setattr(triton_backend, "FAN", 8)
+    generator = torch.Generator().manual_seed(26)
+    exponents = torch.randint(-8, 8, (60, 1), generator=generator)
+    grad = (torch.randn(60, CHUNK, generator=generator) * 2.0**exponents).flatten().to(DEVICE)
+    total = TritonBackend().measure([grad], False).sum_squares.item()
+    assert total == sum_as_documented(grad, CHUNK, 8)
+    assert total != sum_as_documented(grad, CHUNK, 4)  # or this test would not see the order
+
+
+def test_totals_of_tensors_are_added_in_the_documented_order() -> None:
+    """Of more tensors than lanes; with other lanes there would be other bits."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.rand(5000, dtype=torch.float64, generator=generator)
+    values *= 2.0 ** torch.randint(-8, 8, (5000,), generator=generator)
+    stats = TensorStats(values.to(DEVICE), torch.zeros(5000, dtype=torch.float64, device=DEVICE), None)
+    weights = GradWeights(torch.ones(5000, dtype=torch.float64, device=DEVICE), None)
+    vector = TritonBackend().total(stats, weights, torch.zeros((), dtype=torch.float64, device=DEVICE), 1.0)
+    assert vector[Statistic.SUM_SQUARES].item() == float(_in_lanes(values.numpy()[None], 4096)[0])
+    assert vector[Statistic.SUM_SQUARES].item() != float(_in_lanes(values.numpy()[None], 1024)[0])
 
 
 def test_gradients_whose_squares_overflow_are_finite() -> None:
