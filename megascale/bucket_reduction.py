@@ -2,7 +2,8 @@
 
 Replicated main params keep the whole bucket; sharded ones keep this rank's shard, summed over the other copies of that
 shard too where there are any. A 16-bit type that travels is divided by the number of ranks first, because 16-bit sums
-overflow.
+overflow. Any other is summed and then divided, or averaged by a backend that does so on the way, where that gives the
+same: :func:`megascale.collectives.can_average_exactly`. Replicated and sharded, one backend divides in one way.
 """
 
 from abc import ABC, abstractmethod
@@ -16,16 +17,18 @@ from torch.distributed import Work
 
 from megascale.collectives import (
     Pending,
-    all_reduce_sum_start,
+    all_reduce_start,
+    can_average_exactly,
     exchange_start,
     group_rank,
     group_size,
     is_message_passing,
-    reduce_scatter_sum_start,
+    reduce_scatter_start,
 )
 from megascale.message_thread import MessageThread
 from megascale.parallel import GradGroup
 from megascale.spans import span
+from megascale.streams import WriteOrder, keep_for_current_stream
 
 CHUNK = 1 << 18
 """Elements that are summed and divided while they are in cache."""
@@ -100,13 +103,19 @@ class _Reduction(ABC):
         self.travel_dtype = travel_dtype
         self.has_scratch = travel_dtype != flat.dtype
         self.alone = group_size(group.holders) == 1
-        self._pre_divisor = group_size(group.holders) if travel_dtype.itemsize < 4 else 1
+        self._num_holders = group_size(group.holders)
+        self._pre_divisor = self._num_holders if travel_dtype.itemsize < 4 else 1
+        self._can_average = travel_dtype.itemsize >= 4 and can_average_exactly(group.holders)
+        self._averages = False
         self._divisor: Divisor = 1
+        self._order = WriteOrder(kept)
 
     def start(self, divisor: Divisor) -> None:
         """See :class:`BucketReduction`."""
         self._divisor = divisor
+        self._averages = self._can_average and not isinstance(divisor, Tensor) and divisor == self._num_holders
         if self.alone:
+            self._order.write()
             divide_(self.kept, divisor)
         else:
             self.begin()
@@ -114,6 +123,7 @@ class _Reduction(ABC):
     def finish(self, divisor: Divisor) -> None:
         """See :class:`BucketReduction`."""
         self.settle()
+        self._order.join()
         if divisor is not self._divisor:
             divide_(self.kept, divisor / self._divisor)
             self._divisor = divisor
@@ -133,8 +143,8 @@ class _Reduction(ABC):
         return self.flat.to(self.travel_dtype)
 
     def left_to_divide(self) -> Divisor:
-        """Return what a sum of payloads is still to be divided by."""
-        return self._divisor / self._pre_divisor
+        """Return what the reduced payload is still to be divided by."""
+        return 1 if self._averages else self._divisor / self._pre_divisor
 
 
 class AllReduced(_Reduction):
@@ -148,15 +158,17 @@ class AllReduced(_Reduction):
     def begin(self) -> None:
         """See :class:`_Reduction`."""
         self._payload = self.packed()
-        self._work = all_reduce_sum_start(self._payload, self.group.holders)
+        self._work = all_reduce_start(self._payload, self.group.holders, average=self._averages)
 
     def settle(self) -> None:
         """See :class:`BucketReduction`."""
         if self._work is None or self._payload is None:
             return
+        self._order.write()
         self._work.wait()
         if self._payload is not self.flat:
             self.flat.copy_(self._payload)
+            keep_for_current_stream(self._payload)
         divide_(self.flat, self.left_to_divide())
         self._work = self._payload = None
 
@@ -176,7 +188,7 @@ class _Sharded(_Reduction):
 
     def sum_over_replicas(self) -> None:
         """Begin to add the other copies of this shard."""
-        self._over_replicas = all_reduce_sum_start(self.kept, self.group.replicate)
+        self._over_replicas = all_reduce_start(self.kept, self.group.replicate, average=self._averages)
 
     def finish(self, divisor: Divisor) -> None:
         """See :class:`BucketReduction`."""
@@ -196,16 +208,19 @@ class ReduceScattered(_Sharded):
     def begin(self) -> None:
         """See :class:`_Reduction`."""
         self._payload = self.packed()
-        self._work = reduce_scatter_sum_start(self.own_part(self._payload), self._payload, self.group.shard)
+        own = self.own_part(self._payload)
+        self._work = reduce_scatter_start(own, self._payload, self.group.shard, average=self._averages)
 
     def settle(self) -> None:
         """See :class:`BucketReduction`."""
         if self._payload is None:
             return
+        self._order.write()
         if self._work is not None:
             self._work.wait()
         if self._payload is not self.flat:
             self.kept.copy_(self.own_part(self._payload))
+            keep_for_current_stream(self._payload)
         divide_(self.kept, self.left_to_divide())
         self._work = self._payload = None
         self.sum_over_replicas()

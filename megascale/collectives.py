@@ -45,13 +45,28 @@ def all_reduce_sum_(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
     return tensor
 
 
-def all_reduce_sum_start(tensor: Tensor, group: ProcessGroup | None) -> Work | None:
-    """Begin to sum ``tensor`` over ``group`` in place; the sum is there after ``wait()``. None where there is nothing
-    to do.
+def can_average_exactly(group: ProcessGroup | None) -> bool:
+    """Return whether the backend's average over ``group`` is a sum that is divided, to the bit.
+
+    NCCL multiplies each part by the reciprocal of the number of ranks. With a power of two nothing is rounded, unless
+    an element is so small that its part has not all bits of a normal number; sums do not overflow that could. With any
+    other number of ranks bits would differ from a division's. gloo's average is a pass of its own, no faster than ours.
+    """
+    size = group_size(group)
+    return size > 1 and size & (size - 1) == 0 and dist.get_backend(group) == "nccl"
+
+
+def all_reduce_start(tensor: Tensor, group: ProcessGroup | None, *, average: bool = False) -> Work | None:
+    """Begin to sum, or to average, ``tensor`` over ``group`` in place; it is there after ``wait()``. None where there
+    is nothing to do.
     """
     if group_size(group) == 1:
         return None
-    return dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group, async_op=True)
+    return dist.all_reduce(tensor, op=_reduction(average), group=group, async_op=True)
+
+
+def _reduction(average: bool) -> dist.ReduceOp.RedOpType:
+    return dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
 
 
 class LostMessage(NamedTuple):
@@ -139,14 +154,17 @@ def can_be_captured(group: ProcessGroup | None) -> bool:
     return group_size(group) == 1 or dist.get_backend(group) not in ("gloo", "mpi")
 
 
-def reduce_scatter_sum_start(output: Tensor, tensor: Tensor, group: ProcessGroup | None) -> Work | None:
-    """Begin to sum ``tensor`` over ``group``, of which this rank gets its shard: shape [numel / ranks], ``output``.
+def reduce_scatter_start(
+    output: Tensor, tensor: Tensor, group: ProcessGroup | None, *, average: bool = False
+) -> Work | None:
+    """Begin to sum, or to average, ``tensor`` over ``group``; this rank gets its shard: shape [numel / ranks],
+    ``output``.
 
     ``output`` may be this rank's own shard of ``tensor``; the rest of ``tensor`` is then undefined.
     """
     if group_size(group) == 1:
         return None
-    return _reduce_scatter(output, tensor, op=dist.ReduceOp.SUM, group=group, async_op=True)
+    return _reduce_scatter(output, tensor, op=_reduction(average), group=group, async_op=True)
 
 
 def exchange_start(received: Tensor, shards: Tensor, group: ProcessGroup | None, tag: int) -> Pending:

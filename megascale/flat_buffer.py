@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megascale.layout import Bucket, BufferLayout, Piece
+from megascale.streams import WriteOrder
 
 
 class FlatBucket:
@@ -20,6 +21,7 @@ class FlatBucket:
         bucket: which of the layout's buckets this is.
         flat: shape [bucket.numel], padding included.
         views: by name, contiguous, in the parameter's shape.
+        order: of the streams that write the views, which belong to it by name.
     """
 
     def __init__(
@@ -33,6 +35,7 @@ class FlatBucket:
         self.layout = layout
         self.bucket = bucket
         self.flat = torch.zeros(bucket.numel, dtype=dtype, device=device)
+        self.order = WriteOrder(self.flat)
         self.views: dict[str, Tensor] = {}
         for placement in layout.placements[bucket.first_placement : bucket.last_placement]:
             part = self.flat[placement.start - bucket.start : placement.stop - bucket.start]

@@ -70,7 +70,11 @@ class SyncedBucket:
         self.started = False
 
     def start(self, divisor: Divisor) -> None:
-        """Begin the reduction. Parameters that had no gradient take part with zeros."""
+        """Begin the reduction, behind all streams that wrote gradients.
+
+        Parameters that had no gradient take part with zeros.
+        """
+        self.memory.order.join()
         for name in self.fresh:
             self.memory.views[name].zero_()
         self.fresh = set()
@@ -360,11 +364,13 @@ class GradSync:
             if wrong is not None:
                 # Not raised in backward: other ranks wait for this bucket. finish() raises it.
                 self._error = self._error or wrong
-            elif name in bucket.fresh:
-                main_grad.copy_(param.grad)
-                bucket.fresh.discard(name)
             else:
-                main_grad.add_(param.grad)
+                bucket.memory.order.write(name)
+                if name in bucket.fresh:
+                    main_grad.copy_(param.grad)
+                    bucket.fresh.discard(name)
+                else:
+                    main_grad.add_(param.grad)
             param.grad = None
         if self._syncing:
             bucket.waiting.discard(name)

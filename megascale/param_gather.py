@@ -15,6 +15,7 @@ from megascale.collectives import Pending, all_gather_start, is_message_passing
 from megascale.gather_hooks import GatherHooks
 from megascale.grad_sync import SyncedBucket
 from megascale.message_thread import MessageThread
+from megascale.streams import Arrival
 
 _GATHER_BIT = 1 << 30
 """Tells a bucket's gather from its reduction."""
@@ -27,7 +28,7 @@ class GatheredBucket:
         self.synced = synced
         self.memory = synced.memory.twin(dtype)
         self._thread = thread
-        self._wait: Callable[[], None] | None = None
+        self._arrival: Arrival | None = None
 
     @torch.no_grad()
     def point(self, name: str, param: nn.Parameter) -> None:
@@ -48,18 +49,23 @@ class GatheredBucket:
         shard = self.memory.shard(self.synced.rank)
         group, tag = self.synced.group.shard, self.synced.tag | _GATHER_BIT
         gathering = all_gather_start(self.memory.flat, shard, group, tag)
-        self._wait = self._in_thread(gathering) if is_message_passing(group) else gathering.wait
+        wait = self._in_thread(gathering) if is_message_passing(group) else gathering.wait
+        self._arrival = Arrival(wait, self.memory.flat.device)
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a gather was begun that nobody has waited for."""
-        return self._wait is not None
+        """Whether a gather was begun that somebody may have to wait for."""
+        return self._arrival is not None
 
     def wait(self) -> None:
-        """Wait for the gather, if one is under way. Raises where a rank is lost."""
-        if self._wait is not None:
-            self._wait()
-            self._wait = None
+        """Wait for the gather, if one is under way: every stream that calls this does. Raises where a rank is lost."""
+        if self._arrival is not None and self._arrival.wait():
+            self._arrival = None
+
+    def end(self) -> None:
+        """Wait for the gather for all streams that wait for the current one later."""
+        self.wait()
+        self._arrival = None
 
     def _in_thread(self, gathering: Pending) -> Callable[[], None]:
         arrival = self._thread.submit(partial(self._thread.wait, gathering))
@@ -101,6 +107,11 @@ class ParamGather:
     def wait(self) -> None:
         """Wait until every parameter is whole."""
         _wait(self.buckets)
+
+    def end(self) -> None:
+        """Wait, for all streams that wait for the current one later: the gather is a part of the step."""
+        for bucket in self.buckets.values():
+            bucket.end()
 
     def wait_for(self, params: Iterable[nn.Parameter]) -> None:
         """Wait until these parameters are whole."""

@@ -158,7 +158,7 @@ class ShardedMainParams(MainParams):
     def end_step(self) -> None:
         """See :class:`MainParams`. A gather that overlaps runs on into the next forward."""
         if not self._gather.overlap:
-            self._gather.wait()
+            self._gather.end()
 
     def why_not_capturable(self) -> str | None:
         """See :class:`MainParams`."""

@@ -1,0 +1,111 @@
+"""A backend that averages on the way spares a pass over the bucket, where the bits are those of a division.
+
+NCCL is the one that does. Here gloo's average stands in for it, in what is asked for and in the bits of two and four
+ranks.
+"""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megascale import ParallelGroups, bucket_reduction, collectives
+from megascale.grad_sync import GradSync, ShardedGradSync
+from tests.counting import OperatorCounter
+from tests.pool import RankPool
+
+DIVISIONS = (torch.ops.aten.div_.Scalar, torch.ops.aten.div_.Tensor)
+
+
+def _hybrid() -> ParallelGroups:
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    twins = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    rank = dist.get_rank()
+    return ParallelGroups(dist.group.WORLD, data_shard=halves[rank // 2], data_replicate=twins[rank % 2])
+
+
+class _Asked:
+    """Counts the reductions that collectives are asked for."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.ops: Counter[str] = Counter()
+        patch.setattr(dist, "all_reduce", self._counted(dist.all_reduce))
+        patch.setattr(collectives, "_reduce_scatter", self._counted(collectives._reduce_scatter))
+
+    def _counted(self, real: Any) -> Any:
+        def collective(*tensors: Tensor, op: Any, **options: Any) -> Any:
+            self.ops[str(op).rpartition(".")[2]] += 1
+            return real(*tensors, op=op, **options)
+
+        return collective
+
+
+def _as_on_nccl(group: Any) -> bool:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_backend", lambda group=None: "nccl")
+        return collectives.can_average_exactly(group)
+
+
+def _reduced(
+    backend: str, sharded: bool, divisor: float | None, hybrid: bool, options: dict[str, Any]
+) -> tuple[list[Tensor], dict[str, int], int]:
+    """Return this rank's part of each bucket, the reductions that were asked for, and the divisions of elements."""
+    groups = _hybrid() if hybrid else ParallelGroups(dist.group.WORLD)
+    params = [nn.Parameter(torch.zeros(24)) for _ in range(3)]
+    torch.manual_seed(dist.get_rank())
+    grads = [torch.randn(24) * 10.0**power for power in (-30, 0, 30)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bucket_reduction, "is_message_passing", lambda group: False)
+        if backend == "nccl":
+            patch.setattr(bucket_reduction, "can_average_exactly", _as_on_nccl)
+        named = [(str(index), param) for index, param in enumerate(params)]
+        sync = (ShardedGradSync if sharded else GradSync)(named, groups=groups, bucket_numel=24, **options)
+        asked = _Asked(patch)
+        if divisor is not None:
+            sync.set_divisor(divisor)
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+        with OperatorCounter() as counter:
+            sync.finish()
+        kept = [bucket.reduction.kept.clone() for bucket in sync.buckets]
+        sync.detach()
+    return kept, dict(asked.ops), sum(counter.counts[op] for op in DIVISIONS)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize(
+    ("world", "divisor", "hybrid", "options", "averages"),
+    [
+        (2, None, False, {}, True),
+        (2, 2.0, False, {}, True),
+        pytest.param(4, None, False, {}, True, marks=pytest.mark.slow),
+        pytest.param(4, None, True, {}, True, marks=pytest.mark.slow),
+        pytest.param(3, None, False, {}, False, marks=pytest.mark.slow),
+        (2, 7.0, False, {}, False),
+        (2, None, False, {"reduction": "sum"}, False),
+        (2, None, False, {"reduce_dtype": torch.bfloat16}, False),
+    ],
+)
+def test_an_average_is_a_sum_divided(
+    ranks: RankPool,
+    world: int,
+    divisor: float | None,
+    hybrid: bool,
+    options: dict[str, Any],
+    averages: bool,
+    sharded: bool,
+) -> None:
+    """The same bits, without a division, where the number of ranks is a power of two; elsewhere nothing changes."""
+    hybrid = hybrid and sharded
+    plain = ranks.run(world, _reduced, "gloo", sharded, divisor, hybrid, options)
+    nccl = ranks.run(world, _reduced, "nccl", sharded, divisor, hybrid, options)
+    for (expected, asked, divisions), (kept, asked_nccl, divisions_nccl) in zip(plain, nccl, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(expected, kept, strict=True))
+        assert set(asked) == {"SUM"}
+        assert set(asked_nccl) == {"AVG" if averages else "SUM"}
+        assert sum(asked_nccl.values()) == sum(asked.values())
+        assert divisions_nccl == (0 if averages else divisions)
+        assert divisions == (0 if options == {"reduction": "sum"} else 3)
