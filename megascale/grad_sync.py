@@ -365,7 +365,8 @@ class GradSync:
                 # Not raised in backward: other ranks wait for this bucket. finish() raises it.
                 self._error = self._error or wrong
             else:
-                bucket.memory.order.write(name)
+                if bucket.memory.order.is_needed:
+                    bucket.memory.order.write(name)
                 if name in bucket.fresh:
                     main_grad.copy_(param.grad)
                     bucket.fresh.discard(name)

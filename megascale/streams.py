@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 
-def current_stream(device: torch.device) -> torch.Stream | None:
-    """Return the stream that work on ``device`` is put on; None for a device that this process has not, or a CPU."""
-    if device.type == "cpu":
-        return None
+def has_streams(device: torch.device) -> bool:
+    """Return whether work on ``device`` is put on streams: not on a CPU, nor on a device that this process has not."""
     accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or accelerator.type != device.type:
-        return None
+    return accelerator is not None and accelerator.type == device.type
+
+
+def current_stream(device: torch.device) -> torch.Stream:
+    """Return the stream that work on ``device`` is put on."""
     return torch.accelerator.current_stream(device)
 
 
@@ -26,9 +27,8 @@ def keep(tensor: Tensor, stream: torch.Stream) -> None:
 
 def keep_for_current_stream(tensor: Tensor) -> None:
     """See :func:`keep`. For scratch that another stream may have allocated."""
-    stream = current_stream(tensor.device)
-    if stream is not None:
-        keep(tensor, stream)
+    if has_streams(tensor.device):
+        keep(tensor, current_stream(tensor.device))
 
 
 class WriteOrder:
@@ -36,19 +36,23 @@ class WriteOrder:
 
     A use begins with the first write and ends with :meth:`join`. What orders one use behind the one before is not known
     here: the caller's streams wait for each other between steps.
+
+    Attributes:
+        is_needed: whether the tensor's device has streams. Nothing need be called where it has none.
     """
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
         self._device = tensor.device
+        self.is_needed = has_streams(tensor.device)
         self._writers: dict[str, torch.Stream] = {}
         self._kept_for: set[torch.Stream] = set()
 
     def write(self, part: str = "") -> None:
         """Let the current stream wait for who wrote ``part`` last; it writes next."""
-        stream = current_stream(self._device)
-        if stream is None:
+        if not self.is_needed:
             return
+        stream = current_stream(self._device)
         before = self._writers.get(part)
         if before is not None and before != stream:
             stream.wait_stream(before)
@@ -62,7 +66,7 @@ class WriteOrder:
         if self._writers:
             stream = current_stream(self._device)
             for writer in set(self._writers.values()):
-                if stream is not None and writer != stream:
+                if writer != stream:
                     stream.wait_stream(writer)
             self._writers.clear()
 
@@ -78,15 +82,16 @@ class Arrival:
     def __init__(self, wait: Callable[[], None], device: torch.device) -> None:
         self._wait = wait
         self._device = device
+        self._has_streams = has_streams(device)
         self._event: torch.Event | None = None
         self._waited: set[torch.Stream] = set()
 
     def wait(self) -> bool:
         """Let the current stream wait. Returns whether nobody has to wait any more: on a CPU."""
-        stream = current_stream(self._device)
-        if stream is None:
+        if not self._has_streams:
             self._wait()
             return True
+        stream = current_stream(self._device)
         if self._event is None:
             self._wait()
             self._event = stream.record_event()

@@ -157,6 +157,7 @@ class StreamModel(TorchDispatchMode):
 
     def __enter__(self) -> "StreamModel":
         patch = self._open.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(streams, "has_streams", lambda device: True)
         patch.setattr(streams, "current_stream", lambda device: self.current)
         patch.setattr(streams, "keep", self.keep)
         patch.setattr(bucket_reduction, "is_message_passing", lambda group: False)

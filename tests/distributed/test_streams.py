@@ -102,9 +102,7 @@ class _Life:
 
 
 def _waits_for_nobody(order: WriteOrder, part: str = "") -> None:
-    stream = streams.current_stream(order._device)
-    assert stream is not None
-    order._writers[part] = stream
+    order._writers[part] = streams.current_stream(order._device)
 
 
 def _waits_once(arrival: Arrival) -> bool:
