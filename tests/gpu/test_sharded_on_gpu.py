@@ -50,7 +50,7 @@ def test_bits_of_the_replicated_optimizer(inner: str, overlap: bool) -> None:
 
 
 def test_step_does_not_stall() -> None:
-    """Invariant 5: 20 steps with skips and growth issue no host sync."""
+    """Invariant 5: 20 steps with skips and growth issue no host sync, once a first one has compiled the kernels."""
     if not torch.cuda.is_available():
         pytest.skip("the sync debug mode is CUDA's")
     device = torch.device("cuda")
@@ -63,11 +63,11 @@ def test_step_does_not_stall() -> None:
         bucket_numel=300,
         grads_are_scaled=True,
     )
-    losses = [(step, step in (5, 11)) for step in range(20)]
+    losses = [(step, step in (5, 11)) for step in range(-1, 20)]
     for step, poison in losses:
         optimizer.zero_grad()
         optimizer.scale_loss(_loss(module, step, device, poison)).backward()
-        torch.cuda.set_sync_debug_mode("error")
+        torch.cuda.set_sync_debug_mode("error" if step >= 0 else "default")
         try:
             optimizer.step()
         finally:

@@ -1,6 +1,9 @@
 """The step in a CUDA graph: replays equal eager steps bitwise; skips, growth and learning rates take effect in them."""
 
 import math
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -65,6 +68,46 @@ def test_replays_of_the_step_equal_eager_steps(inner: str, backend: str) -> None
         assert same_bits(snapshot(optimizer, module), snapshot(eager, twin))
         assert torch.equal(optimizer.get_loss_scale(), eager.get_loss_scale())
     assert optimizer.num_skipped_steps.item() == eager.num_skipped_steps.item() == 4
+
+
+FRESH = """
+import sys
+import torch
+from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig, StepGraph
+
+def made():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 1).half().cuda()
+    inner = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-3, dtype=torch.float64, device="cuda"))
+    config = OptimizerConfig(fp16=True, clip_grad=1.0, backend=sys.argv[1])
+    return model, MixedPrecisionOptimizer(inner, config, DynamicGradScaler(2.0**16, 1.0, 2.0, 0.5, 2, 2))
+
+inputs = torch.randn(8, 32, 64, generator=torch.Generator().manual_seed(1)).half().cuda()
+x = torch.zeros_like(inputs[0])
+model, optimizer = made()
+graph = StepGraph(optimizer, lambda: optimizer.scale_loss(model(x).float().square().mean()).backward())
+for batch in inputs:  # nothing has run in this process before the graph was captured
+    x.copy_(batch)
+    result = graph.replay()
+twin, eager = made()
+for batch in inputs:
+    eager.zero_grad()
+    eager.scale_loss(twin(batch).float().square().mean()).backward()
+    eager.step()
+assert bool(result.success)
+assert optimizer.get_loss_scale().item() == eager.get_loss_scale().item() > 2.0**16
+assert all(torch.equal(one, other) for one, other in zip(model.parameters(), twin.parameters()))
+"""
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_graph_is_the_first_thing_of_a_process(backend: str) -> None:
+    """CUDA refuses to load a kernel while it captures: a process that has launched none yet captures all the same."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    ran = subprocess.run(
+        [sys.executable, "-c", FRESH, backend], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert ran.returncode == 0, ran.stderr
 
 
 @pytest.mark.parametrize("sharded", [False, True])

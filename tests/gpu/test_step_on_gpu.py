@@ -102,18 +102,77 @@ def test_skipped_step_changes_no_bit(inner: str) -> None:
         assert optimizer.step().success
 
 
-def test_statistics_of_a_large_tensor() -> None:
+LARGE = 2**31 + 5
+"""Elements of a tensor whose places do not fit 32 bits."""
+PIECE = 5000
+"""Elements at both ends of a large tensor, and around its 2**31st, that are looked at one by one."""
+
+
+def _needs_memory(gibibytes: int) -> None:
+    if torch.cuda.get_device_properties(_device()).total_memory < gibibytes * 2**30:
+        pytest.skip(f"needs {gibibytes} GiB of device memory")
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_statistics_of_a_large_tensor(backend: str) -> None:
     """More than 2**31 elements: exact counts, no 32-bit index."""
-    numel = 2**31 + 5
-    if torch.cuda.get_device_properties(_device()).total_memory < 40 * 2**30:
-        pytest.skip("needs 40 GiB of device memory")
-    grad = torch.zeros(numel, dtype=torch.float16, device=_device())
-    grad[-1], grad[0], grad[numel // 2] = math.nan, 2.0, math.inf
-    stats = select_backend("torch").measure([grad, torch.full((3,), 2.0, device=_device())], count_zeros=True)
+    _needs_memory(40)
+    grad = torch.zeros(LARGE, dtype=torch.float16, device=_device())
+    grad[-1], grad[0], grad[LARGE // 2] = math.nan, 2.0, math.inf
+    stats = select_backend(backend).measure([grad, torch.full((3,), 2.0, device=_device())], count_zeros=True)
     assert stats.non_finite.tolist() == [2, 0]
     assert stats.zeros is not None
-    assert stats.zeros.tolist() == [numel - 3, 0]
+    assert stats.zeros.tolist() == [LARGE - 3, 0]
     assert stats.sum_squares[1].item() == 12
+
+
+def _pieces(tensor: Tensor) -> Tensor:
+    """Return what is looked at of a tensor."""
+    middle = tensor.numel() - 2 * PIECE
+    return torch.cat([tensor[:PIECE], tensor[middle : middle + PIECE], tensor[-PIECE:]])
+
+
+def _put(tensor: Tensor, pieces: Tensor) -> Tensor:
+    middle = tensor.numel() - 2 * PIECE
+    for start, piece in zip((0, middle, tensor.numel() - PIECE), pieces.split(PIECE), strict=True):
+        tensor[start : start + PIECE] = piece
+    return tensor
+
+
+def _after_steps(value: Tensor, grad: Tensor, backend: str) -> tuple[Tensor, Tensor]:
+    """Return the parameter and its main param after three steps."""
+    param = torch.nn.Parameter(value)
+    config = OptimizerConfig(fp16=True, clip_grad=0.0, backend=backend)
+    scaler = DynamicGradScaler(2.0, 1.0, 2.0, 0.5, 100, 1)
+    inner = torch.optim.AdamW([param], lr=1e-2)
+    optimizer = MixedPrecisionOptimizer(inner, config, scaler, grads_are_scaled=True)
+    param.grad = grad
+    for _ in range(3):
+        assert optimizer.step().success
+    [(_, main)] = optimizer.main_params()
+    return param.detach(), main
+
+
+def check_large_step(numel: int, backend: str, device: torch.device) -> None:
+    """Take steps of one tensor: its pieces have the bits of a tensor of nothing else, the rest is one value."""
+    generator = torch.Generator().manual_seed(0)
+    values, grads = (torch.randn(3 * PIECE, generator=generator).half().to(device) for _ in range(2))
+    filled, slopes = (torch.full((numel,), fill, dtype=torch.float16, device=device) for fill in (0.5, 0.25))
+    param, main = _after_steps(_put(filled, values), _put(slopes, grads), backend)
+    expected = _after_steps(values.clone(), grads.clone(), backend)
+    assert bits_equal(_pieces(param), expected[0])
+    assert bits_equal(_pieces(main), expected[1])
+    rest = param[PIECE : numel - 2 * PIECE]
+    assert (rest == rest[0]).all()
+    assert rest[0] < 0.5
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_step_of_a_large_tensor(backend: str) -> None:
+    """A parameter of more than 2**31 elements is updated to its last element, and no element twice."""
+    _needs_memory(64)
+    check_large_step(LARGE, backend, _device())
+    torch.cuda.empty_cache()
 
 
 def test_outgrown_main_param_is_named_one_step_late() -> None:
