@@ -160,3 +160,57 @@ def test_everybody_follows_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = [pair for places in rounds for pair in itertools.pairwise(places)]
     assert sorted(pairs) == [(a, b) for a in range(6) for b in range(6) if a != b]
     assert (order(0, 0), order(1, 5), sorted(order(5, 7))) == ([], [0], list(range(5)))
+
+
+def as_on_gpu(text: str) -> str:
+    """Return a page with the words of one that was written on a GPU."""
+    words = {"megascale (native)": "megascale (triton)", "| operators |": "| launches |", "host reads": "host waits"}
+    for here, there in words.items():
+        text = text.replace(here, there)
+    return text
+
+
+GRAPH = """## Replays of the step: torch 2.11.0, a GPU
+
+### 3,000,000 parameters in 200 tensors, backend triton: the same bits
+
+| step | median ms | min | max | of eager |
+|---|---|---|---|---|
+| eager | 0.500 | 0.4 | 0.6 | 1.00 |
+| replay | 0.090 | 0.08 | 0.1 | 0.18 |
+"""
+
+
+def paper_of(folder: Path) -> dict[str, dict[str, str]]:
+    """Return the lines of benchmarks/paper.py on a folder, by what they are of."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "paper.py"), str(folder), "--out", str(folder / "paper.md")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (folder / "paper.md").read_text().strip() == done.stdout.strip()
+    return {row["AdamW on fp16 parameters, triton"]: row for row in table(done.stdout)}
+
+
+def test_paper_names_what_was_not_measured(tmp_path: Path) -> None:
+    """A part that failed has a line of its own; the time of a replay on paper needs the bandwidth."""
+    assert {row["measured"] for row in paper_of(tmp_path).values()} == {"not measured"}
+    (tmp_path / "graph_gpu.md").write_text(GRAPH)
+    assert len(paper_of(tmp_path)) == 4
+    (tmp_path / "step_gpu.md").write_text("Copy bandwidth in the same run: median 3000.0 GB/s, best 3100.0.")
+    found = paper_of(tmp_path)["replay of 3,000,000 parameters in 200 tensors: ms"]
+    assert [*found.values()][1:] == ["0.03", "0.09", "3.00"]
+
+
+@pytest.mark.slow
+def test_paper_reads_what_the_benchmarks_write(tmp_path: Path) -> None:
+    """Time, launches and waits of each page of launch/gpu_check.sh are found."""
+    run("step.py", "--tensors", "3", "--dtypes", "float16", "--only", "nobody", "--out", str(tmp_path / "step_gpu.md"))
+    run("sweep.py", "tensors", "--tensor-counts", "1,20", "--limit", "5", "--out", str(tmp_path / "sweep_gpu"))
+    (tmp_path / "graph_gpu.md").write_text(GRAPH)
+    for name in ("step_gpu.md", "sweep_gpu_tensors.md"):
+        page = tmp_path / name
+        page.write_text(as_on_gpu(page.read_text()))
+    found = paper_of(tmp_path)
+    for size in ("float16, 9,999 parameters in 3", "9,999 parameters in 1", "9,999 parameters in 20"):
+        assert [found[f"{size} tensors: {what}"]["paper"] for what in ("launches", "host waits")] == ["6", "0"]
+        assert float(found[f"{size} tensors: ms"]["measured"]) > 0
+    assert len(found) == 3 * 3 + 2
