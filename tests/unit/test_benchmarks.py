@@ -162,6 +162,20 @@ def test_everybody_follows_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (order(0, 0), order(1, 5), sorted(order(5, 7))) == ([], [0], list(range(5)))
 
 
+@pytest.mark.slow
+def test_bare_loops_move_the_bytes_of_every_rule() -> None:
+    """One row for each traffic, with its bytes, and those of them that are read; rules of one traffic share a row."""
+    found = {(row["rule"], row["parameters"]): row for row in table(run("traffic.py", "--tensors", "3"))}
+    moved = {"adamw": (30, 16), "amsgrad": (38, 20), "sgd": (14, 8), "momentum": (22, 12)}
+    assert len(found) == 3 * len(moved)
+    for rule, expected in moved.items():
+        for dtype, more in (("float16", 0), ("bfloat16", 0), ("float32", 2)):
+            row = found[rule, dtype]
+            assert int(row["bytes / parameter"]) == expected[0] + more
+            assert int(row["of them read"]) == expected[1] + 2 * more
+    assert found["adamw", "float16"]["of AdamW's in fp16 (median)"] == "1.00"
+
+
 def as_on_gpu(text: str) -> str:
     """Return a page with the words of one that was written on a GPU."""
     words = {"megascale (native)": "megascale (triton)", "| operators |": "| launches |", "host reads": "host waits"}
