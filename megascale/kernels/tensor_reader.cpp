@@ -26,7 +26,7 @@ using c10::TensorImpl;
 
 constexpr Py_ssize_t AHEAD = 16;   // tensors between a fetch and what reads it
 constexpr Py_ssize_t WINDOW = 128;  // tensors that are under way at a time: a power of two
-constexpr Py_ssize_t FEW = 128;    // not worth a second thread
+constexpr Py_ssize_t FEW = 2048;   // not worth a second thread, which may have no core to itself
 
 /* Where tensors lie, and what lies there: [4][n]. */
 struct Memory {

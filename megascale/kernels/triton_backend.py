@@ -9,7 +9,8 @@ import math
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -26,15 +27,33 @@ from megascale.kernels.decision import (
     TensorStats,
     TorchDecisions,
 )
-from megascale.kernels.device_table import DeviceTable, Plan, PlanCache
+from megascale.kernels.device_table import Column, DeviceTable, Plan, PlanCache
 from megascale.kernels.operands import AdamHyper, LionHyper, Operands, SgdHyper
 from megascale.kernels.reference import ReferenceBackend, stats_dtype
+from megascale.kernels.tensor_reader import increment_versions
 
 BLOCK = 1 << 10  # elements that a program holds at once
 MEASURED_BLOCK = 1 << 11  # of a gradient: two loads of a thread under way at once. Sums have as many lanes
 FAN = 1 << 8  # chunks that one program adds up at once
 NUM_WARPS = 4
 TOTAL_BLOCK, TOTAL_WARPS = 1 << 12, 16  # of the one program that adds up all tensors of a rank
+
+
+class _Kept(NamedTuple):
+    """What of some operands stays from step to step.
+
+    Attributes:
+        names: of the state that is updated.
+        main, model, state, step: columns; without a step none are counted.
+        written: all tensors that an update writes, each once.
+    """
+
+    names: list[str]
+    main: Column
+    model: Column
+    state: list[Column]
+    step: Column | None
+    written: list[Tensor]
 
 
 class TritonBackend(TorchDecisions):
@@ -57,6 +76,7 @@ class TritonBackend(TorchDecisions):
         _import_kernels()  # fails here, where the backend is asked for, if triton is not there
         self._reference = ReferenceBackend()
         self._plans = PlanCache()
+        self._kept: WeakKeyDictionary[Operands, _Kept] = WeakKeyDictionary()
         self._rates: dict[torch.device, tuple[float, Tensor]] = {}
 
     @property
@@ -66,7 +86,7 @@ class TritonBackend(TorchDecisions):
     def measure(self, grads: Sequence[Tensor], count_zeros: bool) -> TensorStats:
         """See :class:`megascale.kernels.Backend`."""
         device = self._check(grads[0].device)
-        plan = self._plans.find([grads])
+        plan = self._plans.find([Column(grads)])
         stats = torch.empty(len(grads), 3, dtype=stats_dtype(device), device=device)
         for table in plan.tables:
             partials = torch.empty(len(table.chunk_rows), 4, dtype=stats.dtype, device=device)
@@ -212,7 +232,7 @@ class TritonBackend(TorchDecisions):
     def write_back_(self, mains: list[Tensor], models: list[Tensor]) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
         device = self._check(mains[0].device)
-        plan = self._plans.find([mains, models])
+        plan = self._plans.find([Column(mains), Column(models)])
         flags = torch.empty(len(mains), dtype=torch.uint8, device=device)
         for table in plan.tables:
             self._update(self._kernels.write_back_kernel, table, (flags,), {"MODEL_DTYPE": self._dtypes(table)[1]})
@@ -233,10 +253,12 @@ class TritonBackend(TorchDecisions):
             raise UsageError(f"Triton's interpreter cannot reach tensors on {device}: unset TRITON_INTERPRET")
         return device
 
-    def _plan(self, operands: Operands, names: Sequence[str], counts_steps: bool) -> Plan:
+    def _plan(self, operands: Operands, names: list[str], counts_steps: bool) -> Plan:
         self._check(operands.main[0].device)
-        columns = [operands.main, operands.model, operands.grad, *(operands.state[name] for name in names)]
-        return self._plans.find(columns, operands.step if counts_steps else ())
+        kept = self._kept.get(operands)
+        if kept is None or kept.names != names or (kept.step is not None) != counts_steps:
+            kept = self._kept[operands] = _keep(operands, names, counts_steps)
+        return self._plans.find([kept.main, kept.model, Column(operands.grad), *kept.state], kept.step)
 
     def _prepared(
         self, operands: Operands, lr: float | Tensor, decision: Decision
@@ -294,9 +316,23 @@ class TritonBackend(TorchDecisions):
 
     def _written(self, operands: Operands, flags: Tensor) -> Tensor:
         """Tell autograd what has been written, as torch's own in-place operations do; return the flags."""
-        states = [tensor for tensors in operands.state.values() for tensor in tensors]
-        torch.autograd.graph.increment_version([*operands.main, *operands.model, *states, *operands.step])
+        kept = self._kept[operands]
+        versions = increment_versions(kept.written)
+        operands.written = None if versions is None else versions[: len(operands.model)]
         return flags.view(torch.bool)
+
+
+def _keep(operands: Operands, names: list[str], counts_steps: bool) -> _Kept:
+    copied = [main for main, model in zip(operands.main, operands.model, strict=True) if main is not model]
+    states = [tensor for tensors in operands.state.values() for tensor in tensors]
+    return _Kept(
+        names,
+        Column(operands.main),
+        Column(operands.model),
+        [Column(operands.state[name]) for name in names],
+        Column(operands.step) if counts_steps else None,
+        [*operands.model, *copied, *states, *operands.step],
+    )
 
 
 @functools.cache

@@ -114,7 +114,7 @@ def test_facts_are_those_that_python_tells(tensors: list[Tensor], threads: int) 
         torch.set_num_threads(before)
 
 
-COUNTS = [1, 15, 16, 17, 80, 81, 128, 129, 1000]
+COUNTS = [1, 15, 16, 17, 80, 81, 2048, 2049, 5000]
 """Around the tensors that a walk is ahead of itself, and those that a second thread is worth."""
 
 

@@ -17,7 +17,17 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from megascale.errors import ArgumentError, UsageError
-from megascale.kernels import AdamHyper, Decision, LionHyper, Operands, ReferenceBackend, SgdHyper, device_table
+from megascale.kernels import (
+    AdamHyper,
+    Decision,
+    LionHyper,
+    Operands,
+    ReferenceBackend,
+    SgdHyper,
+    device_table,
+    tensor_list,
+    tensor_reader,
+)
 from megascale.kernels.triton_backend import TritonBackend
 from tests.counting import OperatorCounter
 from tests.training import bits_equal
@@ -341,21 +351,43 @@ def test_tables_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(made) == 7
 
 
+def test_only_gradients_are_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of operands that stay, an update asks for the addresses of its gradients alone, also where those have moved."""
+    monkeypatch.setenv(tensor_reader.ENVIRONMENT_VARIABLE, "python")
+    asked = []
+    of_each = tensor_list._of_each
+
+    def noted(look: Any, tensors: Any) -> list[Any]:
+        asked.extend([tensors] if look is torch.Tensor.data_ptr else [])
+        return of_each(look, tensors)
+
+    monkeypatch.setattr(tensor_list, "_of_each", noted)
+    operands, backend = _operands(ROWS[1:4]), TritonBackend()
+    _update(backend, operands, HYPERS["adamw"], _decision())
+    assert len(asked) == 6  # main, model, grad, exp_avg, exp_avg_sq, step
+    for step in range(2):
+        asked.clear()
+        _set_grads(operands, seed=step)
+        operands.grad = [grad.clone() for grad in operands.grad]
+        _update(backend, operands, HYPERS["adamw"], _decision())
+        assert [list(tensors) for tensors in asked] == [operands.grad]
+
+
 def test_capture_reuses_tables_and_refuses_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under graph capture a table made before is taken and kept for good; tensors that have moved are a UsageError."""
     monkeypatch.setattr(device_table, "CACHE_BYTES", 0)
     operands, backend = _operands(ROWS[1:3]), TritonBackend()
     backend.measure(operands.grad, True)
-    plan = backend._plans.find([operands.grad])
+    plan = backend._plans.find([device_table.Column(operands.grad)])
     monkeypatch.setattr(device_table, "is_capturing", lambda device: True)
-    assert backend._plans.find([operands.grad]) is plan
+    assert backend._plans.find([device_table.Column(operands.grad)]) is plan
     with pytest.raises(UsageError, match=r"run one step before capture.*zero_grad\(set_to_none=False\)"):
         backend.measure([grad.clone() for grad in operands.grad], True)
     monkeypatch.setattr(device_table, "is_capturing", lambda device: False)
     moved = [[grad.clone() for grad in operands.grad] for _ in range(5)]
     for grads in moved:
         backend.measure(grads, True)
-    assert backend._plans.find([operands.grad]) is plan
+    assert backend._plans.find([device_table.Column(operands.grad)]) is plan
     assert len(backend._plans._plans) == 2
 
 
