@@ -1,6 +1,6 @@
 """Native code under the compiler's sanitizers: no report of memory, undefined behaviour or races, from real work.
 
-The sanitized library is built and loaded as ours always is: CC is a command with the sanitizers' flags.
+The sanitized libraries are built and loaded as ours always are: CC and CXX are commands with the sanitizers' flags.
 """
 
 import os
@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from megascale.kernels import native_build, native_library
+from megascale.kernels import native_build, native_library, tensor_reader
+from tests.backend_machine import READER
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 DRIVER = Path(__file__).with_name("native_threads.c")
-GCC = shutil.which("gcc")
+GCC, GXX = shutil.which("gcc"), shutil.which("g++")
 # The compiler itself need not be watched. A report ends the program, also one of undefined behaviour.
 SANITIZED = (
     "env -u LD_PRELOAD {} -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined"
@@ -29,9 +30,9 @@ import sys
 from pathlib import Path
 import torch
 from megascale import MixedPrecisionOptimizer, OptimizerConfig
-from megascale.kernels import native_library
-native_library.SOURCE = Path(sys.argv[1])
-params = [torch.nn.Parameter(torch.ones(33, dtype=torch.bfloat16)) for _ in range(3)]
+from megascale.kernels import native_library, tensor_reader
+native_library.SOURCE, tensor_reader.SOURCE = (Path(sys.argv[1]) / name for name in ("native.c", "tensor_reader.cpp"))
+params = [torch.nn.Parameter(torch.ones(33, dtype=torch.bfloat16)) for _ in range(300)]
 optimizer = MixedPrecisionOptimizer(torch.optim.SGD(params, lr=0.5), OptimizerConfig(bf16=True, backend="native"))
 for param in params:
     param.grad = torch.ones(33, dtype=torch.bfloat16)
@@ -53,15 +54,16 @@ class Watched:
         self.environment = os.environ | {
             native_build.CACHE_VARIABLE: str(folder / "cache"),
             "CC": SANITIZED.format(GCC),
+            "CXX": SANITIZED.format(GXX),
             "LD_PRELOAD": f"{runtime} {_run([str(GCC), '-print-file-name=libstdc++.so.6']).stdout.strip()}",
             # Python keeps what it has until it ends.
             "ASAN_OPTIONS": "detect_leaks=0",
             "UBSAN_OPTIONS": "print_stacktrace=1",
         }
 
-    def run(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
-        """Run Python."""
-        return _run([sys.executable, *arguments], self.environment)
+    def run(self, *arguments: str, reader: str = "python") -> "subprocess.CompletedProcess[str]":
+        """Run Python, which reads tensors in the way that ``reader`` names."""
+        return _run([sys.executable, *arguments], self.environment | {tensor_reader.ENVIRONMENT_VARIABLE: reader})
 
     @property
     def libraries(self) -> set[str]:
@@ -84,21 +86,21 @@ def _run(command: list[str], environment: Mapping[str, str] | None = None) -> "s
 
 
 def _copy_of_sources(folder: Path, name: str, old: str, new: str) -> Path:
-    """Copy native.c and its headers, with one piece of one of them replaced. Returns the copy of native.c."""
-    for source in native_library.SOURCE.parent.glob("*.[ch]"):
+    """Copy our native code, with one piece of one file replaced. Returns the copies' folder."""
+    for source in native_library.SOURCE.parent.glob("*.[ch]*"):
         text = source.read_text()
         if source.name == name:
             assert text.count(old) == 1, f"{name} has changed: {old!r}"
             text = text.replace(old, new)
         (folder / source.name).write_text(text)
-    return folder / native_library.SOURCE.name
+    return folder
 
 
 @pytest.fixture
 def watched(tmp_path: Path) -> Watched:
     """Programs under the address and undefined-behaviour sanitizers; skips where there are none."""
-    if GCC is None:
-        pytest.skip("needs gcc")
+    if GCC is None or GXX is None:
+        pytest.skip("needs gcc and g++")
     runtime = _run([GCC, "-print-file-name=libasan.so"]).stdout.strip()
     source, program = tmp_path / "probe.c", tmp_path / "probe"
     source.write_text("int main(void) { return 0; }\n")
@@ -127,6 +129,18 @@ def test_life_on_native_is_clean(watched: Watched) -> None:
     assert watched.libraries == {"native"}
 
 
+def test_life_under_the_reader_is_clean(watched: Watched) -> None:
+    """tensor_reader.cpp, in its own tests and in that random life."""
+    tests = "tests/unit/test_tensor_reader.py"
+    done = watched.run("-m", "pytest", "-qs", "--timeout=1400", "-p", "no:cacheprovider", "-m", "slow", tests)
+    assert _reports(done) == ""
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+    done = watched.run("-m", "tests.backend_machine", f"native {READER}", "--examples", "30", "--steps", "15")
+    assert _reports(done) == ""
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+    assert watched.libraries == {"native", "tensor_reader"}
+
+
 LOAD = "Floats gradient = load(at.grad, kind.grad, {});"
 SOON = "soon = index + SOON;"
 OVERFLOW = "volatile int most = INT32_MAX; most = most + 1 + (int)chunk.start;"
@@ -138,14 +152,16 @@ FAULTS = [
         f"int64_t index = chunk.row, {SOON} {OVERFLOW}",
         "signed integer",
     ),
+    ("tensor_reader.cpp", "window[at % WINDOW] = source.at(at);", "window[at] = source.at(at);", "out of bounds"),
 ]
 
 
 @pytest.mark.parametrize(("name", "old", "new", "report"), FAULTS)
 def test_a_fault_is_reported(name: str, old: str, new: str, report: str, watched: Watched) -> None:
-    """The job can fail: copies that read beyond the last element, or whose numbers overflow, are reported."""
-    source = _copy_of_sources(watched.folder, name, old, new)
-    done = watched.run("-c", STEP, str(source))
+    """The job can fail: copies that go beyond the last element, or whose numbers overflow, are reported."""
+    folder = _copy_of_sources(watched.folder, name, old, new)
+    reader = "native" if name == tensor_reader.SOURCE.name else "python"
+    done = watched.run("-c", STEP, str(folder), reader=reader)
     assert done.returncode != 0
     assert report in _reports(done), done.stderr[-5000:]
 
@@ -190,9 +206,9 @@ def test_threads_do_not_race(threads: Path) -> None:
 def test_a_race_is_reported(threads: Path) -> None:
     """The job can fail: where a share is read and written in two steps, chunks are taken twice."""
     old = "while (!__atomic_compare_exchange_n(&share->left, &left, rest, 1, __ATOMIC_RELAXED, __ATOMIC_RELAXED));"
-    source = _copy_of_sources(
+    folder = _copy_of_sources(
         threads, "chunks.h", old, "while (share->left != left ? (left = share->left, 1) : (share->left = rest, 0));"
     )
-    done = _threads_with(source.parent, threads)
+    done = _threads_with(folder, threads)
     assert done.returncode != 0
     assert "ThreadSanitizer: data race" in done.stderr
