@@ -175,7 +175,7 @@ def test_chunks_are_added_up_in_their_order_on_two_levels(numel: int, monkeypatc
         assert stats.sum_squares.tolist() == [sum_as_documented(grad, CHUNK, 4) for grad in grads]
         assert stats.zeros.tolist() == [int((grad == 0).sum()) for grad in grads]
         assert stats.non_finite.tolist() == [0, 0, 0]
-    [table] = backend._plans.find([grads]).tables
+    [table] = backend._plans.find([device_table.Column(grads)]).tables
     assert not table.counters.any()
     assert not table.arrivals.any()
     grads[1][:: CHUNK // 2] = math.inf
