@@ -8,4 +8,7 @@ def is_capturing(device: torch.device) -> bool:
     if device.type in ("cpu", "meta"):
         return False
     capturing = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
-    return capturing is not None and bool(capturing())
+    if capturing is None:
+        return False
+    with torch.accelerator.device_index(device.index):  # it is asked of the current device
+        return bool(capturing())

@@ -83,10 +83,18 @@ class DeferredErrors:
     def record_overflows(self, rounded: list[Rounded]) -> None:
         """Remember, on the device, which model params could not hold their main param."""
         self._rounded.append(rounded)
+        self._count(rounded, self._num_overflowed)
+
+    def rehearse(self, rounded: list[Rounded]) -> None:
+        """Run what :meth:`record_overflows` runs on the device, and remember nothing."""
+        self._count(rounded, torch.empty_like(self._num_overflowed))
+
+    def _count(self, rounded: list[Rounded], out: Tensor) -> None:
+        """Write into ``out`` how many of all flags are set."""
         flags = [one.overflowed.to(self._device, non_blocking=True) for one in rounded]
         if flags:
             together = flags[0] if len(flags) == 1 else torch.cat(flags)
-            torch.sum(together, 0, dtype=self._num_overflowed.dtype, out=self._num_overflowed)
+            torch.sum(together, 0, dtype=out.dtype, out=out)
 
     def raise_local(self) -> None:
         """Raise at once where this rank is alone and its values lie in host memory."""

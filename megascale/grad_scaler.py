@@ -4,6 +4,7 @@ The rule is Megatron-Core's (``core/optimizer/grad_scaler.py``), bounded on both
 A scaler knows no process groups: whoever calls :meth:`MegatronGradScaler.update` hands in the agreed `found_inf`.
 """
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from megascale import validate
 from megascale.config import HYSTERESIS_RESETS, OptimizerConfig
 from megascale.errors import ArgumentError, ArgumentTypeError, StateDictError
 from megascale.kernels import Backend, ScaleRule, TorchDecisions, inverse
+from megascale.staging import staged
 
 LARGEST_TRACKER = 2**62  # int64 with room to count on
 
@@ -81,7 +83,7 @@ class MegatronGradScaler(ABC):
 
     def to(self, device: torch.device | str) -> "MegatronGradScaler":
         """Move the state to ``device`` and return self."""
-        self._scale = self._scale.to(device)
+        self._scale = staged(self._scale, torch.device(device))
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -90,6 +92,13 @@ class MegatronGradScaler(ABC):
     @abstractmethod
     def update(self, found_inf: bool | Tensor) -> None:
         """Take note of one step. ``found_inf``: a bool, or a tensor of one element (non-zero, or NaN: found)."""
+
+    def rehearse(self, found_inf: Tensor) -> None:
+        """Run what :meth:`update` runs on the device, and change nothing: it updates a copy."""
+        twin = copy.copy(self)
+        twin.backend = self.backend
+        vars(twin).update({name: value.clone() for name, value in vars(self).items() if isinstance(value, Tensor)})
+        twin.update(found_inf)
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -205,8 +214,8 @@ class DynamicGradScaler(MegatronGradScaler):
     def to(self, device: torch.device | str) -> "DynamicGradScaler":
         """Move the state to ``device`` and return self."""
         super().to(device)
-        self._growth_tracker = self._growth_tracker.to(device)
-        self._hysteresis_tracker = self._hysteresis_tracker.to(device)
+        self._growth_tracker = staged(self._growth_tracker, torch.device(device))
+        self._hysteresis_tracker = staged(self._hysteresis_tracker, torch.device(device))
         return self
 
     @torch.no_grad()

@@ -31,6 +31,7 @@ from megascale.flat_buffer import FlatBucket
 from megascale.grad_hook import GradHook, find_under_ddp, require_unowned
 from megascale.layout import DEFAULT_BUCKET_NUMEL, ParamSize, build_layouts
 from megascale.parallel import GradGroup, ParallelGroups, is_expert
+from megascale.staging import staged
 from megascale.usable_grads import memory_error
 
 REDUCTIONS = ("mean", "sum")
@@ -235,8 +236,8 @@ class GradSync:
     def set_divisor(self, divisor: Divisor) -> None:
         """Divide this step's sum over all ranks by ``divisor``, in place of the mean: by tokens, say.
 
-        Call it after :meth:`zero_` and before the step; the next step has the usual divisor again. A 0-d device tensor
-        is not read by the host.
+        Call it after :meth:`zero_` and before the step; the next step has the usual divisor again. The host does not
+        wait for a 0-d tensor, wherever it is.
 
         Raises:
             ArgumentError: for a number that is not above 0, or a tensor of more than one element.
@@ -245,6 +246,8 @@ class GradSync:
             if divisor.numel() != 1:
                 raise ArgumentError(f"divisor must be one number, got a tensor of shape {tuple(divisor.shape)}")
             self._divisor = divisor.detach().reshape(())
+            if self.buckets:
+                self._divisor = staged(self._divisor, self.buckets[0].memory.flat.device)
         else:
             self._divisor = validate.positive("divisor", divisor)
 

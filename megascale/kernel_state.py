@@ -1,17 +1,19 @@
 """The optimizer state that our kernels read and write: made as torch makes it, looked at before each step."""
 
 import numbers
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megascale.arena import Arena
+from megascale.arena import SLAB, Arena
 from megascale.dtensors import is_dtensor, local
 from megascale.errors import ArgumentError, UsageError
 from megascale.kernels import MemoryRecord, hold_objects, is_plain, memory_fault, plain, shares_elements
 from megascale.main_params import HALF_DTYPES, MainParam
+from megascale.staging import staged
 
 
 class StateColumns(NamedTuple):
@@ -128,15 +130,34 @@ class KernelState:
 
     def _create_steps(self, entries: Sequence[dict[str, Any]], params: Sequence[MainParam]) -> None:
         steps = []
-        for entry, param in zip(entries, params, strict=True):
+        for entry in entries:
             # A buffer that there is has seen a gradient: torch dampens the next one.
             first = 1.0 if entry.get("momentum_buffer") is not None else 0.0
             step = entry.get("step")
             step = torch.as_tensor(first if step is None else step).detach()
-            steps.append(plain(step).reshape(()).to(local(param.main).device, torch.float32))
+            steps.append(plain(step).reshape(()).float())
+        steps = _placed(steps, [local(param.main).device for param in params])
         arena = Arena(steps)
         for entry, step in zip(entries, steps, strict=True):
             entry["step"] = arena.adopt(step, step, "step")
+
+
+def _placed(numbers: Sequence[Tensor], devices: Sequence[torch.device]) -> list[Tensor]:
+    """Return 0-d tensors, each on its device. Those of the host travel together, and lie in slabs where they arrive."""
+    placed = list(numbers)
+    travelling: defaultdict[torch.device, list[int]] = defaultdict(list)
+    for index, (number, device) in enumerate(zip(numbers, devices, strict=True)):
+        if number.device.type == "cpu" and device.type != "cpu":
+            travelling[device].append(index)
+        else:
+            placed[index] = number.to(device)
+    for device, indices in travelling.items():
+        for begin in range(0, len(indices), SLAB):
+            run = indices[begin : begin + SLAB]
+            arrived = staged(torch.stack([numbers[index] for index in run]), device)
+            for index, number in zip(run, arrived.unbind(), strict=True):
+                placed[index] = number.data  # a version counter of its own
+    return placed
 
 
 def _check(name: str, value: Any, param: MainParam) -> None:

@@ -28,6 +28,7 @@ from megascale.kernels import (
 )
 from megascale.main_params import Batch, MainParam, MainParams
 from megascale.parallel import ParallelGroups
+from megascale.staging import staged
 from megascale.usable_grads import gradient_error
 
 REMEDY = "give that GradSync to this optimizer (grad_sync=...), or drop it, or call its detach()"
@@ -244,7 +245,7 @@ class ReadyGrads:
         return self._grad_sync is None or self._grad_sync.main_grad(param.model) is None
 
     def _column(self, values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=stats_dtype(self._device), device=self._device)
+        return staged(torch.tensor(values, dtype=stats_dtype(self._device)), self._device)
 
 
 def _misplaced(name: str) -> GradientError:

@@ -25,7 +25,7 @@ def find_differing(
     named = [(name, param) for name, param in named_parameters if not param.is_meta]
     names: dict[str, None] = {}
     for experts in _kinds(named):
-        mine = {name: _digest(param) for name, param in named if is_expert(param) == experts}
+        mine = digests({name: param for name, param in named if is_expert(param) == experts})
         holders = next(resolved.of_param(param).holders for _, param in named if is_expert(param) == experts)
         theirs = all_gather_object(mine, holders)
         known = dict.fromkeys(name for digests in theirs for name in digests)
@@ -61,19 +61,28 @@ def _kinds(named: list[tuple[str, nn.Parameter]]) -> list[bool]:
 
 
 def digests(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
-    """Return, by name, what tells whether two ranks hold the same bits. One pass over the tensors."""
-    return {name: _digest(tensor) for name, tensor in tensors.items()}
+    """Return, by name, what tells whether two ranks hold the same bits: dtype, shape, and two sums modulo 2**64.
+
+    One pass over the tensors. The host waits once for each device that they are on.
+    """
+    sums: dict[str, list[int]] = {}
+    for device in {tensor.device for tensor in tensors.values()}:
+        here = [name for name, tensor in tensors.items() if tensor.device == device]
+        sums |= dict(zip(here, torch.stack([_sums(tensors[name]) for name in here]).tolist(), strict=True))
+    return {
+        name: (str(tensor.dtype), tuple(tensor.shape), sums[name][0] % 2**64, sums[name][1] % 2**64)
+        for name, tensor in tensors.items()
+    }
 
 
 @torch.no_grad()
-def _digest(param: Tensor, chunk: int = 1 << 22) -> tuple[str, tuple[int, ...], int, int]:
-    """Return dtype, shape, and two sums over the parameter's bits: plain, and weighted by position, modulo 2**64."""
+def _sums(param: Tensor, chunk: int = 1 << 22) -> Tensor:
+    """Return two sums over the bits of a tensor, plain and weighted by position, modulo 2**64: int64, shape [2]."""
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[param.element_size()]
     flat = param.detach().contiguous().view(-1).view(bits)
-    plain = weighted = 0
+    sums = torch.zeros(2, dtype=torch.int64, device=flat.device)
     for start in range(0, flat.numel(), chunk):
         part = flat[start : start + chunk].long()
         places = torch.arange(start + 1, start + 1 + part.numel(), device=part.device)
-        plain += int(part.sum())
-        weighted += int((part * places).sum())
-    return str(param.dtype), tuple(param.shape), plain % 2**64, weighted % 2**64
+        sums += torch.stack([part.sum(), (part * places).sum()])
+    return sums

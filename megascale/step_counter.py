@@ -26,6 +26,15 @@ class StepCounter:
         self._landed_before: int | Tensor = 0
         self._skipped_before: int | Tensor = 0
 
+    def count(self, found_inf: Tensor, *, on_host: bool) -> None:
+        """Count a step, skipped where ``found_inf``, fp32, 0-d, is 1. ``on_host``: count it among ``steps``, too."""
+        self.skips.add_(found_inf.to(torch.int64))
+        self.steps += on_host
+
+    def rehearse(self, found_inf: Tensor) -> None:
+        """Run what :meth:`count` runs on the device, and change nothing."""
+        self.skips.clone().add_(found_inf.to(torch.int64))
+
     @property
     def landed(self) -> Tensor:
         """All steps that landed, those before a load too: int64, 0-d, on the device."""

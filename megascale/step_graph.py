@@ -15,6 +15,7 @@ from megascale.capture import is_capturing
 from megascale.collectives import can_be_captured
 from megascale.errors import ArgumentTypeError, UsageError
 from megascale.optimizer import MixedPrecisionOptimizer, StepResult
+from megascale.staging import staged
 
 
 class StepGraph:
@@ -64,6 +65,12 @@ class StepGraph:
         device = optimizer.device
         self._module = torch.get_device_module(device)
         self._rates = [_rate_on(group, device) for group in optimizer.param_groups]
+        with torch.accelerator.device_index(device.index):  # streams and graphs are those of the current device
+            self._capture(device, warmup)
+
+    def _capture(self, device: torch.device, warmup: int) -> None:
+        """Rehearse the step ``warmup`` times and capture it, on a stream of its own."""
+        optimizer = self._optimizer
         stream = self._module.Stream(device)
         stream.wait_stream(self._module.current_stream(device))
         with self._module.stream(stream):
@@ -73,10 +80,11 @@ class StepGraph:
         self._module.current_stream(device).wait_stream(stream)
         self._grads = self._grad_pointers()
         self._layout = optimizer.recipe.memory_layout()
-        if forward_backward is None:
+        if self._forward_backward is None:
             optimizer.get_loss_scale()  # whoever writes the gradients knows it
         self._graph = self._module.CUDAGraph()
-        with self._module.graph(self._graph):
+        # Other threads may go on: a DataLoader's allocates pinned memory, which a capture of all threads refuses.
+        with self._module.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
             self.output = self._run_forward_backward()
             self._result = optimizer.step()
 
@@ -115,7 +123,7 @@ class StepGraph:
         """Copy learning rates that were set as numbers, or as other tensors, to where the graph reads them."""
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
             if group["lr"] is not rate:
-                rate.copy_(torch.as_tensor(group["lr"]), non_blocking=True)
+                _write_rate(rate, group["lr"])
                 group["lr"] = rate
 
 
@@ -138,7 +146,16 @@ def check_capturable(optimizer: Any) -> None:
 
 
 def _rate_on(group: dict[str, Any], device: torch.device) -> Tensor:
-    """Put a param group's learning rate on the device, as a tensor of its own."""
-    rate = torch.as_tensor(group["lr"]).detach().to(device, torch.float64, copy=True)
+    """Put a param group's learning rate on the device, as an fp64 tensor of its own: kernels read numbers so."""
+    rate = torch.empty((), dtype=torch.float64, device=device)
+    _write_rate(rate, group["lr"])
     group["lr"] = rate
     return rate
+
+
+def _write_rate(rate: Tensor, value: float | Tensor) -> None:
+    """Write a learning rate, with all its bits, where a graph reads it. The host does not wait."""
+    if isinstance(value, Tensor):
+        rate.copy_(staged(value.detach(), rate.device), non_blocking=True)
+    else:
+        rate.fill_(value)

@@ -15,6 +15,7 @@ from megascale.deferred_errors import DeferredErrors, non_finite_params
 from megascale.errors import ArgumentTypeError, MegascaleError, UsageError
 from megascale.grad_scaler import MegatronGradScaler
 from megascale.grad_stats import GradStats
+from megascale.inner_update import Rounded
 from megascale.kernels import Decision
 from megascale.parallel import ParallelGroups
 from megascale.ready_grads import Collected
@@ -147,13 +148,12 @@ class StepRecipe:
         self.forget_ready()
         decision = ready[0].decision
         with span("update"):
-            rounded = [one for member, own in zip(self.members, ready, strict=True) for one in member.apply(own)]
-            self.errors.record_overflows(rounded)
+            self.errors.record_overflows(self._apply(ready))
         self._count(decision)
         with span("gather"):
             self._end_step()
         self.errors.raise_local()
-        return StepResult(decision.found_inf == 0, decision.grad_norm, decision.num_zeros)
+        return _result(decision)
 
     def forget_ready(self) -> None:
         """Drop a step that was decided and not taken."""
@@ -170,13 +170,21 @@ class StepRecipe:
 
     @torch.no_grad()
     def rehearse(self) -> None:
-        """Run a step that changes nothing but reduced gradients: kernels are compiled, and buffers made, by it."""
+        """Run all that a step runs on the device, and change nothing but reduced gradients.
+
+        Kernels are compiled and loaded by it, and buffers made, which none may be while a graph is captured.
+        """
         collected, stats = self._measure(None, scaled=True)
         decision = self._decide(grad_stats.agree(stats, self.groups))
         skip = replace(decision, found_inf=torch.ones_like(decision.found_inf))
-        for member, own in zip(self.members, collected, strict=True):
-            member.apply(ReadyStep(own.updates, skip))
+        if self.grad_scaler is not None:
+            self.grad_scaler.rehearse(skip.found_inf)
+        ready = [ReadyStep(own.updates, skip) for own in collected]
+        self.errors.rehearse(self._apply(ready))
+        for member in self.members:
+            member.counter.rehearse(skip.found_inf)
         self._end_step()
+        _result(skip)
 
     def memory_layout(self) -> list[object]:
         """Return what differs once parameters or state lie elsewhere. Follows weights loaded into the model."""
@@ -236,8 +244,11 @@ class StepRecipe:
     def _count(self, decision: Decision) -> None:
         """Count this step. A captured one is counted on the device only; its replays are counted on the host."""
         for member in self.members:
-            member.counter.skips.add_(decision.found_inf.to(torch.int64))
-            member.counter.steps += not is_capturing(member.device)
+            member.counter.count(decision.found_inf, on_host=not is_capturing(member.device))
+
+    def _apply(self, ready: Sequence[ReadyStep]) -> list[Rounded]:
+        """Update all members. Returns which main params did not fit their model params."""
+        return [one for member, own in zip(self.members, ready, strict=True) for one in member.apply(own)]
 
     def _ready(self, without: str) -> list[ReadyStep]:
         """Return the members' ready steps. Raises UsageError saying ``without`` if there are none."""
@@ -250,3 +261,7 @@ class StepRecipe:
         """Leave model params that are whole on every rank, or will be when they are needed."""
         for member in self.members:
             member.main_params.end_step()
+
+
+def _result(decision: Decision) -> StepResult:
+    return StepResult(decision.found_inf == 0, decision.grad_norm, decision.num_zeros)

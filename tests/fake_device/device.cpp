@@ -12,6 +12,8 @@
  *   wait      the host waits for an event, a stream or a device
  *   record    an event is recorded
  *   block     a stream waits for an event
+ *   pin       memory of the host is pinned, by its bytes
+ *   keep      memory of the device is not to be given to others before a stream is done with it, by its bytes
  */
 #include <ATen/Functions.h>
 #include <ATen/NativeFunctions.h>
@@ -19,6 +21,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstdlib>
@@ -86,6 +89,7 @@ struct PinnedMemory final : c10::Allocator {
   }
   c10::DataPtr allocate(size_t nbytes) override {
     void* data = zeros(nbytes);
+    report("pin", std::to_string(nbytes), {CUDA, current_device});
     const std::lock_guard<std::mutex> held(pinned_lock);
     if (data != nullptr) pinned[static_cast<const char*>(data)] = nbytes;
     return {data, data, &give_back, c10::Device(c10::kCPU)};
@@ -308,6 +312,10 @@ const Tensor& resize(const Tensor& self, at::IntArrayRef size, std::optional<at:
 Tensor view(const Tensor& self, at::IntArrayRef size) { return at::native::view(self, size); }
 Tensor& set_storage(Tensor& self, at::Storage source) { return at::native::set_(self, source); }
 
+void record_stream(Tensor& self, c10::Stream stream) {
+  report("keep", std::to_string(self.nbytes()), stream.device_index(), stream.id());
+}
+
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("empty.memory_format", &empty);
   m.impl("empty_strided", &empty_strided);
@@ -317,6 +325,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("_reshape_alias", &at::native::_reshape_alias);
   m.impl("view", &view);
   m.impl("resize_", &resize);
+  m.impl("record_stream", &record_stream);
   m.impl("set_.source_Storage", &set_storage);
   m.impl("set_.source_Storage_storage_offset", &at::native::set_storage_cpu_);
   m.impl("set_.source_Tensor", &at::native::set_tensor_);
@@ -338,3 +347,13 @@ const c10::impl::DeviceGuardImplRegistrar guards(CUDA, &guard);
 
 /* Call to(kind, what, device, stream) from now on, on whatever thread; null: nobody. */
 extern "C" void report_device_calls(Report to) { report_to = to; }
+
+/* UntypedStorage.resize_, which torch refuses for CUDA where it was built without. */
+extern "C" void resize_device_storage(c10::StorageImpl* storage, int64_t nbytes) {
+  const On there(storage->device());
+  auto resized = device_memory.allocate(nbytes);
+  const auto kept = std::min<size_t>(nbytes, storage->nbytes());
+  if (kept > 0) std::memcpy(resized.get(), storage->data_ptr().get(), kept);
+  storage->set_data_ptr_noswap(std::move(resized));
+  storage->set_nbytes(nbytes);
+}

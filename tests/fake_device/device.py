@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import importlib.util
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,6 +55,8 @@ def library() -> ctypes.PyDLL:
     )
     loaded = load(recipe, ctypes.PyDLL)
     loaded.report_device_calls.argtypes, loaded.report_device_calls.restype = [_REPORT], None
+    loaded.resize_device_storage.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+    loaded.resize_device_storage.restype = None
     return loaded
 
 
@@ -85,7 +88,8 @@ class FakeDevice:
         """Take note of one call, made by the code that is running."""
         if self._record is not None:
             site = lines_of("megascale")
-            self._record.append(Call(kind, what, stream, site, programs, self.capture is not None))
+            captured = self.capture is not None
+            self._record.append(Call(kind, what, stream, site, programs, captured, threading.get_ident()))
 
     @property
     def is_watched(self) -> bool:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, TypeVar
 
+import torch
+
 from tests.fake_device.device import FakeDevice
 
 T = TypeVar("T")
@@ -35,6 +37,7 @@ def make_ready() -> FakeDevice:
     global _ready
     if _ready is None:
         os.environ["TRITON_INTERPRET"] = "0"  # read when triton is imported
+        import megascale.kernels.triton_kernels  # noqa: F401  # read, not compiled
         from tests.fake_device import torch_cuda, triton_driver
         from tests.fake_device.device import library
 
@@ -42,6 +45,8 @@ def make_ready() -> FakeDevice:
         _ready = FakeDevice()
         torch_cuda.install(_ready)
         triton_driver.install(_ready, {"total_kernel": triton_driver.clean_step})
+        triton_driver.warm_up()
+        torch.optim.SGD([torch.zeros(1)], lr=0.1)  # what torch imports for its first optimizer takes seconds
     return _ready
 
 

@@ -34,6 +34,7 @@ class Call:
         site: the lines of megascale that made it, the innermost first.
         programs: of a launch.
         captured: whether a graph was being captured.
+        thread: that made it.
     """
 
     kind: str
@@ -42,6 +43,7 @@ class Call:
     site: str
     programs: int = 0
     captured: bool = False
+    thread: int = 0
 
     def makes_host_wait(self) -> bool:
         """Whether the host waits for the device, except for an event: what is behind that may be long done."""
@@ -56,7 +58,7 @@ class Call:
 
 
 class Record(list[Call]):
-    """Calls, in their order."""
+    """Calls, in their order. It travels by pickle."""
 
     def of(self, *kinds: str) -> list[str]:
         """Return what was called of these kinds."""
@@ -80,17 +82,25 @@ class Record(list[Call]):
 
     def refused_in_capture(self) -> list[str]:
         """Return what a GPU refuses, or does outside the graph, while it captures one."""
+        capture: Call | None = None
         refused = []
-        streams = {call.stream for call in self if call.kind == "capture"}
         for call in self:
-            if call.captured and (
-                call.makes_host_wait()
-                or call.kind in ("load", "wait")
-                or (call.kind == "copy" and call.what.endswith("pageable"))
-                or (call.kind in ("launch", "operator", "copy") and call.stream not in streams)
-            ):
+            capture = call if call.kind == "capture" else capture
+            if capture is None or not call.captured:
+                continue
+            is_unsafe = call.kind in ("load", "wait", "pin") or call.makes_host_wait()
+            if is_unsafe and (call.thread == capture.thread or capture.what == "global"):
+                refused.append(str(call))
+            elif call.kind in ("launch", "operator", "copy") and call.stream != capture.stream:
+                refused.append(f"{call}, on {call.stream}, not {capture.stream}")
+            elif call.kind == "copy" and call.what.endswith("pageable"):
                 refused.append(str(call))
         return refused
+
+    def first_met_in_capture(self) -> set[str]:
+        """Return the operators and kernels that ran while a graph was captured, and not before."""
+        ran = [call for call in self if call.kind in ("launch", "operator")]
+        return {call.what for call in ran if call.captured} - {call.what for call in ran if not call.captured}
 
 
 def lines_of(package: str, limit: int = 4) -> str:

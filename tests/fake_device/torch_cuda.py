@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from tests.fake_device.device import FakeDevice, current_stream
+from tests.fake_device.device import FakeDevice, current_stream, library
 
 
 def install(device: FakeDevice) -> None:
@@ -18,7 +18,9 @@ def install(device: FakeDevice) -> None:
             device.report("replay", "graph", current_stream())
 
     class Capture:
-        """``torch.cuda.graph``: a capture of one stream of the current device, as torch's is."""
+        """``torch.cuda.graph``. As torch's, it takes the stream that the first capture took, where none is given."""
+
+        usual: torch.Stream | None = None
 
         def __init__(
             self,
@@ -27,7 +29,9 @@ def install(device: FakeDevice) -> None:
             stream: torch.Stream | None = None,
             capture_error_mode: str = "global",
         ) -> None:
-            self._stream = stream or torch.Stream(torch.device("cuda", torch.accelerator.current_device_index()))
+            if stream is None:
+                stream = Capture.usual = Capture.usual or _stream()
+            self._stream = stream
             self._mode = capture_error_mode
 
         def __enter__(self) -> None:
@@ -64,6 +68,17 @@ def install(device: FakeDevice) -> None:
     }
     for name, value in replacements.items():
         setattr(torch.cuda, name, value)
+    torch.UntypedStorage.resize_ = _resize_storage  # type: ignore[method-assign, assignment]
+
+
+_resize_host_storage = torch.UntypedStorage.resize_
+
+
+def _resize_storage(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
+    if storage.device.type != "cuda":
+        return _resize_host_storage(storage, nbytes)
+    library().resize_device_storage(storage._cdata, nbytes)
+    return storage
 
 
 def _stream(device: Any = None, priority: int = 0) -> torch.Stream:

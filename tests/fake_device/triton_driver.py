@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
@@ -79,6 +80,16 @@ def install(device: FakeDevice, effects: dict[str, Effect]) -> None:
             return True
 
     driver.set_active(Driver())
+
+
+@triton.jit
+def _nothing_kernel() -> None:
+    """Do nothing."""
+
+
+def warm_up() -> None:
+    """Let Triton do what it does once in a process, such as reading all of its files for a checksum."""
+    _nothing_kernel[(1,)](enable_fp_fusion=False)
 
 
 def clean_step(arguments: dict[str, Any]) -> None:

@@ -1,0 +1,124 @@
+"""Steps of many ranks, as one rank of two sees them, on a device that is not there: collectives move nothing here.
+
+What gloo does between real ranks is tested in tests/distributed; NCCL's own streams show on a GPU only.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megascale import MixedPrecisionOptimizer, StepGraph
+from tests.fake_device.device import FakeDevice
+from tests.fake_device.models import BUILD, CONFIG, adamw, loss_of, model, synced, world_of_two
+from tests.fake_device.process import OnDevice
+from tests.fake_device.record import Record
+from tests.fake_device.table import table
+from tests.fake_device.training import scaler
+
+KINDS = [pytest.param(one, marks=() if one == "sharded" else pytest.mark.slow) for one in BUILD]
+UPDATE = {"measure_kernel", "total_kernel", "decide_kernel", "rescale_kernel", "adam_kernel"}
+
+
+def _train(device: FakeDevice, kind: str, ranks: int) -> list[Record]:
+    """Return what construction asked of the device, and each step: forward, backward and update."""
+    if ranks > 1:
+        world_of_two()
+    module = model()
+    with device.watch() as construction:
+        optimizer, loss = BUILD[kind](module)
+    records = [construction]
+    for _ in range(4):
+        with device.watch() as seen:
+            optimizer.zero_grad()
+            optimizer.scale_loss(loss()).backward()
+            optimizer.step()
+        records.append(seen)
+    return records
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_step_waits(on_device: OnDevice, kind: str, ranks: int) -> None:
+    """Forward, backward with reductions, update and gather: nobody waits, from the first step on."""
+    construction, *steps = on_device(_train, kind, ranks)
+    assert len(construction.syncs()) <= 2  # replicas are compared, once for each member
+    assert [seen.syncs() for seen in steps] == [[]] * 4
+    assert set(steps[-1].launches()) == UPDATE
+    assert steps[1].launches() == steps[2].launches() == steps[3].launches()
+    assert all(not seen.of("load") for seen in steps[1:])
+
+
+def _divided(device: FakeDevice) -> list[Record]:
+    world_of_two()
+    optimizer, loss = synced(model(), bucket_numel=30)
+    sync = optimizer._member.grad_sync
+    records = []
+    for tokens in (torch.tensor(7.0), torch.tensor(9.0, device="cuda"), 11.0):
+        with device.watch() as seen:
+            optimizer.zero_grad()
+            sync.set_divisor(tokens)
+            optimizer.scale_loss(loss()).backward()
+            optimizer.step()
+        records.append(seen)
+    return records
+
+
+def test_a_divisor_of_the_host_travels_without_a_wait(on_device: OnDevice) -> None:
+    """Tokens counted on the host, as a tensor there: one copy, however many buckets."""
+    records = on_device(_divided)
+    assert [seen.syncs() for seen in records] == [[]] * 3
+    first, second, _ = records
+    assert len([copy for copy in second.of("copy") if " to " in copy]) == 0
+    assert len([copy for copy in first.of("copy") if copy == "4 to async pinned"]) == 1
+
+
+def _graphed(device: FakeDevice, kind: str) -> Record:
+    world_of_two()
+    optimizer, loss = BUILD[kind](model())
+    with device.watch() as seen:
+        StepGraph(optimizer, lambda: optimizer.scale_loss(loss()).backward())
+    return seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sharded", "synced"])
+def test_a_step_of_many_ranks_is_captured(on_device: OnDevice, kind: str) -> None:
+    """Reductions in backward and the gather are part of the graph."""
+    seen = on_device(_graphed, kind)
+    assert seen.refused_in_capture() == []
+    assert seen.first_met_in_capture() == set()
+
+
+def _fully_sharded(device: FakeDevice) -> list[Record]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    world_of_two()
+    module = model()
+    fully_shard(module, mesh=init_device_mesh("cuda", (2,)))
+    optimizer = MixedPrecisionOptimizer(adamw(module), CONFIG, scaler())
+    loss = loss_of(module)
+    records = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        optimizer.scale_loss(loss()).backward()
+        with device.watch() as seen:
+            optimizer.step()
+        records.append(seen)
+    return records
+
+
+@pytest.mark.slow
+def test_fsdp2(on_device: OnDevice) -> None:
+    """DTensor parameters of ``fully_shard``: the step waits for nothing. FSDP2's own waits are not looked at."""
+    records = on_device(_fully_sharded)
+    assert [seen.syncs() for seen in records] == [[]] * 4
+    assert set(records[-1].launches()) == UPDATE
+
+
+@pytest.mark.slow
+def test_the_documentation_shows_what_is_counted(on_device: OnDevice) -> None:
+    """The table of docs/kernels.md, line by line."""
+    page = Path("docs/kernels.md").read_text()
+    assert table(on_device) in page
