@@ -4,11 +4,12 @@ A row of a table describes one parameter, a chunk is a run of at most :data:`CHU
 has one program per chunk. Rows of one table share their dtypes: a call launches once per combination of dtypes present.
 
 Tables are kept and found again by what they were made from. A training loop whose tensors stay in place copies nothing.
+Where only gradients have moved, their addresses are written beside the rest, which the host keeps, and one copy made.
 """
 
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -32,6 +33,9 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SAME, UNKNOWN = len(DTYPES), -1  # codes beside the places in DTYPES: the row's first tensor again; none of them
 
 Dtypes = tuple[torch.dtype | None, ...]
+
+
+_NO_CHUNKS = np.empty(0, dtype=np.int64)
 
 
 class _Codes(dict[torch.dtype, int]):
@@ -67,14 +71,57 @@ class Column:
         """Places of the dtypes in :data:`DTYPES`, or :data:`UNKNOWN`, shape [len(self)]."""
         return self.tensors.dtype_codes(_CODES)
 
-    @cached_property
+    @property
     def signature(self) -> Hashable:
         """What is the same for tensors that lie in the same places in the same way, and for no others."""
+        return self._places, self.form
+
+    @cached_property
+    def _places(self) -> bytes:
+        return self.pointers.tobytes()
+
+    @cached_property
+    def form(self) -> Hashable:
+        """What is the same for tensors that lie in the same way, wherever that is, and for no others."""
         layouts: tuple[Hashable, ...] = ()
         if not self.tensors.contiguous:
             strided = [index for index, tensor in enumerate(self.tensors) if not tensor.is_contiguous()]
             layouts = tuple((index, self.tensors[index].shape, self.tensors[index].stride()) for index in strided)
-        return self.pointers.tobytes(), self.tensors.numels.tobytes(), self.codes.tobytes(), layouts
+        return self.tensors.numels.tobytes(), self.codes.tobytes(), layouts
+
+
+@dataclass(frozen=True)
+class _Sheet:
+    """The rows of a table on the host. What they say of the tensors that move is filled in for each copy.
+
+    Attributes:
+        rows: as :attr:`DeviceTable.rows`, in memory that no copy to the device reads.
+        column: of the rows, which has the addresses of the tensors that move.
+        alignment: bytes that those must be aligned to for vector access.
+        rest_aligned: whether all others of a row are aligned, shape [rows].
+    """
+
+    rows: NDArray[np.int64]
+    column: int
+    alignment: int
+    rest_aligned: NDArray[np.bool_]
+
+    def place(self, pointers: NDArray[np.int64], device: torch.device, chunk_rows: NDArray[np.int64]) -> Tensor:
+        """Return the rows, filled in, and then ``chunk_rows`` on the device, in one copy, flat.
+
+        ``pointers``: of all tensors of the call that move.
+        """
+        mine = pointers[self.rows[:, SLOT]]
+        # Pinned memory that is dropped is not used again before the copy from it is done: torch's allocator waits for
+        # it. So every copy has pinned memory of its own.
+        count = self.rows.size
+        host = torch.empty(count + len(chunk_rows), dtype=torch.int64, pin_memory=device.type != "cpu")
+        host.numpy()[count:] = chunk_rows
+        rows = host.numpy()[:count].reshape(self.rows.shape)
+        rows[:] = self.rows
+        rows[:, ALIGNED] = self.rest_aligned & (mine & (self.alignment - 1) == 0)
+        rows[:, self.column] = mine
+        return host.to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -89,6 +136,9 @@ class DeviceTable:
         counters: int64, shape [rows], 0 between launches.
         arrivals: int64, shape [chunks], 0 between launches.
         longest: elements of the longest row.
+        sheet: the rows on the host.
+
+    Tables that differ only in where one column's tensors lie share all but the rows.
     """
 
     dtypes: Dtypes
@@ -97,11 +147,20 @@ class DeviceTable:
     counters: Tensor
     arrivals: Tensor
     longest: int
+    sheet: _Sheet
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes that the table takes on the device."""
+        """Return the bytes that the table takes on the device, shared or not."""
         return self.rows.nbytes + self.chunk_rows.nbytes + self.counters.nbytes + self.arrivals.nbytes
+
+    def moved(self, pointers: NDArray[np.int64]) -> "DeviceTable":
+        """Return the table for tensors of the same form elsewhere. ``pointers``: of all tensors of the call that move.
+
+        Of several such tables, launches follow one another on one stream: they count in the same memory.
+        """
+        placed = self.sheet.place(pointers, self.rows.device, _NO_CHUNKS)
+        return replace(self, rows=placed.view(self.rows.shape))
 
 
 @dataclass(frozen=True)
@@ -116,17 +175,19 @@ class PlanCache:
     """Plans by what they were made from: addresses, dtypes and layouts. A plan depends on nothing else."""
 
     def __init__(self) -> None:
-        self._plans: OrderedDict[Hashable, Plan] = OrderedDict()
+        self._plans: OrderedDict[Hashable, tuple[Plan, Hashable]] = OrderedDict()
+        self._latest: dict[Hashable, Plan] = {}  # of those plans, by all but where the tensors that move lie
         self._nbytes = 0
         self._captured: dict[Hashable, Plan] = {}
 
-    def find(self, columns: Sequence[Column], steps: Column | None = None) -> Plan:
+    def find(self, columns: Sequence[Column], steps: Column | None = None, moving: int = -1) -> Plan:
         """Return the plan of a call, made now unless the cache has it.
 
         Args:
             columns: of tensors on one device; the tensors of a parameter share a shape. Where there is more than one
                 column, the first one holds main params.
             steps: 0-d fp32 step counts.
+            moving: which column is the likeliest to lie elsewhere in the next call; of several not the first one.
 
         Raises UsageError where the plan is not in the cache and the current stream is capturing a graph: a graph would
         replay the copy from host memory that is gone. Raises ArgumentError for tensors on several devices.
@@ -134,39 +195,63 @@ class PlanCache:
         device = columns[0].tensors[0].device
         capturing = is_capturing(device)
         key = (CHUNK, device, steps and steps.signature, *(column.signature for column in columns))
-        plan = self._captured.get(key) or self._plans.get(key)
-        if plan is None:
+        plan = self._captured.get(key)
+        if plan is not None:
+            return plan
+        if key in self._plans:
+            plan, _ = self._plans[key]
             if capturing:
-                raise UsageError(
-                    f"tensors of a step captured into a graph on {device} are not where they were in the steps before; "
-                    "run one step before capture, and keep gradients in place: zero_grad(set_to_none=False)"
-                )
-            plan = _make_plan(columns, steps)
-            self._plans[key] = plan
-            self._nbytes += _nbytes(plan)
-            self._evict()
-        elif capturing:
-            # Replays read the table for as long as the graph lives.
-            self._captured[key] = plan
-        elif key in self._plans:
-            self._plans.move_to_end(key)
+                # Replays read the table for as long as the graph lives.
+                self._captured[key] = plan
+            else:
+                self._plans.move_to_end(key)
+            return plan
+        if capturing:
+            raise UsageError(
+                f"tensors of a step captured into a graph on {device} are not where they were in the steps before; "
+                "run one step before capture, and keep gradients in place: zero_grad(set_to_none=False)"
+            )
+        return self._add(key, columns, steps, moving % len(columns))
+
+    def _add(self, key: Hashable, columns: Sequence[Column], steps: Column | None, moving: int) -> Plan:
+        """Make a plan: of the latest one that differs only in where the tensors lie that move, if there is one."""
+        device, mover = columns[0].tensors[0].device, columns[moving]
+        _check_devices([mover], device)
+        still = tuple(column.signature for column in columns if column is not mover)
+        # Which of them are the main params themselves is a matter of form.
+        are_first = (mover.pointers == columns[0].pointers).tobytes() if moving > 0 else b""
+        family = (CHUNK, device, steps and steps.signature, moving, mover.form, are_first, *still)
+        latest = self._latest.get(family)
+        if latest is None:
+            plan = _make_plan(columns, steps, moving)
+        else:
+            plan = replace(latest, tables=tuple(table.moved(mover.pointers) for table in latest.tables))
+        self._plans[key] = plan, family
+        self._latest[family] = plan
+        self._nbytes += _nbytes(plan)
+        self._evict()
         return plan
 
     def _evict(self) -> None:
         while self._nbytes > CACHE_BYTES and len(self._plans) > 2:
-            _, plan = self._plans.popitem(last=False)
+            _, (plan, family) = self._plans.popitem(last=False)
             self._nbytes -= _nbytes(plan)
+            if self._latest.get(family) is plan:
+                del self._latest[family]
 
 
 def _nbytes(plan: Plan) -> int:
     return sum(table.nbytes for table in plan.tables)
 
 
-def _make_plan(columns: Sequence[Column], steps: Column | None) -> Plan:
-    device = columns[0].tensors[0].device
-    for column in columns if steps is None else (*columns, steps):
+def _check_devices(columns: Sequence[Column], device: torch.device) -> None:
+    for column in columns:
         for other in column.tensors.devices - {device}:
             raise ArgumentError(f"tensors of one kernel call are on {device} and on {other}; put them on one")
+
+
+def _make_plan(columns: Sequence[Column], steps: Column | None, moving: int) -> Plan:
+    _check_devices(columns if steps is None else (*columns, steps), columns[0].tensors[0].device)
     pointers = np.stack([column.pointers for column in columns], axis=1)
     codes = np.stack([column.codes for column in columns], axis=1)
     takes = _takes(columns, codes)
@@ -175,7 +260,7 @@ def _make_plan(columns: Sequence[Column], steps: Column | None) -> Plan:
     tables = []
     for members in _alike(codes, np.flatnonzero(takes)):
         dtypes = tuple(None if code == SAME else DTYPES[code] for code in codes[members[0]].tolist())
-        tables.append(_make_table(dtypes, members, pointers[members], columns[0], steps))
+        tables.append(_make_table(dtypes, members, pointers[members], columns, steps, moving))
     return Plan(tuple(tables), tuple(np.flatnonzero(~takes).tolist()))
 
 
@@ -205,37 +290,43 @@ def _alignments(dtypes: Dtypes) -> NDArray[np.int64]:
 
 
 def _make_table(
-    dtypes: Dtypes, members: NDArray[np.int64], pointers: NDArray[np.int64], lengths: Column, steps: Column | None
+    dtypes: Dtypes,
+    members: NDArray[np.int64],
+    pointers: NDArray[np.int64],
+    columns: Sequence[Column],
+    steps: Column | None,
+    moving: int,
 ) -> DeviceTable:
     """Return the table of rows that share their dtypes.
 
     Args:
         members: their places in the call, shape [rows].
         pointers: shape [rows, len(dtypes)].
-        lengths: a column of the call.
+        columns, steps, moving: see :meth:`PlanCache.find`.
     """
-    device = lengths.tensors[0].device
-    numels = lengths.tensors.numels[members]
+    device = columns[0].tensors[0].device
+    numels = columns[0].tensors.numels[members]
     # An empty parameter has a chunk, too: its step counts.
     num_chunks = np.maximum(-(-numels // CHUNK), 1)
-    width = TENSORS + len(dtypes)
-    # Pinned memory that is dropped is not used again before the copy from it is done: torch's allocator waits for it.
-    host = torch.empty(len(members) * width + int(num_chunks.sum()), dtype=torch.int64, pin_memory=device.type != "cpu")
-    rows = host[: len(members) * width].view(len(members), width).numpy()
+    alignments = _alignments(dtypes)
+    rows = np.zeros((len(members), TENSORS + len(dtypes)), dtype=np.int64)
     rows[:, NUMEL] = numels
     rows[:, FIRST_CHUNK] = np.cumsum(num_chunks) - num_chunks
     rows[:, SLOT] = members
-    rows[:, ALIGNED] = (pointers % _alignments(dtypes) == 0).all(axis=1)
     rows[:, STEP] = 0 if steps is None else steps.pointers[members]
     rows[:, TENSORS:] = pointers
-    host[len(members) * width :].numpy()[:] = np.repeat(np.arange(len(members)), num_chunks)
-    placed = host.to(device, non_blocking=True)
-    counters = torch.zeros(len(members) + int(num_chunks.sum()), dtype=torch.int64, device=device)
+    aligned = pointers % alignments == 0
+    aligned[:, moving] = True
+    sheet = _Sheet(rows, TENSORS + moving, int(alignments[moving]), aligned.all(axis=1))
+    chunk_rows = np.repeat(np.arange(len(members)), num_chunks)
+    placed = sheet.place(columns[moving].pointers, device, chunk_rows)
+    counters = torch.zeros(len(members) + len(chunk_rows), dtype=torch.int64, device=device)
     return DeviceTable(
         dtypes=dtypes,
-        rows=placed[: len(members) * width].view(len(members), width),
-        chunk_rows=placed[len(members) * width :],
+        rows=placed[: rows.size].view(rows.shape),
+        chunk_rows=placed[rows.size :],
         counters=counters[: len(members)],
         arrivals=counters[len(members) :],
         longest=int(numels.max()),
+        sheet=sheet,
     )

@@ -258,7 +258,8 @@ class TritonBackend(TorchDecisions):
         kept = self._kept.get(operands)
         if kept is None or kept.names != names or (kept.step is not None) != counts_steps:
             kept = self._kept[operands] = _keep(operands, names, counts_steps)
-        return self._plans.find([kept.main, kept.model, Column(operands.grad), *kept.state], kept.step)
+        columns = [kept.main, kept.model, Column(operands.grad), *kept.state]
+        return self._plans.find(columns, kept.step, moving=2)
 
     def _prepared(
         self, operands: Operands, lr: float | Tensor, decision: Decision

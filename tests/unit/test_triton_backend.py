@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -321,34 +322,169 @@ def test_launches_once_per_combination_of_dtypes(launches: Counter[str]) -> None
     assert launches == {"sgd_kernel": 2}
 
 
-def test_tables_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps on tensors that stay in place make no table. Tensors in other places, dtypes or layouts make one."""
-    made = []
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[device_table.Plan]:
+    """Note plans that are made anew, of all that they are made from."""
+    plans: list[device_table.Plan] = []
     make = device_table._make_plan
 
-    def counted(*args: Any) -> device_table.Plan:
-        made.append(make(*args))
-        return made[-1]
+    def noted(*args: Any) -> device_table.Plan:
+        plans.append(make(*args))
+        return plans[-1]
 
-    monkeypatch.setattr(device_table, "_make_plan", counted)
-    operands, backend = _operands(ROWS[1:4]), TritonBackend()
+    monkeypatch.setattr(device_table, "_make_plan", noted)
+    return plans
+
+
+@pytest.fixture
+def placed(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Note what is copied to the device of tables."""
+    copies: list[Tensor] = []
+    place = device_table._Sheet.place
+
+    def noted(*args: Any) -> Tensor:
+        copies.append(place(*args))
+        return copies[-1]
+
+    monkeypatch.setattr(device_table._Sheet, "place", noted)
+    return copies
+
+
+def test_tables_are_made_once(made: list[device_table.Plan], placed: list[Tensor]) -> None:
+    """Steps on tensors that stay in place copy no table. Other dtypes, lengths or layouts make one."""
+    operands, backend = _operands(ROWS[1:3]), TritonBackend()
     for step in range(3):
         _set_grads(operands, seed=step)
         backend.measure(operands.grad, True)
         _update(backend, operands, HYPERS["adamw"], _decision())
-    assert len(made) == 2
+    assert len(made) == len(placed) == 2
     kept, *others = operands.grad
     operands.grad = [kept.clone(), *others]
     _update(backend, operands, HYPERS["adamw"], _decision())
-    assert len(made) == 3
+    assert (len(made), len(placed)) == (2, 3)
     operands.grad = [kept, *others]
     _update(backend, operands, HYPERS["adamw"], _decision())
-    assert len(made) == 3
+    assert (len(made), len(placed)) == (2, 3)
     backend.measure([kept], True)
     backend.measure([kept.view(torch.bfloat16)], True)
     backend.measure([kept[:5]], True)
     backend.measure([kept[:10:2]], True)
-    assert len(made) == 7
+    assert len(made) == 6
+
+
+def _find(cache: device_table.PlanCache, operands: Operands) -> device_table.Plan:
+    given = [operands.main, operands.model, operands.grad, operands.state["exp_avg"]]
+    return cache.find([device_table.Column(tensors) for tensors in given], device_table.Column(operands.step), moving=2)
+
+
+def _same_plans(left: device_table.Plan, right: device_table.Plan) -> bool:
+    assert [table.dtypes for table in left.tables] == [table.dtypes for table in right.tables]
+    pairs = zip(left.tables, right.tables, strict=True)
+    return left.rest == right.rest and all(
+        torch.equal(a.rows, b.rows) and torch.equal(a.chunk_rows, b.chunk_rows) and a.longest == b.longest
+        for a, b in pairs
+    )
+
+
+def _says_what_is_aligned(table: device_table.DeviceTable) -> bool:
+    sizes = [(dtype or SINGLE).itemsize for dtype in table.dtypes]
+    expected = []
+    for row in table.rows.tolist():
+        pointers = zip(row[device_table.TENSORS :], sizes, strict=True)
+        expected.append(int(all(pointer % (16 * size // max(sizes)) == 0 for pointer, size in pointers)))
+    return table.rows[:, device_table.ALIGNED].tolist() == expected
+
+
+def test_moved_gradients_rewrite_one_column(made: list[device_table.Plan], placed: list[Tensor]) -> None:
+    """Of gradients elsewhere, also where they are aligned otherwise, rows alone are copied, once for each combination
+    of dtypes; the tables are those that would be made anew.
+    """
+    operands, cache = _operands(), device_table.PlanCache()
+    operands.state["exp_avg"][2] = torch.zeros(2, device=DEVICE)[1:]
+    first = _find(cache, operands)
+    assert len(made) == 1
+    combinations = len(first.tables)
+    assert combinations > 2
+    for offset in (0, 1, 8):
+        operands.grad = [
+            torch.zeros(len(grad) + offset, dtype=grad.dtype, device=DEVICE)[offset:] for grad in operands.grad
+        ]
+        placed.clear()
+        plan = _find(cache, operands)
+        assert len(made) == 1
+        assert [copy.nbytes for copy in placed] == [table.rows.nbytes for table in first.tables]
+        for table, before in zip(plan.tables, first.tables, strict=True):
+            assert table.chunk_rows is before.chunk_rows
+            assert table.counters is before.counters
+            assert _says_what_is_aligned(table)
+        assert _same_plans(plan, _find(device_table.PlanCache(), operands))
+        made.pop()
+    assert _find(cache, operands) is plan
+
+
+@pytest.mark.parametrize("change", ["dtype", "length", "layout", "main", "state"])
+def test_tables_are_made_anew_where_more_than_places_changed(made: list[device_table.Plan], change: str) -> None:
+    """A gradient of another dtype, length or layout, or that is the main param itself; another tensor elsewhere."""
+    operands, cache = _operands([(48, SINGLE, HALF, SINGLE), (17, SINGLE, HALF, SINGLE)]), device_table.PlanCache()
+    _find(cache, operands)
+    grad, other = operands.grad
+    if change == "state":
+        operands.state["exp_avg"][0] = operands.state["exp_avg"][0].clone()
+    else:
+        changed = {
+            "dtype": grad.to(HALF),
+            "length": grad[:40],
+            "layout": torch.zeros(96, device=DEVICE)[::2],
+            "main": operands.main[0],
+        }
+        operands.grad = [changed[change], other]
+    plan = _find(cache, operands)
+    assert len(made) == 2
+    assert _same_plans(plan, _find(device_table.PlanCache(), operands))
+
+
+def test_memory_of_a_copy_is_not_written_again(placed: list[Tensor]) -> None:
+    """A copy may still be under way when gradients have moved again: each has host memory of its own."""
+    operands, cache, grads = _operands(), device_table.PlanCache(), []  # gradients are kept, so that others move
+    for _ in range(4):
+        grads.append(operands.grad)
+        _find(cache, operands)
+        operands.grad = [grad.clone() for grad in operands.grad]
+    before = [copy.clone() for copy in placed]
+    sheets = [table.sheet for plan, _ in cache._plans.values() for table in plan.tables]
+    assert len({copy.data_ptr() for copy in placed}) == len(placed)
+    assert not any(np.shares_memory(sheet.rows, copy.cpu().numpy()) for sheet in sheets for copy in placed)
+    operands.grad = [grad.clone() for grad in operands.grad]
+    _find(cache, operands)
+    assert all(torch.equal(copy, kept) for copy, kept in zip(placed, before, strict=False))
+
+
+def test_what_is_kept_of_tables_is_dropped_with_them(
+    monkeypatch: pytest.MonkeyPatch, made: list[device_table.Plan]
+) -> None:
+    """Calls with ever other tensors keep no more on the host than on the device; the latest ones stay known."""
+    monkeypatch.setattr(device_table, "CACHE_BYTES", 0)
+    cache = device_table.PlanCache()
+    for count in range(1, 6):
+        for _ in range(2):
+            cache.find([device_table.Column([torch.ones(count, device=DEVICE) for _ in range(count)])])
+    assert len(made) == 5
+    assert len(cache._latest) <= len(cache._plans) == 2
+    assert cache._nbytes == sum(table.nbytes for plan, _ in cache._plans.values() for table in plan.tables)
+
+
+def test_moved_gradients_have_the_bits_of_the_reference() -> None:
+    """Updates and statistics of gradients that lie elsewhere, and are aligned otherwise, in each step."""
+    backend, reference = TritonBackend(), ReferenceBackend()
+    ours, theirs = _operands(), _operands()
+    for step in range(3):
+        ours.grad = [torch.zeros(len(grad) + step, dtype=grad.dtype, device=DEVICE)[step:] for grad in ours.grad]
+        _set_grads(ours, seed=step)
+        _set_grads(theirs, seed=step)
+        assert backend.measure(ours.grad, True).zeros is not None
+        _update(backend, ours, HYPERS["adamw"], _decision())
+        _update(reference, theirs, HYPERS["adamw"], _decision())
+    assert _same(ours, theirs)
 
 
 def test_only_gradients_are_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -405,8 +541,11 @@ def test_autograd_hears_of_the_writes() -> None:
 
 def test_tensors_on_several_devices_are_refused() -> None:
     """A raw pointer to another device would be read as if it were on this one."""
-    with pytest.raises(ArgumentError, match="put them on one"):
-        TritonBackend().measure([torch.ones(2, device=DEVICE), torch.ones(2, device="meta")], False)
+    backend, elsewhere = TritonBackend(), [torch.ones(2, device=DEVICE), torch.ones(2, device="meta")]
+    for _ in range(2):
+        with pytest.raises(ArgumentError, match="put them on one"):
+            backend.measure(elsewhere, False)
+        backend.measure([torch.ones(2, device=DEVICE) for _ in range(2)], False)
 
 
 def test_missing_triton_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
