@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megascale.dtensors import is_dtensor
-from megascale.kernels import ParamList, TensorList, read_versions
+from megascale.kernels import ParamList, Room, TensorList, read_versions
 
 
 class Watched:
@@ -16,6 +16,7 @@ class Watched:
     def __init__(self, params: Iterable[Tensor]) -> None:
         self.params: list[Tensor] = list(params)
         self._plain = not any(map(is_dtensor, self.params))
+        self._room = Room()
 
     @property
     def are_dtensors(self) -> bool:
@@ -28,7 +29,8 @@ class Watched:
         Args:
             among: look in the way in which so many params are looked at; None: as many as they are.
         """
-        return ParamList(self.params, among) if self._plain else TensorList(self._parts(), among)
+        kind = ParamList if self._plain else TensorList
+        return kind(self._parts(), among, self._room)
 
     def versions(self) -> NDArray[np.int64]:
         """Return how often torch has written each by now."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megascale.kernels import tensor_reader
 from megascale.kernels.checked_memory import is_plain, memory_fault
-from megascale.kernels.tensor_reader import Facts, Memory
+from megascale.kernels.tensor_reader import Facts, Memory, Room
 
 # Called for every tensor at every step, in loops that run in C.
 _DTYPE = attrgetter("dtype")
@@ -84,11 +84,13 @@ class TensorList(Sequence[Tensor]):
     Args:
         tensors: a list is used as it is, not copied.
         among: look in the way in which so many tensors are looked at; None: as many as they are.
+        room: what all that is looked up at once is read into; None: memory of the list's own.
     """
 
-    def __init__(self, tensors: Iterable[Tensor] = (), among: int | None = None) -> None:
+    def __init__(self, tensors: Iterable[Tensor] = (), among: int | None = None, room: Room | None = None) -> None:
         self._given = tensors if isinstance(tensors, list) else list(tensors)
         self._among = len(self._given) if among is None else among
+        self._room = room
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> "TensorList":
@@ -191,7 +193,7 @@ class TensorList(Sequence[Tensor]):
     @cached_property
     def _facts(self) -> Facts | None:
         """What was read in one walk."""
-        return tensor_reader.read(self._given, among=self._among)
+        return tensor_reader.read(self._given, among=self._among, room=self._room)
 
     @property
     def _memory(self) -> Memory | None:
@@ -247,7 +249,7 @@ class ParamList(TensorList):
 
     @cached_property
     def _facts(self) -> Facts | None:
-        return tensor_reader.read(self._given, among=self._among, grads=True)
+        return tensor_reader.read(self._given, among=self._among, grads=True, room=self._room)
 
 
 class GradList(TensorList):

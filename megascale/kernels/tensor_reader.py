@@ -11,6 +11,7 @@ import logging
 import os
 import sysconfig
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter, is_, methodcaller
 from pathlib import Path
@@ -80,17 +81,41 @@ class Facts(NamedTuple):
     grads: Memory | None
 
 
-def read(tensors: list[Tensor], *, among: int | None = None, grads: bool = False) -> Facts | None:
+class Room:
+    """Memory to read facts into. It serves again once no array of it is held: to get fresh memory costs more than to
+    write into it.
+    """
+
+    def __init__(self) -> None:
+        self._used: list[tuple[bytearray, weakref.ref[NDArray[np.int64]]]] = []
+
+    def take(self, rows: int, columns: int) -> NDArray[np.int64]:
+        """Return an array of shape [rows, columns]. What is in it means nothing."""
+        count = rows * columns
+        free = [memory for memory, array in self._used if array() is None and len(memory) == 8 * count]
+        memory = free[0] if free else bytearray(8 * count)
+        # The base of all that is cut from it: alive as long as any of that.
+        array = np.ndarray(count, dtype=np.int64, buffer=memory)
+        self._used = [(other, held) for other, held in self._used if held() is not None]
+        self._used.append((memory, weakref.ref(array)))
+        return array.reshape(rows, columns)
+
+
+def read(
+    tensors: list[Tensor], *, among: int | None = None, grads: bool = False, room: Room | None = None
+) -> Facts | None:
     """Return the facts of tensors; None where they have to be read from Python.
 
     Args:
         among: how many tensors there are, of which these are some; None: these.
         grads: read the memory of their gradients, too.
+        room: what to read into; None: memory of their own.
     """
     native = _native(len(tensors) if among is None else among)
     if native is None:
         return None
-    memory, status, of_grads = (np.empty((rows, len(tensors)), dtype=np.int64) for rows in (4, 2, 4 if grads else 0))
+    rows = (Room() if room is None else room).take(10 if grads else 6, len(tensors))
+    memory, status, of_grads = rows[:4], rows[4:6], rows[6:]
     unread = native.read_tensors(
         tensors,
         memory.ctypes.data,

@@ -19,6 +19,7 @@ from torch.nn import Buffer
 from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.kernels import GradList, MemoryRecord, ParamList, TensorList, native_build, tensor_reader
 from megascale.main_params import MainParam
+from megascale.watch import Watch
 from tests.training import bits_equal
 
 # The first of them may have to compile the library, which takes half a minute.
@@ -164,6 +165,39 @@ def test_a_record_that_is_gone_keeps_nothing() -> None:
     assert storage() is not None
     del record
     assert storage() is None
+
+
+def test_a_room_serves_again_when_nothing_read_into_it_is_held() -> None:
+    """Looks that follow each other are read into the same memory; one of which a column is held stays as it was."""
+    tensors, room = [torch.zeros(3) for _ in range(5)], tensor_reader.Room()
+
+    def versions() -> np.ndarray[Any, np.dtype[np.int64]]:
+        return TensorList(tensors, room=room).versions
+
+    first = versions().ctypes.data
+    others = [bytearray(240) for _ in range(9)]  # would take what had been given back
+    assert versions().ctypes.data == first
+    del others
+    held = versions()[1:3]
+    tensors[1].add_(1)
+    later = versions()
+    assert later[1:3].tolist() == [1, 0]
+    assert held.tolist() == [0, 0]
+    del held
+    tensors.append(torch.zeros(3))  # other lists need other memory
+    assert versions().tolist() == [0, 1, 0, 0, 0, 0]
+    assert later.tolist() == [0, 1, 0, 0, 0]
+
+
+def test_looks_of_a_watch_share_memory() -> None:
+    """One piece of it serves step after step."""
+    watch = Watch([nn.Parameter(torch.zeros(3)) for _ in range(5)])
+    addresses: set[int] = set()
+    others: list[bytearray] = []
+    for _ in range(6):
+        addresses.add(watch.look().versions.ctypes.data)
+        others += [bytearray(400) for _ in range(9)]  # would take what had been given back
+    assert len(addresses) == 1
 
 
 def test_gradients_are_read_through_their_parameters() -> None:
