@@ -68,7 +68,7 @@ CASES: list[tuple[dict[str, dict[str, Any]], Callable[[dict[str, Any]], None], b
         {},
         _swapped_inside,
         True,
-        r"model weights first.bias, still.bias are not the main params that would be loaded for them, rounded",
+        r"model weights 'first.bias', 'still.bias' are not the main params that would be loaded for them, rounded",
     ),
 ]
 
@@ -136,6 +136,6 @@ def test_model_tells_what_groups_do_not(chunks: int, wrapper: str) -> None:
         **models,
     }
     _, swapped = _optimizer(("right", "left"), prefix)
-    with pytest.raises(InteropError, match=rf"{prefix}right.weight, {prefix}left.weight are not the main params"):
+    with pytest.raises(InteropError, match=rf"'{prefix}right.weight', '{prefix}left.weight' are not the main params"):
         load_megatron_checkpoint(state, swapped)
     load_megatron_checkpoint(state, optimizer)
