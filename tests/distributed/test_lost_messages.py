@@ -156,6 +156,7 @@ def _survive() -> dict[str, tuple[str, float]]:
     return ends
 
 
+@pytest.mark.slow
 def test_a_message_that_was_cut_off_ends_with_an_error(ranks: RankPool) -> None:
     """Sent or received, alone or in a reduction or a gather: long before the process group's timeout."""
     with ranks.spawn(1 + len(CASES), _survive) as fresh:

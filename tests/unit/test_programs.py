@@ -135,7 +135,11 @@ def test_ctrl_c_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr("megascale.checkpoint.__main__.consolidate", interrupted)
-    assert checkpoint(["somewhere", "out.pt"]) == 130
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        assert checkpoint(["somewhere", "out.pt"]) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize(
