@@ -197,7 +197,9 @@ def test_grad_sync_orders_its_streams(ranks: RankPool, options: str, plan: Plan)
     assert ranks.run(2, _sync_life, plan, dict(SYNC_OPTIONS[options])) == [[], []]
 
 
-@pytest.mark.parametrize("options", OPTIMIZER_OPTIONS)
+@pytest.mark.parametrize(
+    "options", [pytest.param(name, marks=[] if name == "sharded" else pytest.mark.slow) for name in OPTIMIZER_OPTIONS]
+)
 @given(plan=plans())
 @EXAMPLES
 def test_optimizers_order_their_streams(ranks: RankPool, options: str, plan: Plan) -> None:
