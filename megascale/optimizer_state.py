@@ -15,9 +15,9 @@ from megascale.errors import StateDictError, listed
 from megascale.grad_scaler import MegatronGradScaler
 from megascale.inner_update import InnerUpdate
 from megascale.main_params import HALF_DTYPES, MainParams
-from megascale.param_shard import ParamShard
 from megascale.step_counter import StepCounter, parse_counts
 from megascale.torch_state_dict import StateDict, from_torch_layout, is_torch_layout
+from megascale.torch_states import is_per_element
 
 
 @dataclass
@@ -165,23 +165,22 @@ class LiveState:
     def _placed_state(self, name: str, param: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return one parameter's state: tensors of its shape in its place, others on its device."""
         placed = portable_state.portable(state, f"state[{name!r}]", copy=False)
-        live = self.state.get(param, {})
         is_cut = self.main_params.keeps(param)
         for key, value in placed.items():
             if isinstance(value, Tensor):
                 placed[key] = (
                     self.main_params.place(param, value, value.dtype)
-                    if is_cut and self._is_elementwise(value, param, live.get(key))
+                    if is_cut and self._is_per_element(key, value, param)
                     else value.to(local(param).device, copy=True)
                 )
         return dict(placed)
 
-    def _is_elementwise(self, value: Tensor, param: nn.Parameter, live: Any) -> bool:
-        """Return whether a saved tensor has an element for each of ``param``; for a scalar one the live state tells."""
-        if isinstance(value, ParamShard) or value.dim() > 0:
-            return value.shape == param.shape
-        main = self.main_params.get(param)
-        return param.dim() == 0 and main is not None and isinstance(live, Tensor) and live.shape == main.main.shape
+    def _is_per_element(self, key: str, value: Tensor, param: nn.Parameter) -> bool:
+        """Return whether a saved tensor has an element for each of ``param``'s; of a 0-d one live state knows best."""
+        main, live = self.main_params.get(param), self.state.get(param, {}).get(key)
+        if value.dim() == 0 and main is not None and isinstance(live, Tensor) and live.shape != main.main.shape:
+            return False
+        return is_per_element(key, value, param)
 
     def _plan_scaler(self, given: Any, strict: bool) -> Mapping[str, Any] | None:
         """Return the scaler's state if it is to be loaded. ``strict``: a scaler on one side only is an error."""

@@ -17,6 +17,7 @@ from megascale.main_params import Batch, MainParam, MainParams
 from megascale.parallel import ParallelGroups
 from megascale.ready_grads import Collected, ReadyGrads, checked_grads
 from megascale.step_counter import StepCounter
+from megascale.torch_states import is_per_element
 
 
 @dataclass(frozen=True)
@@ -159,5 +160,5 @@ class StepMember:
         """Keep this rank's part of state that the optimizer had before it was wrapped."""
         state = self.optimizer.state.get(param.model, {})
         for key, value in state.items():
-            if isinstance(value, Tensor) and value.shape == param.model.shape and value.dim() > 0:
+            if isinstance(value, Tensor) and is_per_element(key, value, param.model):
                 state[key] = self.main_params.cut(param, value)

@@ -12,6 +12,14 @@ from torch import Tensor
 from megascale.errors import StateDictError
 from megascale.main_params import HALF_DTYPES, MainParam
 
+PER_PARAMETER = frozenset({"eta", "mu", "mu_product", "step"})
+"""State that torch's elementwise optimizers keep once for a parameter, as 0-d tensors; all other has its shape."""
+
+
+def is_per_element(key: str, value: Tensor, param: Tensor) -> bool:
+    """Return whether a whole tensor of state has an element for each of ``param``'s. A 0-d one is told by its name."""
+    return value.shape == param.shape and (value.dim() > 0 or key not in PER_PARAMETER)
+
 
 def with_tensor_counts(optimizer: torch.optim.Optimizer, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a loaded state of the parameter ``name`` as torch's own optimizers read it; others' is left alone.

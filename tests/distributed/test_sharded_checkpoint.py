@@ -494,3 +494,56 @@ def test_peak_memory_stays_within_one_bucket(ranks: RankPool, tmp_path: Path) ->
         assert peaks["save"] <= bucket + SLACK
         assert peaks["load"] <= bucket + SLACK
         assert 14 * peaks["shard"] <= peaks["async"] <= 14 * peaks["shard"] + bucket + SLACK
+
+
+SCALAR_KEEPERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1),
+    "asgd": lambda params: torch.optim.ASGD(params, lr=0.1),
+    "nadam": lambda params: torch.optim.NAdam(params, lr=0.1),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.1, momentum=0.5),
+    "rprop": lambda params: torch.optim.Rprop(params, lr=0.1),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.1),
+}
+
+
+class Scalars(nn.Module):
+    """Three 0-d parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.tensor(float(i + 1)) for i in range(3))
+
+    def take_steps(self, optimizer: Any) -> None:
+        """Take two steps along constant gradients."""
+        for _ in range(2):
+            optimizer.zero_grad()
+            torch.stack([weight * (i + 2.0) for i, weight in enumerate(self.weights)]).sum().backward()
+            optimizer.step()
+
+
+def _trained_scalars(inner: str) -> list[dict[str, Any]]:
+    """Return the state dict of an unsharded optimizer, of a sharded one wrapped as late, and of one that loaded it."""
+    alone, late, fresh = Scalars(), Scalars(), Scalars()
+    bare, trained = (SCALAR_KEEPERS[inner](scalars.named_parameters()) for scalars in (alone, late))
+    alone.take_steps(bare)
+    plain = MixedPrecisionOptimizer(bare, replicas_may_differ=True)
+    alone.take_steps(plain)
+    late.take_steps(trained)
+    shards = DistributedOptimizer(trained, modules=late)
+    late.take_steps(shards)
+    fresh.load_state_dict(late.state_dict())
+    loaded = DistributedOptimizer(SCALAR_KEEPERS[inner](fresh.named_parameters()), modules=fresh)
+    loaded.load_state_dict(plain.state_dict())
+    states = [optimizer.state_dict() for optimizer in (plain, shards, loaded)]
+    for one, scalars in ((shards, late), (loaded, fresh)):
+        scalars.take_steps(one)
+    return [*states, shards.state_dict(), loaded.state_dict()]
+
+
+@pytest.mark.parametrize("inner", SCALAR_KEEPERS)
+def test_state_of_scalar_parameters_is_sharded(ranks: RankPool, inner: str) -> None:
+    """State of a 0-d parameter lies on the rank that holds it, a step count on each: trained before, and loaded."""
+    for plain, shards, loaded, *later in ranks.run(2, _trained_scalars, inner):
+        assert differences(shards["optimizer"]["state"], plain["optimizer"]["state"]) == []
+        assert differences(loaded["optimizer"]["state"], plain["optimizer"]["state"]) == []
+        assert differences(*(one["optimizer"]["state"] for one in later)) == []
