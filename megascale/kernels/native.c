@@ -13,7 +13,8 @@
 #define STAGE 1024  /* elements of a gradient that are measured at a time */
 #define LINE 32     /* elements of 16 bits in a cache line: one streamed in part costs more than it saves */
 #define LANES 32    /* partial sums of a stage */
-#define AHEAD 1536  /* bytes of fp32 from what is updated to what is prefetched */
+#define AHEAD 384   /* bytes of fp32 from what is updated to what is prefetched into the first-level cache */
+#define FAR 1536    /* into the second-level cache */
 #define STREAMED (1 << 22) /* elements of an update that leaves nothing of itself in cache */
 #define SHORT 4096  /* elements of a row that is prefetched while an earlier one is read */
 #define SOON 2      /* rows from the one that is read to the one that is prefetched */
@@ -279,12 +280,12 @@ INLINE void fetch_line(const char *at, int second) {
 
 /* Where types are mixed, lines of 16-bit elements are asked for twice: that costs least in the first-level cache. */
 INLINE void fetch_ahead(const Row *row, Place at, Kind kind) {
-    int second = is_fp32(kind);
-    fetch_line(at.main + AHEAD, second);
+    int second = is_fp32(kind), ahead = second ? FAR : AHEAD;
+    fetch_line(at.main + ahead, second);
     if (kind.rule == NOTHING) return;
-    fetch_line(at.grad + AHEAD * size_of(kind.grad) / 4, second);
+    fetch_line(at.grad + ahead * size_of(kind.grad) / 4, second);
     for (int k = 0; k < 3; k++)
-        if (row->state[k]) fetch_line(at.state[k] + AHEAD * size_of(kind.state[k]) / 4, second);
+        if (row->state[k]) fetch_line(at.state[k] + ahead * size_of(kind.state[k]) / 4, second);
 }
 
 /* What the hardware's own prefetching needs to begin with a short row in time. */
@@ -395,12 +396,11 @@ static void update_chunks(const Update *u, int64_t first, int64_t last, Scalars 
         chunk = chunk_after(all, chunk.row, c);
         int64_t index = chunk.row, soon = index + SOON;
         const Row *row = u->rows + index;
-        int beyond;
         if (soon < all->num_rows && all->numels[soon] <= SHORT) fetch_start(u->rows + soon, u->grads->addresses[soon]);
         scalars_of(row, u->rule, u->hyper, scalars);
         Kind kind = kind_of(u, index);
-        if (!u->skip) beyond = update_chunk(row, u->grads->addresses[index], kind, scalars, chunk, u->streamed);
-        else beyond = kind.model == F16 && chunk_rounds_beyond(row, chunk);
+        int beyond = u->skip ? kind.model == F16 && chunk_rounds_beyond(row, chunk)
+                             : update_chunk(row, u->grads->addresses[index], kind, scalars, chunk, u->streamed);
         if (!u->skip && u->rule != NOTHING && row->step && is_one_chunk(all, index)) *row->step += 1.0f;
         if (beyond) {
 #pragma omp atomic write
