@@ -1,5 +1,7 @@
 """Fixtures shared by every test."""
 
+import atexit
+import gc
 import os
 from collections.abc import Iterator
 
@@ -35,6 +37,12 @@ def on_device() -> Iterator[OnDevice]:
     processes = OnDevice()
     yield processes
     processes.close()
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector look at what tests make, not at all modules and tests: it runs thousands of times."""
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # nanobind's libraries count at the end what was not collected
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

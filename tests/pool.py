@@ -11,9 +11,11 @@
 `ranks.run(world_size, function, *args, timeout=60)` calls `function(*args)` on every rank, with torch.distributed up on
 gloo (a world of just that many ranks, one torch thread, seeds 0) and returns the results in rank order. Arguments and
 results are pickled: tensors travel by value. A rank that raises, dies or hangs makes `run` raise `RankFailure`, which
-shows every rank's traceback or the place where it waits; those processes are then replaced before the next call. That
-takes seconds, so a test that expects an error catches it inside the function (`with pytest.raises(...)` there) and
-returns its message.
+shows every rank's traceback or the place where it waits; those processes are then replaced before the next call. A
+test that expects an error catches it inside the function (`with pytest.raises(...)` there) and returns its message.
+
+Ranks are forked from a process that has imported tests/warm.py, so they start at once. Their environment is that of the
+first call of a session.
 
 The ranks of one world size are the same processes from test to test. A function leaves no state behind: no changed
 environment, no destroyed default group.
@@ -40,6 +42,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, TypeVar
@@ -82,8 +86,8 @@ class RankSet:
         self.world_size = world_size
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         self._connections: list[Connection] = []
-        self._processes: list[multiprocessing.context.SpawnProcess] = []
-        context = multiprocessing.get_context("spawn")
+        self._processes: list[BaseProcess] = []
+        context = _context()
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             arguments = (theirs, rank, world_size, str(self._folder), process_group)
@@ -266,6 +270,15 @@ class RankPool:
             known.kill_all()
         self._sets[world_size] = RankSet(world_size)
         return self._sets[world_size]
+
+
+def _context() -> ForkServerContext | SpawnContext:
+    """How ranks are started: forked from a warm process; new ones where a device could be in use before the fork."""
+    if torch.accelerator.is_available() or "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.warm"])
+    return context
 
 
 def _values(function: Callable[..., Any], outcomes: list[Outcome[Any]]) -> list[Any]:

@@ -19,13 +19,11 @@ class OnDevice:
     """Calls functions in new processes that have the device."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.fake_device.preload"])
-        self._pool = ProcessPoolExecutor(1, context, max_tasks_per_child=1)
+        self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=make_ready)
 
     def __call__(self, function: Callable[..., T], *arguments: Any) -> T:
         """Return ``function(device, *arguments)``, or raise what it raised. Both travel by pickle."""
-        return self._pool.submit(_call, function, arguments).result(240)
+        return self._pool.submit(_fork, function, arguments).result(240)
 
     def close(self) -> None:
         """End the processes."""
@@ -48,6 +46,11 @@ def make_ready() -> FakeDevice:
         triton_driver.warm_up()
         torch.optim.SGD([torch.zeros(1)], lr=0.1)  # what torch imports for its first optimizer takes seconds
     return _ready
+
+
+def _fork(function: Callable[..., T], arguments: tuple[Any, ...]) -> T:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as forked:
+        return forked.submit(_call, function, arguments).result()
 
 
 def _call(function: Callable[..., T], arguments: tuple[Any, ...]) -> T:
