@@ -32,6 +32,7 @@ from megascale.kernels import (
     SgdHyper,
     TensorList,
     memory_fault,
+    new_tags,
     same_values,
 )
 from megascale.lion import Lion
@@ -179,6 +180,7 @@ class _KernelUpdate(ABC):
         self.backend = backend
         self._general = GeneralUpdate(optimizer, backend)
         self._entries: list[dict[str, Any]] = []
+        self._tag = new_tags(1)
         self._prepared: WeakKeyDictionary[Batch, _Kept] = WeakKeyDictionary()
         dtypes = dict.fromkeys(("exp_avg", "momentum_buffer"), config.exp_avg_dtype)
         dtypes |= dict.fromkeys(("exp_avg_sq", "max_exp_avg_sq"), config.exp_avg_sq_dtype)
@@ -235,8 +237,8 @@ class _KernelUpdate(ABC):
 
     def _follow_entries(self) -> None:
         """Forget what was prepared where a parameter's state is another dict than before."""
-        if not same_values(self.optimizer.state, self._entries):
-            self._entries = list(self.optimizer.state.values())
+        if not same_values(self.optimizer.state, self._entries, self._tag):
+            self._entries, self._tag = list(self.optimizer.state.values()), new_tags(1)
             self._prepared.clear()
 
     def _operands(self, group: GroupUpdate) -> list[Prepared]:

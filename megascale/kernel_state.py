@@ -5,13 +5,15 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megascale.arena import SLAB, Arena
 from megascale.dtensors import is_dtensor, local
 from megascale.errors import ArgumentError, UsageError
-from megascale.kernels import MemoryRecord, hold_objects, is_plain, memory_fault, plain, shares_elements
+from megascale.kernels import MemoryRecord, hold_objects, is_plain, memory_fault, new_tags, plain, shares_elements
 from megascale.main_params import HALF_DTYPES, MainParam
 from megascale.staging import staged
 
@@ -23,17 +25,20 @@ class StateColumns(NamedTuple):
         entries: per parameter, its dict in the optimizer's ``state``.
         names: of what is read of each, ``step`` the last.
         columns: per name, a tensor of each parameter.
+        tags: of the entries, which are read again where they have changed.
         memory: of all that is read and written but model params, as it was when the columns were checked.
     """
 
     entries: list[dict[str, Any]]
     names: list[str]
     columns: list[list[Tensor]]
+    tags: NDArray[np.int64]
     memory: MemoryRecord
 
     def hold(self, names: list[str]) -> bool:
         """Whether every entry still has these very tensors, where they were and as they were."""
-        return self.names == names and hold_objects(self.entries, names, self.columns) and self.memory.holds()
+        held = self.names == names and hold_objects(self.entries, names, self.columns, self.tags)
+        return held and self.memory.holds()
 
     @property
     def by_name(self) -> dict[str, list[Tensor]]:
@@ -106,7 +111,7 @@ class KernelState:
         columns = [[entry[name] for entry in entries] for name in names]
         watched = [part for param in params for part in (param.main, param.shard) if _is_our_own(part, param)]
         parts = [_part(tensor) for tensor in (*watched, *(tensor for column in columns for tensor in column))]
-        return StateColumns(entries, list(names), columns, MemoryRecord(parts))
+        return StateColumns(entries, list(names), columns, new_tags(len(entries)), MemoryRecord(parts))
 
     def _entry(self, param: MainParam) -> dict[str, Any]:
         state = self._optimizer.state

@@ -18,7 +18,7 @@ from megascale.kernels.operands import AdamHyper, Backend, LionHyper, Operands, 
 from megascale.kernels.reference import ReferenceBackend, stats_dtype
 from megascale.kernels.selection import select_backend
 from megascale.kernels.tensor_list import GradList, ParamList, TensorList
-from megascale.kernels.tensor_reader import Room, hold_objects, read_versions, same_objects, same_values
+from megascale.kernels.tensor_reader import Room, hold_objects, new_tags, read_versions, same_objects, same_values
 from megascale.kernels.torch_backend import TorchBackend
 
 __all__ = [
@@ -48,6 +48,7 @@ __all__ = [
     "inverse",
     "is_plain",
     "memory_fault",
+    "new_tags",
     "plain",
     "read_versions",
     "same_objects",

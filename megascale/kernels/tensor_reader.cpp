@@ -257,6 +257,20 @@ constexpr char EXPECTATIONS[] = "megascale.Expectations";
 
 /* ---- dicts ---- */
 
+/* A number that a dict changes with, and that no other dict has or will have; 0 where this Python keeps none. */
+int64_t tag_of(PyObject* object) {
+#if PY_VERSION_HEX < 0x030D0000
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
+  if (PyDict_Check(object)) return static_cast<int64_t>(reinterpret_cast<PyDictObject*>(object)->ma_version_tag);
+#pragma GCC diagnostic pop
+#endif
+  return 0;
+}
+
+/* Whether a dict is as it was when it got its tag. */
+bool has_tag(PyObject* dict, int64_t tag) { return tag != 0 && tag_of(dict) == tag; }
+
 void fetch_entries(PyObject* dict) {
   if (!PyDict_Check(dict)) return;
   const auto* keys = reinterpret_cast<const char*>(reinterpret_cast<PyDictObject*>(dict)->ma_keys);
@@ -395,20 +409,26 @@ int64_t same_objects(PyObject* one, PyObject* other) {
   return n == PyList_GET_SIZE(other) && (n == 0 || !std::memcmp(items_of(one), items_of(other), n * sizeof(PyObject*)));
 }
 
-/* Whether the values of a dict, in its order, are the objects of a list. */
-int64_t same_values(PyObject* dict, PyObject* list) {
+/* Whether the values of a dict, in its order, are the objects of a list. tag: see hold_objects(). */
+int64_t same_values(PyObject* dict, PyObject* list, int64_t* tag) {
   const auto n = PyList_GET_SIZE(list);
+  if (has_tag(dict, *tag)) return 1;
   if (PyDict_GET_SIZE(dict) != n) return 0;
   auto** items = items_of(list);
   PyObject *key, *value;
   Py_ssize_t at = 0, i = 0;
   while (PyDict_Next(dict, &at, &key, &value))
     if (i == n || items[i++] != value) return 0;
+  if (i == n) *tag = tag_of(dict);
   return i == n;
 }
 
-/* Whether entries[i][names[k]] is columns[k][i], for all dicts and all names. */
-int64_t hold_objects(PyObject* entries, PyObject* names, PyObject* columns, int threads) {
+/* Whether entries[i][names[k]] is columns[k][i], for all dicts and all names.
+ *
+ * tags: [n], zeros in the first call with the same lists. A dict that was found to hold what it must, and has not changed
+ * since, is not read again: of a dict that is one line, its entries are two or three.
+ */
+int64_t hold_objects(PyObject* entries, PyObject* names, PyObject* columns, int64_t* tags, int threads) {
   const auto n = PyList_GET_SIZE(entries), k = PyList_GET_SIZE(names);
   for (Py_ssize_t name = 0; name < k; name++)
     if (PyList_GET_SIZE(PyList_GET_ITEM(columns, name)) != n) return 0;
@@ -418,8 +438,11 @@ int64_t hold_objects(PyObject* entries, PyObject* names, PyObject* columns, int 
 #pragma omp parallel for num_threads(threads) schedule(static) reduction(+ : wrong) if (n > FEW)
   for (Py_ssize_t i = 0; i < n; i++) {
     if (i + 2 * AHEAD < n) fetch(dicts[i + 2 * AHEAD], 8, 48);
-    if (i + AHEAD < n) fetch_entries(dicts[i + AHEAD]);
-    wrong += !holds(dicts[i], i, items_of(names), items_of(columns), k);
+    if (i + AHEAD < n && !has_tag(dicts[i + AHEAD], tags[i + AHEAD])) fetch_entries(dicts[i + AHEAD]);
+    if (has_tag(dicts[i], tags[i])) continue;
+    const bool is_held = holds(dicts[i], i, items_of(names), items_of(columns), k);
+    tags[i] = is_held ? tag_of(dicts[i]) : 0;
+    wrong += !is_held;
   }
   return wrong == 0;
 }

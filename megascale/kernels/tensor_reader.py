@@ -184,19 +184,30 @@ def same_objects(one: list[Any], other: list[Any]) -> bool:
     return len(one) == len(other) and all(map(is_, one, other))
 
 
-def same_values(entries: Mapping[Any, Any], values: list[Any]) -> bool:
-    """Whether the values of a mapping, in its order, are the very objects of a list."""
+def new_tags(count: int) -> NDArray[np.int64]:
+    """Return, for ``count`` dicts, that none has been looked at yet.
+
+    With the same lists, and with tags that an earlier call has filled in, :func:`same_values` and :func:`hold_objects`
+    read no dict again that has not changed since.
+    """
+    return np.zeros(count, dtype=np.int64)
+
+
+def same_values(entries: Mapping[Any, Any], values: list[Any], tag: NDArray[np.int64]) -> bool:
+    """Whether the values of a mapping, in its order, are the very objects of a list. ``tag``: of the mapping."""
     native = _native(len(values))
     if native is not None and isinstance(entries, dict):
-        return bool(native.same_values(entries, values))
+        return bool(native.same_values(entries, values, tag.ctypes.data))
     return len(entries) == len(values) and all(map(is_, entries.values(), values))
 
 
-def hold_objects(entries: list[dict[str, Any]], names: list[str], columns: list[list[Any]]) -> bool:
-    """Whether ``entries[i][names[k]] is columns[k][i]`` for all i and k."""
+def hold_objects(
+    entries: list[dict[str, Any]], names: list[str], columns: list[list[Any]], tags: NDArray[np.int64]
+) -> bool:
+    """Whether ``entries[i][names[k]] is columns[k][i]`` for all i and k. ``tags``: of the entries."""
     native = _native(len(entries))
     if native is not None:
-        return bool(native.hold_objects(entries, names, columns, torch.get_num_threads()))
+        return bool(native.hold_objects(entries, names, columns, tags.ctypes.data, torch.get_num_threads()))
     return all(
         len(column) == len(entries) and all(map(is_, column, map(methodcaller("get", name), entries)))
         for name, column in zip(names, columns, strict=True)
@@ -261,8 +272,8 @@ def _declare(loaded: ctypes.PyDLL) -> ctypes.PyDLL:
         "read_versions": [objects, memory, threads],
         "increment_versions": [objects, memory, threads],
         "same_objects": [objects, objects],
-        "same_values": [objects, objects],
-        "hold_objects": [objects, objects, objects, threads],
+        "same_values": [objects, objects, memory],
+        "hold_objects": [objects, objects, objects, memory, threads],
     }
     for name, types in signatures.items():
         function = getattr(loaded, name)

@@ -5,7 +5,9 @@ import subprocess
 import sys
 import weakref
 from collections import UserDict
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -312,27 +314,88 @@ def test_lists_and_entries_are_compared_by_identity(reader: str, monkeypatch: py
     assert not tensor_reader.same_objects(tensors, [*tensors[:-1], torch.zeros(2)])
 
     numbered = dict(enumerate(tensors))
-    assert tensor_reader.same_values(numbered, list(tensors))
-    assert tensor_reader.same_values({}, [])
-    assert tensor_reader.same_values(UserDict(numbered), tensors)
-    assert not tensor_reader.same_values(numbered, tensors[:-1])
-    assert not tensor_reader.same_values(numbered, tensors[::-1])
-    assert not tensor_reader.same_values(numbered | {7: torch.zeros(2)}, tensors)
+    assert _same_values(numbered, list(tensors))
+    assert _same_values({}, [])
+    assert _same_values(UserDict(numbered), tensors)
+    assert not _same_values(numbered, tensors[:-1])
+    assert not _same_values(numbered, tensors[::-1])
+    assert not _same_values(numbered | {7: torch.zeros(2)}, tensors)
 
     entries: list[dict[str, Any]] = [{"first": tensor, "second": index} for index, tensor in enumerate(tensors)]
     columns: list[list[Any]] = [list(tensors), list(range(100))]
-    assert tensor_reader.hold_objects(entries, ["first", "second"], columns)
-    assert tensor_reader.hold_objects(entries, ["first"], columns[:1])
-    assert tensor_reader.hold_objects(entries, [], [])
+    assert _hold_objects(entries, ["first", "second"], columns)
+    assert _hold_objects(entries, ["first"], columns[:1])
+    assert _hold_objects(entries, [], [])
     entries[50] = {"".join(["fir", "st"]): tensors[50], "second": 50}  # an equal name may be another object
-    assert tensor_reader.hold_objects(entries, ["first", "second"], columns)
-    assert not tensor_reader.hold_objects(entries, ["first", "second"], [columns[0], columns[1][:-1]])
-    assert not tensor_reader.hold_objects(entries, ["first", "third"], columns)
-    assert not tensor_reader.hold_objects(entries, ["second", "first"], columns)
-    assert not tensor_reader.hold_objects(entries[:-1], ["first"], columns[:1])
+    assert _hold_objects(entries, ["first", "second"], columns)
+    assert not _hold_objects(entries, ["first", "second"], [columns[0], columns[1][:-1]])
+    assert not _hold_objects(entries, ["first", "third"], columns)
+    assert not _hold_objects(entries, ["second", "first"], columns)
+    assert not _hold_objects(entries[:-1], ["first"], columns[:1])
     entries[98]["first"] = torch.zeros(2)
-    assert not tensor_reader.hold_objects(entries, ["first", "second"], columns)
-    assert tensor_reader.hold_objects(entries, ["second"], columns[1:])
+    assert not _hold_objects(entries, ["first", "second"], columns)
+    assert _hold_objects(entries, ["second"], columns[1:])
+
+
+@pytest.mark.parametrize("reader", ["native", "python"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda entry: entry.update(first=torch.zeros(2)),
+        lambda entry: entry.pop("first"),
+        lambda entry: entry.clear(),
+        lambda entry: entry.__delitem__("second"),
+        lambda entry: entry.__ior__({"second": -1}),
+    ],
+)
+def test_dicts_that_have_changed_are_read_again(
+    reader: str, change: Callable[[dict[str, Any]], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However a dict is changed, what it holds is seen, and what it holds when it is changed back."""
+    monkeypatch.setenv(tensor_reader.ENVIRONMENT_VARIABLE, reader)
+    values = [{"first": torch.zeros(2), "second": index} for index in range(100)]
+    entries: list[dict[str, Any]] = [dict(value) for value in values]
+    columns = [[value[name] for value in values] for name in ("first", "second")]
+    tags, tag = tensor_reader.new_tags(100), tensor_reader.new_tags(1)
+    listed = list(values[7].values())
+    for _ in range(2):
+        assert tensor_reader.hold_objects(entries, ["first", "second"], columns, tags)
+        assert tensor_reader.same_values(entries[7], listed, tag)
+        change(entries[7])
+        for _ in range(2):
+            assert not tensor_reader.hold_objects(entries, ["first", "second"], columns, tags)
+            assert not tensor_reader.same_values(entries[7], listed, tag)
+        entries[7].clear()
+        entries[7].update(values[7])
+    entries[7] = dict(values[8])
+    assert not tensor_reader.hold_objects(entries, ["first", "second"], columns, tags)
+    holder, attribute = SimpleNamespace(first=0), tensor_reader.new_tags(1)
+    assert tensor_reader.same_values(vars(holder), [0], attribute)
+    holder.first = 1  # without a call of its dict
+    assert not tensor_reader.same_values(vars(holder), [0], attribute)
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="dicts have no tags")
+def test_dicts_that_have_not_changed_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they are compared with may change unseen, which shows that nobody looks."""
+    monkeypatch.setenv(tensor_reader.ENVIRONMENT_VARIABLE, "native")
+    entries: list[dict[str, Any]] = [{"first": index} for index in range(100)]
+    column, tags, tag = list(range(100)), tensor_reader.new_tags(100), tensor_reader.new_tags(1)
+    listed = list(entries[3].values())
+    assert tensor_reader.hold_objects(entries, ["first"], [column], tags)
+    assert tensor_reader.same_values(entries[3], listed, tag)
+    column[3] = listed[0] = -1
+    assert tensor_reader.hold_objects(entries, ["first"], [column], tags)
+    assert tensor_reader.same_values(entries[3], listed, tag)
+    assert not _hold_objects(entries, ["first"], [column])
+
+
+def _same_values(entries: Mapping[Any, Any], values: list[Any]) -> bool:
+    return tensor_reader.same_values(entries, values, tensor_reader.new_tags(1))
+
+
+def _hold_objects(entries: list[dict[str, Any]], names: list[str], columns: list[list[Any]]) -> bool:
+    return tensor_reader.hold_objects(entries, names, columns, tensor_reader.new_tags(len(entries)))
 
 
 def _train(reader: str, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
