@@ -17,7 +17,7 @@ from triton.runtime.jit import JITFunction
 
 from megascale.kernels import AdamHyper, Decision, LionHyper, Operands, SgdHyper, device_table
 from megascale.kernels.decision import GradWeights, ScaleRule
-from megascale.kernels.triton_backend import TritonBackend
+from megascale.kernels.triton_backend import NUM_WARPS, TritonBackend
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 ALIGNMENT = 512  # bytes, as torch's allocator on a GPU
@@ -62,10 +62,23 @@ class AbsentDevice:
 
 
 class _Backend(TritonBackend):
-    """Takes CPU tensors outside Triton's interpreter: their memory is described to kernels that do not run."""
+    """Takes CPU tensors outside Triton's interpreter: their memory is described to kernels that do not run.
+
+    Every launch goes through Triton, where it is recorded.
+    """
 
     def _check(self, device: torch.device) -> torch.device:
         return device
+
+    def _launch(
+        self,
+        kernel: Any,
+        programs: int,
+        arguments: tuple[Any, ...],
+        constants: dict[str, Any],
+        num_warps: int = NUM_WARPS,
+    ) -> None:
+        kernel[(programs,)](*arguments, **constants, num_warps=num_warps, enable_fp_fusion=False)
 
 
 @contextmanager

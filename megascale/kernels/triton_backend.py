@@ -7,7 +7,6 @@ main params, take the reference's arithmetic. On CPU tensors the kernels run in 
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -31,6 +30,7 @@ from megascale.kernels.device_table import Column, DeviceTable, Plan, PlanCache
 from megascale.kernels.operands import AdamHyper, LionHyper, Operands, SgdHyper
 from megascale.kernels.reference import ReferenceBackend, stats_dtype
 from megascale.kernels.tensor_reader import increment_versions
+from megascale.kernels.triton_launch import launch
 
 BLOCK = 1 << 10  # elements that a program holds at once
 MEASURED_BLOCK = 1 << 11  # of a gradient: two loads of a thread under way at once. Sums have as many lanes
@@ -147,7 +147,7 @@ class TritonBackend(TorchDecisions):
         """See :class:`megascale.kernels.Backend`. One launch."""
         self._check(scale.device)
         tensors = (found_inf, scale, growth_tracker, hysteresis_tracker)
-        factors = (rule.min_scale, rule.max_scale, rule.growth_factor, rule.backoff_factor)
+        factors = map(float, (rule.min_scale, rule.max_scale, rule.growth_factor, rule.backoff_factor))
         self._launch(
             self._kernels.rescale_kernel,
             1,
@@ -312,8 +312,7 @@ class TritonBackend(TorchDecisions):
         constants: dict[str, Any],
         num_warps: int = NUM_WARPS,
     ) -> None:
-        with _on(arguments[0].device):
-            kernel[(programs,)](*arguments, **constants, num_warps=num_warps, enable_fp_fusion=False)
+        launch(kernel, programs, arguments, constants, num_warps, self._kernels.INTERPRETED)
 
     def _written(self, operands: Operands, flags: Tensor) -> Tensor:
         """Tell autograd what has been written, as torch's own in-place operations do; return the flags."""
@@ -362,11 +361,6 @@ def _import_kernels() -> ModuleType:
             raise
         raise UsageError("backend 'triton' needs triton: pip install triton, or choose backend 'torch'") from error
     return triton_kernels
-
-
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Make ``device`` the current one, on which Triton launches."""
-    return nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index)
 
 
 def _with_rest(beta: float) -> tuple[float, float]:

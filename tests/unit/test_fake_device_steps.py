@@ -159,3 +159,81 @@ def test_another_optimizer_costs_one_host_read(on_device: OnDevice) -> None:
     """As documented: `found_inf` is read once a step by an optimizer that runs its own ``step()``."""
     records = on_device(_general)
     assert all(len(seen.of("scalar")) == 1 and len(seen.syncs()) == 1 for seen in records[1:])
+
+
+def _looked_up() -> list[str]:
+    """Return a list of the kernels whose code Triton looks up from now on, in this process."""
+    from triton.runtime.jit import JITFunction
+
+    names: list[str] = []
+    run = JITFunction.run
+
+    def look_up(kernel: Any, *args: Any, **options: Any) -> Any:
+        names.append(kernel.__name__)
+        return run(kernel, *args, **options)
+
+    JITFunction.run = look_up
+    return names
+
+
+def _launches_through_triton(device: FakeDevice) -> list[tuple[int, int]]:
+    """Return, for each of four steps, how many launches there were and how many of them Triton looked up."""
+    looked_up = _looked_up()
+    params = parameters(6)
+    optimizer = wrap(INNER["adamw"](params))
+    found = []
+    for _ in range(4):
+        looked_up.clear()
+        [seen] = take_steps(device, optimizer, params, 1, moved=True)
+        found.append((len(seen.launches()), len(looked_up)))
+    return found
+
+
+def test_triton_looks_up_each_kind_of_launch_once(on_device: OnDevice) -> None:
+    """From the second step on the host launches code that it holds."""
+    assert on_device(_launches_through_triton) == [(5, 5), (5, 0), (5, 0), (5, 0)]
+
+
+def _code_for_kinds(device: FakeDevice) -> list[str]:
+    """Return the kernels that Triton looks up for two optimizers, whose rates differ in dtype."""
+    looked_up = _looked_up()
+    for rate in (1e-3, torch.full((), 1e-3, device="cuda")):
+        params = parameters(6)
+        take_steps(device, wrap(torch.optim.AdamW(params, lr=rate, capturable=True)), params, 2)
+    return looked_up
+
+
+def test_a_rate_of_another_dtype_has_code_of_its_own(on_device: OnDevice) -> None:
+    """A learning rate that is an fp32 tensor is not read as the fp64 that a number becomes."""
+    assert on_device(_code_for_kinds).count("adam_kernel") == 2
+
+
+def _specialised(device: FakeDevice) -> list[tuple[str, str]]:
+    """Return the arguments by whose value or address Triton would choose among pieces of code."""
+    from triton.runtime.jit import JITFunction
+
+    from megascale.kernels import triton_decision, triton_kernels
+
+    found = []
+    for module in (triton_kernels, triton_decision):
+        for kernel in vars(module).values():
+            if not isinstance(kernel, JITFunction) or not kernel.__name__.endswith("_kernel"):
+                continue
+            found += [
+                (kernel.__name__, one.name) for one in kernel.params if not (one.is_constexpr or one.do_not_specialize)
+            ]
+    return sorted(set(found))
+
+
+def test_code_depends_on_no_address_and_no_whole_number(on_device: OnDevice) -> None:
+    """Held code serves tensors at any address: what is not named in ``do_not_specialize`` is a float."""
+    floats = {
+        "adam_kernel": "beta1 rest1 beta2 rest2 log_beta1 log_beta2 eps weight_decay",
+        "sgd_kernel": "momentum undampened weight_decay",
+        "lion_kernel": "beta1 rest1 beta2 rest2 weight_decay",
+        "decide_kernel": "clip_grad epsilon",
+        "rescale_kernel": "min_scale max_scale growth_factor backoff_factor",
+    }
+    assert on_device(_specialised) == sorted(
+        (kernel, name) for kernel, names in floats.items() for name in names.split()
+    )
