@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from megascale.chained import ChainedOptimizer
-from megascale.collectives import raise_together
-from megascale.dtensors import dtensor_like, local
 from megascale.errors import ArgumentError, ArgumentTypeError, StateDictError, UsageError, listed
 from megascale.host_view import HostView
-from megascale.landed import Landings
-from megascale.main_params import HALF_DTYPES, MainParam, MainParams, ReplicatedMainParams
+from megascale.landed.running_averages import AvgFn, MultiAvgFn, RunningAverages, copy_, rule_of
+from megascale.landed.steps import Landings
+from megascale.main_params.base import HALF_DTYPES, MainParam, MainParams, ReplicatedMainParams
 from megascale.optimizer import MixedPrecisionOptimizer
-from megascale.running_averages import AvgFn, MultiAvgFn, RunningAverages, copy_, rule_of
+from megascale.utils.collectives import raise_together
+from megascale.utils.dtensors import dtensor_like, local
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,8 +10,6 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from megascale import validate
-from megascale.arguments import ineffective
 from megascale.config import OptimizerConfig
 from megascale.distributed_optimizer import DistributedOptimizer
 from megascale.errors import ArgumentError, ArgumentTypeError
@@ -20,6 +18,8 @@ from megascale.lion import Lion
 from megascale.megatron_config import check_grouping, from_megatron_config, is_megatron_config
 from megascale.optimizer import MixedPrecisionOptimizer
 from megascale.parallel import ParallelGroups
+from megascale.step.arguments import ineffective
+from megascale.utils import validate
 
 Overrides = Mapping[str, Mapping[str, Any]]
 Options = dict[str, Any]

@@ -6,18 +6,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascale import validate
 from megascale.errors import ArgumentError, ArgumentTypeError, StateDictError, UsageError, listed
 from megascale.grad_scaler import MegatronGradScaler
 from megascale.kernels import Decision
+from megascale.main_params.shard import ParamShard
 from megascale.optimizer import MixedPrecisionOptimizer, StepResult
-from megascale.optimizer_state import LiveState, Plan, load_together
-from megascale.param_shard import ParamShard
-from megascale.sharing import shared_scaler
-from megascale.state_dict import SHARED_STATE, VERSION, check_layout, shared_by_optimizer
-from megascale.state_hooks import load_with_hooks, pack_with_hooks
-from megascale.step_recipe import StepRecipe
-from megascale.torch_state_dict import StateDict, StateNames, from_torch_layout, is_read_by_torch, is_torch_layout
+from megascale.state.hooks import load_with_hooks, pack_with_hooks
+from megascale.state.live_state import LiveState, Plan, load_together
+from megascale.state.schema import SHARED_STATE, VERSION, check_layout, shared_by_optimizer
+from megascale.state.torch_layout import StateDict, StateNames, from_torch_layout, is_read_by_torch, is_torch_layout
+from megascale.step.ownership import shared_scaler
+from megascale.step.recipe import StepRecipe
+from megascale.utils import validate
 
 SHARED_KEYS = ("grad_scaler", "step_counts", "version")
 """What every optimizer of a chain saves alike."""

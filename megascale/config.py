@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megascale import validate
 from megascale.errors import ArgumentError
+from megascale.utils import validate
 
 BACKENDS = ("auto", "reference", "torch", "native", "triton", "apex")
 HYSTERESIS_RESETS = ("growth", "clean_step")

@@ -10,20 +10,20 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from megascale import validate
-from megascale.arguments import check_arguments
 from megascale.config import OptimizerConfig
 from megascale.errors import ArgumentError, ArgumentTypeError
 from megascale.grad_scaler import MegatronGradScaler
-from megascale.grad_sync import ShardedGradSync
-from megascale.layout import DEFAULT_BUCKET_NUMEL
+from megascale.grad_sync.layout import DEFAULT_BUCKET_NUMEL
+from megascale.grad_sync.sync import ShardedGradSync
 from megascale.lion import Lion
-from megascale.main_params import MainParams
+from megascale.main_params.base import MainParams
+from megascale.main_params.gather import ParamGather
+from megascale.main_params.shard import ParamShard
+from megascale.main_params.sharded import ShardedMainParams
 from megascale.optimizer import MixedPrecisionOptimizer
 from megascale.parallel import ParallelGroups
-from megascale.param_gather import ParamGather
-from megascale.param_shard import ParamShard
-from megascale.sharded_main_params import ShardedMainParams
+from megascale.step.arguments import check_arguments
+from megascale.utils import validate
 
 ELEMENTWISE = (
     Lion,

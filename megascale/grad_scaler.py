@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascale import validate
 from megascale.config import HYSTERESIS_RESETS, OptimizerConfig
 from megascale.errors import ArgumentError, ArgumentTypeError, StateDictError
 from megascale.kernels import Backend, ScaleRule, TorchDecisions, inverse
-from megascale.staging import staged
+from megascale.utils import validate
+from megascale.utils.staging import staged
 
 LARGEST_TRACKER = 2**62  # int64 with room to count on
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from megascale import validate
 from megascale.errors import UsageError
+from megascale.utils import validate
 
 
 class Lion(torch.optim.Optimizer):

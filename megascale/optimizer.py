@@ -8,23 +8,24 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from megascale import sharing, validate
-from megascale.arguments import check_arguments, require_values
 from megascale.config import OptimizerConfig
 from megascale.errors import ArgumentError, UsageError
 from megascale.grad_scaler import MegatronGradScaler
-from megascale.grad_sync import GradSync
-from megascale.inner_update import check_inner
+from megascale.grad_sync.sync import GradSync
 from megascale.kernels import Decision, select_backend
-from megascale.main_params import MainParams, ReplicatedMainParams
-from megascale.optimizer_state import LiveState, load_together
+from megascale.main_params.base import MainParams, ReplicatedMainParams
+from megascale.main_params.shard import ParamShard
 from megascale.parallel import ParallelGroups
-from megascale.param_shard import ParamShard
-from megascale.state_hooks import load_with_hooks, pack_with_hooks
-from megascale.step_member import StepMember
-from megascale.step_recipe import StepRecipe
-from megascale.step_recipe import StepResult as StepResult
-from megascale.torch_state_dict import StateNames, is_read_by_torch
+from megascale.state.hooks import load_with_hooks, pack_with_hooks
+from megascale.state.live_state import LiveState, load_together
+from megascale.state.torch_layout import StateNames, is_read_by_torch
+from megascale.step import ownership
+from megascale.step.arguments import check_arguments, require_values
+from megascale.step.member import StepMember
+from megascale.step.recipe import StepRecipe
+from megascale.step.recipe import StepResult as StepResult
+from megascale.step.update import check_inner
+from megascale.utils import validate
 
 
 class MixedPrecisionOptimizer(torch.optim.Optimizer):
@@ -70,7 +71,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         main_params = self._make_main_params({id(param): name for name, param in named_parameters or ()})
         check_arguments(optimizer, config, grad_scaler, sharded=main_params.is_sharded)
         check_inner(optimizer)
-        sharing.check_unwrapped(optimizer)
+        ownership.check_unwrapped(optimizer)
         self.optimizer = optimizer
         self.config = _config_for(optimizer, config)
         self.groups = ParallelGroups.of(groups)
@@ -97,7 +98,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         if self.grad_scaler is not None:
             self.grad_scaler.backend = self.backend
         self._member.follow()
-        sharing.record(self, optimizer, self.grad_scaler)
+        ownership.record(self, optimizer, self.grad_scaler)
 
     def _make_main_params(self, names: Mapping[int, str]) -> MainParams:
         """Return what keeps main params: here all of them, on every rank. ``names``: by id of the parameter."""
@@ -134,7 +135,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         return decision.found_inf
 
     def _prepare(self) -> Decision:
-        return self.recipe.prepare(sharing.shared_scaler(self.grad_scaler, (self,)))
+        return self.recipe.prepare(ownership.shared_scaler(self.grad_scaler, (self,)))
 
     @property
     def decision(self) -> Decision | None:
@@ -268,7 +269,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
         """Return all state, by parameter name: tensors and primitives only, the same keys on every rank.
 
-        The functions of ``torch.distributed.checkpoint.state_dict`` take it too; see :mod:`megascale.torch_state_dict`.
+        The functions of ``torch.distributed.checkpoint.state_dict`` take it too: :mod:`megascale.state.torch_layout`.
         ``copy=False`` returns live tensors instead of copies: for a caller that writes them out before the next step.
         """
         require_values(self.device)

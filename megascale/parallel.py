@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from megascale import validate
-from megascale.collectives import group_size
 from megascale.errors import ArgumentError, ArgumentTypeError
+from megascale.utils import validate
+from megascale.utils.collectives import group_size
 
 DATA_PARALLEL_NAMES = (
     "dp",

@@ -16,9 +16,9 @@ from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLR
 from torch.optim.swa_utils import SWALR
 
 from megascale.errors import ArgumentError, ArgumentTypeError, StateDictError, UsageError
-from megascale.group_rates import GroupRates, number_of, takes_rates_on_device
 from megascale.host_view import HostView
-from megascale.landed import Landings
+from megascale.landed.learning_rates import GroupRates, number_of, takes_rates_on_device
+from megascale.landed.steps import Landings
 
 
 class _Position(NamedTuple):
@@ -82,7 +82,7 @@ class LandedLRScheduler(LRScheduler):
                 step since the last call landed, by the optimizer's own count.
 
         Raises:
-            ArgumentError, ArgumentTypeError, UsageError: see :meth:`megascale.landed.Landings.landed`.
+            ArgumentError, ArgumentTypeError, UsageError: see :meth:`megascale.landed.steps.Landings.landed`.
         """
         landed = self._landings.landed(success)
         self._hear(self._view.push({"landed": landed}))

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascale import validate
-from megascale.capture import is_capturing
-from megascale.collectives import can_be_captured
 from megascale.errors import ArgumentTypeError, UsageError
 from megascale.optimizer import MixedPrecisionOptimizer, StepResult
-from megascale.staging import staged
+from megascale.utils import validate
+from megascale.utils.collectives import can_be_captured
+from megascale.utils.graph_capture import is_capturing
+from megascale.utils.staging import staged
 
 
 class StepGraph:

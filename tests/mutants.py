@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 # what runs on a GPU only.
 OUTSIDE = (
     "amp", "checkpoint", "cli", "integrations", "interop", "train", "apex_backend", "triton_backend", "triton_decision",
-    "triton_interpreter", "triton_kernels", "device_table", "step_graph", "__main__", "__init__", "spans", "profiling",
+    "triton_interpreter", "triton_kernels", "device_table", "step_graph", "__main__", "__init__", "profiling",
 )  # fmt: skip
 SECONDS = 900
 """After which a run of tests counts as failed: something waits for ever."""

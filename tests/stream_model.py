@@ -28,7 +28,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from megascale import bucket_reduction, collectives, param_gather, streams
+from megascale.grad_sync import reduction
+from megascale.main_params import gather
+from megascale.utils import collectives, streams
 
 Clock = dict[str, int]
 
@@ -160,8 +162,8 @@ class StreamModel(TorchDispatchMode):
         patch.setattr(streams, "has_streams", lambda device: True)
         patch.setattr(streams, "current_stream", lambda device: self.current)
         patch.setattr(streams, "keep", self.keep)
-        patch.setattr(bucket_reduction, "is_message_passing", lambda group: False)
-        patch.setattr(param_gather, "is_message_passing", lambda group: False)
+        patch.setattr(reduction, "is_message_passing", lambda group: False)
+        patch.setattr(gather, "is_message_passing", lambda group: False)
         patch.setattr(collectives, "is_message_passing", lambda group: False)
         patch.setattr(collectives, "_reduce_scatter", self._collective(collectives._reduce_scatter))
         patch.setattr(collectives, "_all_gather", self._collective(collectives._all_gather))

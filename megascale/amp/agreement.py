@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megascale.collectives import all_reduce_sum_
-from megascale.dtensors import is_dtensor
 from megascale.parallel import ranks_of
+from megascale.utils.collectives import all_reduce_sum_
+from megascale.utils.dtensors import is_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 
-from megascale.kernel_state import rate
 from megascale.kernels import AdamHyper, Backend, Decision, Operands, TensorList, TorchBackend
+from megascale.step.kernel_state import rate
 
 
 def fits(optimizer: torch.optim.Optimizer, backend: Backend) -> TypeGuard[torch.optim.Adam]:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megascale.dtensors import local
+from megascale.utils.dtensors import local
 
 
 def params_without_momentum(optimizer: torch.optim.Optimizer) -> list[Tensor]:

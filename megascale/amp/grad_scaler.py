@@ -12,7 +12,6 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.cuda.amp.common import amp_definitely_not_available
 from torch.distributed import ProcessGroup
 
-from megascale import validate
 from megascale.amp import fused_sgd, rescale, scaler_state
 from megascale.amp.agreement import Agreement, Squares
 from megascale.amp.errors import ScalerArgumentError, ScalerOrderError
@@ -21,6 +20,7 @@ from megascale.chained import ChainedOptimizer
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.kernels import Backend, select_backend, stats_dtype
 from megascale.optimizer import MixedPrecisionOptimizer
+from megascale.utils import validate
 
 
 class GradMeasure(NamedTuple):

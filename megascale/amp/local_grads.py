@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from megascale.collectives import redistribute_like
-from megascale.dtensors import is_dtensor, local
+from megascale.grad_sync.usable_grads import memory_error
 from megascale.kernels import Backend, ParamList, TensorStats, is_plain, plain, stats_dtype
-from megascale.usable_grads import memory_error
+from megascale.utils.collectives import redistribute_like
+from megascale.utils.dtensors import is_dtensor, local
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

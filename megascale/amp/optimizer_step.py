@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from megascale import validate
 from megascale.amp import fused_adam
 from megascale.amp.grad_scaler import GradScaler
 from megascale.chained import ChainedOptimizer
-from megascale.collectives import full_tensor
-from megascale.dtensors import local
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError, sparse_gradient
 from megascale.grad_scaler import MegatronGradScaler
 from megascale.kernels import LARGEST_SUM_SQUARES, Decision
 from megascale.optimizer import MixedPrecisionOptimizer, StepResult
+from megascale.utils import validate
+from megascale.utils.collectives import full_tensor
+from megascale.utils.dtensors import local
 
 WRAPPERS = (MixedPrecisionOptimizer, ChainedOptimizer)
 """Optimizers that scale and clip by themselves; DistributedOptimizer is one of them."""

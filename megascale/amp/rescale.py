@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascale import validate
 from megascale.amp.errors import ScalerArgumentError
 from megascale.config import HYSTERESIS_RESETS
 from megascale.errors import ArgumentError
+from megascale.utils import validate
 
 LARGEST_INTERVAL = 2**31 - 1
 """torch counts clean steps in int32."""

@@ -5,10 +5,10 @@ from typing import Any
 
 from torch import Tensor
 
-from megascale import validate
 from megascale.amp import rescale
 from megascale.amp.errors import EmptyScalerStateError
 from megascale.errors import ArgumentError, StateDictError
+from megascale.utils import validate
 
 HYSTERESIS = "hysteresis_tracker"
 

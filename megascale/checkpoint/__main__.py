@@ -14,7 +14,7 @@ from megascale.checkpoint.consolidation import consolidate
 from megascale.checkpoint.listing import Listed, listing
 from megascale.checkpoint.manifest import Manifest
 from megascale.checkpoint.nest import leaves
-from megascale.program import non_negative, run_program
+from megascale.utils.program import non_negative, run_program
 
 DESCRIPTION = """Without OUT: list the checkpoints of a directory, each with its size, whether it is whole (every byte
 is read and compared with its checksum), and which is the latest; or, of one checkpoint, its tensors. With OUT: write

@@ -5,8 +5,8 @@ from contextlib import contextmanager
 
 from torch.distributed import ProcessGroup
 
-from megascale.collectives import raise_together
 from megascale.errors import CheckpointError, MegascaleError
+from megascale.utils.collectives import raise_together
 
 
 @contextmanager

@@ -15,7 +15,6 @@ from typing import Any
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from megascale import validate
 from megascale.checkpoint import directory as folders
 from megascale.checkpoint import storage
 from megascale.checkpoint.agreement import named, together
@@ -23,10 +22,11 @@ from megascale.checkpoint.contents import Contents, SavedOptimizer, collect
 from megascale.checkpoint.loading import Groups, LoadedCheckpoint, load
 from megascale.checkpoint.manifest import Manifest
 from megascale.checkpoint.nest import Tree
-from megascale.collectives import all_gather_object, broadcast_object, group_rank, group_size, twin_group
 from megascale.errors import CheckpointError, MegascaleError, listed
+from megascale.main_params.replica_check import digests
 from megascale.parallel import ParallelGroups
-from megascale.replica_check import digests
+from megascale.utils import validate
+from megascale.utils.collectives import all_gather_object, broadcast_object, group_rank, group_size, twin_group
 
 
 class Checkpointer:

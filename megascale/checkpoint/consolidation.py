@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megascale import validate
 from megascale.checkpoint import directory as folders
 from megascale.checkpoint import storage
 from megascale.checkpoint.agreement import named
@@ -17,8 +16,9 @@ from megascale.checkpoint.destination import MAIN_PARAMS, Destination
 from megascale.checkpoint.manifest import Manifest
 from megascale.checkpoint.metadata import read_metadata
 from megascale.checkpoint.nest import Tree, join, leaves, unflatten
-from megascale.durable import appearing
 from megascale.errors import ArgumentTypeError, CheckpointError
+from megascale.utils import validate
+from megascale.utils.atomic_files import appearing
 
 
 def consolidate(

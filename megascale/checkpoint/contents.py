@@ -13,10 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megascale.checkpoint.manifest import Manifest
 from megascale.checkpoint.nest import Tree, flatten, join, leaves
-from megascale.collectives import group_size
 from megascale.errors import ArgumentTypeError, CheckpointError
+from megascale.main_params.shard import ParamShard
 from megascale.parallel import ParallelGroups, is_expert
-from megascale.param_shard import ParamShard
+from megascale.utils.collectives import group_size
 
 PARAM_NAMES = "param_names"
 """The part that tells the optimizer's names of parameters where they are not the model's."""

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from megascale.checkpoint.contents import SavedOptimizer, model_state, names_in
 from megascale.checkpoint.manifest import Manifest
 from megascale.checkpoint.nest import Tree, flatten, join, leaves
-from megascale.param_shard import ParamShard
+from megascale.main_params.shard import ParamShard
 
 MAIN_PARAMS = "optimizer/main_params"
 HALF_DTYPES = (torch.float16, torch.bfloat16)

@@ -10,8 +10,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from megascale.durable import incomplete, sync_folder
 from megascale.errors import CheckpointError
+from megascale.utils.atomic_files import incomplete, sync_folder
 
 MANIFEST_NAME = "megascale.json"
 _COMPLETE = re.compile(r"step_(\d{8,})")

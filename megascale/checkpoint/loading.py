@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from megascale import validate
 from megascale.checkpoint import directory as folders
 from megascale.checkpoint import storage
 from megascale.checkpoint.agreement import named, together
@@ -30,10 +29,11 @@ from megascale.checkpoint.destination import Destination
 from megascale.checkpoint.manifest import Manifest
 from megascale.checkpoint.metadata import read_metadata
 from megascale.checkpoint.nest import Tree, unflatten
-from megascale.collectives import broadcast_object, group_rank, group_size
 from megascale.errors import CheckpointError, MegascaleError
+from megascale.main_params.shard import ParamShard
 from megascale.parallel import ParallelGroups
-from megascale.param_shard import ParamShard
+from megascale.utils import validate
+from megascale.utils.collectives import broadcast_object, group_rank, group_size
 
 Groups = ParallelGroups | ProcessGroup | DeviceMesh | None
 

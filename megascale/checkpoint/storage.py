@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from megascale.checkpoint.agreement import together
 from megascale.checkpoint.manifest import FileMark, mark_of
 from megascale.checkpoint.metadata import METADATA_NAME
-from megascale.collectives import all_gather_object, broadcast_object, group_rank
 from megascale.errors import CheckpointError
+from megascale.utils.collectives import all_gather_object, broadcast_object, group_rank
 
 
 class _SavePlanner(DefaultSavePlanner):

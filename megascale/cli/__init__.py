@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from megascale.cli import convert
-from megascale.program import run_program
+from megascale.utils.program import run_program
 
 
 class Command(Protocol):

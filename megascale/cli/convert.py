@@ -8,7 +8,7 @@ from megascale.errors import InteropError
 from megascale.interop import convert
 from megascale.interop.formats import AUTO, FORMATS
 from megascale.interop.named_state import Names
-from megascale.program import non_negative
+from megascale.utils.program import non_negative
 
 NAME = "convert"
 HELP = "read another system's checkpoint; write what MixedPrecisionOptimizer.load_state_dict takes"

@@ -14,12 +14,12 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
-from megascale import validate
 from megascale.amp import GradScaler
 from megascale.chained import ChainedOptimizer
 from megascale.distributed_optimizer import DistributedOptimizer
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.optimizer import MixedPrecisionOptimizer, StepResult
+from megascale.utils import validate
 
 OurOptimizer = MixedPrecisionOptimizer | ChainedOptimizer
 

@@ -15,16 +15,16 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from megascale import validate
 from megascale.builder import build_grad_scaler
 from megascale.chained import ChainedOptimizer
 from megascale.config import OptimizerConfig
-from megascale.dtensors import local
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.grad_scaler import MegatronGradScaler
 from megascale.integrations.lightning_scaling import PerBatchScaler
 from megascale.optimizer import MixedPrecisionOptimizer, StepResult
 from megascale.parallel import ParallelGroups
+from megascale.utils import validate
+from megascale.utils.dtensors import local
 
 Base: Any = object  # Its subclasses put it before their package's Precision, which it calls as super().
 

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascale.dtensors import local
 from megascale.grad_scaler import MegatronGradScaler, ScalerState
+from megascale.utils.dtensors import local
 
 
 class PerBatchScaler(MegatronGradScaler):

@@ -16,10 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megascale.builder import build_grad_scaler, build_inner_optimizer, effective_config
 from megascale.chained import ChainedOptimizer
-from megascale.collectives import group_size, raise_together
 from megascale.config import OptimizerConfig
 from megascale.distributed_optimizer import DistributedOptimizer
-from megascale.dtensors import is_dtensor
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.integrations.megatron_checkpoint import load_megatron_checkpoint, megatron_state_dict
 from megascale.integrations.megatron_groups import (
@@ -31,6 +29,8 @@ from megascale.integrations.megatron_groups import (
 from megascale.megatron_config import from_megatron_config
 from megascale.optimizer import MixedPrecisionOptimizer
 from megascale.parallel import ParallelGroups
+from megascale.utils.collectives import group_size, raise_together
+from megascale.utils.dtensors import is_dtensor
 
 __all__ = [
     "MegatronStepResult",

@@ -16,7 +16,6 @@ from typing import Any
 from torch import Tensor
 
 from megascale.chained import ChainedOptimizer
-from megascale.collectives import raise_together
 from megascale.distributed_optimizer import DistributedOptimizer
 from megascale.errors import InteropError, listed
 from megascale.grad_scaler import ConstantGradScaler
@@ -25,6 +24,7 @@ from megascale.interop.megatron import optimizer_state_dict, sub_optimizers
 from megascale.interop.named_state import HALF_DTYPES
 from megascale.interop.naming import not_rounded
 from megascale.optimizer import MixedPrecisionOptimizer
+from megascale.utils.collectives import raise_together
 
 State = dict[str, Any]
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from megascale import validate
-from megascale.durable import appearing
 from megascale.errors import InteropError
 from megascale.interop.formats import AUTO, format_of
 from megascale.interop.found import FoundScaler
 from megascale.interop.loading import find_scaler
 from megascale.interop.named_state import FoundState, Names
 from megascale.interop.source import damage_named, open_source
+from megascale.utils import validate
+from megascale.utils.atomic_files import appearing
 
 SCALER_ALONE = FoundState(
     "", not_mapped=("no main params and no optimizer state: load the file with strict=False, for its scaler",)

@@ -12,7 +12,7 @@ from megascale.interop.files import read_file
 from megascale.interop.found import NO_CEILING, FoundScaler, ScalerConfig, checked_scale, constant, dynamic, whole
 from megascale.interop.records import attributes_of, kind_of
 from megascale.interop.source import Source
-from megascale.validate import LARGEST_SCALE
+from megascale.utils.validate import LARGEST_SCALE
 
 SYSTEM = "DeepSpeed"
 MODEL_FILES = ("mp_rank_*_model_states.pt", "zero_pp_rank_*_model_states.pt")

@@ -8,7 +8,7 @@ from megascale.interop.found import NO_CEILING, NO_FLOOR, FoundScaler, ScalerCon
 from megascale.interop.named_state import FoundState, Names
 from megascale.interop.records import attributes_of
 from megascale.interop.source import Source
-from megascale.validate import SMALLEST_SCALE
+from megascale.utils.validate import SMALLEST_SCALE
 
 SYSTEM = "fairseq"
 DEFAULT_UPDATES = 2**14

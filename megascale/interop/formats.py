@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megascale import validate
 from megascale.errors import InteropError
 from megascale.interop import (
     accelerate,
@@ -19,7 +18,8 @@ from megascale.interop import (
 from megascale.interop.found import FoundScaler, constant
 from megascale.interop.named_state import FoundState, Names
 from megascale.interop.source import Source
-from megascale.state_dict import KEYS
+from megascale.state.schema import KEYS
+from megascale.utils import validate
 
 AUTO = "auto"
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from megascale import validate
 from megascale.errors import ArgumentError, InteropError
 from megascale.grad_scaler import LARGEST_TRACKER, ConstantGradScaler, DynamicGradScaler, MegatronGradScaler
 from megascale.interop.deepspeed_scaler import DeepSpeedGradScaler
+from megascale.utils import validate
 
 NO_FLOOR = (
     f"{{system}} lets the scale fall without end; ours stops at {validate.SMALLEST_SCALE:.0e}, "

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from megascale import validate
 from megascale.errors import InteropError
 from megascale.interop.formats import AUTO, format_of
 from megascale.interop.found import FoundScaler
 from megascale.interop.source import Source, damage_named, open_source
+from megascale.utils import validate
 
 
 def load_scaler_state(source: Any, *, format: str = AUTO, index: int | None = None, strict: bool = True) -> FoundScaler:

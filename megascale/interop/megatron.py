@@ -31,7 +31,7 @@ from megascale.interop.naming import check_rounding, names_by_rounding
 from megascale.interop.records import attributes_of
 from megascale.interop.source import Source
 from megascale.interop.torch_amp import chosen
-from megascale.validate import LARGEST_SCALE
+from megascale.utils.validate import LARGEST_SCALE
 
 SYSTEM = "Megatron-Core"
 SCALER_KEYS = {"scale", "growth_tracker", "hysteresis_tracker"}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megascale.errors import InteropError, StateDictError
 from megascale.interop.records import InertRecord
-from megascale.state_dict import VERSION, portable
+from megascale.state.schema import VERSION, portable
 
 Names = Sequence[str] | Sequence[Sequence[str]]
 HALF_DTYPES = (torch.float16, torch.bfloat16)

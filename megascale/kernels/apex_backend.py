@@ -39,7 +39,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from megascale.capture import is_capturing
 from megascale.errors import ArgumentError, UsageError
 from megascale.kernels.blocks import Block, Row, blocks_of, flat
 from megascale.kernels.decision import Decision, TensorStats, TorchDecisions
@@ -47,6 +46,7 @@ from megascale.kernels.operands import AdamHyper, LionHyper, Operands, SgdHyper
 from megascale.kernels.reference import stats_dtype
 from megascale.kernels.split import Split
 from megascale.kernels.torch_backend import TorchBackend
+from megascale.utils.graph_capture import is_capturing
 
 CHUNK = 1 << 16  # elements of one thread block; apex's own choice
 PIECE = 1 << 20  # elements; longer gradients are measured in pieces, since apex indexes a tensor with 32 bits

@@ -16,9 +16,10 @@ they assume of each tensor in their tables:
 7. It is strided and a plain tensor: not sparse, quantized or meta, and no subclass that shows what it does not hold.
 8. Its dtype is one of those that the backend has a code for. Others take plain tensor code, or are refused.
 
-Who looks, in every step, before the ranks agree on it: :meth:`megascale.main_params.MainParams.follow` at model params,
-:class:`megascale.ready_grads.ReadyGrads` at gradients and main grads, :mod:`megascale.kernel_state` at main params,
-optimizer state and step counts; :mod:`megascale.amp.local_grads` at the gradients that a GradScaler unscales.
+Who looks, in every step, before the ranks agree on it: :meth:`megascale.main_params.base.MainParams.follow` at model
+params, :class:`megascale.step.local_grads.ReadyGrads` at gradients and main grads, :mod:`megascale.step.kernel_state`
+at main params, optimizer state and step counts; :mod:`megascale.amp.local_grads` at the gradients that a GradScaler
+unscales.
 """
 
 from collections.abc import Sequence

@@ -17,10 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megascale.capture import is_capturing
 from megascale.errors import ArgumentError, UsageError
 from megascale.kernels.blocks import flat
 from megascale.kernels.tensor_list import TensorList
+from megascale.utils.graph_capture import is_capturing
 
 CHUNK = 1 << 14  # elements; a power of two, and a whole number of vectors
 VECTOR = 16  # bytes that one access takes of the widest of a row's tensors; it takes as many elements of the others

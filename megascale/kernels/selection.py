@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import torch
 
-from megascale import validate
 from megascale.config import BACKENDS
 from megascale.errors import UsageError
 from megascale.kernels.native_backend import NativeBackend
 from megascale.kernels.operands import Backend
 from megascale.kernels.reference import ReferenceBackend
 from megascale.kernels.torch_backend import TorchBackend
+from megascale.utils import validate
 
 ENVIRONMENT_VARIABLE = "MEGASCALE_BACKEND"
 

@@ -14,7 +14,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from megascale.capture import is_capturing
 from megascale.errors import UsageError
 from megascale.kernels import device_table
 from megascale.kernels.decision import (
@@ -31,6 +30,7 @@ from megascale.kernels.operands import AdamHyper, LionHyper, Operands, SgdHyper
 from megascale.kernels.reference import ReferenceBackend, stats_dtype
 from megascale.kernels.tensor_reader import increment_versions
 from megascale.kernels.triton_launch import launch
+from megascale.utils.graph_capture import is_capturing
 
 BLOCK = 1 << 10  # elements that a program holds at once
 MEASURED_BLOCK = 1 << 11  # of a gradient: two loads of a thread under way at once. Sums have as many lanes

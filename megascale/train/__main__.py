@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from megascale.errors import ArgumentError, UsageError
-from megascale.program import outliving_its_reader, run_program
+from megascale.utils.program import outliving_its_reader, run_program
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -13,10 +13,10 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megascale import validate
 from megascale.config import HYSTERESIS_RESETS
 from megascale.errors import ArgumentError
 from megascale.grad_scaler import LARGEST_TRACKER
+from megascale.utils import validate
 
 TASKS = ("digits", "text")
 PRECISIONS = ("fp16", "bf16", "fp32")

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from megascale.errors import ArgumentError, RunError
-from megascale.program import run_program
+from megascale.utils.program import run_program
 
 RUNS: dict[str, tuple[str, ...]] = {
     "no_scaling": ("scaler.scaler_type=static", "scaler.scale=1"),

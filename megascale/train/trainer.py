@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 from megascale.checkpoint import Checkpointer
 from megascale.checkpoint.manifest import Manifest
 from megascale.checkpoint.nest import unflatten
-from megascale.collectives import all_reduce_sum_, broadcast_object, raise_together
 from megascale.errors import ArgumentError, CheckpointError, MegascaleError
 from megascale.host_view import HostView
 from megascale.train.build import DTYPES, build_schedule, build_task, build_wrapped_optimizer
@@ -24,6 +23,7 @@ from megascale.train.config import FREE_ON_RESUME, TrainConfig, as_dict, save_ya
 from megascale.train.run_log import Row, RunLog, rewrite_last_row
 from megascale.train.runtime import Runtime
 from megascale.train.tasks import Batch
+from megascale.utils.collectives import all_reduce_sum_, broadcast_object, raise_together
 
 
 @dataclass

@@ -14,8 +14,8 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from megascale.amp import GradScaler
-from megascale.dtensors import local
 from megascale.errors import UsageError
+from megascale.utils.dtensors import local
 from tests.counting import OperatorCounter
 from tests.meshes import mesh_of
 from tests.pool import RankPool

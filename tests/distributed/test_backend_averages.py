@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megascale import ParallelGroups, bucket_reduction, collectives
-from megascale.grad_sync import GradSync, ShardedGradSync
+from megascale import ParallelGroups
+from megascale.grad_sync import reduction
+from megascale.grad_sync.sync import GradSync, ShardedGradSync
+from megascale.utils import collectives
 from tests.counting import OperatorCounter
 from tests.pool import RankPool
 
@@ -58,9 +60,9 @@ def _reduced(
     torch.manual_seed(dist.get_rank())
     grads = [torch.randn(24) * 10.0**power for power in (-30, 0, 30)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bucket_reduction, "is_message_passing", lambda group: False)
+        patch.setattr(reduction, "is_message_passing", lambda group: False)
         if backend == "nccl":
-            patch.setattr(bucket_reduction, "can_average_exactly", _as_on_nccl)
+            patch.setattr(reduction, "can_average_exactly", _as_on_nccl)
         named = [(str(index), param) for index, param in enumerate(params)]
         sync = (ShardedGradSync if sharded else GradSync)(named, groups=groups, bucket_numel=24, **options)
         asked = _Asked(patch)

@@ -12,8 +12,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
 from megascale import DistributedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
-from megascale.collectives import PROBE_TAG
 from megascale.grad_sync import GradSync
+from megascale.utils.collectives import PROBE_TAG
 from tests.counting import OperatorCounter
 from tests.pool import RankPool
 from tests.training import bits_equal
@@ -396,12 +396,13 @@ def test_seventy_billion_parameters_build_without_memory(ranks: RankPool) -> Non
 
 def _native() -> list[Any]:
     """Train as a backend with a reduce-scatter of its own does: gloo has one too, only slower."""
-    from megascale import bucket_reduction, collectives
+    from megascale.grad_sync import reduction
+    from megascale.utils import collectives
 
     logs: list[Any] = []
     passing = collectives.is_message_passing
     for native in (False, True):
-        for place in (collectives, bucket_reduction):
+        for place in (collectives, reduction):
             place.is_message_passing = (lambda group: False) if native else passing  # type: ignore[attr-defined]
         try:
             for reduce_dtype in (None, torch.float16):
@@ -418,7 +419,7 @@ def _native() -> list[Any]:
                 counts |= {str(op).split(".")[-1]: n for op, n in step.get_comm_counts().items()}
                 logs.append([log, flat(optimizer.state_dict()), counts, len(optimizer.grad_sync.buckets)])
         finally:
-            for place in (collectives, bucket_reduction):
+            for place in (collectives, reduction):
                 place.is_message_passing = passing  # type: ignore[attr-defined]
     return logs
 

@@ -11,11 +11,12 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig, bucket_reduction
-from megascale.collectives import exchange_start
+from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.errors import ArgumentError, UsageError
-from megascale.grad_sync import GradSync, ShardedGradSync
-from megascale.replica_check import find_differing
+from megascale.grad_sync import reduction
+from megascale.grad_sync.sync import GradSync, ShardedGradSync
+from megascale.main_params.replica_check import find_differing
+from megascale.utils.collectives import exchange_start
 from tests.pool import RankPool
 from tests.training import INNER, Tiny, bits_equal, grad_of, model, same_bits, snapshot
 
@@ -147,8 +148,8 @@ def _sixteen_bit_reduction(reduction: str, sharded: bool) -> list[float]:
 @pytest.mark.parametrize("sharded", [False, True])
 def test_sixteen_bit_reduction_divides_first(ranks: RankPool, sharded: bool) -> None:
     """40000 + 40000 overflows fp16: what travels is divided first, and a sum is multiplied back in fp32."""
-    for reduction, value in (("mean", 40000.0), ("sum", 80000.0)):
-        first, second = ranks.run(2, _sixteen_bit_reduction, reduction, sharded)
+    for kind, value in (("mean", 40000.0), ("sum", 80000.0)):
+        first, second = ranks.run(2, _sixteen_bit_reduction, kind, sharded)
         # Padding stays zero, and is all that the second shard has.
         assert (first, second) == ([0.0, value], [0.0] if sharded else [0.0, value])
 
@@ -307,9 +308,9 @@ def test_bad_argument_is_refused(options: dict[str, Any], message: str) -> None:
 
 
 def _scratch() -> list[Any]:
-    from megascale import bucket_reduction
+    from megascale.grad_sync import reduction
 
-    bucket_reduction.MESSAGE = 8  # several messages a bucket
+    reduction.MESSAGE = 8  # several messages a bucket
     module = model(torch.float32)
     sync = ShardedGradSync(module.named_parameters(), bucket_numel=1)
     seen = []
@@ -319,7 +320,7 @@ def _scratch() -> list[Any]:
         sync.finish()
         held = sync._thread._memory
         seen.append((held.data_ptr(), held.numel()) if held is not None else None)
-    bucket_reduction.MESSAGE = 1 << 21
+    reduction.MESSAGE = 1 << 21
     return [len(sync.buckets), seen]
 
 
@@ -333,14 +334,14 @@ def test_scratch_does_not_grow_with_the_model(ranks: RankPool) -> None:
 
 
 def _split(size: int) -> list[Tensor]:
-    from megascale import bucket_reduction
+    from megascale.grad_sync import reduction
 
-    bucket_reduction.MESSAGE, bucket_reduction.CHUNK = size, max(1, size // 2)
+    reduction.MESSAGE, reduction.CHUNK = size, max(1, size // 2)
     module = model(torch.float32)
     sync = ShardedGradSync(module.named_parameters())
     module(_data(0, dist.get_rank())).square().mean().backward()
     sync.finish()
-    bucket_reduction.MESSAGE, bucket_reduction.CHUNK = 1 << 21, 1 << 18
+    reduction.MESSAGE, reduction.CHUNK = 1 << 21, 1 << 18
     return [bucket.reduction.kept for bucket in sync.buckets]
 
 
@@ -413,7 +414,7 @@ def _broken_message(victim: int) -> str:
         return Broken(pending) if dist.get_rank() == victim else pending
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(bucket_reduction, "exchange_start", start)
+        patched.setattr(reduction, "exchange_start", start)
         module(_data(0, dist.get_rank())).square().mean().backward()
         try:
             sync.finish()

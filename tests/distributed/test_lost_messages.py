@@ -18,15 +18,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megascale import bucket_reduction, message_thread
-from megascale.bucket_reduction import P2PReduceScatter, ReduceThread
-from megascale.collectives import LostMessage, Pending, exchange_start
-from megascale.flat_buffer import FlatBucket
-from megascale.grad_sync import SyncedBucket
-from megascale.layout import ParamSize, build_layouts
-from megascale.message_thread import MessageThread
+from megascale.grad_sync import message_thread, reduction
+from megascale.grad_sync.bucket import FlatBucket
+from megascale.grad_sync.layout import ParamSize, build_layouts
+from megascale.grad_sync.message_thread import MessageThread
+from megascale.grad_sync.reduction import P2PReduceScatter, ReduceThread
+from megascale.grad_sync.sync import SyncedBucket
+from megascale.main_params.gather import _GATHER_BIT, GatheredBucket
 from megascale.parallel import GradGroup
-from megascale.param_gather import _GATHER_BIT, GatheredBucket
+from megascale.utils.collectives import LostMessage, Pending, exchange_start
 from tests.pool import GLOO_TIMEOUT_S, RankPool
 
 NUMEL = 1 << 24
@@ -144,7 +144,7 @@ def _survive() -> dict[str, tuple[str, float]]:
             dist.send(memory, group=group, group_dst=0, tag=SENDS[case])
         else:
             dist.recv(memory, group=group, group_src=0, tag=TAG)
-    bucket_reduction.MESSAGE = NUMEL
+    reduction.MESSAGE = NUMEL
     message_thread.PROBE_INTERVAL_S = INTERVAL_S
     ends = {}
     for pid, group, (name, begin) in zip(pids[1:], pairs, CASES.items(), strict=True):
@@ -215,7 +215,7 @@ def test_a_task_raises_where_it_is_waited_for() -> None:
 
 STUCK = """
 import threading
-from megascale.message_thread import MessageThread
+from megascale.grad_sync.message_thread import MessageThread
 thread = MessageThread()
 thread.submit(threading.Event().wait)
 raise SystemExit(3)
@@ -229,7 +229,7 @@ def test_a_stuck_thread_keeps_no_process_alive() -> None:
 
 ENDS = """
 import time
-from megascale.message_thread import MessageThread
+from megascale.grad_sync.message_thread import MessageThread
 thread = MessageThread()
 thread.submit(lambda: (time.sleep(0.3), print("done")))
 """

@@ -16,9 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megascale import ChainedOptimizer, ConstantGradScaler, MixedPrecisionOptimizer, OptimizerConfig, ParallelGroups
 from megascale.errors import UsageError
-from megascale.grad_stats import contrast_coefficients
 from megascale.grad_sync import GradSync
 from megascale.kernels import REPLICA_TOLERANCE
+from megascale.step.grad_stats import contrast_coefficients
 from tests.pool import RankPool
 from tests.training import Bag, Tiny, model, same_bits, set_grads, snapshot
 

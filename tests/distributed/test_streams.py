@@ -17,9 +17,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from megascale import DistributedOptimizer, MixedPrecisionOptimizer, OptimizerConfig, streams
+from megascale import DistributedOptimizer, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.grad_sync import GradSync
-from megascale.streams import Arrival, WriteOrder
+from megascale.utils import streams
+from megascale.utils.streams import Arrival, WriteOrder
 from tests.pool import RankPool
 from tests.stream_model import StreamModel
 

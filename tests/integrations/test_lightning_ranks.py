@@ -13,9 +13,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from megascale import MixedPrecisionOptimizer, ParallelGroups
-from megascale.dtensors import local
 from megascale.errors import ArgumentError
 from megascale.grad_sync import GradSync
+from megascale.utils.dtensors import local
 from tests.pool import RankPool
 
 pytest.importorskip("lightning.pytorch", reason="lightning is not installed")

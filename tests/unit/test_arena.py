@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from megascale import ConstantGradScaler, MixedPrecisionOptimizer
-from megascale.arena import ALIGNMENT, SLAB, SMALL, Arena
+from megascale.main_params.slab import ALIGNMENT, SLAB, SMALL, Arena
 from tests.training import bits_equal
 
 SHAPES = [(), (1,), (0,), (15,), (16,), (17,), (40, 25), (SMALL,), (SMALL + 1,), (64, 64, 2)]

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.optim import swa_utils
 from torch.optim.swa_utils import AveragedModel
 
-from megascale import ChainedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig, running_averages
+from megascale import ChainedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.averages import AveragedMainParams
 from megascale.errors import ArgumentError, ArgumentTypeError, StateDictError, UsageError
+from megascale.landed import running_averages
 from tests.counting import OperatorCounter
 from tests.training import INNER, Bag, bits_equal, same_bits, set_grads, snapshot, wrap
 

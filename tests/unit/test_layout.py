@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale.errors import ArgumentError
-from megascale.layout import BufferLayout, ParamSize, build_layouts
+from megascale.grad_sync.layout import BufferLayout, ParamSize, build_layouts
 
 SIZES = st.lists(st.tuples(st.integers(0, 90), st.sampled_from(["half", "full", "expert"])), max_size=25)
 SHAPES = {"num_shards": st.integers(1, 7), "bucket_numel": st.integers(1, 120), "alignment": st.sampled_from([1, 2, 8])}

@@ -19,7 +19,7 @@ from megascale.checkpoint import storage
 from megascale.checkpoint.metadata import read_metadata
 from megascale.checkpoint.storage import _SavePlanner, _Writer
 from megascale.errors import ArgumentError, UsageError
-from megascale.param_shard import ParamShard, boxes_of
+from megascale.main_params.shard import ParamShard, boxes_of
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 

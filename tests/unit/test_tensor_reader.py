@@ -20,8 +20,8 @@ from torch.nn import Buffer
 
 from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.kernels import GradList, MemoryRecord, ParamList, TensorList, native_build, tensor_reader
-from megascale.main_params import MainParam
-from megascale.watch import Watch
+from megascale.main_params.base import MainParam
+from megascale.main_params.write_tracker import Watch
 from tests.training import bits_equal
 
 # The first of them may have to compile the library, which takes half a minute.

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from megascale import ConstantGradScaler, MixedPrecisionOptimizer
 from megascale.errors import StateDictError
-from megascale.torch_state_dict import ADDED, StateNames
+from megascale.state.torch_layout import ADDED, StateNames
 from tests.training import INNER, Tiny, bits_equal, constant, model, set_grads, wrap
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)

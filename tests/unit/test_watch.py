@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from megascale.kernels import tensor_reader
-from megascale.watch import Watch
+from megascale.main_params.write_tracker import Watch
 
 
 @pytest.fixture(autouse=True, params=["python", pytest.param("native", marks=pytest.mark.slow)])

@@ -114,7 +114,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
         (tmp_path / "ours.pt").write_text("theirs")
 
     with monkeypatch.context() as patched:
-        patched.setattr("megascale.durable.os.fsync", taken)
+        patched.setattr("megascale.utils.atomic_files.os.fsync", taken)
         with pytest.raises(InteropError, match="cannot be written"):
             convert(SCALER, tmp_path / "ours.pt")
     assert [path.read_text() for path in tmp_path.iterdir()] == ["theirs"]

@@ -1,0 +1,61 @@
+"""A bucket's memory: one flat tensor with a view of it for every parameter inside.
+
+Main grads live in such memory, and so do the model params that are gathered after a sharded update. Every bucket is an
+allocation of its own, so that moving parameters into flat memory takes one more bucket at a time.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from megascale.grad_sync.layout import Bucket, BufferLayout, Piece
+from megascale.utils.streams import WriteOrder
+
+
+class FlatBucket:
+    """The memory of one bucket, zero at first.
+
+    Attributes:
+        layout: where each parameter lies.
+        bucket: which of the layout's buckets this is.
+        flat: shape [bucket.numel], padding included.
+        views: by name, contiguous, in the parameter's shape.
+        order: of the streams that write the views, which belong to it by name.
+    """
+
+    def __init__(
+        self,
+        layout: BufferLayout,
+        bucket: Bucket,
+        shapes: Mapping[str, torch.Size],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.layout = layout
+        self.bucket = bucket
+        self.flat = torch.zeros(bucket.numel, dtype=dtype, device=device)
+        self.order = WriteOrder(self.flat)
+        self.views: dict[str, Tensor] = {}
+        for placement in layout.placements[bucket.first_placement : bucket.last_placement]:
+            part = self.flat[placement.start - bucket.start : placement.stop - bucket.start]
+            self.views[placement.name] = part.view(shapes[placement.name])
+
+    def twin(self, dtype: torch.dtype) -> "FlatBucket":
+        """Return new memory of the same layout in another dtype."""
+        shapes = {name: view.shape for name, view in self.views.items()}
+        return FlatBucket(self.layout, self.bucket, shapes, dtype, self.flat.device)
+
+    def shard(self, rank: int) -> Tensor:
+        """Return the part that ``rank`` owns."""
+        numel = self.bucket.numel // self.layout.num_shards
+        return self.flat[rank * numel : (rank + 1) * numel]
+
+    def pieces(self, rank: int) -> dict[str, Piece]:
+        """Return what ``rank`` owns of each parameter, by name. At most one piece each, as shards are contiguous."""
+        return {piece.name: piece for piece in self.layout.pieces(*self.layout.shard(self.bucket, rank))}
+
+    def part(self, piece: Piece) -> Tensor:
+        """Return the memory of a piece, 1-D."""
+        start = piece.start - self.bucket.start
+        return self.flat[start : start + piece.numel]

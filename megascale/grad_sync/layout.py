@@ -1,0 +1,233 @@
+"""Where parameters lie in flat buffers, and which part of them each rank owns: arithmetic on sizes, nothing else.
+
+Parameters of one kind (same dtype, param group and gradient group) share a flat buffer. A buffer is cut into buckets of
+whole parameters, in the order in which their gradients are expected; a bucket is padded so that ``num_shards`` equal
+shards cut it without regard to parameter boundaries. Positions are elements from the start of the buffer.
+
+Words: *range* half-open [start, stop); *piece* the part of one parameter inside a range.
+"""
+
+from bisect import bisect_right
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from megascale.errors import ArgumentError
+from megascale.utils import validate
+
+DEFAULT_ALIGNMENT = 64
+"""Elements: 128 bytes of a 16-bit type, 256 of fp32. Parameters and shards start at multiples of it."""
+DEFAULT_BUCKET_NUMEL = 40_000_000
+"""Elements: Megatron-Core's default bucket."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSize:
+    """What the layout knows of a parameter.
+
+    Attributes:
+        name: unique.
+        numel: elements, 0 or more.
+        kind: parameters of equal kind share a buffer: (dtype, param group, gradient group).
+    """
+
+    name: str
+    numel: int
+    kind: Hashable = None
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A parameter's range in its buffer."""
+
+    name: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The part of a parameter inside some range of its buffer.
+
+    Attributes:
+        name: the parameter.
+        param_start, param_stop: range in the parameter's own elements, flattened.
+        start: where the piece starts in the buffer.
+    """
+
+    name: str
+    param_start: int
+    param_stop: int
+    start: int
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return self.param_stop - self.param_start
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """A range of a buffer that is reduced and gathered at once, and the placements in it (a range of their indices)."""
+
+    index: int
+    start: int
+    stop: int
+    first_placement: int
+    last_placement: int
+
+    @property
+    def numel(self) -> int:
+        """Elements, padding included."""
+        return self.stop - self.start
+
+
+class BufferLayout:
+    """One flat buffer.
+
+    Attributes:
+        kind: the kind of all its parameters.
+        num_shards: how many ranks share each bucket.
+        placements: where each parameter lies, by position.
+        buckets: by position; the first is expected to be ready first.
+    """
+
+    def __init__(
+        self, kind: Hashable, num_shards: int, placements: Sequence[Placement], buckets: Sequence[Bucket]
+    ) -> None:
+        self.kind = kind
+        self.num_shards = num_shards
+        self.placements = tuple(placements)
+        self.buckets = tuple(buckets)
+        self._by_name = {placement.name: placement for placement in placements}
+        self._starts = [placement.start for placement in placements]
+        self._bucket_starts = [bucket.start for bucket in buckets]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the buffer, padding included."""
+        return self.buckets[-1].stop if self.buckets else 0
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements that one rank owns, over all buckets, padding included. The same for every rank."""
+        return self.numel // self.num_shards
+
+    def placement(self, name: str) -> Placement:
+        """Return where a parameter lies. Raises ArgumentError for a name that is not here."""
+        if name not in self._by_name:
+            raise ArgumentError(f"name={name!r} is not in this buffer, which has {len(self.placements)} parameters")
+        return self._by_name[name]
+
+    def shard(self, bucket: Bucket, rank: int) -> tuple[int, int]:
+        """Return the range of ``bucket`` that ``rank`` owns."""
+        if not 0 <= rank < self.num_shards:
+            raise ArgumentError(f"rank={rank} must be between 0 and {self.num_shards - 1}")
+        numel = bucket.numel // self.num_shards
+        return bucket.start + rank * numel, bucket.start + (rank + 1) * numel
+
+    def shard_start(self, bucket: Bucket) -> int:
+        """Return where a rank's shard of ``bucket`` lies in the rank's own flat shard of all buckets."""
+        return bucket.start // self.num_shards
+
+    def pieces(self, start: int, stop: int) -> Iterator[Piece]:
+        """Yield the pieces of parameters inside a range, in order. Padding yields nothing."""
+        index = max(0, bisect_right(self._starts, start) - 1)
+        while index < len(self.placements) and self.placements[index].start < stop:
+            placement = self.placements[index]
+            first, last = max(start, placement.start), min(stop, placement.stop)
+            if first < last:
+                yield Piece(placement.name, first - placement.start, last - placement.start, first)
+            index += 1
+
+    def shard_pieces(self, rank: int) -> Iterator[tuple[Bucket, Piece]]:
+        """Yield what ``rank`` owns: bucket and piece, in order."""
+        for bucket in self.buckets:
+            for piece in self.pieces(*self.shard(bucket, rank)):
+                yield bucket, piece
+
+    def locate(self, position: int) -> tuple[str, int] | None:
+        """Return the parameter and the offset in it that lie at ``position``; None for padding."""
+        for piece in self.pieces(position, position + 1):
+            return piece.name, piece.param_start
+        return None
+
+    def bucket_of(self, position: int) -> Bucket:
+        """Return the bucket at ``position``. Raises ArgumentError outside the buffer."""
+        if not 0 <= position < self.numel:
+            raise ArgumentError(f"position={position} must be between 0 and {self.numel - 1}")
+        return self.buckets[bisect_right(self._bucket_starts, position) - 1]
+
+    def owners(self, name: str) -> Iterator[tuple[int, Piece]]:
+        """Yield which ranks own which pieces of a parameter, in order."""
+        placement = self.placement(name)
+        if placement.start == placement.stop:
+            return
+        bucket = self.bucket_of(placement.start)
+        numel = bucket.numel // self.num_shards
+        for rank in range((placement.start - bucket.start) // numel, (placement.stop - 1 - bucket.start) // numel + 1):
+            for piece in self.pieces(*self.shard(bucket, rank)):
+                if piece.name == name:
+                    yield rank, piece
+
+
+def build_layouts(
+    params: Iterable[ParamSize],
+    num_shards: int,
+    *,
+    bucket_numel: int = DEFAULT_BUCKET_NUMEL,
+    alignment: int = DEFAULT_ALIGNMENT,
+) -> list[BufferLayout]:
+    """Return one layout for each kind, in the order in which kinds are first met.
+
+    Args:
+        params: in the order in which the forward pass uses them. Gradients are expected in the reverse order, so that
+            the last parameter lies first.
+        num_shards: ranks that share each bucket, 1 or more.
+        bucket_numel: a bucket is closed when it reaches so many elements, alignment included; a larger parameter has
+            its own.
+        alignment: elements; parameters start, and shards start and end, at multiples of it.
+
+    Raises:
+        ArgumentError: for a repeated name, a negative size, or an argument that is not a positive integer.
+    """
+    validate.integer("num_shards", num_shards, minimum=1)
+    validate.integer("bucket_numel", bucket_numel, minimum=1)
+    validate.integer("alignment", alignment, minimum=1)
+    by_kind: dict[Hashable, list[ParamSize]] = {}
+    seen: set[str] = set()
+    for param in params:
+        validate.integer(f"numel of {param.name!r}", param.numel, minimum=0)
+        if param.name in seen:
+            raise ArgumentError(f"two parameters are called {param.name!r}")
+        seen.add(param.name)
+        by_kind.setdefault(param.kind, []).append(param)
+    return [_build(kind, sizes[::-1], num_shards, bucket_numel, alignment) for kind, sizes in by_kind.items()]
+
+
+def _build(kind: Hashable, sizes: list[ParamSize], num_shards: int, bucket_numel: int, alignment: int) -> BufferLayout:
+    placements: list[Placement] = []
+    buckets: list[Bucket] = []
+    position = bucket_start = first = 0
+
+    def close() -> None:
+        nonlocal position, bucket_start, first
+        position = bucket_start + _rounded_up(position - bucket_start, num_shards * alignment)
+        buckets.append(Bucket(len(buckets), bucket_start, position, first, len(placements)))
+        bucket_start, first = position, len(placements)
+
+    for size in sizes:
+        # A parameter larger than a bucket does not make its neighbours wait for it.
+        if size.numel > bucket_numel and len(placements) > first:
+            close()
+        position = _rounded_up(position, alignment)
+        placements.append(Placement(size.name, position, position + size.numel))
+        position += size.numel
+        if position - bucket_start >= bucket_numel:
+            close()
+    if len(placements) > first:
+        close()
+    return BufferLayout(kind, num_shards, placements, buckets)
+
+
+def _rounded_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,106 @@
+"""A thread that waits for other ranks' messages, and a wait for that thread that ends where a rank is lost.
+
+gloo tells of a closed connection to every message that has not begun. One that has begun, in either direction, it
+forgets: whoever waits for it waits for the process group's timeout, half an hour. Such a wait cannot be ended from
+outside, and a shorter timeout would close the connections to all ranks, of which some are only slow. So a thread waits,
+and who needs the messages waits for the thread: from time to time it asks whether the connection is still there.
+"""
+
+import atexit
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from queue import SimpleQueue
+from threading import Thread, current_thread
+from weakref import finalize
+
+from megascale.utils.collectives import LostMessage, Pending
+
+PROBE_INTERVAL_S = 5.0
+"""Between two questions. A lost rank is known after two of them at most."""
+EXIT_PATIENCE_S = 1.0
+"""How long the end of the process waits for a task under way."""
+
+_Tasks = SimpleQueue[tuple[Callable[[], None], "Future[None]"] | None]
+_running: dict[Thread, _Tasks] = {}
+
+
+class MessageThread:
+    """Runs tasks, one after the other, in a thread that begins with the first of them.
+
+    Dropped or closed, the thread ends after its last task. One that is stuck in a message that never comes ends with
+    the process group's timeout, and keeps no process alive.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: _Tasks | None = None
+        self._awaited: Pending | None = None
+        self._end: Callable[[], object] | None = None
+
+    def submit(self, task: Callable[[], None]) -> "Future[None]":
+        """Run ``task`` after those before it."""
+        if self._tasks is None:
+            self._tasks = SimpleQueue()
+            thread = Thread(target=_serve, args=[self._tasks], name="megascale messages", daemon=True)
+            _running[thread] = self._tasks
+            thread.start()
+            self._end = finalize(self, self._tasks.put, None)
+            self._end.atexit = False
+        future: Future[None] = Future()
+        self._tasks.put((task, future))
+        return future
+
+    def close(self) -> None:
+        """Let the thread end after its last task."""
+        if self._end is not None:
+            self._end()
+        self._tasks = self._end = None
+
+    def wait(self, messages: Pending) -> None:
+        """Wait for ``messages``. Called by tasks."""
+        self._awaited = messages
+        try:
+            messages.wait()
+        finally:
+            self._awaited = None
+
+    def result(self, future: "Future[None]") -> None:
+        """Wait for the end of a task, and raise what it raised.
+
+        Also raises, as the backend does, where the thread waits for a message whose connection is closed: twice the
+        same message, so that one that has just arrived is not held to be lost.
+        """
+        lost: LostMessage | None = None
+        while not future.done():
+            with suppress(TimeoutError):  # of this wait; a task's own comes below
+                future.exception(PROBE_INTERVAL_S)
+            before, lost = lost, self._find_lost()
+            if before is not None and lost is not None and before.work is lost.work and not future.done():
+                raise lost.error
+        future.result()
+
+    def _find_lost(self) -> LostMessage | None:
+        awaited = self._awaited
+        return None if awaited is None else awaited.find_lost()
+
+
+def _serve(tasks: _Tasks) -> None:
+    while (item := tasks.get()) is not None:
+        task, future = item
+        try:
+            task()
+        except BaseException as error:  # all of it belongs to who waits for the task
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+        del item, task, future  # nothing lives on while the thread is idle
+    _running.pop(current_thread(), None)
+
+
+@atexit.register
+def _end_all() -> None:
+    running = dict(_running)
+    for tasks in running.values():
+        tasks.put(None)
+    for thread in running:
+        thread.join(EXIT_PATIENCE_S)

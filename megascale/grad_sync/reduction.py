@@ -1,0 +1,321 @@
+"""The reduction of one bucket over the ranks that hold its parameters: what travels, and what this rank keeps of it.
+
+Replicated main params keep the whole bucket; sharded ones keep this rank's shard, summed over the other copies of that
+shard too where there are any. A 16-bit type that travels is divided by the number of ranks first, because 16-bit sums
+overflow. Any other is summed and then divided, or averaged by a backend that does so on the way, where that gives the
+same: :func:`megascale.utils.collectives.can_average_exactly`. Replicated and sharded, one backend divides in one way.
+"""
+
+from abc import ABC, abstractmethod
+from collections import deque
+from concurrent.futures import Future
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import Work
+
+from megascale.grad_sync.message_thread import MessageThread
+from megascale.parallel import GradGroup
+from megascale.utils.collectives import (
+    Pending,
+    all_reduce_start,
+    can_average_exactly,
+    exchange_start,
+    group_rank,
+    group_size,
+    is_message_passing,
+    reduce_scatter_start,
+)
+from megascale.utils.profiling import span
+from megascale.utils.streams import WriteOrder, keep_for_current_stream
+
+CHUNK = 1 << 18
+"""Elements that are summed and divided while they are in cache."""
+MESSAGE = 1 << 21
+"""Elements of a message: two of them from every other rank are held at a time."""
+
+Divisor = float | Tensor
+
+
+class BucketReduction(Protocol):
+    """One bucket. Calls come in this order, once a step: start, settle, finish."""
+
+    kept: Tensor
+    """1-D: the part of the bucket that this rank keeps."""
+    has_scratch: bool
+    """Whether memory of the bucket's size is held between :meth:`start` and :meth:`settle`."""
+
+    def start(self, divisor: Divisor) -> None:
+        """Begin, without waiting, to sum and to divide by ``divisor``. The bucket is not written until the end."""
+
+    def settle(self) -> None:
+        """Wait for what :meth:`start` began, and free its scratch."""
+
+    def finish(self, divisor: Divisor) -> None:
+        """Wait until ``kept`` is the sum divided by ``divisor``, which may have changed since :meth:`start`."""
+
+
+class ReduceThread(MessageThread):
+    """A thread that carries buckets from rank to rank, one after the other, and the memory they arrive in.
+
+    The thread sums on arrival too, so that none of it stops backward.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._memory: Tensor | None = None
+
+    def close(self) -> None:
+        """Let the thread end after its last task."""
+        super().close()
+        self._memory = None
+
+    def memory(self, numel: int, like: Tensor) -> Tensor:
+        """Return uninitialised memory of shape [numel], dtype and device of ``like``, until the next call.
+
+        It is kept from task to task: fresh pages cost more than a sum.
+        """
+        held = self._memory
+        if held is None or held.numel() < numel or (held.dtype, held.device) != (like.dtype, like.device):
+            held = self._memory = torch.empty(numel, dtype=like.dtype, device=like.device)
+        return held[:numel]
+
+
+def bucket_reduction(
+    flat: Tensor, group: GradGroup, travel_dtype: torch.dtype, thread: ReduceThread, tag: int, *, sharded: bool
+) -> BucketReduction:
+    """Return the reduction of the bucket ``flat``; ``tag``: of its messages."""
+    if not sharded:
+        return AllReduced(flat, group, travel_dtype)
+    if is_message_passing(group.shard):
+        return P2PReduceScatter(flat, group, travel_dtype, thread, tag)
+    return ReduceScattered(flat, group, travel_dtype)
+
+
+class _Reduction(ABC):
+    """What all have: the payload, division ahead of a 16-bit journey, and after it."""
+
+    def __init__(self, flat: Tensor, kept: Tensor, group: GradGroup, travel_dtype: torch.dtype) -> None:
+        self.flat = flat
+        self.kept = kept
+        self.group = group
+        self.travel_dtype = travel_dtype
+        self.has_scratch = travel_dtype != flat.dtype
+        self.alone = group_size(group.holders) == 1
+        self._num_holders = group_size(group.holders)
+        self._pre_divisor = self._num_holders if travel_dtype.itemsize < 4 else 1
+        self._can_average = travel_dtype.itemsize >= 4 and can_average_exactly(group.holders)
+        self._averages = False
+        self._divisor: Divisor = 1
+        self._order = WriteOrder(kept)
+
+    def start(self, divisor: Divisor) -> None:
+        """See :class:`BucketReduction`."""
+        self._divisor = divisor
+        self._averages = self._can_average and not isinstance(divisor, Tensor) and divisor == self._num_holders
+        if self.alone:
+            self._order.write()
+            divide_(self.kept, divisor)
+        else:
+            self.begin()
+
+    def finish(self, divisor: Divisor) -> None:
+        """See :class:`BucketReduction`."""
+        self.settle()
+        self._order.join()
+        if divisor is not self._divisor:
+            divide_(self.kept, divisor / self._divisor)
+            self._divisor = divisor
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Begin to sum over several ranks."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """See :class:`BucketReduction`."""
+
+    def packed(self) -> Tensor:
+        """Return the bucket as it travels: itself, or a copy in another dtype."""
+        if self._pre_divisor != 1:
+            self.flat.div_(self._pre_divisor)
+        return self.flat.to(self.travel_dtype)
+
+    def left_to_divide(self) -> Divisor:
+        """Return what the reduced payload is still to be divided by."""
+        return 1 if self._averages else self._divisor / self._pre_divisor
+
+
+class AllReduced(_Reduction):
+    """Every rank keeps the whole bucket."""
+
+    def __init__(self, flat: Tensor, group: GradGroup, travel_dtype: torch.dtype) -> None:
+        super().__init__(flat, flat, group, travel_dtype)
+        self._payload: Tensor | None = None
+        self._work: Work | None = None
+
+    def begin(self) -> None:
+        """See :class:`_Reduction`."""
+        self._payload = self.packed()
+        self._work = all_reduce_start(self._payload, self.group.holders, average=self._averages)
+
+    def settle(self) -> None:
+        """See :class:`BucketReduction`."""
+        if self._work is None or self._payload is None:
+            return
+        self._order.write()
+        self._work.wait()
+        if self._payload is not self.flat:
+            self.flat.copy_(self._payload)
+            keep_for_current_stream(self._payload)
+        divide_(self.flat, self.left_to_divide())
+        self._work = self._payload = None
+
+
+class _Sharded(_Reduction):
+    """Every rank keeps its shard. The rest of the bucket is undefined until the next step's gradients fill it."""
+
+    def __init__(self, flat: Tensor, group: GradGroup, travel_dtype: torch.dtype) -> None:
+        self.rank = group_rank(group.shard)
+        self.num_shards = group_size(group.shard)
+        super().__init__(flat, self.own_part(flat), group, travel_dtype)
+        self._over_replicas: Work | None = None
+
+    def own_part(self, flat: Tensor) -> Tensor:
+        """Return this rank's shard."""
+        return flat.view(self.num_shards, -1)[self.rank]
+
+    def sum_over_replicas(self) -> None:
+        """Begin to add the other copies of this shard."""
+        self._over_replicas = all_reduce_start(self.kept, self.group.replicate, average=self._averages)
+
+    def finish(self, divisor: Divisor) -> None:
+        """See :class:`BucketReduction`."""
+        self.settle()
+        if self._over_replicas is not None:
+            self._over_replicas.wait()
+            self._over_replicas = None
+        super().finish(divisor)
+
+
+class ReduceScattered(_Sharded):
+    """By the backend's own reduce-scatter, in place where the dtype is the same."""
+
+    _payload: Tensor | None = None
+    _work: Work | None = None
+
+    def begin(self) -> None:
+        """See :class:`_Reduction`."""
+        self._payload = self.packed()
+        own = self.own_part(self._payload)
+        self._work = reduce_scatter_start(own, self._payload, self.group.shard, average=self._averages)
+
+    def settle(self) -> None:
+        """See :class:`BucketReduction`."""
+        if self._payload is None:
+            return
+        self._order.write()
+        if self._work is not None:
+            self._work.wait()
+        if self._payload is not self.flat:
+            self.kept.copy_(self.own_part(self._payload))
+            keep_for_current_stream(self._payload)
+        divide_(self.kept, self.left_to_divide())
+        self._work = self._payload = None
+        self.sum_over_replicas()
+
+
+class P2PReduceScatter(_Sharded):
+    """By messages from rank to rank, summed on arrival: in fp32 at least, in the order of ranks."""
+
+    def __init__(
+        self, flat: Tensor, group: GradGroup, travel_dtype: torch.dtype, thread: ReduceThread, tag: int
+    ) -> None:
+        super().__init__(flat, group, travel_dtype)
+        self.has_scratch = False
+        self._thread = thread
+        self._tag = tag
+        self._carried: Future[None] | None = None
+
+    def begin(self) -> None:
+        """See :class:`_Reduction`."""
+        self._carried = self._thread.submit(self._carry)
+
+    def settle(self) -> None:
+        """See :class:`BucketReduction`. Raises what went wrong on the way."""
+        if self._carried is not None:
+            carried, self._carried = self._carried, None
+            self._thread.result(carried)
+            self.sum_over_replicas()
+
+    @torch.no_grad()
+    def _carry(self) -> None:
+        with span("reduce_bucket"):
+            shards = self.packed().view(self.num_shards, -1)
+            parts = [slice(begin, begin + MESSAGE) for begin in range(0, shards.size(1), MESSAGE)]
+            memory = self._thread.memory(2 * (self.num_shards - 1) * min(MESSAGE, shards.size(1)), shards)
+            places = memory.view(2, self.num_shards - 1, -1)
+            under_way: deque[tuple[Pending, Tensor, slice]] = deque()
+            errors: list[Exception] = []
+            for index, part in enumerate(parts):
+                # The next message travels while this one is summed.
+                sent = shards[:, part]
+                arrived = places[index % 2, :, : sent.size(1)]
+                under_way.append((exchange_start(arrived, sent, self.group.shard, self._tag), arrived, part))
+                if len(under_way) == 2:
+                    self._sum(*under_way.popleft(), shards, errors)
+            for exchange in under_way:
+                self._sum(*exchange, shards, errors)
+            if errors:
+                raise errors[0]
+
+    def _sum(self, exchange: Pending, arrived: Tensor, part: slice, shards: Tensor, errors: list[Exception]) -> None:
+        """Wait for one message from every other rank, sum them and this rank's own, and divide.
+
+        Where a rank is lost, the error is kept for later: the others still wait for this rank's messages.
+        """
+        try:
+            self._thread.wait(exchange)
+        except Exception as error:  # whatever the backend raises
+            errors.append(error)
+            return
+        others = list(arrived.unbind())
+        sources = [*others[: self.rank], shards[self.rank, part], *others[self.rank :]]
+        kept, left = self.kept[part], self.left_to_divide()
+        for begin in range(0, kept.numel(), CHUNK):
+            chunk = slice(begin, begin + CHUNK)
+            sum_in_order([source[chunk] for source in sources], kept[chunk], self.rank)
+            divide_(kept[chunk], left)
+
+
+def divide_(tensor: Tensor, divisor: Divisor) -> None:
+    """Divide in place; by 1, which the host knows, not at all."""
+    if isinstance(divisor, Tensor):
+        tensor.div_(divisor.to(tensor.device, torch.float32))
+    elif divisor != 1:
+        tensor.div_(divisor)
+
+
+def sum_in_order(parts: list[Tensor], out: Tensor, own: int) -> None:
+    """Write the sum of ``parts`` into ``out``: rank 0 first, in fp32 at least. ``parts[own]`` may be ``out`` itself.
+
+    The other parts are scratch.
+    """
+    narrow = out.dtype.itemsize < 4 and len(parts) > 2
+    if narrow or parts[own].data_ptr() != out.data_ptr():
+        total = torch.empty_like(out, dtype=torch.float32) if out.dtype.itemsize < 4 else out
+        total.copy_(parts[0])
+        for part in parts[1:]:
+            total.add_(part)
+        if total is not out:
+            out.copy_(total)
+        return
+    # What comes before the own part is added up first; the sum of two is the same either way round.
+    before, after = parts[:own], parts[own + 1 :]
+    if before:
+        for part in before[1:]:
+            before[0].add_(part)
+        out.add_(before[0])
+    for part in after:
+        out.add_(part)

@@ -1,0 +1,468 @@
+"""Gradient accumulation in fp32 and its reduction, bucket by bucket, hidden behind the rest of backward.
+
+Hooks on plain parameters add each gradient to its main grad as soon as backward has made it, and free the 16-bit one. A
+bucket's reduction starts when its last gradient has arrived. Every rank starts the buckets in the same order, whatever
+order its own gradients come in; what backward did not start, :meth:`GradSync.finish` does, so that unused parameters
+hang nobody.
+
+The hooks hold their GradSync weakly: dropped, it is gone, with its hooks, main grads and thread.
+"""
+
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from operator import attrgetter
+from types import NoneType
+from weakref import finalize
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
+
+from megascale.errors import ArgumentError, ArgumentTypeError, GradientError, UsageError, sparse_gradient
+from megascale.grad_sync.bucket import FlatBucket
+from megascale.grad_sync.grad_hook import GradHook, find_under_ddp, require_unowned
+from megascale.grad_sync.layout import DEFAULT_BUCKET_NUMEL, ParamSize, build_layouts
+from megascale.grad_sync.reduction import BucketReduction, Divisor, ReduceThread, bucket_reduction
+from megascale.grad_sync.usable_grads import memory_error
+from megascale.parallel import GradGroup, ParallelGroups, is_expert
+from megascale.utils import validate
+from megascale.utils.collectives import PROBE_TAG, group_rank, group_size
+from megascale.utils.dtensors import is_dtensor
+from megascale.utils.staging import staged
+
+REDUCTIONS = ("mean", "sum")
+MOST_UNSETTLED = 2
+"""Buckets on their way at the same time, where each holds scratch of its own size."""
+
+# Called for every parameter at every step, in a loop that runs in C.
+_GRAD = attrgetter("grad")
+
+
+@dataclass(eq=False)
+class SyncedBucket:
+    """One bucket: its parameters, its main grads, its reduction, and which gradients it still waits for."""
+
+    index: int
+    memory: FlatBucket
+    group: GradGroup
+    params: dict[str, nn.Parameter]
+    reduction: BucketReduction
+    tag: int
+    waiting: set[str] = field(init=False)
+    fresh: set[str] = field(init=False)
+    started: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.reset()
+
+    @property
+    def rank(self) -> int:
+        """Which shard of the bucket is this rank's."""
+        return group_rank(self.group.shard)
+
+    def reset(self) -> None:
+        """Begin a new step: every first gradient overwrites what the step before has left."""
+        self.waiting = set(self.params)
+        self.fresh = set(self.params)
+        self.started = False
+
+    def start(self, divisor: Divisor) -> None:
+        """Begin the reduction, behind all streams that wrote gradients.
+
+        Parameters that had no gradient take part with zeros.
+        """
+        self.memory.order.join()
+        for name in self.fresh:
+            self.memory.views[name].zero_()
+        self.fresh = set()
+        self.started = True
+        self.reduction.start(divisor)
+
+
+def tag_of(names: Iterable[str]) -> int:
+    """Return the tag of a bucket's messages: a checksum of its parameters' names, so that all ranks have the same.
+
+    Several optimizers' buckets may be under way over one group, started in another order on each rank.
+    """
+    return zlib.crc32("\n".join(names).encode()) % PROBE_TAG
+
+
+def trainable_by_name(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, nn.Parameter]:
+    """Return the parameters that require grad. Raises ArgumentError where two share a name."""
+    params: dict[str, nn.Parameter] = {}
+    for name, param in named_parameters:
+        if param.requires_grad and params.setdefault(name, param) is not param:
+            raise ArgumentError(f"two parameters are called {name!r}; give each a name of its own in named_parameters")
+    return params
+
+
+def check_syncable(params: Mapping[str, nn.Parameter]) -> None:
+    """Raise ArgumentError or GradientError, naming it, for a parameter whose gradient cannot be synced here."""
+    name_of: dict[int, str] = {}
+    for name, param in params.items():
+        if is_dtensor(param):
+            raise ArgumentTypeError(
+                f"parameter {name!r} is a DTensor, whose own mesh reduces its gradient; use MixedPrecisionOptimizer "
+                "without grad_sync"
+            )
+        if id(param) in name_of:
+            raise ArgumentError(
+                f"parameters {name_of[id(param)]!r} and {name!r} are the same tensor, whose gradient would count "
+                "twice; name it once, as module.named_parameters() does"
+            )
+        name_of[id(param)] = name
+        if param.grad is not None and param.grad.layout != torch.strided:
+            raise sparse_gradient(name, param.grad.layout)
+    require_unowned(
+        params.items(),
+        "delete that and all that refers to it, or call its detach() (DistributedOptimizer: grad_sync.detach())",
+    )
+    wrapped = find_under_ddp(params.items())
+    if wrapped is not None:
+        raise ArgumentError(
+            f"parameter {wrapped!r} is under a DistributedDataParallel, which would reduce its gradient a second time; "
+            "pass the bare module's parameters, train that, and drop the DistributedDataParallel"
+        )
+
+
+class GradSync:
+    """Owns the main grads of a set of parameters and keeps them reduced over the data-parallel ranks.
+
+    After backward and :meth:`finish`, :meth:`main_grad` is the reduced gradient, on every rank; ``param.grad`` is None.
+    A parameter that no rank has used has a main grad of zeros. Main grads are undefined between :meth:`zero_` and
+    :meth:`finish`. A gradient that the caller puts into ``param.grad`` counts before backward, or instead of it.
+
+    A parameter belongs to one GradSync at a time, until that is dropped or :meth:`detach` is called: then its hooks,
+    main grads and thread are gone. Drop it between steps. Where some ranks have begun a reduction and others have not,
+    as after an error in backward, call :meth:`zero_` on all of them before.
+
+    Args:
+        named_parameters: in the order of the forward pass, as ``model.named_parameters()`` gives them. Frozen ones are
+            left out.
+        groups: ``data_parallel`` ranks reduce, those of ``expert_data_parallel`` for experts; see
+            :meth:`ParallelGroups.of`.
+        grad_dtype: of the main grads; micro-batches add up in it. A parameter of a wider or another 16-bit type has
+            main grads of its own type.
+        reduce_dtype: what travels. None: the main grads' type. A 16-bit type halves the traffic; gradients are divided
+            by the number of ranks first, because 16-bit sums overflow.
+        reduction: "mean" over the data-parallel ranks, or "sum". See :meth:`set_divisor` for any other divisor.
+        bucket_numel: elements of a bucket, see :func:`megascale.grad_sync.layout.build_layouts`.
+        overlap: start reductions during backward. False: all of them in :meth:`finish`.
+
+    Backward raises GradientError for a sparse gradient and UsageError for one that is too late, naming the parameter.
+
+    Raises:
+        ArgumentError: for an argument that does not fit, naming it; so for a parameter that another live GradSync or
+            DistributedOptimizer owns, or one that is there under two names.
+    """
+
+    owner_kind = "GradSync"
+    is_sharded = False
+    """Whether only this rank's shard of every bucket is reduced."""
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        *,
+        groups: ParallelGroups | ProcessGroup | DeviceMesh | None = None,
+        grad_dtype: torch.dtype = torch.float32,
+        reduce_dtype: torch.dtype | None = None,
+        reduction: str = "mean",
+        bucket_numel: int = DEFAULT_BUCKET_NUMEL,
+        overlap: bool = True,
+    ) -> None:
+        self._groups = ParallelGroups.of(groups)
+        self._grad_dtype = grad_dtype
+        self._reduce_dtype = reduce_dtype
+        is_mean = validate.one_of("reduction", reduction, REDUCTIONS) == "mean"
+        self._usual_divisor = group_size(self._groups.data_parallel) if is_mean else 1
+        self._bucket_numel = validate.integer("bucket_numel", bucket_numel, minimum=1)
+        self._overlap = validate.flag("overlap", overlap)
+        if not all(dtype.is_floating_point for dtype in (grad_dtype, reduce_dtype or grad_dtype)):
+            raise ArgumentError(f"grad_dtype and reduce_dtype must be floating point, got {grad_dtype}, {reduce_dtype}")
+        self.buckets: list[SyncedBucket] = []
+        self._thread = ReduceThread()
+        self._main_grads: dict[int, Tensor] = {}
+        self._hooks: list[RemovableHandle] = []
+        self._remove_hooks = finalize(self, _remove, self._hooks)
+        self._remove_hooks.atexit = False
+        self._divisor: Divisor | None = None
+        self._syncing = True
+        self._error: GradientError | None = None  # of a gradient that backward left on this rank
+        self._next = 0
+        self._settled = 0
+        self._finished = False
+        self._ddp_is_absent = False
+        self.add(named_parameters)
+        if not self.buckets and not self.is_sharded:
+            raise ArgumentError("named_parameters has no parameter with requires_grad")
+
+    def add(
+        self, named_parameters: Iterable[tuple[str, nn.Parameter]], param_groups: Mapping[str, int] | None = None
+    ) -> list[SyncedBucket]:
+        """Take in more parameters, in buckets of their own behind the others; returns those buckets.
+
+        A gradient that is there already counts. ``param_groups``: by name; parameters of different groups do not share
+        a bucket.
+
+        Raises ArgumentError, or GradientError for a sparse gradient, before anything has changed.
+        """
+        params = trainable_by_name(named_parameters)
+        check_syncable(params)
+        added = self._build(params, param_groups or {})
+        self.buckets += added
+        for bucket in added:
+            for name, param in bucket.params.items():
+                self._main_grads[id(param)] = bucket.memory.views[name]
+                self._hooks.append(GradHook(self, name, bucket.index).register(param))
+                if param.grad is not None:
+                    self._accumulate(name, param, bucket)
+        return added
+
+    def main_grad(self, param: nn.Parameter) -> Tensor | None:
+        """Return the main grad of ``param``, live, in its shape; None for a parameter that is not synced here."""
+        return self._main_grads.get(id(param))
+
+    def reduces(self, grad: Tensor) -> bool:
+        """Return whether ``grad``, a main grad or a part of one, lies where reductions reach it."""
+        begin, end = grad.data_ptr(), grad.data_ptr() + grad.nbytes
+        flats = (bucket.memory.flat for bucket in self.buckets)
+        return begin == end or any(flat.data_ptr() <= begin and end <= flat.data_ptr() + flat.nbytes for flat in flats)
+
+    def set_divisor(self, divisor: Divisor) -> None:
+        """Divide this step's sum over all ranks by ``divisor``, in place of the mean: by tokens, say.
+
+        Call it after :meth:`zero_` and before the step; the next step has the usual divisor again. The host does not
+        wait for a 0-d tensor, wherever it is.
+
+        Raises:
+            ArgumentError: for a number that is not above 0, or a tensor of more than one element.
+        """
+        if isinstance(divisor, Tensor):
+            if divisor.numel() != 1:
+                raise ArgumentError(f"divisor must be one number, got a tensor of shape {tuple(divisor.shape)}")
+            self._divisor = divisor.detach().reshape(())
+            if self.buckets:
+                self._divisor = staged(self._divisor, self.buckets[0].memory.flat.device)
+        else:
+            self._divisor = validate.positive("divisor", divisor)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate only: for every backward of a step but the last."""
+        before, self._syncing = self._syncing, False
+        try:
+            yield
+        finally:
+            self._syncing = before
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Start what backward has not started, and wait until every main grad is reduced. Again: nothing happens.
+
+        Takes gradients that the caller has put into ``param.grad`` where backward left none.
+
+        Raises:
+            GradientError: for a gradient in ``param.grad`` that comes too late, or beside that of backward, naming the
+                parameter. All reductions have ended then; its main grad is that of backward alone. Also for one of
+                another shape than the parameter had, or without memory.
+            UsageError: after :meth:`detach`.
+        """
+        if not self._remove_hooks.alive:
+            raise UsageError("this GradSync was detached from its parameters; build another one, and its optimizer")
+        error = self._take_assigned()
+        self._finish_reductions()
+        error, self._error = self._error or error, None
+        if error is not None:
+            raise error
+
+    def _finish_reductions(self) -> None:
+        if self._finished:
+            return
+        while self._next < len(self.buckets):
+            self._start_next()
+        for bucket in self.buckets:
+            bucket.reduction.settle()
+        for bucket in self.buckets:
+            bucket.reduction.finish(self._current_divisor())
+        self._finished = True
+
+    @torch.no_grad()
+    def zero_(self) -> None:
+        """Begin a new step. A reduction still on its way ends first."""
+        if self._next > 0:
+            self._finish_reductions()
+        for bucket in self.buckets:
+            bucket.reset()
+        self._divisor = None
+        self._error = None
+        self._next = self._settled = 0
+        self._finished = False
+
+    def detach(self) -> None:
+        """Give the parameters up, for good: gradients stay in ``param.grad``. What is on its way still arrives."""
+        self._remove_hooks()
+        self._thread.close()
+
+    def _build(self, params: dict[str, nn.Parameter], param_groups: Mapping[str, int]) -> list[SyncedBucket]:
+        """Return new buckets in the order in which backward is expected to fill them."""
+        groups = {is_expert(param): self._groups.of_param(param) for param in params.values()}
+        place = {name: index for index, name in enumerate(params)}
+        shapes = {name: param.shape for name, param in params.items()}
+        built: list[tuple[int, SyncedBucket]] = []
+        for expert, group in groups.items():
+            sizes = [
+                ParamSize(name, param.numel(), (param.dtype, param.device, param_groups.get(name)))
+                for name, param in params.items()
+                if is_expert(param) == expert
+            ]
+            num_shards = group_size(group.shard) if self.is_sharded else 1
+            for layout in build_layouts(sizes, num_shards, bucket_numel=self._bucket_numel):
+                first = params[layout.placements[0].name]
+                dtype = self._dtype_for(first)
+                for bucket in layout.buckets:
+                    memory = FlatBucket(layout, bucket, shapes, dtype, first.device)
+                    own = {name: params[name] for name in memory.views}
+                    travel = self._reduce_dtype or dtype
+                    tag = tag_of(own)
+                    reduction = bucket_reduction(memory.flat, group, travel, self._thread, tag, sharded=self.is_sharded)
+                    synced = SyncedBucket(0, memory, group, own, reduction, tag)
+                    built.append((min(place[name] for name in own), synced))
+        # Backward fills a bucket when it reaches the bucket's earliest parameter, and reaches late layers first.
+        built.sort(key=lambda entry: -entry[0])
+        for index, (_, synced) in enumerate(built, start=len(self.buckets)):
+            synced.index = index
+        return [synced for _, synced in built]
+
+    def _dtype_for(self, param: nn.Parameter) -> torch.dtype:
+        """Return the dtype of a main grad: ``grad_dtype`` where it can hold the parameter's gradients."""
+        asked = self._grad_dtype
+        return asked if torch.promote_types(asked, param.dtype) == asked else param.dtype
+
+    @torch.no_grad()
+    def take_grad(self, param: nn.Parameter, name: str, bucket_index: int) -> None:
+        """Add the gradient that backward has just made to the main grad; start the reductions that have theirs."""
+        bucket = self.buckets[bucket_index]
+        if self._finished or bucket.started:
+            raise UsageError(
+                f"a gradient of {name!r} came after its bucket's reduction had begun: call zero_grad() before a "
+                "new step (of the optimizer that was given this GradSync, or GradSync.zero_()), use no_sync() for all "
+                "backward passes of a step but the last, and overlap=False (DistributedOptimizer: "
+                "overlap_grad_reduce=False) with reentrant activation checkpointing"
+            )
+        self._accumulate(name, param, bucket)
+        while self._overlap and self._next < len(self.buckets) and not self.buckets[self._next].waiting:
+            self._start_next()
+
+    def _accumulate(self, name: str, param: nn.Parameter, bucket: SyncedBucket) -> None:
+        if param.grad is not None:
+            if param.grad.layout != torch.strided:
+                raise sparse_gradient(name, param.grad.layout)
+            main_grad = bucket.memory.views[name]
+            wrong = memory_error(repr(name), param.grad, main_grad)
+            if wrong is not None:
+                # Not raised in backward: other ranks wait for this bucket. finish() raises it.
+                self._error = self._error or wrong
+            else:
+                if bucket.memory.order.is_needed:
+                    bucket.memory.order.write(name)
+                if name in bucket.fresh:
+                    main_grad.copy_(param.grad)
+                    bucket.fresh.discard(name)
+                else:
+                    main_grad.add_(param.grad)
+            param.grad = None
+        if self._syncing:
+            bucket.waiting.discard(name)
+
+    def _take_assigned(self) -> GradientError | None:
+        """Take gradients that did not come by backward. Returns what is wrong with one that cannot be taken.
+
+        The hooks leave no gradient behind: what is there was put there.
+        """
+        error = self._find_ddp()
+        for bucket in self.buckets:
+            params = bucket.params.values()
+            if set(map(type, map(_GRAD, params))) <= {NoneType}:
+                continue
+            for name, param in bucket.params.items():
+                if param.grad is None:
+                    continue
+                wrong = why_not_taken(name, param, bucket)
+                if wrong is None:
+                    self._accumulate(name, param, bucket)
+                error = error or wrong
+        return error
+
+    def _find_ddp(self) -> GradientError | None:
+        """Return the error for a DistributedDataParallel that was put around the parameters before the first step."""
+        if self._ddp_is_absent:
+            return None
+        wrapped = find_under_ddp((name, param) for bucket in self.buckets for name, param in bucket.params.items())
+        self._ddp_is_absent = wrapped is None
+        return None if wrapped is None else under_ddp(wrapped)
+
+    def _start_next(self) -> None:
+        """Start the next bucket's reduction. The order is the same on every rank: that of ``buckets``."""
+        while self._next - self._settled >= MOST_UNSETTLED and self.buckets[self._settled].reduction.has_scratch:
+            self.buckets[self._settled].reduction.settle()
+            self._settled += 1
+        self.buckets[self._next].start(self._current_divisor())
+        self._next += 1
+
+    def _current_divisor(self) -> Divisor:
+        return self._usual_divisor if self._divisor is None else self._divisor
+
+
+class ShardedGradSync(GradSync):
+    """A GradSync of which every rank gets its own shard of every bucket reduced, by reduce-scatter.
+
+    It may begin without parameters.
+    """
+
+    owner_kind = "DistributedOptimizer"
+    is_sharded = True
+
+
+def why_not_taken(name: str, param: nn.Parameter, bucket: SyncedBucket) -> GradientError | None:
+    """Return what is wrong with a gradient in ``param.grad`` that did not come by backward; None if it can be taken."""
+    grad = param.grad
+    if grad is None:
+        return None
+    if is_dtensor(grad):
+        return GradientError(f"the gradient of {name!r} is a DTensor, its parameter is none; call grad.to_local()")
+    if grad.layout != torch.strided:
+        return sparse_gradient(name, grad.layout)
+    if not bucket.started and name in bucket.fresh and param.requires_grad:
+        return None
+    if find_under_ddp([(name, param)]) is not None:
+        return under_ddp(name)
+    return GradientError(
+        f"{name!r} has a gradient in param.grad that would be ignored: {_misplaced(name, param, bucket)}; put "
+        "gradients there before backward or instead of it, or change GradSync.main_grad(param) after finish()"
+    )
+
+
+def under_ddp(name: str) -> GradientError:
+    """Return the error for a parameter that DistributedDataParallel was put around."""
+    return GradientError(
+        f"the gradient of {name!r} is reduced by a DistributedDataParallel around its module too; train the bare "
+        "module, and drop the DistributedDataParallel"
+    )
+
+
+def _misplaced(name: str, param: nn.Parameter, bucket: SyncedBucket) -> str:
+    if not param.requires_grad:
+        return "the parameter is frozen"
+    return "it was put there after backward" if name not in bucket.fresh else "its bucket's reduction had begun"
+
+
+def _remove(hooks: list[RemovableHandle]) -> None:
+    """Remove hooks from parameters. Refers to nothing that they refer to: it is called when that is gone."""
+    for hook in hooks:
+        hook.remove()
+    hooks.clear()

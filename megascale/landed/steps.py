@@ -1,0 +1,70 @@
+"""Whether optimizer steps landed, as a schedule or an average asks: on the device, without a host sync."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megascale.chained import ChainedOptimizer
+from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
+from megascale.optimizer import MixedPrecisionOptimizer
+from megascale.step.counter import StepCounter
+
+
+class Landings:
+    """Answers, once per question, whether a step has landed since the question before.
+
+    Args:
+        optimizer: of megascale: it counts its skips on the device. Of any other, ``success`` must tell.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._name = type(optimizer).__name__
+        self._counter: StepCounter | None = None
+        if isinstance(optimizer, (MixedPrecisionOptimizer, ChainedOptimizer)):
+            self._counter = optimizer.recipe.members[0].counter
+        self._remember()
+
+    def landed(self, success: Tensor | bool | None) -> Tensor | bool:
+        """Return ``success``, checked, or, for None, whether any step since the last call landed: bool, 0-d.
+
+        Raises:
+            ArgumentTypeError, ArgumentError: ``success`` is no bool, or tensor of one bool.
+            UsageError: ``success`` is None, and what has happened cannot be known.
+        """
+        answer = self._counted() if success is None else _checked(success)
+        self._remember()
+        return answer
+
+    def _counted(self) -> Tensor:
+        if self._counter is None or self._skips_seen is None:
+            raise UsageError(
+                f"{self._name} does not tell on the device whether its steps land; pass success=..., or build this on "
+                "the megascale optimizer that wraps it"
+            )
+        steps = self._counter.steps - self._steps_seen
+        if steps == 0:
+            raise UsageError(
+                f"no step of {self._name} since the last call; call it after optimizer.step(), or pass success=..."
+            )
+        return self._counter.skips - self._skips_seen < steps
+
+    def _remember(self) -> None:
+        self._steps_seen = 0 if self._counter is None else self._counter.steps
+        self._skips_seen = None if self._counter is None else self._counter.skips.clone()
+
+
+def _checked(success: Any) -> Tensor | bool:
+    if isinstance(success, bool):
+        return success
+    if not isinstance(success, Tensor):
+        raise ArgumentTypeError(
+            f"success must be a bool or a tensor of one bool, such as result.success, got {type(success).__name__}"
+        )
+    if success.dtype != torch.bool:
+        raise ArgumentTypeError(
+            f"success must be a bool tensor, got {success.dtype}; of found_inf pass found_inf == 0, its opposite"
+        )
+    if success.numel() != 1:
+        raise ArgumentError(f"success must have one element, got shape {tuple(success.shape)}")
+    return success.detach().reshape(())

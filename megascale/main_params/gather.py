@@ -1,0 +1,133 @@
+"""Model params as views of flat buckets, and their gathering after each rank has updated its shard.
+
+All gathers start during the step, in the order in which forward needs them. Without overlap the step ends when all have
+ended. With overlap, modules wait for a bucket just before forward uses its parameters:
+:mod:`megascale.main_params.gather_hooks`.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from weakref import finalize
+
+import torch
+from torch import Tensor, nn
+
+from megascale.grad_sync.message_thread import MessageThread
+from megascale.grad_sync.sync import SyncedBucket
+from megascale.main_params.gather_hooks import GatherHooks
+from megascale.utils.collectives import Pending, all_gather_start, is_message_passing
+from megascale.utils.streams import Arrival
+
+_GATHER_BIT = 1 << 30
+"""Tells a bucket's gather from its reduction."""
+
+
+class GatheredBucket:
+    """One bucket of model params, whole on every rank once gathered."""
+
+    def __init__(self, synced: SyncedBucket, dtype: torch.dtype, thread: MessageThread) -> None:
+        self.synced = synced
+        self.memory = synced.memory.twin(dtype)
+        self._thread = thread
+        self._arrival: Arrival | None = None
+
+    @torch.no_grad()
+    def point(self, name: str, param: nn.Parameter) -> None:
+        """Make ``param`` a view of this bucket, with the values that it has."""
+        view = self.memory.views[name]
+        # It may be another view of the same memory, such as its own transpose.
+        is_in_bucket = param.untyped_storage().data_ptr() == view.untyped_storage().data_ptr()
+        view.copy_(param.clone() if is_in_bucket else param)
+        param.data = view
+
+    def is_view(self, name: str, param: nn.Parameter) -> bool:
+        """Return whether ``param`` still lies in this bucket."""
+        view = self.memory.views[name]
+        return param.data_ptr() == view.data_ptr() and param.stride() == view.stride()
+
+    def start(self) -> None:
+        """Begin to gather."""
+        shard = self.memory.shard(self.synced.rank)
+        group, tag = self.synced.group.shard, self.synced.tag | _GATHER_BIT
+        gathering = all_gather_start(self.memory.flat, shard, group, tag)
+        wait = self._in_thread(gathering) if is_message_passing(group) else gathering.wait
+        self._arrival = Arrival(wait, self.memory.flat.device)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a gather was begun that somebody may have to wait for."""
+        return self._arrival is not None
+
+    def wait(self) -> None:
+        """Wait for the gather, if one is under way: every stream that calls this does. Raises where a rank is lost."""
+        if self._arrival is not None and self._arrival.wait():
+            self._arrival = None
+
+    def end(self) -> None:
+        """Wait for the gather for all streams that wait for the current one later."""
+        self.wait()
+        self._arrival = None
+
+    def _in_thread(self, gathering: Pending) -> Callable[[], None]:
+        arrival = self._thread.submit(partial(self._thread.wait, gathering))
+        return partial(self._thread.result, arrival)
+
+
+class ParamGather:
+    """All buckets of model params, by the index of their gradients' bucket."""
+
+    def __init__(self, modules: Sequence[nn.Module], *, overlap: bool) -> None:
+        self.buckets: dict[int, GatheredBucket] = {}
+        self.overlap = overlap
+        self._modules = modules
+        self._thread = MessageThread()
+        self._bucket_of: dict[int, GatheredBucket] = {}
+        self._hooks = GatherHooks(self)
+        # Dropped, it leaves the model whole. No collective is begun here: every rank began these in its step.
+        finalize(self, _wait, self.buckets).atexit = False
+
+    def add(self, synced: Iterable[SyncedBucket]) -> None:
+        """Move the parameters of new buckets into flat memory, one bucket at a time."""
+        for bucket in synced:
+            dtype = next(iter(bucket.params.values())).dtype
+            gathered = self.buckets[bucket.index] = GatheredBucket(bucket, dtype, self._thread)
+            for name, param in bucket.params.items():
+                gathered.point(name, param)
+                self._bucket_of[id(param)] = gathered
+        if self.overlap:
+            self._hooks.add(self._modules)
+
+    def bucket_of(self, param: Tensor) -> GatheredBucket | None:
+        """Return the bucket that holds ``param``, None for one that is not gathered."""
+        return self._bucket_of.get(id(param))
+
+    def in_forward_order(self) -> list[GatheredBucket]:
+        """Return all buckets, those that forward needs first at the start."""
+        return [self.buckets[index] for index in sorted(self.buckets, reverse=True)]
+
+    def wait(self) -> None:
+        """Wait until every parameter is whole."""
+        _wait(self.buckets)
+
+    def end(self) -> None:
+        """Wait, for all streams that wait for the current one later: the gather is a part of the step."""
+        for bucket in self.buckets.values():
+            bucket.end()
+
+    def wait_for(self, params: Iterable[nn.Parameter]) -> None:
+        """Wait until these parameters are whole."""
+        for param in params:
+            bucket = self._bucket_of.get(id(param))
+            if bucket is not None:
+                bucket.wait()
+
+    def detach(self) -> None:
+        """Give up the modules, whose parameters stay where they are."""
+        self.wait()
+        self._hooks.remove()
+        self._thread.close()
+
+
+def _wait(buckets: Mapping[int, GatheredBucket]) -> None:
+    for bucket in buckets.values():
+        bucket.wait()

@@ -1,0 +1,218 @@
+"""Main params sharded over data-parallel ranks (ZeRO stage 1, arXiv 1910.02054).
+
+Each rank keeps one contiguous 1-D piece of every parameter, often empty, in the main params and in the optimizer's
+state. It updates its pieces from its shard of the reduced gradients, writes them into flat buckets that the model's
+parameters are views of, and gathers those buckets.
+"""
+
+from collections.abc import Mapping
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from megascale.errors import MegascaleError, StateDictError
+from megascale.grad_sync.layout import Piece
+from megascale.grad_sync.sync import GradSync, check_syncable
+from megascale.main_params.base import HALF_DTYPES, Batch, MainParam, MainParams
+from megascale.main_params.gather import GatheredBucket, ParamGather
+from megascale.main_params.replica_check import broadcast_parameters, require_same
+from megascale.main_params.shard import ParamShard
+from megascale.main_params.slab import Arena
+from megascale.parallel import ParallelGroups, is_expert
+from megascale.utils.collectives import all_reduce_sum_, raise_together
+
+
+class ShardedMainParams(MainParams):
+    """Every rank keeps its pieces.
+
+    Args:
+        names: of the parameters, by id, in the order of the forward pass.
+        groups: who shares what.
+        grad_sync: sharded; gets the parameters' buckets.
+        gather: gets the same buckets for the model params.
+        broadcast: take the first rank's parameters where ranks differ, rather than refuse.
+    """
+
+    is_sharded = True
+
+    def __init__(
+        self,
+        names: Mapping[int, str],
+        groups: ParallelGroups,
+        grad_sync: GradSync,
+        gather: ParamGather,
+        *,
+        broadcast: bool,
+    ) -> None:
+        super().__init__(names)
+        self._groups = groups
+        self._grad_sync = grad_sync
+        self._gather = gather
+        self._broadcast = broadcast
+        self._place = {name: index for index, name in enumerate(names.values())}
+        self._pieces: dict[int, Piece | None] = {}
+        self._buckets: WeakKeyDictionary[Batch, list[GatheredBucket]] = WeakKeyDictionary()
+        self._grads: dict[int, Tensor] = {}
+
+    def make(self, params: Mapping[str, nn.Parameter], group_of: Mapping[str, int]) -> list[MainParam]:
+        """See :class:`MainParams`. All ranks call it together.
+
+        Raises ArgumentError on every rank alike, before anything has changed, for a parameter that cannot be taken in,
+        or if ranks hold different values and may not be overwritten.
+        """
+        self._check(params)
+        if self._broadcast:
+            broadcast_parameters(params.items(), self._groups)
+        else:
+            require_same(params.items(), self._groups)
+        in_order = sorted(params.items(), key=lambda item: self._place.get(item[0], len(self._place)))
+        added = self._grad_sync.add(in_order, group_of)
+        self._gather.add(added)
+        shards: dict[str, Tensor] = {}
+        for synced in added:
+            memory = self._gather.buckets[synced.index].memory
+            pieces = memory.pieces(synced.rank)
+            for name, param in synced.params.items():
+                piece = self._pieces[id(param)] = pieces.get(name)
+                shards[name] = memory.flat[:0] if piece is None else memory.part(piece)
+                self._grads[id(param)] = synced.memory.flat[:0] if piece is None else synced.memory.part(piece)
+        arena = Arena(shards.values())
+        made = {name: _make(name, params[name], shard, arena) for name, shard in shards.items()}
+        return [made[name] for name in params]
+
+    def _check(self, params: Mapping[str, nn.Parameter]) -> None:
+        error: MegascaleError | None = None
+        try:
+            check_syncable(params)
+        except MegascaleError as caught:
+            error = caught
+        # One exchange for each kind of parameters, dense and experts: not all ranks need have both.
+        groups = {is_expert(param): self._groups.of_param(param) for param in params.values()}
+        for experts in sorted(groups):
+            raise_together(error, groups[experts].holders)
+
+    def grad(self, param: MainParam) -> Tensor:
+        """See :class:`MainParams`."""
+        return self._grads[id(param.model)]
+
+    def start_of(self, param: nn.Parameter) -> int:
+        """Return where this rank's piece begins in the flattened parameter; 0 for an empty one."""
+        piece = self._pieces.get(id(param))
+        return 0 if piece is None else piece.param_start
+
+    def model_shards(self) -> dict[int, ParamShard]:
+        """Return, by id of the parameter, this rank's piece of every sharded model param, live."""
+        return {id(p.model): ParamShard(p.part, p.model.shape, self.start_of(p.model)) for p in self}
+
+    def keeps(self, param: nn.Parameter) -> bool:
+        """See :class:`MainParams`. A frozen parameter has no bucket."""
+        return id(param) in self._by_id
+
+    def make_batches(self) -> list[Batch]:
+        """See :class:`MainParams`. One for each bucket, so that its gather starts while the next one is updated."""
+        group_of = {id(param): index for index, group in enumerate(self.ordered) for param in group}
+        found: list[Batch] = []
+        for bucket in self._gather.in_forward_order():
+            params = [self._by_id[id(param)] for param in bucket.synced.params.values()]
+            by_group: dict[int, list[MainParam]] = {}
+            for param in params:
+                if id(param) in group_of:
+                    by_group.setdefault(group_of[id(param)], []).append(param)
+            found += [Batch(group, members) for group, members in by_group.items()]
+        return found
+
+    def adopt(self, param: nn.Parameter, name: str) -> MainParam | None:
+        """See :class:`MainParams`. A frozen parameter has no bucket, and so no main param."""
+        return self._by_id.get(id(param))
+
+    def restore(self) -> None:
+        """See :class:`MainParams`. A parameter with storage of its own moves back into its bucket, values and all.
+
+        No gather may be under way.
+        """
+        for param in self:
+            bucket = self._gather.bucket_of(param.model)
+            if bucket is not None and not bucket.is_view(param.name, param.model):
+                bucket.point(param.name, param.model)
+                if param.is_copy:
+                    param.follow()
+
+    def publish(self, batch: Batch, versions: NDArray[np.int64] | None = None) -> None:
+        """See :class:`MainParams`. Starts the gather of the bucket that the batch is in.
+
+        A part is a view of the bucket, whose writes are not counted with the parameter's.
+        """
+        batch.seal()
+        if batch not in self._buckets:
+            self._buckets[batch] = list({id(b): b for b in map(self._bucket_of, batch.params)}.values())
+        for bucket in self._buckets[batch]:
+            bucket.start()
+
+    def settle(self) -> None:
+        """See :class:`MainParams`."""
+        self._gather.wait()
+
+    def end_step(self) -> None:
+        """See :class:`MainParams`. A gather that overlaps runs on into the next forward."""
+        if not self._gather.overlap:
+            self._gather.end()
+
+    def why_not_capturable(self) -> str | None:
+        """See :class:`MainParams`."""
+        if self._gather.overlap:
+            return "overlap_param_gather=True lets a gather run out of the graph: build the optimizer without it"
+        return None
+
+    def place(self, param: nn.Parameter, value: Tensor, dtype: torch.dtype) -> Tensor:
+        """See :class:`MainParams`. The live piece itself, where ``value`` is a ParamShard of it in the same dtype."""
+        main = self._by_id[id(param)].main
+        start = self.start_of(param)
+        if not isinstance(value, ParamShard):
+            return value.detach().reshape(-1)[start : start + main.numel()].to(main.device, dtype, copy=True)
+        if value.piece.numel() != main.numel() or (value.start != start and main.numel()):
+            raise StateDictError(
+                f"a ParamShard holds elements from {value.start} of {self._by_id[id(param)].name!r}, this rank owns "
+                f"those from {start}; read the checkpoint with megascale.checkpoint, which reshards"
+            )
+        return value.piece.to(main.device, dtype)
+
+    def cut(self, param: MainParam, value: Tensor) -> Tensor:
+        """See :class:`MainParams`."""
+        start = self.start_of(param.model)
+        return value.detach().reshape(-1)[start : start + param.main.numel()].clone()
+
+    def export(self, param: MainParam, values: Mapping[str, Tensor], *, copy: bool) -> dict[str, Tensor]:
+        """See :class:`MainParams`. Whole tensors lie in host memory."""
+        shape, start = param.model.shape, self.start_of(param.model)
+        exported: dict[str, Tensor] = {}
+        for key, value in values.items():
+            if value.shape != param.main.shape:
+                exported[key] = value.detach().clone() if copy else value.detach()
+            elif copy:
+                exported[key] = self._whole(param, value)
+            else:
+                exported[key] = ParamShard(value.detach(), shape, start)
+        return exported
+
+    def _bucket_of(self, param: MainParam) -> GatheredBucket:
+        bucket = self._gather.bucket_of(param.model)
+        if bucket is None:
+            raise KeyError(param.name)
+        return bucket
+
+    def _whole(self, param: MainParam, piece: Tensor) -> Tensor:
+        """Return the whole tensor on the host: the sum, byte by byte, of pieces that do not overlap."""
+        whole = piece.new_zeros(param.model.numel())
+        start = self.start_of(param.model)
+        whole[start : start + piece.numel()] = piece
+        all_reduce_sum_(whole.view(torch.uint8), self._bucket_of(param).synced.group.shard)
+        return whole.view(param.model.shape).cpu()
+
+
+def _make(name: str, model: nn.Parameter, shard: Tensor, arena: Arena) -> MainParam:
+    is_copy = model.dtype in HALF_DTYPES
+    main = arena.zeros(shard, torch.float32, "main").copy_(shard) if is_copy else shard
+    return MainParam(name, model, main, shard, is_copy)

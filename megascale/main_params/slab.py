@@ -1,0 +1,77 @@
+"""Memory for many small tensors: those of one purpose lie side by side, in the order in which they are updated.
+
+Where each of a hundred thousand tensors has memory of its own, an update spends half of its time on finding the pages
+that they lie in. A slab is as long as what it holds, and at most 64 KiB of fp32: nothing is wasted, and who keeps,
+pickles or copies one tensor of it keeps little else.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megascale.utils.dtensors import is_dtensor
+
+SLAB = 1 << 14  # elements, at most
+SMALL = 1 << 12  # elements; a larger tensor has memory of its own
+ALIGNMENT = 16  # elements; a shorter tensor begins where the one before it ends
+
+
+class Arena:
+    """Makes tensors for parameters that get theirs together. Dropped when they have them.
+
+    Args:
+        likes: one tensor for each parameter, of the shape and on the device of what is made for it, in the order in
+            which they are updated.
+    """
+
+    def __init__(self, likes: Iterable[Tensor]) -> None:
+        self._likes = list(likes)  # held: an id stays that tensor's
+        self._slabs: dict[tuple[str, torch.dtype, int], Tensor] = {}
+        self._places: dict[int, _Place] = {}
+        self._lengths: list[int] = []
+        self._lay_out()
+
+    def zeros(self, like: Tensor, dtype: torch.dtype, purpose: str) -> Tensor:
+        """Return zeros of the shape, strides, device and placements of ``like``, in ``dtype``.
+
+        Args:
+            like: one of ``likes``; another gets memory of its own.
+            purpose: names what is read one after the other. One tensor for each parameter.
+        """
+        place = self._places.get(id(like))
+        if place is None:
+            return torch.zeros_like(like, dtype=dtype, requires_grad=False, memory_format=torch.preserve_format)
+        key = (purpose, dtype, place.slab)
+        if key not in self._slabs:
+            self._slabs[key] = torch.zeros(self._lengths[place.slab], dtype=dtype, device=like.device)
+        # .data: a version counter of its own, and no view to autograd.
+        return self._slabs[key][place.start : place.start + like.numel()].view(like.shape).data
+
+    def adopt(self, tensor: Tensor, like: Tensor, purpose: str) -> Tensor:
+        """Return ``tensor``, a copy in a slab where ``like`` has a place and ``tensor`` has memory of its own."""
+        if id(like) not in self._places or tensor.untyped_storage().nbytes() > tensor.nbytes:
+            return tensor
+        return self.zeros(like, tensor.dtype, purpose).copy_(tensor)
+
+    def _lay_out(self) -> None:
+        """Give each small tensor its place: neighbours of one device share a slab until it is full."""
+        slab_of: dict[torch.device, int] = {}
+        for like in self._likes:
+            if is_dtensor(like) or not 0 < like.numel() <= SMALL or not like.is_contiguous():
+                continue
+            slab = slab_of.get(like.device)
+            end = SLAB if slab is None else self._lengths[slab]
+            start = end if like.numel() < ALIGNMENT else -(-end // ALIGNMENT) * ALIGNMENT
+            if slab is None or start + like.numel() > SLAB:
+                slab, start = len(self._lengths), 0
+                slab_of[like.device] = slab
+                self._lengths.append(0)
+            self._places[id(like)] = _Place(slab, start)
+            self._lengths[slab] = start + like.numel()
+
+
+class _Place(NamedTuple):
+    slab: int
+    start: int

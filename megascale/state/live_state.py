@@ -1,0 +1,259 @@
+"""An optimizer's live state, packed into a state dict and loaded from one: plan, agree, apply."""
+
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megascale.errors import StateDictError, listed
+from megascale.grad_scaler import MegatronGradScaler
+from megascale.main_params.base import HALF_DTYPES, MainParams
+from megascale.state import schema as portable_state
+from megascale.state.torch_layout import StateDict, from_torch_layout, is_torch_layout
+from megascale.step.counter import StepCounter, parse_counts
+from megascale.step.torch_states import is_per_element
+from megascale.step.update import InnerUpdate
+from megascale.utils.collectives import raise_together
+from megascale.utils.dtensors import local
+
+
+@dataclass
+class Plan:
+    """What a load will change, all of it checked and copied: applying it cannot fail half way."""
+
+    options: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
+    main_params: list[tuple[nn.Parameter, str, Tensor]] = field(default_factory=list)
+    states: list[tuple[nn.Parameter, dict[str, Any]]] = field(default_factory=list)
+    shared: dict[Any, Any] = field(default_factory=dict)
+    scaler: Mapping[str, Any] | None = None
+    step_counts: Mapping[str, int] | None = None
+
+
+@dataclass(frozen=True)
+class LiveState:
+    """References to everything that a state dict covers."""
+
+    param_groups: list[dict[str, Any]]
+    state: MutableMapping[Any, Any]
+    main_params: MainParams
+    update: InnerUpdate
+    grad_scaler: MegatronGradScaler | None
+    counter: StepCounter
+
+    def pack(self, *, copy: bool) -> dict[str, Any]:
+        """Return the state dict; see :mod:`megascale.state.schema`."""
+        names = self.main_params.names(self.param_groups)
+        states: dict[str, Any] = {}
+        mains: dict[str, Tensor] = {}
+        for param in self._params():
+            name, main = names[id(param)], self.main_params.get(param)
+            state = dict(self.state.get(param, {}))
+            tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+            if main is not None:
+                whole = {"": main.main} if main.is_copy else {}
+                exported = self.main_params.export(main, tensors | whole, copy=copy)
+                if main.is_copy:
+                    mains[name] = exported.pop("")
+                states[name] = portable_state.portable(state | exported, f"state[{name!r}]", copy=False)
+            else:
+                states[name] = portable_state.portable(state, f"state[{name!r}]", copy=copy)
+        groups = [
+            portable_state.pack_group(group, [names[id(p)] for p in group["params"]], index, copy=copy)
+            for index, group in enumerate(self.param_groups)
+        ]
+        return StateDict(
+            optimizer={"state": states, "param_groups": groups} | portable_state.pack_shared(self.state, copy=copy),
+            main_params=mains,
+            grad_scaler={} if self.grad_scaler is None else self.grad_scaler.state_dict(),
+            step_counts=self.counter.state_dict(),
+            version=portable_state.VERSION,
+        )
+
+    def check(self, state_dict: Any, *, strict: bool) -> None:
+        """Raise StateDictError for what is wrong with a state dict without looking at a tensor's values."""
+        self._check(self._own_layout(state_dict, strict), strict)
+
+    def plan(self, state_dict: Mapping[str, Any], *, strict: bool) -> "Plan":
+        """Check a state dict, values too, and copy what it holds. Raises StateDictError or MainParamOverflowError."""
+        own = self._own_layout(state_dict, strict)
+        self._check(own, strict)
+        return self._plan(own, strict)
+
+    def _own_layout(self, state_dict: Any, strict: bool) -> Any:
+        if not is_torch_layout(state_dict):
+            return state_dict
+        return from_torch_layout(state_dict, self.pack(copy=False), strict=strict)
+
+    def _check(self, state_dict: Any, strict: bool) -> None:
+        portable_state.check_layout(state_dict)
+        params = self._named_params()
+        states, groups = state_dict["optimizer"]["state"], state_dict["optimizer"]["param_groups"]
+        mains = state_dict["main_params"]
+        if strict:
+            portable_state.check_names(states, params, params, "optimizer state")
+            halves = [name for name, param in params.items() if param.dtype in HALF_DTYPES and param.requires_grad]
+            portable_state.check_names(mains, params, halves, "main params")
+            names = self.main_params.names(self.param_groups)
+            portable_state.check_groups(
+                groups, [[names[id(p)] for p in group["params"]] for group in self.param_groups]
+            )
+            self._check_frozen(params, mains)
+        options = self._options()
+        for name in (name for name in params if name in mains):
+            portable_state.check_main_param(name, mains[name], params[name])
+        for name in (name for name in params if name in states):
+            required = self.update.required_state(options[id(params[name])]) if states[name] else ()
+            portable_state.check_state(name, _counted(states[name], required), params[name], required)
+        portable_state.check_shared(state_dict["optimizer"], self.state, strict=strict)
+        for index, group in enumerate(groups):
+            portable_state.loadable_options(group, index)
+        self._plan_scaler(state_dict["grad_scaler"], strict)
+        _planned_counts(state_dict)
+
+    def _options(self) -> dict[int, dict[str, Any]]:
+        """Return the param group of each parameter, by id."""
+        return {id(param): group for group in self.param_groups for param in group["params"]}
+
+    def _params(self) -> list[nn.Parameter]:
+        return [param for group in self.param_groups for param in group["params"]]
+
+    def _named_params(self) -> dict[str, nn.Parameter]:
+        names = self.main_params.names(self.param_groups)
+        return {names[id(param)]: param for param in self._params()}
+
+    def _check_frozen(self, params: Mapping[str, nn.Parameter], mains: Mapping[str, Any]) -> None:
+        """Raise StateDictError for the saved main param of a frozen parameter that has no place here.
+
+        State without a main param has: it waits, whole, until the parameter is trained.
+        """
+        homeless = [name for name, param in params.items() if name in mains and not self.main_params.keeps(param)]
+        if homeless:
+            raise StateDictError(
+                f"state dict holds main params of {listed(homeless)}, frozen here; set requires_grad "
+                "before the optimizer is built, or load with strict=False to leave it out"
+            )
+
+    def _plan(self, state_dict: Mapping[str, Any], strict: bool) -> Plan:
+        """Copy what a checked state dict holds. Raises MainParamOverflowError."""
+        states, groups = state_dict["optimizer"]["state"], state_dict["optimizer"]["param_groups"]
+        mains = state_dict["main_params"]
+        scaler = self._plan_scaler(state_dict["grad_scaler"], strict)
+        plan = Plan(scaler=scaler, step_counts=_planned_counts(state_dict))
+        if len(groups) == len(self.param_groups):
+            plan.options = [
+                (live, portable_state.loadable_options(given, index))
+                for index, (live, given) in enumerate(zip(self.param_groups, groups, strict=True))
+            ]
+        shared = portable_state.check_shared(state_dict["optimizer"], self.state, strict=strict)
+        plan.shared = portable_state.placed_like(shared, self.state)
+        options = self._options()
+        for name, param in self._named_params().items():
+            if name in mains and self.main_params.keeps(param):
+                dtype = torch.float32 if param.dtype in HALF_DTYPES else param.dtype
+                value = self.main_params.place(param, mains[name], dtype)
+                portable_state.check_fits_model(name, value, param)
+                plan.main_params.append((param, name, value))
+            if name in states and (name not in mains or self.main_params.keeps(param)):
+                required = self.update.required_state(options[id(param)])
+                placed = self._placed_state(name, param, _counted(states[name], required))
+                plan.states.append((param, self.update.readable_state(name, placed)))
+        return plan
+
+    def _placed_state(self, name: str, param: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return one parameter's state: tensors of its shape in its place, others on its device."""
+        placed = portable_state.portable(state, f"state[{name!r}]", copy=False)
+        is_cut = self.main_params.keeps(param)
+        for key, value in placed.items():
+            if isinstance(value, Tensor):
+                placed[key] = (
+                    self.main_params.place(param, value, value.dtype)
+                    if is_cut and self._is_per_element(key, value, param)
+                    else value.to(local(param).device, copy=True)
+                )
+        return dict(placed)
+
+    def _is_per_element(self, key: str, value: Tensor, param: nn.Parameter) -> bool:
+        """Return whether a saved tensor has an element for each of ``param``'s; of a 0-d one live state knows best."""
+        main, live = self.main_params.get(param), self.state.get(param, {}).get(key)
+        if value.dim() == 0 and main is not None and isinstance(live, Tensor) and live.shape != main.main.shape:
+            return False
+        return is_per_element(key, value, param)
+
+    def _plan_scaler(self, given: Any, strict: bool) -> Mapping[str, Any] | None:
+        """Return the scaler's state if it is to be loaded. ``strict``: a scaler on one side only is an error."""
+        if self.grad_scaler is None:
+            if given and strict:
+                raise StateDictError(
+                    "state dict holds a grad scaler's state, the optimizer has no grad scaler; pass one, or "
+                    "load with strict=False"
+                )
+            return None
+        if given == {} and not strict:
+            return None
+        self.grad_scaler.parse_state_dict(given)
+        return dict(given)
+
+    @torch.no_grad()
+    def apply(self, plan: Plan) -> None:
+        """Change everything that the plan names. All ranks call it together."""
+        for live, options in plan.options:
+            for key, value in options.items():
+                if isinstance(live.get(key), Tensor) and isinstance(value, (Tensor, float, int)):
+                    live[key].copy_(torch.as_tensor(value))
+                else:
+                    live[key] = value
+        for param, name, value in plan.main_params:
+            main = self.main_params.adopt(param, name)
+            if main is None:
+                continue
+            local(main.main).copy_(local(value))
+            if main.is_copy:
+                main.part.copy_(local(main.main))
+            main.seal()
+        for param, state in plan.states:
+            self.state[param] = state
+        self.state.update(plan.shared)
+        for batch in self.main_params.batches():
+            self.main_params.publish(batch)
+        self.main_params.settle()
+        for group, params in zip(self.param_groups, self._trained(), strict=True):
+            self.update.create_states(group, params)
+        if plan.scaler is not None and self.grad_scaler is not None:
+            self.grad_scaler.load_state_dict(plan.scaler)
+        if plan.step_counts is not None:
+            self.counter.load_state_dict(plan.step_counts)
+
+    def _trained(self) -> Sequence[Sequence[Any]]:
+        self.main_params.follow(self.param_groups)
+        return self.main_params.ordered
+
+
+def _planned_counts(state_dict: Mapping[str, Any]) -> Mapping[str, int] | None:
+    """Return the counts of steps, which older state dicts do not have."""
+    return parse_counts(state_dict["step_counts"]) if "step_counts" in state_dict else None
+
+
+def _counted(state: Any, required: Collection[str]) -> Any:
+    """Return one parameter's saved state with the ``step`` that torch does not keep for SGD.
+
+    Dampening leaves out the first step only, and a momentum buffer that there is has seen one.
+    """
+    if "step" not in required or not isinstance(state, Mapping) or "step" in state or "momentum_buffer" not in state:
+        return state
+    return {**state, "step": torch.tensor(1.0)}
+
+
+def load_together(plan: Callable[[], Sequence[tuple[LiveState, Plan]]], group: ProcessGroup | None) -> None:
+    """Plan on every rank, agree that every plan is sound, then apply. Raises on all ranks alike."""
+    error: Exception | None = None
+    planned: Sequence[tuple[LiveState, Plan]] = []
+    try:
+        planned = plan()
+    except Exception as caught:  # any failure of one rank must reach the others
+        error = caught
+    raise_together(error, group)
+    for live, one in planned:
+        live.apply(one)

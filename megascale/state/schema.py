@@ -1,0 +1,228 @@
+"""The optimizer's state as a named, flat, portable dict, and the checks of one that comes in.
+
+``{"optimizer": {"state": {name: {...}}, "param_groups": [...]}, "main_params": {name: tensor}, "grad_scaler": {...},
+"step_counts": {"landed": int, "skipped": int}, "version": 1}`` holds tensors and primitives only. Without
+``step_counts``, as older ones and those of other systems are, a state dict leaves the counts as they are. State that
+the wrapped optimizer keeps for no parameter (``optimizer.state["global"]``) is ``["optimizer"]["shared_state"]``, there
+only if there is some: a list of one dict, of a ChainedOptimizer one for each optimizer. A load is planned in full
+before anything changes.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megascale.errors import MainParamOverflowError, StateDictError
+from megascale.kernels.operands import FP16_OVERFLOW
+from megascale.utils.dtensors import local
+
+VERSION = 1
+KEYS = ("optimizer", "main_params", "grad_scaler", "version")
+# How torch runs an optimizer, not what it computes: these stay as the live optimizer has them.
+IMPLEMENTATION_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
+# Beside "state", where an optimizer keeps state that belongs to no parameter: one dict for each wrapped optimizer.
+SHARED_STATE = "shared_state"
+PRIMITIVES = (bool, int, float, str, type(None))
+
+
+def portable(value: Any, where: str, *, copy: bool) -> Any:
+    """Return ``value`` as tensors and primitives, tensors detached and, with ``copy``, cloned.
+
+    Raises StateDictError naming ``where`` for anything that ``torch.load(weights_only=True)`` could not read.
+    """
+    if isinstance(value, Tensor):
+        return value.detach().clone() if copy else value.detach()
+    if isinstance(value, PRIMITIVES):
+        return value
+    if isinstance(value, (list, tuple)):
+        return type(value)([portable(item, f"{where}[{i}]", copy=copy) for i, item in enumerate(value)])
+    if isinstance(value, Mapping):
+        return {key: portable(item, f"{where}[{key!r}]", copy=copy) for key, item in value.items()}
+    raise StateDictError(
+        f"{where} is a {type(value).__name__}, which a state dict cannot hold; keep tensors, numbers and strings there"
+    )
+
+
+def pack_group(group: Mapping[str, Any], names: Sequence[str], index: int, *, copy: bool) -> dict[str, Any]:
+    """Return a param group's options with its parameters' names under ``params``."""
+    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    return portable(options, f"param_groups[{index}]", copy=copy) | {"params": list(names)}
+
+
+def check_layout(state_dict: Any) -> None:
+    """Raise StateDictError unless ``state_dict`` has our keys and version."""
+    if not isinstance(state_dict, Mapping):
+        raise StateDictError(f"state dict must be a dict, got {type(state_dict).__name__}")
+    missing = [key for key in KEYS if key not in state_dict]
+    if missing:
+        raise StateDictError(f"state dict lacks {missing}; it has {sorted(map(str, state_dict))}")
+    if state_dict["version"] != VERSION:
+        raise StateDictError(
+            f"state dict has version {state_dict['version']!r}; this megascale reads version {VERSION}"
+        )
+    optimizer = state_dict["optimizer"]
+    if not isinstance(optimizer, Mapping) or not {"state", "param_groups"} <= set(optimizer):
+        raise StateDictError("state dict's 'optimizer' must hold 'state' and 'param_groups'")
+    for key, value in (("main_params", state_dict["main_params"]), ("optimizer.state", optimizer["state"])):
+        if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+            raise StateDictError(f"state dict's '{key}' must map parameter names to their state")
+    groups = optimizer["param_groups"]
+    if not isinstance(groups, (list, tuple)) or not all(
+        isinstance(group, Mapping) and "params" in group for group in groups
+    ):
+        raise StateDictError("state dict's 'optimizer.param_groups' must be a list of dicts with 'params'")
+
+
+def check_names(given: Iterable[str], known: Iterable[str], required: Iterable[str], what: str) -> None:
+    """Raise StateDictError listing names in ``given`` that are not ``known``, and ``required`` ones that lack."""
+    unexpected = sorted(set(given) - set(known))
+    missing = sorted(set(required) - set(given))
+    if unexpected or missing:
+        raise StateDictError(
+            f"{what}: missing {_shortened(missing)}, unexpected {_shortened(unexpected)}; "
+            "load with strict=False to take only what both sides have"
+        )
+
+
+def check_groups(given: Sequence[Mapping[str, Any]], live: Sequence[Sequence[str]]) -> None:
+    """Raise StateDictError unless both sides have the same parameters in the same groups. ``live``: names by group."""
+    if len(given) != len(live):
+        raise StateDictError(
+            f"state dict has {len(given)} param groups, the optimizer has {len(live)}; build the same groups, "
+            "or load with strict=False to keep the live options"
+        )
+    for index, (group, names) in enumerate(zip(given, live, strict=True)):
+        moved = sorted(set(group["params"]) ^ set(names))
+        if moved:
+            raise StateDictError(
+                f"param group {index} differs: {_shortened(moved)} are on one side only; build the same groups, "
+                "or load with strict=False"
+            )
+
+
+def pack_shared(state: Mapping[Any, Any], *, copy: bool) -> dict[str, Any]:
+    """Return what an optimizer's ``state`` keeps under keys that are no parameters, as ``{"shared_state": [...]}``.
+
+    Empty where there is none. Raises StateDictError naming a key or value that a state dict cannot hold.
+    """
+    shared = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
+    for key in shared:
+        if not isinstance(key, PRIMITIVES):
+            raise StateDictError(
+                f"optimizer.state has a key {key!r} of type {type(key).__name__}, which a state dict cannot hold; use "
+                "parameters and strings"
+            )
+    packed = {key: portable(value, f"optimizer.state[{key!r}]", copy=copy) for key, value in shared.items()}
+    return {SHARED_STATE: [packed]} if packed else {}
+
+
+def check_shared(given: Any, live: Mapping[Any, Any], *, strict: bool) -> dict[Any, Any]:
+    """Return the shared state of one optimizer's state dict. ``live``: its ``state``.
+
+    Raises StateDictError if it is not that, or lacks something that is live.
+    """
+    [shared] = shared_by_optimizer(given, 1, strict=strict)
+    found = dict(shared[0]) if shared else {}
+    missing = [key for key in live if not isinstance(key, Tensor) and key not in found]
+    if missing and strict:
+        raise StateDictError(
+            f"state dict lacks the optimizer's state[{missing[0]!r}], which belongs to no parameter; load with "
+            "strict=False to keep the live one"
+        )
+    return {key: portable(value, f"optimizer.state[{key!r}]", copy=False) for key, value in found.items()}
+
+
+def shared_by_optimizer(given: Any, count: int, *, strict: bool) -> list[list[Mapping[Any, Any]]]:
+    """Return the shared state of each of ``count`` optimizers: a list of one dict, or of none.
+
+    Raises StateDictError if it is that of another number of optimizers; not ``strict``: then it is left out.
+    """
+    shared = given.get(SHARED_STATE, [])
+    if not isinstance(shared, (list, tuple)) or not all(isinstance(one, Mapping) for one in shared):
+        raise StateDictError(f"state dict's 'optimizer.{SHARED_STATE}' must be a list of dicts")
+    if len(shared) == count:
+        return [[one] for one in shared]
+    if shared and strict:
+        raise StateDictError(
+            f"state dict's 'optimizer.{SHARED_STATE}' is that of {len(shared)} optimizers, here are {count}; chain as "
+            "many, or load with strict=False to leave it out"
+        )
+    return [[] for _ in range(count)]
+
+
+def placed_like(value: Any, live: Any) -> Any:
+    """Return a copy of portable ``value``, each tensor on the device of the one at its place in ``live``, if any."""
+    if isinstance(value, Tensor):
+        return value.to(live.device, copy=True) if isinstance(live, Tensor) else value.clone()
+    if isinstance(value, Mapping):
+        entries = live if isinstance(live, Mapping) else {}
+        return {key: placed_like(item, entries.get(key)) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = live if isinstance(live, (list, tuple)) and len(live) == len(value) else [None] * len(value)
+        return type(value)([placed_like(item, other) for item, other in zip(value, items, strict=True)])
+    return value
+
+
+def loadable_options(group: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """Return a copy of the options of a saved group that a live group takes over."""
+    taken = {key: value for key, value in group.items() if key not in ("params", *IMPLEMENTATION_OPTIONS)}
+    return portable(taken, f"param_groups[{index}]", copy=True)
+
+
+def check_state(name: str, state: Any, param: Tensor, required: Collection[str]) -> None:
+    """Raise StateDictError for one parameter's saved state that is not portable, or not whole.
+
+    It is not whole if one of ``required`` lacks, or has another shape than the parameter (``step``: one element).
+    """
+    if not isinstance(state, Mapping):
+        raise StateDictError(f"optimizer state of {name!r} must be a dict, got {type(state).__name__}")
+    for key in required:
+        if key not in state:
+            raise StateDictError(f"optimizer state of {name!r} lacks {key!r}; it has {sorted(map(str, state))}")
+        if key != "step":
+            check_tensor(name, key, state[key], param)
+        elif not isinstance(state[key], (int, float)) and not (
+            isinstance(state[key], Tensor) and state[key].numel() == 1
+        ):
+            raise StateDictError(
+                f"optimizer state of {name!r} has a step that is not one number: {_described(state[key])}"
+            )
+    portable(state, f"state[{name!r}]", copy=False)
+
+
+def check_tensor(name: str, what: str, value: Any, like: Tensor) -> None:
+    """Raise StateDictError unless ``value`` is a floating point tensor of the shape of ``like``."""
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        raise StateDictError(f"{what} of {name!r} must be a floating point tensor, got {_described(value)}")
+    if value.shape != like.shape:
+        raise StateDictError(
+            f"{what} of {name!r} has shape {tuple(value.shape)}, the parameter has {tuple(like.shape)}"
+        )
+
+
+def check_main_param(name: str, value: Any, model: Tensor) -> None:
+    """Raise StateDictError unless ``value`` can be the main param of ``model``: its shape, and fp32 or fp64."""
+    check_tensor(name, "main param", value, model)
+    if value.dtype not in (torch.float32, torch.float64):
+        raise StateDictError(f"main param of {name!r} has dtype {value.dtype}; main params are fp32")
+
+
+@torch.no_grad()
+def check_fits_model(name: str, main: Tensor, model: Tensor) -> None:
+    """Raise MainParamOverflowError unless ``main`` is finite after rounding to the model param's dtype."""
+    if model.dtype == torch.float16 and bool((local(main).abs() >= FP16_OVERFLOW).any()):
+        raise MainParamOverflowError(
+            f"main param of {name!r} holds values of {FP16_OVERFLOW:.0f} or more, which round to inf in fp16; "
+            "train this model in bf16"
+        )
+
+
+def _described(value: Any) -> str:
+    return f"{value.dtype} tensor" if isinstance(value, Tensor) else f"{value!r} of type {type(value).__name__}"
+
+
+def _shortened(names: list[str], limit: int = 8) -> str:
+    shown = ", ".join(map(repr, names[:limit]))
+    return f"[{shown}{f', ... {len(names) - limit} more' if len(names) > limit else ''}]"

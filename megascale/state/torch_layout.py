@@ -1,0 +1,265 @@
+"""The optimizer's state as ``torch.distributed.checkpoint.state_dict`` expects it, made from our layout and read back.
+
+``get_optimizer_state_dict(model, optimizer)`` and its siblings know one layout, a torch optimizer's: ``{"state":
+{key: {...}}, "param_groups": [{..., "params": [key, ...]}]}``, with positions or qualified names for keys. What we have
+beside it goes where those functions carry it: into every parameter's state, next to the moments.
+
+- ``main_param``: fp32, of the parameter's shape; not of parameters that are their own main params.
+- ``grad_scaler_scale``, ``grad_scaler_growth_tracker``, ``grad_scaler_hysteresis_tracker``: 0-d, the
+  scaler's.
+- ``num_states``: 0-d int64, how many entries the wrapped optimizer has for the parameter. Some of those functions drop
+  entries that they do not find in the live optimizer; then this number tells.
+- ``step_counts_landed``, ``step_counts_skipped``: 0-d int64. An older checkpoint lacks them: read it with
+  ``DefaultLoadPlanner(allow_partial_load=True)``.
+"""
+
+import sys
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megascale.errors import StateDictError, listed
+from megascale.state.schema import SHARED_STATE
+
+TORCH_KEYS = ("state", "param_groups")
+MAIN_PARAM = "main_param"
+NUM_STATES = "num_states"
+SCALER_KEYS = ("scale", "growth_tracker", "hysteresis_tracker")
+SCALER_PREFIX = "grad_scaler_"
+COUNT_KEYS = ("landed", "skipped")
+COUNT_PREFIX = "step_counts_"
+ADDED = (
+    MAIN_PARAM,
+    NUM_STATES,
+    *(SCALER_PREFIX + key for key in SCALER_KEYS),
+    *(COUNT_PREFIX + key for key in COUNT_KEYS),
+)
+
+
+class StateDict(dict[str, Any]):
+    """Our state dict, which answers to ``["state"]`` and ``["param_groups"]`` too, in torch's layout.
+
+    Those two are no keys of it: it iterates, prints and pickles as our layout alone, and ``torch.load`` returns a plain
+    ordered dict. Torch's layout is made when it is first asked for and holds the same tensors; it may be written to, as
+    torch's functions do.
+    """
+
+    _torch_layout: dict[str, Any] | None = None
+
+    def __missing__(self, key: str) -> Any:
+        if key not in TORCH_KEYS:
+            raise KeyError(key)
+        if self._torch_layout is None:
+            self._torch_layout = to_torch_layout(self)
+        return self._torch_layout[key]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, (), None, None, iter(self.items())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "StateDict":
+        return StateDict(deepcopy(dict(self), memo))
+
+
+class StateNames:
+    """What torch's functions learn from ``optimizer.state``: that there is state, and the names of its entries.
+
+    An optimizer whose ``state`` is empty they would step with gradients of zeros, and its scaler with it.
+    """
+
+    def __init__(self, state: Mapping[Any, Any]) -> None:
+        self._state = state
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __getitem__(self, param: Tensor) -> tuple[str, ...]:
+        return (*self._state.get(param, ()), *ADDED)
+
+
+def is_read_by_torch() -> bool:
+    """Return whether the caller's property is read by ``torch.distributed.checkpoint.state_dict``.
+
+    That module takes the names of a flattened state dict's entries from the live ``optimizer.state``, and offers no
+    hook for more of them. An optimizer around ours may stand between.
+    """
+    frame = sys._getframe(1).f_back
+    for _ in range(2):
+        if frame is not None and frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+            return True
+        frame = frame and frame.f_back
+    return False
+
+
+def to_torch_layout(own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return our layout as torch's, keyed by position. New dicts and lists, the same tensors.
+
+    Raises StateDictError for state that torch's functions cannot carry, naming it.
+    """
+    if shared := [key for one in own["optimizer"].get(SHARED_STATE, []) for key in one]:
+        raise StateDictError(
+            f"optimizer.state[{shared[0]!r}] belongs to no parameter, and torch.distributed.checkpoint carries only "
+            "state that does; use state_dict() itself, or megascale.checkpoint"
+        )
+    names = [name for group in own["optimizer"]["param_groups"] for name in group["params"]]
+    positions = {name: position for position, name in enumerate(names)}
+    scaler = {
+        SCALER_PREFIX + key: torch.as_tensor(value).reshape(()).cpu() for key, value in own["grad_scaler"].items()
+    }
+    counts = {COUNT_PREFIX + key: torch.tensor(value) for key, value in own.get("step_counts", {}).items()}
+    state: dict[int, Any] = {}
+    for name, position in positions.items():
+        entries = own["optimizer"]["state"][name]
+        if taken := sorted(set(entries) & set(ADDED)):
+            raise StateDictError(f"optimizer state of {name!r} has entries called {taken}, names that megascale needs")
+        state[position] = dict(entries) | scaler | counts | {NUM_STATES: torch.tensor(len(entries))}
+        if name in own["main_params"]:
+            state[position][MAIN_PARAM] = own["main_params"][name]
+    groups = [
+        group | {"param_names": list(group["params"]), "params": [positions[name] for name in group["params"]]}
+        for group in own["optimizer"]["param_groups"]
+    ]
+    return {"state": state, "param_groups": groups}
+
+
+def is_torch_layout(state_dict: Any) -> bool:
+    """Return whether ``state_dict`` has a torch optimizer's keys at the top, not ours."""
+    return isinstance(state_dict, Mapping) and "param_groups" in state_dict and "optimizer" not in state_dict
+
+
+def from_torch_layout(given: Mapping[str, Any], live: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
+    """Return torch's layout as ours. Changes neither.
+
+    A parameter without an entry in ``state`` keeps its live state: torch's functions have raised for it already,
+    unless they were asked not to (``StateDictOptions(strict=False)``), or it is frozen.
+
+    Args:
+        given: what a function of ``torch.distributed.checkpoint.state_dict`` hands to ``load_state_dict``.
+        live: our layout of the optimizer that loads.
+        strict: raise if main params or the scaler's state are not in it, as in a plain torch optimizer's.
+
+    Raises:
+        StateDictError: naming what lacks, or does not fit.
+    """
+    _check(given)
+    groups = live["optimizer"]["param_groups"]
+    names = _names_by_key(given["param_groups"], [group["params"] for group in groups])
+    shared = _shared_state(given, names, live)
+    states, mains = dict(live["optimizer"]["state"]), dict(live["main_params"])
+    scalers: list[dict[str, Any]] = []
+    counts: list[dict[str, Any]] = []
+    for key, entries in given["state"].items():
+        if key in shared:
+            continue
+        name = names[key]
+        # What a flattened state dict lacks, torch's functions make an empty dict.
+        there = {what: value for what, value in entries.items() if not (isinstance(value, Mapping) and not value)}
+        states[name] = {what: value for what, value in there.items() if what not in ADDED}
+        _check_whole(name, states[name], there.get(NUM_STATES))
+        scalers.append({what: there[SCALER_PREFIX + what] for what in SCALER_KEYS if SCALER_PREFIX + what in there})
+        counts.append({what: there[COUNT_PREFIX + what] for what in COUNT_KEYS if COUNT_PREFIX + what in there})
+        if MAIN_PARAM in there:
+            mains[name] = there[MAIN_PARAM]
+        elif strict and name in mains:
+            raise _plain(f"no {MAIN_PARAM!r} of {name!r}")
+    scaler = _one_of_all(scalers, SCALER_PREFIX, live["grad_scaler"])
+    step_counts = _one_of_all(counts, COUNT_PREFIX, live["step_counts"])
+    if strict and scalers and live["grad_scaler"] and not scaler:
+        raise _plain("no state of the grad scaler")
+    return {
+        "optimizer": {"state": states, "param_groups": [_group(group, names) for group in given["param_groups"]]}
+        | ({SHARED_STATE: [shared]} if shared else {}),
+        "main_params": mains,
+        "grad_scaler": scaler if scalers else live["grad_scaler"],
+        "version": live["version"],
+    } | ({"step_counts": step_counts} if step_counts else {})
+
+
+def _check(given: Mapping[str, Any]) -> None:
+    if not isinstance(given.get("state"), Mapping):
+        raise StateDictError("state dict's 'state' must map parameters to dicts")
+    groups = given["param_groups"]
+    if not isinstance(groups, Sequence) or not all(isinstance(g, Mapping) and "params" in g for g in groups):
+        raise StateDictError("state dict's 'param_groups' must be a list of dicts with 'params'")
+
+
+def _shared_state(given: Mapping[str, Any], names: Mapping[Any, str], live: Mapping[str, Any]) -> dict[Any, Any]:
+    """Return what is kept for no parameter, as torch keeps it: beside the parameters, under a key that is no position.
+
+    Raises StateDictError for state of an unknown parameter, or state of one that is no dict.
+    """
+    has_positions = all(isinstance(key, int) for key in names)
+    known = {key for one in live["optimizer"].get(SHARED_STATE, []) for key in one}
+    shared = {
+        key: value
+        for key, value in given["state"].items()
+        if key not in names and (key in known or (has_positions and not isinstance(key, int)))
+    }
+    if unknown := [key for key in given["state"] if key not in names and key not in shared]:
+        raise StateDictError(f"state dict holds state of {listed(unknown)}, which none of its param groups has")
+    if not all(isinstance(entries, Mapping) for key, entries in given["state"].items() if key in names):
+        raise StateDictError("state dict's 'state' must map parameters to dicts")
+    return shared
+
+
+def _names_by_key(groups: Sequence[Mapping[str, Any]], live: Sequence[Sequence[str]]) -> dict[Any, str]:
+    """Return our name for each key in ``params``: the key itself where it is one, else that of the same position."""
+    keys = [key for group in groups for key in group["params"]]
+    names = [name for group in live for name in group]
+    are_positions = names == [str(position) for position in range(len(names))]
+    if not are_positions and set(keys) <= set(names):
+        return {key: key for key in keys}
+    sizes, live_sizes = [len(group["params"]) for group in groups], [len(group) for group in live]
+    if sizes != live_sizes:
+        raise StateDictError(
+            f"state dict has param groups of {sizes} parameters, the optimizer has {live_sizes}; build the same groups"
+        )
+    return dict(zip(keys, names, strict=True))
+
+
+def _group(group: Mapping[str, Any], names: Mapping[Any, str]) -> dict[str, Any]:
+    options = {key: value for key, value in group.items() if key != "param_names"}
+    return options | {"params": [names[key] for key in group["params"]]}
+
+
+def _check_whole(name: str, entries: Mapping[str, Any], expected: Any) -> None:
+    """Raise StateDictError if entries were lost on the way. ``expected``: their number when saved; None: not known."""
+    if expected is not None and len(entries) != int(expected):
+        raise StateDictError(
+            f"optimizer state of {name!r} had {int(expected)} entries and arrives with {sorted(entries)}: "
+            "torch.distributed.checkpoint reads only names that the live one has. Build it with the same options. If it"
+            " makes its state at its first step: give load_state_dict() a full state dict, or use megascale.checkpoint"
+        )
+
+
+def _one_of_all(every: Sequence[Mapping[str, Any]], prefix: str, live: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what every parameter has a copy of, such as the scaler's state. Raises StateDictError if copies differ.
+
+    With ``full_state_dict=True`` torch's functions put the ``live`` entries of the optimizer that loads beside those
+    that were saved, for parameters that are frozen or lack there: those copies are not what is loaded.
+    """
+    if not every or not every[0]:
+        return {}
+    found: dict[str, Any] = {}
+    for key in every[0]:
+        copies = [torch.as_tensor(one[key]) for one in every if key in one]
+        values = set(torch.stack([copy.detach().cpu().reshape(()) for copy in copies]).tolist())
+        if len(values) > 1 and key in live:
+            values.discard(torch.as_tensor(live[key]).reshape(()).item())
+        if len(values) > 1 or len(copies) != len(every):
+            raise StateDictError(
+                f"the parameters of the state dict have several values of {prefix + key!r}, {sorted(values)[:4]}"
+                "; they are not of one step"
+            )
+        [found[key]] = values
+    return found
+
+
+def _plain(lack: str) -> StateDictError:
+    return StateDictError(
+        f"state dict is a plain torch optimizer's (it has 'param_groups' at the top, and {lack}); load it into the "
+        "torch optimizer before wrapping it, or with strict=False to take what it has"
+    )

@@ -1,0 +1,1 @@
+"""One step: what every optimizer and every chain of them goes through, part by part."""

@@ -1,0 +1,65 @@
+"""How many steps were taken, and how many of them landed: a host number, and one on the device that is never read."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megascale.errors import ArgumentError, StateDictError
+from megascale.utils import validate
+
+KEYS = ("landed", "skipped")
+
+
+class StepCounter:
+    """Counts the steps of one optimizer, and goes on from counts that were saved.
+
+    Attributes:
+        steps: taken since construction, landed or not.
+        skips: of those: int64, 0-d, on the device. Updated in place: captured graphs hold this address.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.steps = 0
+        self.skips = torch.zeros((), dtype=torch.int64, device=device)
+        self._landed_before: int | Tensor = 0
+        self._skipped_before: int | Tensor = 0
+
+    def count(self, found_inf: Tensor, *, on_host: bool) -> None:
+        """Count a step, skipped where ``found_inf``, fp32, 0-d, is 1. ``on_host``: count it among ``steps``, too."""
+        self.skips.add_(found_inf.to(torch.int64))
+        self.steps += on_host
+
+    def rehearse(self, found_inf: Tensor) -> None:
+        """Run what :meth:`count` runs on the device, and change nothing."""
+        self.skips.clone().add_(found_inf.to(torch.int64))
+
+    @property
+    def landed(self) -> Tensor:
+        """All steps that landed, those before a load too: int64, 0-d, on the device."""
+        return self.steps - self.skips + self._landed_before
+
+    @property
+    def skipped(self) -> Tensor:
+        """All steps that were skipped, those before a load too: int64, 0-d, on the device."""
+        return self.skips + self._skipped_before
+
+    def state_dict(self) -> dict[str, int]:
+        """Return both counts. Waits for the device."""
+        return {"landed": int(self.landed), "skipped": int(self.skipped)}
+
+    def load_state_dict(self, counts: Mapping[str, int]) -> None:
+        """Go on from counts that :func:`parse_counts` has returned."""
+        self._landed_before = counts["landed"] - (self.steps - self.skips)
+        self._skipped_before = counts["skipped"] - self.skips
+
+
+def parse_counts(given: Any) -> dict[str, int]:
+    """Return saved counts, checked. Raises StateDictError."""
+    if not isinstance(given, Mapping) or not set(KEYS) <= set(given):
+        raise StateDictError(f"state dict's 'step_counts' must hold {' and '.join(map(repr, KEYS))}, got {given!r}")
+    try:
+        return {key: validate.integer(f"state dict's step_counts[{key!r}]", given[key], minimum=0) for key in KEYS}
+    except ArgumentError as error:
+        raise StateDictError(str(error)) from None

@@ -1,0 +1,137 @@
+"""Errors of one rank that every rank must raise: they travel in the statistics vector, so that no collective is added.
+
+Two kinds: a gradient that cannot be used on one rank, and a main param whose rounding into fp16 is not finite. The host
+hears of an agreed error as soon as it can without waiting: at once where statistics lie in host memory, one step late
+on an accelerator.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from megascale.errors import MainParamOverflowError, MegascaleError, NonFiniteParamError, listed
+from megascale.host_view import HostView
+from megascale.kernels import Statistic, stats_dtype
+from megascale.main_params.base import MainParam
+from megascale.parallel import ParallelGroups
+from megascale.step.grad_stats import GradStats
+from megascale.step.update import Rounded
+from megascale.utils.collectives import group_size, raise_together
+from megascale.utils.dtensors import local
+from megascale.utils.graph_capture import is_capturing
+
+
+class DeferredErrors:
+    """Collects this rank's errors, and raises them on all ranks of ``grad_stats`` at the same step."""
+
+    def __init__(self, groups: ParallelGroups, device: torch.device) -> None:
+        self._group = groups.grad_stats
+        self._alone = group_size(self._group) == 1
+        self._on_host = device.type == "cpu"
+        self._device = device
+        self._view = HostView()
+        self._error: MegascaleError | None = None
+        # What this step and the one before rounded: when the host hears, another step has been taken.
+        self._rounded: deque[list[Rounded]] = deque(maxlen=2)
+        # Updated in place: captured graphs hold this address.
+        self._num_overflowed = torch.zeros((), dtype=stats_dtype(device), device=device)
+        self._agreed: GradStats | None = None
+
+    def clear(self) -> None:
+        """Forget all errors: main params have been replaced."""
+        self._rounded.clear()
+        self._num_overflowed.zero_()
+        self._view.flush()
+
+    def drop_pending(self) -> None:
+        """Forget the statistics that the host has not seen yet: those of a step that is not taken."""
+        self._view.flush()
+
+    def as_statistic(self, error: MegascaleError | None) -> Tensor:
+        """Return the number of this rank's errors before the agreement, 0-d; ``error`` is one found in this step."""
+        if error is not None and self._alone:
+            raise error
+        self._error = self._error or error
+        return self._num_overflowed if self._error is None else self._num_overflowed + 1
+
+    def raise_agreed(self, agreed: GradStats) -> dict[Statistic, float] | None:
+        """Raise on every rank alike if any had an error, as soon as the host can know.
+
+        Returns the statistics that the host can know without waiting: of this step, or of the one before, or None.
+        While a graph is captured there is nothing to know: :meth:`raise_pending` follows each replay.
+        """
+        self._agreed = agreed
+        return None if is_capturing(self._device) else self.raise_pending()
+
+    def raise_pending(self) -> dict[Statistic, float] | None:
+        """Raise for the errors that were agreed on last, as soon as the host can know. Returns what it knows."""
+        if self._agreed is None:
+            return None
+        seen = self._read(self._agreed.vector)
+        if seen is not None and seen[Statistic.ERRORS] > 0:
+            self._raise_together()
+        return seen
+
+    def _read(self, vector: Tensor) -> dict[Statistic, float] | None:
+        if self._on_host:
+            return dict(zip(Statistic, vector.tolist(), strict=True))
+        late = self._view.push_vector([field.name for field in Statistic], vector)
+        return None if late is None else {field: late[field.name] for field in Statistic}
+
+    def record_overflows(self, rounded: list[Rounded]) -> None:
+        """Remember, on the device, which model params could not hold their main param."""
+        self._rounded.append(rounded)
+        self._count(rounded, self._num_overflowed)
+
+    def rehearse(self, rounded: list[Rounded]) -> None:
+        """Run what :meth:`record_overflows` runs on the device, and remember nothing."""
+        self._count(rounded, torch.empty_like(self._num_overflowed))
+
+    def _count(self, rounded: list[Rounded], out: Tensor) -> None:
+        """Write into ``out`` how many of all flags are set."""
+        flags = [one.overflowed.to(self._device, non_blocking=True) for one in rounded]
+        if flags:
+            together = flags[0] if len(flags) == 1 else torch.cat(flags)
+            torch.sum(together, 0, dtype=out.dtype, out=out)
+
+    def raise_local(self) -> None:
+        """Raise at once where this rank is alone and its values lie in host memory."""
+        if self._alone and self._on_host and self._num_overflowed.reshape(1).tolist() != [0.0]:
+            self._raise_together()
+
+    def _raise_together(self) -> None:
+        error = self._error or self._overflow_error()
+        self._error = None
+        self.clear()
+        raise_together(error, self._group)
+
+    def _overflow_error(self) -> MegascaleError | None:
+        found = {
+            param.name: param
+            for rounded in self._rounded
+            for one in rounded
+            for param, overflowed in zip(one.params, one.overflowed.tolist(), strict=True)
+            if overflowed
+        }
+        if not found:
+            return None
+        if (damage := non_finite_params(found.values())) is not None:
+            return damage
+        return MainParamOverflowError(
+            f"main param of {listed(found)} is 65520 or more, which rounds to inf in fp16; the main param is intact: "
+            "lower the learning rate, add weight decay, or train this model in bf16"
+        )
+
+
+def non_finite_params(params: Iterable[MainParam]) -> NonFiniteParamError | None:
+    """Return the error that names main params which hold inf or NaN; None if there are none. Reads the device."""
+    names = [param.name for param in params if not bool(torch.isfinite(local(param.main)).all())]
+    if not names:
+        return None
+    return NonFiniteParamError(
+        f"main param of {listed(names)} holds inf or NaN, and with it every loss and gradient from now on: load a "
+        "checkpoint from before; then look for what wrote it (a learning rate that is NaN or far too large, weights "
+        "that were loaded so)"
+    )

@@ -1,0 +1,188 @@
+"""Measure and agree: from local gradients to statistics that every rank shares.
+
+The numbers of the vector that travels are named in :class:`megascale.kernels.Statistic`. A gradient held alike by k
+ranks adds its sums divided by k, so that a single SUM all-reduce serves replicated, sharded and tensor-parallel
+gradients at once. The same all-reduce compares those k ranks: each multiplies its sum of squares by a coefficient of
+its own, and the coefficients add up to 0.
+"""
+
+import functools
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megascale.errors import ArgumentError
+from megascale.kernels import NUM_STATISTICS, Backend, GradWeights, Statistic, TensorList, TensorStats, stats_dtype
+from megascale.parallel import ParallelGroups, ranks_of
+from megascale.utils.collectives import all_reduce_sum_
+from megascale.utils.dtensors import is_dtensor
+
+
+@functools.cache
+def contrast_coefficients(num_ranks: int) -> tuple[float, ...]:
+    """Return one coefficient for each of ``num_ranks`` that hold the same: they add up to 0, the largest is 1 or -1.
+
+    They are drawn at random, always the same, so that no part of the ranks adds up to 0 by itself: where ranks of one
+    node agree and nodes do not, that shows too.
+    """
+    generator = random.Random(0)
+    drawn = [generator.random() for _ in range(num_ranks)]
+    mean = math.fsum(drawn) / num_ranks
+    largest = max(abs(one - mean) for one in drawn)
+    return tuple((one - mean) / largest if largest else 0.0 for one in drawn)
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What the statistics of a gradient count on this rank; see :class:`megascale.kernels.GradWeights`."""
+
+    share: float
+    contrast: float
+
+
+class Holders:
+    """How many ranks of `grad_stats` hold the same gradient element as this rank does.
+
+    Args:
+        groups: who shares what.
+        sharded: gradients are reduced into shards, which only ``replicate`` ranks repeat.
+    """
+
+    def __init__(self, groups: ParallelGroups, *, sharded: bool = False) -> None:
+        self._groups = groups
+        self._sharded = sharded
+        self._stats = ranks_of(groups.grad_stats)
+
+    def of(self, param: nn.Parameter) -> Holding:
+        """Return what this rank's sums of ``param`` count: 1 / holders, and 0 for Megatron's ``shared`` copies.
+
+        Compared are the ranks that reduce the gradient, and those on which a DTensor is replicated. Those that
+        are tensor parallel are not: they may compute the same gradient twice, in another order of additions.
+
+        Raises ArgumentError for a DTensor whose mesh reaches beyond ``grad_stats``: its ranks could not agree. And for
+        an expert's parameter without a group.
+        """
+        data = self._groups.of_param(param)
+        if getattr(param, "shared", False):
+            return Holding(0.0, 0.0)
+        mesh_ranks: frozenset[int] = frozenset()
+        replicas = _Replicas()
+        if is_dtensor(param):
+            mesh = param.device_mesh
+            mesh_ranks = frozenset(mesh.mesh.flatten().tolist())
+            if len(mesh_ranks) > 1 and not mesh_ranks <= self._stats:
+                raise ArgumentError(
+                    f"a DTensor over ranks {sorted(mesh_ranks)}, but grad_stats has only {sorted(self._stats)}; "
+                    "pass groups whose grad_stats spans the parameter's mesh"
+                )
+            for dim, placed in enumerate(param.placements):
+                if placed.is_replicate():
+                    replicas = replicas.times(mesh.size(dim), (mesh.get_coordinate() or [0] * mesh.ndim)[dim])
+        holders = ranks_of(data.replicate if self._sharded else data.holders) & self._stats
+        repeats = self._repeats(holders, mesh_ranks)
+        if len(holders & mesh_ranks) <= 1 < len(holders):
+            replicas = replicas.times(len(holders), sorted(holders).index(dist.get_rank()))
+            repeats = 1.0
+        if not getattr(param, "tensor_model_parallel", False):
+            repeats *= self._repeats(ranks_of(self._groups.tensor_of_param(param)) & self._stats, mesh_ranks)
+        share = 1.0 / (replicas.num_ranks * repeats)
+        return Holding(share, share * contrast_coefficients(replicas.num_ranks)[replicas.index])
+
+    def _repeats(self, group: frozenset[int], mesh_ranks: frozenset[int]) -> float:
+        """Return how often ``group`` repeats the parameter. A DTensor's own mesh counts itself: it is one holder."""
+        return max(1, len(group)) / max(1, len(group & mesh_ranks))
+
+
+@dataclass(frozen=True)
+class _Replicas:
+    """Ranks that hold the same gradient and are compared, and which of them this rank is."""
+
+    num_ranks: int = 1
+    index: int = 0
+
+    def times(self, size: int, index: int) -> "_Replicas":
+        """Return the replicas where each of these is one of ``size`` that are alike."""
+        return _Replicas(self.num_ranks * size, self.index * size + index)
+
+
+@dataclass(frozen=True)
+class GradStats:
+    """One rank's, or after :func:`agree` all ranks', statistics.
+
+    Attributes:
+        vector: shape [NUM_STATISTICS], statistics dtype, by the places of :class:`megascale.kernels.Statistic`.
+        non_finite: shape [number of gradients], this rank's non-finite elements of each gradient; None without
+            gradients.
+    """
+
+    vector: Tensor
+    non_finite: Tensor | None
+
+
+@torch.no_grad()
+def measure(
+    grads: Sequence[Tensor],
+    weights: GradWeights,
+    errors: Tensor,
+    scaled: bool,
+    *,
+    backend: Backend,
+    count_zeros: bool,
+    device: torch.device,
+) -> GradStats:
+    """Measure local gradients in one pass; the result is on ``device``.
+
+    Args:
+        grads: local tensors in the dtypes they have, on any devices.
+        weights: what each gradient's statistics count, see :class:`Holders`.
+        errors: 0-d, this rank's errors.
+        scaled: whether this rank knows of nothing against gradients of a scaled loss.
+    """
+    exact = stats_dtype(device)
+    errors = errors.to(exact)
+    if not grads:
+        vector = torch.zeros(NUM_STATISTICS, dtype=exact, device=device)
+        vector[Statistic.ZEROS] = 0.0 if count_zeros else math.nan
+        vector[Statistic.ERRORS] = errors
+        vector[Statistic.SCALED] = float(scaled)
+        return GradStats(vector, None)
+    stats = _measure_by_device(grads, backend, count_zeros, device)
+    return GradStats(backend.total(stats, weights, errors, float(scaled)), stats.non_finite)
+
+
+def _measure_by_device(
+    grads: Sequence[Tensor], backend: Backend, count_zeros: bool, device: torch.device
+) -> TensorStats:
+    """Measure each device's gradients there and bring the statistics to ``device``, in the order of ``grads``."""
+    devices = TensorList.of(grads).devices
+    if devices == {device}:
+        return backend.measure(grads, count_zeros)
+    indices = [[i for i, grad in enumerate(grads) if grad.device == place] for place in devices]
+    parts = [backend.measure([grads[i] for i in chosen], count_zeros) for chosen in indices]
+    order = torch.tensor([i for chosen in indices for i in chosen], device=device).argsort()
+
+    def gathered(values: list[Tensor]) -> Tensor:
+        return torch.cat([value.to(device, stats_dtype(device), non_blocking=True) for value in values])[order]
+
+    zeros = gathered([part.zeros for part in parts if part.zeros is not None]) if count_zeros else None
+    return TensorStats(
+        gathered([part.sum_squares for part in parts]), gathered([part.non_finite for part in parts]), zeros
+    )
+
+
+@torch.no_grad()
+def combined(parts: Sequence[GradStats]) -> GradStats:
+    """Return the statistics of several optimizers' gradients as those of one, still of this rank alone."""
+    non_finite = [part.non_finite for part in parts if part.non_finite is not None]
+    return GradStats(torch.stack([part.vector for part in parts]).sum(0), torch.cat(non_finite) if non_finite else None)
+
+
+@torch.no_grad()
+def agree(stats: GradStats, groups: ParallelGroups) -> GradStats:
+    """Sum the vector over ``grad_stats``: the one collective of a step."""
+    return GradStats(all_reduce_sum_(stats.vector, groups.grad_stats), stats.non_finite)

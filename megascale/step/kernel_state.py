@@ -1,0 +1,250 @@
+"""The optimizer state that our kernels read and write: made as torch makes it, looked at before each step."""
+
+import numbers
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megascale.errors import ArgumentError, UsageError
+from megascale.kernels import MemoryRecord, hold_objects, is_plain, memory_fault, new_tags, plain, shares_elements
+from megascale.main_params.base import HALF_DTYPES, MainParam
+from megascale.main_params.slab import SLAB, Arena
+from megascale.utils.dtensors import is_dtensor, local
+from megascale.utils.staging import staged
+
+
+class StateColumns(NamedTuple):
+    """The state of some parameters, held here so that no other tensor can take the place of one.
+
+    Attributes:
+        entries: per parameter, its dict in the optimizer's ``state``.
+        names: of what is read of each, ``step`` the last.
+        columns: per name, a tensor of each parameter.
+        tags: of the entries, which are read again where they have changed.
+        memory: of all that is read and written but model params, as it was when the columns were checked.
+    """
+
+    entries: list[dict[str, Any]]
+    names: list[str]
+    columns: list[list[Tensor]]
+    tags: NDArray[np.int64]
+    memory: MemoryRecord
+
+    def hold(self, names: list[str]) -> bool:
+        """Whether every entry still has these very tensors, where they were and as they were."""
+        held = self.names == names and hold_objects(self.entries, names, self.columns, self.tags)
+        return held and self.memory.holds()
+
+    @property
+    def by_name(self) -> dict[str, list[Tensor]]:
+        """The columns by their names."""
+        return dict(zip(self.names, self.columns, strict=True))
+
+
+class KernelState:
+    """What one torch optimizer holds of its parameters, for our kernels: ``optimizer.state`` in torch's own layout.
+
+    Args:
+        optimizer: its ``state`` may be replaced or cleared at any time.
+        dtypes: of the state of fp32 main params, by name.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, dtypes: Mapping[str, torch.dtype]) -> None:
+        self._optimizer = optimizer
+        self._dtypes = dict(dtypes)
+
+    def create(self, params: Sequence[MainParam], names: Sequence[str]) -> None:
+        """Make what lacks of the state of ``params``, in the dtypes that are asked for; what is there keeps its values.
+
+        A tensor of zeros is what torch begins with; so does a momentum buffer, the first gradient of which is not
+        dampened as long as ``step`` is 0. State of an fp64 parameter is fp64.
+
+        Raises UsageError, before anything has changed, for what is there and does not fit.
+        """
+        entries = [self._entry(param) for param in params]
+        for entry, param in zip(entries, params, strict=True):
+            for name in names:
+                if entry.get(name) is not None:
+                    _check(name, entry[name], param)
+        if "step" in names:
+            self._create_steps(entries, params)
+        arena = Arena(param.main for param in params)
+        for entry, param in zip(entries, params, strict=True):
+            for name in names:
+                if name == "step":
+                    continue
+                dtype = self._dtype(name, param)
+                if entry.get(name) is None:
+                    entry[name] = arena.zeros(param.main, dtype, name)
+                else:
+                    entry[name] = arena.adopt(_usable(entry[name]).to(dtype), param.main, name)
+
+    def columns(self, params: Sequence[MainParam], names: Sequence[str], optional: Collection[str]) -> StateColumns:
+        """Return the state of ``params``, checked. What lacks is made as torch makes it at a first step.
+
+        Args:
+            params: all of one param group.
+            names: of the state that its options ask for.
+            optional: of what a parameter with state may lack, as an option may have been switched on since.
+
+        Raises UsageError, before anything has changed, naming the parameter whose state does not fit.
+        """
+        wanting: list[MainParam] = []
+        for param in params:
+            entry = self._entry(param)
+            lacks = [name for name in names if entry.get(name) is None]
+            if entry and not set(lacks) <= set(optional):
+                raise UsageError(
+                    f"the optimizer's state of {param.name!r} has {sorted(map(str, entry))} and lacks {lacks}; load "
+                    "state that is whole, or clear it, so that the parameter starts anew"
+                )
+            if lacks or any(not self._fits(name, entry[name], param) for name in names):
+                wanting.append(param)
+        if wanting:
+            self.create(wanting, names)
+        entries = [self._entry(param) for param in params]
+        columns = [[entry[name] for entry in entries] for name in names]
+        watched = [part for param in params for part in (param.main, param.shard) if _is_our_own(part, param)]
+        parts = [_part(tensor) for tensor in (*watched, *(tensor for column in columns for tensor in column))]
+        return StateColumns(entries, list(names), columns, new_tags(len(entries)), MemoryRecord(parts))
+
+    def _entry(self, param: MainParam) -> dict[str, Any]:
+        state = self._optimizer.state
+        if param.model not in state:
+            state[param.model] = {}
+        return state[param.model]
+
+    def _dtype(self, name: str, param: MainParam) -> torch.dtype:
+        return param.main.dtype if param.main.dtype == torch.float64 else self._dtypes[name]
+
+    def _fits(self, name: str, value: Any, param: MainParam) -> bool:
+        """Return whether a state is what the kernels take, so that nothing is to be made of it."""
+        _check(name, value, param)
+        if not isinstance(value, Tensor):
+            return False
+        part = local(value)
+        if name == "step":
+            is_count = value.shape == () and value.dtype == torch.float32 and is_plain(value)
+            return is_count and value.device == local(param.main).device
+        return value.dtype == self._dtype(name, param) and is_plain(part) and not shares_elements(part)
+
+    def _create_steps(self, entries: Sequence[dict[str, Any]], params: Sequence[MainParam]) -> None:
+        steps = []
+        for entry in entries:
+            # A buffer that there is has seen a gradient: torch dampens the next one.
+            first = 1.0 if entry.get("momentum_buffer") is not None else 0.0
+            step = entry.get("step")
+            step = torch.as_tensor(first if step is None else step).detach()
+            steps.append(plain(step).reshape(()).float())
+        steps = _placed(steps, [local(param.main).device for param in params])
+        arena = Arena(steps)
+        for entry, step in zip(entries, steps, strict=True):
+            entry["step"] = arena.adopt(step, step, "step")
+
+
+def _placed(numbers: Sequence[Tensor], devices: Sequence[torch.device]) -> list[Tensor]:
+    """Return 0-d tensors, each on its device. Those of the host travel together, and lie in slabs where they arrive."""
+    placed = list(numbers)
+    travelling: defaultdict[torch.device, list[int]] = defaultdict(list)
+    for index, (number, device) in enumerate(zip(numbers, devices, strict=True)):
+        if number.device.type == "cpu" and device.type != "cpu":
+            travelling[device].append(index)
+        else:
+            placed[index] = number.to(device)
+    for device, indices in travelling.items():
+        for begin in range(0, len(indices), SLAB):
+            run = indices[begin : begin + SLAB]
+            arrived = staged(torch.stack([numbers[index] for index in run]), device)
+            for index, number in zip(run, arrived.unbind(), strict=True):
+                placed[index] = number.data  # a version counter of its own
+    return placed
+
+
+def _check(name: str, value: Any, param: MainParam) -> None:
+    """Raise UsageError for a state that cannot be made one of ``param``."""
+    story = f"the optimizer's state[{param.name!r}][{name!r}]"
+    if name == "step" and isinstance(value, numbers.Real):
+        return
+    if not isinstance(value, Tensor):
+        raise UsageError(f"{story} is a {type(value).__name__}; it must be a tensor")
+    fault = memory_fault(_part(value))
+    if fault is not None:
+        raise UsageError(f"{story} {fault}; load the state anew")
+    part, main = local(value), local(param.main)
+    if is_dtensor(value) and not is_plain(part):
+        raise UsageError(f"{story} is a DTensor of negated values; give it values of its own")
+    if name == "step":
+        if value.numel() != 1 or value.dtype.is_complex:
+            raise UsageError(f"{story} has shape {tuple(value.shape)} and dtype {value.dtype}; it must be one number")
+        return
+    if part.shape != main.shape or part.device != main.device:
+        raise UsageError(
+            f"{story} is {tuple(part.shape)} on {part.device}, its main param {tuple(main.shape)} on {main.device}; "
+            "load state of the same parameters, in the same order"
+        )
+    if not value.dtype.is_floating_point:
+        raise UsageError(f"{story} has dtype {value.dtype}; it must be floating point")
+
+
+def _usable(value: Tensor) -> Tensor:
+    """Return a state whose elements have memory of their own: itself, or a copy."""
+    if is_dtensor(value):
+        return value
+    value = plain(value)
+    return value.clone(memory_format=torch.contiguous_format) if shares_elements(value) else value
+
+
+def _part(tensor: Tensor) -> Tensor:
+    """Return the tensor whose memory is read: that of a DTensor, not a new view of it."""
+    return tensor._local_tensor if is_dtensor(tensor) else tensor
+
+
+def _is_our_own(tensor: Tensor | None, param: MainParam) -> bool:
+    """Return whether a tensor is looked at by nobody else: model params are, each step."""
+    return tensor is not None and tensor is not param.model
+
+
+# Options of param groups
+
+
+def number(options: Mapping[str, Any], name: str) -> float:
+    """Return an option that is a number. Raises ArgumentError, naming it, for what is none."""
+    value = options[name]
+    if isinstance(value, numbers.Real):
+        return float(value)
+    raise ArgumentError(f"{name} of a param group must be a number, got {value!r} of type {type(value).__name__}")
+
+
+def pair(options: Mapping[str, Any], name: str) -> tuple[float, float]:
+    """Return an option that is two numbers. Raises ArgumentError, naming it, for what is none."""
+    value = options[name]
+    if isinstance(value, Collection) and len(value) == 2 and all(isinstance(one, numbers.Real) for one in value):
+        first, second = value
+        return float(first), float(second)
+    raise ArgumentError(f"{name} of a param group must be two numbers, got {value!r}")
+
+
+def rate(options: Mapping[str, Any]) -> float | Tensor:
+    """Return the learning rate: a number, or a 0-d tensor of fp32 or fp64. Raises ArgumentError for what is neither."""
+    value = options["lr"]
+    if not isinstance(value, Tensor):
+        return number(options, "lr")
+    if value.numel() != 1 or value.dtype.is_complex:
+        raise ArgumentError(
+            f"lr of a param group must be a number, or a tensor of one, got a tensor of shape {tuple(value.shape)} and "
+            f"dtype {value.dtype}"
+        )
+    value = plain(value.detach()).reshape(())
+    return value.float() if value.dtype in HALF_DTYPES or not value.dtype.is_floating_point else value
+
+
+def has_tensors(options: Mapping[str, Any], names: Sequence[str]) -> bool:
+    """Return whether one of these options is a tensor, or holds one: torch's own step then reads it."""
+    values = [options[name] for name in names]
+    parts = [part for value in values for part in (value if isinstance(value, (tuple, list)) else (value,))]
+    return any(isinstance(part, Tensor) for part in parts)

@@ -1,0 +1,271 @@
+"""From ``param.grad`` to local gradients that can be measured: the end of gradient reduction."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from megascale.errors import ArgumentError, GradientError, MegascaleError, UsageError
+from megascale.grad_sync.grad_hook import owner_of, require_unowned
+from megascale.grad_sync.sync import GradSync
+from megascale.grad_sync.usable_grads import gradient_error
+from megascale.kernels import (
+    GradWeights,
+    MemoryRecord,
+    TensorList,
+    is_plain,
+    memory_fault,
+    plain,
+    same_objects,
+    stats_dtype,
+)
+from megascale.main_params.base import Batch, MainParam, MainParams
+from megascale.parallel import ParallelGroups
+from megascale.step.grad_stats import Holders
+from megascale.step.update import GroupUpdate
+from megascale.utils.collectives import redistribute_like
+from megascale.utils.dtensors import is_dtensor, local
+from megascale.utils.staging import staged
+
+REMEDY = "give that GradSync to this optimizer (grad_sync=...), or drop it, or call its detach()"
+
+Found = tuple[Batch, TensorList]
+"""Parameters that have a gradient, and those gradients, local."""
+
+
+class _MainGrads(NamedTuple):
+    """Synced gradients of a batch, where they lie: as long as ``memory`` holds."""
+
+    grads: TensorList
+    memory: MemoryRecord
+
+
+@dataclass(frozen=True)
+class Collected:
+    """Local gradients of one step.
+
+    Attributes:
+        updates: per param group, what the update needs.
+        grads: all local gradients, in the order of ``updates``.
+        weights: what each gradient's statistics count.
+        error: what makes a step of this rank impossible; the lists are empty then.
+    """
+
+    updates: list[GroupUpdate]
+    grads: TensorList
+    weights: GradWeights
+    error: MegascaleError | None
+
+
+class ReadyGrads:
+    """Collects gradients and remembers, as long as the same parameters have them, what their sums count."""
+
+    def __init__(
+        self,
+        groups: ParallelGroups,
+        device: torch.device,
+        grad_sync: GradSync | None = None,
+        *,
+        sharded: bool = False,
+        replicas_may_differ: bool = False,
+    ) -> None:
+        self._grad_sync = grad_sync
+        self._replicas_may_differ = replicas_may_differ
+        self._holders = Holders(groups, sharded=sharded)
+        self._device = device
+        self._weights: tuple[list[MainParam], GradWeights] | None = None
+        self._owned: WeakKeyDictionary[Batch, list[int]] = WeakKeyDictionary()
+        self._kept: WeakKeyDictionary[Batch, _MainGrads] = WeakKeyDictionary()
+        self._measured: tuple[list[Batch], tuple[list[MainParam], TensorList]] | None = None
+
+    def admit(self, param: MainParam) -> None:
+        """Raise ArgumentError, naming it, for a parameter whose gradient another takes, or ``grad_stats`` could not
+        agree on.
+        """
+        if self._is_taken_elsewhere(param):
+            require_unowned([(param.name, param.model)], REMEDY)
+        try:
+            self._holders.of(param.model)
+        except ArgumentError as error:
+            raise ArgumentError(f"parameter {param.name!r}: {error}") from None
+
+    def collect(self, param_groups: Sequence[dict[str, Any]], main_params: MainParams, look: TensorList) -> Collected:
+        """Finish reductions and return the gradients there are. Parameters without a gradient take no part.
+
+        ``look``: what ``main_params.follow()`` has just seen.
+        """
+        error = self.finish(main_params)
+        updates: list[GroupUpdate] = []
+        for batch in main_params.batches():
+            found = self._synced(batch, main_params) or self._plain(batch, look) or self._one_by_one(batch, main_params)
+            if isinstance(found, MegascaleError):
+                error = error or found
+            elif found[0].params:
+                updates.append(GroupUpdate(param_groups[batch.group], *found))
+        if error is not None:
+            return self.failed(error)
+        params, grads = self._to_measure(updates)
+        return Collected(updates, grads, self._weigh(params), None)
+
+    def finish(self, main_params: MainParams) -> MegascaleError | None:
+        """Finish reductions. A rank whose step has failed takes part too: the others need what it has to give.
+
+        A parameter whose gradient was Partial then holds the reduced one. Returns what is wrong with a gradient.
+        """
+        error: MegascaleError | None = None
+        if self._grad_sync is not None:
+            try:
+                self._grad_sync.finish()
+            except MegascaleError as caught:
+                error = caught
+        for batch in main_params.batches():
+            for param in batch.params if batch.models.are_dtensors else ():
+                grad, model = param.model.grad, param.model
+                if is_dtensor(grad) and is_dtensor(model) and grad.placements != model.placements:
+                    model.grad = redistribute_like(grad, model)
+        return error
+
+    def failed(self, error: MegascaleError) -> Collected:
+        """Return what there is to measure and to update on a rank whose step cannot be taken: nothing."""
+        return Collected([], TensorList(), self._weigh([]), error)
+
+    def _to_measure(self, updates: list[GroupUpdate]) -> tuple[list[MainParam], TensorList]:
+        """Return what this rank owns elements of. While the same gradients are synced, it is the same lists."""
+        kept = [self._kept.get(update.batch) for update in updates]
+        if any(one is None or update.grads is not one.grads for update, one in zip(updates, kept, strict=True)):
+            self._measured = None
+            return self._owned_of(updates)
+        batches: list[Batch] = [update.batch for update in updates]
+        if self._measured is None or not same_objects(self._measured[0], batches):
+            self._measured = (batches, self._owned_of(updates))
+        return self._measured[1]
+
+    def _owned_of(self, updates: list[GroupUpdate]) -> tuple[list[MainParam], TensorList]:
+        """Return the parameters that this rank owns elements of, of many it may own nothing, and their gradients."""
+        params: list[list[MainParam]] = []
+        grads: list[TensorList] = []
+        for update in updates:
+            if update.batch not in self._owned:
+                owned = [
+                    index for index, param in enumerate(update.params) if param.shard is None or param.main.numel()
+                ]
+                self._owned[update.batch] = owned
+            owned = self._owned[update.batch]
+            if len(owned) == len(update.params):
+                params.append(update.params)
+                grads.append(update.grads)
+            else:
+                params.append([update.params[index] for index in owned])
+                grads.append(TensorList(update.grads[index] for index in owned))
+        if len(updates) == 1:
+            return params[0], grads[0]
+        return list(chain.from_iterable(params)), TensorList.joined(grads) if grads else TensorList()
+
+    def _synced(self, batch: Batch, main_params: MainParams) -> Found | MegascaleError | None:
+        """Return the synced gradients of a batch all of whose parameters have one; they stay where they are."""
+        if self._grad_sync is None:
+            return None
+        kept = self._kept.get(batch)
+        if kept is None or not kept.memory.holds():
+            grads: list[Tensor] = []
+            for param in batch.params:
+                grad = self._main_grad(param, main_params)
+                if grad is not None:
+                    if not self._is_in_place(param, grad):
+                        return _misplaced(param.name)
+                    grads.append(grad)
+            kept = self._kept[batch] = _MainGrads(TensorList(grads), MemoryRecord(grads))
+            self._measured = None
+        return (batch, kept.grads) if len(kept.grads) == len(batch.params) else None
+
+    def _is_in_place(self, param: MainParam, grad: Tensor) -> bool:
+        """Whether a main grad is what it was made as, in its bucket."""
+        fits = grad.shape == local(param.main).shape and grad.dtype.is_floating_point and is_plain(grad)
+        in_bucket = self._grad_sync is None or self._grad_sync.reduces(grad)
+        return fits and in_bucket and memory_fault(grad) is None
+
+    def _plain(self, batch: Batch, look: TensorList) -> Found | None:
+        """Return the gradients of a batch if every parameter has one, a strided tensor that is whole."""
+        # A sync that has finished since may have taken gradients.
+        grads = batch.grads(look if self._grad_sync is None else None)
+        return (batch, grads) if grads.fit() else None
+
+    def _main_grad(self, param: MainParam, main_params: MainParams) -> Tensor | None:
+        """Return the synced gradient. A parameter that was frozen since takes no part."""
+        if self._grad_sync is None or not param.model.requires_grad:
+            return None
+        piece = main_params.grad(param)
+        return self._grad_sync.main_grad(param.model) if piece is None else piece
+
+    def _one_by_one(self, batch: Batch, main_params: MainParams) -> Found | MegascaleError:
+        """Return what has a gradient of either kind. One whose bytes are not its values is replaced by one of bytes."""
+        found: list[tuple[MainParam, Tensor]] = []
+        for param in batch.params:
+            grad, model = self._main_grad(param, main_params), param.model
+            if grad is not None and not self._is_in_place(param, grad):
+                return _misplaced(param.name)
+            if grad is None and model.grad is not None:
+                error = gradient_error(param.name, model.grad, model)
+                if error is not None:
+                    return error
+                if not is_dtensor(model.grad) and not is_plain(model.grad):
+                    model.grad = plain(model.grad)
+                grad = local(model.grad)
+            if grad is not None:
+                found.append((param, grad))
+            elif self._is_taken_elsewhere(param):
+                return UsageError(f"the gradient of {param.name!r} was taken by a GradSync in backward; {REMEDY}")
+        whole = len(found) == len(batch.params)
+        batch = batch if whole else Batch(batch.group, [param for param, _ in found])
+        return batch, TensorList(grad for _, grad in found)
+
+    def _is_taken_elsewhere(self, param: MainParam) -> bool:
+        """Return whether a live GradSync, not the one that was given, takes the gradients of ``param``."""
+        return owner_of(param.model) not in (None, self._grad_sync)
+
+    def _weigh(self, params: list[MainParam]) -> GradWeights:
+        if self._weights is None or not same_objects(self._weights[0], params):
+            holdings = [self._holders.of(param.model) for param in params]
+            contrasts = [
+                holding.contrast if self._is_compared(param) else 0.0
+                for param, holding in zip(params, holdings, strict=True)
+            ]
+            shares = self._column([holding.share for holding in holdings])
+            self._weights = (params, GradWeights(shares, self._column(contrasts) if any(contrasts) else None))
+        return self._weights[1]
+
+    def _is_compared(self, param: MainParam) -> bool:
+        """Whether replicas of the gradient are compared: not of one that was reduced here."""
+        if self._replicas_may_differ:
+            return False
+        return self._grad_sync is None or self._grad_sync.main_grad(param.model) is None
+
+    def _column(self, values: list[float]) -> Tensor:
+        return staged(torch.tensor(values, dtype=stats_dtype(self._device)), self._device)
+
+
+def _misplaced(name: str) -> GradientError:
+    return GradientError(
+        f"the main grad of {name!r} was given other memory or another shape, where no reduction reaches it; write into "
+        "the tensor in place"
+    )
+
+
+def checked_grads(batch: Batch, grads: TensorList) -> TensorList:
+    """Return gradients that their holder has kept for a while, looked at anew.
+
+    Raises GradientError, naming the parameter, for one that is no longer what it was.
+    """
+    for param, grad in zip(batch.params, grads, strict=True):
+        fault = memory_fault(grad)
+        main = local(param.main)
+        if fault is not None or grad.shape != main.shape or grad.device != main.device:
+            raise GradientError(
+                f"the gradient of {param.name!r} {fault or f'became {tuple(grad.shape)} on {grad.device}'} between "
+                "prepare_grads() and step_with_ready_grads(); leave gradients in place until the step is done"
+            )
+    return TensorList(grad if is_plain(grad) else plain(grad) for grad in grads)

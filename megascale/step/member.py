@@ -1,0 +1,164 @@
+"""What one optimizer contributes to a step: it measures its gradients, and updates its parameters as was decided."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megascale.config import OptimizerConfig
+from megascale.errors import MegascaleError
+from megascale.grad_sync.sync import GradSync
+from megascale.kernels import Backend, Decision, TensorList
+from megascale.main_params.base import Batch, MainParam, MainParams
+from megascale.parallel import ParallelGroups
+from megascale.step import grad_stats
+from megascale.step.counter import StepCounter
+from megascale.step.grad_stats import GradStats
+from megascale.step.local_grads import Collected, ReadyGrads, checked_grads
+from megascale.step.torch_states import is_per_element
+from megascale.step.update import GroupUpdate, Rounded, select_update
+from megascale.utils.dtensors import local
+
+
+@dataclass(frozen=True)
+class ReadyStep:
+    """A step that is decided and not yet taken.
+
+    Attributes:
+        updates: what is to be updated, with its gradients.
+        decision: shared by all members of a step.
+    """
+
+    updates: list[GroupUpdate]
+    decision: Decision
+
+
+class StepMember:
+    """One optimizer's main params, state, gradients and update.
+
+    Args:
+        optimizer: the wrapped one; its ``param_groups`` and ``state`` are live.
+        config: checked against the parameters.
+        groups: who shares what.
+        backend: for all passes over memory.
+        device: where decisions live.
+        main_params: where main params and state live.
+        grad_sync, replicas_may_differ: see :class:`megascale.MixedPrecisionOptimizer`.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        config: OptimizerConfig,
+        groups: ParallelGroups,
+        backend: Backend,
+        device: torch.device,
+        main_params: MainParams,
+        grad_sync: GradSync | None,
+        *,
+        replicas_may_differ: bool = False,
+    ) -> None:
+        self.optimizer = optimizer
+        self.config = config
+        self.backend = backend
+        self.device = device
+        self.main_params = main_params
+        self.grad_sync = grad_sync
+        self.update = select_update(optimizer, backend, config)
+        self.counter = StepCounter(device)
+        self.ready: ReadyStep | None = None
+        self._ready_grads = ReadyGrads(
+            groups, device, grad_sync, sharded=main_params.is_sharded, replicas_may_differ=replicas_may_differ
+        )
+
+    # Before the decision
+
+    @torch.no_grad()
+    def follow(self) -> TensorList:
+        """Catch up with ``param_groups`` and with what others wrote into model params. Returns what it has seen."""
+        param_groups, state = self.optimizer.param_groups, self.optimizer.state
+        made, look = self.main_params.follow(param_groups)
+        if not made:
+            return look
+        created = {id(param) for param in made}
+        here = {id(param) for group in param_groups for param in group["params"]}
+        for gone in [key for key in state if isinstance(key, Tensor) and id(key) not in here]:
+            del state[gone]
+        for batch in self.main_params.batches():  # state lies in memory as it is updated
+            new = [param for param in batch.params if id(param) in created]
+            for param in new:
+                self._ready_grads.admit(param)
+                self._cut_state(param)
+            self.update.create_states(param_groups[batch.group], new)
+        return look
+
+    def collect(self) -> Collected:
+        """Finish reductions; return the local gradients, and all that their update needs.
+
+        All of it has been looked at: once ranks have agreed, nothing can fail. An error of this rank is part of what is
+        returned, as other ranks wait for what this one measures.
+        """
+        try:
+            look = self.follow()
+        except MegascaleError as error:
+            self._ready_grads.finish(self.main_params)
+            return self._ready_grads.failed(error)
+        collected = self._ready_grads.collect(self.optimizer.param_groups, self.main_params, look)
+        try:
+            return replace(collected, updates=self.update.prepare(collected.updates))
+        except MegascaleError as error:
+            return self._ready_grads.failed(error)
+
+    def measure(self, collected: Collected, errors: Tensor, scaled: bool) -> GradStats:
+        """Return this rank's statistics of its own gradients; see :func:`megascale.step.grad_stats.measure`."""
+        return grad_stats.measure(
+            collected.grads,
+            collected.weights,
+            errors,
+            scaled,
+            backend=self.backend,
+            count_zeros=self.config.log_num_zeros_in_grad,
+            device=self.device,
+        )
+
+    # After it
+
+    def hold_grads(self) -> None:
+        """Keep the gradients of the ready step: the caller may drop them before it is taken."""
+        for update in self.ready.updates if self.ready else ():
+            update.grads.hold()
+
+    @torch.no_grad()
+    def looked_at_again(self, ready: ReadyStep) -> ReadyStep:
+        """Return a ready step whose tensors have been looked at since the caller had its turn.
+
+        Raises, on this rank alone, GradientError or UsageError: what was decided about is no longer there.
+        """
+        self.follow()
+        checked = []
+        for update in ready.updates:
+            batch = Batch(update.batch.group, update.batch.params)  # they may lie elsewhere by now
+            checked.append(replace(update, batch=batch, grads=checked_grads(batch, update.grads)))
+        return replace(ready, updates=self.update.prepare(checked))
+
+    def apply(self, ready: ReadyStep) -> list[Rounded]:
+        """Update where the step lands. Returns which main params did not fit their model params."""
+        return self.update.apply(ready.updates, ready.decision, self.main_params.publish)
+
+    def memory_layout(self) -> list[object]:
+        """Return what differs once parameters or state lie elsewhere. Follows weights loaded into the model."""
+        self.follow()
+        states = (self.optimizer.state.get(param.model, {}) for param in self.main_params)
+        tensors = [local(value) for state in states for value in state.values() if isinstance(value, Tensor)]
+        return [*self.main_params.batches(), *map(Tensor.data_ptr, tensors)]
+
+    def why_not_capturable(self) -> str | None:
+        """Return why a step cannot be part of a device's graph; None where it can."""
+        return self.main_params.why_not_capturable() or self.update.why_not_capturable()
+
+    def _cut_state(self, param: MainParam) -> None:
+        """Keep this rank's part of state that the optimizer had before it was wrapped."""
+        state = self.optimizer.state.get(param.model, {})
+        for key, value in state.items():
+            if isinstance(value, Tensor) and is_per_element(key, value, param.model):
+                state[key] = self.main_params.cut(param, value)

@@ -1,0 +1,267 @@
+"""The recipe of a step: finish, measure, agree, decide, rescale, update, gather. For one optimizer, or for a chain."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megascale.errors import ArgumentTypeError, MegascaleError, UsageError
+from megascale.grad_scaler import MegatronGradScaler
+from megascale.kernels import Decision
+from megascale.parallel import ParallelGroups
+from megascale.step import grad_stats
+from megascale.step.arguments import require_values
+from megascale.step.deferred_errors import DeferredErrors, non_finite_params
+from megascale.step.grad_stats import GradStats
+from megascale.step.local_grads import Collected
+from megascale.step.member import ReadyStep, StepMember
+from megascale.step.misuse import Statistics, check_usage, unscaled_loss
+from megascale.step.stalls import StepWatch
+from megascale.step.update import Rounded
+from megascale.utils.collectives import group_size, raise_together
+from megascale.utils.graph_capture import is_capturing
+from megascale.utils.profiling import span
+
+
+class StepResult(NamedTuple):
+    """What a step did: 0-d tensors on the parameters' device.
+
+    Reading one on the host, as ``bool(result.success)`` does, is the caller's sync.
+
+    Attributes:
+        success: bool, False where the step was skipped.
+        grad_norm: fp32, global L2 norm of the unscaled, unclipped gradients. Non-finite where they were.
+        num_zeros_in_grad: fp64, zero elements of the gradients; NaN unless ``config.log_num_zeros_in_grad``.
+    """
+
+    success: Tensor
+    grad_norm: Tensor
+    num_zeros_in_grad: Tensor
+
+
+class StepRecipe:
+    """One decision for one or more members, and what they do by it: all of them, or none.
+
+    Args:
+        members: on one device, with one ``groups.grad_stats``.
+        groups: who agrees.
+        grad_scaler: of the loss; None: it is not scaled.
+        clip_grad: largest norm of the unscaled gradients of all members together; 0: no clipping.
+        grads_are_scaled: the caller vouches for gradients of a scaled loss, though nobody asks for the scale.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[StepMember],
+        groups: ParallelGroups,
+        grad_scaler: MegatronGradScaler | None,
+        clip_grad: float,
+        *,
+        grads_are_scaled: bool = False,
+    ) -> None:
+        self.members = list(members)
+        self.groups = groups
+        self.grad_scaler = grad_scaler
+        self.clip_grad = clip_grad
+        self.errors = DeferredErrors(groups, members[0].device)
+        self.grads_are_scaled = grads_are_scaled
+        self.watch = StepWatch(members[0].config.max_consecutive_skips)
+        self._backend = members[0].backend
+        self._is_held = False  # whether the caller has had its turn since the decision
+        self._times_asked = 0
+
+    # The loss
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """Return ``loss * scale`` in at least fp32, as fp16 could overflow. Without a scaler: the loss itself."""
+        require_values(self.members[0].device)
+        if not isinstance(loss, Tensor):
+            raise ArgumentTypeError(
+                f"loss must be a tensor with its graph, got {loss!r} of type {type(loss).__name__}; scale what the "
+                "loss function returned, not loss.item()"
+            )
+        if self.grad_scaler is None:
+            return loss
+        scale = self.grad_scaler.scale.reshape(()).to(loss.device, non_blocking=True)
+        return loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale
+
+    def get_loss_scale(self) -> Tensor:
+        """Return the current scale: fp32, shape [1], on the device; ones without a scaler."""
+        if self.grad_scaler is None:
+            return torch.ones(1, dtype=torch.float32, device=self.members[0].device)
+        return self.grad_scaler.scale.clone()
+
+    # The first half
+
+    @torch.no_grad()
+    def prepare(self, error: MegascaleError | None = None) -> Decision:
+        """Finish, measure, agree, decide, rescale. ``error``: what this rank found already; all ranks raise it."""
+        require_values(self.members[0].device)
+        scaled = self._is_loss_scaled()
+        if not scaled and group_size(self.groups.grad_stats) == 1:
+            error = error or unscaled_loss()
+        collected, stats = self._measure(error, scaled=scaled)
+        with span("agree"):
+            stats = grad_stats.agree(stats, self.groups)
+        self._check(self.errors.raise_agreed(stats))
+        with span("decide"):
+            decision = self._decide(stats)
+        with span("rescale"):
+            if self.grad_scaler is not None:
+                self.grad_scaler.update(decision.found_inf)
+                self._times_asked = self.grad_scaler.times_asked()
+        for member, own in zip(self.members, collected, strict=True):
+            member.ready = ReadyStep(own.updates, decision)
+        return decision
+
+    def hold_grads(self) -> None:
+        """Keep the gradients of the ready step: the caller may drop them before it is taken."""
+        for member in self.members:
+            member.hold_grads()
+        self._is_held = True
+
+    @property
+    def decision(self) -> Decision | None:
+        """What :meth:`prepare` decided, until :meth:`carry_out`; else None."""
+        ready = self.members[0].ready
+        return None if ready is None else ready.decision
+
+    @torch.no_grad()
+    def clip_values_(self, max_value: float) -> None:
+        """Clamp every unscaled, norm-clipped gradient of a ready step to [-max_value, max_value], still scaled."""
+        for ready in self._ready("clip_grad_value_() needs prepare_grads() first: gradients are not unscaled before"):
+            for update in ready.updates:
+                for grad in update.grads:
+                    bound = (max_value / ready.decision.coefficient).to(grad.device, non_blocking=True)
+                    torch.clamp(grad, -bound, bound, out=grad)
+
+    # The second half
+
+    @torch.no_grad()
+    def carry_out(self) -> StepResult:
+        """Update and gather, where the step lands. All members are updated before an error is raised."""
+        ready = self._ready("step_with_ready_grads() needs prepare_grads() first; step() calls both")
+        if self._is_held:
+            ready = [member.looked_at_again(own) for member, own in zip(self.members, ready, strict=True)]
+        self.forget_ready()
+        decision = ready[0].decision
+        with span("update"):
+            self.errors.record_overflows(self._apply(ready))
+        self._count(decision)
+        with span("gather"):
+            self._end_step()
+        self.errors.raise_local()
+        return _result(decision)
+
+    def forget_ready(self) -> None:
+        """Drop a step that was decided and not taken."""
+        for member in self.members:
+            member.ready = None
+        self._is_held = False
+
+    def begin_anew(self) -> None:
+        """Forget what was found wrong: main params have been replaced."""
+        self.errors.clear()
+        self.watch.clear()
+
+    # For a graph that holds the step
+
+    @torch.no_grad()
+    def rehearse(self) -> None:
+        """Run all that a step runs on the device, and change nothing but reduced gradients.
+
+        Kernels are compiled and loaded by it, and buffers made, which none may be while a graph is captured.
+        """
+        collected, stats = self._measure(None, scaled=True)
+        decision = self._decide(grad_stats.agree(stats, self.groups))
+        skip = replace(decision, found_inf=torch.ones_like(decision.found_inf))
+        if self.grad_scaler is not None:
+            self.grad_scaler.rehearse(skip.found_inf)
+        ready = [ReadyStep(own.updates, skip) for own in collected]
+        self.errors.rehearse(self._apply(ready))
+        for member in self.members:
+            member.counter.rehearse(skip.found_inf)
+        self._end_step()
+        _result(skip)
+
+    def memory_layout(self) -> list[object]:
+        """Return what differs once parameters or state lie elsewhere. Follows weights loaded into the model."""
+        return [place for member in self.members for place in member.memory_layout()]
+
+    def after_replay(self) -> None:
+        """Raise what a replayed step found out, as a step on an accelerator does: one step late."""
+        for member in self.members:
+            member.counter.steps += 1
+        self._check(self.errors.raise_pending())
+
+    def why_not_capturable(self) -> str | None:
+        """Return why a step cannot be part of a device's graph; None where it can."""
+        return next(filter(None, (member.why_not_capturable() for member in self.members)), None)
+
+    # Parts
+
+    def _is_loss_scaled(self) -> bool:
+        """Return whether the gradients can be those of a scaled loss, as far as this rank knows.
+
+        Of a pipeline only the last stage has a loss. Several optimizers may share a scaler: each remembers for itself.
+        """
+        if self.grad_scaler is None or self.grads_are_scaled:
+            return True
+        return self.grad_scaler.times_asked() != self._times_asked or not self.grad_scaler.needs_scaled_loss
+
+    def _check(self, agreed: Statistics | None) -> None:
+        """Raise what the host now knows of a step to be wrong."""
+        if agreed is not None:
+            try:
+                check_usage(agreed)
+            except UsageError:
+                self.errors.drop_pending()
+                raise
+            self.watch.observe(agreed, self._raise_damage)
+
+    def _raise_damage(self) -> None:
+        """Raise on every rank alike if a main param of any holds inf or NaN."""
+        params = (param for member in self.members for param in member.main_params)
+        raise_together(non_finite_params(params), self.groups.grad_stats)
+
+    def _measure(self, error: MegascaleError | None, *, scaled: bool) -> tuple[list[Collected], GradStats]:
+        """Return what each member will update, and this rank's statistics of all of it."""
+        with span("finish"):
+            collected = [member.collect() for member in self.members]
+        with span("measure"):
+            found = next((one.error for one in collected if one.error is not None), error)
+            errors = self.errors.as_statistic(found)
+            stats = [member.measure(own, errors, scaled) for member, own in zip(self.members, collected, strict=True)]
+        return collected, stats[0] if len(stats) == 1 else grad_stats.combined(stats)
+
+    def _decide(self, stats: GradStats) -> Decision:
+        """Decide with the scale that scaled this step's loss."""
+        scale = None if self.grad_scaler is None else self.grad_scaler.live_scale
+        return self._backend.decide(stats.vector, scale, self.clip_grad)
+
+    def _count(self, decision: Decision) -> None:
+        """Count this step. A captured one is counted on the device only; its replays are counted on the host."""
+        for member in self.members:
+            member.counter.count(decision.found_inf, on_host=not is_capturing(member.device))
+
+    def _apply(self, ready: Sequence[ReadyStep]) -> list[Rounded]:
+        """Update all members. Returns which main params did not fit their model params."""
+        return [one for member, own in zip(self.members, ready, strict=True) for one in member.apply(own)]
+
+    def _ready(self, without: str) -> list[ReadyStep]:
+        """Return the members' ready steps. Raises UsageError saying ``without`` if there are none."""
+        ready = [member.ready for member in self.members if member.ready is not None]
+        if len(ready) != len(self.members):
+            raise UsageError(without)
+        return ready
+
+    def _end_step(self) -> None:
+        """Leave model params that are whole on every rank, or will be when they are needed."""
+        for member in self.members:
+            member.main_params.end_step()
+
+
+def _result(decision: Decision) -> StepResult:
+    return StepResult(decision.found_inf == 0, decision.grad_norm, decision.num_zeros)

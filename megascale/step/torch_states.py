@@ -1,0 +1,69 @@
+"""What torch's own optimizers keep for a parameter, where it comes from elsewhere: an older torch, 16-bit parameters.
+
+Our kernels make their state themselves. All other optimizers go on from what they find.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megascale.errors import StateDictError
+from megascale.main_params.base import HALF_DTYPES, MainParam
+
+PER_PARAMETER = frozenset({"eta", "mu", "mu_product", "step"})
+"""State that torch's elementwise optimizers keep once for a parameter, as 0-d tensors; all other has its shape."""
+
+
+def is_per_element(key: str, value: Tensor, param: Tensor) -> bool:
+    """Return whether a whole tensor of state has an element for each of ``param``'s. A 0-d one is told by its name."""
+    return value.shape == param.shape and (value.dim() > 0 or key not in PER_PARAMETER)
+
+
+def with_tensor_counts(optimizer: torch.optim.Optimizer, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a loaded state of the parameter ``name`` as torch's own optimizers read it; others' is left alone.
+
+    Older torch kept ``step`` and the like as Python numbers, today's steps fail on them: they become 0-d fp32 tensors,
+    and so does an integer count, which torch's fused loops cannot add to.
+
+    Raises StateDictError for a ``step`` that is not one number.
+    """
+    if not _is_torchs(optimizer):
+        return dict(state)
+    made = {key: torch.tensor(float(value)) if _is_number(value) else value for key, value in state.items()}
+    if "step" in made:
+        step = made["step"]
+        if not isinstance(step, Tensor) or step.numel() != 1 or step.is_complex():
+            raise StateDictError(f"optimizer state of {name!r} has a step that is not one number: {step!r}")
+        made["step"] = step.reshape(()) if step.is_floating_point() else step.reshape(()).float()
+    return made
+
+
+def widen(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], param: MainParam) -> None:
+    """Keep the state of a 16-bit model param as if it had been kept for its main param all along.
+
+    Exactly: what was rounded stays rounded. But Adagrad's initial accumulator, made at construction, was not rounded by
+    any step: until the first one it is what was asked for.
+    """
+    state = optimizer.state.get(param.model, {})
+    rounded = {
+        key: value
+        for key, value in state.items()
+        if isinstance(value, Tensor)
+        and value.dtype in HALF_DTYPES
+        and (value.shape == param.main.shape or _is_torchs(optimizer))
+    }
+    state.update({key: value.to(param.main.dtype) for key, value in rounded.items()})
+    if isinstance(optimizer, torch.optim.Adagrad) and "sum" in rounded and float(state["step"]) == 0:
+        state["sum"] = torch.full_like(state["sum"], options["initial_accumulator_value"])
+
+
+def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is an optimizer of torch.optim, or a subclass of one."""
+    kinds = type(optimizer).__mro__
+    return any(kind.__module__.startswith("torch.optim") and kind is not torch.optim.Optimizer for kind in kinds)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,0 +1,1 @@
+"""What knows nothing of optimizers: collectives, files, DTensors, checks of arguments."""

@@ -1,0 +1,281 @@
+"""The only module that calls torch.distributed collectives.
+
+A group of None means "this rank alone": every function then returns without communication.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
+
+from megascale.errors import MegascaleError, RankError
+from megascale.utils.dtensors import is_dtensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+T = TypeVar("T")
+
+PROBE_TAG = 1 << 29
+"""Of messages that nobody receives, :meth:`Pending.find_lost`. No other message has this tag."""
+
+# torch 2.13's names; the older ones, which torch 2.11 has, warn there.
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def group_size(group: ProcessGroup | None) -> int:
+    """Return how many ranks ``group`` has."""
+    return 1 if group is None else group.size()
+
+
+def group_rank(group: ProcessGroup | None) -> int:
+    """Return this rank's place in ``group``."""
+    return 0 if group is None else group.rank()
+
+
+def all_reduce_sum_(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Sum ``tensor`` over ``group`` in place. SUM only: gloo's MAX and MIN can lose a NaN."""
+    if group_size(group) > 1:
+        dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group)
+    return tensor
+
+
+def can_average_exactly(group: ProcessGroup | None) -> bool:
+    """Return whether the backend's average over ``group`` is a sum that is divided, to the bit.
+
+    NCCL multiplies each part by the reciprocal of the number of ranks. With a power of two nothing is rounded, unless
+    an element is so small that its part has not all bits of a normal number; sums do not overflow that could. With any
+    other number of ranks bits would differ from a division's. gloo's average is a pass of its own, no faster than ours.
+    """
+    size = group_size(group)
+    return size > 1 and size & (size - 1) == 0 and dist.get_backend(group) == "nccl"
+
+
+def all_reduce_start(tensor: Tensor, group: ProcessGroup | None, *, average: bool = False) -> Work | None:
+    """Begin to sum, or to average, ``tensor`` over ``group`` in place; it is there after ``wait()``. None where there
+    is nothing to do.
+    """
+    if group_size(group) == 1:
+        return None
+    return dist.all_reduce(tensor, op=_reduction(average), group=group, async_op=True)
+
+
+def _reduction(average: bool) -> dist.ReduceOp.RedOpType:
+    return dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+
+
+class LostMessage(NamedTuple):
+    """A message that is waited for, and will not come."""
+
+    work: Work
+    error: Exception
+
+
+class Pending:
+    """Messages under way, waited for together. The tensors live until then.
+
+    Args:
+        starts: with which of the group's ranks (None: with all of them), and what begins it.
+        tensors: what the messages read and write.
+        group: of the ranks.
+    """
+
+    def __init__(
+        self,
+        starts: Sequence[tuple[int | None, Callable[[], Work | None]]],
+        tensors: Sequence[Tensor] = (),
+        group: ProcessGroup | None = None,
+    ) -> None:
+        self._tensors = tensors
+        self._group = group
+        self._works: list[tuple[int | None, Work]] = []
+        self._lost: set[int | None] = set()
+        self._awaited: tuple[int | None, Work] | None = None
+        self._error: Exception | None = None
+        for peer, start in starts:
+            self._keep_error(peer, lambda peer=peer, start=start: self._add(peer, start()))  # type: ignore[misc]
+
+    def wait(self) -> None:
+        """Wait for all of them. Where one rank is lost the others still get theirs, then the error is raised.
+
+        Of a rank that is lost nothing more is waited for: a message that had begun is forgotten by gloo.
+        """
+        for peer, work in self._works:
+            if peer not in self._lost:
+                self._awaited = (peer, work)
+                self._keep_error(peer, work.wait)
+        self._works, self._tensors, self._awaited = [], (), None
+        if self._error is not None:
+            raise self._error
+
+    def find_lost(self) -> LostMessage | None:
+        """Return the message that :meth:`wait`, in another thread, waits for, if the connection it takes is closed.
+
+        Costs the other rank a few bytes: it is told of a message that it never asks for.
+        """
+        awaited = self._awaited
+        if awaited is None or awaited[0] is None:
+            return None
+        peer, work = awaited
+        try:
+            dist.isend(torch.empty(0), group=self._group, group_dst=peer, tag=PROBE_TAG)
+        except Exception as error:  # whatever the backend raises
+            return LostMessage(work, error)
+        return None
+
+    def _add(self, peer: int | None, work: Work | None) -> None:
+        if work is not None:
+            self._works.append((peer, work))
+
+    def _keep_error(self, peer: int | None, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except Exception as error:  # whatever the backend raises
+            self._error = self._error or error
+            self._lost.add(peer)
+
+
+def is_message_passing(group: ProcessGroup | None) -> bool:
+    """Return whether shards over ``group`` are best moved by single messages.
+
+    gloo's own reduce-scatter reduces the whole tensor on every rank, and its all-gather copies once more: messages move
+    half as much, and take a third of the time.
+    """
+    return group_size(group) > 1 and dist.get_backend(group) == "gloo"
+
+
+def can_be_captured(group: ProcessGroup | None) -> bool:
+    """Return whether collectives over ``group`` can be part of a device's graph: not where the host carries them."""
+    return group_size(group) == 1 or dist.get_backend(group) not in ("gloo", "mpi")
+
+
+def reduce_scatter_start(
+    output: Tensor, tensor: Tensor, group: ProcessGroup | None, *, average: bool = False
+) -> Work | None:
+    """Begin to sum, or to average, ``tensor`` over ``group``; this rank gets its shard: shape [numel / ranks],
+    ``output``.
+
+    ``output`` may be this rank's own shard of ``tensor``; the rest of ``tensor`` is then undefined.
+    """
+    if group_size(group) == 1:
+        return None
+    return _reduce_scatter(output, tensor, op=_reduction(average), group=group, async_op=True)
+
+
+def exchange_start(received: Tensor, shards: Tensor, group: ProcessGroup | None, tag: int) -> Pending:
+    """Begin to send every other rank its row of ``shards``, shape [ranks, numel].
+
+    ``received``, shape [ranks - 1, numel], gets what the others have for this rank, in the order of ranks. ``tag``
+    tells exchanges apart that are under way at the same time; those of one tag keep their order.
+    """
+    others = _others(group)
+    receive = [(other, place) for other, place in zip(others, received.unbind(), strict=True)]
+    return _messages(receive, [(other, shards[other]) for other in others], group, tag, [shards, received])
+
+
+def all_gather_start(tensor: Tensor, shard: Tensor, group: ProcessGroup | None, tag: int) -> Pending:
+    """Begin to fill ``tensor`` with every rank's ``shard``, which is this rank's own part of ``tensor``.
+
+    ``tag`` tells gathers apart that are under way at the same time.
+    """
+    if group_size(group) == 1:
+        return Pending([])
+    if not is_message_passing(group):
+        return Pending([(None, partial(_all_gather, tensor, shard, group=group, async_op=True))], [tensor])
+    places = tensor.view(group_size(group), -1).unbind()
+    others = _others(group)
+    receive = [(other, places[other]) for other in others]
+    return _messages(receive, [(other, shard) for other in others], group, tag, [tensor])
+
+
+def _messages(
+    receive: Sequence[tuple[int, Tensor]],
+    send: Sequence[tuple[int, Tensor]],
+    group: ProcessGroup | None,
+    tag: int,
+    tensors: Sequence[Tensor],
+) -> Pending:
+    """Begin to receive, then to send."""
+    starts = [(peer, partial(dist.irecv, place, group=group, group_src=peer, tag=tag)) for peer, place in receive]
+    starts += [(peer, partial(dist.isend, part, group=group, group_dst=peer, tag=tag)) for peer, part in send]
+    return Pending(starts, tensors, group)
+
+
+def _others(group: ProcessGroup | None) -> list[int]:
+    return [rank for rank in range(group_size(group)) if rank != group_rank(group)]
+
+
+def broadcast_(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Overwrite ``tensor`` with that of the group's first rank."""
+    if group is not None and group_size(group) > 1:
+        dist.broadcast(tensor, src=dist.get_global_rank(group, 0), group=group)
+    return tensor
+
+
+def all_gather_object(value: T, group: ProcessGroup | None) -> list[T]:
+    """Return every rank's ``value``, in the order of ranks."""
+    if group_size(group) == 1:
+        return [value]
+    gathered: list[Any] = [None] * group_size(group)
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
+
+
+def broadcast_object(value: T, group: ProcessGroup | None) -> T:
+    """Return the ``value`` of the group's first rank."""
+    if group_size(group) == 1 or group is None:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
+    return box[0]
+
+
+def twin_group(group: ProcessGroup | None) -> ProcessGroup | None:
+    """Return a new gloo group of the same ranks, for collectives on the host that another thread runs meanwhile.
+
+    Every rank of ``group`` calls it together. The new group lives until torch.distributed is destroyed.
+    """
+    if group is None or group.size() == 1:
+        return None
+    ranks = dist.get_process_group_ranks(group)
+    partial = len(ranks) != dist.get_world_size()
+    return dist.new_group(ranks, backend="gloo", use_local_synchronization=partial)
+
+
+def redistribute_like(tensor: "DTensor", like: "DTensor") -> "DTensor":
+    """Return ``tensor`` with the placements of ``like``: the reduction of a Partial gradient ends here."""
+    return tensor.redistribute(like.device_mesh, like.placements)
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Return the whole tensor: a DTensor gathered, any other tensor itself."""
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor
+
+
+def raise_together(error: Exception | None, group: ProcessGroup | None) -> None:
+    """Raise on every rank if any rank has an error; every rank must call this.
+
+    Each rank raises the class of the first failing rank's error, so that all tell the same story; the message names the
+    rank. Errors outside megascale's own come back as RankError on the ranks that did not fail.
+    """
+    if group_size(group) == 1:
+        if error is not None:
+            raise error
+        return
+    mine = None if error is None else (type(error) if isinstance(error, MegascaleError) else RankError, _story(error))
+    stories = all_gather_object(mine, group)
+    failed = [(rank, story) for rank, story in enumerate(stories) if story is not None]
+    if not failed:
+        return
+    rank, (kind, message) = failed[0]
+    others = f" (ranks {', '.join(str(r) for r, _ in failed)} failed)" if len(failed) > 1 else ""
+    raise kind(f"rank {rank}: {message}{others}") from error
+
+
+def _story(error: Exception) -> str:
+    return str(error) if isinstance(error, MegascaleError) else f"{type(error).__name__}: {error}"
