@@ -22,10 +22,7 @@
 #define FP16_OVERFLOW 65520.0f
 
 /* The rows' gradients. */
-typedef struct {
-    char *const *addresses;
-    const int64_t *types;
-} Grads;
+typedef struct { char *const *addresses; const int64_t *types; } Grads;
 
 /* What else is updated with a gradient. */
 typedef struct {
@@ -333,21 +330,22 @@ static int64_t options_of(int64_t rule, const Hyper *h) {
 
 /* Update a chunk of a row. Returns whether a rounding into fp16 is not finite.
  *
- * There is a loop for each rule with its options, and another for fp32 moments, the usual: nothing asks for these within.
- * What asks for the other types, at each vector, always goes the same way and takes no time beside memory; loops for all
- * types would be hundreds.
+ * There is a loop for each rule with its options, others for fp32 moments, and for these beside 16-bit columns of one
+ * type, the usual: nothing asks for types within. Loops for all types would be hundreds.
  */
 static int update_chunk(const Row *row, const char *grad, Kind kind, const Scalars *s, Chunk chunk, int streamed) {
     int fp32 = kind.state[0] == F32 && kind.state[1] == F32 && kind.state[2] == F32, beyond = 0;
+    int64_t usual = fp32 && kind.grad == kind.model ? kind.grad : NONE;
     switch (OPTIONS * kind.rule + kind.options) {
+#define VECTORS(rule, options, grad_type, model_type, ...) \
+    update_vectors(row, grad, (Kind){rule, options, grad_type, model_type, {__VA_ARGS__}}, *s, chunk, streamed)
 #define LOOP(rule, options)                                                                                         \
-    case OPTIONS * rule + (options): {                                                                              \
-        Kind usual = {rule, options, kind.grad, kind.model, {F32, F32, F32}};                                       \
-        Kind other = {rule, options, kind.grad, kind.model, {kind.state[0], kind.state[1], kind.state[2]}};         \
-        if (fp32) beyond = update_vectors(row, grad, usual, *s, chunk, streamed);                                   \
-        else beyond = update_vectors(row, grad, other, *s, chunk, streamed);                                        \
-        break;                                                                                                      \
-    }
+    case OPTIONS * rule + (options):                                                                                \
+        if (usual == F16) beyond = VECTORS(rule, options, F16, F16, F32, F32, F32);                                 \
+        else if (usual == BF16) beyond = VECTORS(rule, options, BF16, BF16, F32, F32, F32);                         \
+        else if (fp32) beyond = VECTORS(rule, options, kind.grad, kind.model, F32, F32, F32);                       \
+        else beyond = VECTORS(rule, options, kind.grad, kind.model, kind.state[0], kind.state[1], kind.state[2]);   \
+        break;
         LOOP(ADAM, 0)
         LOOP(ADAM, L2)
         LOOP(ADAM, AMSGRAD)
@@ -359,6 +357,7 @@ static int update_chunk(const Row *row, const char *grad, Kind kind, const Scala
         LOOP(LION, 0)
         LOOP(NOTHING, 0)
 #undef LOOP
+#undef VECTORS
     }
     return beyond | update_rest(row, grad, kind, s, chunk);
 }
