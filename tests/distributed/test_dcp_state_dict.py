@@ -25,6 +25,7 @@ from megascale import (
     MixedPrecisionOptimizer,
 )
 from megascale.errors import StateDictError
+from tests.cases import cases
 from tests.fsdp2_cases import INNER, Case, Net, Row, train, unlike, whole, whole_state, whole_weights
 from tests.pool import RankPool
 from tests.training import model, set_grads
@@ -243,8 +244,16 @@ def _round_trip(case: Case, option: str, steps: int) -> list[Any]:
     return [changed, same, weights if halves else unlike(whole_weights(other), fresh), stepped, count]
 
 
-@pytest.mark.parametrize("name", ["fp16", pytest.param("fp32_params", marks=pytest.mark.slow), "sgd_without_state"])
-@pytest.mark.parametrize("option", OPTIONS)
+def _is_quick(name: str, option: str) -> bool:
+    return name == "fp16" or (name, option) in {
+        ("sgd_without_state", "flat"),
+        ("sgd_without_state", "full_from_rank_0"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "option"), cases(["fp16", "fp32_params", "sgd_without_state"], OPTIONS, quick=_is_quick)
+)
 def test_state_dict_functions(ranks: RankPool, name: str, option: str) -> None:
     """Under every option what is got from one optimizer and set in another is the same state, to the bit.
 

@@ -29,6 +29,7 @@ from megascale.kernels import (
     native_library,
 )
 from megascale.kernels.compiler import find_compiler
+from tests.cases import cases
 from tests.training import bits_equal
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -222,7 +223,7 @@ def test_statistics_are_the_same_bits_for_any_threads_and_vectors(dtype: torch.d
         assert torch.equal(found.zeros, expected.zeros)
 
 
-@pytest.mark.parametrize("threads", [1, 2, 7, 40])
+@pytest.mark.parametrize("threads", cases([1, 2, 7, 40], quick=lambda threads: threads in {2, 40}))
 def test_each_chunk_is_updated_once_whoever_takes_it(threads: int) -> None:
     """Threads that have none left take chunks of others: none is left out, none updated twice, in 20 steps of many
     rows of one chunk and of several, also with more threads than cores, of which some begin when all is done.

@@ -20,6 +20,7 @@ from megascale.amp import GradScaler
 from megascale.errors import ArgumentError, ArgumentTypeError, StateDictError, UsageError
 from megascale.kernels import select_backend
 from megascale.schedules import LandedLRScheduler
+from tests.cases import cases
 from tests.counting import OperatorCounter
 from tests.training import Bag, Sign, bits_equal, same_bits, snapshot
 
@@ -213,8 +214,14 @@ def test_torch_does_not_warn(on: str) -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("cut", [0, 1, 3, 5])
-@pytest.mark.parametrize("order", ["optimizer_first", "schedule_first"])
+@pytest.mark.parametrize(
+    ("cut", "order"),
+    cases(
+        [0, 1, 3, 5],
+        ["optimizer_first", "schedule_first"],
+        quick=lambda cut, order: order == "optimizer_first" or cut == 3,
+    ),
+)
 def test_resume_is_bitwise(name: str, cut: int, order: str) -> None:
     """State saved after any step, skipped or landed, continues to the same bits; the bare schedule reads it too."""
     inner = _inner_for(name)

@@ -15,6 +15,7 @@ from megascale.train.config import load_config
 from megascale.train.runtime import Runtime
 from megascale.train.tasks import Batch
 from megascale.train.trainer import Trainer
+from tests.cases import cases
 from tests.counting import OperatorCounter
 
 TINY = [
@@ -73,8 +74,10 @@ def _run(folder: Path, *arguments: str, stop_at: int | None = None) -> int:
         return trainer.run()
 
 
-@pytest.mark.parametrize("evaluate_every", [3, 100])
-@pytest.mark.parametrize("stop_at", range(6))
+@pytest.mark.parametrize(
+    ("stop_at", "evaluate_every"),
+    cases(range(6), [3, 100], quick=lambda stop_at, evaluate_every: evaluate_every == 100 or stop_at in {2, 5}),
+)
 def test_stopped_at_any_step_ends_as_if_it_had_not_been(tmp_path: Path, stop_at: int, evaluate_every: int) -> None:
     """A SIGTERM at any step, also the last: after the next run summary and log are those of a run without it.
 
