@@ -137,6 +137,7 @@ class DeviceTable:
         arrivals: int64, shape [chunks], 0 between launches.
         longest: elements of the longest row.
         sheet: the rows on the host.
+        owns_rest: whether all but the rows was made for this table, not for one that it is :meth:`moved` from.
 
     Tables that differ only in where one column's tensors lie share all but the rows.
     """
@@ -148,11 +149,13 @@ class DeviceTable:
     arrivals: Tensor
     longest: int
     sheet: _Sheet
+    owns_rest: bool = True
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes that the table takes on the device, shared or not."""
-        return self.rows.nbytes + self.chunk_rows.nbytes + self.counters.nbytes + self.arrivals.nbytes
+        """Return the bytes on the device that were made for this table. What tables share is counted once."""
+        rest = (self.chunk_rows, self.counters, self.arrivals) if self.owns_rest else ()
+        return self.rows.nbytes + sum(tensor.nbytes for tensor in rest)
 
     def moved(self, pointers: NDArray[np.int64]) -> "DeviceTable":
         """Return the table for tensors of the same form elsewhere. ``pointers``: of all tensors of the call that move.
@@ -160,7 +163,7 @@ class DeviceTable:
         Of several such tables, launches follow one another on one stream: they count in the same memory.
         """
         placed = self.sheet.place(pointers, self.rows.device, _NO_CHUNKS)
-        return replace(self, rows=placed.view(self.rows.shape))
+        return replace(self, rows=placed.view(self.rows.shape), owns_rest=False)
 
 
 @dataclass(frozen=True)

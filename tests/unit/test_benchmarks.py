@@ -116,6 +116,25 @@ def test_sweeps_write_tables_rounds_and_plots(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_host_time_compares_checkouts(tmp_path: Path) -> None:
+    """A row for every number of tensors, with gradients in place and moved; a column for each checkout."""
+    out = tmp_path / "table.md"
+    options = ["--tensors", "3,70", "--rounds", "1", "--threads", "1", "--before", str(ROOT), "--out", str(out)]
+    command = [sys.executable, str(ROOT / "benchmarks" / "host_time.py"), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == out.read_text()
+    rows = table(done.stdout)
+    assert [(row["tensors"], row["gradients"]) for row in rows] == [
+        (count, kind) for count in ("3", "70") for kind in ("in place", "moved")
+    ]
+    for row in rows:
+        for name in ("before", "here"):
+            least, median = row[f"{name}: smallest ms (median)"].removesuffix(")").split(" (")
+            assert 0 < float(least) <= float(median)
+
+
+@pytest.mark.slow
 def test_growth_compares_few_and_many_tensors(tmp_path: Path) -> None:
     """One row a contender, on both numbers of tensors; the operators of ours do not depend on them."""
     text = run("growth.py", "--few", "3", "--many", "33", "--out", str(tmp_path / "growth.md"))

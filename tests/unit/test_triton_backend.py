@@ -416,6 +416,7 @@ def test_moved_gradients_rewrite_one_column(made: list[device_table.Plan], place
         for table, before in zip(plan.tables, first.tables, strict=True):
             assert table.chunk_rows is before.chunk_rows
             assert table.counters is before.counters
+            assert table.nbytes == table.rows.nbytes  # the rest is counted once
             assert _says_what_is_aligned(table)
         assert _same_plans(plan, _find(device_table.PlanCache(), operands))
         made.pop()

@@ -1,0 +1,185 @@
+"""Time what the host does in a step of the triton backend, without a GPU: fp16 parameters, AdamW, clipping to norm 1.
+
+    python benchmarks/host_time.py --before ../earlier --rounds 3 --out benchmarks/results/host_time.md
+
+Launches take Triton's own path up to its driver. The driver here launches nothing: it writes the few numbers that the
+host reads, and its own time is taken out. Tensors lie in host memory, so that no copy to a device is made. What a GPU's
+driver takes for five launches and the copies is therefore missing. Gradients stay in place, or lie elsewhere in every
+step, as the default ``zero_grad()`` lets them. ``--before``: a checkout to compare with; both take turns, each turn
+in a new process. A cell is the smallest time of a step and the median of all, over all turns.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+NUMEL = 64
+WARM_UP = 3  # steps: they compile, build tables and fill caches
+STEPS = {200: 60, 1_000: 40, 10_000: 16}
+OTHERWISE = 10
+
+spent = 0.0
+"""Seconds in the driver below."""
+
+
+class Launcher:
+    """Takes what Triton launches. Kernels whose results the host reads write those of a clean step."""
+
+    def __init__(self, source: Any, metadata: Any) -> None:
+        self._kernel: str = source.fn.__name__
+        self._names: list[str] = source.fn.arg_names
+
+    def __call__(self, *values: Any) -> None:
+        """Take one launch: nine values of Triton's, then the kernel's arguments."""
+        global spent
+        start = time.perf_counter()
+        given = dict(zip(self._names, values[9:], strict=False))
+        if self._kernel == "total_kernel":
+            given["vector"].zero_()[[0, -1]] = 1.0  # a sum of squares, and scaled gradients
+        for name in ("flags", "numbers"):
+            if name in given:
+                given[name].zero_()
+        spent += time.perf_counter() - start
+
+
+class Utils:
+    """What Triton asks when it loads a kernel."""
+
+    def get_device_properties(self, index: int) -> dict[str, int]:
+        """Return an H100's."""
+        return {"max_shared_mem": 232448, "multiprocessor_count": 132}
+
+    def load_binary(self, *_: Any) -> tuple[int, int, int, int, int]:
+        """Return module, function, registers, spills, threads."""
+        return 1, 1, 0, 0, 1024
+
+    def unload_module(self, *_: Any) -> None:
+        """Nothing was loaded."""
+
+
+class Driver:
+    """A Triton driver of a GPU that is not there."""
+
+    utils = Utils()
+    launcher_cls = Launcher
+
+    def get_current_target(self) -> Any:
+        """Return what to compile for."""
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        """Return the only device."""
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        """Return the default stream."""
+        return 0
+
+
+def times_of_steps(count: int, moved: bool) -> Iterator[float]:
+    """Yield the host's ms of each step with ``count`` tensors."""
+    from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
+
+    params = [torch.nn.Parameter(torch.zeros(NUMEL, dtype=torch.float16)) for _ in range(count)]
+    scaler = DynamicGradScaler(2.0**10, 1.0, 2.0, 0.5, 1000, 2)
+    config = OptimizerConfig(fp16=True, clip_grad=1.0)
+    optimizer = MixedPrecisionOptimizer(torch.optim.AdamW(params, lr=1e-3), config, scaler)
+    held: list[Any] = []
+    for step in range(WARM_UP + STEPS.get(count, OTHERWISE)):
+        if moved or step == 0:
+            # The last gradients live until these are made, so that these lie elsewhere.
+            held = [torch.zeros(NUMEL, dtype=torch.float16) for _ in params]
+            for param, grad in zip(params, held, strict=True):
+                param.grad = grad
+        optimizer.get_loss_scale(), scaler.scale
+        start, before = time.perf_counter(), spent
+        optimizer.step()
+        if step >= WARM_UP:
+            yield (time.perf_counter() - start - (spent - before)) * 1e3
+
+
+def measure(counts: Sequence[int]) -> None:
+    """Print the times of all cases with the megascale that Python finds: one line of JSON."""
+    from triton.runtime import driver
+
+    import megascale.optimizer
+    from megascale.kernels.triton_backend import TritonBackend
+
+    class OnHost(TritonBackend):
+        """Hands host memory to kernels that do not run."""
+
+        def _check(self, device: torch.device) -> torch.device:
+            return device
+
+    warnings.simplefilter("ignore")
+    driver.set_active(Driver())
+    megascale.optimizer.select_backend = lambda *_: OnHost()
+    cases = [(count, moved) for count in counts for moved in (False, True)]
+    print(json.dumps([list(times_of_steps(*case)) for case in cases]))
+
+
+def turn(root: Path, counts: Sequence[int], threads: int) -> list[list[float]]:
+    """Return the times of all cases with the megascale of a checkout, from a new process."""
+    code = f"import torch, host_time; torch.set_num_threads({threads}); host_time.measure({list(counts)})"
+    paths = f"import sys; sys.path[:0] = [{str(root)!r}, {str(ROOT / 'benchmarks')!r}]; "
+    done = subprocess.run([sys.executable, "-c", paths + code], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{root}: {done.stderr}")
+    found: list[list[float]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def report(roots: dict[str, Path], counts: Sequence[int], rounds: int, threads: int) -> Iterator[str]:
+    """Yield the lines of the table."""
+    from peers.report import place
+
+    times: dict[str, list[list[float]]] = {name: [[] for _ in range(2 * len(counts))] for name in roots}
+    for _ in range(rounds):
+        for name, root in roots.items():
+            for case, more in zip(times[name], turn(root, counts, threads), strict=True):
+                case += more
+    yield "## What the host does in a step on an accelerator\n"
+    yield f"{place(torch.device('cpu'), threads)}; {rounds} interleaved turns.\n"
+    yield f"`python benchmarks/host_time.py {' '.join(sys.argv[1:])}`\n"
+    yield "| tensors | gradients | " + " | ".join(f"{name}: smallest ms (median)" for name in roots) + " |"
+    yield "|---" * (2 + len(roots)) + "|"
+    for index, count in enumerate(counts):
+        for offset, kind in enumerate(("in place", "moved")):
+            cells = [
+                f"{min(one):.2f} ({statistics.median(one):.2f})"
+                for one in (t[2 * index + offset] for t in times.values())
+            ]
+            yield f"| {count:,} | {kind} | {' | '.join(cells)} |"
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tensors", default="200,1000,10000")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--before", type=Path, help="a checkout of megascale to compare with")
+    parser.add_argument("--out", type=Path, help="write the table to this file, too")
+    options = parser.parse_args()
+    roots = {"before": options.before.resolve()} if options.before else {}
+    roots["here"] = ROOT
+    text = "\n".join(report(roots, [int(one) for one in options.tensors.split(",")], options.rounds, options.threads))
+    print(text)
+    if options.out:
+        options.out.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
