@@ -13,8 +13,10 @@ from megascale.chained import ChainedOptimizer
 from megascale.errors import ArgumentError, ArgumentTypeError, StateDictError, UsageError, listed
 from megascale.host_view import HostView
 from megascale.landed.running_averages import AvgFn, MultiAvgFn, RunningAverages, copy_, rule_of
-from megascale.landed.steps import Landings
-from megascale.main_params.base import HALF_DTYPES, MainParam, MainParams, ReplicatedMainParams
+from megascale.landed.steps import StepOutcomes
+from megascale.main_params.base import MainParams
+from megascale.main_params.main_param import HALF_DTYPES, MainParam
+from megascale.main_params.replicated import ReplicatedMainParams
 from megascale.optimizer import MixedPrecisionOptimizer
 from megascale.utils.collectives import raise_together
 from megascale.utils.dtensors import dtensor_like, local
@@ -88,7 +90,7 @@ class AveragedMainParams:
         self._average = rule_of(avg_fn, multi_avg_fn)
         self._owners = _owners(optimizer)
         self._num_main_params = _count(self._owners)
-        self._landings = Landings(optimizer)
+        self._outcomes = StepOutcomes(optimizer)
         self._group = None
         device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
         if isinstance(optimizer, (MixedPrecisionOptimizer, ChainedOptimizer)):
@@ -121,7 +123,7 @@ class AveragedMainParams:
             raise ArgumentError("model is not the one that the averages were built for; build others for it")
         self._check_complete()
         buffers = self._live_buffers()
-        landed = self._landings.landed(success)
+        landed = self._outcomes.landed(success)
         if not isinstance(landed, Tensor):
             landed = torch.full((), landed, dtype=torch.bool, device=self.n_averaged.device)
         rule = self._average if self.use_buffers else copy_
@@ -231,7 +233,7 @@ class AveragedMainParams:
         _check_tensors("averages", averages, {entry.name: entry.source.model for entry in self._entries})
         _check_tensors("buffers", buffers, own)
         planned = [
-            (entry.average, local(entry.owner.place(entry.source.model, averages[entry.name], entry.average.dtype)))
+            (entry.average, local(entry.owner.to_local(entry.source.model, averages[entry.name], entry.average.dtype)))
             for entry in self._entries
         ]
         return planned + [(local(buffer), local(buffers[name])) for name, buffer in own.items()]
@@ -285,7 +287,7 @@ def _owners(optimizer: torch.optim.Optimizer) -> list[MainParams]:
             "in a MixedPrecisionOptimizer"
         )
     params = ReplicatedMainParams({})
-    params.follow(optimizer.param_groups)
+    params.sync_from_model(optimizer.param_groups)
     return [params]
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
 from megascale.config import OptimizerConfig
 from megascale.errors import ArgumentError, ArgumentTypeError
@@ -147,12 +148,12 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
 
     def model_shards(self) -> dict[int, ParamShard]:
         """Return, by id of the parameter, the part that this rank keeps of each sharded model param, live."""
-        self._member.follow()
+        self._member.sync_from_model()
         self._gather.wait()
         return self._shards.model_shards()
 
+    @override
     def _make_main_params(self, _names: Mapping[int, str]) -> MainParams:
-        """See :class:`MixedPrecisionOptimizer`."""
         return self._shards
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from megascale.config import HYSTERESIS_RESETS, OptimizerConfig
 from megascale.errors import ArgumentError, ArgumentTypeError, StateDictError
@@ -124,8 +125,8 @@ class ConstantGradScaler(MegatronGradScaler):
         self._on_host = self.initial_scale
 
     @property
+    @override
     def needs_scaled_loss(self) -> bool:
-        """See :class:`MegatronGradScaler`."""
         return self._on_host != 1.0
 
     def update(self, found_inf: bool | Tensor) -> None:

@@ -13,7 +13,8 @@ from megascale.errors import ArgumentError, UsageError
 from megascale.grad_scaler import MegatronGradScaler
 from megascale.grad_sync.sync import GradSync
 from megascale.kernels import Decision, select_backend
-from megascale.main_params.base import MainParams, ReplicatedMainParams
+from megascale.main_params.base import MainParams
+from megascale.main_params.replicated import ReplicatedMainParams
 from megascale.main_params.shard import ParamShard
 from megascale.parallel import ParallelGroups
 from megascale.state.hooks import load_with_hooks, pack_with_hooks
@@ -24,7 +25,7 @@ from megascale.step.arguments import check_arguments, require_values
 from megascale.step.member import StepMember
 from megascale.step.recipe import StepRecipe
 from megascale.step.recipe import StepResult as StepResult
-from megascale.step.update import check_inner
+from megascale.step.update_selection import check_inner
 from megascale.utils import validate
 
 
@@ -97,7 +98,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self.grad_scaler = grad_scaler.to(self.device) if grad_scaler is not None and has_values else grad_scaler
         if self.grad_scaler is not None:
             self.grad_scaler.backend = self.backend
-        self._member.follow()
+        self._member.sync_from_model()
         ownership.record(self, optimizer, self.grad_scaler)
 
     def _make_main_params(self, names: Mapping[int, str]) -> MainParams:
@@ -239,11 +240,11 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         """Add a param group of model params (or of (name, param) pairs). Main params are made at once."""
         if self._constructed:
             self.optimizer.add_param_group(param_group)
-            self._member.follow()
+            self._member.sync_from_model()
 
     def main_params(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, main param) of every trainable parameter, live. An fp32 model param is its own main param."""
-        self._member.follow()
+        self._member.sync_from_model()
         return ((param.name, param.main) for param in self._member.main_params)
 
     def param_names(self) -> list[str]:
@@ -258,7 +259,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         this call; writes through ``param.data`` or raw memory are not.
         """
         require_values(self.device)
-        self._member.follow()
+        self._member.sync_from_model()
         for param in self._member.main_params:
             if param.is_copy:
                 param.reload()
@@ -273,7 +274,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         ``copy=False`` returns live tensors instead of copies: for a caller that writes them out before the next step.
         """
         require_values(self.device)
-        self._member.follow()
+        self._member.sync_from_model()
         return pack_with_hooks(self, lambda: self.live_state().pack(copy=copy))
 
     @torch.no_grad()
@@ -291,7 +292,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         load_with_hooks(self, state_dict, lambda given: self._load(given, strict))
 
     def _load(self, state_dict: dict[str, Any], strict: bool) -> None:
-        self._member.follow()
+        self._member.sync_from_model()
         live = self.live_state()
         load_together(lambda: [(live, live.plan(state_dict, strict=strict))], self.groups.grad_stats)
         self.forget_step()
@@ -306,7 +307,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
         Changes and communicates nothing.
         """
-        self._member.follow()
+        self._member.sync_from_model()
         self.live_state().check(state_dict, strict=strict)
 
     def model_shards(self) -> dict[int, ParamShard]:

@@ -18,7 +18,7 @@ from torch.optim.swa_utils import SWALR
 from megascale.errors import ArgumentError, ArgumentTypeError, StateDictError, UsageError
 from megascale.host_view import HostView
 from megascale.landed.learning_rates import GroupRates, number_of, takes_rates_on_device
-from megascale.landed.steps import Landings
+from megascale.landed.steps import StepOutcomes
 
 
 class _Position(NamedTuple):
@@ -69,7 +69,7 @@ class LandedLRScheduler(LRScheduler):
         _make_plain(scheduler)
         self.scheduler = scheduler
         self.optimizer = optimizer
-        self._landings = Landings(optimizer)
+        self._outcomes = StepOutcomes(optimizer)
         self._rates = GroupRates(optimizer)
         self._view = HostView()
         self._before: _Position | None = None
@@ -82,12 +82,12 @@ class LandedLRScheduler(LRScheduler):
                 step since the last call landed, by the optimizer's own count.
 
         Raises:
-            ArgumentError, ArgumentTypeError, UsageError: see :meth:`megascale.landed.steps.Landings.landed`.
+            ArgumentError, ArgumentTypeError, UsageError: see :meth:`megascale.landed.steps.StepOutcomes.landed`.
         """
-        landed = self._landings.landed(success)
+        landed = self._outcomes.landed(success)
         self._hear(self._view.push({"landed": landed}))
         self._admit_groups()
-        self._rates.follow()
+        self._rates.pull()
         before = self._before = self._position()
         on_device = landed if takes_rates_on_device(self.optimizer) and isinstance(landed, Tensor) else None
         must_wait = on_device is None
@@ -102,9 +102,9 @@ class LandedLRScheduler(LRScheduler):
                 raise
             return
         if on_device is not None and self._other_options() == before.options:
-            self._rates.choose(on_device, before.rates)
+            self._rates.select(on_device, before.rates)
         elif must_wait or self._has_landed():
-            self._rates.put()
+            self._rates.push()
         else:
             self._return_to(before)
 
@@ -148,7 +148,7 @@ class LandedLRScheduler(LRScheduler):
         before = _copied(own)
         try:
             self.scheduler.load_state_dict(_plain(_copied(state_dict)))
-            self._rates.expect(self.scheduler.get_last_lr())
+            self._rates.set_expected(self.scheduler.get_last_lr())
         except Exception as error:
             self.scheduler.load_state_dict(before)
             raise StateDictError(f"state dict does not fit {type(self.scheduler).__name__}: {error}") from error
@@ -165,7 +165,7 @@ class LandedLRScheduler(LRScheduler):
         """Step the wrapped scheduler once, on numbers."""
         # Steps were taken, though not all ways to take them pass the scheduler's counter.
         self.scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
-        with self._rates.shown():
+        with self._rates.as_numbers():
             self.scheduler.step()
 
     def _admit_groups(self) -> None:

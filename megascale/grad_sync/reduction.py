@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 from torch.distributed import Work
+from typing_extensions import override
 
 from megascale.grad_sync.message_thread import MessageThread
 from megascale.parallel import GradGroup
@@ -39,7 +40,7 @@ Divisor = float | Tensor
 
 
 class BucketReduction(Protocol):
-    """One bucket. Calls come in this order, once a step: start, settle, finish."""
+    """One bucket. Calls come in this order, once a step: start, wait, finish."""
 
     kept: Tensor
     """1-D: the part of the bucket that this rank keeps."""
@@ -49,7 +50,7 @@ class BucketReduction(Protocol):
     def start(self, divisor: Divisor) -> None:
         """Begin, without waiting, to sum and to divide by ``divisor``. The bucket is not written until the end."""
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for what :meth:`start` began, and free its scratch."""
 
     def finish(self, divisor: Divisor) -> None:
@@ -93,7 +94,7 @@ def bucket_reduction(
     return ReduceScattered(flat, group, travel_dtype)
 
 
-class _Reduction(ABC):
+class _Reduction(BucketReduction, ABC):
     """What all have: the payload, division ahead of a 16-bit journey, and after it."""
 
     def __init__(self, flat: Tensor, kept: Tensor, group: GradGroup, travel_dtype: torch.dtype) -> None:
@@ -110,8 +111,8 @@ class _Reduction(ABC):
         self._divisor: Divisor = 1
         self._order = WriteOrder(kept)
 
+    @override
     def start(self, divisor: Divisor) -> None:
-        """See :class:`BucketReduction`."""
         self._divisor = divisor
         self._averages = self._can_average and not isinstance(divisor, Tensor) and divisor == self._num_holders
         if self.alone:
@@ -120,9 +121,9 @@ class _Reduction(ABC):
         else:
             self.begin()
 
+    @override
     def finish(self, divisor: Divisor) -> None:
-        """See :class:`BucketReduction`."""
-        self.settle()
+        self.wait()
         self._order.join()
         if divisor is not self._divisor:
             divide_(self.kept, divisor / self._divisor)
@@ -133,7 +134,7 @@ class _Reduction(ABC):
         """Begin to sum over several ranks."""
 
     @abstractmethod
-    def settle(self) -> None:
+    def wait(self) -> None:
         """See :class:`BucketReduction`."""
 
     def packed(self) -> Tensor:
@@ -155,13 +156,13 @@ class AllReduced(_Reduction):
         self._payload: Tensor | None = None
         self._work: Work | None = None
 
+    @override
     def begin(self) -> None:
-        """See :class:`_Reduction`."""
         self._payload = self.packed()
         self._work = all_reduce_start(self._payload, self.group.holders, average=self._averages)
 
-    def settle(self) -> None:
-        """See :class:`BucketReduction`."""
+    @override
+    def wait(self) -> None:
         if self._work is None or self._payload is None:
             return
         self._order.write()
@@ -190,9 +191,9 @@ class _Sharded(_Reduction):
         """Begin to add the other copies of this shard."""
         self._over_replicas = all_reduce_start(self.kept, self.group.replicate, average=self._averages)
 
+    @override
     def finish(self, divisor: Divisor) -> None:
-        """See :class:`BucketReduction`."""
-        self.settle()
+        self.wait()
         if self._over_replicas is not None:
             self._over_replicas.wait()
             self._over_replicas = None
@@ -205,14 +206,14 @@ class ReduceScattered(_Sharded):
     _payload: Tensor | None = None
     _work: Work | None = None
 
+    @override
     def begin(self) -> None:
-        """See :class:`_Reduction`."""
         self._payload = self.packed()
         own = self.own_part(self._payload)
         self._work = reduce_scatter_start(own, self._payload, self.group.shard, average=self._averages)
 
-    def settle(self) -> None:
-        """See :class:`BucketReduction`."""
+    @override
+    def wait(self) -> None:
         if self._payload is None:
             return
         self._order.write()
@@ -238,12 +239,13 @@ class P2PReduceScatter(_Sharded):
         self._tag = tag
         self._carried: Future[None] | None = None
 
+    @override
     def begin(self) -> None:
-        """See :class:`_Reduction`."""
         self._carried = self._thread.submit(self._carry)
 
-    def settle(self) -> None:
-        """See :class:`BucketReduction`. Raises what went wrong on the way."""
+    @override
+    def wait(self) -> None:
+        """Raises what went wrong on the way."""
         if self._carried is not None:
             carried, self._carried = self._carried, None
             self._thread.result(carried)

@@ -35,7 +35,7 @@ from megascale.utils.dtensors import is_dtensor
 from megascale.utils.staging import staged
 
 REDUCTIONS = ("mean", "sum")
-MOST_UNSETTLED = 2
+MOST_PENDING = 2
 """Buckets on their way at the same time, where each holds scratch of its own size."""
 
 # Called for every parameter at every step, in a loop that runs in C.
@@ -194,7 +194,7 @@ class GradSync:
         self._syncing = True
         self._error: GradientError | None = None  # of a gradient that backward left on this rank
         self._next = 0
-        self._settled = 0
+        self._waited = 0
         self._finished = False
         self._ddp_is_absent = False
         self.add(named_parameters)
@@ -286,7 +286,7 @@ class GradSync:
         while self._next < len(self.buckets):
             self._start_next()
         for bucket in self.buckets:
-            bucket.reduction.settle()
+            bucket.reduction.wait()
         for bucket in self.buckets:
             bucket.reduction.finish(self._current_divisor())
         self._finished = True
@@ -300,7 +300,7 @@ class GradSync:
             bucket.reset()
         self._divisor = None
         self._error = None
-        self._next = self._settled = 0
+        self._next = self._waited = 0
         self._finished = False
 
     def detach(self) -> None:
@@ -408,9 +408,9 @@ class GradSync:
 
     def _start_next(self) -> None:
         """Start the next bucket's reduction. The order is the same on every rank: that of ``buckets``."""
-        while self._next - self._settled >= MOST_UNSETTLED and self.buckets[self._settled].reduction.has_scratch:
-            self.buckets[self._settled].reduction.settle()
-            self._settled += 1
+        while self._next - self._waited >= MOST_PENDING and self.buckets[self._waited].reduction.has_scratch:
+            self.buckets[self._waited].reduction.wait()
+            self._waited += 1
         self.buckets[self._next].start(self._current_divisor())
         self._next += 1
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from megascale.grad_scaler import MegatronGradScaler, ScalerState
 from megascale.utils.dtensors import local
@@ -27,36 +28,36 @@ class PerBatchScaler(MegatronGradScaler):
         self._found_inf: Tensor | None = None
 
     @property
+    @override
     def scale(self) -> Tensor:
-        """See :class:`MegatronGradScaler`."""
         return self.scaler.scale
 
     @property
+    @override
     def live_scale(self) -> Tensor:
-        """See :class:`MegatronGradScaler`."""
         return self.scaler.live_scale
 
+    @override
     def times_asked(self) -> int:
-        """See :class:`MegatronGradScaler`."""
         return self.scaler.times_asked()
 
     @property
+    @override
     def needs_scaled_loss(self) -> bool:
-        """See :class:`MegatronGradScaler`."""
         return self.scaler.needs_scaled_loss
 
     @property
+    @override
     def inv_scale(self) -> Tensor:
-        """See :class:`MegatronGradScaler`."""
         return self.scaler.inv_scale
 
     @property
+    @override
     def device(self) -> torch.device:
-        """See :class:`MegatronGradScaler`."""
         return self.scaler.device
 
+    @override
     def to(self, device: torch.device | str) -> "PerBatchScaler":
-        """See :class:`MegatronGradScaler`."""
         self.scaler.to(device)
         return self
 
@@ -80,15 +81,15 @@ class PerBatchScaler(MegatronGradScaler):
         for grad in map(local, grads):
             grad.mul_(change.to(grad.device, non_blocking=True))
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """See :class:`MegatronGradScaler`."""
         return self.scaler.state_dict()
 
+    @override
     def parse_state_dict(self, state_dict: Mapping[str, Any]) -> ScalerState:
-        """See :class:`MegatronGradScaler`."""
         return self.scaler.parse_state_dict(state_dict)
 
+    @override
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """See :class:`MegatronGradScaler`."""
         self.scaler.load_state_dict(state_dict)
         self._found_inf = None

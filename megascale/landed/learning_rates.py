@@ -32,7 +32,7 @@ class GroupRates:
             self._device = next((p.device for group in groups for p in group["params"]), torch.device("cpu"))
             self._dtype = torch.float32  # torch's fused kernels read no other
 
-    def follow(self) -> None:
+    def pull(self) -> None:
         """Take over what others have put into the groups. A tensor that they wrote is read on the host.
 
         Where it still is the rounding of the number, all bits of the number stay. Groups may have been added.
@@ -57,8 +57,8 @@ class GroupRates:
                     self.numbers[index] = value
                 self._written[index] = (lr, lr._version)
 
-    def expect(self, numbers: list[Any]) -> None:
-        """Take ``numbers`` for what the groups hold, until :meth:`follow` finds otherwise."""
+    def set_expected(self, numbers: list[Any]) -> None:
+        """Take ``numbers`` for what the groups hold, until :meth:`pull` finds otherwise."""
         if len(numbers) != len(self._optimizer.param_groups):
             raise ArgumentError(
                 f"there are {len(numbers)} rates for {len(self._optimizer.param_groups)} param groups; build the same "
@@ -68,7 +68,7 @@ class GroupRates:
         self._written = [None] * len(numbers)
 
     @contextmanager
-    def shown(self) -> Iterator[None]:
+    def as_numbers(self) -> Iterator[None]:
         """Put numbers into the groups, and take the numbers that are there at the end."""
         groups = self._optimizer.param_groups
         held = [group["lr"] for group in groups]
@@ -82,7 +82,7 @@ class GroupRates:
                 group["lr"] = lr
 
     @torch.no_grad()
-    def put(self) -> None:
+    def push(self) -> None:
         """Let the groups hold the numbers, whatever they hold them in."""
         for index, (group, number) in enumerate(zip(self._optimizer.param_groups, self.numbers, strict=True)):
             lr = group["lr"]
@@ -93,7 +93,7 @@ class GroupRates:
                 group["lr"] = number
 
     @torch.no_grad()
-    def choose(self, landed: Tensor, before: list[float]) -> None:
+    def select(self, landed: Tensor, before: list[float]) -> None:
         """Let the groups hold the numbers where ``landed``, and ``before`` elsewhere: on the device, without a sync."""
         landed = landed.to(self._device, non_blocking=True)
         for index, (group, old, new) in enumerate(zip(self._optimizer.param_groups, before, self.numbers, strict=True)):

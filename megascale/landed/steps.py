@@ -11,7 +11,7 @@ from megascale.optimizer import MixedPrecisionOptimizer
 from megascale.step.counter import StepCounter
 
 
-class Landings:
+class StepOutcomes:
     """Answers, once per question, whether a step has landed since the question before.
 
     Args:

@@ -83,6 +83,6 @@ def _sums(param: Tensor, chunk: int = 1 << 22) -> Tensor:
     sums = torch.zeros(2, dtype=torch.int64, device=flat.device)
     for start in range(0, flat.numel(), chunk):
         part = flat[start : start + chunk].long()
-        places = torch.arange(start + 1, start + 1 + part.numel(), device=part.device)
-        sums += torch.stack([part.sum(), (part * places).sum()])
+        slots = torch.arange(start + 1, start + 1 + part.numel(), device=part.device)
+        sums += torch.stack([part.sum(), (part * slots).sum()])
     return sums

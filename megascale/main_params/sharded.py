@@ -12,15 +12,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from typing_extensions import override
 
 from megascale.errors import MegascaleError, StateDictError
 from megascale.grad_sync.layout import Piece
 from megascale.grad_sync.sync import GradSync, check_syncable
-from megascale.main_params.base import HALF_DTYPES, Batch, MainParam, MainParams
+from megascale.main_params.base import MainParams
 from megascale.main_params.gather import GatheredBucket, ParamGather
+from megascale.main_params.main_param import HALF_DTYPES, MainParam
 from megascale.main_params.replica_check import broadcast_parameters, require_same
 from megascale.main_params.shard import ParamShard
-from megascale.main_params.slab import Arena
+from megascale.main_params.slab import Slabs
+from megascale.main_params.update_unit import UpdateUnit
 from megascale.parallel import ParallelGroups, is_expert
 from megascale.utils.collectives import all_reduce_sum_, raise_together
 
@@ -54,7 +57,7 @@ class ShardedMainParams(MainParams):
         self._broadcast = broadcast
         self._place = {name: index for index, name in enumerate(names.values())}
         self._pieces: dict[int, Piece | None] = {}
-        self._buckets: WeakKeyDictionary[Batch, list[GatheredBucket]] = WeakKeyDictionary()
+        self._buckets: WeakKeyDictionary[UpdateUnit, list[GatheredBucket]] = WeakKeyDictionary()
         self._grads: dict[int, Tensor] = {}
 
     def make(self, params: Mapping[str, nn.Parameter], group_of: Mapping[str, int]) -> list[MainParam]:
@@ -79,8 +82,8 @@ class ShardedMainParams(MainParams):
                 piece = self._pieces[id(param)] = pieces.get(name)
                 shards[name] = memory.flat[:0] if piece is None else memory.part(piece)
                 self._grads[id(param)] = synced.memory.flat[:0] if piece is None else synced.memory.part(piece)
-        arena = Arena(shards.values())
-        made = {name: _make(name, params[name], shard, arena) for name, shard in shards.items()}
+        slabs = Slabs(shards.values())
+        made = {name: _make(name, params[name], shard, slabs) for name, shard in shards.items()}
         return [made[name] for name in params]
 
     def _check(self, params: Mapping[str, nn.Parameter]) -> None:
@@ -94,8 +97,8 @@ class ShardedMainParams(MainParams):
         for experts in sorted(groups):
             raise_together(error, groups[experts].holders)
 
+    @override
     def grad(self, param: MainParam) -> Tensor:
-        """See :class:`MainParams`."""
         return self._grads[id(param.model)]
 
     def start_of(self, param: nn.Parameter) -> int:
@@ -107,25 +110,28 @@ class ShardedMainParams(MainParams):
         """Return, by id of the parameter, this rank's piece of every sharded model param, live."""
         return {id(p.model): ParamShard(p.part, p.model.shape, self.start_of(p.model)) for p in self}
 
+    @override
     def keeps(self, param: nn.Parameter) -> bool:
-        """See :class:`MainParams`. A frozen parameter has no bucket."""
+        """A frozen parameter has no bucket."""
         return id(param) in self._by_id
 
-    def make_batches(self) -> list[Batch]:
-        """See :class:`MainParams`. One for each bucket, so that its gather starts while the next one is updated."""
+    @override
+    def make_units(self) -> list[UpdateUnit]:
+        """One for each bucket, so that its gather starts while the next one is updated."""
         group_of = {id(param): index for index, group in enumerate(self.ordered) for param in group}
-        found: list[Batch] = []
+        found: list[UpdateUnit] = []
         for bucket in self._gather.in_forward_order():
             params = [self._by_id[id(param)] for param in bucket.synced.params.values()]
             by_group: dict[int, list[MainParam]] = {}
             for param in params:
                 if id(param) in group_of:
                     by_group.setdefault(group_of[id(param)], []).append(param)
-            found += [Batch(group, members) for group, members in by_group.items()]
+            found += [UpdateUnit(group, members) for group, members in by_group.items()]
         return found
 
-    def adopt(self, param: nn.Parameter, name: str) -> MainParam | None:
-        """See :class:`MainParams`. A frozen parameter has no bucket, and so no main param."""
+    @override
+    def get_or_create(self, param: nn.Parameter, name: str) -> MainParam | None:
+        """A frozen parameter has no bucket, and so no main param."""
         return self._by_id.get(id(param))
 
     def restore(self) -> None:
@@ -138,36 +144,38 @@ class ShardedMainParams(MainParams):
             if bucket is not None and not bucket.is_view(param.name, param.model):
                 bucket.point(param.name, param.model)
                 if param.is_copy:
-                    param.follow()
+                    param.sync_from_model()
 
-    def publish(self, batch: Batch, versions: NDArray[np.int64] | None = None) -> None:
-        """See :class:`MainParams`. Starts the gather of the bucket that the batch is in.
+    def mark_written(self, unit: UpdateUnit, versions: NDArray[np.int64] | None = None) -> None:
+        """See :class:`MainParams`. Starts the gather of the bucket that the unit is in.
 
         A part is a view of the bucket, whose writes are not counted with the parameter's.
         """
-        batch.seal()
-        if batch not in self._buckets:
-            self._buckets[batch] = list({id(b): b for b in map(self._bucket_of, batch.params)}.values())
-        for bucket in self._buckets[batch]:
+        unit.record_version()
+        if unit not in self._buckets:
+            self._buckets[unit] = list({id(b): b for b in map(self._bucket_of, unit.params)}.values())
+        for bucket in self._buckets[unit]:
             bucket.start()
 
-    def settle(self) -> None:
-        """See :class:`MainParams`."""
+    @override
+    def wait(self) -> None:
         self._gather.wait()
 
+    @override
     def end_step(self) -> None:
-        """See :class:`MainParams`. A gather that overlaps runs on into the next forward."""
+        """A gather that overlaps runs on into the next forward."""
         if not self._gather.overlap:
             self._gather.end()
 
+    @override
     def why_not_capturable(self) -> str | None:
-        """See :class:`MainParams`."""
         if self._gather.overlap:
             return "overlap_param_gather=True lets a gather run out of the graph: build the optimizer without it"
         return None
 
-    def place(self, param: nn.Parameter, value: Tensor, dtype: torch.dtype) -> Tensor:
-        """See :class:`MainParams`. The live piece itself, where ``value`` is a ParamShard of it in the same dtype."""
+    @override
+    def to_local(self, param: nn.Parameter, value: Tensor, dtype: torch.dtype) -> Tensor:
+        """The live piece itself, where ``value`` is a ParamShard of it in the same dtype."""
         main = self._by_id[id(param)].main
         start = self.start_of(param)
         if not isinstance(value, ParamShard):
@@ -179,13 +187,14 @@ class ShardedMainParams(MainParams):
             )
         return value.piece.to(main.device, dtype)
 
-    def cut(self, param: MainParam, value: Tensor) -> Tensor:
-        """See :class:`MainParams`."""
+    @override
+    def local_part(self, param: MainParam, value: Tensor) -> Tensor:
         start = self.start_of(param.model)
         return value.detach().reshape(-1)[start : start + param.main.numel()].clone()
 
+    @override
     def export(self, param: MainParam, values: Mapping[str, Tensor], *, copy: bool) -> dict[str, Tensor]:
-        """See :class:`MainParams`. Whole tensors lie in host memory."""
+        """Whole tensors lie in host memory."""
         shape, start = param.model.shape, self.start_of(param.model)
         exported: dict[str, Tensor] = {}
         for key, value in values.items():
@@ -212,7 +221,7 @@ class ShardedMainParams(MainParams):
         return whole.view(param.model.shape).cpu()
 
 
-def _make(name: str, model: nn.Parameter, shard: Tensor, arena: Arena) -> MainParam:
+def _make(name: str, model: nn.Parameter, shard: Tensor, slabs: Slabs) -> MainParam:
     is_copy = model.dtype in HALF_DTYPES
-    main = arena.zeros(shard, torch.float32, "main").copy_(shard) if is_copy else shard
+    main = slabs.zeros(shard, torch.float32, "main").copy_(shard) if is_copy else shard
     return MainParam(name, model, main, shard, is_copy)

@@ -18,7 +18,7 @@ SMALL = 1 << 12  # elements; a larger tensor has memory of its own
 ALIGNMENT = 16  # elements; a shorter tensor begins where the one before it ends
 
 
-class Arena:
+class Slabs:
     """Makes tensors for parameters that get theirs together. Dropped when they have them.
 
     Args:
@@ -29,7 +29,7 @@ class Arena:
     def __init__(self, likes: Iterable[Tensor]) -> None:
         self._likes = list(likes)  # held: an id stays that tensor's
         self._slabs: dict[tuple[str, torch.dtype, int], Tensor] = {}
-        self._places: dict[int, _Place] = {}
+        self._slots: dict[int, _Slot] = {}
         self._lengths: list[int] = []
         self._lay_out()
 
@@ -40,23 +40,23 @@ class Arena:
             like: one of ``likes``; another gets memory of its own.
             purpose: names what is read one after the other. One tensor for each parameter.
         """
-        place = self._places.get(id(like))
-        if place is None:
+        slot = self._slots.get(id(like))
+        if slot is None:
             return torch.zeros_like(like, dtype=dtype, requires_grad=False, memory_format=torch.preserve_format)
-        key = (purpose, dtype, place.slab)
+        key = (purpose, dtype, slot.slab)
         if key not in self._slabs:
-            self._slabs[key] = torch.zeros(self._lengths[place.slab], dtype=dtype, device=like.device)
+            self._slabs[key] = torch.zeros(self._lengths[slot.slab], dtype=dtype, device=like.device)
         # .data: a version counter of its own, and no view to autograd.
-        return self._slabs[key][place.start : place.start + like.numel()].view(like.shape).data
+        return self._slabs[key][slot.start : slot.start + like.numel()].view(like.shape).data
 
-    def adopt(self, tensor: Tensor, like: Tensor, purpose: str) -> Tensor:
+    def moved_in(self, tensor: Tensor, like: Tensor, purpose: str) -> Tensor:
         """Return ``tensor``, a copy in a slab where ``like`` has a place and ``tensor`` has memory of its own."""
-        if id(like) not in self._places or tensor.untyped_storage().nbytes() > tensor.nbytes:
+        if id(like) not in self._slots or tensor.untyped_storage().nbytes() > tensor.nbytes:
             return tensor
         return self.zeros(like, tensor.dtype, purpose).copy_(tensor)
 
     def _lay_out(self) -> None:
-        """Give each small tensor its place: neighbours of one device share a slab until it is full."""
+        """Give each small tensor its slot: neighbours of one device share a slab until it is full."""
         slab_of: dict[torch.device, int] = {}
         for like in self._likes:
             if is_dtensor(like) or not 0 < like.numel() <= SMALL or not like.is_contiguous():
@@ -68,10 +68,10 @@ class Arena:
                 slab, start = len(self._lengths), 0
                 slab_of[like.device] = slab
                 self._lengths.append(0)
-            self._places[id(like)] = _Place(slab, start)
+            self._slots[id(like)] = _Slot(slab, start)
             self._lengths[slab] = start + like.numel()
 
 
-class _Place(NamedTuple):
+class _Slot(NamedTuple):
     slab: int
     start: int

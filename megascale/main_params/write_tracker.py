@@ -10,7 +10,7 @@ from megascale.kernels import ParamList, Room, TensorList, read_versions
 from megascale.utils.dtensors import is_dtensor
 
 
-class Watched:
+class TrackedParams:
     """Model params, and what changes when torch writes one in place, or one gets other storage."""
 
     def __init__(self, params: Iterable[Tensor]) -> None:
@@ -23,8 +23,8 @@ class Watched:
         """Whether any of them is one."""
         return not self._plain
 
-    def look(self, among: int | None = None) -> TensorList:
-        """Return the memory of each, to be looked at as it is now: a ParamList where they are it themselves.
+    def snapshot(self, among: int | None = None) -> TensorList:
+        """Return the memory of each, to be compared with an earlier one: a ParamList where they are it themselves.
 
         Args:
             among: look in the way in which so many params are looked at; None: as many as they are.
@@ -36,16 +36,16 @@ class Watched:
         """Return how often torch has written each by now."""
         return read_versions(self._parts())
 
-    def requires_grad(self, look: TensorList) -> NDArray[np.int64]:
-        """Return, for each, whether it requires grad. ``look``: what :meth:`look` returned."""
-        return (look if self._plain else TensorList(self.params)).requires_grad
+    def requires_grad(self, snapshot: TensorList) -> NDArray[np.int64]:
+        """Return, for each, whether it requires grad. ``snapshot``: what :meth:`snapshot` returned."""
+        return (snapshot if self._plain else TensorList(self.params)).requires_grad
 
     def _parts(self) -> list[Tensor]:
         """Return the local memory of each."""
         return self.params if self._plain else [p._local_tensor if is_dtensor(p) else p for p in self.params]
 
 
-class Watch:
+class WriteTracker:
     """Model params as they were when their main params were last rounded into them, or followed them.
 
     Args:
@@ -53,45 +53,45 @@ class Watch:
     """
 
     def __init__(self, params: Iterable[Tensor]) -> None:
-        self._watched = Watched(params)
-        now = self.look()
+        self._tracked = TrackedParams(params)
+        now = self.snapshot()
         # Copies: where there is one walk over the tensors, these are parts of its result.
         self._versions, self._pointers, self._forms = now.versions.copy(), now.pointers.copy(), now.forms.copy()
 
-    def remember(self, place: int, other: "Watch", there: int) -> None:
-        """Take the param at ``place`` as ``other`` remembers it."""
-        self._versions[place] = other._versions[there]
-        self._pointers[place] = other._pointers[there]
-        if not self._forms.put(place, other._forms, there):
-            self._pointers[place] = -1  # not to be compared: whoever asks finds it elsewhere
+    def remember(self, slot: int, other: "WriteTracker", other_slot: int) -> None:
+        """Take the param at ``slot`` as ``other`` remembers it."""
+        self._versions[slot] = other._versions[other_slot]
+        self._pointers[slot] = other._pointers[other_slot]
+        if not self._forms.put(slot, other._forms, other_slot):
+            self._pointers[slot] = -1  # not to be compared: whoever asks finds it elsewhere
 
-    def look(self) -> TensorList:
+    def snapshot(self) -> TensorList:
         """Return the memory of all params, as it is now."""
-        return self._watched.look()
+        return self._tracked.snapshot()
 
-    def requires_grad(self, look: TensorList) -> NDArray[np.int64]:
-        """Return, by place, whether a param requires grad."""
-        return self._watched.requires_grad(look)
+    def requires_grad(self, snapshot: TensorList) -> NDArray[np.int64]:
+        """Return, by slot, whether a param requires grad."""
+        return self._tracked.requires_grad(snapshot)
 
-    def take(self, place: int) -> None:
+    def take(self, slot: int) -> None:
         """Take one param as it is now."""
-        now = Watched(self._watched.params[place : place + 1]).look(among=len(self._watched.params))
-        self._versions[place : place + 1] = now.versions
-        self._pointers[place : place + 1] = now.pointers
-        self._forms.put(place, now.forms, 0)
+        now = TrackedParams(self._tracked.params[slot : slot + 1]).snapshot(among=len(self._tracked.params))
+        self._versions[slot : slot + 1] = now.versions
+        self._pointers[slot : slot + 1] = now.pointers
+        self._forms.put(slot, now.forms, 0)
 
-    def take_written(self, places: slice | NDArray[np.int64], versions: NDArray[np.int64]) -> None:
-        """Take the params at ``places``, written where they lie, as ``versions`` tells."""
-        self._versions[places] = versions
+    def take_written(self, slots: slice | NDArray[np.int64], versions: NDArray[np.int64]) -> None:
+        """Take the params in ``slots``, written where they lie, as ``versions`` tells."""
+        self._versions[slots] = versions
 
-    def moved(self, look: TensorList) -> bool:
+    def moved(self, snapshot: TensorList) -> bool:
         """Whether a param lies elsewhere, or something else lies there: of another shape, layout, dtype or device."""
-        return bool((self._lies_elsewhere(look)).any())
+        return bool((self._lies_elsewhere(snapshot)).any())
 
-    def written(self, look: TensorList) -> list[int]:
-        """Return the places of params that others have written, or that have moved."""
-        changed = (look.versions != self._versions) | self._lies_elsewhere(look)
+    def written(self, snapshot: TensorList) -> list[int]:
+        """Return the slots of params that others have written, or that have moved."""
+        changed = (snapshot.versions != self._versions) | self._lies_elsewhere(snapshot)
         return np.flatnonzero(changed).tolist()
 
-    def _lies_elsewhere(self, look: TensorList) -> NDArray[np.bool_]:
-        return (look.pointers != self._pointers) | look.forms.differ(self._forms)
+    def _lies_elsewhere(self, snapshot: TensorList) -> NDArray[np.bool_]:
+        return (snapshot.pointers != self._pointers) | snapshot.forms.differ(self._forms)

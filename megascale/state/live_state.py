@@ -10,7 +10,8 @@ from torch.distributed import ProcessGroup
 
 from megascale.errors import StateDictError, listed
 from megascale.grad_scaler import MegatronGradScaler
-from megascale.main_params.base import HALF_DTYPES, MainParams
+from megascale.main_params.base import MainParams
+from megascale.main_params.main_param import HALF_DTYPES
 from megascale.state import schema as portable_state
 from megascale.state.torch_layout import StateDict, from_torch_layout, is_torch_layout
 from megascale.step.counter import StepCounter, parse_counts
@@ -153,7 +154,7 @@ class LiveState:
         for name, param in self._named_params().items():
             if name in mains and self.main_params.keeps(param):
                 dtype = torch.float32 if param.dtype in HALF_DTYPES else param.dtype
-                value = self.main_params.place(param, mains[name], dtype)
+                value = self.main_params.to_local(param, mains[name], dtype)
                 portable_state.check_fits_model(name, value, param)
                 plan.main_params.append((param, name, value))
             if name in states and (name not in mains or self.main_params.keeps(param)):
@@ -169,7 +170,7 @@ class LiveState:
         for key, value in placed.items():
             if isinstance(value, Tensor):
                 placed[key] = (
-                    self.main_params.place(param, value, value.dtype)
+                    self.main_params.to_local(param, value, value.dtype)
                     if is_cut and self._is_per_element(key, value, param)
                     else value.to(local(param).device, copy=True)
                 )
@@ -206,19 +207,19 @@ class LiveState:
                 else:
                     live[key] = value
         for param, name, value in plan.main_params:
-            main = self.main_params.adopt(param, name)
+            main = self.main_params.get_or_create(param, name)
             if main is None:
                 continue
             local(main.main).copy_(local(value))
             if main.is_copy:
                 main.part.copy_(local(main.main))
-            main.seal()
+            main.record_version()
         for param, state in plan.states:
             self.state[param] = state
         self.state.update(plan.shared)
-        for batch in self.main_params.batches():
-            self.main_params.publish(batch)
-        self.main_params.settle()
+        for unit in self.main_params.units():
+            self.main_params.mark_written(unit)
+        self.main_params.wait()
         for group, params in zip(self.param_groups, self._trained(), strict=True):
             self.update.create_states(group, params)
         if plan.scaler is not None and self.grad_scaler is not None:
@@ -227,7 +228,7 @@ class LiveState:
             self.counter.load_state_dict(plan.step_counts)
 
     def _trained(self) -> Sequence[Sequence[Any]]:
-        self.main_params.follow(self.param_groups)
+        self.main_params.sync_from_model(self.param_groups)
         return self.main_params.ordered
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from megascale.errors import MainParamOverflowError, MegascaleError, NonFiniteParamError, listed
 from megascale.host_view import HostView
 from megascale.kernels import Statistic, stats_dtype
-from megascale.main_params.base import MainParam
+from megascale.main_params.main_param import MainParam
 from megascale.parallel import ParallelGroups
 from megascale.step.grad_stats import GradStats
 from megascale.step.update import Rounded

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from megascale.errors import ArgumentError, UsageError
 from megascale.kernels import MemoryRecord, hold_objects, is_plain, memory_fault, new_tags, plain, shares_elements
-from megascale.main_params.base import HALF_DTYPES, MainParam
-from megascale.main_params.slab import SLAB, Arena
+from megascale.main_params.main_param import HALF_DTYPES, MainParam
+from megascale.main_params.slab import SLAB, Slabs
 from megascale.utils.dtensors import is_dtensor, local
 from megascale.utils.staging import staged
 
@@ -73,16 +73,16 @@ class KernelState:
                     _check(name, entry[name], param)
         if "step" in names:
             self._create_steps(entries, params)
-        arena = Arena(param.main for param in params)
+        slabs = Slabs(param.main for param in params)
         for entry, param in zip(entries, params, strict=True):
             for name in names:
                 if name == "step":
                     continue
                 dtype = self._dtype(name, param)
                 if entry.get(name) is None:
-                    entry[name] = arena.zeros(param.main, dtype, name)
+                    entry[name] = slabs.zeros(param.main, dtype, name)
                 else:
-                    entry[name] = arena.adopt(_usable(entry[name]).to(dtype), param.main, name)
+                    entry[name] = slabs.moved_in(_usable(entry[name]).to(dtype), param.main, name)
 
     def columns(self, params: Sequence[MainParam], names: Sequence[str], optional: Collection[str]) -> StateColumns:
         """Return the state of ``params``, checked. What lacks is made as torch makes it at a first step.
@@ -142,9 +142,9 @@ class KernelState:
             step = torch.as_tensor(first if step is None else step).detach()
             steps.append(plain(step).reshape(()).float())
         steps = _placed(steps, [local(param.main).device for param in params])
-        arena = Arena(steps)
+        slabs = Slabs(steps)
         for entry, step in zip(entries, steps, strict=True):
-            entry["step"] = arena.adopt(step, step, "step")
+            entry["step"] = slabs.moved_in(step, step, "step")
 
 
 def _placed(numbers: Sequence[Tensor], devices: Sequence[torch.device]) -> list[Tensor]:

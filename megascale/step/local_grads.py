@@ -23,22 +23,24 @@ from megascale.kernels import (
     same_objects,
     stats_dtype,
 )
-from megascale.main_params.base import Batch, MainParam, MainParams
+from megascale.main_params.base import MainParams
+from megascale.main_params.main_param import MainParam
+from megascale.main_params.update_unit import UpdateUnit
 from megascale.parallel import ParallelGroups
 from megascale.step.grad_stats import Holders
-from megascale.step.update import GroupUpdate
+from megascale.step.update import PendingUpdate
 from megascale.utils.collectives import redistribute_like
 from megascale.utils.dtensors import is_dtensor, local
 from megascale.utils.staging import staged
 
 REMEDY = "give that GradSync to this optimizer (grad_sync=...), or drop it, or call its detach()"
 
-Found = tuple[Batch, TensorList]
+Found = tuple[UpdateUnit, TensorList]
 """Parameters that have a gradient, and those gradients, local."""
 
 
 class _MainGrads(NamedTuple):
-    """Synced gradients of a batch, where they lie: as long as ``memory`` holds."""
+    """Synced gradients of a unit, where they lie: as long as ``memory`` holds."""
 
     grads: TensorList
     memory: MemoryRecord
@@ -55,7 +57,7 @@ class Collected:
         error: what makes a step of this rank impossible; the lists are empty then.
     """
 
-    updates: list[GroupUpdate]
+    updates: list[PendingUpdate]
     grads: TensorList
     weights: GradWeights
     error: MegascaleError | None
@@ -78,9 +80,9 @@ class ReadyGrads:
         self._holders = Holders(groups, sharded=sharded)
         self._device = device
         self._weights: tuple[list[MainParam], GradWeights] | None = None
-        self._owned: WeakKeyDictionary[Batch, list[int]] = WeakKeyDictionary()
-        self._kept: WeakKeyDictionary[Batch, _MainGrads] = WeakKeyDictionary()
-        self._measured: tuple[list[Batch], tuple[list[MainParam], TensorList]] | None = None
+        self._owned: WeakKeyDictionary[UpdateUnit, list[int]] = WeakKeyDictionary()
+        self._kept: WeakKeyDictionary[UpdateUnit, _MainGrads] = WeakKeyDictionary()
+        self._measured: tuple[list[UpdateUnit], tuple[list[MainParam], TensorList]] | None = None
 
     def admit(self, param: MainParam) -> None:
         """Raise ArgumentError, naming it, for a parameter whose gradient another takes, or ``grad_stats`` could not
@@ -93,19 +95,23 @@ class ReadyGrads:
         except ArgumentError as error:
             raise ArgumentError(f"parameter {param.name!r}: {error}") from None
 
-    def collect(self, param_groups: Sequence[dict[str, Any]], main_params: MainParams, look: TensorList) -> Collected:
+    def collect(
+        self, param_groups: Sequence[dict[str, Any]], main_params: MainParams, snapshot: TensorList
+    ) -> Collected:
         """Finish reductions and return the gradients there are. Parameters without a gradient take no part.
 
-        ``look``: what ``main_params.follow()`` has just seen.
+        ``snapshot``: what ``main_params.sync_from_model()`` has just seen.
         """
         error = self.finish(main_params)
-        updates: list[GroupUpdate] = []
-        for batch in main_params.batches():
-            found = self._synced(batch, main_params) or self._plain(batch, look) or self._one_by_one(batch, main_params)
+        updates: list[PendingUpdate] = []
+        for unit in main_params.units():
+            found = (
+                self._synced(unit, main_params) or self._plain(unit, snapshot) or self._one_by_one(unit, main_params)
+            )
             if isinstance(found, MegascaleError):
                 error = error or found
             elif found[0].params:
-                updates.append(GroupUpdate(param_groups[batch.group], *found))
+                updates.append(PendingUpdate(param_groups[unit.group], *found))
         if error is not None:
             return self.failed(error)
         params, grads = self._to_measure(updates)
@@ -122,8 +128,8 @@ class ReadyGrads:
                 self._grad_sync.finish()
             except MegascaleError as caught:
                 error = caught
-        for batch in main_params.batches():
-            for param in batch.params if batch.models.are_dtensors else ():
+        for unit in main_params.units():
+            for param in unit.params if unit.models.are_dtensors else ():
                 grad, model = param.model.grad, param.model
                 if is_dtensor(grad) and is_dtensor(model) and grad.placements != model.placements:
                     model.grad = redistribute_like(grad, model)
@@ -133,28 +139,28 @@ class ReadyGrads:
         """Return what there is to measure and to update on a rank whose step cannot be taken: nothing."""
         return Collected([], TensorList(), self._weigh([]), error)
 
-    def _to_measure(self, updates: list[GroupUpdate]) -> tuple[list[MainParam], TensorList]:
+    def _to_measure(self, updates: list[PendingUpdate]) -> tuple[list[MainParam], TensorList]:
         """Return what this rank owns elements of. While the same gradients are synced, it is the same lists."""
-        kept = [self._kept.get(update.batch) for update in updates]
+        kept = [self._kept.get(update.unit) for update in updates]
         if any(one is None or update.grads is not one.grads for update, one in zip(updates, kept, strict=True)):
             self._measured = None
             return self._owned_of(updates)
-        batches: list[Batch] = [update.batch for update in updates]
-        if self._measured is None or not same_objects(self._measured[0], batches):
-            self._measured = (batches, self._owned_of(updates))
+        units: list[UpdateUnit] = [update.unit for update in updates]
+        if self._measured is None or not same_objects(self._measured[0], units):
+            self._measured = (units, self._owned_of(updates))
         return self._measured[1]
 
-    def _owned_of(self, updates: list[GroupUpdate]) -> tuple[list[MainParam], TensorList]:
+    def _owned_of(self, updates: list[PendingUpdate]) -> tuple[list[MainParam], TensorList]:
         """Return the parameters that this rank owns elements of, of many it may own nothing, and their gradients."""
         params: list[list[MainParam]] = []
         grads: list[TensorList] = []
         for update in updates:
-            if update.batch not in self._owned:
+            if update.unit not in self._owned:
                 owned = [
                     index for index, param in enumerate(update.params) if param.shard is None or param.main.numel()
                 ]
-                self._owned[update.batch] = owned
-            owned = self._owned[update.batch]
+                self._owned[update.unit] = owned
+            owned = self._owned[update.unit]
             if len(owned) == len(update.params):
                 params.append(update.params)
                 grads.append(update.grads)
@@ -165,22 +171,22 @@ class ReadyGrads:
             return params[0], grads[0]
         return list(chain.from_iterable(params)), TensorList.joined(grads) if grads else TensorList()
 
-    def _synced(self, batch: Batch, main_params: MainParams) -> Found | MegascaleError | None:
-        """Return the synced gradients of a batch all of whose parameters have one; they stay where they are."""
+    def _synced(self, unit: UpdateUnit, main_params: MainParams) -> Found | MegascaleError | None:
+        """Return the synced gradients of a unit all of whose parameters have one; they stay where they are."""
         if self._grad_sync is None:
             return None
-        kept = self._kept.get(batch)
+        kept = self._kept.get(unit)
         if kept is None or not kept.memory.holds():
             grads: list[Tensor] = []
-            for param in batch.params:
+            for param in unit.params:
                 grad = self._main_grad(param, main_params)
                 if grad is not None:
                     if not self._is_in_place(param, grad):
                         return _misplaced(param.name)
                     grads.append(grad)
-            kept = self._kept[batch] = _MainGrads(TensorList(grads), MemoryRecord(grads))
+            kept = self._kept[unit] = _MainGrads(TensorList(grads), MemoryRecord(grads))
             self._measured = None
-        return (batch, kept.grads) if len(kept.grads) == len(batch.params) else None
+        return (unit, kept.grads) if len(kept.grads) == len(unit.params) else None
 
     def _is_in_place(self, param: MainParam, grad: Tensor) -> bool:
         """Whether a main grad is what it was made as, in its bucket."""
@@ -188,11 +194,11 @@ class ReadyGrads:
         in_bucket = self._grad_sync is None or self._grad_sync.reduces(grad)
         return fits and in_bucket and memory_fault(grad) is None
 
-    def _plain(self, batch: Batch, look: TensorList) -> Found | None:
-        """Return the gradients of a batch if every parameter has one, a strided tensor that is whole."""
+    def _plain(self, unit: UpdateUnit, snapshot: TensorList) -> Found | None:
+        """Return the gradients of a unit if every parameter has one, a strided tensor that is whole."""
         # A sync that has finished since may have taken gradients.
-        grads = batch.grads(look if self._grad_sync is None else None)
-        return (batch, grads) if grads.fit() else None
+        grads = unit.grads(snapshot if self._grad_sync is None else None)
+        return (unit, grads) if grads.fit() else None
 
     def _main_grad(self, param: MainParam, main_params: MainParams) -> Tensor | None:
         """Return the synced gradient. A parameter that was frozen since takes no part."""
@@ -201,10 +207,10 @@ class ReadyGrads:
         piece = main_params.grad(param)
         return self._grad_sync.main_grad(param.model) if piece is None else piece
 
-    def _one_by_one(self, batch: Batch, main_params: MainParams) -> Found | MegascaleError:
+    def _one_by_one(self, unit: UpdateUnit, main_params: MainParams) -> Found | MegascaleError:
         """Return what has a gradient of either kind. One whose bytes are not its values is replaced by one of bytes."""
         found: list[tuple[MainParam, Tensor]] = []
-        for param in batch.params:
+        for param in unit.params:
             grad, model = self._main_grad(param, main_params), param.model
             if grad is not None and not self._is_in_place(param, grad):
                 return _misplaced(param.name)
@@ -219,9 +225,9 @@ class ReadyGrads:
                 found.append((param, grad))
             elif self._is_taken_elsewhere(param):
                 return UsageError(f"the gradient of {param.name!r} was taken by a GradSync in backward; {REMEDY}")
-        whole = len(found) == len(batch.params)
-        batch = batch if whole else Batch(batch.group, [param for param, _ in found])
-        return batch, TensorList(grad for _, grad in found)
+        whole = len(found) == len(unit.params)
+        unit = unit if whole else UpdateUnit(unit.group, [param for param, _ in found])
+        return unit, TensorList(grad for _, grad in found)
 
     def _is_taken_elsewhere(self, param: MainParam) -> bool:
         """Return whether a live GradSync, not the one that was given, takes the gradients of ``param``."""
@@ -255,12 +261,12 @@ def _misplaced(name: str) -> GradientError:
     )
 
 
-def checked_grads(batch: Batch, grads: TensorList) -> TensorList:
+def checked_grads(unit: UpdateUnit, grads: TensorList) -> TensorList:
     """Return gradients that their holder has kept for a while, looked at anew.
 
     Raises GradientError, naming the parameter, for one that is no longer what it was.
     """
-    for param, grad in zip(batch.params, grads, strict=True):
+    for param, grad in zip(unit.params, grads, strict=True):
         fault = memory_fault(grad)
         main = local(param.main)
         if fault is not None or grad.shape != main.shape or grad.device != main.device:

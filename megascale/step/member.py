@@ -9,14 +9,17 @@ from megascale.config import OptimizerConfig
 from megascale.errors import MegascaleError
 from megascale.grad_sync.sync import GradSync
 from megascale.kernels import Backend, Decision, TensorList
-from megascale.main_params.base import Batch, MainParam, MainParams
+from megascale.main_params.base import MainParams
+from megascale.main_params.main_param import MainParam
+from megascale.main_params.update_unit import UpdateUnit
 from megascale.parallel import ParallelGroups
 from megascale.step import grad_stats
 from megascale.step.counter import StepCounter
 from megascale.step.grad_stats import GradStats
 from megascale.step.local_grads import Collected, ReadyGrads, checked_grads
 from megascale.step.torch_states import is_per_element
-from megascale.step.update import GroupUpdate, Rounded, select_update
+from megascale.step.update import PendingUpdate, Rounded
+from megascale.step.update_selection import select_update
 from megascale.utils.dtensors import local
 
 
@@ -29,7 +32,7 @@ class ReadyStep:
         decision: shared by all members of a step.
     """
 
-    updates: list[GroupUpdate]
+    updates: list[PendingUpdate]
     decision: Decision
 
 
@@ -74,23 +77,23 @@ class StepMember:
     # Before the decision
 
     @torch.no_grad()
-    def follow(self) -> TensorList:
+    def sync_from_model(self) -> TensorList:
         """Catch up with ``param_groups`` and with what others wrote into model params. Returns what it has seen."""
         param_groups, state = self.optimizer.param_groups, self.optimizer.state
-        made, look = self.main_params.follow(param_groups)
+        made, snapshot = self.main_params.sync_from_model(param_groups)
         if not made:
-            return look
+            return snapshot
         created = {id(param) for param in made}
         here = {id(param) for group in param_groups for param in group["params"]}
         for gone in [key for key in state if isinstance(key, Tensor) and id(key) not in here]:
             del state[gone]
-        for batch in self.main_params.batches():  # state lies in memory as it is updated
-            new = [param for param in batch.params if id(param) in created]
+        for unit in self.main_params.units():  # state lies in memory as it is updated
+            new = [param for param in unit.params if id(param) in created]
             for param in new:
                 self._ready_grads.admit(param)
                 self._cut_state(param)
-            self.update.create_states(param_groups[batch.group], new)
-        return look
+            self.update.create_states(param_groups[unit.group], new)
+        return snapshot
 
     def collect(self) -> Collected:
         """Finish reductions; return the local gradients, and all that their update needs.
@@ -99,11 +102,11 @@ class StepMember:
         returned, as other ranks wait for what this one measures.
         """
         try:
-            look = self.follow()
+            snapshot = self.sync_from_model()
         except MegascaleError as error:
             self._ready_grads.finish(self.main_params)
             return self._ready_grads.failed(error)
-        collected = self._ready_grads.collect(self.optimizer.param_groups, self.main_params, look)
+        collected = self._ready_grads.collect(self.optimizer.param_groups, self.main_params, snapshot)
         try:
             return replace(collected, updates=self.update.prepare(collected.updates))
         except MegascaleError as error:
@@ -129,28 +132,28 @@ class StepMember:
             update.grads.hold()
 
     @torch.no_grad()
-    def looked_at_again(self, ready: ReadyStep) -> ReadyStep:
+    def checked_again(self, ready: ReadyStep) -> ReadyStep:
         """Return a ready step whose tensors have been looked at since the caller had its turn.
 
         Raises, on this rank alone, GradientError or UsageError: what was decided about is no longer there.
         """
-        self.follow()
+        self.sync_from_model()
         checked = []
         for update in ready.updates:
-            batch = Batch(update.batch.group, update.batch.params)  # they may lie elsewhere by now
-            checked.append(replace(update, batch=batch, grads=checked_grads(batch, update.grads)))
+            unit = UpdateUnit(update.unit.group, update.unit.params)  # they may lie elsewhere by now
+            checked.append(replace(update, unit=unit, grads=checked_grads(unit, update.grads)))
         return replace(ready, updates=self.update.prepare(checked))
 
     def apply(self, ready: ReadyStep) -> list[Rounded]:
         """Update where the step lands. Returns which main params did not fit their model params."""
-        return self.update.apply(ready.updates, ready.decision, self.main_params.publish)
+        return self.update.apply(ready.updates, ready.decision, self.main_params.mark_written)
 
     def memory_layout(self) -> list[object]:
         """Return what differs once parameters or state lie elsewhere. Follows weights loaded into the model."""
-        self.follow()
+        self.sync_from_model()
         states = (self.optimizer.state.get(param.model, {}) for param in self.main_params)
         tensors = [local(value) for state in states for value in state.values() if isinstance(value, Tensor)]
-        return [*self.main_params.batches(), *map(Tensor.data_ptr, tensors)]
+        return [*self.main_params.units(), *map(Tensor.data_ptr, tensors)]
 
     def why_not_capturable(self) -> str | None:
         """Return why a step cannot be part of a device's graph; None where it can."""
@@ -161,4 +164,4 @@ class StepMember:
         state = self.optimizer.state.get(param.model, {})
         for key, value in state.items():
             if isinstance(value, Tensor) and is_per_element(key, value, param.model):
-                state[key] = self.main_params.cut(param, value)
+                state[key] = self.main_params.local_part(param, value)

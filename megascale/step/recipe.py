@@ -18,7 +18,7 @@ from megascale.step.grad_stats import GradStats
 from megascale.step.local_grads import Collected
 from megascale.step.member import ReadyStep, StepMember
 from megascale.step.misuse import Statistics, check_usage, unscaled_loss
-from megascale.step.stalls import StepWatch
+from megascale.step.stalls import StallWatch
 from megascale.step.update import Rounded
 from megascale.utils.collectives import group_size, raise_together
 from megascale.utils.graph_capture import is_capturing
@@ -67,7 +67,7 @@ class StepRecipe:
         self.clip_grad = clip_grad
         self.errors = DeferredErrors(groups, members[0].device)
         self.grads_are_scaled = grads_are_scaled
-        self.watch = StepWatch(members[0].config.max_consecutive_skips)
+        self.watch = StallWatch(members[0].config.max_consecutive_skips)
         self._backend = members[0].backend
         self._is_held = False  # whether the caller has had its turn since the decision
         self._times_asked = 0
@@ -144,7 +144,7 @@ class StepRecipe:
         """Update and gather, where the step lands. All members are updated before an error is raised."""
         ready = self._ready("step_with_ready_grads() needs prepare_grads() first; step() calls both")
         if self._is_held:
-            ready = [member.looked_at_again(own) for member, own in zip(self.members, ready, strict=True)]
+            ready = [member.checked_again(own) for member, own in zip(self.members, ready, strict=True)]
         self.forget_ready()
         decision = ready[0].decision
         with span("update"):

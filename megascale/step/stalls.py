@@ -16,7 +16,7 @@ FIRST_WARNING = 32
 """Steps in a row, skipped or with gradients of zeros, after which there is a warning; then at each doubling."""
 
 
-class StepWatch:
+class StallWatch:
     """Counts, step by step, how long nothing has been learnt.
 
     Args:

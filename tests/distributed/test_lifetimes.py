@@ -19,7 +19,7 @@ from megascale.checkpoint import Checkpointer
 from megascale.errors import ArgumentError, UsageError
 from megascale.grad_sync import GradSync
 from megascale.schedules import LandedLRScheduler
-from megascale.step.update import AdamUpdate
+from megascale.step.kernel_update import AdamUpdate
 from tests.cases import cases
 from tests.distributed.test_distributed_optimizer import INNER, batch, config_of, net, same, scaler, sharded, weights
 from tests.pool import RankPool

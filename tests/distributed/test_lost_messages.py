@@ -110,7 +110,7 @@ def _reduce(victim: _Victim) -> Callable[[], None]:
     reduction = P2PReduceScatter(flat, group, torch.float32, thread, TAG)
     reduction.start(1)
     victim.is_killed_while(arriving)
-    return reduction.settle
+    return reduction.wait
 
 
 def _gather(victim: _Victim) -> Callable[[], None]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from megascale import ConstantGradScaler, MixedPrecisionOptimizer
-from megascale.main_params.slab import ALIGNMENT, SLAB, SMALL, Arena
+from megascale.main_params.slab import ALIGNMENT, SLAB, SMALL, Slabs
 from tests.training import bits_equal
 
 SHAPES = [(), (1,), (0,), (15,), (16,), (17,), (40, 25), (SMALL,), (SMALL + 1,), (64, 64, 2)]
@@ -30,10 +30,10 @@ def test_no_two_tensors_share_an_element(shapes: list[tuple[int, ...]], chance: 
         (like, dtype, purpose) for like in likes for dtype, purpose in ((torch.float32, "a"), (torch.float64, "b"))
     ]
     chance.shuffle(wanted)
-    arena = Arena(likes)
+    slabs = Slabs(likes)
     made: list[Tensor] = []
     for like, dtype, purpose in wanted:
-        tensor = arena.zeros(like, dtype, purpose)
+        tensor = slabs.zeros(like, dtype, purpose)
         assert (tensor.shape, tensor.dtype) == (like.shape, dtype)
         assert tensor.is_contiguous()
         assert not tensor.any()
@@ -52,8 +52,8 @@ def test_no_two_tensors_share_an_element(shapes: list[tuple[int, ...]], chance: 
 def test_neighbours_of_one_purpose_lie_side_by_side() -> None:
     """A tensor begins where the one before it ends, up to 15 elements later; other purposes do not come between."""
     likes = [torch.empty(500) for _ in range(8)]
-    arena = Arena(likes)
-    pairs = [(arena.zeros(like, torch.float32, "main"), arena.zeros(like, torch.float32, "exp_avg")) for like in likes]
+    slabs = Slabs(likes)
+    pairs = [(slabs.zeros(like, torch.float32, "main"), slabs.zeros(like, torch.float32, "exp_avg")) for like in likes]
     for column in zip(*pairs, strict=True):
         assert {b.data_ptr() - a.data_ptr() for a, b in pairwise(column)} == {512 * 4}
 
@@ -61,9 +61,9 @@ def test_neighbours_of_one_purpose_lie_side_by_side() -> None:
 def test_large_strided_and_unknown_tensors_have_memory_and_strides_of_their_own() -> None:
     """What has no place in a slab is what torch.zeros_like makes."""
     likes = [torch.empty(SMALL + 1), torch.empty(4, 6).t(), torch.empty(0), torch.empty(3)]
-    arena = Arena(likes[:-1])
+    slabs = Slabs(likes[:-1])
     for like in likes:
-        made = arena.zeros(like, torch.float32, "main")
+        made = slabs.zeros(like, torch.float32, "main")
         assert made.stride() == like.stride()
         assert made.untyped_storage().nbytes() == made.nbytes
 
@@ -71,12 +71,12 @@ def test_large_strided_and_unknown_tensors_have_memory_and_strides_of_their_own(
 def test_adoption_copies_once() -> None:
     """A small tensor moves into a slab with its values; one that lies there, or is large, stays as it is."""
     alone, other, large = torch.arange(10.0), torch.arange(10.0), torch.arange(float(SMALL + 1))
-    arena = Arena([alone, other, large])
-    adopted = arena.adopt(alone, alone, "exp_avg")
+    slabs = Slabs([alone, other, large])
+    adopted = slabs.moved_in(alone, alone, "exp_avg")
     assert adopted is not alone
     assert bits_equal(adopted, alone)
-    assert arena.adopt(adopted, alone, "exp_avg") is adopted
-    assert arena.adopt(large, large, "exp_avg") is large
+    assert slabs.moved_in(adopted, alone, "exp_avg") is adopted
+    assert slabs.moved_in(large, large, "exp_avg") is large
 
 
 def _optimizer() -> tuple[MixedPrecisionOptimizer, torch.optim.AdamW, list[nn.Parameter]]:

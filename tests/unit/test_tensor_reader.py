@@ -20,8 +20,8 @@ from torch.nn import Buffer
 
 from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.kernels import GradList, MemoryRecord, ParamList, TensorList, native_build, tensor_reader
-from megascale.main_params.base import MainParam
-from megascale.main_params.write_tracker import Watch
+from megascale.main_params.main_param import MainParam
+from megascale.main_params.write_tracker import WriteTracker
 from tests.training import bits_equal
 
 # The first of them may have to compile the library, which takes half a minute.
@@ -193,11 +193,11 @@ def test_a_room_serves_again_when_nothing_read_into_it_is_held() -> None:
 
 def test_looks_of_a_watch_share_memory() -> None:
     """One piece of it serves step after step."""
-    watch = Watch([nn.Parameter(torch.zeros(3)) for _ in range(5)])
+    watch = WriteTracker([nn.Parameter(torch.zeros(3)) for _ in range(5)])
     addresses: set[int] = set()
     others: list[bytearray] = []
     for _ in range(6):
-        addresses.add(watch.look().versions.ctypes.data)
+        addresses.add(watch.snapshot().versions.ctypes.data)
         others += [bytearray(400) for _ in range(9)]  # would take what had been given back
     assert len(addresses) == 1
 
@@ -445,7 +445,7 @@ def test_own_writes_are_not_taken_for_those_of_others(reader: str, odd: bool, mo
     """
     monkeypatch.setenv(tensor_reader.ENVIRONMENT_VARIABLE, reader)
     followed: list[str] = []
-    follow = MainParam.follow
+    follow = MainParam.sync_from_model
 
     def noted(self: MainParam) -> None:
         followed.append(self.name)

@@ -1,0 +1,115 @@
+"""A main param: the fp32 master of a 16-bit model param. An fp32 or fp64 model param is its own, never copied."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megascale.errors import ArgumentTypeError, UsageError
+from megascale.kernels import memory_fault, shares_elements
+from megascale.main_params.write_tracker import WriteTracker
+from megascale.utils.dtensors import is_dtensor, local
+
+MODEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+
+
+class ParamForm(NamedTuple):
+    """What of a model param stays as it was when its main param was made. Its memory may lie elsewhere."""
+
+    shape: torch.Size
+    local_shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, model: Tensor) -> "ParamForm":
+        """Return that of a model param."""
+        part = local(model)
+        return cls(model.shape, part.shape, part.dtype, part.device)
+
+    def __str__(self) -> str:
+        return f"{tuple(self.shape)} {self.dtype} on {self.device}"
+
+
+@dataclass(eq=False, slots=True)
+class MainParam:
+    """A model param, its main param, and who tells whether someone else wrote the model param since the last step.
+
+    Attributes:
+        name: of the model param.
+        model: the whole model param, key of the optimizer's state.
+        main: replicated: shape, strides and placements of ``model``. Sharded: 1-D, the part that this rank owns.
+        shard: sharded: the same part of ``model``, a live view; None where this rank owns the whole.
+        is_copy: whether the main param has memory of its own.
+        tracker, slot: who tracks the model param, and as which of its params; None until it is admitted.
+        form: of the model param, as long as this is its main param.
+    """
+
+    name: str
+    model: nn.Parameter
+    main: Tensor
+    shard: Tensor | None
+    is_copy: bool
+    tracker: WriteTracker | None = None
+    slot: int = 0
+    form: ParamForm = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.form = ParamForm.of(self.model)
+
+    def check(self) -> None:
+        """Raise UsageError, naming the parameter, if its model param is no longer what the main param was made for."""
+        model = self.model
+        fault = memory_fault(model._local_tensor if is_dtensor(model) else model)
+        if fault is not None:
+            raise UsageError(
+                f"parameter {self.name!r} {fault}; restore its data before the step, or build the optimizer anew"
+            )
+        now = ParamForm.of(model)
+        if now != self.form:
+            raise UsageError(
+                f"parameter {self.name!r} became {now} after the optimizer was built for {self.form}; resize, move or "
+                "cast the model first"
+            )
+        if shares_elements(local(model)):
+            raise UsageError(
+                f"several elements of parameter {self.name!r}, {now} with strides {local(model).stride()}, share "
+                "memory, which an update would write several times; give it a clone() of its data"
+            )
+
+    @property
+    def part(self) -> Tensor:
+        """The local part of the model param that rounds this rank's main param."""
+        return local(self.model) if self.shard is None else self.shard
+
+    def record_version(self) -> None:
+        """Record that the model param, as it is now, is the rounding of the main param."""
+        if self.tracker is not None:
+            self.tracker.take(self.slot)
+
+    def sync_from_model(self) -> None:
+        """Take over a model param written outside. Where it still is the main param's rounding, all bits stay."""
+        if not self.is_copy:
+            self.record_version()
+            return
+        part, main = self.part, local(self.main)
+        same = main.to(part.dtype).view(torch.int16) == part.view(torch.int16)
+        main.copy_(torch.where(same, main, part.to(main.dtype)))
+        self.record_version()
+
+    def reload(self) -> None:
+        """Set the main param to the model param's value exactly."""
+        local(self.main).copy_(self.part)
+        self.record_version()
+
+
+def check_trainable(name: str, model: Tensor) -> None:
+    """Raise ArgumentTypeError, naming it, for a parameter of a dtype or layout that no step can update."""
+    if model.dtype not in MODEL_DTYPES:
+        raise ArgumentTypeError(
+            f"parameter {name!r} has dtype {model.dtype}; train fp16, bf16, fp32 or fp64 parameters"
+        )
+    if model.layout != torch.strided:
+        raise ArgumentTypeError(f"parameter {name!r} has layout {model.layout}; make it dense")

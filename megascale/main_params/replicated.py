@@ -1,0 +1,75 @@
+"""Main params of which every rank keeps all."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from typing_extensions import override
+
+from megascale.main_params.base import MainParams
+from megascale.main_params.main_param import HALF_DTYPES, MainParam
+from megascale.main_params.slab import Slabs
+from megascale.main_params.update_unit import UpdateUnit
+from megascale.main_params.write_tracker import WriteTracker
+from megascale.utils.collectives import full_tensor
+from megascale.utils.dtensors import distribute_like, is_dtensor
+
+
+class ReplicatedMainParams(MainParams):
+    """Every rank keeps all main params."""
+
+    @override
+    def make(self, params: Mapping[str, nn.Parameter], group_of: Mapping[str, int]) -> list[MainParam]:
+        slabs = Slabs(params.values())
+        return [_make(name, param, slabs) for name, param in params.items()]
+
+    @override
+    def get_or_create(self, param: nn.Parameter, name: str) -> MainParam:
+        if id(param) not in self._by_id:
+            made = self._by_id[id(param)] = _make(name, param, Slabs(()))
+            made.tracker = WriteTracker([param])
+        return self._by_id[id(param)]
+
+    @override
+    def restore(self) -> None:
+        """Other storage counts as a write."""
+
+    @override
+    def mark_written(self, unit: UpdateUnit, versions: NDArray[np.int64] | None = None) -> None:
+        unit.record_version(versions)
+
+    @override
+    def wait(self) -> None:
+        """They always are."""
+
+    @override
+    def to_local(self, param: nn.Parameter, value: Tensor, dtype: torch.dtype) -> Tensor:
+        return place_like(value, param, dtype)
+
+    @override
+    def local_part(self, param: MainParam, value: Tensor) -> Tensor:
+        return value
+
+    @override
+    def export(self, param: MainParam, values: Mapping[str, Tensor], *, copy: bool) -> dict[str, Tensor]:
+        return {key: value.detach().clone() if copy else value.detach() for key, value in values.items()}
+
+
+def _make(name: str, model: nn.Parameter, slabs: Slabs) -> MainParam:
+    if model.dtype not in HALF_DTYPES:
+        return MainParam(name, model, model, None, is_copy=False)
+    main = slabs.zeros(model, torch.float32, "main").copy_(model.detach())
+    return MainParam(name, model, main, None, is_copy=True)
+
+
+def place_like(value: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a new tensor with the values of ``value`` and the device, strides and placements of ``like``."""
+    with torch.no_grad():
+        if is_dtensor(like) and not is_dtensor(value):
+            value = distribute_like(value, like)
+        elif is_dtensor(value) and not is_dtensor(like):
+            value = full_tensor(value)
+        placed = torch.empty_like(like, dtype=dtype, requires_grad=False, memory_format=torch.preserve_format)
+        return placed.copy_(value)

@@ -1,0 +1,52 @@
+"""Main params that are updated in one go."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megascale.kernels import GradList, ParamList, TensorList
+from megascale.main_params.main_param import MainParam
+from megascale.main_params.write_tracker import TrackedParams
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class UpdateUnit:
+    """Main params that are updated in one go. The same object from step to step, as long as it holds the same params
+    in the same memory: what is worked out for a unit may be kept for it.
+
+    Attributes:
+        group: the index of their param group.
+        params: in the order of the update.
+        models: their model params.
+    """
+
+    group: int
+    params: list[MainParam]
+    models: TrackedParams = field(init=False)
+    _slots: slice | NDArray[np.int64] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.models = TrackedParams(param.model for param in self.params)
+        slots = np.array([param.slot for param in self.params], dtype=np.int64)
+        in_a_row = len(slots) > 0 and np.array_equal(slots, np.arange(slots[0], slots[0] + len(slots)))
+        self._slots = slice(slots[0], slots[-1] + 1) if in_a_row else slots
+
+    def grads(self, snapshot: TensorList | None) -> GradList:
+        """Return ``param.grad`` of all model params.
+
+        ``snapshot``: what :meth:`MainParams.sync_from_model` has just seen; None: look again.
+        """
+        params = self.models.params
+        if snapshot is None:
+            return ParamList(params).grads(params, slice(None))
+        return snapshot.grads(params, self._slots) if isinstance(snapshot, ParamList) else GradList(params)
+
+    def record_version(self, versions: NDArray[np.int64] | None = None) -> None:
+        """Record that all model params, just written where they lie, are the roundings of their main params.
+
+        ``versions``: theirs, where they are known.
+        """
+        watch = self.params[0].tracker if self.params else None
+        if watch is not None:
+            watch.take_written(self._slots, self.models.versions() if versions is None else versions)

@@ -1,0 +1,258 @@
+"""Adam, AdamW, SGD and Lion on kernels, which obey ``found_inf`` on the device."""
+
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from megascale.config import OptimizerConfig
+from megascale.kernels import (
+    AdamHyper,
+    Backend,
+    Decision,
+    LionHyper,
+    Operands,
+    SgdHyper,
+    new_tags,
+    same_values,
+)
+from megascale.main_params.main_param import MainParam
+from megascale.main_params.update_unit import UpdateUnit
+from megascale.step.kernel_state import KernelState, StateColumns, has_tensors, number, pair, rate
+from megascale.step.torch_step import GeneralUpdate
+from megascale.step.update import InnerUpdate, KernelCall, MarkWritten, PendingUpdate, Prepared, Rounded
+from megascale.utils.dtensors import local
+
+
+class _Kept(NamedTuple):
+    """What was worked out for a unit with its state."""
+
+    state: StateColumns
+    prepared: list[Prepared]
+
+
+class KernelUpdate(InnerUpdate, ABC):
+    """What Adam and SGD share: eager state, one kernel call per group and device, a detour when hooks ask for it."""
+
+    optional_state: tuple[str, ...] = ()
+    """State that a parameter with state may lack: options that ask for it can be switched on at any time."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, backend: Backend, config: OptimizerConfig) -> None:
+        self.optimizer = optimizer
+        self.backend = backend
+        self._general = GeneralUpdate(optimizer, backend)
+        self._entries: list[dict[str, Any]] = []
+        self._tag = new_tags(1)
+        self._prepared: WeakKeyDictionary[UpdateUnit, _Kept] = WeakKeyDictionary()
+        dtypes = dict.fromkeys(("exp_avg", "momentum_buffer"), config.exp_avg_dtype)
+        dtypes |= dict.fromkeys(("exp_avg_sq", "max_exp_avg_sq"), config.exp_avg_sq_dtype)
+        self._state = KernelState(optimizer, dtypes)
+
+    @override
+    def create_states(self, options: dict[str, Any], params: Sequence[MainParam]) -> None:
+        self._state.create(params, self.required_state(options))
+
+    @override
+    def prepare(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
+        if self._hooked() or not all(self.fits(pending.options) for pending in updates):
+            return self._general.prepare(updates)
+        self._follow_entries()
+        hypers = [self.hyper(pending.options) for pending in updates]
+        return [
+            replace(pending, call=KernelCall(self._operands(pending), hyper))
+            for pending, hyper in zip(updates, hypers, strict=True)
+        ]
+
+    @override
+    def apply(self, updates: Sequence[PendingUpdate], decision: Decision, mark_written: MarkWritten) -> list[Rounded]:
+        if any(pending.call is None for pending in updates):
+            return self._general.apply(updates, decision, mark_written)
+        rounded = []
+        for pending in updates:
+            prepared, hyper = pending.call or ([], None)
+            for params, _, operands in prepared:
+                device = operands.main[0].device
+                rounded.append(Rounded(params, self.run(operands, hyper, decision.to(device))))
+            mark_written(pending.unit, prepared[0].operands.written if len(prepared) == 1 else None)
+        # Tells an LR scheduler that was built on the inner optimizer that a step was taken.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        return rounded
+
+    @override
+    def readable_state(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
+        """:meth:`create_states` makes of it what the kernels take."""
+        return dict(state)
+
+    @override
+    def required_state(self, options: dict[str, Any]) -> list[str]:
+        return self.state_names(options) + (["step"] if self.counts_steps(options) else [])
+
+    @override
+    def why_not_capturable(self) -> str | None:
+        if self._hooked():
+            return f"{type(self.optimizer).__name__} has step hooks, which the host must call: remove them"
+        if not all(self.fits(group) for group in self.optimizer.param_groups):
+            return f"{type(self.optimizer).__name__} has options that are tensors: give numbers"
+        return None
+
+    def _hooked(self) -> bool:
+        return self._general.inner_step.is_hooked
+
+    def _follow_entries(self) -> None:
+        """Forget what was prepared where a parameter's state is another dict than before."""
+        if not same_values(self.optimizer.state, self._entries, self._tag):
+            self._entries, self._tag = list(self.optimizer.state.values()), new_tags(1)
+            self._prepared.clear()
+
+    def _operands(self, pending: PendingUpdate) -> list[Prepared]:
+        """Return operands by device; the same objects, with this step's gradients, as long as all else is the same."""
+        names = self.required_state(pending.options)
+        kept = self._prepared.get(pending.unit)
+        if kept is None or not kept.state.hold(names):
+            state = self._state.columns(pending.params, names, self.optional_state)
+            kept = self._prepared[pending.unit] = _Kept(state, _prepare(pending.params, state.by_name))
+        for prepared in kept.prepared:
+            whole = len(prepared.indices) == len(pending.grads)
+            prepared.operands.grad = pending.grads if whole else [pending.grads[index] for index in prepared.indices]
+        return kept.prepared
+
+    @abstractmethod
+    def state_names(self, options: dict[str, Any]) -> list[str]:
+        """Return the names of the state tensors of a parameter's shape."""
+
+    @abstractmethod
+    def counts_steps(self, options: dict[str, Any]) -> bool:
+        """Whether each parameter counts its landed steps."""
+
+    def fits(self, options: dict[str, Any]) -> bool:
+        """Whether the kernels can run these options on the device. Tensors but the rate go through torch's own step."""
+        return not has_tensors(options, self.numbers)
+
+    numbers: tuple[str, ...]
+    """The options that are numbers, but for the rate."""
+
+    @abstractmethod
+    def hyper(self, options: dict[str, Any]) -> Any:
+        """Return the hyperparameters. Raises ArgumentError for an option of a wrong type, naming it."""
+
+    @abstractmethod
+    def run(self, operands: Operands, hyper: Any, decision: Decision) -> Tensor:
+        """Call the kernel; returns its flags of overflow."""
+
+
+def _prepare(params: Sequence[MainParam], state: Mapping[str, Sequence[Tensor]]) -> list[Prepared]:
+    """Sort a unit by device. ``state``: columns of the optimizer's state."""
+    by_device: defaultdict[torch.device, list[int]] = defaultdict(list)
+    mains = [local(param.main) for param in params]
+    for index, main in enumerate(mains):
+        by_device[main.device].append(index)
+    return [
+        Prepared(
+            [params[index] for index in indices],
+            indices,
+            Operands(
+                model=[params[index].part if params[index].is_copy else mains[index] for index in indices],
+                main=[mains[index] for index in indices],
+                state={
+                    name: [local(column[index]) for index in indices]
+                    for name, column in state.items()
+                    if name != "step"
+                },
+                step=[state["step"][index] for index in indices] if "step" in state else [],
+            ),
+        )
+        for indices in by_device.values()
+    ]
+
+
+class AdamUpdate(KernelUpdate):
+    """Adam and AdamW."""
+
+    optional_state = ("max_exp_avg_sq",)
+    numbers = ("betas", "eps", "weight_decay")
+
+    def state_names(self, options: dict[str, Any]) -> list[str]:
+        """See torch.optim.Adam."""
+        return ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if options["amsgrad"] else [])
+
+    def counts_steps(self, options: dict[str, Any]) -> bool:
+        """Adam's bias correction counts landed steps."""
+        return True
+
+    def hyper(self, options: dict[str, Any]) -> AdamHyper:
+        """See torch.optim.Adam."""
+        beta1, beta2 = pair(options, "betas")
+        return AdamHyper(
+            lr=rate(options),
+            beta1=beta1,
+            beta2=beta2,
+            eps=number(options, "eps"),
+            weight_decay=number(options, "weight_decay"),
+            decoupled=bool(options.get("decoupled_weight_decay", type(self.optimizer) is torch.optim.AdamW)),
+            amsgrad=bool(options["amsgrad"]),
+            maximize=bool(options["maximize"]),
+        )
+
+    def run(self, operands: Operands, hyper: AdamHyper, decision: Decision) -> Tensor:
+        """One kernel call."""
+        return self.backend.adam_(operands, hyper, decision)
+
+
+class SgdUpdate(KernelUpdate):
+    """SGD with or without momentum."""
+
+    optional_state = ("momentum_buffer", "step")
+    numbers = ("momentum", "dampening", "weight_decay")
+
+    def state_names(self, options: dict[str, Any]) -> list[str]:
+        """See torch.optim.SGD."""
+        return ["momentum_buffer"] if options["momentum"] != 0 else []
+
+    def counts_steps(self, options: dict[str, Any]) -> bool:
+        """With dampening the first landed step differs; see the reference backend."""
+        return bool(options["momentum"] != 0 and options["dampening"] != 0)
+
+    def hyper(self, options: dict[str, Any]) -> SgdHyper:
+        """See torch.optim.SGD."""
+        return SgdHyper(
+            lr=rate(options),
+            momentum=number(options, "momentum"),
+            dampening=number(options, "dampening"),
+            weight_decay=number(options, "weight_decay"),
+            nesterov=bool(options["nesterov"]),
+            maximize=bool(options["maximize"]),
+        )
+
+    def run(self, operands: Operands, hyper: SgdHyper, decision: Decision) -> Tensor:
+        """One kernel call."""
+        return self.backend.sgd_(operands, hyper, decision)
+
+
+class LionUpdate(KernelUpdate):
+    """Lion."""
+
+    optional_state = ("exp_avg",)
+    numbers = ("betas", "weight_decay")
+
+    @override
+    def state_names(self, options: dict[str, Any]) -> list[str]:
+        return ["exp_avg"]
+
+    def counts_steps(self, options: dict[str, Any]) -> bool:
+        """Lion's rule is the same at every step."""
+        return False
+
+    @override
+    def hyper(self, options: dict[str, Any]) -> LionHyper:
+        beta1, beta2 = pair(options, "betas")
+        return LionHyper(rate(options), beta1, beta2, number(options, "weight_decay"), bool(options["maximize"]))
+
+    def run(self, operands: Operands, hyper: LionHyper, decision: Decision) -> Tensor:
+        """One kernel call."""
+        return self.backend.lion_(operands, hyper, decision)

@@ -1,0 +1,128 @@
+"""Any other optimizer: its own ``step()``, on main params, where the host has read that the step lands."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from megascale.errors import UsageError
+from megascale.kernels import (
+    Backend,
+    Decision,
+    memory_fault,
+)
+from megascale.main_params.main_param import HALF_DTYPES, MainParam
+from megascale.step.inner_step import InnerStep, without_grad
+from megascale.step.torch_states import widen, with_tensor_counts
+from megascale.step.update import InnerUpdate, MarkWritten, PendingUpdate, Rounded
+from megascale.utils.dtensors import dtensor_like, local
+
+
+class GeneralUpdate(InnerUpdate):
+    """Any optimizer, through its own ``step()`` on main params. Costs one host read of `found_inf` a step."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, backend: Backend) -> None:
+        self.optimizer = optimizer
+        self.backend = backend
+        self.inner_step = InnerStep(optimizer)
+
+    def create_states(self, options: dict[str, Any], params: Sequence[MainParam]) -> None:
+        """Widen state to the main param's dtype. New state is the optimizer's own affair."""
+        for param in params:
+            if param.is_copy:
+                widen(self.optimizer, options, param)
+
+    @override
+    def readable_state(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
+        return with_tensor_counts(self.optimizer, name, state)
+
+    @override
+    def why_not_capturable(self) -> str | None:
+        return (
+            f"the host must read the decision for {type(self.optimizer).__name__}, which runs its own step(): "
+            "use Adam, AdamW, SGD or megascale.Lion"
+        )
+
+    def required_state(self, options: dict[str, Any]) -> list[str]:
+        """Nothing is known of the optimizer's state."""
+        return []
+
+    def prepare(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
+        """See :class:`InnerUpdate`. Of its state, all but whether there is memory is the optimizer's own affair.
+
+        Raises UsageError, naming the parameter, where there is none.
+        """
+        for param in (param for pending in updates for param in pending.params):
+            for name, value in self.optimizer.state.get(param.model, {}).items():
+                if isinstance(value, Tensor) and (fault := memory_fault(local(value))):
+                    raise UsageError(f"the optimizer's state[{param.name!r}][{name!r}] {fault}; load the state anew")
+        return [replace(pending, call=None) for pending in updates]
+
+    @override
+    def apply(self, updates: Sequence[PendingUpdate], decision: Decision, mark_written: MarkWritten) -> list[Rounded]:
+        if bool(decision.found_inf):
+            for pending in updates:
+                mark_written(pending.unit, None)
+            return []
+        params = [param for pending in updates for param in pending.params]
+        grads = [grad for pending in updates for grad in pending.grads]
+        with self._on_main_params(params, grads, decision):
+            self.inner_step()
+        by_device: defaultdict[torch.device, list[MainParam]] = defaultdict(list)
+        for param in params:
+            if param.is_copy:
+                by_device[local(param.main).device].append(param)
+        rounded = [
+            Rounded(held, self.backend.write_back_([local(p.main) for p in held], [p.part for p in held]))
+            for held in by_device.values()
+        ]
+        for pending in updates:
+            mark_written(pending.unit, None)
+        return rounded
+
+    @contextmanager
+    def _on_main_params(self, params: list[MainParam], grads: list[Tensor], decision: Decision) -> Iterator[None]:
+        """Show the optimizer main params with unscaled gradients in place of model params; restore all of it after."""
+        optimizer, state = self.optimizer, self.optimizer.state
+        shown = {id(param.model): param for param in params}
+        model_params = [list(group["params"]) for group in optimizer.param_groups]
+        narrow = [(param, _widen(state.get(param.model, {}), param.main)) for param in params]
+        set_aside = ExitStack()
+        try:
+            for param, grad in zip(params, grads, strict=True):
+                [unscaled] = self.backend.unscale([grad], [local(param.main)], decision.to(grad.device).coefficient)
+                if param.main is param.model:
+                    set_aside.enter_context(without_grad(param.model))
+                param.main.grad = dtensor_like(unscaled, param.main)
+                if param.main is not param.model and param.model in state:
+                    state[param.main] = state.pop(param.model)
+            for group in optimizer.param_groups:
+                group["params"] = [shown[id(p)].main for p in group["params"] if id(p) in shown]
+            yield
+        finally:
+            for param in params:
+                param.main.grad = None
+                if param.main is not param.model and param.main in state:
+                    state[param.model] = state.pop(param.main)
+            for param, dtypes in narrow:
+                for name, dtype in dtypes.items():
+                    state[param.model][name] = state[param.model][name].to(dtype)
+            for group, originals in zip(optimizer.param_groups, model_params, strict=True):
+                group["params"] = originals
+            set_aside.close()
+
+
+def _widen(state: dict[str, Any], main: Tensor) -> dict[str, torch.dtype]:
+    """Widen 16-bit moments for torch's own arithmetic, in place of the dict's entries. Returns what they were."""
+    narrow = {
+        name: value.dtype
+        for name, value in state.items()
+        if isinstance(value, Tensor) and value.shape == main.shape and value.dtype in HALF_DTYPES
+    }
+    state.update({name: state[name].to(main.dtype) for name in narrow})
+    return narrow

@@ -1,0 +1,57 @@
+"""Who updates an optimizer's main params. Both ways keep state in torch's own layout, keyed by model param."""
+
+import torch
+
+from megascale.config import OptimizerConfig
+from megascale.errors import ArgumentError
+from megascale.kernels import (
+    Backend,
+)
+from megascale.lion import Lion
+from megascale.step.kernel_update import AdamUpdate, KernelUpdate, LionUpdate, SgdUpdate
+from megascale.step.torch_step import GeneralUpdate
+from megascale.step.update import InnerUpdate
+
+CLOSURE_OPTIMIZERS = (torch.optim.LBFGS,)
+SPARSE_OPTIMIZERS = (torch.optim.SparseAdam,)
+
+
+def check_inner(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ArgumentError for an optimizer that cannot be wrapped, with the reason."""
+    if isinstance(optimizer, CLOSURE_OPTIMIZERS):
+        raise ArgumentError(
+            f"optimizer {type(optimizer).__name__} needs a closure, which loss scaling cannot serve; use Adam, "
+            "AdamW, SGD"
+        )
+    if isinstance(optimizer, SPARSE_OPTIMIZERS):
+        raise ArgumentError(
+            f"optimizer {type(optimizer).__name__} works on sparse gradients only; use Adam and a dense embedding"
+        )
+    for index, group in enumerate(optimizer.param_groups):
+        if group.get("differentiable"):
+            raise ArgumentError(
+                f"param group {index} has differentiable=True; a step on main params cannot be differentiated"
+            )
+
+
+def select_update(optimizer: torch.optim.Optimizer, backend: Backend, config: OptimizerConfig) -> InnerUpdate:
+    """Return how ``optimizer`` is run. Exact types only: a subclass may have changed ``step()``.
+
+    Raises ArgumentError for 16-bit moments of an optimizer that runs its own ``step()``.
+    """
+    kinds: dict[type, type[KernelUpdate]] = {
+        torch.optim.Adam: AdamUpdate,
+        torch.optim.AdamW: AdamUpdate,
+        torch.optim.SGD: SgdUpdate,
+        Lion: LionUpdate,
+    }
+    kind = kinds.get(type(optimizer))
+    if kind is not None:
+        return kind(optimizer, backend, config)
+    for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+        if getattr(config, name) != torch.float32:
+            raise ArgumentError(
+                f"config.{name}={getattr(config, name)} needs Adam, AdamW, SGD or Lion, not "
+                f"{type(optimizer).__name__}; leave it at torch.float32"
+            )
+    return GeneralUpdate(optimizer, backend)
