@@ -115,7 +115,7 @@ def measure(counts: Sequence[int]) -> None:
     from triton.runtime import driver
 
     import megascale.optimizer
-    from megascale.kernels.triton_backend import TritonBackend
+    from megascale.kernels.triton.backend import TritonBackend
 
     class OnHost(TritonBackend):
         """Hands host memory to kernels that do not run."""

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megascale import kernels
 from megascale.kernels.compiler import find_compiler, machine_flag
-from megascale.kernels.native_build import Recipe, load, share_openmp
+from megascale.kernels.library_build import Recipe, load, share_openmp
 
 SOURCE = Path(__file__).parent / "peers" / "traffic.c"
 HEADERS = Path(kernels.__file__).parent

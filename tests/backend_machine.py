@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from megascale import DynamicGradScaler, Lion, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.errors import MainParamOverflowError, MegascaleError, NonFiniteParamError
-from megascale.kernels import tensor_reader
+from megascale.kernels.tensors import tensor_reader
 from tests.backend_mischief import FOR_KERNELS, GRADIENTS, MISCHIEF, Place, Undo, has_memory
 from tests.training import bits_equal
 

@@ -15,9 +15,10 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from megascale.kernels import AdamHyper, Decision, LionHyper, Operands, SgdHyper, device_table
+from megascale.kernels import AdamHyper, Decision, LionHyper, Operands, SgdHyper
 from megascale.kernels.decision import GradWeights, ScaleRule
-from megascale.kernels.triton_backend import NUM_WARPS, TritonBackend
+from megascale.kernels.triton import device_table
+from megascale.kernels.triton.backend import NUM_WARPS, TritonBackend
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 ALIGNMENT = 512  # bytes, as torch's allocator on a GPU

@@ -1,6 +1,5 @@
 """Kernels: the passes over memory, behind one Protocol and one selection function."""
 
-from megascale.kernels.checked_memory import MemoryRecord, is_plain, memory_fault, plain, shares_elements
 from megascale.kernels.decision import (
     LARGEST_SUM_SQUARES,
     NUM_STATISTICS,
@@ -13,12 +12,20 @@ from megascale.kernels.decision import (
     TorchDecisions,
     inverse,
 )
-from megascale.kernels.native_backend import NativeBackend
-from megascale.kernels.operands import AdamHyper, Backend, LionHyper, Operands, SgdHyper
+from megascale.kernels.native.backend import NativeBackend
+from megascale.kernels.protocol import AdamHyper, Backend, LionHyper, Operands, SgdHyper
 from megascale.kernels.reference import ReferenceBackend, stats_dtype
 from megascale.kernels.selection import select_backend
-from megascale.kernels.tensor_list import GradList, ParamList, TensorList
-from megascale.kernels.tensor_reader import Room, hold_objects, new_tags, read_versions, same_objects, same_values
+from megascale.kernels.tensors.checked_memory import MemoryRecord, is_plain, memory_fault, plain, shares_elements
+from megascale.kernels.tensors.tensor_list import GradList, ParamList, TensorList
+from megascale.kernels.tensors.tensor_reader import (
+    Room,
+    hold_objects,
+    new_tags,
+    read_versions,
+    same_objects,
+    same_values,
+)
 from megascale.kernels.torch_backend import TorchBackend
 
 __all__ = [

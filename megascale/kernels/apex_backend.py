@@ -42,7 +42,7 @@ from torch import Tensor
 from megascale.errors import ArgumentError, UsageError
 from megascale.kernels.blocks import Block, Row, blocks_of, flat
 from megascale.kernels.decision import Decision, TensorStats, TorchDecisions
-from megascale.kernels.operands import AdamHyper, LionHyper, Operands, SgdHyper
+from megascale.kernels.protocol import AdamHyper, LionHyper, Operands, SgdHyper
 from megascale.kernels.reference import stats_dtype
 from megascale.kernels.split import Split
 from megascale.kernels.torch_backend import TorchBackend

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megascale.kernels.operands import FP16_OVERFLOW
+from megascale.kernels.protocol import FP16_OVERFLOW
 
 BLOCK_ON_CPU = 1 << 18  # elements; 1 MiB of fp32 scratch stays in cache
 BLOCK_ON_DEVICE = 1 << 24  # elements; 64 MiB of fp32 scratch fills a GPU, and counts up to it are exact in fp32

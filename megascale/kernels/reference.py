@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megascale.kernels.decision import Decision, TensorStats, TorchDecisions
-from megascale.kernels.operands import FP16_OVERFLOW, AdamHyper, LionHyper, Operands, SgdHyper
+from megascale.kernels.protocol import FP16_OVERFLOW, AdamHyper, LionHyper, Operands, SgdHyper
 
 
 def stats_dtype(device: torch.device) -> torch.dtype:

@@ -9,8 +9,8 @@ import torch
 
 from megascale.config import BACKENDS
 from megascale.errors import UsageError
-from megascale.kernels.native_backend import NativeBackend
-from megascale.kernels.operands import Backend
+from megascale.kernels.native.backend import NativeBackend
+from megascale.kernels.protocol import Backend
 from megascale.kernels.reference import ReferenceBackend
 from megascale.kernels.torch_backend import TorchBackend
 from megascale.utils import validate
@@ -58,7 +58,7 @@ def _warn_once(message: str) -> None:
 
 
 def _triton(device: torch.device | None) -> Backend:
-    from megascale.kernels.triton_backend import TritonBackend, require_launch
+    from megascale.kernels.triton.backend import TritonBackend, require_launch
 
     backend = TritonBackend()
     if device is not None and _is_accelerator(device):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megascale.kernels.blocks import Row, flat
-from megascale.kernels.operands import Operands
+from megascale.kernels.protocol import Operands
 
 
 class Split:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megascale.kernels.blocks import Block, RoundingWatch, Scratch, blocks_of, flat
 from megascale.kernels.decision import Decision, TensorStats, TorchDecisions
-from megascale.kernels.operands import AdamHyper, LionHyper, Operands, SgdHyper
+from megascale.kernels.protocol import AdamHyper, LionHyper, Operands, SgdHyper
 from megascale.kernels.reference import ReferenceBackend, stats_dtype
 from megascale.kernels.split import Split
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megascale.errors import MainParamOverflowError, StateDictError
-from megascale.kernels.operands import FP16_OVERFLOW
+from megascale.kernels.protocol import FP16_OVERFLOW
 from megascale.utils.dtensors import local
 
 VERSION = 1

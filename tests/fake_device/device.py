@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from megascale.kernels.compiler import find_compiler
-from megascale.kernels.native_build import Recipe, load
+from megascale.kernels.library_build import Recipe, load
 from tests.fake_device.record import Call, Record, lines_of
 
 SOURCE = Path(__file__).with_name("device.cpp")

@@ -35,7 +35,7 @@ def make_ready() -> FakeDevice:
     global _ready
     if _ready is None:
         os.environ["TRITON_INTERPRET"] = "0"  # read when triton is imported
-        import megascale.kernels.triton_kernels  # noqa: F401  # read, not compiled
+        import megascale.kernels.triton.kernels  # noqa: F401  # read, not compiled
         from tests.fake_device import torch_cuda, triton_driver
         from tests.fake_device.device import library
 

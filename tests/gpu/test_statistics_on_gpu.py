@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from megascale.kernels import device_table, triton_backend
-from megascale.kernels.triton_backend import TritonBackend
+from megascale.kernels.triton import backend as triton_backend
+from megascale.kernels.triton import device_table
+from megascale.kernels.triton.backend import TritonBackend
 from tests.unit.test_triton_vectors import at_address, sum_as_documented
 
 pytestmark = pytest.mark.gpu

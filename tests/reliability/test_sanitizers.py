@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from megascale.kernels import native_build, native_library, tensor_reader
+from megascale.kernels import library_build
+from megascale.kernels.native import library as native_library
+from megascale.kernels.tensors import tensor_reader
 from tests.backend_machine import READER
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -30,7 +32,8 @@ import sys
 from pathlib import Path
 import torch
 from megascale import MixedPrecisionOptimizer, OptimizerConfig
-from megascale.kernels import native_library, tensor_reader
+from megascale.kernels.native import library as native_library
+from megascale.kernels.tensors import tensor_reader
 native_library.SOURCE, tensor_reader.SOURCE = (Path(sys.argv[1]) / name for name in ("native.c", "tensor_reader.cpp"))
 params = [torch.nn.Parameter(torch.ones(33, dtype=torch.bfloat16)) for _ in range(300)]
 optimizer = MixedPrecisionOptimizer(torch.optim.SGD(params, lr=0.5), OptimizerConfig(bf16=True, backend="native"))
@@ -52,7 +55,7 @@ class Watched:
     def __init__(self, folder: Path, runtime: str) -> None:
         self.folder = folder
         self.environment = os.environ | {
-            native_build.CACHE_VARIABLE: str(folder / "cache"),
+            library_build.CACHE_VARIABLE: str(folder / "cache"),
             "CC": SANITIZED.format(GCC),
             "CXX": SANITIZED.format(GXX),
             "LD_PRELOAD": f"{runtime} {_run([str(GCC), '-print-file-name=libstdc++.so.6']).stdout.strip()}",

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from megascale.errors import UsageError
 from megascale.kernels import select_backend
-from megascale.kernels.triton_interpreter import interpreter_fault
+from megascale.kernels.triton.interpreter import interpreter_fault
 from tests.fake_device.device import FakeDevice
 from tests.fake_device.process import OnDevice
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megascale import DynamicGradScaler, Lion, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.errors import ArgumentError, GradientError, MegascaleError, UsageError
-from megascale.kernels import tensor_reader
+from megascale.kernels.tensors import tensor_reader
 from tests.training import bits_equal
 
 BACKENDS = ["reference", "torch", "native", "triton"]

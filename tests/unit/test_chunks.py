@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megascale.kernels import native_library
 from megascale.kernels.compiler import find_compiler
+from megascale.kernels.native import library as native_library
 
 WRAPPED = """
 #include "chunks.h"

@@ -212,7 +212,8 @@ def _specialised(device: FakeDevice) -> list[tuple[str, str]]:
     """Return the arguments by whose value or address Triton would choose among pieces of code."""
     from triton.runtime.jit import JITFunction
 
-    from megascale.kernels import triton_decision, triton_kernels
+    from megascale.kernels.triton import decision as triton_decision
+    from megascale.kernels.triton import kernels as triton_kernels
 
     found = []
     for module in (triton_kernels, triton_decision):

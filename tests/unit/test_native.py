@@ -24,11 +24,11 @@ from megascale.kernels import (
     Operands,
     ReferenceBackend,
     SgdHyper,
-    native_backend,
-    native_build,
-    native_library,
+    library_build,
 )
 from megascale.kernels.compiler import find_compiler
+from megascale.kernels.native import backend as native_backend
+from megascale.kernels.native import library as native_library
 from tests.cases import cases
 from tests.training import bits_equal
 
@@ -87,8 +87,8 @@ def native(request: pytest.FixtureRequest) -> NativeBackend:
     compiler = find_compiler("CC", ("cc", "gcc", "clang"))
     assert compiler is not None
     strict = (*flags, "-Wall", "-Wno-unknown-pragmas", "-Werror")
-    recipe = native_build.Recipe(compiler, native_library.SOURCE, strict, ("-lm",), (native_library.HEADERS,))
-    backend._library = native_library._declare(native_build.load(recipe, ctypes.CDLL))
+    recipe = library_build.Recipe(compiler, native_library.SOURCE, strict, ("-lm",), (native_library.HEADERS,))
+    backend._library = native_library._declare(library_build.load(recipe, ctypes.CDLL))
     return backend
 
 
@@ -287,10 +287,10 @@ def test_skipped_step_still_tells_what_does_not_fit_fp16() -> None:
 @pytest.mark.slow
 def test_build_is_kept_and_shared(tmp_path: Path) -> None:
     """A second process loads what the first has compiled; the folder is the user's own."""
-    code = "from megascale.kernels.native_library import library; library()"
+    code = "from megascale.kernels.native.library import library; library()"
     times = set()
     for _ in range(2):
-        environment = os.environ | {native_build.CACHE_VARIABLE: str(tmp_path / "cache")}
+        environment = os.environ | {library_build.CACHE_VARIABLE: str(tmp_path / "cache")}
         subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60)
         [built] = (tmp_path / "cache").glob("*.so")
         times.add(built.stat().st_mtime_ns)
@@ -316,7 +316,7 @@ def test_no_compiler_is_an_error_that_says_so(tmp_path: Path) -> None:
     broken.chmod(0o755)
     for variables, reason in (({"PATH": "/nowhere"}, "needs a C compiler"), ({"CC": str(broken)}, "no such target")):
         environment = {key: value for key, value in os.environ.items() if key not in ("CC", "MEGASCALE_BACKEND")}
-        environment |= variables | {native_build.CACHE_VARIABLE: str(tmp_path / "cache")}
+        environment |= variables | {library_build.CACHE_VARIABLE: str(tmp_path / "cache")}
         done = subprocess.run(
             [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=60
         )

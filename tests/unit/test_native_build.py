@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from megascale.kernels import compiler, native_build
+from megascale.kernels import compiler, library_build
 from megascale.kernels.compiler import CompilerError, CompilerTimeout, find_compiler
-from megascale.kernels.native_build import Recipe, load
+from megascale.kernels.library_build import Recipe, load
 
 NOBODY = 65534
 SOURCE = "int answer(void) { return 42; }\n" + "const char filler[20000] = {1};\n"
@@ -68,7 +68,7 @@ class Build:
 def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Build:
     """A build whose cache and temporary files are its own."""
     made = Build(tmp_path)
-    monkeypatch.setenv(native_build.CACHE_VARIABLE, str(made.cache))
+    monkeypatch.setenv(library_build.CACHE_VARIABLE, str(made.cache))
     monkeypatch.setattr("tempfile.tempdir", str(made.temporary))
     return made
 
@@ -193,7 +193,7 @@ def test_without_a_cache_folder_one_temporary_folder_is_kept(
     """A home that cannot be written: every process left a folder in the temporary directory, and compiled anew. There
     is one folder for each user, and of no use to others.
     """
-    monkeypatch.setenv(native_build.CACHE_VARIABLE, place)
+    monkeypatch.setenv(library_build.CACHE_VARIABLE, place)
     for _ in range(3):
         assert build.load() == 42
     [folder] = build.temporary.iterdir()
@@ -226,7 +226,7 @@ def test_temporary_folder_that_others_could_write_is_not_used(
     """Anybody may make a folder of any name among temporary files: what lies there could be anybody's code."""
     if make is _give_away and os.geteuid() != 0:
         pytest.skip("only root gives folders away")
-    monkeypatch.setenv(native_build.CACHE_VARIABLE, "/dev/null/cache")
+    monkeypatch.setenv(library_build.CACHE_VARIABLE, "/dev/null/cache")
     make(build.temporary / f"megascale-{os.geteuid()}")
     assert build.load() == build.load() == 42
     assert build.libraries == []
@@ -236,7 +236,7 @@ def test_temporary_folder_that_others_could_write_is_not_used(
 
 def test_without_a_home_code_is_built(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """A user who is in no list of users, as in many containers, has no home."""
-    for variable in (native_build.CACHE_VARIABLE, "XDG_CACHE_HOME"):
+    for variable in (library_build.CACHE_VARIABLE, "XDG_CACHE_HOME"):
         monkeypatch.delenv(variable, raising=False)
 
     def no_home() -> Path:
@@ -354,7 +354,7 @@ def test_lock_of_a_process_that_hangs_is_passed_by(
     build.load()
     [lock] = build.cache.glob("*.lock")
     build.libraries[0].unlink()
-    monkeypatch.setattr(native_build, "LOCK_SECONDS", 0.2)
+    monkeypatch.setattr(library_build, "LOCK_SECONDS", 0.2)
     code = "import sys, filelock; lock = filelock.FileLock(sys.argv[1]); lock.acquire(); print(flush=True); input()"
     command = [sys.executable, "-c", code, str(lock)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
@@ -380,7 +380,7 @@ def test_where_files_cannot_be_locked_code_is_built(make: Callable[[Path], objec
 def test_processes_that_begin_together_compile_once(build: Build) -> None:
     """Ranks of a machine start at the same moment; one compiles, the others wait and load the same file."""
     code = (
-        "import ctypes, sys; from pathlib import Path; from megascale.kernels.native_build import Recipe, load\n"
+        "import ctypes, sys; from pathlib import Path; from megascale.kernels.library_build import Recipe, load\n"
         "print('ready', flush=True); sys.stdin.readline()\n"
         "recipe = Recipe((sys.argv[1],), Path(sys.argv[2]), ('-fPIC',))\n"
         "print(load(recipe, ctypes.CDLL).answer())\n"
@@ -415,7 +415,7 @@ optimizer = MixedPrecisionOptimizer(torch.optim.SGD(params, lr=0.5), config, sca
 for param in params:
     param.grad = (torch.full_like(param, 0.1) * optimizer.get_loss_scale()).half()
 optimizer.step()
-from megascale.kernels import tensor_reader
+from megascale.kernels.tensors import tensor_reader
 print(tensor_reader._library() is not None, [param.tolist() for param in params])
 """
 
@@ -423,7 +423,7 @@ print(tensor_reader._library() is not None, [param.tolist() for param in params]
 @pytest.mark.slow
 def test_training_survives_damaged_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both of our libraries, cut short between two processes: the second trains, and its log names both."""
-    monkeypatch.setenv(native_build.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(library_build.CACHE_VARIABLE, str(tmp_path))
     monkeypatch.setenv("MEGASCALE_TENSOR_READER", "native")
     command = [sys.executable, "-c", TRAINING]
     first = subprocess.run(command, capture_output=True, text=True, check=True, timeout=250)

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megascale.kernels import TensorList, tensor_reader
-from megascale.kernels.tensor_reader import Facts, Memory
+from megascale.kernels import TensorList
+from megascale.kernels.tensors import tensor_reader
+from megascale.kernels.tensors.tensor_reader import Facts, Memory
 
 CODES = {torch.float32: 3, torch.float16: 5, torch.bfloat16: 7}
 TENSORS = [

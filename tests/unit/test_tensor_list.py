@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megascale.kernels import MemoryRecord, TensorList, tensor_reader
+from megascale.kernels import MemoryRecord, TensorList
+from megascale.kernels.tensors import tensor_reader
 
 TENSORS = [
     torch.zeros(3),

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn import Buffer
 
 from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
-from megascale.kernels import GradList, MemoryRecord, ParamList, TensorList, native_build, tensor_reader
+from megascale.kernels import GradList, MemoryRecord, ParamList, TensorList, library_build
+from megascale.kernels.tensors import tensor_reader
 from megascale.main_params.main_param import MainParam
 from megascale.main_params.write_tracker import WriteTracker
 from tests.training import bits_equal
@@ -519,7 +520,7 @@ def test_without_a_compiler_python_reads(tmp_path: Path) -> None:
     for variables, reason in (({"PATH": "/nowhere"}, "no C++ compiler"), ({"CXX": str(broken)}, "no such header")):
         environment = {key: value for key, value in os.environ.items() if key != "CXX"}
         environment.pop(tensor_reader.ENVIRONMENT_VARIABLE)
-        environment |= variables | {native_build.CACHE_VARIABLE: str(tmp_path / "cache")}
+        environment |= variables | {library_build.CACHE_VARIABLE: str(tmp_path / "cache")}
         done = subprocess.run(
             [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=60
         )

@@ -18,18 +18,10 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from megascale.errors import ArgumentError, UsageError
-from megascale.kernels import (
-    AdamHyper,
-    Decision,
-    LionHyper,
-    Operands,
-    ReferenceBackend,
-    SgdHyper,
-    device_table,
-    tensor_list,
-    tensor_reader,
-)
-from megascale.kernels.triton_backend import TritonBackend
+from megascale.kernels import AdamHyper, Decision, LionHyper, Operands, ReferenceBackend, SgdHyper
+from megascale.kernels.tensors import tensor_list, tensor_reader
+from megascale.kernels.triton import device_table
+from megascale.kernels.triton.backend import TritonBackend
 from tests.counting import OperatorCounter
 from tests.training import bits_equal
 
@@ -118,7 +110,7 @@ def _same(left: Operands, right: Operands) -> bool:
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Count launches by kernel."""
-    from megascale.kernels import triton_kernels
+    from megascale.kernels.triton import kernels as triton_kernels
 
     counts: Counter[str] = Counter()
     kind: Any = type(triton_kernels.adam_kernel)
@@ -554,7 +546,7 @@ def test_missing_triton_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch
     import megascale.kernels as package
 
     monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.delitem(sys.modules, "megascale.kernels.triton_kernels", raising=False)
+    monkeypatch.delitem(sys.modules, "megascale.kernels.triton.kernels", raising=False)
     monkeypatch.delattr(package, "triton_kernels", raising=False)
     with pytest.raises(UsageError, match="pip install triton"):
         TritonBackend()
@@ -566,8 +558,8 @@ import torch, triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from megascale.errors import UsageError
-from megascale.kernels import triton_kernels as kernels
-from megascale.kernels.triton_backend import TritonBackend
+from megascale.kernels.triton import kernels
+from megascale.kernels.triton.backend import TritonBackend
 
 try:
     TritonBackend().measure([torch.ones(3)], False)

@@ -14,19 +14,11 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from megascale.kernels import (
-    AdamHyper,
-    Backend,
-    Decision,
-    LionHyper,
-    Operands,
-    ReferenceBackend,
-    SgdHyper,
-    device_table,
-    triton_backend,
-)
+from megascale.kernels import AdamHyper, Backend, Decision, LionHyper, Operands, ReferenceBackend, SgdHyper
 from megascale.kernels.decision import GradWeights, Statistic, TensorStats
-from megascale.kernels.triton_backend import TritonBackend
+from megascale.kernels.triton import backend as triton_backend
+from megascale.kernels.triton import device_table
+from megascale.kernels.triton.backend import TritonBackend
 from tests.training import bits_equal
 
 DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
@@ -220,7 +212,7 @@ def test_all_whole_vectors_are_taken_as_vectors_and_no_pointer_is_promised_that_
     """Of aligned rows all but a remainder shorter than a vector goes through vectors, at any length; 16-bit tensors of
     an update need 8 bytes. Where a pointer is promised to be aligned, it is.
     """
-    from megascale.kernels import triton_kernels
+    from megascale.kernels.triton import kernels as triton_kernels
 
     promised, taken = [], []
     chunk_of, whole_vectors = triton_kernels._chunk_of, triton_kernels._whole_vectors

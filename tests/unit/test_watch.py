@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from megascale.kernels import tensor_reader
+from megascale.kernels.tensors import tensor_reader
 from megascale.main_params.write_tracker import WriteTracker
 
 

@@ -23,11 +23,11 @@ from megascale.kernels.decision import (
     TensorStats,
     TorchDecisions,
 )
-from megascale.kernels.native_library import library
-from megascale.kernels.operands import AdamHyper, LionHyper, Operands, SgdHyper
+from megascale.kernels.native.library import library
+from megascale.kernels.protocol import AdamHyper, LionHyper, Operands, SgdHyper
 from megascale.kernels.split import Split
-from megascale.kernels.tensor_list import TensorList
-from megascale.kernels.tensor_reader import increment_versions
+from megascale.kernels.tensors.tensor_list import TensorList
+from megascale.kernels.tensors.tensor_reader import increment_versions
 from megascale.kernels.torch_backend import TorchBackend
 
 CHUNK = 65536  # elements; native.c's

@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megascale.kernels import tensor_reader
-from megascale.kernels.checked_memory import is_plain, memory_fault
-from megascale.kernels.tensor_reader import Facts, Memory, Room
+from megascale.kernels.tensors import tensor_reader
+from megascale.kernels.tensors.checked_memory import is_plain, memory_fault
+from megascale.kernels.tensors.tensor_reader import Facts, Memory, Room
 
 # Called for every tensor at every step, in loops that run in C.
 _DTYPE = attrgetter("dtype")
@@ -79,7 +79,8 @@ class TensorList(Sequence[Tensor]):
     """Tensors of one step. Neither the list nor the tensors' memory changes while it is in use.
 
     What is looked up is kept, so that passes after the first cost nothing per tensor. Of thousands of tensors all is
-    looked up at once, see :mod:`megascale.kernels.tensor_reader`; else attribute by attribute, when it is asked for.
+    looked up at once, see :mod:`megascale.kernels.tensors.tensor_reader`; else attribute by attribute, when it is asked
+    for.
 
     Args:
         tensors: a list is used as it is, not copied.
@@ -282,7 +283,7 @@ class GradList(TensorList):
     def fit(self) -> bool:
         """Return whether every parameter has a gradient of its shape, on its device, that kernels read as it lies.
 
-        It is a plain tensor then, as :mod:`megascale.kernels.checked_memory` says.
+        It is a plain tensor then, as :mod:`megascale.kernels.tensors.checked_memory` says.
         """
         if self._read is None and not (set(map(type, self)) <= {Tensor} and self.are_plain()):
             return False

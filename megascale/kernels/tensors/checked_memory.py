@@ -27,7 +27,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megascale.kernels.tensor_reader import expect_memory
+from megascale.kernels.tensors.tensor_reader import expect_memory
 
 
 class MemoryRecord:

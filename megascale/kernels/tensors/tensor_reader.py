@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megascale.kernels.compiler import Command, CompilerError, find_compiler
-from megascale.kernels.native_build import Recipe, load, load_kept, share_openmp
+from megascale.kernels.library_build import Recipe, load, load_kept, share_openmp
 
 SOURCE = Path(__file__).with_name("tensor_reader.cpp")
 FLAGS = ("-std=c++20", "-O2", "-fPIC")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megascale.errors import UsageError
 from megascale.kernels.compiler import CompilerError, CompilerTimeout, find_compiler, machine_flag
-from megascale.kernels.native_build import Recipe, load, share_openmp
+from megascale.kernels.library_build import Recipe, load, share_openmp
 
 SOURCE = Path(__file__).with_name("native.c")
 HEADERS = "".join(Path(__file__).with_name(name).read_text() for name in ("chunks.h", "vector.h"))

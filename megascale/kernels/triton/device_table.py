@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megascale.errors import ArgumentError, UsageError
 from megascale.kernels.blocks import flat
-from megascale.kernels.tensor_list import TensorList
+from megascale.kernels.tensors.tensor_list import TensorList
 from megascale.utils.graph_capture import is_capturing
 
 CHUNK = 1 << 14  # elements; a power of two, and a whole number of vectors

@@ -1,6 +1,6 @@
 """Triton kernels of the decision and the loss scale: one program, on a few numbers.
 
-Launch with ``enable_fp_fusion=False``, as in :mod:`megascale.kernels.triton_kernels`.
+Launch with ``enable_fp_fusion=False``, as in :mod:`megascale.kernels.triton.kernels`.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from megascale.kernels.decision import LARGEST_SUM_SQUARES, REPLICA_TOLERANCE, Statistic
-from megascale.kernels.triton_interpreter import sum_of, sum_of_lanes
+from megascale.kernels.triton.interpreter import sum_of, sum_of_lanes
 
 SUM_SQUARES = tl.constexpr(int(Statistic.SUM_SQUARES))
 NON_FINITE = tl.constexpr(int(Statistic.NON_FINITE))

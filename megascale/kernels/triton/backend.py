@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from megascale.errors import UsageError
-from megascale.kernels import device_table
 from megascale.kernels.decision import (
     CLIP_EPSILON,
     NUM_STATISTICS,
@@ -25,11 +24,12 @@ from megascale.kernels.decision import (
     TensorStats,
     TorchDecisions,
 )
-from megascale.kernels.device_table import Column, DeviceTable, Plan, PlanCache
-from megascale.kernels.operands import AdamHyper, LionHyper, Operands, SgdHyper
+from megascale.kernels.protocol import AdamHyper, LionHyper, Operands, SgdHyper
 from megascale.kernels.reference import ReferenceBackend, stats_dtype
-from megascale.kernels.tensor_reader import increment_versions
-from megascale.kernels.triton_launch import launch
+from megascale.kernels.tensors.tensor_reader import increment_versions
+from megascale.kernels.triton import device_table
+from megascale.kernels.triton.device_table import Column, DeviceTable, Plan, PlanCache
+from megascale.kernels.triton.launch import launch
 from megascale.utils.graph_capture import is_capturing
 
 BLOCK = 1 << 10  # elements that a program holds at once
@@ -355,7 +355,7 @@ def require_launch(device: torch.device) -> None:
 
 def _import_kernels() -> ModuleType:
     try:
-        from megascale.kernels import triton_kernels
+        from megascale.kernels.triton import kernels as triton_kernels
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise

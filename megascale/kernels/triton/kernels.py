@@ -1,4 +1,4 @@
-"""Triton kernels that reach all tensors of a call through a :class:`megascale.kernels.device_table.DeviceTable`.
+"""Triton kernels that reach all tensors of a call through a :class:`megascale.kernels.triton.device_table.DeviceTable`.
 
 One program works on one chunk: on the whole vectors of aligned rows, then, element by element, on what is left. All
 arithmetic is fp32 in the order of the reference backend, with fp64 where the reference has it for scalars. Launch with
@@ -13,13 +13,13 @@ import torch
 import triton
 import triton.language as tl
 
-from megascale.kernels import device_table
-from megascale.kernels.operands import FP16_OVERFLOW
-from megascale.kernels.triton_decision import decide_kernel as decide_kernel
-from megascale.kernels.triton_decision import rescale_kernel as rescale_kernel
-from megascale.kernels.triton_decision import total_kernel as total_kernel
-from megascale.kernels.triton_interpreter import INTERPRETED as INTERPRETED
-from megascale.kernels.triton_interpreter import inlined, sum_of, sum_of_lanes
+from megascale.kernels.protocol import FP16_OVERFLOW
+from megascale.kernels.triton import device_table
+from megascale.kernels.triton.decision import decide_kernel as decide_kernel
+from megascale.kernels.triton.decision import rescale_kernel as rescale_kernel
+from megascale.kernels.triton.decision import total_kernel as total_kernel
+from megascale.kernels.triton.interpreter import INTERPRETED as INTERPRETED
+from megascale.kernels.triton.interpreter import inlined, sum_of, sum_of_lanes
 
 LANGUAGE_DTYPES = {None: None, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 

@@ -1,0 +1,1 @@
+"""The native backend: C over tables of addresses, on a CPU."""
