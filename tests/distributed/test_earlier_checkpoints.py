@@ -6,7 +6,7 @@ import torch
 from tests.checkpoint_cases import differences
 from tests.earlier_checkpoints import CASES, DATA, LAST, OWN_STEP, SAVED, Case, train, values
 from tests.pool import RankPool
-from tests.unit.test_earlier_checkpoints import loaded, lost
+from tests.unit.checkpoint.test_earlier_checkpoints import loaded, lost
 
 
 def _losses(case: Case) -> list[str]:

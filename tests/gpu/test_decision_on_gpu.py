@@ -5,7 +5,7 @@ import random
 import pytest
 
 from megascale.kernels import select_backend
-from tests.unit.test_decision import (
+from tests.unit.kernels.test_decision import (
     backend,
     test_any_form_of_found_inf,
     test_autograd_hears_that_the_scale_has_changed,

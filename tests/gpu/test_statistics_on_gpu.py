@@ -6,7 +6,7 @@ import torch
 from megascale.kernels.triton import backend as triton_backend
 from megascale.kernels.triton import device_table
 from megascale.kernels.triton.backend import TritonBackend
-from tests.unit.test_triton_vectors import at_address, sum_as_documented
+from tests.unit.kernels.test_triton_vectors import at_address, sum_as_documented
 
 pytestmark = pytest.mark.gpu
 

@@ -117,7 +117,9 @@ def test_kernels_are_clean(watched: Watched) -> None:
     """All rules, dtypes, odd lengths, misaligned starts, strides, skipped steps and thread counts that the kernels' own
     tests draw.
     """
-    done = watched.run("-m", "pytest", "-qs", "--timeout=1400", "-p", "no:cacheprovider", "tests/unit/test_native.py")
+    done = watched.run(
+        "-m", "pytest", "-qs", "--timeout=1400", "-p", "no:cacheprovider", "tests/unit/kernels/test_native.py"
+    )
     assert _reports(done) == ""
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
     assert watched.libraries == {"native"}
@@ -134,7 +136,7 @@ def test_life_on_native_is_clean(watched: Watched) -> None:
 
 def test_life_under_the_reader_is_clean(watched: Watched) -> None:
     """tensor_reader.cpp, in its own tests and in that random life."""
-    tests = "tests/unit/test_tensor_reader.py"
+    tests = "tests/unit/kernels/test_tensor_reader.py"
     done = watched.run("-m", "pytest", "-qs", "--timeout=1400", "-p", "no:cacheprovider", "-m", "slow", tests)
     assert _reports(done) == ""
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]

@@ -16,7 +16,7 @@ from torch import nn
 from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.errors import UsageError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def _live(trace: Path, *arguments: object) -> dict[str, int]:

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from tests.unit.test_benchmarks import table
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 KEPT = ROOT / "benchmarks" / "results" / "ptx_sm90.md"
 
 
