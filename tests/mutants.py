@@ -27,8 +27,8 @@ ROOT = Path(__file__).parents[1]
 # What the project exists for: the step and what it stands on. Programs, adapters and file formats are not in it, nor is
 # what runs on a GPU only.
 OUTSIDE = (
-    "amp", "checkpoint", "cli", "integrations", "interop", "train", "apex_backend", "triton_backend", "triton_decision",
-    "triton_interpreter", "triton_kernels", "device_table", "step_graph", "__main__", "__init__", "profiling",
+    "amp", "checkpoint", "cli", "integrations", "interop", "train", "apex_backend", "triton", "step_graph", "__main__",
+    "__init__", "profiling", "program",
 )  # fmt: skip
 SECONDS = 900
 """After which a run of tests counts as failed: something waits for ever."""

@@ -543,11 +543,11 @@ def test_tensors_on_several_devices_are_refused() -> None:
 
 def test_missing_triton_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without triton the backend says what to install, when it is asked for."""
-    import megascale.kernels as package
+    import megascale.kernels.triton as package
 
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "megascale.kernels.triton.kernels", raising=False)
-    monkeypatch.delattr(package, "triton_kernels", raising=False)
+    monkeypatch.delattr(package, "kernels", raising=False)
     with pytest.raises(UsageError, match="pip install triton"):
         TritonBackend()
 
