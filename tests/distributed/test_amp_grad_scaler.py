@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from megascale.amp import GradScaler
 from megascale.errors import UsageError
 from megascale.utils.dtensors import local
+from tests.cases import cases
 from tests.counting import OperatorCounter
 from tests.meshes import mesh_of
 from tests.pool import RankPool
@@ -52,8 +53,10 @@ def _own_param(kind: str, inner: str, poisoned: list[int]) -> tuple[float, float
     return round(param[0].item(), 2), scaler.get_scale(), counter.host_reads if "fused" in inner else 0
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("inner", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("inner", "world"),
+    cases(OPTIMIZERS, [2, 4], quick=lambda inner, world: world == 2 and inner in ("adamw_fused", "sgd")),
+)
 def test_ranks_of_a_process_group_skip_together(ranks: RankPool, world: int, inner: str) -> None:
     """With inf on rank 1 alone, or on all at once, all skip, and all scales back off; fused, without a host read.
 
@@ -153,8 +156,14 @@ def _poison_everywhere(which: str, inner: str) -> list[tuple[Any, ...]]:
     return outcomes
 
 
-@pytest.mark.parametrize("inner", ["adamw_fused", "sgd"])
-@pytest.mark.parametrize("which", ["whole", "nested", "crossing", "beside a group"])
+@pytest.mark.parametrize(
+    ("which", "inner"),
+    cases(
+        ["whole", "nested", "crossing", "beside a group"],
+        ["adamw_fused", "sgd"],
+        quick=lambda which, inner: inner == "adamw_fused",
+    ),
+)
 def test_several_meshes_agree(ranks: RankPool, which: str, inner: str) -> None:
     """NaN in any parameter on any of four ranks, on meshes that nest, cross, or lie in a group: all ranks skip alike.
 

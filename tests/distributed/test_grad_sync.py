@@ -53,8 +53,15 @@ def _against_ddp(bucket_numel: int, overlap: bool) -> list[Any]:
     return [all(equal), in_backward.get_total_counts(), in_finish.get_total_counts()]
 
 
-@pytest.mark.parametrize(("bucket_numel", "buckets"), [(SMALL_BUCKET, 5), (10_000, 1)])
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(
+    ("bucket_numel", "buckets", "overlap"),
+    [
+        (SMALL_BUCKET, 5, True),
+        (10_000, 1, False),
+        pytest.param(SMALL_BUCKET, 5, False, marks=pytest.mark.slow),
+        pytest.param(10_000, 1, True, marks=pytest.mark.slow),
+    ],
+)
 def test_equals_ddp_bitwise(ranks: RankPool, bucket_numel: int, buckets: int, overlap: bool) -> None:
     """On 2 ranks the reduced gradients are DDP's bits. One collective a bucket; with overlap all start in backward."""
     expected = [True, buckets, 0] if overlap else [True, 0, buckets]

@@ -128,7 +128,7 @@ def test_any_number_of_ranks_loads_what_any_number_saved(
                 assert differences(saved[n][0], state) == []
 
 
-@pytest.mark.parametrize(("dtype", "inner"), [(FP16, "adamw"), (FP32, "sgd")])
+@pytest.mark.parametrize(("dtype", "inner"), [(FP16, "adamw"), pytest.param(FP32, "sgd", marks=pytest.mark.slow)])
 def test_replicated_and_sharded_read_each_other(
     ranks: RankPool, tmp_path: Path, dtype: torch.dtype, inner: str
 ) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 from megascale import ConstantGradScaler, DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig, StepResult
 from megascale.errors import ArgumentError, ArgumentTypeError, GradientError, MainParamOverflowError, UsageError
+from tests.cases import cases
 from tests.counting import OperatorCounter
 from tests.training import INNER, Bag, Sign, bits_equal, constant, grad_of, model, same_bits, set_grads, snapshot, wrap
 
@@ -143,9 +144,13 @@ def test_hooks_on_the_inner_optimizer_run() -> None:
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
-    "inner", ["adamw_fused", "sgd_momentum_fused", pytest.param("adamw_foreach", marks=pytest.mark.slow)]
+    ("inner", "dtype"),
+    cases(
+        ["adamw_fused", "sgd_momentum_fused", "adamw_foreach"],
+        [torch.float16, torch.bfloat16],
+        quick=lambda inner, dtype: (inner, dtype) == ("adamw_fused", torch.float16),
+    ),
 )
 def test_small_updates_accumulate_like_fp64(inner: str, dtype: torch.dtype) -> None:
     """With an lr so small that 16-bit weights stand still, main params track fp64 to fp32 accuracy for 1,000 steps."""
