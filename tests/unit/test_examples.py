@@ -1,0 +1,73 @@
+"""The scripts of examples/ run as their page says, and the page lists every one of them."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import job
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = EXAMPLES.parent
+
+
+def _start(script: str, *arguments: str, ranks: int = 2) -> str:
+    """Return what ``script`` prints under torchrun."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with job([*torchrun, str(EXAMPLES / script), *arguments], variables) as running:
+        return running.finish(timeout=240)
+
+
+def _losses(output: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"loss ([\d.]+)", output)]
+
+
+def test_page_lists_every_example() -> None:
+    """examples/README.md has a link to each script, and the pages lead to it."""
+    page = (EXAMPLES / "README.md").read_text()
+    scripts = sorted(str(path.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("*.py"))
+    assert sorted(set(re.findall(r"\]\(([\w/]+\.py)\)", page))) == scripts
+    assert "(examples/README.md)" in (ROOT / "README.md").read_text()
+
+
+def test_examples_are_short() -> None:
+    """An example is read in one go."""
+    for path in EXAMPLES.rglob("*.py"):
+        assert len(path.read_text().splitlines()) <= 100, path.name
+
+
+@pytest.mark.slow
+def test_ddp_learns_and_its_scale_comes_down() -> None:
+    """The first scale overflows, is backed off by skipped steps, and the loss falls."""
+    output = _start("ddp.py")
+    losses = _losses(output)
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]
+    [*_, (scale, skipped)] = re.findall(r"scale 2\*\*(\d+), skipped (\d+)", output)
+    assert int(scale) < 24
+    assert int(skipped) > 0
+
+
+@pytest.mark.slow
+def test_sharded_goes_on_at_another_number_of_ranks(tmp_path: Path) -> None:
+    """The second start, on three ranks, begins where the first, on two, has ended."""
+    first = _start("sharded.py", str(tmp_path))
+    second = _start("sharded.py", str(tmp_path), ranks=3)
+    assert "begins at step 0\n" in first
+    assert "begins at step 40\n" in second
+    losses = _losses(first) + _losses(second)
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.slow
+def test_fsdp2_skips_on_all_ranks() -> None:
+    """One rank's overflow is skipped, nothing else is, and the loss falls."""
+    output = _start("fsdp2_fp16.py")
+    verdicts = re.findall(r"step (\d+): loss \S+ norm \S+ (\w+)", output)
+    assert [step for step, verdict in verdicts if verdict == "skipped"] == ["15"]
+    assert [verdict for _, verdict in verdicts].count("landed") == 4
+    losses = _losses(output)
+    assert losses[-1] < losses[0]
