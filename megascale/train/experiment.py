@@ -1,9 +1,10 @@
-"""``python -m megascale.train.experiment``: what loss scaling does for fp16, four runs over several seeds, as a table.
+"""``python -m megascale.train.experiment``: what loss scaling does for fp16, four runs over several seeds, as a
+table and a picture.
 
     python -m megascale.train.experiment [seeds=0,1,2] [folder=runs/scaling_experiment] [a.b=c ...]
 
 Every run is the command that its row shows, in a process of its own. Further arguments go to all of them; see
-``python -m megascale.train --help``. A run that is done already is not run again.
+``python -m megascale.train --help``. A run that is done already is not run again. ``figure.png`` needs matplotlib.
 """
 
 import csv
@@ -18,6 +19,7 @@ from pathlib import Path
 import torch
 
 from megascale.errors import ArgumentError, RunError
+from megascale.train.figure import draw_runs, read_metrics
 from megascale.utils.program import run_program
 
 RUNS: dict[str, tuple[str, ...]] = {
@@ -128,7 +130,7 @@ def report(outcomes: Sequence[Outcome], arguments: Sequence[str]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Run all runs that are not done, and write ``results.md`` and ``results.csv`` into the folder.
+    """Run all runs that are not done, and write ``results.md``, ``results.csv`` and ``figure.png`` into the folder.
 
     Raises:
         ArgumentError: an argument is not understood, or would change what makes the runs differ.
@@ -149,6 +151,11 @@ def main(arguments: list[str]) -> int:
             outcomes.append(outcome(run, seed, folder))
             _write(outcomes, folder, arguments)
     print(table(outcomes))
+    draw_runs(
+        {run: [read_metrics(folder / f"seed_{seed}" / run / "metrics.csv") for seed in seeds] for run in RUNS},
+        folder / "figure.png",
+    )
+    print(f"{folder / 'figure.png'} shows all runs, step by step")
     return 0
 
 

@@ -90,5 +90,6 @@ def test_experiment_runs_and_does_not_repeat_itself(tmp_path: Path) -> None:
     assert main(arguments) == 0
     first = (tmp_path / "results.csv").read_text()
     assert [row["run"] for row in csv.DictReader(first.splitlines())] == list(RUNS)
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
     assert main(arguments) == 0
     assert (tmp_path / "results.csv").read_text() == first
