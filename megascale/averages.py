@@ -15,11 +15,12 @@ from megascale.host_view import HostView
 from megascale.landed.running_averages import AvgFn, MultiAvgFn, RunningAverages, copy_, rule_of
 from megascale.landed.steps import StepOutcomes
 from megascale.main_params.base import MainParams
-from megascale.main_params.main_param import HALF_DTYPES, MainParam
+from megascale.main_params.main_param import MainParam
 from megascale.main_params.replicated import ReplicatedMainParams
 from megascale.optimizer import MixedPrecisionOptimizer
 from megascale.utils.collectives import raise_together
 from megascale.utils.dtensors import dtensor_like, local
+from megascale.utils.dtypes import HALF_DTYPES
 
 
 @dataclass(frozen=True, eq=False)

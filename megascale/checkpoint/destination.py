@@ -12,9 +12,9 @@ from megascale.checkpoint.contents import SavedOptimizer, model_state, names_in
 from megascale.checkpoint.manifest import Manifest
 from megascale.checkpoint.nest import Tree, flatten, join, leaves
 from megascale.main_params.shard import ParamShard
+from megascale.utils.dtypes import HALF_DTYPES
 
 MAIN_PARAMS = "optimizer/main_params"
-HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)

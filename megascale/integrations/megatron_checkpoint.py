@@ -21,10 +21,10 @@ from megascale.errors import InteropError, listed
 from megascale.grad_scaler import ConstantGradScaler
 from megascale.interop.files import read_file
 from megascale.interop.megatron import optimizer_state_dict, sub_optimizers
-from megascale.interop.named_state import HALF_DTYPES
 from megascale.interop.naming import not_rounded
 from megascale.optimizer import MixedPrecisionOptimizer
 from megascale.utils.collectives import raise_together
+from megascale.utils.dtypes import HALF_DTYPES
 
 State = dict[str, Any]
 

@@ -16,7 +16,6 @@ from megascale.interop import deepspeed
 from megascale.interop.files import read_file
 from megascale.interop.found import NO_CEILING, FoundScaler, ScalerConfig, checked_scale, constant, dynamic, whole
 from megascale.interop.named_state import (
-    HALF_DTYPES,
     FoundState,
     Names,
     by_group,
@@ -31,6 +30,7 @@ from megascale.interop.naming import check_rounding, names_by_rounding
 from megascale.interop.records import attributes_of
 from megascale.interop.source import Source
 from megascale.interop.torch_amp import chosen
+from megascale.utils.dtypes import HALF_DTYPES
 from megascale.utils.validate import LARGEST_SCALE
 
 SYSTEM = "Megatron-Core"

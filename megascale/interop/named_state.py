@@ -12,7 +12,6 @@ from megascale.interop.records import InertRecord
 from megascale.state.schema import VERSION, portable
 
 Names = Sequence[str] | Sequence[Sequence[str]]
-HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from megascale.errors import InteropError, listed
-from megascale.interop.named_state import HALF_DTYPES, is_torch_state, recorded_names, sizes_of, weights_in
+from megascale.interop.named_state import is_torch_state, recorded_names, sizes_of, weights_in
+from megascale.utils.dtypes import HALF_DTYPES
 
 BUFFERS = ("running_mean", "running_var")
 REMEDY = (

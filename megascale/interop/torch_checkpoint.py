@@ -9,7 +9,6 @@ from torch import Tensor
 from megascale.errors import InteropError, listed
 from megascale.interop import torch_amp
 from megascale.interop.named_state import (
-    HALF_DTYPES,
     FoundState,
     Names,
     by_group,
@@ -22,6 +21,7 @@ from megascale.interop.named_state import (
 )
 from megascale.interop.naming import names_by_order
 from megascale.interop.source import Source
+from megascale.utils.dtypes import HALF_DTYPES
 
 SYSTEM = "torch"
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module", "net")

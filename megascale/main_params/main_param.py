@@ -12,7 +12,6 @@ from megascale.main_params.write_tracker import WriteTracker
 from megascale.utils.dtensors import is_dtensor, local
 
 MODEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 class ParamForm(NamedTuple):

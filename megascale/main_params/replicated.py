@@ -9,12 +9,13 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from megascale.main_params.base import MainParams
-from megascale.main_params.main_param import HALF_DTYPES, MainParam
+from megascale.main_params.main_param import MainParam
 from megascale.main_params.slab import Slabs
 from megascale.main_params.update_unit import UpdateUnit
 from megascale.main_params.write_tracker import WriteTracker
 from megascale.utils.collectives import full_tensor
 from megascale.utils.dtensors import distribute_like, is_dtensor
+from megascale.utils.dtypes import HALF_DTYPES
 
 
 class ReplicatedMainParams(MainParams):

@@ -19,13 +19,14 @@ from megascale.grad_sync.layout import Piece
 from megascale.grad_sync.sync import GradSync, check_syncable
 from megascale.main_params.base import MainParams
 from megascale.main_params.gather import GatheredBucket, ParamGather
-from megascale.main_params.main_param import HALF_DTYPES, MainParam
+from megascale.main_params.main_param import MainParam
 from megascale.main_params.replica_check import broadcast_parameters, require_same
 from megascale.main_params.shard import ParamShard
 from megascale.main_params.slab import Slabs
 from megascale.main_params.update_unit import UpdateUnit
 from megascale.parallel import ParallelGroups, is_expert
 from megascale.utils.collectives import all_reduce_sum_, raise_together
+from megascale.utils.dtypes import HALF_DTYPES
 
 
 class ShardedMainParams(MainParams):

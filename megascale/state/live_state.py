@@ -11,7 +11,6 @@ from torch.distributed import ProcessGroup
 from megascale.errors import StateDictError, listed
 from megascale.grad_scaler import MegatronGradScaler
 from megascale.main_params.base import MainParams
-from megascale.main_params.main_param import HALF_DTYPES
 from megascale.state import schema as portable_state
 from megascale.state.torch_layout import StateDict, from_torch_layout, is_torch_layout
 from megascale.step.counter import StepCounter, parse_counts
@@ -19,6 +18,7 @@ from megascale.step.torch_states import is_per_element
 from megascale.step.update import InnerUpdate
 from megascale.utils.collectives import raise_together
 from megascale.utils.dtensors import local
+from megascale.utils.dtypes import HALF_DTYPES
 
 
 @dataclass

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from megascale.errors import ArgumentError, UsageError
 from megascale.kernels import MemoryRecord, hold_objects, is_plain, memory_fault, new_tags, plain, shares_elements
-from megascale.main_params.main_param import HALF_DTYPES, MainParam
+from megascale.main_params.main_param import MainParam
 from megascale.main_params.slab import SLAB, Slabs
 from megascale.utils.dtensors import is_dtensor, local
+from megascale.utils.dtypes import HALF_DTYPES
 from megascale.utils.staging import staged
 
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from megascale.errors import StateDictError
-from megascale.main_params.main_param import HALF_DTYPES, MainParam
+from megascale.main_params.main_param import MainParam
+from megascale.utils.dtypes import HALF_DTYPES
 
 PER_PARAMETER = frozenset({"eta", "mu", "mu_product", "step"})
 """State that torch's elementwise optimizers keep once for a parameter, as 0-d tensors; all other has its shape."""

@@ -16,11 +16,12 @@ from megascale.kernels import (
     Decision,
     memory_fault,
 )
-from megascale.main_params.main_param import HALF_DTYPES, MainParam
+from megascale.main_params.main_param import MainParam
 from megascale.step.inner_step import InnerStep, without_grad
 from megascale.step.torch_states import widen, with_tensor_counts
 from megascale.step.update import InnerUpdate, MarkWritten, PendingUpdate, Rounded
 from megascale.utils.dtensors import dtensor_like, local
+from megascale.utils.dtypes import HALF_DTYPES
 
 
 class GeneralUpdate(InnerUpdate):
