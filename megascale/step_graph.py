@@ -1,7 +1,7 @@
 """The whole step in a CUDA graph: captured once, replayed without Python, launches or host work.
 
 What is decided on the device is decided anew in every replay: skips, growth and backoff of the scale, clipping. What
-the host decides is looked at between replays: learning rates, weights loaded into the model, errors to raise.
+the host decides is checked between replays: learning rates, weights loaded into the model, errors to raise.
 """
 
 from collections.abc import Callable

@@ -78,4 +78,4 @@ def step_(optimizer: torch.optim.Adam, backend: Backend, decision: Decision) -> 
             maximize=group["maximize"],
         )
         backend.adam_(Operands(params, params, grads, state, steps), hyper, decision)
-    optimizer._opt_called = True  # type: ignore[attr-defined]  # an LR scheduler looks at it
+    optimizer._opt_called = True  # type: ignore[attr-defined]  # an LR scheduler reads it

@@ -116,7 +116,7 @@ class GradScaler(torch.amp.GradScaler):
     # A step
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the optimizer's gradients by the scale, in place, so that they can be looked at and clipped.
+        """Divide the optimizer's gradients by the scale, in place, so that they can be read and clipped.
 
         Call it at most once per optimizer and :meth:`update`, when all its gradients are there. No host sync. A sparse
         or Partial gradient may be replaced.

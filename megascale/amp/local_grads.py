@@ -68,7 +68,7 @@ class LocalGrads:
     def unscale_(self, inv_scale: Tensor, backend_of: BackendOf) -> dict[torch.device, Tensor]:
         """Multiply all gradients by ``inv_scale`` in place. Returns for each device whether any was not finite.
 
-        fp16 gradients are looked at again afterwards: a scale below 1 may have pushed them out of range.
+        fp16 gradients are checked again afterwards: a scale below 1 may have pushed them out of range.
         """
         found_infs: dict[torch.device, Tensor] = {}
         for place, by_dtype in self._grads.items():
@@ -82,7 +82,7 @@ class LocalGrads:
 
 
 def check_memory(optimizer: torch.optim.Optimizer) -> None:
-    """Look at the memory of all dense gradients before any is read or written.
+    """Check the memory of all dense gradients before any is read or written.
 
     One whose bytes are not its values, as torch's negative bit tells, is replaced by one of bytes. Raises GradientError
     for one that has lost its memory, or that is of another shape than its parameter.

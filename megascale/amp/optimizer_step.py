@@ -47,7 +47,7 @@ def optimizer_step(
 
     ``cerebras.pytorch.amp``'s function. It equals torch's loop, with four differences:
 
-    - Gradients are looked at once, for overflow and norm together. With an optimizer that unscales by itself (torch's
+    - Gradients are read once, for overflow and norm together. With an optimizer that unscales by itself (torch's
       with ``fused=True``) unscaling and clipping by norm then cost no pass at all: they are one number that it divides
       by. Nothing waits for the device; any other optimizer costs one host read. Where gradients are clipped, and the
       optimizer is a fused Adam or AdamW on plain fp32 parameters, without hooks, its update runs on our kernels.

@@ -40,7 +40,7 @@ def _run(arguments: list[str]) -> int:
         metavar="STEP",
         help="which checkpoint of the directory; if not given, OUT is made of the latest, and all are listed",
     )
-    parser.add_argument("--quick", action="store_true", help="in a listing: look at files' names and sizes only")
+    parser.add_argument("--quick", action="store_true", help="in a listing: check files' names and sizes only")
     parser.add_argument(
         "--dtype", choices=DTYPES, help="round the weights to it, from their main params; as saved if not given"
     )

@@ -176,7 +176,7 @@ def tree_of(manifest: Manifest, part: str) -> Tree:
 def left_out(saved: Mapping[str, Any], live: Mapping[str, Any]) -> list[str]:
     """Return one line for each parameter whose state was ``saved`` and is not ``live`` after a load, or the reverse.
 
-    Both are state dicts of an optimizer, of which only names are looked at.
+    Both are state dicts of an optimizer, of which only names are compared.
     """
     there, here = _stateful(saved), _stateful(live)
     lines = [f"optimizer state of {name!r} is missing in the checkpoint" for name in here - there]

@@ -32,7 +32,7 @@ class Destination:
 
     @classmethod
     def of(cls, manifest: Manifest, model: nn.Module, optimizer: SavedOptimizer | None) -> "Destination":
-        """Look at what is live. ``optimizer``: None if its state is not to be loaded."""
+        """Take references to what is live. ``optimizer``: None if its state is not to be loaded."""
         if optimizer is None:
             return cls(flatten(model_state(model), "model")[1])
         shards = optimizer.model_shards()
@@ -81,7 +81,7 @@ class Destination:
 
 
 def _may_overflow(manifest: Manifest, state: Mapping[str, Any]) -> bool:
-    """Return whether saved main params may be too large for this model's fp16: a look at them must come first."""
+    """Return whether saved main params may be too large for this model's fp16: they must be read and checked first."""
     saved = {name: [dtype for _, _, dtype in leaves(tree)] for name, tree in manifest.trees["model"]["dict"]}
     return any(
         isinstance(value, ParamShard)

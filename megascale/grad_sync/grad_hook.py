@@ -74,7 +74,7 @@ def require_unowned(named_parameters: Iterable[tuple[str, torch.Tensor]], remedy
 def find_under_ddp(named_parameters: Iterable[tuple[str, torch.Tensor]]) -> str | None:
     """Return the name of a parameter whose gradient some DistributedDataParallel reduces too; None if there is none.
 
-    Such a module is known by nobody but itself: this looks at all objects that there are, tens of milliseconds.
+    No registry lists such modules: this goes through all Python objects, which takes tens of milliseconds.
     """
     names = {id(param): name for name, param in named_parameters}
     if _name_under_ddp(names) is None:

@@ -332,7 +332,7 @@ def _bring_main_params(optimizer: OurOptimizer) -> None:
 
 
 def _shared(optimizers: list[OurOptimizer]) -> PerBatchScaler | None:
-    """Let several optimizers hear of their scaler's changes at the end of a batch only.
+    """Update the scaler that several optimizers share at the end of a batch only.
 
     Raises UsageError if they do not have one scaler in common.
     """

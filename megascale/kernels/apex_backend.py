@@ -174,7 +174,7 @@ class StepGroups:
     every parameter is a group of its own, which is always right; then those with equal counts are one group. Nothing
     but the number of launches depends on when it arrives: results have the same bits.
 
-    A count that someone else has written, by its tensor's version, is looked at anew. Replays of a graph write without
+    A count that someone else has written, by its tensor's version, is read again. Replays of a graph write without
     leaving a version, so from the first capture on every parameter is a group of its own.
     """
 
@@ -223,7 +223,7 @@ class _Look:
             self._event.record(torch.accelerator.current_stream(device))
 
     def is_of(self, steps: list[Tensor]) -> bool:
-        """Whether these are the tensors looked at, written by nobody else since."""
+        """Whether these are the tensors that were read, written by nobody else since."""
         return list(map(id, self._steps)) == list(map(id, steps)) and self.versions == list(map(_VERSION, steps))
 
     def groups(self) -> list[list[int]]:

@@ -54,7 +54,7 @@ class RoundingWatch:
         self._extremes: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(num_rows)]
 
     def note(self, row: int, main: Tensor, model: Tensor) -> None:
-        """Look at a piece, best while it is in cache. Other dtypes than fp16 hold every fp32 number."""
+        """Check a piece for overflow, best while it is in cache. Other dtypes than fp16 hold every fp32 number."""
         if model.dtype == torch.float16 and main.numel():
             low, high = torch.aminmax(main)
             self._extremes[row].append((low, high))

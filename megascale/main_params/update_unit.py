@@ -13,7 +13,7 @@ from megascale.main_params.write_tracker import TrackedParams
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class UpdateUnit:
     """Main params that are updated in one go. The same object from step to step, as long as it holds the same params
-    in the same memory: what is worked out for a unit may be kept for it.
+    in the same memory: so operands may be cached for it.
 
     Attributes:
         group: the index of their param group.

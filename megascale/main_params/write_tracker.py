@@ -1,4 +1,4 @@
-"""Who wrote a model param since we did: told from version counters and addresses, without reading an element."""
+"""Detects writes to model params from ``_version`` and ``data_ptr()``, without reading an element."""
 
 from collections.abc import Iterable
 
@@ -27,7 +27,7 @@ class TrackedParams:
         """Return the memory of each, to be compared with an earlier one: a ParamList where they are it themselves.
 
         Args:
-            among: look in the way in which so many params are looked at; None: as many as they are.
+            among: read them as that many params would be read, in one walk or one by one; None: as many as there are.
         """
         kind = ParamList if self._plain else TensorList
         return kind(self._parts(), among, self._room)

@@ -31,14 +31,17 @@ from megascale.utils.dtensors import local
 
 
 class _Kept(NamedTuple):
-    """What was worked out for a unit with its state."""
+    """A unit's cached operands, and the state tensors that they were built from."""
 
     state: StateColumns
     prepared: list[Prepared]
 
 
 class KernelUpdate(InnerUpdate, ABC):
-    """What Adam and SGD share: eager state, one kernel call per group and device, a detour when hooks ask for it."""
+    """What Adam, SGD and Lion share: state made at once, one kernel call per unit and device.
+
+    With step hooks, or options that are tensors, the optimizer's own ``step()`` runs instead.
+    """
 
     optional_state: tuple[str, ...] = ()
     """State that a parameter with state may lack: options that ask for it can be switched on at any time."""

@@ -262,7 +262,7 @@ def _misplaced(name: str) -> GradientError:
 
 
 def checked_grads(unit: UpdateUnit, grads: TensorList) -> TensorList:
-    """Return gradients that their holder has kept for a while, looked at anew.
+    """Return gradients that their holder has kept for a while, checked again.
 
     Raises GradientError, naming the parameter, for one that is no longer what it was.
     """

@@ -98,7 +98,7 @@ class StepMember:
     def collect(self) -> Collected:
         """Finish reductions; return the local gradients, and all that their update needs.
 
-        All of it has been looked at: once ranks have agreed, nothing can fail. An error of this rank is part of what is
+        All of it is checked: once ranks have agreed, nothing can fail. An error of this rank is part of what is
         returned, as other ranks wait for what this one measures.
         """
         try:
@@ -133,7 +133,7 @@ class StepMember:
 
     @torch.no_grad()
     def checked_again(self, ready: ReadyStep) -> ReadyStep:
-        """Return a ready step whose tensors have been looked at since the caller had its turn.
+        """Return a ready step whose tensors were checked again, as the caller may have changed them.
 
         Raises, on this rank alone, GradientError or UsageError: what was decided about is no longer there.
         """

@@ -1,6 +1,6 @@
 """Notices training that has stopped while no step fails: every step skipped, or nothing but zeros in the gradients.
 
-It looks at the agreed statistics that the host has anyway, so that every rank notices at the same step.
+It reads the agreed statistics that the host has anyway, so that every rank notices at the same step.
 """
 
 import warnings

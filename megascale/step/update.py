@@ -86,7 +86,7 @@ class InnerUpdate(Protocol):
     def prepare(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
         """Return the updates ready for :meth:`apply`, which follows before anything else can happen to their tensors.
 
-        Looks at everything that the update will read or write but the gradients and model params. Raises a
+        Checks everything that the update will read or write but the gradients and model params. Raises a
         MegascaleError for what cannot be updated, naming it: no value has changed.
         """
 

@@ -49,7 +49,7 @@ class WriteOrder:
         self._kept_for: set[torch.Stream] = set()
 
     def write(self, part: str = "") -> None:
-        """Let the current stream wait for who wrote ``part`` last; it writes next."""
+        """Let the current stream wait for the stream that wrote ``part`` last; it writes next."""
         if not self.is_needed:
             return
         stream = current_stream(self._device)
