@@ -71,3 +71,24 @@ def test_fsdp2_skips_on_all_ranks() -> None:
     assert [verdict for _, verdict in verdicts].count("landed") == 4
     losses = _losses(output)
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.slow
+def test_rl_gap_is_smaller_in_fp16() -> None:
+    """Trainer and engine are nearer to each other in fp16 than in bf16, by more than two bits; the policy learns."""
+    output = _start("rl_fp16.py", "--steps", "24")
+    [header, *rows] = [line.strip("| ").split(" | ") for line in output.splitlines() if line.startswith("|")]
+    results = {row[1]: dict(zip(header, row, strict=True)) for row in rows}
+    assert list(results) == ["bf16", "fp16, dynamic scale", "fp16, scale 1"]
+    gaps = [float(result["mean gap"]) for result in results.values()]
+    assert 0 < max(gaps[1:]) < gaps[0] / 4
+    for result in results.values():
+        rewards = [float(reward) for reward in result["reward, each quarter"].split()]
+        assert rewards[-1] > rewards[0]
+        assert result["skipped"] == "0"
+
+
+def test_rl_page_shows_what_the_script_prints() -> None:
+    """The columns of the page's table are the script's."""
+    [header] = re.findall(r'"(\| seed .* \|)"', (EXAMPLES / "rl_fp16.py").read_text())
+    assert header in (ROOT / "docs" / "rl_fp16.md").read_text()
