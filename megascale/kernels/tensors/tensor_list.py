@@ -1,6 +1,6 @@
 """Lists of tensors whose addresses and types are looked up once: for many small tensors, looking is what costs."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from operator import attrgetter, ne
@@ -104,6 +104,11 @@ class TensorList(Sequence[Tensor]):
         return parts[0] if len(parts) == 1 else _Joined(parts)
 
     @property
+    def parts(self) -> Sequence["TensorList"]:
+        """The lists that it was made of, one after the other: itself where it was made of none."""
+        return (self,)
+
+    @property
     def tensors(self) -> list[Tensor]:
         """The tensors themselves."""
         return self._given
@@ -145,6 +150,23 @@ class TensorList(Sequence[Tensor]):
         if self._memory is not None:
             return Forms((self._memory.kinds, self._memory.layouts))
         return Forms(tuple(_of_each(look, self) for look in _FORM))
+
+    @cached_property
+    def places(self) -> bytes:
+        """What is the same for tensors that lie in the same places, and for no others."""
+        return self.pointers.tobytes()
+
+    @cached_property
+    def form(self) -> Hashable:
+        """What is the same for tensors that lie in the same way, wherever that is, and for no others that are read in
+        the same way. The tensors are plain.
+        """
+        if self._memory is not None:
+            return self._memory.kinds.tobytes(), self._memory.layouts.tobytes()
+        layouts: tuple[Hashable, ...] = ()
+        if not self.contiguous:
+            layouts = tuple((i, each.shape, each.stride()) for i, each in enumerate(self) if not each.is_contiguous())
+        return self.numels.tobytes(), tuple(map(_DTYPE, self)), frozenset(self.devices), layouts
 
     @cached_property
     def requires_grad(self) -> NDArray[np.int64]:
@@ -325,6 +347,10 @@ class _Joined(TensorList):
     def __init__(self, parts: Sequence[TensorList]) -> None:
         super().__init__()
         self._parts = parts
+
+    @property
+    def parts(self) -> Sequence[TensorList]:
+        return self._parts
 
     @property
     def tensors(self) -> list[Tensor]:

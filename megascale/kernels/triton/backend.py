@@ -29,6 +29,7 @@ from megascale.kernels.reference import ReferenceBackend, stats_dtype
 from megascale.kernels.tensors.tensor_reader import increment_versions
 from megascale.kernels.triton import device_table
 from megascale.kernels.triton.device_table import Column, DeviceTable, Plan, PlanCache
+from megascale.kernels.triton.grad_addresses import GradAddresses
 from megascale.kernels.triton.launch import launch
 from megascale.utils.graph_capture import is_capturing
 
@@ -76,6 +77,7 @@ class TritonBackend(TorchDecisions):
         _import_kernels()  # fails here, where the backend is asked for, if triton is not there
         self._reference = ReferenceBackend()
         self._plans = PlanCache()
+        self._addresses = GradAddresses()
         self._kept: WeakKeyDictionary[Operands, _Kept] = WeakKeyDictionary()
         self._rates: dict[torch.device, tuple[float, Tensor]] = {}
 
@@ -86,17 +88,17 @@ class TritonBackend(TorchDecisions):
     def measure(self, grads: Sequence[Tensor], count_zeros: bool) -> TensorStats:
         """See :class:`megascale.kernels.Backend`."""
         device = self._check(grads[0].device)
-        plan = self._plans.find([Column(grads)])
+        measured = Column(grads)
+        plan, addresses = self._plans.find([], grads=measured), self._addresses.find(measured.tensors)
         stats = torch.empty(len(grads), 3, dtype=stats_dtype(device), device=device)
         for table in plan.tables:
             partials = torch.empty(len(table.chunk_rows), 4, dtype=stats.dtype, device=device)
-            [grad] = self._dtypes(table)
             sizes = {**self._sizes(table, MEASURED_BLOCK, MEASURED_BLOCK), "FAN": FAN}
             self._launch(
                 self._kernels.measure_kernel,
                 len(table.chunk_rows),
-                (table.rows, table.chunk_rows, table.counters, table.arrivals, partials, stats),
-                {"GRAD_DTYPE": grad, "COUNT_ZEROS": count_zeros, **sizes},
+                (table.rows, table.chunk_rows, table.counters, addresses, table.arrivals, partials, stats),
+                {"GRAD_DTYPE": self._grad_dtype(table), "COUNT_ZEROS": count_zeros, **sizes},
             )
         if plan.rest:
             theirs = self._reference.measure([grads[index] for index in plan.rest], count_zeros)
@@ -162,7 +164,8 @@ class TritonBackend(TorchDecisions):
 
     def adam_(self, operands: Operands, hyper: AdamHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
-        plan = self._plan(operands, ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if hyper.amsgrad else []), True)
+        names = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if hyper.amsgrad else [])
+        plan, grads = self._plan(operands, names, True)
         flags, pointers = self._prepared(operands, hyper.lr, decision)
         scalars = (
             *_with_rest(hyper.beta1),
@@ -173,10 +176,10 @@ class TritonBackend(TorchDecisions):
             float(hyper.weight_decay),
         )
         for table in plan.tables:
-            _, model, grad, exp_avg, exp_avg_sq, *largest = self._dtypes(table)
+            _, model, exp_avg, exp_avg_sq, *largest = self._dtypes(table)
             constants = {
                 "MODEL_DTYPE": model,
-                "GRAD_DTYPE": grad,
+                "GRAD_DTYPE": self._grad_dtype(table),
                 "AVG_DTYPE": exp_avg,
                 "SQ_DTYPE": exp_avg_sq,
                 "MAX_DTYPE": largest[0] if largest else None,
@@ -184,7 +187,7 @@ class TritonBackend(TorchDecisions):
                 "L2": hyper.weight_decay != 0,
                 "MAXIMIZE": hyper.maximize,
             }
-            self._update(self._kernels.adam_kernel, table, (flags, *pointers, *scalars), constants)
+            self._update(self._kernels.adam_kernel, table, (grads, flags, *pointers, *scalars), constants)
         if plan.rest:
             _scatter(flags, plan.rest, self._reference.adam_(operands.pick(list(plan.rest)), hyper, decision))
         return self._written(operands, flags)
@@ -192,39 +195,39 @@ class TritonBackend(TorchDecisions):
     def sgd_(self, operands: Operands, hyper: SgdHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
         dampened = hyper.momentum != 0 and hyper.dampening != 0
-        plan = self._plan(operands, ["momentum_buffer"] if hyper.momentum != 0 else [], dampened)
+        plan, grads = self._plan(operands, ["momentum_buffer"] if hyper.momentum != 0 else [], dampened)
         flags, pointers = self._prepared(operands, hyper.lr, decision)
         scalars = (float(hyper.momentum), float(1 - hyper.dampening), float(hyper.weight_decay))
         for table in plan.tables:
-            _, model, grad, *buffer = self._dtypes(table)
+            _, model, *buffer = self._dtypes(table)
             constants = {
                 "MODEL_DTYPE": model,
-                "GRAD_DTYPE": grad,
+                "GRAD_DTYPE": self._grad_dtype(table),
                 "BUFFER_DTYPE": buffer[0] if buffer else None,
                 "DAMPENED": dampened,
                 "NESTEROV": hyper.nesterov,
                 "L2": hyper.weight_decay != 0,
                 "MAXIMIZE": hyper.maximize,
             }
-            self._update(self._kernels.sgd_kernel, table, (flags, *pointers, *scalars), constants)
+            self._update(self._kernels.sgd_kernel, table, (grads, flags, *pointers, *scalars), constants)
         if plan.rest:
             _scatter(flags, plan.rest, self._reference.sgd_(operands.pick(list(plan.rest)), hyper, decision))
         return self._written(operands, flags)
 
     def lion_(self, operands: Operands, hyper: LionHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
-        plan = self._plan(operands, ["exp_avg"], False)
+        plan, grads = self._plan(operands, ["exp_avg"], False)
         flags, pointers = self._prepared(operands, hyper.lr, decision)
         scalars = (*_with_rest(hyper.beta1), *_with_rest(hyper.beta2), float(hyper.weight_decay))
         for table in plan.tables:
-            _, model, grad, exp_avg = self._dtypes(table)
+            _, model, exp_avg = self._dtypes(table)
             constants = {
                 "MODEL_DTYPE": model,
-                "GRAD_DTYPE": grad,
+                "GRAD_DTYPE": self._grad_dtype(table),
                 "AVG_DTYPE": exp_avg,
                 "MAXIMIZE": hyper.maximize,
             }
-            self._update(self._kernels.lion_kernel, table, (flags, *pointers, *scalars), constants)
+            self._update(self._kernels.lion_kernel, table, (grads, flags, *pointers, *scalars), constants)
         if plan.rest:
             _scatter(flags, plan.rest, self._reference.lion_(operands.pick(list(plan.rest)), hyper, decision))
         return self._written(operands, flags)
@@ -253,13 +256,15 @@ class TritonBackend(TorchDecisions):
             raise UsageError(f"Triton's interpreter cannot reach tensors on {device}: unset TRITON_INTERPRET")
         return device
 
-    def _plan(self, operands: Operands, names: list[str], counts_steps: bool) -> Plan:
+    def _plan(self, operands: Operands, names: list[str], counts_steps: bool) -> tuple[Plan, Tensor]:
+        """Return the plan of an update, and where its gradients lie."""
         self._check(operands.main[0].device)
         kept = self._kept.get(operands)
         if kept is None or kept.names != names or (kept.step is not None) != counts_steps:
             kept = self._kept[operands] = _keep(operands, names, counts_steps)
-        columns = [kept.main, kept.model, Column(operands.grad), *kept.state]
-        return self._plans.find(columns, kept.step, moving=2)
+        grads = Column(operands.grad)
+        plan = self._plans.find([kept.main, kept.model, *kept.state], kept.step, grads)
+        return plan, self._addresses.find(grads.tensors)
 
     def _prepared(
         self, operands: Operands, lr: float | Tensor, decision: Decision
@@ -280,6 +285,9 @@ class TritonBackend(TorchDecisions):
         if not is_capturing(device):  # a graph's own memory holds no value before its first replay
             self._rates[device] = (lr, rate)
         return rate
+
+    def _grad_dtype(self, table: DeviceTable) -> Any:
+        return self._kernels.LANGUAGE_DTYPES[table.grad_dtype]
 
     def _dtypes(self, table: DeviceTable) -> list[Any]:
         return [self._kernels.LANGUAGE_DTYPES[dtype] for dtype in table.dtypes]

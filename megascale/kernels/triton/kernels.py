@@ -15,6 +15,7 @@ import triton.language as tl
 
 from megascale.kernels.protocol import FP16_OVERFLOW
 from megascale.kernels.triton import device_table
+from megascale.kernels.triton.chunks import chunk_at, chunk_of, locate, whole_vectors, whole_vectors_beside
 from megascale.kernels.triton.decision import decide_kernel as decide_kernel
 from megascale.kernels.triton.decision import rescale_kernel as rescale_kernel
 from megascale.kernels.triton.decision import total_kernel as total_kernel
@@ -26,11 +27,9 @@ LANGUAGE_DTYPES = {None: None, torch.float16: tl.float16, torch.bfloat16: tl.bfl
 NUMEL = tl.constexpr(device_table.NUMEL)
 FIRST_CHUNK = tl.constexpr(device_table.FIRST_CHUNK)
 SLOT = tl.constexpr(device_table.SLOT)
-ALIGNED = tl.constexpr(device_table.ALIGNED)
 STEP = tl.constexpr(device_table.STEP)
-TENSORS = tl.constexpr(device_table.TENSORS)
 # Order of an update's tensors in a row.
-MAIN, MODEL, GRAD, STATE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+MAIN, MODEL, STATE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 OVERFLOW = tl.constexpr(FP16_OVERFLOW)
 UPDATE_VECTOR = tl.constexpr(device_table.VECTOR // 4)  # elements; main params are fp32
 NARROWER = tl.constexpr(1 if INTERPRETED else 4)  # single elements come in smaller blocks: they take more registers
@@ -40,6 +39,7 @@ POINTERS = [
     "rows",
     "chunk_rows",
     "counters",
+    "grads",
     "flags",
     "found_inf",
     "coefficient",
@@ -51,39 +51,6 @@ POINTERS = [
 
 # A kernel's arguments one to a line would be half of this file.
 # fmt: off
-
-
-@inlined
-def _locate(rows, chunk_rows, COLUMNS: tl.constexpr, CHUNK: tl.constexpr):
-    """Return this program's row as a number and as a pointer, the chunk's first element, int64, and its length."""
-    program = tl.program_id(0)
-    index = tl.load(chunk_rows + program)
-    row = rows + index * COLUMNS
-    start = (program - tl.load(row + FIRST_CHUNK)) * CHUNK
-    length = tl.minimum(tl.load(row + NUMEL) - start, CHUNK).to(tl.int32)
-    return index, row, start, length
-
-
-@inlined
-def _whole_vectors(row, length, VECTOR: tl.constexpr):
-    """Return how many elements of the chunk, from its first one on, are whole, aligned vectors of VECTOR elements."""
-    return length * tl.load(row + ALIGNED).to(tl.int32) // VECTOR * VECTOR
-
-
-@inlined
-def _chunk_of(row, TENSOR: tl.constexpr, start, DTYPE: tl.constexpr, VECTOR: tl.constexpr):
-    """Return a pointer to the chunk's first element in a row's tensor. DTYPE None: there is no such tensor.
-
-    VECTOR is how many elements an access may take as one. An update takes as many of each tensor, 8 bytes of a 16-bit
-    one: otherwise Triton would shuffle each of them through shared memory into the arrangement of another.
-    """
-    pointer = row
-    if DTYPE is not None:
-        pointer = tl.load(row + TENSORS + TENSOR).to(tl.pointer_type(DTYPE))
-        if VECTOR > 1:
-            pointer = tl.multiple_of(pointer, VECTOR * DTYPE.primitive_bitwidth // 8)
-        pointer += start
-    return pointer
 
 
 @inlined
@@ -141,17 +108,17 @@ def _arrive(row, counter, flags, overflow, CHUNK: tl.constexpr):
 
 @inlined
 def _adam_chunk(
-    row, start, first, last, landed, coefficient, decay, step_size, inv_correction2_sqrt, beta1, rest1, beta2, rest2,
-    eps, weight_decay, MODEL_DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr, AVG_DTYPE: tl.constexpr,
+    row, grad, start, first, last, landed, coefficient, decay, step_size, inv_correction2_sqrt, beta1, rest1, beta2,
+    rest2, eps, weight_decay, MODEL_DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr, AVG_DTYPE: tl.constexpr,
     SQ_DTYPE: tl.constexpr, MAX_DTYPE: tl.constexpr, DECOUPLED: tl.constexpr, L2: tl.constexpr,
     MAXIMIZE: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):
-    main_chunk = _chunk_of(row, MAIN, start, tl.float32, VECTOR)
-    model_chunk = _chunk_of(row, MODEL, start, MODEL_DTYPE, VECTOR)
-    grad_chunk = _chunk_of(row, GRAD, start, GRAD_DTYPE, VECTOR)
-    avg_chunk = _chunk_of(row, STATE, start, AVG_DTYPE, VECTOR)
-    sq_chunk = _chunk_of(row, STATE + 1, start, SQ_DTYPE, VECTOR)
-    max_chunk = _chunk_of(row, STATE + 2, start, MAX_DTYPE, VECTOR)
+    main_chunk = chunk_of(row, MAIN, start, tl.float32, VECTOR)
+    model_chunk = chunk_of(row, MODEL, start, MODEL_DTYPE, VECTOR)
+    grad_chunk = chunk_at(grad, start, GRAD_DTYPE, VECTOR)
+    avg_chunk = chunk_of(row, STATE, start, AVG_DTYPE, VECTOR)
+    sq_chunk = chunk_of(row, STATE + 1, start, SQ_DTYPE, VECTOR)
+    max_chunk = chunk_of(row, STATE + 2, start, MAX_DTYPE, VECTOR)
     overflow = tl.full((BLOCK,), 0, tl.int32)
     for begin in range(first, last, BLOCK):
         offsets = begin + tl.arange(0, BLOCK)
@@ -184,14 +151,14 @@ def _adam_chunk(
 
 @triton.jit(do_not_specialize=POINTERS)
 def adam_kernel(
-    rows, chunk_rows, counters, flags, found_inf, coefficient, lr, beta1, rest1, beta2, rest2,
+    rows, chunk_rows, counters, grads, flags, found_inf, coefficient, lr, beta1, rest1, beta2, rest2,
     log_beta1: tl.float64, log_beta2: tl.float64, eps, weight_decay, COLUMNS: tl.constexpr,
     MODEL_DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr, AVG_DTYPE: tl.constexpr, SQ_DTYPE: tl.constexpr,
     MAX_DTYPE: tl.constexpr, DECOUPLED: tl.constexpr, L2: tl.constexpr, MAXIMIZE: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Adam and AdamW: ``rest1`` is 1 - beta1, ``L2`` decay through the gradient, ``MAX_DTYPE`` amsgrad's or None."""
-    index, row, start, length = _locate(rows, chunk_rows, COLUMNS, CHUNK)
+    index, slot, row, start, length = locate(rows, chunk_rows, COLUMNS, CHUNK)
     skipped = tl.load(found_inf)
     landed = (skipped == 0).to(tl.int32)
     scale = tl.load(coefficient)
@@ -203,17 +170,18 @@ def adam_kernel(
     inv_correction2_sqrt = (1 / tl.sqrt(1 - tl.exp(t * log_beta2))).to(tl.float32)
     step_size = (rate.to(tl.float64) / correction1).to(tl.float32)
     decay = (1 - rate * weight_decay).to(tl.float32)
-    whole = _whole_vectors(row, length, UPDATE_VECTOR)
+    grad = tl.load(grads + slot)
+    whole = whole_vectors_beside(grad, row, length, GRAD_DTYPE, UPDATE_VECTOR)
     overflow = tl.full((), 0, tl.int32)
     if whole > 0:
         overflow |= _adam_chunk(
-            row, start, 0, whole, landed, scale, decay, step_size, inv_correction2_sqrt, beta1, rest1, beta2,
+            row, grad, start, 0, whole, landed, scale, decay, step_size, inv_correction2_sqrt, beta1, rest1, beta2,
             rest2, eps, weight_decay, MODEL_DTYPE, GRAD_DTYPE, AVG_DTYPE, SQ_DTYPE, MAX_DTYPE, DECOUPLED, L2, MAXIMIZE,
             BLOCK, UPDATE_VECTOR,
         )
     if whole < length:
         overflow |= _adam_chunk(
-            row, start, whole, length, landed, scale, decay, step_size, inv_correction2_sqrt, beta1, rest1, beta2,
+            row, grad, start, whole, length, landed, scale, decay, step_size, inv_correction2_sqrt, beta1, rest1, beta2,
             rest2, eps, weight_decay, MODEL_DTYPE, GRAD_DTYPE, AVG_DTYPE, SQ_DTYPE, MAX_DTYPE, DECOUPLED, L2, MAXIMIZE,
             BLOCK // NARROWER, 1,
         )
@@ -223,14 +191,14 @@ def adam_kernel(
 
 @inlined
 def _sgd_chunk(
-    row, start, first, last, landed, coefficient, rate, momentum, share, weight_decay, MODEL_DTYPE: tl.constexpr,
+    row, grad, start, first, last, landed, coefficient, rate, momentum, share, weight_decay, MODEL_DTYPE: tl.constexpr,
     GRAD_DTYPE: tl.constexpr, BUFFER_DTYPE: tl.constexpr, NESTEROV: tl.constexpr, L2: tl.constexpr,
     MAXIMIZE: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):
-    main_chunk = _chunk_of(row, MAIN, start, tl.float32, VECTOR)
-    model_chunk = _chunk_of(row, MODEL, start, MODEL_DTYPE, VECTOR)
-    grad_chunk = _chunk_of(row, GRAD, start, GRAD_DTYPE, VECTOR)
-    buffer_chunk = _chunk_of(row, STATE, start, BUFFER_DTYPE, VECTOR)
+    main_chunk = chunk_of(row, MAIN, start, tl.float32, VECTOR)
+    model_chunk = chunk_of(row, MODEL, start, MODEL_DTYPE, VECTOR)
+    grad_chunk = chunk_at(grad, start, GRAD_DTYPE, VECTOR)
+    buffer_chunk = chunk_of(row, STATE, start, BUFFER_DTYPE, VECTOR)
     overflow = tl.full((BLOCK,), 0, tl.int32)
     for begin in range(first, last, BLOCK):
         offsets = begin + tl.arange(0, BLOCK)
@@ -257,13 +225,13 @@ def _sgd_chunk(
 
 @triton.jit(do_not_specialize=POINTERS)
 def sgd_kernel(
-    rows, chunk_rows, counters, flags, found_inf, coefficient, lr, momentum, undampened, weight_decay,
+    rows, chunk_rows, counters, grads, flags, found_inf, coefficient, lr, momentum, undampened, weight_decay,
     COLUMNS: tl.constexpr, MODEL_DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr, BUFFER_DTYPE: tl.constexpr,
     DAMPENED: tl.constexpr, NESTEROV: tl.constexpr, L2: tl.constexpr, MAXIMIZE: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """SGD: ``undampened`` is 1 - dampening, ``BUFFER_DTYPE`` None without momentum; ``DAMPENED`` rows count steps."""
-    index, row, start, length = _locate(rows, chunk_rows, COLUMNS, CHUNK)
+    index, slot, row, start, length = locate(rows, chunk_rows, COLUMNS, CHUNK)
     skipped = tl.load(found_inf)
     landed = (skipped == 0).to(tl.int32)
     scale = tl.load(coefficient)
@@ -275,16 +243,17 @@ def sgd_kernel(
         step = tl.load(count)
         # torch's first momentum buffer is the gradient itself, not dampened.
         share = tl.where(step == 0, share, undampened)
-    whole = _whole_vectors(row, length, UPDATE_VECTOR)
+    grad = tl.load(grads + slot)
+    whole = whole_vectors_beside(grad, row, length, GRAD_DTYPE, UPDATE_VECTOR)
     overflow = tl.full((), 0, tl.int32)
     if whole > 0:
         overflow |= _sgd_chunk(
-            row, start, 0, whole, landed, scale, rate, momentum, share, weight_decay,
+            row, grad, start, 0, whole, landed, scale, rate, momentum, share, weight_decay,
             MODEL_DTYPE, GRAD_DTYPE, BUFFER_DTYPE, NESTEROV, L2, MAXIMIZE, BLOCK, UPDATE_VECTOR,
         )
     if whole < length:
         overflow |= _sgd_chunk(
-            row, start, whole, length, landed, scale, rate, momentum, share, weight_decay,
+            row, grad, start, whole, length, landed, scale, rate, momentum, share, weight_decay,
             MODEL_DTYPE, GRAD_DTYPE, BUFFER_DTYPE, NESTEROV, L2, MAXIMIZE, BLOCK // NARROWER, 1,
         )
     last = _arrive(row, counters + index, flags, overflow, CHUNK)
@@ -295,14 +264,14 @@ def sgd_kernel(
 
 @inlined
 def _lion_chunk(
-    row, start, first, last, landed, coefficient, rate, decay, beta1, rest1, beta2, rest2, MODEL_DTYPE: tl.constexpr,
-    GRAD_DTYPE: tl.constexpr, AVG_DTYPE: tl.constexpr, MAXIMIZE: tl.constexpr, BLOCK: tl.constexpr,
-    VECTOR: tl.constexpr,
+    row, grad, start, first, last, landed, coefficient, rate, decay, beta1, rest1, beta2, rest2,
+    MODEL_DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr, AVG_DTYPE: tl.constexpr, MAXIMIZE: tl.constexpr,
+    BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):
-    main_chunk = _chunk_of(row, MAIN, start, tl.float32, VECTOR)
-    model_chunk = _chunk_of(row, MODEL, start, MODEL_DTYPE, VECTOR)
-    grad_chunk = _chunk_of(row, GRAD, start, GRAD_DTYPE, VECTOR)
-    avg_chunk = _chunk_of(row, STATE, start, AVG_DTYPE, VECTOR)
+    main_chunk = chunk_of(row, MAIN, start, tl.float32, VECTOR)
+    model_chunk = chunk_of(row, MODEL, start, MODEL_DTYPE, VECTOR)
+    grad_chunk = chunk_at(grad, start, GRAD_DTYPE, VECTOR)
+    avg_chunk = chunk_of(row, STATE, start, AVG_DTYPE, VECTOR)
     overflow = tl.full((BLOCK,), 0, tl.int32)
     for begin in range(first, last, BLOCK):
         offsets = begin + tl.arange(0, BLOCK)
@@ -324,26 +293,27 @@ def _lion_chunk(
 
 @triton.jit(do_not_specialize=POINTERS)
 def lion_kernel(
-    rows, chunk_rows, counters, flags, found_inf, coefficient, lr, beta1, rest1, beta2, rest2, weight_decay,
+    rows, chunk_rows, counters, grads, flags, found_inf, coefficient, lr, beta1, rest1, beta2, rest2, weight_decay,
     COLUMNS: tl.constexpr, MODEL_DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr, AVG_DTYPE: tl.constexpr,
     MAXIMIZE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """Lion: ``rest1`` is 1 - beta1."""
-    index, row, start, length = _locate(rows, chunk_rows, COLUMNS, CHUNK)
+    index, slot, row, start, length = locate(rows, chunk_rows, COLUMNS, CHUNK)
     landed = (tl.load(found_inf) == 0).to(tl.int32)
     scale = tl.load(coefficient)
     rate = tl.load(lr)
     decay = (1 - rate * weight_decay).to(tl.float32)
-    whole = _whole_vectors(row, length, UPDATE_VECTOR)
+    grad = tl.load(grads + slot)
+    whole = whole_vectors_beside(grad, row, length, GRAD_DTYPE, UPDATE_VECTOR)
     overflow = tl.full((), 0, tl.int32)
     if whole > 0:
         overflow |= _lion_chunk(
-            row, start, 0, whole, landed, scale, rate.to(tl.float32), decay, beta1, rest1, beta2, rest2,
+            row, grad, start, 0, whole, landed, scale, rate.to(tl.float32), decay, beta1, rest1, beta2, rest2,
             MODEL_DTYPE, GRAD_DTYPE, AVG_DTYPE, MAXIMIZE, BLOCK, UPDATE_VECTOR,
         )
     if whole < length:
         overflow |= _lion_chunk(
-            row, start, whole, length, landed, scale, rate.to(tl.float32), decay, beta1, rest1, beta2, rest2,
+            row, grad, start, whole, length, landed, scale, rate.to(tl.float32), decay, beta1, rest1, beta2, rest2,
             MODEL_DTYPE, GRAD_DTYPE, AVG_DTYPE, MAXIMIZE, BLOCK // NARROWER, 1,
         )
     _arrive(row, counters + index, flags, overflow, CHUNK)
@@ -353,8 +323,8 @@ def lion_kernel(
 def _write_back_chunk(
     row, start, first, last, MODEL_DTYPE: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):
-    main_chunk = _chunk_of(row, MAIN, start, tl.float32, VECTOR)
-    model_chunk = _chunk_of(row, MODEL, start, MODEL_DTYPE, VECTOR)
+    main_chunk = chunk_of(row, MAIN, start, tl.float32, VECTOR)
+    model_chunk = chunk_of(row, MODEL, start, MODEL_DTYPE, VECTOR)
     overflow = tl.full((BLOCK,), 0, tl.int32)
     for begin in range(first, last, BLOCK):
         offsets = begin + tl.arange(0, BLOCK)
@@ -370,8 +340,8 @@ def write_back_kernel(
     BLOCK: tl.constexpr,
 ):
     """Round main params into their model params."""
-    index, row, start, length = _locate(rows, chunk_rows, COLUMNS, CHUNK)
-    whole = _whole_vectors(row, length, UPDATE_VECTOR)
+    index, _, row, start, length = locate(rows, chunk_rows, COLUMNS, CHUNK)
+    whole = whole_vectors(row, length, UPDATE_VECTOR)
     overflow = tl.full((), 0, tl.int32)
     if whole > 0:
         overflow |= _write_back_chunk(row, start, 0, whole, MODEL_DTYPE, BLOCK, UPDATE_VECTOR)
@@ -382,11 +352,11 @@ def write_back_kernel(
 
 @inlined
 def _measure_part(
-    row, start, first, last, squares, zeros, GRAD_DTYPE: tl.constexpr, COUNT_ZEROS: tl.constexpr, BLOCK: tl.constexpr,
+    grad, start, first, last, squares, zeros, GRAD_DTYPE: tl.constexpr, COUNT_ZEROS: tl.constexpr, BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
     """Add elements [first, last) of a chunk to lanes: the i-th of the chunk to lane i % BLOCK, whatever VECTOR is."""
-    grad_chunk = _chunk_of(row, 0, start, GRAD_DTYPE, VECTOR)
+    grad_chunk = chunk_at(grad, start, GRAD_DTYPE, VECTOR)
     for begin in range(first // BLOCK * BLOCK, last, BLOCK):
         offsets = begin + tl.arange(0, BLOCK)
         mask = offsets < last
@@ -400,8 +370,8 @@ def _measure_part(
 
 
 @inlined
-def _count_non_finite(row, start, length, GRAD_DTYPE: tl.constexpr, BLOCK: tl.constexpr):
-    grad_chunk = _chunk_of(row, 0, start, GRAD_DTYPE, 1)
+def _count_non_finite(grad, start, length, GRAD_DTYPE: tl.constexpr, BLOCK: tl.constexpr):
+    grad_chunk = chunk_at(grad, start, GRAD_DTYPE, 1)
     non_finite = tl.full((BLOCK,), 0, tl.int32)
     for begin in range(0, length, BLOCK):
         offsets = begin + tl.arange(0, BLOCK)
@@ -412,25 +382,25 @@ def _count_non_finite(row, start, length, GRAD_DTYPE: tl.constexpr, BLOCK: tl.co
 
 @inlined
 def _measure_chunk(
-    row, start, length, GRAD_DTYPE: tl.constexpr, COUNT_ZEROS: tl.constexpr, BLOCK: tl.constexpr,
+    row, grad, start, length, GRAD_DTYPE: tl.constexpr, COUNT_ZEROS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """Return a chunk's sum of squares, fp32, its non-finite count and its zeros, int32."""
     VECTOR: tl.constexpr = 128 // GRAD_DTYPE.primitive_bitwidth
     squares = tl.full((BLOCK,), 0, tl.float32)
     zeros = tl.full((BLOCK,), 0, tl.int32)
-    whole = _whole_vectors(row, length, VECTOR)
+    whole = whole_vectors_beside(grad, row, length, GRAD_DTYPE, VECTOR)
     if whole > 0:
         squares, zeros = _measure_part(
-            row, start, 0, whole, squares, zeros, GRAD_DTYPE, COUNT_ZEROS, BLOCK, VECTOR
+            grad, start, 0, whole, squares, zeros, GRAD_DTYPE, COUNT_ZEROS, BLOCK, VECTOR
         )
     if whole < length:
         squares, zeros = _measure_part(
-            row, start, whole, length, squares, zeros, GRAD_DTYPE, COUNT_ZEROS, BLOCK, 1
+            grad, start, whole, length, squares, zeros, GRAD_DTYPE, COUNT_ZEROS, BLOCK, 1
         )
     total = sum_of_lanes(squares, BLOCK, 1)
     non_finite = tl.full((), 0, tl.int32)
     if (total < float("inf")) == 0:  # a sum is finite only if all elements are: one by one where it is not
-        non_finite = _count_non_finite(row, start, length, GRAD_DTYPE, BLOCK // NARROWER)
+        non_finite = _count_non_finite(grad, start, length, GRAD_DTYPE, BLOCK // NARROWER)
     return total, non_finite, sum_of(zeros)
 
 
@@ -462,7 +432,7 @@ def _sum_partials(partials, stride, number, FAN: tl.constexpr):
 
 @triton.jit(do_not_specialize=POINTERS)
 def measure_kernel(
-    rows, chunk_rows, counters, arrivals, partials, stats, COLUMNS: tl.constexpr, GRAD_DTYPE: tl.constexpr,
+    rows, chunk_rows, counters, grads, arrivals, partials, stats, COLUMNS: tl.constexpr, GRAD_DTYPE: tl.constexpr,
     COUNT_ZEROS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, FAN: tl.constexpr,
 ):
     """Write each row's sum of squares, non-finite count and zeros to ``stats``, fp64, shape [rows, 3].
@@ -470,8 +440,9 @@ def measure_kernel(
     The last program of FAN chunks adds them up, and the last of those programs adds up their sums: the order is that of
     the chunks, whoever is last. ``partials``: fp64, shape [chunks, 4], of rows of more than one chunk.
     """
-    index, row, start, length = _locate(rows, chunk_rows, COLUMNS, CHUNK)
-    squares, non_finite, zeros = _measure_chunk(row, start, length, GRAD_DTYPE, COUNT_ZEROS, BLOCK)
+    index, slot, row, start, length = locate(rows, chunk_rows, COLUMNS, CHUNK)
+    grad = tl.load(grads + slot)
+    squares, non_finite, zeros = _measure_chunk(row, grad, start, length, GRAD_DTYPE, COUNT_ZEROS, BLOCK)
     out = stats + tl.load(row + SLOT) * 3
     chunks = tl.maximum((tl.load(row + NUMEL) + (CHUNK - 1)) // CHUNK, 1).to(tl.int32)
     mine = out

@@ -167,7 +167,7 @@ def test_chunks_are_added_up_in_their_order_on_two_levels(numel: int, monkeypatc
         assert stats.sum_squares.tolist() == [sum_as_documented(grad, CHUNK, 4) for grad in grads]
         assert stats.zeros.tolist() == [int((grad == 0).sum()) for grad in grads]
         assert stats.non_finite.tolist() == [0, 0, 0]
-    [table] = backend._plans.find([device_table.Column(grads)]).tables
+    [table] = backend._plans.find([], grads=device_table.Column(grads)).tables
     assert not table.counters.any()
     assert not table.arrivals.any()
     grads[1][:: CHUNK // 2] = math.inf
@@ -212,25 +212,34 @@ def test_all_whole_vectors_are_taken_as_vectors_and_no_pointer_is_promised_that_
     """Of aligned rows all but a remainder shorter than a vector goes through vectors, at any length; 16-bit tensors of
     an update need 8 bytes. Where a pointer is promised to be aligned, it is.
     """
+    from megascale.kernels.triton import chunks as triton_chunks
     from megascale.kernels.triton import kernels as triton_kernels
 
     promised, taken = [], []
-    chunk_of, whole_vectors = triton_kernels._chunk_of, triton_kernels._whole_vectors
+    chunk_at = triton_chunks.chunk_at
+    whole_vectors, whole_vectors_beside = triton_chunks.whole_vectors, triton_chunks.whole_vectors_beside
 
-    def promise(row: Any, tensor: Any, start: Any, dtype: Any, vector: Any) -> Any:
-        pointer = chunk_of(row, tensor, start, dtype, vector)
+    def promise(address: Any, start: Any, dtype: Any, vector: Any) -> Any:
+        pointer = chunk_at(address, start, dtype, vector)
         count = int(getattr(vector, "value", vector))
-        if dtype is not None and count > 1:
+        if count > 1:
             promised.append(int(pointer.handle.data.item()) % (count * dtype.primitive_bitwidth // 8))
         return pointer
 
-    def take(row: Any, length: Any, vector: Any) -> Any:
-        whole = whole_vectors(row, length, vector)
+    def noted(length: Any, whole: Any) -> Any:
         taken.append((int(length.handle.data.item()), int(whole.handle.data.item())))
         return whole
 
-    monkeypatch.setattr(triton_kernels, "_chunk_of", promise)
-    monkeypatch.setattr(triton_kernels, "_whole_vectors", take)
+    def take(row: Any, length: Any, vector: Any) -> Any:
+        return noted(length, whole_vectors(row, length, vector))
+
+    def take_beside(grad: Any, row: Any, length: Any, dtype: Any, vector: Any) -> Any:
+        return noted(length, whole_vectors_beside(grad, row, length, dtype, vector))
+
+    for module in (triton_chunks, triton_kernels):
+        monkeypatch.setattr(module, "chunk_at", promise)
+    monkeypatch.setattr(triton_kernels, "whole_vectors", take)
+    monkeypatch.setattr(triton_kernels, "whole_vectors_beside", take_beside)
     lengths = [1, 3, 4, 7, 9, 12, 16, 30, CHUNK + 5]
     aligned: list[Row] = [(n, HALF, HALF, SINGLE, [0, 8, 8, 0, 0]) for n in lengths]
     apart: list[Row] = [(21, HALF, HALF, SINGLE, [a, b, c, 0, 0]) for a, b, c in ((4, 0, 0), (0, 2, 0), (0, 0, 4))]

@@ -1,0 +1,64 @@
+"""From a program's number to the memory of its chunk: what kernels read of tables and of gradients' addresses."""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+
+import triton.language as tl
+
+from megascale.kernels.triton import device_table
+from megascale.kernels.triton.interpreter import inlined
+
+NUMEL = tl.constexpr(device_table.NUMEL)
+FIRST_CHUNK = tl.constexpr(device_table.FIRST_CHUNK)
+ALIGNED = tl.constexpr(device_table.ALIGNED)
+TENSORS = tl.constexpr(device_table.TENSORS)
+
+# fmt: off
+
+
+@inlined
+def locate(rows, chunk_rows, COLUMNS: tl.constexpr, CHUNK: tl.constexpr):
+    """Return this program's row as a number, as an index in the call and as a pointer, the chunk's first element,
+    int64, and its length.
+    """
+    program = tl.program_id(0)
+    both = tl.load(chunk_rows + program)
+    index = both & 0xFFFFFFFF
+    row = rows + index * COLUMNS
+    start = (program - tl.load(row + FIRST_CHUNK)) * CHUNK
+    length = tl.minimum(tl.load(row + NUMEL) - start, CHUNK).to(tl.int32)
+    return index, both >> 32, row, start, length
+
+
+@inlined
+def whole_vectors(row, length, VECTOR: tl.constexpr):
+    """Return how many elements of the chunk, from its first one on, are whole, aligned vectors of VECTOR elements."""
+    return length * tl.load(row + ALIGNED).to(tl.int32) // VECTOR * VECTOR
+
+
+@inlined
+def whole_vectors_beside(grad, row, length, GRAD_DTYPE: tl.constexpr, VECTOR: tl.constexpr):
+    """Return the same where the gradient at address ``grad`` is read with the row's tensors."""
+    is_aligned = (grad & (VECTOR * GRAD_DTYPE.primitive_bitwidth // 8 - 1)) == 0
+    return whole_vectors(row, length, VECTOR) * is_aligned.to(tl.int32)
+
+
+@inlined
+def chunk_at(address, start, DTYPE: tl.constexpr, VECTOR: tl.constexpr):
+    """Return a pointer to the chunk's first element in the tensor at an address.
+
+    VECTOR is how many elements an access may take as one. An update takes as many of each tensor, 8 bytes of a 16-bit
+    one: otherwise Triton would shuffle each of them through shared memory into the arrangement of another.
+    """
+    pointer = address.to(tl.pointer_type(DTYPE))
+    if VECTOR > 1:
+        pointer = tl.multiple_of(pointer, VECTOR * DTYPE.primitive_bitwidth // 8)
+    return pointer + start
+
+
+@inlined
+def chunk_of(row, TENSOR: tl.constexpr, start, DTYPE: tl.constexpr, VECTOR: tl.constexpr):
+    """Return a pointer to the chunk's first element in a row's tensor. DTYPE None: there is no such tensor."""
+    pointer = row
+    if DTYPE is not None:
+        pointer = chunk_at(tl.load(row + TENSORS + TENSOR), start, DTYPE, VECTOR)
+    return pointer

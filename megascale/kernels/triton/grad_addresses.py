@@ -1,0 +1,57 @@
+"""Where gradients lie, on the device: a column of addresses that the kernels of a step share, beside their tables."""
+
+from collections import OrderedDict
+from collections.abc import Hashable
+
+from torch import Tensor
+
+from megascale.kernels.tensors.tensor_list import TensorList
+from megascale.kernels.triton.device_table import copied, refuse_capture
+from megascale.utils.graph_capture import is_capturing
+
+CACHE_BYTES = 1 << 23  # columns beyond that are dropped, least recently used first
+
+
+class GradAddresses:
+    """Columns by the addresses in them: gradients that lie where some have lain before copy nothing.
+
+    Of gradients that have moved, statistics and update of a step read the same copy.
+    """
+
+    def __init__(self) -> None:
+        self._columns: OrderedDict[Hashable, Tensor] = OrderedDict()
+        self._nbytes = 0
+        self._captured: dict[Hashable, Tensor] = {}
+
+    def find(self, grads: TensorList) -> Tensor:
+        """Return the addresses on the device: int64, shape [len(grads)].
+
+        Raises UsageError where they are not there yet and the current stream is capturing a graph.
+        """
+        device = grads[0].device
+        capturing = is_capturing(device)
+        key = device, grads.places
+        found = self._captured.get(key)
+        if found is not None:
+            return found
+        found = self._columns.get(key)
+        if found is None:
+            refuse_capture(device, capturing)
+            found = copied(grads.pointers, device)
+            self._keep(key, found)
+            if len(grads.parts) > 1:  # which are updated one after the other
+                pieces = found.split([len(part) for part in grads.parts])
+                for part, piece in zip(grads.parts, pieces, strict=True):
+                    self._keep((device, part.places), piece)
+        elif capturing:
+            self._captured[key] = found  # replays read it for as long as the graph lives
+        else:
+            self._columns.move_to_end(key)
+        return found
+
+    def _keep(self, key: Hashable, addresses: Tensor) -> None:
+        self._columns[key] = addresses
+        self._nbytes += addresses.nbytes
+        while self._nbytes > CACHE_BYTES and len(self._columns) > 2:
+            _, dropped = self._columns.popitem(last=False)
+            self._nbytes -= dropped.nbytes
