@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -90,7 +91,8 @@ def _run(command: list[str], environment: Mapping[str, str] | None = None) -> "s
 
 def _copy_of_sources(folder: Path, name: str, old: str, new: str) -> Path:
     """Copy our native code, with one piece of one file replaced. Returns the copies' folder."""
-    for source in native_library.SOURCE.parent.glob("*.[ch]*"):
+    rooms = (native_library.SOURCE.parent, tensor_reader.SOURCE.parent)
+    for source in chain.from_iterable(room.glob("*.[ch]*") for room in rooms):
         text = source.read_text()
         if source.name == name:
             assert text.count(old) == 1, f"{name} has changed: {old!r}"

@@ -452,7 +452,7 @@ def test_own_writes_are_not_taken_for_those_of_others(reader: str, odd: bool, mo
         followed.append(self.name)
         follow(self)
 
-    monkeypatch.setattr(MainParam, "follow", noted)
+    monkeypatch.setattr(MainParam, "sync_from_model", noted)
     params = [nn.Parameter(torch.randn(5).half()) for _ in range(60)]
     if odd:
         params[40] = nn.Parameter(torch.randn(4, 6).half().t())
