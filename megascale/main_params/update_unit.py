@@ -39,8 +39,8 @@ class UpdateUnit:
         """
         params = self.models.params
         if snapshot is None:
-            return ParamList(params).grads(params, slice(None))
-        return snapshot.grads(params, self._slots) if isinstance(snapshot, ParamList) else GradList(params)
+            return ParamList(params).grads(params, slice(None), self)
+        return snapshot.grads(params, self._slots, self) if isinstance(snapshot, ParamList) else GradList(params)
 
     def record_version(self, versions: NDArray[np.int64] | None = None) -> None:
         """Record that all model params, just written where they lie, are the roundings of their main params.

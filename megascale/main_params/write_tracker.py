@@ -1,6 +1,7 @@
 """Detects writes to model params from ``_version`` and ``data_ptr()``, without reading an element."""
 
 from collections.abc import Iterable
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,9 +58,11 @@ class WriteTracker:
         now = self.snapshot()
         # Copies: where there is one walk over the tensors, these are parts of its result.
         self._versions, self._pointers, self._forms = now.versions.copy(), now.pointers.copy(), now.forms.copy()
+        self._lie = _Lie()
 
     def remember(self, slot: int, other: "WriteTracker", other_slot: int) -> None:
         """Take the param at ``slot`` as ``other`` remembers it."""
+        self._lie = _Lie()
         self._versions[slot] = other._versions[other_slot]
         self._pointers[slot] = other._pointers[other_slot]
         if not self._forms.put(slot, other._forms, other_slot):
@@ -76,6 +79,7 @@ class WriteTracker:
     def take(self, slot: int) -> None:
         """Take one param as it is now."""
         now = TrackedParams(self._tracked.params[slot : slot + 1]).snapshot(among=len(self._tracked.params))
+        self._lie = _Lie()
         self._versions[slot : slot + 1] = now.versions
         self._pointers[slot : slot + 1] = now.pointers
         self._forms.put(slot, now.forms, 0)
@@ -94,4 +98,11 @@ class WriteTracker:
         return np.flatnonzero(changed).tolist()
 
     def _lies_elsewhere(self, snapshot: TensorList) -> NDArray[np.bool_]:
-        return (snapshot.pointers != self._pointers) | snapshot.forms.differ(self._forms)
+        found = snapshot.findings(self._lie)
+        if "elsewhere" not in found:
+            found["elsewhere"] = (snapshot.pointers != self._pointers) | snapshot.forms.differ(self._forms)
+        return cast("NDArray[np.bool_]", found["elsewhere"])
+
+
+class _Lie:
+    """Stands for where a tracker's params lie, and what lies there: another one as soon as that is something else."""

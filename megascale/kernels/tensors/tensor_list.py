@@ -4,7 +4,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from functools import cached_property
 from itertools import chain
 from operator import attrgetter, ne
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import numpy as np
 import torch
@@ -129,6 +129,15 @@ class TensorList(Sequence[Tensor]):
     def __getitem__(self, index: Any) -> Any:
         return self.tensors[index]
 
+    def findings(self, owner: object) -> dict[str, Any]:
+        """Return what ``owner`` has found out about the tensors, to be read and added to.
+
+        It is empty where anything but a version has changed since, and where that cannot be told. No array of this
+        list may be put there, nor a tensor: it outlives them.
+        """
+        found = None if self._facts is None else self._facts.findings
+        return {} if found is None else found.setdefault(owner, {})
+
     @cached_property
     def versions(self) -> NDArray[np.int64]:
         """How often torch has written each, shape [len(self)]."""
@@ -208,6 +217,8 @@ class TensorList(Sequence[Tensor]):
         """Return the code of each one's dtype, shape [len(self)]."""
         if self._kinds is None:
             return np.array([codes[dtype] for dtype in map(_DTYPE, self)], dtype=np.int64)
+        if len(self._kinds) == 1:
+            return np.full(len(self), codes[self._kinds[0][0].dtype], dtype=np.int64)
         found = np.empty(len(self), dtype=np.int64)
         for example, members in self._kinds:
             found[members] = codes[example.dtype]
@@ -226,16 +237,12 @@ class TensorList(Sequence[Tensor]):
     @cached_property
     def _kinds(self) -> list[tuple[Tensor, NDArray[np.bool_]]] | None:
         """One tensor of each kind, and who is of that kind, where all were read in one walk."""
-        if self._memory is None:
-            return None
-        kinds, found = self._memory.kinds, []
-        rest = np.ones(len(kinds), dtype=np.bool_)
-        while rest.any():
-            first = int(rest.argmax())
-            members = kinds == kinds[first]
-            found.append((self[first], members))
-            rest &= ~members
-        return found
+        return None if self._memory is None else [(self[first], members) for first, members in self._members]
+
+    @property
+    def _members(self) -> list[tuple[int, NDArray[np.bool_]]]:
+        """The first tensor of each kind, and who is of that kind. Asked for where all were read in one walk."""
+        return [] if self._memory is None else _by_kind(self._memory.kinds)
 
     @property
     def _examples(self) -> Iterable[Tensor]:
@@ -244,6 +251,18 @@ class TensorList(Sequence[Tensor]):
 
     def _looked_up(self, name: str) -> NDArray[np.int64]:
         return np.array(_of_each(_LOOK[name], self), dtype=np.int64)
+
+
+def _by_kind(kinds: NDArray[np.int64]) -> list[tuple[int, NDArray[np.bool_]]]:
+    """Return, for each number there is, where it is first, and where it is."""
+    found = []
+    rest = np.ones(len(kinds), dtype=np.bool_)
+    while rest.any():
+        first = int(rest.argmax())
+        members = kinds == kinds[first]
+        found.append((first, members))
+        rest &= ~members
+    return found
 
 
 def _of_each(look: Callable[[Tensor], Any], tensors: Iterable[Tensor]) -> list[Any]:
@@ -264,11 +283,15 @@ def _or_nowhere(look: Callable[[Tensor], Any], tensor: Tensor) -> Any:
 class ParamList(TensorList):
     """Parameters. Of thousands, all is looked up together with what :class:`GradList` needs to know."""
 
-    def grads(self, params: list[Tensor], places: slice | NDArray[np.int64]) -> "GradList":
-        """Return the gradients of ``params``, the parameters at these places, as they were when all was looked up."""
+    def grads(self, params: list[Tensor], places: slice | NDArray[np.int64], owner: object = None) -> "GradList":
+        """Return the gradients of ``params``, the parameters at these places, as they were when all was looked up.
+
+        ``owner``: for whom what is found out about them is kept; it always asks for the same places. None: nobody.
+        """
         facts = self._facts
         memory = None if facts is None or facts.grads is None else facts.grads.at(places)
-        return GradList(params, memory, self.forms.at(places))
+        found = None if owner is None else self.findings(owner)
+        return GradList(params, memory, self.forms.at(places), found)
 
     @cached_property
     def _facts(self) -> Facts | None:
@@ -284,12 +307,18 @@ class GradList(TensorList):
         params: a list is used as it is, not copied.
         memory: what was read of all gradients; None: what is to be known is looked up in each.
         forms_of_params: what was read of the parameters; None: each gradient is compared with its parameter.
+        findings: what has been found out about gradients with this memory, of parameters of these forms.
     """
 
     def __init__(
-        self, params: Iterable[Tensor] = (), memory: Memory | None = None, forms_of_params: Forms | None = None
+        self,
+        params: Iterable[Tensor] = (),
+        memory: Memory | None = None,
+        forms_of_params: Forms | None = None,
+        findings: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(params)
+        self._found = {} if findings is None or memory is None else findings
         self._read = memory
         self._forms_of_params = forms_of_params
 
@@ -307,6 +336,11 @@ class GradList(TensorList):
 
         It is a plain tensor then, as :mod:`megascale.kernels.tensors.checked_memory` says.
         """
+        if "fit" not in self._found:
+            self._found["fit"] = self._all_fit()
+        return bool(self._found["fit"])
+
+    def _all_fit(self) -> bool:
         if self._read is None and not (set(map(type, self)) <= {Tensor} and self.are_plain()):
             return False
         if self._forms_of_params is None:
@@ -329,6 +363,12 @@ class GradList(TensorList):
     @property
     def _memory(self) -> Memory | None:
         return self._read
+
+    @property
+    def _members(self) -> list[tuple[int, NDArray[np.bool_]]]:
+        if "members" not in self._found:
+            self._found["members"] = super()._members
+        return cast("list[tuple[int, NDArray[np.bool_]]]", self._found["members"])
 
 
 def _fits(grad: Tensor, param: Tensor) -> bool:

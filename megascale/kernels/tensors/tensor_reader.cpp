@@ -28,7 +28,7 @@ constexpr Py_ssize_t AHEAD = 16;   // tensors between a fetch and what reads it
 constexpr Py_ssize_t WINDOW = 128;  // tensors that are under way at a time: a power of two
 constexpr Py_ssize_t FEW = 2048;   // not worth a second thread, which may have no core to itself
 
-/* Where tensors lie, and what lies there: [4][n]. */
+/* Where tensors lie, and what lies there: [4][n]. Holds what was read there before, or zeros. */
 struct Memory {
   int64_t *pointer, *numel, *kind, *layout;
 
@@ -139,25 +139,36 @@ int64_t end_of(const TensorImpl* tensor) {
   return last + 1;
 }
 
-/* Returns whether it could be read; its kind is -1 where not. */
-bool read_memory(TensorImpl* tensor, const Memory& out, Py_ssize_t at) {
-  out.kind[at] = -1;
-  if (!is_plain(tensor)) return false;
+/* Write a number where it is another one: a line that is only read need not go back to memory. */
+void put(int64_t& place, int64_t number, bool& changed) {
+  if (place == number) return;
+  place = number;
+  changed = true;
+}
+
+/* Returns whether it could be read; its kind is -1 where not. changed: set where it is not what was read before. */
+bool read_memory(TensorImpl* tensor, const Memory& out, Py_ssize_t at, bool& changed) {
+  const auto unread = [&] {
+    put(out.kind[at], -1, changed);
+    return false;
+  };
+  if (!is_plain(tensor)) return unread();
   const auto numel = tensor->numel(), itemsize = static_cast<int64_t>(tensor->itemsize());
   // As Tensor.data_ptr(): an empty tensor lies nowhere. It throws for memory that may not be written.
   auto* storage = tensor->unsafe_storage().unsafeGetStorageImpl();
   auto* data = numel == 0 ? nullptr : static_cast<char*>(storage->mutable_data());
-  if (numel != 0 && (data == nullptr || end_of(tensor) * itemsize > static_cast<int64_t>(storage->nbytes()))) return false;
-  out.pointer[at] = data == nullptr ? 0 : reinterpret_cast<int64_t>(data + tensor->storage_offset() * itemsize);
-  out.numel[at] = numel;
-  out.kind[at] = kind_of(tensor);
-  out.layout[at] = layout_of(tensor);
+  if (numel != 0 && (data == nullptr || end_of(tensor) * itemsize > static_cast<int64_t>(storage->nbytes()))) return unread();
+  const auto* first = data == nullptr ? nullptr : data + tensor->storage_offset() * itemsize;
+  put(out.pointer[at], reinterpret_cast<int64_t>(first), changed);
+  put(out.numel[at], numel, changed);
+  put(out.kind[at], kind_of(tensor), changed);
+  put(out.layout[at], layout_of(tensor), changed);
   return true;
 }
 
-void read_status(TensorImpl* tensor, const Status& out, Py_ssize_t at) {
+void read_status(TensorImpl* tensor, const Status& out, Py_ssize_t at, bool& changed) {
   out.version[at] = tensor->version_counter().current_version();
-  out.requires_grad[at] = tensor->requires_grad();
+  put(out.requires_grad[at], tensor->requires_grad(), changed);
 }
 
 /* ---- walking ---- */
@@ -308,8 +319,12 @@ extern "C" {
 
 /* memory: [4][n]. status: [2][n]. grads: [4][n], the memory of their gradients, or null. A tensor without a gradient that
  * could be read counts as read, the gradient's kind is -1.
+ *
+ * changed: whether anything but a version is not what an earlier call has left there. It means nothing where not all
+ * tensors could be read.
  */
-int64_t read_tensors(PyObject* list, int64_t* memory, int64_t* status, int64_t* grads, int threads) {
+int64_t read_tensors(
+    PyObject* list, int64_t* memory, int64_t* status, int64_t* grads, int64_t* changed, int threads) {
   const auto n = PyList_GET_SIZE(list);
   const Memory out(memory, n), out_of_grads(grads, n);
   const Status out_of_status(status, n);
@@ -318,13 +333,24 @@ int64_t read_tensors(PyObject* list, int64_t* memory, int64_t* status, int64_t* 
     fetch_version(tensor);
     fetch_autograd(tensor);
   };
-  const auto read = [=](TensorImpl* tensor, Py_ssize_t i) -> int64_t {
-    if (!read_memory(tensor, out, i)) return 1;
-    read_status(tensor, out_of_status, i);
-    return 0;
+  // Of a walk's sum, the upper half counts tensors that have changed, the lower half those that could not be read.
+  constexpr auto CHANGED = int64_t{1} << 32;
+  const auto told = [changed](int64_t sum) {
+    *changed = sum >= CHANGED;
+    return sum % CHANGED;
+  };
+  const auto read_one = [=](TensorImpl* tensor, Py_ssize_t i, bool& is_other) {
+    const bool is_read = read_memory(tensor, out, i, is_other);
+    if (is_read) read_status(tensor, out_of_status, i, is_other);
+    return !is_read;
+  };
+  const auto read = [=](TensorImpl* tensor, Py_ssize_t i) {
+    bool is_other = false;
+    const bool is_unread = read_one(tensor, i, is_other);
+    return is_unread + CHANGED * is_other;
   };
   const Listed tensors{items_of(list)};
-  if (grads == nullptr) return walk(tensors, n, threads, read, fetch_whole, fetch_parts);
+  if (grads == nullptr) return told(walk(tensors, n, threads, read, fetch_whole, fetch_parts));
   const auto of_grad = [](auto fetch_it) {
     return [fetch_it](TensorImpl* tensor) {
       auto* grad = grad_of(tensor);
@@ -332,11 +358,13 @@ int64_t read_tensors(PyObject* list, int64_t* memory, int64_t* status, int64_t* 
     };
   };
   const auto read_both = [=](TensorImpl* tensor, Py_ssize_t i) {
-    read_memory(tensor == nullptr ? nullptr : grad_of(tensor), out_of_grads, i);
-    return read(tensor, i);
+    bool is_other = false;
+    read_memory(tensor == nullptr ? nullptr : grad_of(tensor), out_of_grads, i, is_other);
+    const bool is_unread = read_one(tensor, i, is_other);
+    return is_unread + CHANGED * is_other;
   };
-  return walk(
-      tensors, n, threads, read_both, fetch_whole, fetch_parts, of_grad(fetch_whole), of_grad(fetch_storage));
+  return told(
+      walk(tensors, n, threads, read_both, fetch_whole, fetch_parts, of_grad(fetch_whole), of_grad(fetch_storage)));
 }
 
 /* Keep tensors, as they are now, for hold_tensors(). Returns None where one of them could not be read. */
@@ -349,7 +377,8 @@ PyObject* expect_tensors(PyObject* list) {
     for (Py_ssize_t i = 0; i < n; i++) {
       auto* tensor = tensor_of(PyList_GET_ITEM(list, i));
       const Memory out(memory.data(), 1);
-      if (!read_memory(tensor, out, 0)) Py_RETURN_NONE;
+      bool changed;
+      if (!read_memory(tensor, out, 0, changed)) Py_RETURN_NONE;
       const auto& owner = THPVariable_Unpack(PyList_GET_ITEM(list, i)).getIntrusivePtr();
       const auto form = form_of(tensor, tensor->is_contiguous());
       all.push_back({owner, *out.pointer, *out.numel, form, tensor->key_set().raw_repr()});

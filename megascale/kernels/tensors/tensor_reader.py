@@ -15,7 +15,8 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter, is_, methodcaller
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -69,36 +70,55 @@ _LOOK: tuple[Callable[[Tensor], Any], ...] = (
 )
 
 
+Findings: TypeAlias = WeakKeyDictionary[object, dict[str, Any]]
+
+
 class Facts(NamedTuple):
     """What is known of tensors: their memory, and int64 arrays, one element to a tensor.
 
-    ``grads``: the memory of their gradients, where that was asked for.
+    Attributes:
+        grads: the memory of their gradients, where that was asked for.
+        findings: what has been worked out of all this but the versions, by whoever did: the same dicts as long as
+            nothing else changes, empty ones then. None: there is no place for it.
     """
 
     memory: Memory
     versions: NDArray[np.int64]
     requires_grad: NDArray[np.int64]
     grads: Memory | None
+    findings: Findings | None = None
 
 
 class Room:
     """Memory to read facts into. It serves again once no array of it is held: to get fresh memory costs more than to
-    write into it.
+    write into it. What was found out about the facts lies beside them.
     """
 
     def __init__(self) -> None:
-        self._used: list[tuple[bytearray, weakref.ref[NDArray[np.int64]]]] = []
+        self._used: list[_Used] = []
 
-    def take(self, rows: int, columns: int) -> NDArray[np.int64]:
-        """Return an array of shape [rows, columns]. What is in it means nothing."""
+    def take(self, rows: int, columns: int) -> tuple[NDArray[np.int64], Findings]:
+        """Return an array of shape [rows, columns], and what was found out about what is in it.
+
+        It holds what was last read there, or zeros about which nothing is known.
+        """
         count = rows * columns
-        free = [memory for memory, array in self._used if array() is None and len(memory) == 8 * count]
-        memory = free[0] if free else bytearray(8 * count)
+        free = [used for used in self._used if used.array() is None and used.shape == (rows, columns)]
+        memory, findings = (free[0].memory, free[0].findings) if free else (bytearray(8 * count), WeakKeyDictionary())
         # The base of all that is cut from it: alive as long as any of that.
         array = np.ndarray(count, dtype=np.int64, buffer=memory)
-        self._used = [(other, held) for other, held in self._used if held() is not None]
-        self._used.append((memory, weakref.ref(array)))
-        return array.reshape(rows, columns)
+        self._used = [used for used in self._used if used.array() is not None]
+        self._used.append(_Used(memory, weakref.ref(array), (rows, columns), findings))
+        return array.reshape(rows, columns), findings
+
+
+class _Used(NamedTuple):
+    """Memory of a room; ``array``: the one that was last made of it."""
+
+    memory: bytearray
+    array: "weakref.ref[NDArray[np.int64]]"
+    shape: tuple[int, int]
+    findings: Findings
 
 
 def read(
@@ -114,16 +134,22 @@ def read(
     native = _native(len(tensors) if among is None else among)
     if native is None:
         return None
-    rows = (Room() if room is None else room).take(10 if grads else 6, len(tensors))
+    rows, findings = (Room() if room is None else room).take(10 if grads else 6, len(tensors))
+    changed = ctypes.c_int64()
     memory, status, of_grads = rows[:4], rows[4:6], rows[6:]
     unread = native.read_tensors(
         tensors,
         memory.ctypes.data,
         status.ctypes.data,
         of_grads.ctypes.data if grads else None,
+        ctypes.byref(changed),
         torch.get_num_threads(),
     )
-    return None if unread else Facts(Memory(*memory), status[0], status[1], Memory(*of_grads) if grads else None)
+    if unread or changed.value:
+        findings.clear()
+    if unread:
+        return None
+    return Facts(Memory(*memory), status[0], status[1], Memory(*of_grads) if grads else None, findings)
 
 
 def expect_memory(tensors: list[Tensor]) -> Callable[[], bool]:
@@ -266,7 +292,7 @@ def _recipe(compiler: Command, flags: Sequence[str]) -> Recipe:
 def _declare(loaded: ctypes.PyDLL) -> ctypes.PyDLL:
     objects, memory, threads = ctypes.py_object, ctypes.c_void_p, ctypes.c_int
     signatures = {
-        "read_tensors": [objects, memory, memory, memory, threads],
+        "read_tensors": [objects, memory, memory, memory, memory, threads],
         "expect_tensors": [objects],
         "hold_tensors": [objects, threads],
         "read_versions": [objects, memory, threads],

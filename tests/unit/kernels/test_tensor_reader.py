@@ -203,6 +203,134 @@ def test_looks_of_a_watch_share_memory() -> None:
     assert len(addresses) == 1
 
 
+class _Owner:
+    """Who finds out something."""
+
+
+def _turned(param: nn.Parameter) -> None:
+    param.data = torch.zeros(3, 2).t()
+
+
+CHANGES: list[Callable[[nn.Parameter], object]] = [
+    lambda p: setattr(p, "data", torch.zeros(2, 3)),
+    lambda p: setattr(p, "data", torch.zeros(3, 2)),
+    lambda p: setattr(p, "data", p.data.double()),
+    _turned,
+    lambda p: p.requires_grad_(False),
+    lambda p: setattr(p, "grad", None),
+    lambda p: setattr(p, "grad", torch.ones(2, 3)),
+    lambda p: setattr(p, "grad", torch.ones(3, 2).t()),
+    lambda p: p.untyped_storage().resize_(0),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("place", [0, 4, 9])
+def test_what_was_found_out_is_forgotten_when_a_tensor_changes(
+    place: int, change: Callable[[nn.Parameter], object]
+) -> None:
+    """It is kept while torch writes, and gone after any other change: of one parameter, or of one gradient."""
+    params, room, owner = [nn.Parameter(torch.zeros(2, 3)) for _ in range(10)], tensor_reader.Room(), _Owner()
+    for param in params:
+        param.grad = torch.ones(2, 3)
+    held = list(params)
+
+    def found() -> dict[str, Any]:
+        return ParamList(held, room=room).findings(owner)
+
+    found()["answer"] = 42
+    with torch.no_grad():
+        params[place].add_(1)
+    grads = [param.grad for param in params]  # alive: what comes later lies elsewhere
+    memory = [param.data for param in params]
+    assert found() == {"answer": 42}
+    assert ParamList(held, room=room).findings(_Owner()) == {}
+    change(params[place])
+    assert found() == {}
+    assert found() == {}
+    del grads, memory
+
+
+def test_what_was_found_out_is_forgotten_when_a_walk_fails() -> None:
+    """Memory that may not be written ends the look at its tensor: what changed beside it counts all the same."""
+    params, room, owner = [nn.Parameter(torch.zeros(3)) for _ in range(5)], tensor_reader.Room(), _Owner()
+    params[1].grad, own = torch.ones(3), params[1].data
+    held = list[Tensor](params)
+    ParamList(held, room=room).findings(owner)["answer"] = 42
+    locked = torch.zeros(3)
+    torch._C._set_throw_on_mutable_data_ptr(locked)
+    params[1].data, params[1].grad = locked, None
+    assert ParamList(held, room=room).findings(owner) == {}
+    params[1].data = own
+    assert ParamList(held, room=room).findings(owner) == {}
+
+
+def test_what_was_found_out_lets_go_of_memory() -> None:
+    """A step's own findings hold neither an array that was read into nor a gradient."""
+    watch = WriteTracker([nn.Parameter(torch.zeros(3)) for _ in range(5)])
+    params = list(watch._tracked.params)
+    gone: list[weakref.ref[Tensor]] = []
+    addresses: set[int] = set()
+    owner, others = _Owner(), list[bytearray]()
+    for _ in range(4):
+        for param in params:
+            param.grad = torch.ones(3)
+        snapshot = watch.snapshot()
+        assert isinstance(snapshot, ParamList)
+        assert watch.written(snapshot) == []
+        grads = snapshot.grads(params, slice(None), owner)
+        assert grads.fit()
+        assert grads.dtype_codes(CODES).tolist() == [0] * 5
+        addresses.add(snapshot.versions.ctypes.data)
+        gone += [weakref.ref(param.grad) for param in params if param.grad is not None]
+        for param in params:
+            param.grad = None
+        del snapshot, grads
+        others += [bytearray(400) for _ in range(9)]  # would take what had been given back
+    assert len(addresses) == 1
+    assert all(reference() is None for reference in gone)
+
+
+def test_gradients_that_no_longer_fit_are_found() -> None:
+    """A gradient that becomes one of another kind, or of other memory, is looked at again; one that stays is not."""
+    watch = WriteTracker([nn.Parameter(torch.zeros(3)) for _ in range(5)])
+    params, owner = list(watch._tracked.params), _Owner()
+    for param in params:
+        param.grad = torch.ones(3)
+
+    def fit() -> bool:
+        snapshot = watch.snapshot()
+        assert isinstance(snapshot, ParamList)
+        return snapshot.grads(params, slice(None), owner).fit()
+
+    assert [fit(), fit()] == [True, True]
+    params[2].grad = torch._neg_view(torch.ones(3))
+    assert [fit(), fit()] == [False, False]
+    params[2].grad = torch.ones(3)
+    assert fit()
+    params[2].grad.untyped_storage().resize_(0)
+    assert not fit()
+
+
+def test_a_watch_that_takes_a_param_asks_again() -> None:
+    """What a param was found to be is no longer so once it was taken as it is now, and once it has moved again."""
+    param, rest = nn.Parameter(torch.zeros(3)), [nn.Parameter(torch.zeros(3)) for _ in range(4)]
+    watch = WriteTracker([param, *rest])
+    first, second = param.data, torch.zeros(3)
+    assert not watch.moved(watch.snapshot())
+    param.data = second
+    assert watch.written(watch.snapshot()) == [0]
+    assert watch.moved(watch.snapshot())
+    watch.take(0)
+    assert not watch.moved(watch.snapshot())
+    param.data = first
+    assert watch.moved(watch.snapshot())
+    other = WriteTracker([nn.Parameter(first), *rest])
+    assert watch.moved(watch.snapshot())
+    watch.remember(0, other, 0)
+    assert not watch.moved(watch.snapshot())
+
+
 def test_gradients_are_read_through_their_parameters() -> None:
     """The facts of gradients are read without holding one; who asks for a gradient gets the parameter's own."""
     params = [nn.Parameter(torch.zeros(index + 1)) for index in range(100)]
