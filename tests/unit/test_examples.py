@@ -1,5 +1,7 @@
 """The scripts of examples/ run as their page says, and the page lists every one of them."""
 
+import difflib
+import itertools
 import re
 import sys
 from pathlib import Path
@@ -10,13 +12,14 @@ from tests.jobs import job
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ROOT = EXAMPLES.parent
+STAGES = ("1_loop", "2_fp16", "3_two_ranks", "4_sharded", "5_checkpoint")
 
 
 def _start(script: str, *arguments: str, ranks: int = 2) -> str:
-    """Return what ``script`` prints under torchrun."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    """Return what ``script`` prints under torchrun; with 0 ranks, without it."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
     variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    with job([*torchrun, str(EXAMPLES / script), *arguments], variables) as running:
+    with job([sys.executable, *torchrun, str(EXAMPLES / script), *arguments], variables) as running:
         return running.finish(timeout=240)
 
 
@@ -92,3 +95,49 @@ def test_rl_page_shows_what_the_script_prints() -> None:
     """The columns of the page's table are the script's."""
     [header] = re.findall(r'"(\| seed .* \|)"', (EXAMPLES / "rl_fp16.py").read_text())
     assert header in (ROOT / "docs" / "rl_fp16.md").read_text()
+
+
+def _diff(before: str, after: str) -> str:
+    """Return what changes between two texts, with a line of context, and ``...`` for what stays."""
+    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), n=1, lineterm="")
+    hunks = re.split(r"^@@.*\n", "\n".join(line.rstrip() for line in lines), flags=re.MULTILINE)[1:]
+    return "\n...\n".join(hunk.strip("\n") for hunk in hunks)
+
+
+def test_tutorial_shows_its_scripts() -> None:
+    """The page has the first script whole, what changes from each to the next, and a start of each, in this order."""
+    page = (ROOT / "docs" / "tutorial.md").read_text()
+    texts = [(EXAMPLES / "tutorial" / f"{stage}.py").read_text() for stage in STAGES]
+    changes = [_diff(before, after) for before, after in itertools.pairwise(texts)]
+    assert re.findall(r"^```python\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE) == [texts[0]]
+    assert re.findall(r"^```diff\n(.*?)\n```", page, flags=re.DOTALL | re.MULTILINE) == changes
+    started = re.findall(r"^\w+ .*examples/tutorial/(\w+)\.py$", page, flags=re.MULTILINE)
+    assert started == [*STAGES, STAGES[-1]]  # the last one twice: it resumes
+
+
+@pytest.mark.slow
+def test_tutorial_learns_as_well_in_fp16() -> None:
+    """Stages 1 and 2: the losses of fp16 are those of fp32 to 1 %, and not the same ones."""
+    fp32, fp16 = (_losses(_start(f"tutorial/{stage}.py", ranks=0)) for stage in STAGES[:2])
+    assert fp32[-1] < fp32[0] - 0.2
+    assert fp16 == pytest.approx(fp32, rel=0.01)
+    assert fp16 != fp32
+
+
+@pytest.mark.slow
+def test_tutorial_learns_as_well_sharded() -> None:
+    """Stages 3 and 4: sharded or not, two ranks learn alike."""
+    replicated, sharded = (_losses(_start(f"tutorial/{stage}.py")) for stage in STAGES[2:4])
+    assert replicated[-1] < replicated[0] - 0.2
+    assert sharded == pytest.approx(replicated, rel=0.01)
+
+
+@pytest.mark.slow
+def test_tutorial_resumes_on_three_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stage 5: what two ranks saved, three go on with, at the next step and near the loss that was reached."""
+    monkeypatch.chdir(tmp_path)
+    outputs = [_start("tutorial/5_checkpoint.py", ranks=ranks) for ranks in (2, 3)]
+    steps = [int(step) for output in outputs for step in re.findall(r"step (\d+):", output)]
+    assert steps == list(range(20, 241, 20))
+    first, second = (_losses(output) for output in outputs)
+    assert second[0] < first[0] - 0.5
