@@ -115,7 +115,11 @@ def measure(counts: Sequence[int]) -> None:
     from triton.runtime import driver
 
     import megascale.optimizer
-    from megascale.kernels.triton.backend import TritonBackend
+
+    try:
+        from megascale.kernels.triton.backend import TritonBackend
+    except ModuleNotFoundError:  # in checkouts of commits up to b69c0ed
+        from megascale.kernels.triton_backend import TritonBackend
 
     class OnHost(TritonBackend):
         """Hands host memory to kernels that do not run."""
