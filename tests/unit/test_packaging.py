@@ -74,3 +74,12 @@ def test_licence_is_named_where_tools_look() -> None:
     [holders] = [author["name"] for author in project["authors"]]
     assert holders in licence
     assert holders in (ROOT / "CITATION.cff").read_text()
+
+
+def test_workflow_runs_what_is_there() -> None:
+    """Commands and files that .github/workflows name exist in the repository."""
+    workflow = (ROOT / ".github" / "workflows" / "checks.yml").read_text()
+    named = set(re.findall(r"(?:\.\./)?((?:examples|\.ci)/\w+[\w.]*)", workflow))
+    assert named >= {".ci/run"}
+    assert {name for name in named if not (ROOT / name).exists()} == set()
+    assert "-c constraints.txt" in workflow
