@@ -24,12 +24,12 @@ from peers.rounds import Bandwidth
 from peers.rules import ADAMW, FP32_MOMENTS, RULES
 from torch import Tensor
 
-from megascale import kernels
+from megascale.kernels import native
 from megascale.kernels.compiler import find_compiler, machine_flag
 from megascale.kernels.library_build import Recipe, load, share_openmp
 
 SOURCE = Path(__file__).parent / "peers" / "traffic.c"
-HEADERS = Path(kernels.__file__).parent
+HEADERS = Path(native.__file__).parent
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 COLUMNS = 4
 """Columns of fp32 that a table has: the main param and up to three moments."""

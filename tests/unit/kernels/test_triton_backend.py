@@ -581,7 +581,7 @@ except UsageError as error:
     print(error)
 
 TYPES = {"flags": "*u8", "lr": "*fp64", "log_beta1": "fp64", "log_beta2": "fp64"}
-TYPES |= dict.fromkeys(("rows", "chunk_rows", "counters", "arrivals"), "*i64")
+TYPES |= dict.fromkeys(("rows", "chunk_rows", "grads", "counters", "arrivals"), "*i64")
 TYPES |= dict.fromkeys(("found_inf", "coefficient", "scale", "numbers"), "*fp32")
 TYPES |= dict.fromkeys(("partials", "stats", "sum_squares", "non_finite", "zeros", "errors"), "*fp64")
 TYPES |= dict.fromkeys(("shares", "contrasts"), "*fp64") | {"scaled": "fp64"}
