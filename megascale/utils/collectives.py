@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from megascale.errors import MegascaleError, RankError
+from megascale.utils import gloo_threads as gloo_threads  # whoever begins collectives also ends well
 from megascale.utils.dtensors import is_dtensor
 
 if TYPE_CHECKING:
