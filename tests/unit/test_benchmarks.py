@@ -247,3 +247,32 @@ def test_paper_reads_what_the_benchmarks_write(tmp_path: Path) -> None:
         assert [found[f"{size} tensors: {what}"]["paper"] for what in ("launches", "host waits")] == ["6", "0"]
         assert float(found[f"{size} tensors: ms"]["measured"]) > 0
     assert len(found) == 3 * 3 + 2
+
+
+def test_figures_are_of_the_committed_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each picture of docs/ names the digest of the rounds it shows: one of older rounds is found."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    figure = importlib.import_module("figure")
+    for rounds, picture in figure.FIGURES.items():
+        source = f"{rounds} {figure.digest(ROOT / 'benchmarks' / 'results' / rounds)}"
+        drawn = (ROOT / "docs" / "assets" / picture).read_bytes()
+        assert source.encode() in drawn, f"docs/assets/{picture} is of other rounds: python benchmarks/figure.py"
+
+
+def test_figures_have_a_bar_for_each_contender(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A panel for each dtype, or for each number of tensors; contenders keep their order."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    figure = importlib.import_module("figure")
+    (tmp_path / "step_cpu.csv").write_text(
+        'dtype,contender,round,ms\nfloat16,"b, c",0,2\nfloat16,"b, c",1,4\nfloat16,a,0,3\nbfloat16,a,0,5\n'
+    )
+    times = figure.read_times(tmp_path / "step_cpu.csv")
+    assert times == {"float16": {"b, c": [2.0, 4.0], "a": [3.0]}, "bfloat16": {"a": [5.0]}}
+    grown = {"a, x, 200 tensors": [1.0], "a, x, 9 tensors": [2.0], "a, 200 tensors": [3.0], "a, 9 tensors": [4.0]}
+    few, many = figure.growth_panels({"float16": grown}).values()
+    assert (few, many) == ({"a, x": [1.0], "a": [3.0]}, {"a, x": [2.0], "a": [4.0]})
+    pytest.importorskip("matplotlib")
+    (tmp_path / "growth_cpu.csv").write_text('dtype,contender,round,ms\nfloat16,"a, 2 tensors",0,1\n')
+    figure.main(["--results", str(tmp_path), "--out", str(tmp_path)])
+    for rounds, picture in figure.FIGURES.items():
+        assert figure.digest(tmp_path / rounds).encode() in (tmp_path / picture).read_bytes()
