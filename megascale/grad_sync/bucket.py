@@ -59,3 +59,8 @@ class FlatBucket:
         """Return the memory of a piece, 1-D."""
         start = piece.start - self.bucket.start
         return self.flat[start : start + piece.numel]
+
+    def parts(self, rank: int) -> dict[str, Tensor]:
+        """Return the memory of what ``rank`` owns of each parameter, by name: 1-D, empty where it owns nothing."""
+        pieces = self.pieces(rank)
+        return {name: self.part(pieces[name]) if name in pieces else self.flat[:0] for name in self.views}

@@ -187,6 +187,7 @@ class GradSync:
         self.buckets: list[SyncedBucket] = []
         self._thread = ReduceThread()
         self._main_grads: dict[int, Tensor] = {}
+        self._local_grads: dict[int, Tensor] = {}
         self._hooks: list[RemovableHandle] = []
         self._remove_hooks = finalize(self, _remove, self._hooks)
         self._remove_hooks.atexit = False
@@ -216,8 +217,10 @@ class GradSync:
         added = self._build(params, param_groups or {})
         self.buckets += added
         for bucket in added:
+            local = bucket.memory.parts(bucket.rank) if self.is_sharded else bucket.memory.views
             for name, param in bucket.params.items():
                 self._main_grads[id(param)] = bucket.memory.views[name]
+                self._local_grads[id(param)] = local[name]
                 self._hooks.append(GradHook(self, name, bucket.index).register(param))
                 if param.grad is not None:
                     self._accumulate(name, param, bucket)
@@ -226,6 +229,13 @@ class GradSync:
     def main_grad(self, param: nn.Parameter) -> Tensor | None:
         """Return the main grad of ``param``, live, in its shape; None for a parameter that is not synced here."""
         return self._main_grads.get(id(param))
+
+    def local_grad(self, param: nn.Parameter) -> Tensor | None:
+        """Return what this rank keeps of the main grad of ``param``, live; None for one that is not synced here.
+
+        Sharded, its piece: 1-D, empty where another rank owns all of it. Otherwise all of it, in its shape.
+        """
+        return self._local_grads.get(id(param))
 
     def reduces(self, grad: Tensor) -> bool:
         """Return whether ``grad``, a main grad or a part of one, lies where reductions reach it."""

@@ -156,10 +156,6 @@ class MainParams(ABC):
         """Whether this optimizer can hold state of ``param``."""
         return True
 
-    def grad(self, param: MainParam) -> Tensor | None:
-        """Return this rank's piece of the reduced gradient, live; None where gradients are whole."""
-        return None
-
     def units(self) -> list[UpdateUnit]:
         """Return what is updated in one go, in order."""
         if self._units is None:

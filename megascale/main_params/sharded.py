@@ -59,7 +59,6 @@ class ShardedMainParams(MainParams):
         self._place = {name: index for index, name in enumerate(names.values())}
         self._pieces: dict[int, Piece | None] = {}
         self._buckets: WeakKeyDictionary[UpdateUnit, list[GatheredBucket]] = WeakKeyDictionary()
-        self._grads: dict[int, Tensor] = {}
 
     def make(self, params: Mapping[str, nn.Parameter], group_of: Mapping[str, int]) -> list[MainParam]:
         """See :class:`MainParams`. All ranks call it together.
@@ -79,10 +78,8 @@ class ShardedMainParams(MainParams):
         for synced in added:
             memory = self._gather.buckets[synced.index].memory
             pieces = memory.pieces(synced.rank)
-            for name, param in synced.params.items():
-                piece = self._pieces[id(param)] = pieces.get(name)
-                shards[name] = memory.flat[:0] if piece is None else memory.part(piece)
-                self._grads[id(param)] = synced.memory.flat[:0] if piece is None else synced.memory.part(piece)
+            self._pieces |= {id(param): pieces.get(name) for name, param in synced.params.items()}
+            shards |= memory.parts(synced.rank)
         slabs = Slabs(shards.values())
         made = {name: _make(name, params[name], shard, slabs) for name, shard in shards.items()}
         return [made[name] for name in params]
@@ -97,10 +94,6 @@ class ShardedMainParams(MainParams):
         groups = {is_expert(param): self._groups.of_param(param) for param in params.values()}
         for experts in sorted(groups):
             raise_together(error, groups[experts].holders)
-
-    @override
-    def grad(self, param: MainParam) -> Tensor:
-        return self._grads[id(param.model)]
 
     def start_of(self, param: nn.Parameter) -> int:
         """Return where this rank's piece begins in the flattened parameter; 0 for an empty one."""

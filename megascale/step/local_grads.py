@@ -105,9 +105,7 @@ class ReadyGrads:
         error = self.finish(main_params)
         updates: list[PendingUpdate] = []
         for unit in main_params.units():
-            found = (
-                self._synced(unit, main_params) or self._plain(unit, snapshot) or self._one_by_one(unit, main_params)
-            )
+            found = self._synced(unit) or self._plain(unit, snapshot) or self._one_by_one(unit)
             if isinstance(found, MegascaleError):
                 error = error or found
             elif found[0].params:
@@ -171,7 +169,7 @@ class ReadyGrads:
             return params[0], grads[0]
         return list(chain.from_iterable(params)), TensorList.joined(grads) if grads else TensorList()
 
-    def _synced(self, unit: UpdateUnit, main_params: MainParams) -> Found | MegascaleError | None:
+    def _synced(self, unit: UpdateUnit) -> Found | MegascaleError | None:
         """Return the synced gradients of a unit all of whose parameters have one; they stay where they are."""
         if self._grad_sync is None:
             return None
@@ -179,7 +177,7 @@ class ReadyGrads:
         if kept is None or not kept.memory.holds():
             grads: list[Tensor] = []
             for param in unit.params:
-                grad = self._main_grad(param, main_params)
+                grad = self._main_grad(param)
                 if grad is not None:
                     if not self._is_in_place(param, grad):
                         return _misplaced(param.name)
@@ -200,18 +198,17 @@ class ReadyGrads:
         grads = unit.grads(snapshot if self._grad_sync is None else None)
         return (unit, grads) if grads.fit() else None
 
-    def _main_grad(self, param: MainParam, main_params: MainParams) -> Tensor | None:
+    def _main_grad(self, param: MainParam) -> Tensor | None:
         """Return the synced gradient. A parameter that was frozen since takes no part."""
         if self._grad_sync is None or not param.model.requires_grad:
             return None
-        piece = main_params.grad(param)
-        return self._grad_sync.main_grad(param.model) if piece is None else piece
+        return self._grad_sync.local_grad(param.model)
 
-    def _one_by_one(self, unit: UpdateUnit, main_params: MainParams) -> Found | MegascaleError:
+    def _one_by_one(self, unit: UpdateUnit) -> Found | MegascaleError:
         """Return what has a gradient of either kind. One whose bytes are not its values is replaced by one of bytes."""
         found: list[tuple[MainParam, Tensor]] = []
         for param in unit.params:
-            grad, model = self._main_grad(param, main_params), param.model
+            grad, model = self._main_grad(param), param.model
             if grad is not None and not self._is_in_place(param, grad):
                 return _misplaced(param.name)
             if grad is None and model.grad is not None:
