@@ -34,7 +34,7 @@ class _Averaged:
 
     @property
     def like_main(self) -> Tensor:
-        """The average as the kind of tensor that the main param is. Aliases."""
+        """The average, as a DTensor where the main param is one. Shares memory."""
         return dtensor_like(self.average, self.source.main)
 
 
@@ -60,7 +60,7 @@ class AveragedMainParams:
             fp64 parameters, whose landed steps :meth:`update_parameters` must be told.
         avg_fn: as in torch: ``avg_fn(average, current, n_averaged)`` returns the new average.
         multi_avg_fn: as in torch: writes averages in place, from lists of tensors of one device and dtype. Both must be
-            elementwise: pieces of parameters, and lists cut where memory asks for it, are given. None and None: the
+            elementwise: they get pieces of parameters, and lists may be split to save memory. If both are None: the
             equally weighted average (SWA). torch's ``get_swa_multi_avg_fn`` reads ``n_averaged`` on the host.
         use_buffers: average buffers too, in their own dtype. False: keep the buffers of the last landed update.
 
@@ -109,10 +109,10 @@ class AveragedMainParams:
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module | None = None, *, success: Tensor | bool | None = None) -> None:
-        """Take the main params as they are now into the averages, if a step has landed.
+        """Add the main params of this moment to the averages, if a step has landed.
 
         Args:
-            model: as torch has it; none but the model of the constructor.
+            model: for torch's signature; None or the constructor's model.
             success: bool, or a tensor of one bool, such as ``result.success``. None: whether any step since the last
                 call landed, by the optimizer's own count.
 
@@ -137,7 +137,7 @@ class AveragedMainParams:
             self._has_started = heard is not None and heard["n_averaged"] > 0
 
     def averages(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (the model's name, average), live: fp32 (fp64 of fp64 params), a DTensor or a 1-D piece as main is."""
+        """Yield (name in the model, average), live: fp32 or fp64, a DTensor or a 1-D piece where the main param is."""
         return ((entry.name, entry.like_main) for entry in self._entries)
 
     # The averaged model
@@ -154,15 +154,15 @@ class AveragedMainParams:
 
     @contextmanager
     def applied(self) -> Iterator[nn.Module]:
-        """Let the model compute with the averages, and hold them in its ``state_dict()``, inside the context.
+        """Return a context in which the model computes with the averages and has them in its ``state_dict()``.
 
-        The model's parameters are put aside, not written: they, their main params and the optimizer keep every bit,
-        and come back at the end, after an error too. Written buffers stay with the averages: so
-        ``torch.optim.swa_utils.update_bn(loader, model)`` in here refreshes the averages' BatchNorm statistics, not the
-        model's. Costs memory for a copy of the parameters. With a DistributedOptimizer all ranks enter it together.
+        The model's parameters are set aside, not written, and restored at the end, also after an error. Buffers written
+        in the context are the averages': ``torch.optim.swa_utils.update_bn(loader, model)`` refreshes the BatchNorm
+        statistics of the averages, not those of the model. Costs memory for a copy of the parameters. With a
+        DistributedOptimizer all ranks enter it together.
 
         Raises:
-            UsageError: the model is under FSDP2, which gathers parameters from where it knows them.
+            UsageError: the model is under FSDP2, which keeps its own references to parameters.
         """
         _refuse_fsdp(self.model)
         lent: dict[int, Tensor] = {
@@ -240,7 +240,7 @@ class AveragedMainParams:
         return planned + [(local(buffer), local(buffers[name])) for name, buffer in own.items()]
 
     def _like_model(self, entry: _Averaged) -> Tensor:
-        """Return a copy of an average as the kind of tensor, whole, that its model param is."""
+        """Return a copy of an average, whole, in its model param's dtype; a DTensor where that is one."""
         model = entry.source.model
         if entry.owner.is_sharded:
             whole = entry.owner.export(entry.source, {"": entry.average}, copy=True)[""]
@@ -257,7 +257,7 @@ class AveragedMainParams:
         return self.model.get_submodule(module)._buffers[key]
 
     def _live_buffers(self) -> list[Tensor]:
-        """Return the model's buffers as they are now: modules may have put others in their places."""
+        """Return the model's buffers as they are now: modules may have replaced them."""
         live = [self._buffer(name) for name in self._buffers]
         for (name, known), buffer in zip(self._buffers.items(), live, strict=True):
             if buffer is None or buffer.shape != known.shape:
@@ -275,11 +275,11 @@ class AveragedMainParams:
 
 
 def _owners(optimizer: torch.optim.Optimizer) -> list[MainParams]:
-    """Return who keeps the main params. Those of a torch optimizer are its parameters."""
+    """Return the MainParams of an optimizer. A torch optimizer's parameters are their own main params."""
     if isinstance(optimizer, ChainedOptimizer):
         return [owner for each in optimizer.optimizers for owner in _owners(each)]
     if isinstance(optimizer, MixedPrecisionOptimizer):
-        optimizer.main_params()  # makes those of parameters unfrozen since the last step
+        optimizer.main_params()  # creates main params of newly unfrozen parameters
         return [optimizer.live_state().main_params]
     halves = [p.dtype for group in optimizer.param_groups for p in group["params"] if p.dtype in HALF_DTYPES]
     if halves:

@@ -43,7 +43,7 @@ def build_optimizer(
     modules must then not be wrapped in DistributedDataParallel.
 
     Args:
-        config: an :class:`OptimizerConfig`, or Megatron-Core's, of which every field that we do not do is refused; see
+        config: an :class:`OptimizerConfig`, or Megatron-Core's, whose unsupported fields are refused; see
             :mod:`megascale.megatron_config`. ``config.lr`` is required.
         modules: one model, or its chunks; with several, names are prefixed by the chunk's index.
         groups: see :class:`MixedPrecisionOptimizer`.
@@ -90,8 +90,8 @@ def effective_config(
 ) -> OptimizerConfig:
     """Return ``config`` without the fields that nothing was built from, such as ``hysteresis`` for a constant scale.
 
-    One config may serve many runs, so that fields of another optimizer, or of a scale that bf16 does not need, are no
-    error where everything is built from it.
+    One config may serve many runs: fields of another optimizer, or of a scale that bf16 does not need, are no error
+    here.
     """
     unused = ineffective(config, inner, grad_scaler, sharded=config.use_distributed_optimizer)
     return replace(config, **{field.name: field.default for field in unused})

@@ -52,7 +52,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
         vouched = all(optimizer.recipe.grads_are_scaled for optimizer in self.optimizers)
         self.recipe = StepRecipe(members, self.groups, first.grad_scaler, first.clip_grad, grads_are_scaled=vouched)
         for optimizer in self.optimizers:
-            # A load into one of them mends what the chain has found wrong.
+            # Loading into one member clears the errors of the whole chain.
             optimizer.recipe.errors, optimizer.recipe.watch = self.recipe.errors, self.recipe.watch
         super().__init__(self.param_groups, {})
         self._constructed = True
@@ -79,7 +79,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
         return self.recipe.prepare(self._clipped_apart() or shared_scaler(self.grad_scaler, self.optimizers))
 
     def _clipped_apart(self) -> UsageError | None:
-        """Return what is wrong if an optimizer's ``clip_grad`` was set beside the chain's."""
+        """Return an error if an optimizer's ``clip_grad`` differs from the chain's."""
         for index, optimizer in enumerate(self.optimizers):
             if optimizer.clip_grad != self.clip_grad:
                 return UsageError(
@@ -154,7 +154,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """All param groups, in the order of the optimizers. The dicts are the live ones, the list is not."""
+        """All param groups, in the order of the optimizers. The list is new, its dicts are live."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     @param_groups.setter
@@ -174,7 +174,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
             raise UsageError("state of a ChainedOptimizer cannot be replaced; use load_state_dict()")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: add it to one of ``optimizers``."""
+        """Raise UsageError: add the group to one of ``optimizers`` instead."""
         if self._constructed:
             raise UsageError("add the param group to one of ChainedOptimizer.optimizers: it cannot choose which")
 
@@ -252,7 +252,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
         return names
 
     def _split(self, state_dict: Any, strict: bool) -> list[dict[str, Any]]:
-        """Return each optimizer's part of a state dict. Raises StateDictError for a part that nobody takes."""
+        """Return each optimizer's part of a state dict. Raises StateDictError for a part that belongs to none."""
         if is_torch_layout(state_dict):
             state_dict = from_torch_layout(state_dict, self.state_dict(copy=False), strict=strict)
         check_layout(state_dict)

@@ -26,15 +26,15 @@ class OptimizerConfig:
     """How the step scales, clips and counts, and (for :func:`megascale.build_optimizer`) which optimizer it wraps.
 
     Names and defaults are those of ``megatron.core.optimizer.OptimizerConfig`` where it has them. Exceptions:
-    ``initial_loss_scale`` is ``2**16`` here (Megatron: ``2**32``, which skips 16 steps first). Fields without a peer
-    are marked.
+    ``initial_loss_scale`` is ``2**16`` here (Megatron: ``2**32``, which skips 16 steps first). Fields that Megatron
+    lacks are marked "ours".
 
     A config clips at a norm of 1.0 unless ``clip_grad`` says otherwise, as Megatron's does. An optimizer that is built
     without one (``config=None``) does not clip: it takes fp16 or bf16 from the parameters and leaves gradients alone,
-    as the torch optimizer inside would. So ``OptimizerConfig(clip_grad=0.0)`` is the config that changes no clipping.
+    as the torch optimizer inside would. ``OptimizerConfig(clip_grad=0.0)`` does not clip either.
 
-    An optimizer that is given ready-made objects beside a config refuses fields that contradict them: an ``lr`` that
-    the torch optimizer has not, an ``initial_loss_scale`` that the scaler has not. ``build_optimizer`` builds both.
+    An optimizer that gets a torch optimizer or scaler beside a config refuses fields that contradict them, such as
+    another ``lr`` or ``initial_loss_scale``. ``build_optimizer`` builds both from the config.
 
     Raises:
         ArgumentError, ArgumentTypeError: naming the field and its value.
@@ -72,23 +72,23 @@ class OptimizerConfig:
     log_num_zeros_in_grad: bool = False
     """Count zero elements of the gradients. Otherwise ``num_zeros_in_grad`` is NaN."""
     max_consecutive_skips: int | None = None
-    """More steps in a row that are skipped are a SkippedStepsError (ours). None: warnings only, after 32 and at each
+    """More skips in a row than this raise SkippedStepsError (ours). None: only warnings, after 32 and at each
     doubling."""
     backend: str = "auto"
     """Kernels (ours): a name of :data:`megascale.config.BACKENDS`. "auto": the environment variable MEGASCALE_BACKEND,
     else what is fastest here, see :func:`megascale.kernels.select_backend`."""
     exp_avg_dtype: torch.dtype = torch.float32
-    """Of Adam's and Lion's first moment and of SGD's momentum buffer: float32, bfloat16 or float16. The arithmetic is
+    """Dtype of Adam's and Lion's first moment and of SGD's momentum buffer: float32, bfloat16 or float16. Arithmetic is
     fp32; fp64 parameters keep fp64 moments."""
     exp_avg_sq_dtype: torch.dtype = torch.float32
-    """Of Adam's second moment. bfloat16 cannot follow changes below 0.4%, which beta2=0.999 makes; float16 loses
+    """Dtype of Adam's second moment. bfloat16 cannot follow changes below 0.4%, which beta2=0.999 makes; float16 loses
     gradients below 2.4e-4. Measure before you train with either."""
 
     # Sharding, read by build_optimizer
     use_distributed_optimizer: bool = False
     """Shard main params and optimizer state over data-parallel ranks: a DistributedOptimizer."""
     overlap_param_gather: bool = False
-    """Of the DistributedOptimizer: let the parameters' gather run into the next forward."""
+    """DistributedOptimizer: the gather of parameters may overlap the next forward."""
 
     # Inner optimizer, read by build_optimizer
     optimizer: str = "adam"

@@ -40,7 +40,7 @@ ELEMENTWISE = (
     torch.optim.Rprop,
     torch.optim.SGD,
 )
-"""Optimizers of torch that update every element from that element's own history: any cut of a parameter will do."""
+"""Optimizers that update each element from its own gradient and state, so that a parameter can be cut anywhere."""
 
 
 class DistributedOptimizer(MixedPrecisionOptimizer):
@@ -51,24 +51,24 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
     are gathered again. A rank holds the model params, one main grad per parameter, and main params and optimizer state
     of its shard. Parameters become contiguous views of flat buckets.
 
-    Parameters belong to one such optimizer (or GradSync) at a time. Dropped, it is gone, hooks and all, and leaves the
-    model whole; the parameters stay views of the buckets.
+    Parameters belong to one such optimizer (or GradSync) at a time. When it is garbage-collected its hooks are removed
+    and all parameters are whole; they stay views of the buckets.
 
     ``state`` holds this rank's 1-D pieces, :meth:`main_params` yields them. :meth:`state_dict` is whole: gathered into
     host memory, it loads into a MixedPrecisionOptimizer too. :mod:`megascale.checkpoint` gathers nothing.
 
     Args:
-        optimizer: elementwise: its update of an element looks at no other element. LAMB, Adafactor and Muon do.
+        optimizer: elementwise: its update of an element reads no other element. LAMB, Adafactor and Muon are not.
         config, grad_scaler, groups: see :class:`MixedPrecisionOptimizer`. ``groups.data_shard`` ranks share one copy.
         modules: the model, or its chunks, that own the optimizer's parameters; they give the names.
-        grad_dtype, reduce_dtype: of the main grads (None: fp32), and what travels (None: the same); see GradSync.
+        grad_dtype, reduce_dtype: dtype of the main grads (None: fp32), and of messages (None: the same); see GradSync.
         reduction: "mean" over ``groups.data_parallel``, or "sum"; ``grad_sync.set_divisor`` for any other divisor.
         bucket_numel: elements that are reduced and gathered at once.
         overlap_grad_reduce: reduce during backward. False: at the step.
-        overlap_param_gather: let the gather run into the next forward; every module waits for its own parameters. A
-            module that reads another module's parameters without calling it must not be used so.
+        overlap_param_gather: let the gather overlap the next forward; every module waits for its own parameters. Not
+            for models in which a module reads another module's parameters without calling it.
         broadcast_params: take the first rank's values of parameters that differ between ranks. False: raise.
-        elementwise: True vouches for an optimizer that is not torch's.
+        elementwise: True: you guarantee it, for an optimizer that is not torch's.
         grads_are_scaled: see :class:`MixedPrecisionOptimizer`.
 
     Raises:
@@ -173,7 +173,7 @@ def check_elementwise(optimizer: Any, vouched: bool | None) -> None:
 
 
 def _names(chunks: Sequence[nn.Module], optimizer: Any) -> dict[str, nn.Parameter]:
-    """Return the optimizer's parameters by name, in the modules' order, which is taken for that of forward."""
+    """Return the optimizer's parameters by name, in the modules' order, which is assumed to be that of forward."""
     if not chunks or not all(isinstance(chunk, nn.Module) for chunk in chunks):
         raise ArgumentTypeError(f"modules must be a module or a list of modules, got {chunks!r}")
     if not isinstance(optimizer, torch.optim.Optimizer):

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 
 MOST_NAMES = 8
-"""So many parameters are named in a message; of others it says how many there are."""
+"""At most this many parameters are named in a message; the others are counted."""
 
 
 def listed(names: Collection[str]) -> str:
@@ -33,7 +33,7 @@ class InteropError(StateDictError):
 
 
 class UsageError(MegascaleError, RuntimeError):
-    """Calls came in an order, or with an option, that has no meaning here."""
+    """A call came out of order, or with an option that does not apply here."""
 
 
 class GradientError(MegascaleError, RuntimeError):
@@ -52,7 +52,7 @@ class MainParamOverflowError(MegascaleError, OverflowError):
 
 
 class NonFiniteParamError(MegascaleError, ArithmeticError):
-    """A main param holds inf or NaN: every gradient that depends on it does too, and no step lands any more."""
+    """A main param holds inf or NaN: gradients that depend on it do too, so every later step would be skipped."""
 
 
 class SkippedStepsError(MegascaleError, RuntimeError):

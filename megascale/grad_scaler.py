@@ -1,7 +1,7 @@
 """Loss scalers. Their state lives in device tensors and follows a device `found_inf` without a host sync.
 
 The rule is Megatron-Core's (``core/optimizer/grad_scaler.py``), bounded on both sides; see :class:`DynamicGradScaler`.
-A scaler knows no process groups: whoever calls :meth:`MegatronGradScaler.update` hands in the agreed `found_inf`.
+A scaler knows no process groups: pass :meth:`MegatronGradScaler.update` the `found_inf` that all ranks agreed on.
 """
 
 import copy
@@ -33,7 +33,7 @@ class ScalerState:
 
 
 class MegatronGradScaler(ABC):
-    """What every scaler offers: a scale, its reciprocal, an update and a state dict.
+    """Base of the loss scalers: a scale, its reciprocal, an update and a state dict.
 
     Args:
         initial_scale: the first loss scale, positive and finite.
@@ -41,7 +41,7 @@ class MegatronGradScaler(ABC):
     """
 
     backend: TorchDecisions | Backend = TorchDecisions()
-    """What updates run on; an optimizer puts its own here."""
+    """Computes the update; an optimizer replaces it by its own backend."""
 
     def __init__(self, initial_scale: float, *, device: torch.device | str | None = None) -> None:
         self.initial_scale = validate.scale("initial_scale", initial_scale)
@@ -53,23 +53,24 @@ class MegatronGradScaler(ABC):
     def scale(self) -> Tensor:
         """The loss scale: fp32, shape [1], on the scaler's device. The live tensor: clone it to keep a value.
 
-        Read it for each step whose loss it scales: an optimizer takes that for the sign that its gradients are scaled.
+        Read it in every step whose loss you scale by hand: the optimizer takes the read as the sign that gradients are
+        scaled.
         """
         self._times_asked += 1
         return self._scale
 
     @property
     def live_scale(self) -> Tensor:
-        """The tensor :attr:`scale`, for a reader that does not scale a loss with it."""
+        """The tensor :attr:`scale`. Reading it here does not count as scaling a loss."""
         return self._scale
 
     def times_asked(self) -> int:
-        """Return how often somebody has read :attr:`scale`."""
+        """Return how many times :attr:`scale` was read."""
         return self._times_asked
 
     @property
     def needs_scaled_loss(self) -> bool:
-        """Whether the host cannot tell that the scale is 1, so that it does not matter who multiplies by it."""
+        """Whether the loss must be scaled: False only where the host knows that the scale is 1."""
         return True
 
     @property
@@ -92,10 +93,10 @@ class MegatronGradScaler(ABC):
 
     @abstractmethod
     def update(self, found_inf: bool | Tensor) -> None:
-        """Take note of one step. ``found_inf``: a bool, or a tensor of one element (non-zero, or NaN: found)."""
+        """Update the scale after one step. ``found_inf``: a bool, or a one-element tensor (non-zero or NaN: found)."""
 
     def rehearse(self, found_inf: Tensor) -> None:
-        """Run what :meth:`update` runs on the device, and change nothing: it updates a copy."""
+        """Run the device work of :meth:`update` on a copy of the state."""
         twin = copy.copy(self)
         twin.backend = self.backend
         vars(twin).update({name: value.clone() for name, value in vars(self).items() if isinstance(value, Tensor)})
@@ -130,7 +131,7 @@ class ConstantGradScaler(MegatronGradScaler):
         return self._on_host != 1.0
 
     def update(self, found_inf: bool | Tensor) -> None:
-        """Check the argument; the scale stays."""
+        """Check the argument; the scale does not change."""
         _flag(found_inf, self.device)
 
     def state_dict(self) -> dict[str, Any]:
@@ -221,7 +222,7 @@ class DynamicGradScaler(MegatronGradScaler):
 
     @torch.no_grad()
     def update(self, found_inf: bool | Tensor) -> None:
-        """Follow the rule for one step. A tensor `found_inf` is never read on the host."""
+        """Apply the rule to one step. A tensor `found_inf` is never read on the host."""
         rule = ScaleRule(
             min_scale=self.min_scale,
             max_scale=self.max_scale,

@@ -1,4 +1,4 @@
-"""What the host may know of the device without waiting for it: values of one step earlier."""
+"""Device values that the host reads one step late, so that it need not wait for the device."""
 
 from collections.abc import Mapping, Sequence
 
@@ -46,12 +46,12 @@ def _row_of(tensors: list[Tensor]) -> Tensor:
 
 
 class _Copy:
-    """One copy under way. The buffer lives until it is read.
+    """One copy in progress. Its buffer lives until the values are read.
 
     Args:
-        order: all names, as they are returned.
-        names: those of the elements of ``row``.
-        numbers: the others, by name.
+        order: all names, in the order in which they are returned.
+        names: names of the elements of ``row``.
+        numbers: values that need no copy, by name.
     """
 
     def __init__(self, order: list[str], names: list[str], row: Tensor | None, numbers: dict[str, float]) -> None:

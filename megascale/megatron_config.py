@@ -40,10 +40,10 @@ PRECISION_AWARE = (
     "exp_avg_dtype",
     "exp_avg_sq_dtype",
 )
-"""Fields of Megatron's precision-aware optimizer: fp32 and bf16 moments are done, 16-bit main params and grads not."""
+"""Fields of Megatron's precision-aware optimizer. 16-bit main params and grads are refused, bf16 moments are not."""
 
 GROUPING = ("decoupled_lr", "decoupled_min_lr", "apply_wd_to_qk_layernorm")
-"""Fields that say how parameters are grouped: whoever makes the groups obeys them, or refuses them."""
+"""Fields that say how parameters are grouped: the code that makes the groups obeys or refuses them."""
 
 NO_EFFECT = (
     # read by Megatron's schedule, not by its optimizer
@@ -160,7 +160,7 @@ def _default(field: "Field[Any]") -> Any:
 
 
 def _translated(config: Any) -> dict[str, Any]:
-    """Return :data:`TRANSLATED` as we write them."""
+    """Return the fields of :data:`TRANSLATED` in our form."""
     scales = config.fp16 or config.bf16 or config.use_distributed_optimizer
     window = config.loss_scale_window
     return {

@@ -47,8 +47,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             ``param_names`` (torch sets them when the optimizer was built from named parameters), else positions.
         grad_sync: accumulates and reduces the gradients, in place of DistributedDataParallel. Its parameters are
             updated from their main grads; one that no rank has used is updated with a gradient of zeros.
-        grads_are_scaled: True vouches that gradients are multiplied by the scale where nobody asks for it here: neither
-            :meth:`scale_loss` nor :meth:`get_loss_scale` nor ``grad_scaler.scale`` is called between two steps.
+        grads_are_scaled: True: you guarantee that gradients are multiplied by the scale, although none of
+            :meth:`scale_loss`, :meth:`get_loss_scale` and ``grad_scaler.scale`` is used between two steps.
         replicas_may_differ: True lets ranks that hold the same parameters update them from different gradients.
 
     Raises:
@@ -94,7 +94,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         )
         vouched = validate.flag("grads_are_scaled", grads_are_scaled)
         self.recipe = StepRecipe([self._member], self.groups, None, self.config.clip_grad, grads_are_scaled=vouched)
-        has_values = self.device.type != "meta"  # else the scaler would lose its own
+        has_values = self.device.type != "meta"  # a move to meta would erase the scaler's state
         self.grad_scaler = grad_scaler.to(self.device) if grad_scaler is not None and has_values else grad_scaler
         if self.grad_scaler is not None:
             self.grad_scaler.backend = self.backend
@@ -102,7 +102,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         ownership.record(self, optimizer, self.grad_scaler)
 
     def _make_main_params(self, names: Mapping[int, str]) -> MainParams:
-        """Return what keeps main params: here all of them, on every rank. ``names``: by id of the parameter."""
+        """Return the MainParams; here every rank has all of them. ``names``: parameter names by ``id(param)``."""
         return ReplicatedMainParams(names)
 
     # The step
@@ -112,12 +112,12 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         """Take one step with the gradients that backward left, or skip it on every rank alike.
 
         Raises:
-            UsageError: for a closure; for gradients of a loss that nobody has scaled, or that differ between ranks
-                which hold the same parameters.
+            UsageError: for a closure; for gradients of a loss that was not scaled, or that differ between ranks which
+                hold the same parameters.
             GradientError: for a sparse gradient, naming the parameter.
-            MainParamOverflowError: where a main param has outgrown fp16, naming the parameter.
+            MainParamOverflowError: for a main param that rounds to inf in fp16, naming the parameter.
 
-        All ranks raise at the same step: at once, or one step late where knowing it would stall the device.
+        All ranks raise at the same step: at once, or one step late where the host would have to wait for the device.
         """
         if closure is not None:
             raise UsageError("step() takes no closure: run forward and backward first, with the loss from scale_loss()")
@@ -160,7 +160,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     @property
     def reduces_in_backward(self) -> bool:
-        """Whether gradients are reduced by hooks of ours, in backward."""
+        """Whether our hooks reduce gradients during backward."""
         return self._member.grad_sync is not None
 
     @property
@@ -255,7 +255,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     def reload_model_params(self) -> None:
         """Set every main param to its model param's value exactly, as after loading weights into the model.
 
-        Weights written in place through torch (``load_state_dict``, ``copy_``) are followed at the next step without
+        Weights written in place through torch (``load_state_dict``, ``copy_``) are detected at the next step without
         this call; writes through ``param.data`` or raw memory are not.
         """
         require_values(self.device)
@@ -298,12 +298,12 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self.forget_step()
 
     def forget_step(self) -> None:
-        """Drop what is left of a step: main params have been replaced."""
+        """Drop a prepared step and recorded errors; called when main params were replaced."""
         self._member.ready = None
         self.recipe.begin_anew()
 
     def check_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
-        """Raise StateDictError as :meth:`load_state_dict` would, as far as that takes no tensor's values.
+        """Raise StateDictError as :meth:`load_state_dict` would, as far as it can without reading tensor values.
 
         Changes and communicates nothing.
         """

@@ -55,7 +55,7 @@ class GradGroup:
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """The groups that one step needs. A field of None is this rank alone.
+    """The groups that one step needs. None in a field means this rank alone.
 
     Attributes:
         data_parallel: ranks that hold the same parameters and average their gradients.
@@ -226,7 +226,7 @@ def _chosen(
 
 
 def _asked_for(mesh: DeviceMesh, asked: Sequence[str] | str | None, argument: str) -> ProcessGroup | None:
-    """Return the group over the mesh dimensions that ``argument`` names: of none, this rank; not given, UNSET."""
+    """Return the group over the mesh dimensions ``asked``: UNSET for None, this rank alone for an empty sequence."""
     if asked is None:
         return UNSET
     return _spanning(mesh, _chosen(mesh.mesh_dim_names or (), asked, (), argument))

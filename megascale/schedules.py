@@ -41,23 +41,23 @@ class LandedLRScheduler(LRScheduler):
     computed (fp32 on a device without fp64, or for a torch optimizer). The host waits for the device only where it must
     know at once whether the step landed:
 
-    - the optimizer's update runs on the host's word (anything but Adam, AdamW, SGD and Lion; see
-      ``MixedPrecisionOptimizer``), or is a torch optimizer that is neither fused nor capturable: rates stay numbers;
+    - the optimizer's update needs the decision on the host (any but Adam, AdamW, SGD and Lion; see
+      ``MixedPrecisionOptimizer``), or it is a torch optimizer neither fused nor capturable: rates stay numbers;
     - the schedule changes momentum or betas, as OneCycleLR and CyclicLR do unless ``cycle_momentum=False``;
-    - the schedule raises, because it has come to its end, say: it does so only if the step landed;
-    - somebody else has written the rate's tensor, as ``load_state_dict`` does: it is read once. A number put into
-      ``group["lr"]`` needs no reading. Either is taken over, as torch's own schedulers do.
+    - the schedule raises, for example at its end: the error is passed on only if the step landed;
+    - other code has written the rate's tensor, as ``load_state_dict`` does: it is read once. A number put into
+      ``group["lr"]`` needs no wait. The schedule goes on from the new rate, as torch's own do.
 
-    A param group that is added later follows the schedule from the rate that it comes with; OneCycleLR, CyclicLR, SWALR
-    and a list of functions know their groups one by one and are refused then, by name.
+    A param group that is added later follows the schedule from its own rate. OneCycleLR, CyclicLR, SWALR and a list of
+    functions have one entry per group: with these, a later group raises UsageError.
 
-    Anything else that is asked of it (``last_epoch``, ``base_lrs``, ...) is the wrapped scheduler's, and waits too.
+    All other attributes (``last_epoch``, ``base_lrs``, ...) are the wrapped scheduler's; reading one waits too.
 
     Args:
-        scheduler: any of torch's, but for ReduceLROnPlateau, which follows a metric and not steps: use that one bare.
-            Step it through the wrapper only. Of a SequentialLR or ChainedScheduler, wrap the whole.
-        optimizer: whose landed steps count, where the scheduler was built on the optimizer that it wraps. None: the
-            scheduler's own.
+        scheduler: any of torch's but ReduceLROnPlateau, which follows a metric and not steps. Step it through the
+            wrapper only. Wrap a SequentialLR or ChainedScheduler as a whole.
+        optimizer: the wrapper whose landed steps count, where the scheduler was built on the optimizer inside it. None:
+            the scheduler's own.
 
     Raises:
         ArgumentError, ArgumentTypeError: naming the argument.
@@ -163,15 +163,15 @@ class LandedLRScheduler(LRScheduler):
 
     def _advance(self) -> None:
         """Step the wrapped scheduler once, on numbers."""
-        # Steps were taken, though not all ways to take them pass the scheduler's counter.
+        # Tells torch that the optimizer has stepped: not every way to step passes the scheduler's counter.
         self.scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
         with self._rates.as_numbers():
             self.scheduler.step()
 
     def _admit_groups(self) -> None:
-        """Let the schedule go over param groups that were added since: their rate is the one that they came with.
+        """Extend the schedule to param groups that were added since; each starts from its own rate.
 
-        Schedules that are a function of the first rate take it for that; those that multiply the last go on from it.
+        Closed-form schedules take that rate for the initial one; recursive ones multiply it.
 
         Raises UsageError for a schedule whose bounds or functions were given by group.
         """
@@ -195,7 +195,7 @@ class LandedLRScheduler(LRScheduler):
                     lambdas.append(lambdas[0])
 
     def _has_landed(self) -> bool:
-        """Wait for the outcome of the step that was pushed last."""
+        """Wait, and return whether the step that was pushed last has landed."""
         heard = self._view.flush()
         self._before = None
         return heard is not None and heard["landed"] != 0
@@ -204,7 +204,7 @@ class LandedLRScheduler(LRScheduler):
         self._hear(self._view.flush())
 
     def _hear(self, heard: dict[str, float] | None) -> None:
-        """Take back an advance that was made for a skipped step. The device has not followed it."""
+        """Undo an advance that was made for a skipped step. The device's rates have not followed it."""
         before, self._before = self._before, None
         if before is not None and heard is not None and heard["landed"] == 0:
             self._return_to(before)
@@ -229,7 +229,7 @@ class LandedLRScheduler(LRScheduler):
 
 
 def _check(scheduler: Any, optimizer: Any) -> torch.optim.Optimizer:
-    """Return the optimizer that counts. Raises ArgumentError or ArgumentTypeError."""
+    """Return the optimizer whose landed steps count. Raises ArgumentError or ArgumentTypeError."""
     if isinstance(scheduler, LandedLRScheduler):
         raise ArgumentTypeError("scheduler is a LandedLRScheduler already; wrap the torch scheduler once")
     if isinstance(scheduler, ReduceLROnPlateau):
@@ -297,9 +297,9 @@ def _is_plain(value: Any) -> bool:
 
 
 def _copied(value: Any) -> Any:
-    """Return a copy of a scheduler's state: containers and tensors are copied, what else is in them is not.
+    """Return a copy of a scheduler's state: containers and tensors are copied, other objects in them are shared.
 
-    A schedule's callable may hold a model or an optimizer, which no deep copy survives.
+    A schedule's callable may hold a model or an optimizer, which cannot be deep-copied.
     """
     if isinstance(value, Tensor):
         return value.detach().clone()

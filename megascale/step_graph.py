@@ -27,14 +27,14 @@ class StepGraph:
             result = graph.replay()
 
     Construction runs ``forward_backward`` ``warmup`` times, each followed by a step that changes nothing, and once more
-    while it captures. Gradients are kept in place and zeroed inside the graph; inputs are too: write new ones into the
+    while it captures. Gradients stay at their addresses and are zeroed inside the graph. Write new inputs into the
     tensors that ``forward_backward`` reads. Learning rates become fp64 tensors of their param groups, which torch's LR
     schedulers write into; a number put into a param group is copied there by the next replay.
 
     Args:
         optimizer: on one accelerator; Adam, AdamW, SGD or Lion, whose updates read the decision on the device.
-        forward_backward: forward and backward, through ``optimizer.scale_loss``. None: the graph holds the step alone,
-            and gradients are written, before each replay, where they are at construction.
+        forward_backward: forward and backward, through ``optimizer.scale_loss``. None: the graph holds the step alone;
+            before each replay, write gradients into the tensors that were ``.grad`` at construction.
         warmup: runs before capture, at least 1: they compile kernels and make buffers.
 
     Attributes:
@@ -81,9 +81,9 @@ class StepGraph:
         self._grads = self._grad_pointers()
         self._layout = optimizer.recipe.memory_layout()
         if self._forward_backward is None:
-            optimizer.get_loss_scale()  # whoever writes the gradients knows it
+            optimizer.get_loss_scale()  # the caller writes gradients that are scaled already
         self._graph = self._module.CUDAGraph()
-        # Other threads may go on: a DataLoader's allocates pinned memory, which a capture of all threads refuses.
+        # Only this thread is restricted: a DataLoader's thread may allocate pinned memory during the capture.
         with self._module.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
             self.output = self._run_forward_backward()
             self._result = optimizer.step()
@@ -146,7 +146,7 @@ def check_capturable(optimizer: Any) -> None:
 
 
 def _rate_on(group: dict[str, Any], device: torch.device) -> Tensor:
-    """Put a param group's learning rate on the device, as an fp64 tensor of its own: kernels read numbers so."""
+    """Put a param group's learning rate on the device, as an fp64 tensor of its own, as kernels read it."""
     rate = torch.empty((), dtype=torch.float64, device=device)
     _write_rate(rate, group["lr"])
     group["lr"] = rate

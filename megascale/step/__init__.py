@@ -1,1 +1,1 @@
-"""One step: what every optimizer and every chain of them goes through, part by part."""
+"""The parts of a step, shared by all optimizers and by ChainedOptimizer."""

@@ -1,4 +1,4 @@
-"""What an optimizer of ours takes: the right types, and a config of which nothing is silently without effect."""
+"""Checks a constructor's arguments: their types, and that every field of the config has an effect."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from megascale.lion import Lion
 
 
 def check_arguments(optimizer: Any, config: Any, grad_scaler: Any, *, sharded: bool = False) -> None:
-    """Raise ArgumentTypeError or ArgumentError for arguments of a constructor that are not meant for it.
+    """Raise ArgumentTypeError or ArgumentError for a constructor's arguments that do not fit.
 
     Args:
         optimizer, config, grad_scaler: as given.
@@ -42,9 +42,9 @@ def check_arguments(optimizer: Any, config: Any, grad_scaler: Any, *, sharded: b
 
 
 def _check_meta(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ArgumentError if some parameters have values and others, or their state, lie on the meta device.
+    """Raise ArgumentError if some parameters have values while others, or state, are on the meta device.
 
-    All of them there is no error yet: what an optimizer holds can be counted without memory.
+    All parameters on the meta device are no error: so an optimizer's memory can be estimated.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if all(param.is_meta for param in params):
@@ -71,11 +71,11 @@ def require_values(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class IneffectiveField:
-    """A field of a config that asks for something that the given objects are not.
+    """A config field that contradicts the given optimizer or scaler.
 
     Attributes:
         name, value, default: of the field.
-        holder: what was given, in words; ``has`` what it has instead.
+        holder: the given object, in words; ``has``: the value that it has instead.
         remedy: what to do.
     """
 
@@ -147,7 +147,7 @@ def _decoupled(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def _second_moment(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Whoever has no second moment has it in no dtype. What cannot have 16-bit moments at all says so itself."""
+    """Return the dtypes that a second moment may have here: none if there is none. Others check what they support."""
     return [] if isinstance(optimizer, (torch.optim.SGD, Lion)) else list(_ANY_DTYPE)
 
 
@@ -181,14 +181,14 @@ _OF_SCALER = {
 
 
 def _scaler_values(name: str, grad_scaler: MegatronGradScaler | None) -> list[Any]:
-    """Return what a scaler has for a field: nothing if it has no such property. A constant scale is no dynamic one."""
+    """Return a scaler's value of a field, in a list: empty if it has none. ``loss_scale`` is a ConstantGradScaler's."""
     if grad_scaler is None or (name == "loss_scale" and not isinstance(grad_scaler, ConstantGradScaler)):
         return []
     return [getattr(grad_scaler, _OF_SCALER[name])] if hasattr(grad_scaler, _OF_SCALER[name]) else []
 
 
 def _same(value: Any, other: Any) -> bool:
-    """Whether two values of an option are one, up to the rounding of a number kept in fp32."""
+    """Whether two values of an option are equal, up to the rounding of a number kept in fp32."""
     if isinstance(value, (int, float)) and isinstance(other, (int, float)):
         return math.isclose(value, other, rel_tol=1e-6)
     return bool(value == other)

@@ -1,4 +1,4 @@
-"""How many steps were taken, and how many of them landed: a host number, and one on the device that is never read."""
+"""StepCounter: steps are counted on the host, skipped ones on the device, without a host sync."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,11 +13,12 @@ KEYS = ("landed", "skipped")
 
 
 class StepCounter:
-    """Counts the steps of one optimizer, and goes on from counts that were saved.
+    """Counts the steps of one optimizer, and continues from saved counts.
 
     Attributes:
         steps: taken since construction, landed or not.
-        skips: of those: int64, 0-d, on the device. Updated in place: captured graphs hold this address.
+        skips: how many of ``steps`` were skipped: int64, 0-d, on the device. Updated in place: captured graphs hold
+            this address.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -32,7 +33,7 @@ class StepCounter:
         self.steps += on_host
 
     def rehearse(self, found_inf: Tensor) -> None:
-        """Run what :meth:`count` runs on the device, and change nothing."""
+        """Run the device work of :meth:`count` on a copy."""
         self.skips.clone().add_(found_inf.to(torch.int64))
 
     @property
@@ -50,7 +51,7 @@ class StepCounter:
         return {"landed": int(self.landed), "skipped": int(self.skipped)}
 
     def load_state_dict(self, counts: Mapping[str, int]) -> None:
-        """Go on from counts that :func:`parse_counts` has returned."""
+        """Continue from counts that :func:`parse_counts` returned."""
         self._landed_before = counts["landed"] - (self.steps - self.skips)
         self._skipped_before = counts["skipped"] - self.skips
 

@@ -1,8 +1,8 @@
 """Errors of one rank that every rank must raise: they travel in the statistics vector, so that no collective is added.
 
 Two kinds: a gradient that cannot be used on one rank, and a main param whose rounding into fp16 is not finite. The host
-hears of an agreed error as soon as it can without waiting: at once where statistics lie in host memory, one step late
-on an accelerator.
+raises an agreed error as soon as it can without waiting: at once where statistics lie in host memory, one step late on
+an accelerator.
 """
 
 from collections import deque
@@ -33,24 +33,24 @@ class DeferredErrors:
         self._device = device
         self._view = HostView()
         self._error: MegascaleError | None = None
-        # What this step and the one before rounded: when the host hears, another step has been taken.
+        # The roundings of this step and the one before, as the host learns of an overflow one step late.
         self._rounded: deque[list[Rounded]] = deque(maxlen=2)
         # Updated in place: captured graphs hold this address.
         self._num_overflowed = torch.zeros((), dtype=stats_dtype(device), device=device)
         self._agreed: GradStats | None = None
 
     def clear(self) -> None:
-        """Forget all errors: main params have been replaced."""
+        """Forget all errors; called when main params were replaced."""
         self._rounded.clear()
         self._num_overflowed.zero_()
         self._view.flush()
 
     def drop_pending(self) -> None:
-        """Forget the statistics that the host has not seen yet: those of a step that is not taken."""
+        """Forget statistics that the host has not read yet; called for a step that is dropped."""
         self._view.flush()
 
     def as_statistic(self, error: MegascaleError | None) -> Tensor:
-        """Return the number of this rank's errors before the agreement, 0-d; ``error`` is one found in this step."""
+        """Return this rank's number of errors, 0-d, for the statistics vector. ``error``: found in this step."""
         if error is not None and self._alone:
             raise error
         self._error = self._error or error
@@ -60,13 +60,13 @@ class DeferredErrors:
         """Raise on every rank alike if any had an error, as soon as the host can know.
 
         Returns the statistics that the host can know without waiting: of this step, or of the one before, or None.
-        While a graph is captured there is nothing to know: :meth:`raise_pending` follows each replay.
+        While a graph is captured nothing can be known: call :meth:`raise_pending` after each replay.
         """
         self._agreed = agreed
         return None if is_capturing(self._device) else self.raise_pending()
 
     def raise_pending(self) -> dict[Statistic, float] | None:
-        """Raise for the errors that were agreed on last, as soon as the host can know. Returns what it knows."""
+        """Raise for the errors that were agreed on last, as soon as the host can know. Returns the statistics."""
         if self._agreed is None:
             return None
         seen = self._read(self._agreed.vector)
@@ -81,12 +81,12 @@ class DeferredErrors:
         return None if late is None else {field: late[field.name] for field in Statistic}
 
     def record_overflows(self, rounded: list[Rounded]) -> None:
-        """Remember, on the device, which model params could not hold their main param."""
+        """Record, on the device, which main params did not fit their model params."""
         self._rounded.append(rounded)
         self._count(rounded, self._num_overflowed)
 
     def rehearse(self, rounded: list[Rounded]) -> None:
-        """Run what :meth:`record_overflows` runs on the device, and remember nothing."""
+        """Run the device work of :meth:`record_overflows`, and record nothing."""
         self._count(rounded, torch.empty_like(self._num_overflowed))
 
     def _count(self, rounded: list[Rounded], out: Tensor) -> None:

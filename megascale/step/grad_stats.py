@@ -2,8 +2,8 @@
 
 The numbers of the vector that travels are named in :class:`megascale.kernels.Statistic`. A gradient held alike by k
 ranks adds its sums divided by k, so that a single SUM all-reduce serves replicated, sharded and tensor-parallel
-gradients at once. The same all-reduce compares those k ranks: each multiplies its sum of squares by a coefficient of
-its own, and the coefficients add up to 0.
+gradients at once. The same all-reduce compares those k ranks: each multiplies its sum of squares by its own
+coefficient, and the coefficients add up to 0.
 """
 
 import functools
@@ -25,10 +25,10 @@ from megascale.utils.dtensors import is_dtensor
 
 @functools.cache
 def contrast_coefficients(num_ranks: int) -> tuple[float, ...]:
-    """Return one coefficient for each of ``num_ranks`` that hold the same: they add up to 0, the largest is 1 or -1.
+    """Return one coefficient for each of ``num_ranks`` replicas: they add up to 0, the largest is 1 or -1.
 
-    They are drawn at random, always the same, so that no part of the ranks adds up to 0 by itself: where ranks of one
-    node agree and nodes do not, that shows too.
+    They are drawn at random with a fixed seed, so that no subset of the ranks adds up to 0: a difference between nodes
+    shows even where the ranks of each node agree.
     """
     generator = random.Random(0)
     drawn = [generator.random() for _ in range(num_ranks)]
@@ -39,7 +39,7 @@ def contrast_coefficients(num_ranks: int) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Holding:
-    """What the statistics of a gradient count on this rank; see :class:`megascale.kernels.GradWeights`."""
+    """The weights of a gradient's statistics on this rank; see :class:`megascale.kernels.GradWeights`."""
 
     share: float
     contrast: float
@@ -50,7 +50,7 @@ class Holders:
 
     Args:
         groups: who shares what.
-        sharded: gradients are reduced into shards, which only ``replicate`` ranks repeat.
+        sharded: gradients are reduced into shards, which only the ``replicate`` ranks hold alike.
     """
 
     def __init__(self, groups: ParallelGroups, *, sharded: bool = False) -> None:
@@ -59,13 +59,13 @@ class Holders:
         self._stats = ranks_of(groups.grad_stats)
 
     def of(self, param: nn.Parameter) -> Holding:
-        """Return what this rank's sums of ``param`` count: 1 / holders, and 0 for Megatron's ``shared`` copies.
+        """Return the weight of this rank's sums of ``param``: 1 / holders, and 0 for Megatron's ``shared`` copies.
 
-        Compared are the ranks that reduce the gradient, and those on which a DTensor is replicated. Those that
-        are tensor parallel are not: they may compute the same gradient twice, in another order of additions.
+        The ranks that reduce the gradient are compared, and those on which a DTensor is replicated. Tensor-parallel
+        ranks are not: they may compute the same gradient with additions in another order.
 
-        Raises ArgumentError for a DTensor whose mesh reaches beyond ``grad_stats``: its ranks could not agree. And for
-        an expert's parameter without a group.
+        Raises ArgumentError for a DTensor whose mesh reaches beyond ``grad_stats``, as its ranks could not agree, and
+        for an expert's parameter without a group.
         """
         data = self._groups.of_param(param)
         if getattr(param, "shared", False):
@@ -94,7 +94,7 @@ class Holders:
         return Holding(share, share * contrast_coefficients(replicas.num_ranks)[replicas.index])
 
     def _repeats(self, group: frozenset[int], mesh_ranks: frozenset[int]) -> float:
-        """Return how often ``group`` repeats the parameter. A DTensor's own mesh counts itself: it is one holder."""
+        """Return the number of copies of the parameter in ``group``; a DTensor's own mesh holds one together."""
         return max(1, len(group)) / max(1, len(group & mesh_ranks))
 
 
@@ -106,7 +106,7 @@ class _Replicas:
     index: int = 0
 
     def times(self, size: int, index: int) -> "_Replicas":
-        """Return the replicas where each of these is one of ``size`` that are alike."""
+        """Return the replicas if each of these has ``size`` copies, of which this rank is the one at ``index``."""
         return _Replicas(self.num_ranks * size, self.index * size + index)
 
 
@@ -115,7 +115,7 @@ class GradStats:
     """One rank's, or after :func:`agree` all ranks', statistics.
 
     Attributes:
-        vector: shape [NUM_STATISTICS], statistics dtype, by the places of :class:`megascale.kernels.Statistic`.
+        vector: shape [NUM_STATISTICS], statistics dtype, indexed by :class:`megascale.kernels.Statistic`.
         non_finite: shape [number of gradients], this rank's non-finite elements of each gradient; None without
             gradients.
     """
@@ -139,9 +139,9 @@ def measure(
 
     Args:
         grads: local tensors in the dtypes they have, on any devices.
-        weights: what each gradient's statistics count, see :class:`Holders`.
+        weights: of each gradient's statistics, see :class:`Holders`.
         errors: 0-d, this rank's errors.
-        scaled: whether this rank knows of nothing against gradients of a scaled loss.
+        scaled: False if this rank knows that the loss was not scaled.
     """
     exact = stats_dtype(device)
     errors = errors.to(exact)

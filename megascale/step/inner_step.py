@@ -1,4 +1,4 @@
-"""The wrapped optimizer's own ``step()``: ours to call as long as a wrapper of ours is there."""
+"""The wrapped optimizer's own ``step()``, which only its wrapper may call."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,10 +12,9 @@ from megascale.errors import UsageError
 
 
 class InnerStep:
-    """Calls an optimizer's ``step()``, and refuses the calls of others: they would update model params of 16 bit with
-    scaled gradients, and main params would take the result for weights that were loaded.
+    """Calls an optimizer's ``step()``, and refuses calls from elsewhere, by a torch hook that lives as long as this.
 
-    It is refused by a hook of torch's, which goes when this object does.
+    Such a call would update 16-bit model params with scaled gradients, which main params would take for loaded weights.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -57,7 +56,7 @@ class InnerStep:
 
 @contextmanager
 def without_grad(param: Tensor) -> Iterator[None]:
-    """Put a gradient aside; whatever its dtype is, one of the parameter's own may take its place."""
+    """Set ``param.grad`` aside inside the context, so that a gradient of the parameter's own dtype may replace it."""
     grad, dtype = param.grad, param.grad_dtype
     is_odd = grad is not None and grad.dtype != param.dtype
     param.grad = None

@@ -1,4 +1,4 @@
-"""The optimizer state that our kernels read and write: made as torch makes it, looked at before each step."""
+"""The optimizer state that our kernels read and write: created as torch creates it, checked before each step."""
 
 import numbers
 from collections import defaultdict
@@ -20,14 +20,14 @@ from megascale.utils.staging import staged
 
 
 class StateColumns(NamedTuple):
-    """The state of some parameters, held here so that no other tensor can take the place of one.
+    """The state tensors of some parameters. Holding them keeps their memory from being reused.
 
     Attributes:
         entries: per parameter, its dict in the optimizer's ``state``.
-        names: of what is read of each, ``step`` the last.
-        columns: per name, a tensor of each parameter.
-        tags: of the entries, which are read again where they have changed.
-        memory: of all that is read and written but model params, as it was when the columns were checked.
+        names: of the state that is read, ``step`` last.
+        columns: per name, one tensor per parameter.
+        tags: version tags of the entries; an entry is read again where its tag has changed.
+        memory: addresses and layouts at the time of the check, of all tensors but model params.
     """
 
     entries: list[dict[str, Any]]
@@ -37,7 +37,7 @@ class StateColumns(NamedTuple):
     memory: MemoryRecord
 
     def hold(self, names: list[str]) -> bool:
-        """Whether every entry still has these very tensors, where they were and as they were."""
+        """Whether every entry still has these same tensors, at the same addresses and with the same layouts."""
         held = self.names == names and hold_objects(self.entries, names, self.columns, self.tags)
         return held and self.memory.holds()
 
@@ -48,11 +48,11 @@ class StateColumns(NamedTuple):
 
 
 class KernelState:
-    """What one torch optimizer holds of its parameters, for our kernels: ``optimizer.state`` in torch's own layout.
+    """Creates and checks the state of one torch optimizer for our kernels, in torch's own layout.
 
     Args:
         optimizer: its ``state`` may be replaced or cleared at any time.
-        dtypes: of the state of fp32 main params, by name.
+        dtypes: of the state of fp32 main params, by the state's name.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, dtypes: Mapping[str, torch.dtype]) -> None:
@@ -60,12 +60,12 @@ class KernelState:
         self._dtypes = dict(dtypes)
 
     def create(self, params: Sequence[MainParam], names: Sequence[str]) -> None:
-        """Make what lacks of the state of ``params``, in the dtypes that are asked for; what is there keeps its values.
+        """Create missing state of ``params`` and convert what exists, in the configured dtypes; values are kept.
 
-        A tensor of zeros is what torch begins with; so does a momentum buffer, the first gradient of which is not
-        dampened as long as ``step`` is 0. State of an fp64 parameter is fp64.
+        New state is zeros, as in torch; also a momentum buffer, whose first gradient is not dampened while ``step`` is
+        0. State of an fp64 parameter is fp64.
 
-        Raises UsageError, before anything has changed, for what is there and does not fit.
+        Raises UsageError, before anything has changed, for existing state that does not fit.
         """
         entries = [self._entry(param) for param in params]
         for entry, param in zip(entries, params, strict=True):
@@ -86,12 +86,12 @@ class KernelState:
                     entry[name] = slabs.moved_in(_usable(entry[name]).to(dtype), param.main, name)
 
     def columns(self, params: Sequence[MainParam], names: Sequence[str], optional: Collection[str]) -> StateColumns:
-        """Return the state of ``params``, checked. What lacks is made as torch makes it at a first step.
+        """Return the state of ``params``, checked. Missing state is created as at a first step.
 
         Args:
             params: all of one param group.
-            names: of the state that its options ask for.
-            optional: of what a parameter with state may lack, as an option may have been switched on since.
+            names: of the state that the group's options need.
+            optional: names that an existing state may lack, as an option may have been switched on later.
 
         Raises UsageError, before anything has changed, naming the parameter whose state does not fit.
         """
@@ -124,7 +124,7 @@ class KernelState:
         return param.main.dtype if param.main.dtype == torch.float64 else self._dtypes[name]
 
     def _fits(self, name: str, value: Any, param: MainParam) -> bool:
-        """Return whether a state is what the kernels take, so that nothing is to be made of it."""
+        """Return whether the kernels can use a state as it is."""
         _check(name, value, param)
         if not isinstance(value, Tensor):
             return False
@@ -137,7 +137,7 @@ class KernelState:
     def _create_steps(self, entries: Sequence[dict[str, Any]], params: Sequence[MainParam]) -> None:
         steps = []
         for entry in entries:
-            # A buffer that there is has seen a gradient: torch dampens the next one.
+            # An existing buffer has seen a gradient: torch dampens the next one.
             first = 1.0 if entry.get("momentum_buffer") is not None else 0.0
             step = entry.get("step")
             step = torch.as_tensor(first if step is None else step).detach()
@@ -149,7 +149,7 @@ class KernelState:
 
 
 def _placed(numbers: Sequence[Tensor], devices: Sequence[torch.device]) -> list[Tensor]:
-    """Return 0-d tensors, each on its device. Those of the host travel together, and lie in slabs where they arrive."""
+    """Return 0-d tensors, each on its device. Host tensors are copied together, into slabs."""
     placed = list(numbers)
     travelling: defaultdict[torch.device, list[int]] = defaultdict(list)
     for index, (number, device) in enumerate(zip(numbers, devices, strict=True)):
@@ -167,7 +167,7 @@ def _placed(numbers: Sequence[Tensor], devices: Sequence[torch.device]) -> list[
 
 
 def _check(name: str, value: Any, param: MainParam) -> None:
-    """Raise UsageError for a state that cannot be made one of ``param``."""
+    """Raise UsageError for a state that cannot be converted to one of ``param``."""
     story = f"the optimizer's state[{param.name!r}][{name!r}]"
     if name == "step" and isinstance(value, numbers.Real):
         return
@@ -201,12 +201,12 @@ def _usable(value: Tensor) -> Tensor:
 
 
 def _part(tensor: Tensor) -> Tensor:
-    """Return the tensor whose memory is read: that of a DTensor, not a new view of it."""
+    """Return the tensor whose memory is read: a DTensor's own local tensor, not a new view of it."""
     return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
 def _is_our_own(tensor: Tensor | None, param: MainParam) -> bool:
-    """Return whether a tensor is looked at by nobody else: model params are, each step."""
+    """Return whether a tensor must be checked here: model params are checked elsewhere, each step."""
     return tensor is not None and tensor is not param.model
 
 

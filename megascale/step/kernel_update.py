@@ -1,4 +1,4 @@
-"""Adam, AdamW, SGD and Lion on kernels, which obey ``found_inf`` on the device."""
+"""Adam, AdamW, SGD and Lion on kernels, which read ``found_inf`` on the device."""
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
@@ -38,13 +38,13 @@ class _Kept(NamedTuple):
 
 
 class KernelUpdate(InnerUpdate, ABC):
-    """What Adam, SGD and Lion share: state made at once, one kernel call per unit and device.
+    """Base of the Adam, SGD and Lion updates: state made at once, one kernel call per unit and device.
 
     With step hooks, or options that are tensors, the optimizer's own ``step()`` runs instead.
     """
 
     optional_state: tuple[str, ...] = ()
-    """State that a parameter with state may lack: options that ask for it can be switched on at any time."""
+    """State that may be missing: options that need it can be switched on at any time."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, backend: Backend, config: OptimizerConfig) -> None:
         self.optimizer = optimizer
@@ -89,7 +89,7 @@ class KernelUpdate(InnerUpdate, ABC):
 
     @override
     def readable_state(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
-        """:meth:`create_states` makes of it what the kernels take."""
+        """Return a copy of the dict: :meth:`create_states` converts its tensors."""
         return dict(state)
 
     @override
@@ -108,13 +108,13 @@ class KernelUpdate(InnerUpdate, ABC):
         return self._general.inner_step.is_hooked
 
     def _follow_entries(self) -> None:
-        """Forget what was prepared where a parameter's state is another dict than before."""
+        """Drop cached operands of parameters whose state is another dict than before."""
         if not same_values(self.optimizer.state, self._entries, self._tag):
             self._entries, self._tag = list(self.optimizer.state.values()), new_tags(1)
             self._prepared.clear()
 
     def _operands(self, pending: PendingUpdate) -> list[Prepared]:
-        """Return operands by device; the same objects, with this step's gradients, as long as all else is the same."""
+        """Return operands by device: the cached ones with this step's gradients, while all else is the same."""
         names = self.required_state(pending.options)
         kept = self._prepared.get(pending.unit)
         if kept is None or not kept.state.hold(names):
@@ -134,11 +134,11 @@ class KernelUpdate(InnerUpdate, ABC):
         """Whether each parameter counts its landed steps."""
 
     def fits(self, options: dict[str, Any]) -> bool:
-        """Whether the kernels can run these options on the device. Tensors but the rate go through torch's own step."""
+        """Whether the kernels can run these options. Tensors other than the rate need torch's own step."""
         return not has_tensors(options, self.numbers)
 
     numbers: tuple[str, ...]
-    """The options that are numbers, but for the rate."""
+    """The options that are numbers, without the rate."""
 
     @abstractmethod
     def hyper(self, options: dict[str, Any]) -> Any:
@@ -146,11 +146,11 @@ class KernelUpdate(InnerUpdate, ABC):
 
     @abstractmethod
     def run(self, operands: Operands, hyper: Any, decision: Decision) -> Tensor:
-        """Call the kernel; returns its flags of overflow."""
+        """Call the kernel and return its overflow flags, one per parameter."""
 
 
 def _prepare(params: Sequence[MainParam], state: Mapping[str, Sequence[Tensor]]) -> list[Prepared]:
-    """Sort a unit by device. ``state``: columns of the optimizer's state."""
+    """Split a unit by device. ``state``: columns of the optimizer's state."""
     by_device: defaultdict[torch.device, list[int]] = defaultdict(list)
     mains = [local(param.main) for param in params]
     for index, main in enumerate(mains):

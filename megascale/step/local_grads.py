@@ -1,4 +1,4 @@
-"""From ``param.grad`` to local gradients that can be measured: the end of gradient reduction."""
+"""Finishes gradient reduction and collects a step's local gradients, from ``param.grad`` and main grads."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ Found = tuple[UpdateUnit, TensorList]
 
 
 class _MainGrads(NamedTuple):
-    """Synced gradients of a unit, where they lie: as long as ``memory`` holds."""
+    """Cached main grads of a unit, valid as long as ``memory`` holds."""
 
     grads: TensorList
     memory: MemoryRecord
@@ -53,8 +53,8 @@ class Collected:
     Attributes:
         updates: per param group, what the update needs.
         grads: all local gradients, in the order of ``updates``.
-        weights: what each gradient's statistics count.
-        error: what makes a step of this rank impossible; the lists are empty then.
+        weights: of each gradient's statistics.
+        error: why this rank cannot step; the lists are empty then.
     """
 
     updates: list[PendingUpdate]
@@ -64,7 +64,7 @@ class Collected:
 
 
 class ReadyGrads:
-    """Collects gradients and remembers, as long as the same parameters have them, what their sums count."""
+    """Collects gradients; caches their statistics' weights while the same parameters have gradients."""
 
     def __init__(
         self,
@@ -85,9 +85,7 @@ class ReadyGrads:
         self._measured: tuple[list[UpdateUnit], tuple[list[MainParam], TensorList]] | None = None
 
     def admit(self, param: MainParam) -> None:
-        """Raise ArgumentError, naming it, for a parameter whose gradient another takes, or ``grad_stats`` could not
-        agree on.
-        """
+        """Raise ArgumentError for a parameter whose gradient goes elsewhere or that ``grad_stats`` cannot agree on."""
         if self._is_taken_elsewhere(param):
             require_unowned([(param.name, param.model)], REMEDY)
         try:
@@ -100,7 +98,7 @@ class ReadyGrads:
     ) -> Collected:
         """Finish reductions and return the gradients there are. Parameters without a gradient take no part.
 
-        ``snapshot``: what ``main_params.sync_from_model()`` has just seen.
+        ``snapshot``: as ``main_params.sync_from_model()`` has just returned it.
         """
         error = self.finish(main_params)
         updates: list[PendingUpdate] = []
@@ -116,9 +114,10 @@ class ReadyGrads:
         return Collected(updates, grads, self._weigh(params), None)
 
     def finish(self, main_params: MainParams) -> MegascaleError | None:
-        """Finish reductions. A rank whose step has failed takes part too: the others need what it has to give.
+        """Finish reductions; return an error if a gradient is unusable. Failed ranks take part: the others wait for
+        them.
 
-        A parameter whose gradient was Partial then holds the reduced one. Returns what is wrong with a gradient.
+        A Partial DTensor gradient is replaced by the reduced one.
         """
         error: MegascaleError | None = None
         if self._grad_sync is not None:
@@ -134,11 +133,11 @@ class ReadyGrads:
         return error
 
     def failed(self, error: MegascaleError) -> Collected:
-        """Return what there is to measure and to update on a rank whose step cannot be taken: nothing."""
+        """Return an empty collection with ``error``, for a rank whose step cannot be taken."""
         return Collected([], TensorList(), self._weigh([]), error)
 
     def _to_measure(self, updates: list[PendingUpdate]) -> tuple[list[MainParam], TensorList]:
-        """Return what this rank owns elements of. While the same gradients are synced, it is the same lists."""
+        """Return :meth:`_owned_of`; the same list objects while the same gradients are synced."""
         kept = [self._kept.get(update.unit) for update in updates]
         if any(one is None or update.grads is not one.grads for update, one in zip(updates, kept, strict=True)):
             self._measured = None
@@ -149,7 +148,7 @@ class ReadyGrads:
         return self._measured[1]
 
     def _owned_of(self, updates: list[PendingUpdate]) -> tuple[list[MainParam], TensorList]:
-        """Return the parameters that this rank owns elements of, of many it may own nothing, and their gradients."""
+        """Return the parameters of which this rank owns elements, and their gradients."""
         params: list[list[MainParam]] = []
         grads: list[TensorList] = []
         for update in updates:
@@ -170,7 +169,7 @@ class ReadyGrads:
         return list(chain.from_iterable(params)), TensorList.joined(grads) if grads else TensorList()
 
     def _synced(self, unit: UpdateUnit) -> Found | MegascaleError | None:
-        """Return the synced gradients of a unit all of whose parameters have one; they stay where they are."""
+        """Return the main grads of a unit if all its parameters have one; they are cached."""
         if self._grad_sync is None:
             return None
         kept = self._kept.get(unit)
@@ -187,25 +186,25 @@ class ReadyGrads:
         return (unit, kept.grads) if len(kept.grads) == len(unit.params) else None
 
     def _is_in_place(self, param: MainParam, grad: Tensor) -> bool:
-        """Whether a main grad is what it was made as, in its bucket."""
+        """Whether a main grad still lies in its bucket, as it was created."""
         fits = grad.shape == local(param.main).shape and grad.dtype.is_floating_point and is_plain(grad)
         in_bucket = self._grad_sync is None or self._grad_sync.reduces(grad)
         return fits and in_bucket and memory_fault(grad) is None
 
     def _plain(self, unit: UpdateUnit, snapshot: TensorList) -> Found | None:
         """Return the gradients of a unit if every parameter has one, a strided tensor that is whole."""
-        # A sync that has finished since may have taken gradients.
+        # The GradSync may have taken gradients since the snapshot.
         grads = unit.grads(snapshot if self._grad_sync is None else None)
         return (unit, grads) if grads.fit() else None
 
     def _main_grad(self, param: MainParam) -> Tensor | None:
-        """Return the synced gradient. A parameter that was frozen since takes no part."""
+        """Return the main grad. A parameter that was frozen since takes no part."""
         if self._grad_sync is None or not param.model.requires_grad:
             return None
         return self._grad_sync.local_grad(param.model)
 
     def _one_by_one(self, unit: UpdateUnit) -> Found | MegascaleError:
-        """Return what has a gradient of either kind. One whose bytes are not its values is replaced by one of bytes."""
+        """Return the parameters that have a gradient or main grad. Gradients that are not plain memory are copied."""
         found: list[tuple[MainParam, Tensor]] = []
         for param in unit.params:
             grad, model = self._main_grad(param), param.model
@@ -242,7 +241,7 @@ class ReadyGrads:
         return self._weights[1]
 
     def _is_compared(self, param: MainParam) -> bool:
-        """Whether replicas of the gradient are compared: not of one that was reduced here."""
+        """Whether replicas of the gradient are compared: those that were not reduced here."""
         if self._replicas_may_differ:
             return False
         return self._grad_sync is None or self._grad_sync.main_grad(param.model) is None
@@ -259,7 +258,7 @@ def _misplaced(name: str) -> GradientError:
 
 
 def checked_grads(unit: UpdateUnit, grads: TensorList) -> TensorList:
-    """Return gradients that their holder has kept for a while, checked again.
+    """Return gradients that were kept since the decision, checked again.
 
     Raises GradientError, naming the parameter, for one that is no longer what it was.
     """

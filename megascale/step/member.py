@@ -1,4 +1,4 @@
-"""What one optimizer contributes to a step: it measures its gradients, and updates its parameters as was decided."""
+"""StepMember: one optimizer's part in a step. It measures its gradients, and updates its parameters as decided."""
 
 from dataclasses import dataclass, replace
 
@@ -42,7 +42,7 @@ class StepMember:
     Args:
         optimizer: the wrapped one; its ``param_groups`` and ``state`` are live.
         config: checked against the parameters.
-        groups: who shares what.
+        groups: which ranks share what.
         backend: for all passes over memory.
         device: where decisions live.
         main_params: where main params and state live.
@@ -78,7 +78,7 @@ class StepMember:
 
     @torch.no_grad()
     def sync_from_model(self) -> TensorList:
-        """Catch up with ``param_groups`` and with what others wrote into model params. Returns what it has seen."""
+        """Take over changes of ``param_groups`` and writes to model params. Returns a snapshot of the model params."""
         param_groups, state = self.optimizer.param_groups, self.optimizer.state
         made, snapshot = self.main_params.sync_from_model(param_groups)
         if not made:
@@ -98,8 +98,8 @@ class StepMember:
     def collect(self) -> Collected:
         """Finish reductions; return the local gradients, and all that their update needs.
 
-        All of it is checked: once ranks have agreed, nothing can fail. An error of this rank is part of what is
-        returned, as other ranks wait for what this one measures.
+        All of it is checked: once ranks have agreed, nothing can fail. An error of this rank is returned, not raised:
+        other ranks wait for its statistics.
         """
         try:
             snapshot = self.sync_from_model()
@@ -127,7 +127,7 @@ class StepMember:
     # After it
 
     def hold_grads(self) -> None:
-        """Keep the gradients of the ready step: the caller may drop them before it is taken."""
+        """Hold references to the ready step's gradients: the caller may drop its own before the update."""
         for update in self.ready.updates if self.ready else ():
             update.grads.hold()
 
@@ -135,7 +135,7 @@ class StepMember:
     def checked_again(self, ready: ReadyStep) -> ReadyStep:
         """Return a ready step whose tensors were checked again, as the caller may have changed them.
 
-        Raises, on this rank alone, GradientError or UsageError: what was decided about is no longer there.
+        Raises GradientError or UsageError, on this rank alone, if a tensor is no longer the one of the decision.
         """
         self.sync_from_model()
         checked = []
@@ -149,7 +149,7 @@ class StepMember:
         return self.update.apply(ready.updates, ready.decision, self.main_params.mark_written)
 
     def memory_layout(self) -> list[object]:
-        """Return what differs once parameters or state lie elsewhere. Follows weights loaded into the model."""
+        """Return a list that differs once parameters or state have moved. Takes over weights loaded into the model."""
         self.sync_from_model()
         states = (self.optimizer.state.get(param.model, {}) for param in self.main_params)
         tensors = [local(value) for state in states for value in state.values() if isinstance(value, Tensor)]

@@ -1,4 +1,4 @@
-"""What the agreed statistics of a step tell of misuse. Every rank has the same numbers, so that all raise alike."""
+"""Detects misuse in a step's agreed statistics. Every rank has the same numbers, so that all raise alike."""
 
 from collections.abc import Mapping
 
@@ -20,7 +20,7 @@ def has_only_zeros(agreed: Statistics) -> bool:
 
 
 def check_usage(agreed: Statistics) -> None:
-    """Raise UsageError for gradients that cannot be what the step takes them for. Overflows are not judged."""
+    """Raise UsageError for gradients that were not scaled, or (in a step without overflow) not reduced."""
     if agreed[Statistic.SCALED] <= 0:
         raise unscaled_loss()
     if was_skipped(agreed):
@@ -36,7 +36,7 @@ def check_usage(agreed: Statistics) -> None:
 
 
 def unscaled_loss() -> UsageError:
-    """Return the error for gradients that nobody can have scaled."""
+    """Return the error for gradients of a loss that was not scaled."""
     return UsageError(
         "nobody has asked for the loss scale since the last step, so that these gradients cannot be scaled by it: call "
         "optimizer.scale_loss(loss).backward(), or multiply the loss by optimizer.get_loss_scale(). If the gradients "

@@ -1,6 +1,6 @@
-"""Who wraps an inner optimizer, and who updates a scaler: each may have one owner at a time.
+"""Records which optimizer wraps an inner optimizer and which updates a scaler: each has one owner at a time.
 
-Everything is held weakly: an optimizer that is dropped frees both.
+All references are weak: an optimizer that is garbage-collected frees both.
 """
 
 import gc
@@ -17,7 +17,7 @@ _users: WeakKeyDictionary[MegatronGradScaler, WeakSet[torch.optim.Optimizer]] = 
 
 
 def check_unwrapped(inner: torch.optim.Optimizer) -> None:
-    """Raise ArgumentError if an optimizer that is still there wraps ``inner``: each would hold main params of its own.
+    """Raise ArgumentError if a live optimizer already wraps ``inner``: each would hold its own main params.
 
     A wrapper that only a reference cycle keeps counts as dropped.
     """
@@ -40,7 +40,7 @@ def record(wrapper: torch.optim.Optimizer, inner: torch.optim.Optimizer, scaler:
 
 
 def shared_scaler(scaler: MegatronGradScaler | None, stepping: Collection[torch.optim.Optimizer]) -> UsageError | None:
-    """Return what is wrong if others than the optimizers that step as one would update their scaler too."""
+    """Return an error if an optimizer that is not in ``stepping`` would update ``scaler`` too."""
     if scaler is None or scaler not in _users:
         return None
     users = _users[scaler]

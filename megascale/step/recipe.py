@@ -42,14 +42,14 @@ class StepResult(NamedTuple):
 
 
 class StepRecipe:
-    """One decision for one or more members, and what they do by it: all of them, or none.
+    """One step of one or more members under one decision: all of them update, or none.
 
     Args:
         members: on one device, with one ``groups.grad_stats``.
-        groups: who agrees.
+        groups: of which ``grad_stats`` agrees.
         grad_scaler: of the loss; None: it is not scaled.
         clip_grad: largest norm of the unscaled gradients of all members together; 0: no clipping.
-        grads_are_scaled: the caller vouches for gradients of a scaled loss, though nobody asks for the scale.
+        grads_are_scaled: the caller guarantees gradients of a scaled loss, though the scale is not read here.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class StepRecipe:
         self.grads_are_scaled = grads_are_scaled
         self.watch = StallWatch(members[0].config.max_consecutive_skips)
         self._backend = members[0].backend
-        self._is_held = False  # whether the caller has had its turn since the decision
+        self._is_held = False  # whether prepare_grads() has returned to the caller since the decision
         self._times_asked = 0
 
     # The loss
@@ -117,7 +117,7 @@ class StepRecipe:
         return decision
 
     def hold_grads(self) -> None:
-        """Keep the gradients of the ready step: the caller may drop them before it is taken."""
+        """Hold references to the ready step's gradients: the caller may drop its own before the update."""
         for member in self.members:
             member.hold_grads()
         self._is_held = True
@@ -162,7 +162,7 @@ class StepRecipe:
         self._is_held = False
 
     def begin_anew(self) -> None:
-        """Forget what was found wrong: main params have been replaced."""
+        """Forget recorded errors; called when main params were replaced."""
         self.errors.clear()
         self.watch.clear()
 
@@ -170,9 +170,9 @@ class StepRecipe:
 
     @torch.no_grad()
     def rehearse(self) -> None:
-        """Run all that a step runs on the device, and change nothing but reduced gradients.
+        """Run the device work of a step; only reduced gradients change.
 
-        Kernels are compiled and loaded by it, and buffers made, which none may be while a graph is captured.
+        This compiles and loads kernels and creates buffers, which is impossible while a graph is captured.
         """
         collected, stats = self._measure(None, scaled=True)
         decision = self._decide(grad_stats.agree(stats, self.groups))
@@ -187,11 +187,11 @@ class StepRecipe:
         _result(skip)
 
     def memory_layout(self) -> list[object]:
-        """Return what differs once parameters or state lie elsewhere. Follows weights loaded into the model."""
+        """Return a list that differs once parameters or state have moved. Takes over weights loaded into the model."""
         return [place for member in self.members for place in member.memory_layout()]
 
     def after_replay(self) -> None:
-        """Raise what a replayed step found out, as a step on an accelerator does: one step late."""
+        """Raise a replayed step's errors, one step late as on any accelerator."""
         for member in self.members:
             member.counter.steps += 1
         self._check(self.errors.raise_pending())
@@ -205,14 +205,15 @@ class StepRecipe:
     def _is_loss_scaled(self) -> bool:
         """Return whether the gradients can be those of a scaled loss, as far as this rank knows.
 
-        Of a pipeline only the last stage has a loss. Several optimizers may share a scaler: each remembers for itself.
+        In a pipeline only the last stage has a loss. Optimizers that share a scaler each count its reads for
+        themselves.
         """
         if self.grad_scaler is None or self.grads_are_scaled:
             return True
         return self.grad_scaler.times_asked() != self._times_asked or not self.grad_scaler.needs_scaled_loss
 
     def _check(self, agreed: Statistics | None) -> None:
-        """Raise what the host now knows of a step to be wrong."""
+        """Raise for misuse or stalls that the host now knows of."""
         if agreed is not None:
             try:
                 check_usage(agreed)
@@ -258,7 +259,7 @@ class StepRecipe:
         return ready
 
     def _end_step(self) -> None:
-        """Leave model params that are whole on every rank, or will be when they are needed."""
+        """Gather model params, or start the gather that modules wait for."""
         for member in self.members:
             member.main_params.end_step()
 

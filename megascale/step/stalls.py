@@ -1,4 +1,4 @@
-"""Notices training that has stopped while no step fails: every step skipped, or nothing but zeros in the gradients.
+"""Detects training that stalls without an error: all steps are skipped, or all gradients are zeros.
 
 It reads the agreed statistics that the host has anyway, so that every rank notices at the same step.
 """
@@ -17,10 +17,10 @@ FIRST_WARNING = 32
 
 
 class StallWatch:
-    """Counts, step by step, how long nothing has been learnt.
+    """Counts skipped steps in a row, and steps in a row with gradients of zeros.
 
     Args:
-        max_consecutive_skips: more steps skipped in a row than this are an error; None: they may be.
+        max_consecutive_skips: more skipped steps in a row than this raise; None: no limit.
     """
 
     def __init__(self, max_consecutive_skips: int | None) -> None:
@@ -29,16 +29,16 @@ class StallWatch:
         self._zeros = 0
 
     def clear(self) -> None:
-        """Begin anew: other weights have been loaded."""
+        """Reset the counts; called when other weights were loaded."""
         self._skips = self._zeros = 0
 
     def observe(self, agreed: Statistics, raise_damage: Callable[[], None]) -> None:
-        """Take note of one step.
+        """Count one step; warn or raise.
 
         Args:
             agreed: the step's statistics.
-            raise_damage: called where it is worth a host sync: raises, on every rank alike, NonFiniteParamError for
-                main params with which no step can land again.
+            raise_damage: raises NonFiniteParamError, on every rank alike, for main params that are not finite. Costs a
+                host sync, so it is called rarely.
 
         Raises:
             SkippedStepsError: for more skips in a row than were allowed.

@@ -1,6 +1,6 @@
-"""What torch's own optimizers keep for a parameter, where it comes from elsewhere: an older torch, 16-bit parameters.
+"""Converts state of torch's optimizers that an older torch made, or that was made for 16-bit parameters.
 
-Our kernels make their state themselves. All other optimizers go on from what they find.
+It serves optimizers that run their own ``step()``: our kernels create and convert their state themselves.
 """
 
 from collections.abc import Mapping
@@ -18,15 +18,16 @@ PER_PARAMETER = frozenset({"eta", "mu", "mu_product", "step"})
 
 
 def is_per_element(key: str, value: Tensor, param: Tensor) -> bool:
-    """Return whether a whole tensor of state has an element for each of ``param``'s. A 0-d one is told by its name."""
+    """Return whether a whole state tensor has one element per element of ``param``. For 0-d ones ``key`` decides."""
     return value.shape == param.shape and (value.dim() > 0 or key not in PER_PARAMETER)
 
 
 def with_tensor_counts(optimizer: torch.optim.Optimizer, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a loaded state of the parameter ``name`` as torch's own optimizers read it; others' is left alone.
+    """Return a loaded state of the parameter ``name`` as torch's own optimizers read it; others' state is not
+    converted.
 
-    Older torch kept ``step`` and the like as Python numbers, today's steps fail on them: they become 0-d fp32 tensors,
-    and so does an integer count, which torch's fused loops cannot add to.
+    Python numbers, which older torch kept for ``step`` and the like, become 0-d fp32 tensors; so does an integer
+    ``step``, which torch's fused loops cannot add to.
 
     Raises StateDictError for a ``step`` that is not one number.
     """
@@ -42,10 +43,9 @@ def with_tensor_counts(optimizer: torch.optim.Optimizer, name: str, state: Mappi
 
 
 def widen(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], param: MainParam) -> None:
-    """Keep the state of a 16-bit model param as if it had been kept for its main param all along.
+    """Convert the state of a 16-bit model param to its main param's dtype, in the optimizer's dict.
 
-    Exactly: what was rounded stays rounded. But Adagrad's initial accumulator, made at construction, was not rounded by
-    any step: until the first one it is what was asked for.
+    Values that were rounded stay rounded, except Adagrad's initial accumulator before the first step: it is set anew.
     """
     state = optimizer.state.get(param.model, {})
     rounded = {

@@ -1,4 +1,4 @@
-"""Any other optimizer: its own ``step()``, on main params, where the host has read that the step lands."""
+"""Runs any other optimizer's own ``step()`` on main params, once the host has read that the step lands."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -50,13 +50,13 @@ class GeneralUpdate(InnerUpdate):
         )
 
     def required_state(self, options: dict[str, Any]) -> list[str]:
-        """Nothing is known of the optimizer's state."""
+        """Return no keys: the optimizer's state is not known."""
         return []
 
     def prepare(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
-        """See :class:`InnerUpdate`. Of its state, all but whether there is memory is the optimizer's own affair.
+        """See :class:`InnerUpdate`. Of state, only that it has memory is checked.
 
-        Raises UsageError, naming the parameter, where there is none.
+        Raises UsageError, naming the parameter, for state without memory.
         """
         for param in (param for pending in updates for param in pending.params):
             for name, value in self.optimizer.state.get(param.model, {}).items():
@@ -119,7 +119,7 @@ class GeneralUpdate(InnerUpdate):
 
 
 def _widen(state: dict[str, Any], main: Tensor) -> dict[str, torch.dtype]:
-    """Widen 16-bit moments for torch's own arithmetic, in place of the dict's entries. Returns what they were."""
+    """Replace 16-bit moments in ``state`` by wide ones, for torch's own arithmetic. Returns their former dtypes."""
     narrow = {
         name: value.dtype
         for name, value in state.items()

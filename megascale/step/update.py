@@ -1,4 +1,4 @@
-"""What an update is given and gives back, whoever carries it out: our kernels, or the optimizer's own ``step()``."""
+"""Arguments and results of an update, for our kernels and for the optimizer's own ``step()``."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,9 +22,9 @@ from megascale.main_params.update_unit import UpdateUnit
 
 @dataclass(frozen=True)
 class PendingUpdate:
-    """A unit, all of which have gradients: its param group's options, and the gradients, local, in the same order.
+    """A unit whose parameters all have gradients, with its param group's options and local gradients in its order.
 
-    ``call``: what :meth:`InnerUpdate.prepare` made ready for it.
+    ``call``: made by :meth:`InnerUpdate.prepare`.
     """
 
     options: dict[str, Any]
@@ -47,7 +47,7 @@ class Rounded:
 
 
 class Prepared(NamedTuple):
-    """Main params of one device, their places in the unit, and their operands, but for the gradients."""
+    """Main params of one device, their indices in the unit, and their operands without gradients."""
 
     params: list[MainParam]
     indices: list[int]
@@ -84,9 +84,9 @@ class InnerUpdate(Protocol):
         """Return why updates cannot be part of a device's graph; None where they can."""
 
     def prepare(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
-        """Return the updates ready for :meth:`apply`, which follows before anything else can happen to their tensors.
+        """Return the updates ready for :meth:`apply`, which must follow before their tensors can change.
 
-        Checks everything that the update will read or write but the gradients and model params. Raises a
+        Checks all that the update reads or writes except gradients and model params. Raises a
         MegascaleError for what cannot be updated, naming it: no value has changed.
         """
 

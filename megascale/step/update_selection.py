@@ -1,4 +1,4 @@
-"""Who updates an optimizer's main params. Both ways keep state in torch's own layout, keyed by model param."""
+"""Selects how main params are updated. Both ways keep state in torch's own layout, keyed by model param."""
 
 import torch
 
