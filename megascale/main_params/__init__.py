@@ -1,1 +1,1 @@
-"""The fp32 main params: whole or a shard of them, and how they and the model follow each other."""
+"""The fp32 main params, replicated or sharded, kept in step with the model params."""

@@ -1,6 +1,6 @@
-"""The main params of an optimizer: which parameters have one, and how they and the model follow each other.
+"""MainParams: which parameters of an optimizer have a main param, and how both are kept in step.
 
-What is kept, and where, is a strategy: :mod:`megascale.main_params.replicated` or :mod:`megascale.main_params.sharded`.
+How they are stored is a strategy: :mod:`megascale.main_params.replicated` or :mod:`megascale.main_params.sharded`.
 """
 
 from abc import ABC, abstractmethod
@@ -20,7 +20,7 @@ from megascale.main_params.update_unit import UpdateUnit
 from megascale.main_params.write_tracker import WriteTracker
 from megascale.utils.dtensors import is_dtensor
 
-# Called for every parameter without a main param at every step, in a loop that runs in C.
+# An attrgetter, as map() then runs in C: at every step, over every parameter without a main param.
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
@@ -32,7 +32,7 @@ class MainParams(ABC):
     """
 
     is_sharded = False
-    """Whether a rank keeps pieces only."""
+    """Whether each rank keeps only its pieces."""
 
     def __init__(self, names: Mapping[int, str]) -> None:
         self._explicit_names = dict(names)
@@ -46,12 +46,12 @@ class MainParams(ABC):
 
     @torch.no_grad()
     def sync_from_model(self, param_groups: Sequence[dict[str, Any]]) -> tuple[list[MainParam], TensorList]:
-        """Catch up with ``param_groups`` and with outside writes to model params.
+        """Take over changes of ``param_groups`` and outside writes to model params.
 
-        Returns the main params that it made, and what it has seen, for :meth:`UpdateUnit.grads`.
+        Returns the new main params, and a snapshot of the model params for :meth:`UpdateUnit.grads`.
 
-        Raises ArgumentError or ArgumentTypeError for a parameter that cannot be trained, UsageError for one that is no
-        longer what its main param was made for, before anything has changed.
+        Raises ArgumentError or ArgumentTypeError for a parameter that cannot be trained, UsageError for one whose
+        shape, dtype or layout has changed, before anything has changed.
         """
         self.wait()
         made: list[MainParam] = []
@@ -76,13 +76,13 @@ class MainParams(ABC):
         return made, snapshot
 
     def _make_plain(self, params: Sequence[MainParam]) -> None:
-        """Give parameters whose bytes are not their values, as after ``param.data = x.conj().imag``, bytes that are."""
+        """Copy parameters whose bytes are not their values, as after ``param.data = x.conj().imag``."""
         for param in params:
             if not is_dtensor(param.model):
                 param.model.data = plain(param.model.data)
 
     def _has_seen(self, param_groups: Sequence[dict[str, Any]], snapshot: TensorList) -> bool:
-        """Whether the groups have the very parameters that they had, and the same of them are frozen."""
+        """Whether the groups hold the same parameters as before, and the same of them are frozen."""
         groups = [group["params"] for group in param_groups]
         if len(groups) != len(self._known) or not all(map(same_objects, groups, self._known)):
             return False
@@ -90,7 +90,7 @@ class MainParams(ABC):
         return not thawed and np.array_equal(self._tracker.requires_grad(snapshot), self._trained)
 
     def _admit(self, param_groups: Sequence[dict[str, Any]]) -> list[MainParam]:
-        """Make main params for parameters that have none, and order all of them."""
+        """Create main params for parameters that have none, and order all of them."""
         names: dict[int, str] = {}
         unseen: dict[str, nn.Parameter] = {}
         group_of: dict[str, int] = {}
@@ -103,7 +103,7 @@ class MainParams(ABC):
                     unseen[name] = param
                     group_of[name] = index
         if not self.is_sharded:
-            # Others replace parameters, as Accelerate does under FSDP2: those that were must not stay in memory.
+            # Parameters may be replaced, as by Accelerate under FSDP2: the old ones must not stay in memory.
             here = {id(param) for group in param_groups for param in group["params"]}
             self._by_id = {key: param for key, param in self._by_id.items() if key in here}
         made = self.make(unseen, group_of) if unseen else []
@@ -114,7 +114,7 @@ class MainParams(ABC):
         return made
 
     def _track_again(self, param_groups: Sequence[dict[str, Any]]) -> None:
-        """Track the model params of all main params, each as it was known so far, and note what groups were seen."""
+        """Make a new tracker of all model params, keeping what was recorded of each, and remember the groups."""
         self._known = [list(group["params"]) for group in param_groups]
         self._frozen = [param for group in self._known for param in group if id(param) not in self._by_id]
         self._tracker = WriteTracker(param.model for param in self)
@@ -157,7 +157,7 @@ class MainParams(ABC):
         return True
 
     def units(self) -> list[UpdateUnit]:
-        """Return what is updated in one go, in order."""
+        """Return the units, in the order of the update."""
         if self._units is None:
             self._units = self.make_units()
         return self._units
@@ -168,21 +168,21 @@ class MainParams(ABC):
 
     @abstractmethod
     def make(self, params: Mapping[str, nn.Parameter], group_of: Mapping[str, int]) -> list[MainParam]:
-        """Return main params for ``params`` (by name; ``group_of``: their param groups), with the model's values."""
+        """Return new main params for ``params`` (by name), with the model's values. ``group_of``: their groups."""
 
     @abstractmethod
     def get_or_create(self, param: nn.Parameter, name: str) -> MainParam | None:
-        """Return the main param of ``param``; of a frozen one whose state is loaded, a new one. None: it has none."""
+        """Return the main param of ``param``, made if ``param`` is frozen and has none; None if it can have none."""
 
     @abstractmethod
     def restore(self) -> None:
-        """Mend the storage of model params that others have replaced."""
+        """Bring model params whose storage was replaced back to where this optimizer keeps them."""
 
     @abstractmethod
     def mark_written(self, unit: UpdateUnit, versions: NDArray[np.int64] | None = None) -> None:
-        """Take note that the model params of one unit have been written.
+        """Record that the model params of one unit have been written.
 
-        ``versions``: those of their local parts (:attr:`MainParam.part`) by now, where they are known.
+        ``versions``: the versions of their local parts (:attr:`MainParam.part`) after the write, where known.
         """
 
     @abstractmethod
@@ -190,20 +190,20 @@ class MainParams(ABC):
         """Wait until every model param is whole on every rank."""
 
     def end_step(self) -> None:
-        """End a step with model params that are whole on every rank, or will be when a module needs them."""
+        """End a step: model params are whole on every rank, or will be when a module needs them."""
         self.wait()
 
     def why_not_capturable(self) -> str | None:
-        """Return why what follows the update cannot be part of a device's graph; None where it can."""
+        """Return why :meth:`end_step` cannot be part of a device's graph; None where it can."""
         return None
 
     @abstractmethod
     def to_local(self, param: nn.Parameter, value: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return what this rank keeps of ``value``, a saved tensor of the parameter's shape, as ``dtype``."""
+        """Return this rank's part of ``value``, a saved tensor of the parameter's shape, as ``dtype``."""
 
     @abstractmethod
     def local_part(self, param: MainParam, value: Tensor) -> Tensor:
-        """Return what this rank keeps of ``value``, a live tensor of the model param's shape."""
+        """Return this rank's part of ``value``, a live tensor of the model param's shape."""
 
     @abstractmethod
     def export(self, param: MainParam, values: Mapping[str, Tensor], *, copy: bool) -> dict[str, Tensor]:

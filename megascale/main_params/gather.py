@@ -1,4 +1,4 @@
-"""Model params as views of flat buckets, and their gathering after each rank has updated its shard.
+"""Model params as views of flat buckets, gathered after each rank has updated its shard.
 
 All gathers start during the step, in the order in which forward needs them. Without overlap the step ends when all have
 ended. With overlap, modules wait for a bucket just before forward uses its parameters:
@@ -19,7 +19,7 @@ from megascale.utils.collectives import Pending, all_gather_start, is_message_pa
 from megascale.utils.streams import Arrival
 
 _GATHER_BIT = 1 << 30
-"""Tells a bucket's gather from its reduction."""
+"""Set in the tags of a bucket's gather, not in those of its reduction."""
 
 
 class GatheredBucket:
@@ -35,7 +35,7 @@ class GatheredBucket:
     def point(self, name: str, param: nn.Parameter) -> None:
         """Make ``param`` a view of this bucket, with the values that it has."""
         view = self.memory.views[name]
-        # It may be another view of the same memory, such as its own transpose.
+        # param may be another view of the same memory, such as its own transpose.
         is_in_bucket = param.untyped_storage().data_ptr() == view.untyped_storage().data_ptr()
         view.copy_(param.clone() if is_in_bucket else param)
         param.data = view
@@ -46,7 +46,7 @@ class GatheredBucket:
         return param.data_ptr() == view.data_ptr() and param.stride() == view.stride()
 
     def start(self) -> None:
-        """Begin to gather."""
+        """Start the gather."""
         shard = self.memory.shard(self.synced.rank)
         group, tag = self.synced.group.shard, self.synced.tag | _GATHER_BIT
         gathering = all_gather_start(self.memory.flat, shard, group, tag)
@@ -55,16 +55,16 @@ class GatheredBucket:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a gather was begun that somebody may have to wait for."""
+        """Whether a gather was started that some stream may have to wait for."""
         return self._arrival is not None
 
     def wait(self) -> None:
-        """Wait for the gather, if one is under way: every stream that calls this does. Raises where a rank is lost."""
+        """Let the current stream wait for the gather, if one is under way. Raises where a rank is lost."""
         if self._arrival is not None and self._arrival.wait():
             self._arrival = None
 
     def end(self) -> None:
-        """Wait for the gather for all streams that wait for the current one later."""
+        """Wait for the gather; streams that wait for the current one later need not wait themselves."""
         self.wait()
         self._arrival = None
 
@@ -83,7 +83,7 @@ class ParamGather:
         self._thread = MessageThread()
         self._bucket_of: dict[int, GatheredBucket] = {}
         self._hooks = GatherHooks(self)
-        # Dropped, it leaves the model whole. No collective is begun here: every rank began these in its step.
+        # When this object is freed the model is whole. This only waits for gathers that every rank has started.
         finalize(self, _wait, self.buckets).atexit = False
 
     def add(self, synced: Iterable[SyncedBucket]) -> None:
@@ -102,7 +102,7 @@ class ParamGather:
         return self._bucket_of.get(id(param))
 
     def in_forward_order(self) -> list[GatheredBucket]:
-        """Return all buckets, those that forward needs first at the start."""
+        """Return all buckets, in the order in which forward needs them."""
         return [self.buckets[index] for index in sorted(self.buckets, reverse=True)]
 
     def wait(self) -> None:
@@ -110,7 +110,7 @@ class ParamGather:
         _wait(self.buckets)
 
     def end(self) -> None:
-        """Wait, for all streams that wait for the current one later: the gather is a part of the step."""
+        """Wait, on behalf of all streams that wait for the current one later: the gather is a part of the step."""
         for bucket in self.buckets.values():
             bucket.end()
 
@@ -122,7 +122,7 @@ class ParamGather:
                 bucket.wait()
 
     def detach(self) -> None:
-        """Give up the modules, whose parameters stay where they are."""
+        """Remove the hooks from the modules; parameters stay in the buckets."""
         self.wait()
         self._hooks.remove()
         self._thread.close()

@@ -1,7 +1,7 @@
-"""Modules that wait for their parameters: before forward, and before they are saved, loaded, copied or converted.
+"""Hooks that make modules wait for their parameters before forward, saving, loading, copying and conversion.
 
-All of it holds the gather weakly: nothing hangs on a module longer than the gather lives. A deep or pickled copy of a
-module has parameters of its own, and takes none of it along.
+They refer to the gather weakly and are removed with it. A deep or pickled copy of a module has its own parameters and
+gets no hooks.
 """
 
 import copy
@@ -19,13 +19,13 @@ from torch.utils.hooks import RemovableHandle
 CALLERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
 
 READERS = ("__deepcopy__", "__getstate__", "_apply")
-"""Methods that read a module's parameters, and have no hooks: of ``copy`` and ``pickle``, and of ``module.to()``."""
+"""Methods that read a module's parameters and that torch has no hooks for: ``copy``, ``pickle``, ``module.to()``."""
 
 HOOK_DICTS = ("_forward_pre_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
 
 
 class Gather(Protocol):
-    """What is waited for."""
+    """What the hooks wait for."""
 
     def wait(self) -> None:
         """Wait until every parameter is whole."""
@@ -35,7 +35,7 @@ class Gather(Protocol):
 
 
 class GatherHooks:
-    """Lets modules wait for ``gather``, as long as it lives."""
+    """Makes modules wait for ``gather``, as long as that lives."""
 
     def __init__(self, gather: Gather) -> None:
         self._gather = ref(gather)
@@ -71,14 +71,14 @@ def _remove(handles: "WeakKeyDictionary[nn.Module, list[RemovableHandle]]", gath
 
 
 class _Hook:
-    """What is registered on a module."""
+    """Base of the hooks that are registered on a module."""
 
     def __init__(self, gather: "ref[Gather]") -> None:
         self.gather = gather
 
 
 class _BeforeForward(_Hook):
-    """Waits for what the module's forward reads."""
+    """Waits for the parameters that the module's forward reads."""
 
     def __call__(self, module: nn.Module, _inputs: Any) -> None:
         gather = self.gather()
@@ -97,7 +97,7 @@ class _BeforeStateDict(_Hook):
 
 
 class _WaitingMethod:
-    """Stands before a method of one module, waits for all parameters, and calls it. What it copies is free of us."""
+    """Replaces a method of one module: waits for all parameters, then calls it. Copies that it makes have no hooks."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self.gathers: set[ref[Gather]] = set()
@@ -107,20 +107,20 @@ class _WaitingMethod:
 
     @classmethod
     def of(cls, module: nn.Module, name: str) -> "_WaitingMethod":
-        """Return the one that stands before a method; now, if there was none. Two optimizers may share a module."""
+        """Return the one that replaces a method, made if there is none. Two optimizers may share a module."""
         method = module.__dict__.get(name)
         if not isinstance(method, cls):
             method = module.__dict__[name] = cls(module, name)
         return method
 
     def restore(self, module: nn.Module) -> None:
-        """Leave the method as it was."""
+        """Put the original method back."""
         del module.__dict__[self._name]
         if self._before is not None:
             module.__dict__[self._name] = self._before
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """Wait, and call the method."""
+        """Wait, then call the method."""
         for gather in [gather() for gather in self.gathers]:
             if gather is not None:
                 gather.wait()
@@ -133,11 +133,11 @@ class _WaitingMethod:
         return result
 
     def __deepcopy__(self, memo: Any) -> "_WaitingMethod":
-        return self  # the copy that holds it drops it, above
+        return self  # __call__ removes it from the copy
 
 
 class _CopiedHooks(OrderedDict[int, Any]):
-    """A module's hooks in a copy of it. A shallow copy has the module's own parameters, so it keeps ours too."""
+    """A module's hooks in its copied state. A deep copy drops ours; a shallow one shares parameters, so keeps them."""
 
     def __deepcopy__(self, memo: Any) -> "OrderedDict[int, Any]":
         return copy.deepcopy(self._others(), memo)
@@ -154,7 +154,7 @@ def _is_ours(hook: Any) -> bool:
 
 
 def _strip(module: nn.Module) -> None:
-    """Take what came along from a module that copied its attributes itself."""
+    """Remove our hooks from a module that was copied by its own method."""
     for key in [key for key, value in module.__dict__.items() if isinstance(value, _WaitingMethod)]:
         del module.__dict__[key]
     for hooks in (module.__dict__.get(name, {}) for name in HOOK_DICTS):
@@ -163,6 +163,6 @@ def _strip(module: nn.Module) -> None:
 
 
 def _without_ours(state: dict[str, Any]) -> dict[str, Any]:
-    """Return what a copy of a module starts with."""
+    """Return a copied module's attributes without our hooks."""
     kept = {key: value for key, value in state.items() if not isinstance(value, _WaitingMethod)}
     return kept | {name: _CopiedHooks(kept[name]) for name in HOOK_DICTS if name in kept}

@@ -1,4 +1,4 @@
-"""A main param: the fp32 master of a 16-bit model param. An fp32 or fp64 model param is its own, never copied."""
+"""MainParam: the fp32 copy of a 16-bit model param. An fp32 or fp64 model param is its own, never copied."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -15,7 +15,7 @@ MODEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class ParamForm(NamedTuple):
-    """What of a model param stays as it was when its main param was made. Its memory may lie elsewhere."""
+    """What must not change of a model param once its main param is made. Its address may."""
 
     shape: torch.Size
     local_shape: torch.Size
@@ -24,7 +24,7 @@ class ParamForm(NamedTuple):
 
     @classmethod
     def of(cls, model: Tensor) -> "ParamForm":
-        """Return that of a model param."""
+        """Return the form of a model param."""
         part = local(model)
         return cls(model.shape, part.shape, part.dtype, part.device)
 
@@ -34,16 +34,16 @@ class ParamForm(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class MainParam:
-    """A model param, its main param, and who tells whether someone else wrote the model param since the last step.
+    """A model param, its main param, and the tracker that detects writes to the model param by others.
 
     Attributes:
         name: of the model param.
         model: the whole model param, key of the optimizer's state.
         main: replicated: shape, strides and placements of ``model``. Sharded: 1-D, the part that this rank owns.
-        shard: sharded: the same part of ``model``, a live view; None where this rank owns the whole.
+        shard: sharded: the same part of ``model``, a live view; None if replicated.
         is_copy: whether the main param has memory of its own.
-        tracker, slot: who tracks the model param, and as which of its params; None until it is admitted.
-        form: of the model param, as long as this is its main param.
+        tracker, slot: the tracker, and the model param's index in it; None until it is admitted.
+        form: of the model param; must not change.
     """
 
     name: str
@@ -59,7 +59,7 @@ class MainParam:
         self.form = ParamForm.of(self.model)
 
     def check(self) -> None:
-        """Raise UsageError, naming the parameter, if its model param is no longer what the main param was made for."""
+        """Raise UsageError, naming the parameter, if the form of its model param has changed."""
         model = self.model
         fault = memory_fault(model._local_tensor if is_dtensor(model) else model)
         if fault is not None:
@@ -84,12 +84,12 @@ class MainParam:
         return local(self.model) if self.shard is None else self.shard
 
     def record_version(self) -> None:
-        """Record that the model param, as it is now, is the rounding of the main param."""
+        """Record that the present model param is the rounding of the main param."""
         if self.tracker is not None:
             self.tracker.take(self.slot)
 
     def sync_from_model(self) -> None:
-        """Take over a model param written outside. Where it still is the main param's rounding, all bits stay."""
+        """Take over a model param that others wrote. Elements that still are the main param's rounding stay."""
         if not self.is_copy:
             self.record_version()
             return

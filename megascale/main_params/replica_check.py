@@ -1,4 +1,4 @@
-"""Parameters that must be the same on all ranks that hold them: found and named where they differ, or made the same."""
+"""Finds parameters that differ between ranks that should hold the same, and broadcasts or refuses them."""
 
 from collections.abc import Iterable, Mapping
 
@@ -37,7 +37,7 @@ def find_differing(
 
 @torch.no_grad()
 def broadcast_parameters(named_parameters: Iterable[tuple[str, nn.Parameter]], groups: ParallelGroups) -> None:
-    """Give every parameter the value that the first of the ranks that hold it has. All ranks call it together."""
+    """Overwrite every parameter by its value on the first rank that holds it. All ranks call it together."""
     for _, param in named_parameters:
         holders = groups.of_param(param).holders
         if param.is_contiguous():
@@ -61,7 +61,7 @@ def _kinds(named: list[tuple[str, nn.Parameter]]) -> list[bool]:
 
 
 def digests(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
-    """Return, by name, what tells whether two ranks hold the same bits: dtype, shape, and two sums modulo 2**64.
+    """Return, by name, a digest that is equal where two ranks hold the same bits: dtype, shape, two sums modulo 2**64.
 
     One pass over the tensors. The host waits once for each device that they are on.
     """

@@ -1,4 +1,4 @@
-"""Main params of which every rank keeps all."""
+"""Replicated main params: every rank keeps all of them."""
 
 from collections.abc import Mapping
 
@@ -35,7 +35,7 @@ class ReplicatedMainParams(MainParams):
 
     @override
     def restore(self) -> None:
-        """Other storage counts as a write."""
+        """Do nothing: replaced storage counts as a write."""
 
     @override
     def mark_written(self, unit: UpdateUnit, versions: NDArray[np.int64] | None = None) -> None:
@@ -43,7 +43,7 @@ class ReplicatedMainParams(MainParams):
 
     @override
     def wait(self) -> None:
-        """They always are."""
+        """Do nothing: replicated model params are always whole."""
 
     @override
     def to_local(self, param: nn.Parameter, value: Tensor, dtype: torch.dtype) -> Tensor:

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Where a part of a range lies in the whole tensor, and which elements of the range it is.
+    """A rectangular part of a range: where it lies in the whole tensor and in the range.
 
     Attributes:
-        offsets, sizes: in the whole tensor, one per dimension.
-        begin, end: in the range.
+        offsets, sizes: in the whole tensor, one per dimension, in elements.
+        begin, end: in the range, in elements.
     """
 
     offsets: tuple[int, ...]
@@ -65,12 +65,12 @@ def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tupl
 class ParamShard(Tensor):
     """A tensor of which this rank holds the elements [start, start + piece.numel()) in row-major order.
 
-    ``shape`` is the whole tensor's; dtype and device are the piece's. It only carries the piece to a checkpoint and
-    back: any operator but ``detach`` raises UsageError.
+    ``shape`` is the whole tensor's; dtype and device are the piece's. It serves to save and load the piece: any
+    operator but ``detach`` raises UsageError.
 
     Attributes:
         piece: 1-D, live, empty where this rank holds nothing.
-        start: where the piece begins in the flattened whole.
+        start: where the piece begins in the flattened whole, in elements.
 
     Raises:
         ArgumentError: for a piece that is not 1-D, or reaches beyond the whole.

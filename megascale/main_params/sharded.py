@@ -30,14 +30,14 @@ from megascale.utils.dtypes import HALF_DTYPES
 
 
 class ShardedMainParams(MainParams):
-    """Every rank keeps its pieces.
+    """Every rank keeps its own pieces only.
 
     Args:
         names: of the parameters, by id, in the order of the forward pass.
-        groups: who shares what.
-        grad_sync: sharded; gets the parameters' buckets.
-        gather: gets the same buckets for the model params.
-        broadcast: take the first rank's parameters where ranks differ, rather than refuse.
+        groups: which ranks share what.
+        grad_sync: buckets the parameters and shards their gradients.
+        gather: gets the same buckets, for the model params.
+        broadcast: where ranks differ, take the first rank's parameters. False: raise.
     """
 
     is_sharded = True
@@ -106,12 +106,12 @@ class ShardedMainParams(MainParams):
 
     @override
     def keeps(self, param: nn.Parameter) -> bool:
-        """A frozen parameter has no bucket."""
+        """Return False for a frozen parameter: it has no bucket."""
         return id(param) in self._by_id
 
     @override
     def make_units(self) -> list[UpdateUnit]:
-        """One for each bucket, so that its gather starts while the next one is updated."""
+        """Return one unit per bucket and param group: a bucket's gather starts while the next is updated."""
         group_of = {id(param): index for index, group in enumerate(self.ordered) for param in group}
         found: list[UpdateUnit] = []
         for bucket in self._gather.in_forward_order():
@@ -125,7 +125,7 @@ class ShardedMainParams(MainParams):
 
     @override
     def get_or_create(self, param: nn.Parameter, name: str) -> MainParam | None:
-        """A frozen parameter has no bucket, and so no main param."""
+        """See :class:`MainParams`. None for a frozen parameter: it has no bucket."""
         return self._by_id.get(id(param))
 
     def restore(self) -> None:
@@ -143,7 +143,7 @@ class ShardedMainParams(MainParams):
     def mark_written(self, unit: UpdateUnit, versions: NDArray[np.int64] | None = None) -> None:
         """See :class:`MainParams`. Starts the gather of the bucket that the unit is in.
 
-        A part is a view of the bucket, whose writes are not counted with the parameter's.
+        ``versions`` is not used: a part is a view of the bucket, whose writes torch counts apart from the parameter's.
         """
         unit.record_version()
         if unit not in self._buckets:
@@ -157,7 +157,7 @@ class ShardedMainParams(MainParams):
 
     @override
     def end_step(self) -> None:
-        """A gather that overlaps runs on into the next forward."""
+        """See :class:`MainParams`. With overlap the gather continues during the next forward."""
         if not self._gather.overlap:
             self._gather.end()
 
@@ -169,7 +169,7 @@ class ShardedMainParams(MainParams):
 
     @override
     def to_local(self, param: nn.Parameter, value: Tensor, dtype: torch.dtype) -> Tensor:
-        """The live piece itself, where ``value`` is a ParamShard of it in the same dtype."""
+        """See :class:`MainParams`. Returns the live piece itself for its own ParamShard in the same dtype."""
         main = self._by_id[id(param)].main
         start = self.start_of(param)
         if not isinstance(value, ParamShard):
@@ -188,7 +188,7 @@ class ShardedMainParams(MainParams):
 
     @override
     def export(self, param: MainParam, values: Mapping[str, Tensor], *, copy: bool) -> dict[str, Tensor]:
-        """Whole tensors lie in host memory."""
+        """See :class:`MainParams`. Whole tensors are in host memory."""
         shape, start = param.model.shape, self.start_of(param.model)
         exported: dict[str, Tensor] = {}
         for key, value in values.items():
@@ -207,7 +207,7 @@ class ShardedMainParams(MainParams):
         return bucket
 
     def _whole(self, param: MainParam, piece: Tensor) -> Tensor:
-        """Return the whole tensor on the host: the sum, byte by byte, of pieces that do not overlap."""
+        """Return the whole tensor on the host: an all-reduce of bytes, to which each rank adds its own piece."""
         whole = piece.new_zeros(param.model.numel())
         start = self.start_of(param.model)
         whole[start : start + piece.numel()] = piece

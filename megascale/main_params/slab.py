@@ -1,8 +1,7 @@
-"""Memory for many small tensors: those of one purpose lie side by side, in the order in which they are updated.
+"""Slabs: small tensors of one purpose share memory, side by side in the order in which they are updated.
 
-Where each of a hundred thousand tensors has memory of its own, an update spends half of its time on finding the pages
-that they lie in. A slab is as long as what it holds, and at most 64 KiB of fp32: nothing is wasted, and who keeps,
-pickles or copies one tensor of it keeps little else.
+With a hundred thousand tensors in memory of their own, an update spends half of its time on TLB misses. A slab is as
+long as its tensors and at most 64 KiB of fp32: keeping, pickling or copying one tensor keeps little else alive.
 """
 
 from collections.abc import Iterable
@@ -19,15 +18,15 @@ ALIGNMENT = 16  # elements; a shorter tensor begins where the one before it ends
 
 
 class Slabs:
-    """Makes tensors for parameters that get theirs together. Dropped when they have them.
+    """Creates tensors for parameters that are set up together. Needed only during the set-up.
 
     Args:
-        likes: one tensor for each parameter, of the shape and on the device of what is made for it, in the order in
-            which they are updated.
+        likes: one tensor for each parameter, with the shape and device of the tensors to be made, in the order of the
+            update.
     """
 
     def __init__(self, likes: Iterable[Tensor]) -> None:
-        self._likes = list(likes)  # held: an id stays that tensor's
+        self._likes = list(likes)  # held, so that ids stay unique
         self._slabs: dict[tuple[str, torch.dtype, int], Tensor] = {}
         self._slots: dict[int, _Slot] = {}
         self._lengths: list[int] = []
@@ -38,7 +37,7 @@ class Slabs:
 
         Args:
             like: one of ``likes``; another gets memory of its own.
-            purpose: names what is read one after the other. One tensor for each parameter.
+            purpose: tensors of the same purpose share slabs; one per parameter.
         """
         slot = self._slots.get(id(like))
         if slot is None:
@@ -50,13 +49,13 @@ class Slabs:
         return self._slabs[key][slot.start : slot.start + like.numel()].view(like.shape).data
 
     def moved_in(self, tensor: Tensor, like: Tensor, purpose: str) -> Tensor:
-        """Return ``tensor``, a copy in a slab where ``like`` has a place and ``tensor`` has memory of its own."""
+        """Return ``tensor``, copied into a slab if ``like`` has a slot there and ``tensor`` has its own memory."""
         if id(like) not in self._slots or tensor.untyped_storage().nbytes() > tensor.nbytes:
             return tensor
         return self.zeros(like, tensor.dtype, purpose).copy_(tensor)
 
     def _lay_out(self) -> None:
-        """Give each small tensor its slot: neighbours of one device share a slab until it is full."""
+        """Assign a slot to each small tensor: neighbours on one device share a slab until it is full."""
         slab_of: dict[torch.device, int] = {}
         for like in self._likes:
             if is_dtensor(like) or not 0 < like.numel() <= SMALL or not like.is_contiguous():

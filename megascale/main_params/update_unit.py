@@ -12,8 +12,7 @@ from megascale.main_params.write_tracker import TrackedParams
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class UpdateUnit:
-    """Main params that are updated in one go. The same object from step to step, as long as it holds the same params
-    in the same memory: so operands may be cached for it.
+    """Main params that one kernel call updates. It stays the same object, for caches, while params and memory do.
 
     Attributes:
         group: the index of their param group.
@@ -35,7 +34,7 @@ class UpdateUnit:
     def grads(self, snapshot: TensorList | None) -> GradList:
         """Return ``param.grad`` of all model params.
 
-        ``snapshot``: what :meth:`MainParams.sync_from_model` has just seen; None: look again.
+        ``snapshot``: as :meth:`MainParams.sync_from_model` has just returned it; None: take a new one.
         """
         params = self.models.params
         if snapshot is None:
@@ -43,9 +42,9 @@ class UpdateUnit:
         return snapshot.grads(params, self._slots, self) if isinstance(snapshot, ParamList) else GradList(params)
 
     def record_version(self, versions: NDArray[np.int64] | None = None) -> None:
-        """Record that all model params, just written where they lie, are the roundings of their main params.
+        """Record that all model params have just been written, as the roundings of their main params.
 
-        ``versions``: theirs, where they are known.
+        ``versions``: of the model params, where known.
         """
         watch = self.params[0].tracker if self.params else None
         if watch is not None:

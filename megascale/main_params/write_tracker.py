@@ -12,7 +12,7 @@ from megascale.utils.dtensors import is_dtensor
 
 
 class TrackedParams:
-    """Model params, and what changes when torch writes one in place, or one gets other storage."""
+    """Model params, with the versions and addresses that change when one is written or gets other storage."""
 
     def __init__(self, params: Iterable[Tensor]) -> None:
         self.params: list[Tensor] = list(params)
@@ -21,20 +21,22 @@ class TrackedParams:
 
     @property
     def are_dtensors(self) -> bool:
-        """Whether any of them is one."""
+        """Whether any of the params is a DTensor."""
         return not self._plain
 
     def snapshot(self, among: int | None = None) -> TensorList:
-        """Return the memory of each, to be compared with an earlier one: a ParamList where they are it themselves.
+        """Return the memory of each param, to be compared with an earlier snapshot; a ParamList unless there are
+        DTensors.
 
         Args:
-            among: read them as that many params would be read, in one walk or one by one; None: as many as there are.
+            among: choose the way of reading (one walk, or one by one) for this number of params; None: for their own
+                number.
         """
         kind = ParamList if self._plain else TensorList
         return kind(self._parts(), among, self._room)
 
     def versions(self) -> NDArray[np.int64]:
-        """Return how often torch has written each by now."""
+        """Return torch's version of each: the number of writes so far."""
         return read_versions(self._parts())
 
     def requires_grad(self, snapshot: TensorList) -> NDArray[np.int64]:
@@ -42,31 +44,31 @@ class TrackedParams:
         return (snapshot if self._plain else TensorList(self.params)).requires_grad
 
     def _parts(self) -> list[Tensor]:
-        """Return the local memory of each."""
+        """Return the local tensor of each."""
         return self.params if self._plain else [p._local_tensor if is_dtensor(p) else p for p in self.params]
 
 
 class WriteTracker:
-    """Model params as they were when their main params were last rounded into them, or followed them.
+    """Remembers model params as they were when they last agreed with their main params.
 
     Args:
-        params: taken as they are now.
+        params: remembered as they are now.
     """
 
     def __init__(self, params: Iterable[Tensor]) -> None:
         self._tracked = TrackedParams(params)
         now = self.snapshot()
-        # Copies: where there is one walk over the tensors, these are parts of its result.
+        # Copies, as these may be parts of one walk's whole result.
         self._versions, self._pointers, self._forms = now.versions.copy(), now.pointers.copy(), now.forms.copy()
-        self._lie = _Lie()
+        self._memory = _Memory()
 
     def remember(self, slot: int, other: "WriteTracker", other_slot: int) -> None:
-        """Take the param at ``slot`` as ``other`` remembers it."""
-        self._lie = _Lie()
+        """Copy what ``other`` remembers of its param at ``other_slot`` to ``slot``."""
+        self._memory = _Memory()
         self._versions[slot] = other._versions[other_slot]
         self._pointers[slot] = other._pointers[other_slot]
         if not self._forms.put(slot, other._forms, other_slot):
-            self._pointers[slot] = -1  # not to be compared: whoever asks finds it elsewhere
+            self._pointers[slot] = -1  # equal to no address, so that the param counts as moved
 
     def snapshot(self) -> TensorList:
         """Return the memory of all params, as it is now."""
@@ -77,32 +79,32 @@ class WriteTracker:
         return self._tracked.requires_grad(snapshot)
 
     def take(self, slot: int) -> None:
-        """Take one param as it is now."""
+        """Remember one param as it is now."""
         now = TrackedParams(self._tracked.params[slot : slot + 1]).snapshot(among=len(self._tracked.params))
-        self._lie = _Lie()
+        self._memory = _Memory()
         self._versions[slot : slot + 1] = now.versions
         self._pointers[slot : slot + 1] = now.pointers
         self._forms.put(slot, now.forms, 0)
 
     def take_written(self, slots: slice | NDArray[np.int64], versions: NDArray[np.int64]) -> None:
-        """Take the params in ``slots``, written where they lie, as ``versions`` tells."""
+        """Remember the new ``versions`` of the params in ``slots``, which were written in place."""
         self._versions[slots] = versions
 
     def moved(self, snapshot: TensorList) -> bool:
-        """Whether a param lies elsewhere, or something else lies there: of another shape, layout, dtype or device."""
-        return bool((self._lies_elsewhere(snapshot)).any())
+        """Whether a param's address, shape, layout, dtype or device has changed."""
+        return bool((self._has_moved(snapshot)).any())
 
     def written(self, snapshot: TensorList) -> list[int]:
         """Return the slots of params that others have written, or that have moved."""
-        changed = (snapshot.versions != self._versions) | self._lies_elsewhere(snapshot)
+        changed = (snapshot.versions != self._versions) | self._has_moved(snapshot)
         return np.flatnonzero(changed).tolist()
 
-    def _lies_elsewhere(self, snapshot: TensorList) -> NDArray[np.bool_]:
-        found = snapshot.findings(self._lie)
-        if "elsewhere" not in found:
-            found["elsewhere"] = (snapshot.pointers != self._pointers) | snapshot.forms.differ(self._forms)
-        return cast("NDArray[np.bool_]", found["elsewhere"])
+    def _has_moved(self, snapshot: TensorList) -> NDArray[np.bool_]:
+        found = snapshot.findings(self._memory)
+        if "moved" not in found:
+            found["moved"] = (snapshot.pointers != self._pointers) | snapshot.forms.differ(self._forms)
+        return cast("NDArray[np.bool_]", found["moved"])
 
 
-class _Lie:
-    """Stands for where a tracker's params lie, and what lies there: another one as soon as that is something else."""
+class _Memory:
+    """Identifies the addresses and forms that a tracker remembers: replaced when any of them changes."""
