@@ -1,4 +1,4 @@
-"""Gradients of many ranks: added up in fp32, reduced bucket by bucket while backward goes on, without DDP."""
+"""Accumulates gradients in fp32 and reduces them over ranks, bucket by bucket during backward, without DDP."""
 
 from megascale.grad_sync.sync import GradSync
 

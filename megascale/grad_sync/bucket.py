@@ -1,7 +1,7 @@
 """A bucket's memory: one flat tensor with a view of it for every parameter inside.
 
-Main grads live in such memory, and so do the model params that are gathered after a sharded update. Every bucket is an
-allocation of its own, so that moving parameters into flat memory takes one more bucket at a time.
+It holds main grads, and the model params that are gathered after a sharded update. Every bucket is its own allocation,
+so that moving parameters into flat memory needs the memory of one more bucket, not of all.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ class FlatBucket:
         bucket: which of the layout's buckets this is.
         flat: shape [bucket.numel], padding included.
         views: by name, contiguous, in the parameter's shape.
-        order: of the streams that write the views, which belong to it by name.
+        order: orders the streams that write the views; its parts are named as they are.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class FlatBucket:
         return self.flat[rank * numel : (rank + 1) * numel]
 
     def pieces(self, rank: int) -> dict[str, Piece]:
-        """Return what ``rank`` owns of each parameter, by name. At most one piece each, as shards are contiguous."""
+        """Return the piece of each parameter that ``rank`` owns, by name: at most one, as shards are contiguous."""
         return {piece.name: piece for piece in self.layout.pieces(*self.layout.shard(self.bucket, rank))}
 
     def part(self, piece: Piece) -> Tensor:

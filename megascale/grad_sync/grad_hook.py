@@ -1,7 +1,7 @@
-"""Who takes a parameter's gradient as soon as backward has made it: one owner at most, told from a hook on it.
+"""Hooks that hand a parameter's gradient to its one owner as soon as backward has made it.
 
-torch keeps such a hook in C++, where Python's garbage collector sees no reference cycle. So the hook holds its owner
-weakly: an owner that is dropped is gone, with its main grads and its thread.
+torch keeps such a hook in C++, where Python's garbage collector sees no reference cycle. So the hook refers to its
+owner weakly, and an unused owner is freed with its main grads and thread.
 """
 
 import gc
@@ -18,17 +18,17 @@ from megascale.errors import ArgumentError
 
 
 class GradOwner(Protocol):
-    """Takes gradients."""
+    """Takes the gradients of parameters."""
 
     owner_kind: str
-    """What the user made: the name of its class."""
+    """The class name of the object that the user made, for messages."""
 
     def take_grad(self, param: nn.Parameter, name: str, bucket_index: int) -> None:
         """Take the gradient that backward has accumulated in ``param.grad``."""
 
 
 class GradHook:
-    """Hands one parameter's gradient to its owner."""
+    """Hands one parameter's gradient to its owner, a weak reference."""
 
     __slots__ = ("_bucket_index", "_name", "owner")
 
@@ -44,27 +44,27 @@ class GradHook:
             owner.take_grad(param, self._name, self._bucket_index)
 
     def register(self, param: nn.Parameter) -> RemovableHandle:
-        """Hang this hook on ``param``."""
+        """Register this hook on ``param``."""
         return param.register_post_accumulate_grad_hook(self)
 
 
 def owner_of(param: torch.Tensor) -> GradOwner | None:
-    """Return who takes the gradients of ``param``; None: they stay in ``param.grad``."""
+    """Return the owner of the gradients of ``param``; None: they stay in ``param.grad``."""
     hooks: dict[int, Any] = getattr(param, "_post_accumulate_grad_hooks", None) or {}
     owners = (hook.owner() for hook in hooks.values() if isinstance(hook, GradHook))
     return next((owner for owner in owners if owner is not None), None)
 
 
 def require_unowned(named_parameters: Iterable[tuple[str, torch.Tensor]], remedy: str) -> None:
-    """Raise ArgumentError, naming it, for a parameter whose gradients somebody takes already.
+    """Raise ArgumentError, naming it, for a parameter whose gradients have an owner already.
 
-    An owner that was dropped, and waits in a reference cycle for Python to collect it, is collected here.
+    An unused owner that only a reference cycle keeps is collected here.
     """
     owned = [(name, param) for name, param in named_parameters if owner_of(param) is not None]
     if owned:
         gc.collect()
     for name, param in owned:
-        kind = getattr(owner_of(param), "owner_kind", None)  # not the owner: the traceback would keep it alive
+        kind = getattr(owner_of(param), "owner_kind", None)  # not the owner, which the traceback would keep alive
         if kind is not None:
             raise ArgumentError(
                 f"parameter {name!r} belongs to a live {kind}, which takes its gradients in backward; {remedy}"
@@ -79,7 +79,7 @@ def find_under_ddp(named_parameters: Iterable[tuple[str, torch.Tensor]]) -> str 
     names = {id(param): name for name, param in named_parameters}
     if _name_under_ddp(names) is None:
         return None
-    gc.collect()  # what was dropped reduces nothing
+    gc.collect()  # unused modules reduce nothing
     return _name_under_ddp(names)
 
 
@@ -91,5 +91,5 @@ def _name_under_ddp(names: dict[int, str]) -> str | None:
 
 
 def _with_subclasses(kind: type) -> set[type]:
-    """Return a class and all that derive from it: a set is asked faster than issubclass, of hundreds of thousands."""
+    """Return a class and its subclasses: for hundreds of thousands of objects a set is faster than issubclass."""
     return {kind}.union(*map(_with_subclasses, kind.__subclasses__()))

@@ -1,4 +1,4 @@
-"""Where parameters lie in flat buffers, and which part of them each rank owns: arithmetic on sizes, nothing else.
+"""The layout of parameters in flat buffers and the part that each rank owns: only arithmetic on sizes.
 
 Parameters of one kind (same dtype, param group and gradient group) share a flat buffer. A buffer is cut into buckets of
 whole parameters, in the order in which their gradients are expected; a bucket is padded so that ``num_shards`` equal
@@ -22,7 +22,7 @@ DEFAULT_BUCKET_NUMEL = 40_000_000
 
 @dataclass(frozen=True, slots=True)
 class ParamSize:
-    """What the layout knows of a parameter.
+    """A parameter, as far as the layout needs it.
 
     Attributes:
         name: unique.
@@ -61,7 +61,7 @@ class Piece:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return self.param_stop - self.param_start
 
 
@@ -77,7 +77,7 @@ class Bucket:
 
     @property
     def numel(self) -> int:
-        """Elements, padding included."""
+        """Number of elements, padding included."""
         return self.stop - self.start
 
 
@@ -87,8 +87,8 @@ class BufferLayout:
     Attributes:
         kind: the kind of all its parameters.
         num_shards: how many ranks share each bucket.
-        placements: where each parameter lies, by position.
-        buckets: by position; the first is expected to be ready first.
+        placements: each parameter's range, in the order of position.
+        buckets: in the order of position; the first is expected to be ready first.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class BufferLayout:
 
     @property
     def numel(self) -> int:
-        """Elements of the buffer, padding included."""
+        """Number of elements in the buffer, padding included."""
         return self.buckets[-1].stop if self.buckets else 0
 
     @property
@@ -177,14 +177,14 @@ def build_layouts(
     bucket_numel: int = DEFAULT_BUCKET_NUMEL,
     alignment: int = DEFAULT_ALIGNMENT,
 ) -> list[BufferLayout]:
-    """Return one layout for each kind, in the order in which kinds are first met.
+    """Return one layout for each kind, in the order in which kinds first occur.
 
     Args:
         params: in the order in which the forward pass uses them. Gradients are expected in the reverse order, so that
             the last parameter lies first.
         num_shards: ranks that share each bucket, 1 or more.
-        bucket_numel: a bucket is closed when it reaches so many elements, alignment included; a larger parameter has
-            its own.
+        bucket_numel: a bucket is closed when it reaches this number of elements, alignment included; a larger parameter
+            has its own.
         alignment: elements; parameters start, and shards start and end, at multiples of it.
 
     Raises:

@@ -1,9 +1,9 @@
-"""A thread that waits for other ranks' messages, and a wait for that thread that ends where a rank is lost.
+"""A thread that waits for other ranks' messages, and a wait for that thread that ends when a rank is lost.
 
-gloo tells of a closed connection to every message that has not begun. One that has begun, in either direction, it
-forgets: whoever waits for it waits for the process group's timeout, half an hour. Such a wait cannot be ended from
-outside, and a shorter timeout would close the connections to all ranks, of which some are only slow. So a thread waits,
-and who needs the messages waits for the thread: from time to time it asks whether the connection is still there.
+When a connection closes, gloo fails the messages that have not begun; a message that has begun waits for the process
+group's timeout, half an hour. Such a wait cannot be ended from outside, and a shorter timeout would close the
+connections to ranks that are only slow. So a thread waits for messages, and the caller waits for the thread and probes
+from time to time whether the connection still exists.
 """
 
 import atexit
@@ -17,19 +17,19 @@ from weakref import finalize
 from megascale.utils.collectives import LostMessage, Pending
 
 PROBE_INTERVAL_S = 5.0
-"""Between two questions. A lost rank is known after two of them at most."""
+"""Time between two probes, in seconds. A lost rank is known after two of them at most."""
 EXIT_PATIENCE_S = 1.0
-"""How long the end of the process waits for a task under way."""
+"""How long the end of the process waits for a running task, in seconds."""
 
 _Tasks = SimpleQueue[tuple[Callable[[], None], "Future[None]"] | None]
 _running: dict[Thread, _Tasks] = {}
 
 
 class MessageThread:
-    """Runs tasks, one after the other, in a thread that begins with the first of them.
+    """Runs tasks, one after the other, in a thread that starts with the first of them.
 
-    Dropped or closed, the thread ends after its last task. One that is stuck in a message that never comes ends with
-    the process group's timeout, and keeps no process alive.
+    After :meth:`close`, or when this object is freed, the thread ends after its last task. A thread that waits for a
+    message which never comes ends with the process group's timeout, and keeps no process alive.
     """
 
     def __init__(self) -> None:
@@ -67,12 +67,12 @@ class MessageThread:
     def result(self, future: "Future[None]") -> None:
         """Wait for the end of a task, and raise what it raised.
 
-        Also raises, as the backend does, where the thread waits for a message whose connection is closed: twice the
-        same message, so that one that has just arrived is not held to be lost.
+        Also raises, as the backend does, if the thread waits for a message whose connection is closed. Two probes in a
+        row must find the same message, so that one that has just arrived does not count as lost.
         """
         lost: LostMessage | None = None
         while not future.done():
-            with suppress(TimeoutError):  # of this wait; a task's own comes below
+            with suppress(TimeoutError):  # of this wait, not of the task
                 future.exception(PROBE_INTERVAL_S)
             before, lost = lost, self._find_lost()
             if before is not None and lost is not None and before.work is lost.work and not future.done():
@@ -89,11 +89,11 @@ def _serve(tasks: _Tasks) -> None:
         task, future = item
         try:
             task()
-        except BaseException as error:  # all of it belongs to who waits for the task
+        except BaseException as error:  # result() raises it
             future.set_exception(error)
         else:
             future.set_result(None)
-        del item, task, future  # nothing lives on while the thread is idle
+        del item, task, future  # the idle thread must keep nothing alive
     _running.pop(current_thread(), None)
 
 

@@ -1,9 +1,10 @@
-"""The reduction of one bucket over the ranks that hold its parameters: what travels, and what this rank keeps of it.
+"""The reduction of one bucket over the ranks that hold its parameters.
 
 Replicated main params keep the whole bucket; sharded ones keep this rank's shard, summed over the other copies of that
-shard too where there are any. A 16-bit type that travels is divided by the number of ranks first, because 16-bit sums
-overflow. Any other is summed and then divided, or averaged by a backend that does so on the way, where that gives the
-same: :func:`megascale.utils.collectives.can_average_exactly`. Replicated and sharded, one backend divides in one way.
+shard too where there are any. Gradients that are sent in 16 bits are divided by the number of ranks first, because
+16-bit sums overflow. Others are summed and then divided, or averaged by the backend where that gives the same bits:
+:func:`megascale.utils.collectives.can_average_exactly`. With one backend, replicated and sharded reductions divide
+alike.
 """
 
 from abc import ABC, abstractmethod
@@ -34,7 +35,7 @@ from megascale.utils.streams import WriteOrder, keep_for_current_stream
 CHUNK = 1 << 18
 """Elements that are summed and divided while they are in cache."""
 MESSAGE = 1 << 21
-"""Elements of a message: two of them from every other rank are held at a time."""
+"""Elements of a message. A rank holds two messages from every other rank at a time."""
 
 Divisor = float | Tensor
 
@@ -45,22 +46,22 @@ class BucketReduction(Protocol):
     kept: Tensor
     """1-D: the part of the bucket that this rank keeps."""
     has_scratch: bool
-    """Whether memory of the bucket's size is held between :meth:`start` and :meth:`settle`."""
+    """Whether memory of the bucket's size is held between :meth:`start` and :meth:`wait`."""
 
     def start(self, divisor: Divisor) -> None:
-        """Begin, without waiting, to sum and to divide by ``divisor``. The bucket is not written until the end."""
+        """Start to sum and to divide by ``divisor``, without waiting. Do not write the bucket until :meth:`finish`."""
 
     def wait(self) -> None:
-        """Wait for what :meth:`start` began, and free its scratch."""
+        """Wait for the communication that :meth:`start` began, and free its scratch."""
 
     def finish(self, divisor: Divisor) -> None:
         """Wait until ``kept`` is the sum divided by ``divisor``, which may have changed since :meth:`start`."""
 
 
 class ReduceThread(MessageThread):
-    """A thread that carries buckets from rank to rank, one after the other, and the memory they arrive in.
+    """A thread that exchanges buckets with other ranks, one after the other, and the memory that receives them.
 
-    The thread sums on arrival too, so that none of it stops backward.
+    The thread also sums on arrival, so that backward does not wait for it.
     """
 
     def __init__(self) -> None:
@@ -73,9 +74,9 @@ class ReduceThread(MessageThread):
         self._memory = None
 
     def memory(self, numel: int, like: Tensor) -> Tensor:
-        """Return uninitialised memory of shape [numel], dtype and device of ``like``, until the next call.
+        """Return uninitialised memory of shape [numel], dtype and device of ``like``, valid until the next call.
 
-        It is kept from task to task: fresh pages cost more than a sum.
+        It is reused by all tasks: fresh pages cost more than a sum.
         """
         held = self._memory
         if held is None or held.numel() < numel or (held.dtype, held.device) != (like.dtype, like.device):
@@ -95,7 +96,7 @@ def bucket_reduction(
 
 
 class _Reduction(BucketReduction, ABC):
-    """What all have: the payload, division ahead of a 16-bit journey, and after it."""
+    """Base of all reductions: the payload, and division before (for a 16-bit payload) or after the sum."""
 
     def __init__(self, flat: Tensor, kept: Tensor, group: GradGroup, travel_dtype: torch.dtype) -> None:
         self.flat = flat
@@ -131,20 +132,20 @@ class _Reduction(BucketReduction, ABC):
 
     @abstractmethod
     def begin(self) -> None:
-        """Begin to sum over several ranks."""
+        """Start to sum over several ranks."""
 
     @abstractmethod
     def wait(self) -> None:
         """See :class:`BucketReduction`."""
 
     def packed(self) -> Tensor:
-        """Return the bucket as it travels: itself, or a copy in another dtype."""
+        """Return the payload: the bucket itself, or a copy in ``travel_dtype``."""
         if self._pre_divisor != 1:
             self.flat.div_(self._pre_divisor)
         return self.flat.to(self.travel_dtype)
 
     def left_to_divide(self) -> Divisor:
-        """Return what the reduced payload is still to be divided by."""
+        """Return the divisor that is not yet applied to the reduced payload."""
         return 1 if self._averages else self._divisor / self._pre_divisor
 
 
@@ -188,7 +189,7 @@ class _Sharded(_Reduction):
         return flat.view(self.num_shards, -1)[self.rank]
 
     def sum_over_replicas(self) -> None:
-        """Begin to add the other copies of this shard."""
+        """Start to add the other copies of this shard."""
         self._over_replicas = all_reduce_start(self.kept, self.group.replicate, average=self._averages)
 
     @override
@@ -201,7 +202,7 @@ class _Sharded(_Reduction):
 
 
 class ReduceScattered(_Sharded):
-    """By the backend's own reduce-scatter, in place where the dtype is the same."""
+    """Sharded, by the backend's own reduce-scatter, in place where the dtype is the same."""
 
     _payload: Tensor | None = None
     _work: Work | None = None
@@ -228,7 +229,7 @@ class ReduceScattered(_Sharded):
 
 
 class P2PReduceScatter(_Sharded):
-    """By messages from rank to rank, summed on arrival: in fp32 at least, in the order of ranks."""
+    """Sharded, by point-to-point messages, summed on arrival: in at least fp32, in the order of ranks."""
 
     def __init__(
         self, flat: Tensor, group: GradGroup, travel_dtype: torch.dtype, thread: ReduceThread, tag: int
@@ -245,7 +246,7 @@ class P2PReduceScatter(_Sharded):
 
     @override
     def wait(self) -> None:
-        """Raises what went wrong on the way."""
+        """See :class:`BucketReduction`. Raises the error of a failed exchange."""
         if self._carried is not None:
             carried, self._carried = self._carried, None
             self._thread.result(carried)
@@ -261,7 +262,7 @@ class P2PReduceScatter(_Sharded):
             under_way: deque[tuple[Pending, Tensor, slice]] = deque()
             errors: list[Exception] = []
             for index, part in enumerate(parts):
-                # The next message travels while this one is summed.
+                # The next message is exchanged while this one is summed.
                 sent = shards[:, part]
                 arrived = places[index % 2, :, : sent.size(1)]
                 under_way.append((exchange_start(arrived, sent, self.group.shard, self._tag), arrived, part))
@@ -275,7 +276,7 @@ class P2PReduceScatter(_Sharded):
     def _sum(self, exchange: Pending, arrived: Tensor, part: slice, shards: Tensor, errors: list[Exception]) -> None:
         """Wait for one message from every other rank, sum them and this rank's own, and divide.
 
-        Where a rank is lost, the error is kept for later: the others still wait for this rank's messages.
+        If a rank is lost the error goes into ``errors``: the others still wait for this rank's messages.
         """
         try:
             self._thread.wait(exchange)
@@ -292,7 +293,7 @@ class P2PReduceScatter(_Sharded):
 
 
 def divide_(tensor: Tensor, divisor: Divisor) -> None:
-    """Divide in place; by 1, which the host knows, not at all."""
+    """Divide in place. Does nothing if ``divisor`` is the number 1."""
     if isinstance(divisor, Tensor):
         tensor.div_(divisor.to(tensor.device, torch.float32))
     elif divisor != 1:
@@ -313,7 +314,7 @@ def sum_in_order(parts: list[Tensor], out: Tensor, own: int) -> None:
         if total is not out:
             out.copy_(total)
         return
-    # What comes before the own part is added up first; the sum of two is the same either way round.
+    # Parts before the own one are summed first, then the own one is added: x + y equals y + x.
     before, after = parts[:own], parts[own + 1 :]
     if before:
         for part in before[1:]:

@@ -1,11 +1,11 @@
-"""Gradient accumulation in fp32 and its reduction, bucket by bucket, hidden behind the rest of backward.
+"""Gradient accumulation in fp32 and its reduction, bucket by bucket, overlapped with backward.
 
 Hooks on plain parameters add each gradient to its main grad as soon as backward has made it, and free the 16-bit one. A
-bucket's reduction starts when its last gradient has arrived. Every rank starts the buckets in the same order, whatever
-order its own gradients come in; what backward did not start, :meth:`GradSync.finish` does, so that unused parameters
-hang nobody.
+bucket's reduction starts when its last gradient has arrived. Every rank starts the buckets in the same order, in
+whatever order its gradients come. :meth:`GradSync.finish` starts those that backward did not, so that unused parameters
+stall no rank.
 
-The hooks hold their GradSync weakly: dropped, it is gone, with its hooks, main grads and thread.
+The hooks refer to their GradSync weakly: when it is freed, so are its hooks, main grads and thread.
 """
 
 import zlib
@@ -36,9 +36,9 @@ from megascale.utils.staging import staged
 
 REDUCTIONS = ("mean", "sum")
 MOST_PENDING = 2
-"""Buckets on their way at the same time, where each holds scratch of its own size."""
+"""Most reductions at the same time, where each holds scratch of its bucket's size."""
 
-# Called for every parameter at every step, in a loop that runs in C.
+# An attrgetter, as map() then runs in C: at every step, over every parameter.
 _GRAD = attrgetter("grad")
 
 
@@ -61,17 +61,17 @@ class SyncedBucket:
 
     @property
     def rank(self) -> int:
-        """Which shard of the bucket is this rank's."""
+        """The index of this rank's shard."""
         return group_rank(self.group.shard)
 
     def reset(self) -> None:
-        """Begin a new step: every first gradient overwrites what the step before has left."""
+        """Begin a new step: the first gradient of each parameter overwrites its main grad."""
         self.waiting = set(self.params)
         self.fresh = set(self.params)
         self.started = False
 
     def start(self, divisor: Divisor) -> None:
-        """Begin the reduction, behind all streams that wrote gradients.
+        """Start the reduction, after the work of all streams that wrote gradients.
 
         Parameters that had no gradient take part with zeros.
         """
@@ -86,7 +86,7 @@ class SyncedBucket:
 def tag_of(names: Iterable[str]) -> int:
     """Return the tag of a bucket's messages: a checksum of its parameters' names, so that all ranks have the same.
 
-    Several optimizers' buckets may be under way over one group, started in another order on each rank.
+    Buckets of several optimizers may be reduced over one group at once, started in another order on each rank.
     """
     return zlib.crc32("\n".join(names).encode()) % PROBE_TAG
 
@@ -136,9 +136,9 @@ class GradSync:
     A parameter that no rank has used has a main grad of zeros. Main grads are undefined between :meth:`zero_` and
     :meth:`finish`. A gradient that the caller puts into ``param.grad`` counts before backward, or instead of it.
 
-    A parameter belongs to one GradSync at a time, until that is dropped or :meth:`detach` is called: then its hooks,
-    main grads and thread are gone. Drop it between steps. Where some ranks have begun a reduction and others have not,
-    as after an error in backward, call :meth:`zero_` on all of them before.
+    A parameter belongs to one GradSync at a time, until that is freed or :meth:`detach` is called, which removes its
+    hooks, main grads and thread. Free it between steps. If some ranks have started a reduction and others have not, as
+    after an error in backward, call :meth:`zero_` on all of them before.
 
     Args:
         named_parameters: in the order of the forward pass, as ``model.named_parameters()`` gives them. Frozen ones are
@@ -147,17 +147,18 @@ class GradSync:
             :meth:`ParallelGroups.of`.
         grad_dtype: of the main grads; micro-batches add up in it. A parameter of a wider or another 16-bit type has
             main grads of its own type.
-        reduce_dtype: what travels. None: the main grads' type. A 16-bit type halves the traffic; gradients are divided
-            by the number of ranks first, because 16-bit sums overflow.
+        reduce_dtype: of the messages. None: the main grads' type. A 16-bit type halves the traffic; gradients are
+            divided by the number of ranks first, because 16-bit sums overflow.
         reduction: "mean" over the data-parallel ranks, or "sum". See :meth:`set_divisor` for any other divisor.
         bucket_numel: elements of a bucket, see :func:`megascale.grad_sync.layout.build_layouts`.
         overlap: start reductions during backward. False: all of them in :meth:`finish`.
 
-    Backward raises GradientError for a sparse gradient and UsageError for one that is too late, naming the parameter.
+    Backward raises GradientError for a sparse gradient and UsageError for one that comes after its bucket's reduction
+    has started, naming the parameter.
 
     Raises:
-        ArgumentError: for an argument that does not fit, naming it; so for a parameter that another live GradSync or
-            DistributedOptimizer owns, or one that is there under two names.
+        ArgumentError: for an argument that does not fit, naming it; also for a parameter that another live GradSync or
+            DistributedOptimizer owns, or that has two names.
     """
 
     owner_kind = "GradSync"
@@ -193,7 +194,7 @@ class GradSync:
         self._remove_hooks.atexit = False
         self._divisor: Divisor | None = None
         self._syncing = True
-        self._error: GradientError | None = None  # of a gradient that backward left on this rank
+        self._error: GradientError | None = None  # of a gradient of this rank, found in backward
         self._next = 0
         self._waited = 0
         self._finished = False
@@ -205,9 +206,9 @@ class GradSync:
     def add(
         self, named_parameters: Iterable[tuple[str, nn.Parameter]], param_groups: Mapping[str, int] | None = None
     ) -> list[SyncedBucket]:
-        """Take in more parameters, in buckets of their own behind the others; returns those buckets.
+        """Add parameters, in new buckets after the others; returns the new buckets.
 
-        A gradient that is there already counts. ``param_groups``: by name; parameters of different groups do not share
+        Gradients that exist already count. ``param_groups``: by name; parameters of different groups do not share
         a bucket.
 
         Raises ArgumentError, or GradientError for a sparse gradient, before anything has changed.
@@ -244,10 +245,11 @@ class GradSync:
         return begin == end or any(flat.data_ptr() <= begin and end <= flat.data_ptr() + flat.nbytes for flat in flats)
 
     def set_divisor(self, divisor: Divisor) -> None:
-        """Divide this step's sum over all ranks by ``divisor``, in place of the mean: by tokens, say.
+        """Divide this step's sum over all ranks by ``divisor``, in place of the mean: for example by the number of
+        tokens.
 
-        Call it after :meth:`zero_` and before the step; the next step has the usual divisor again. The host does not
-        wait for a 0-d tensor, wherever it is.
+        Call it after :meth:`zero_` and before the step; it holds for one step. The host does not wait for a 0-d tensor,
+        wherever it is.
 
         Raises:
             ArgumentError: for a number that is not above 0, or a tensor of more than one element.
@@ -263,7 +265,7 @@ class GradSync:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate only: for every backward of a step but the last."""
+        """Return a context in which backward only accumulates: for every backward of a step but the last."""
         before, self._syncing = self._syncing, False
         try:
             yield
@@ -272,7 +274,7 @@ class GradSync:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Start what backward has not started, and wait until every main grad is reduced. Again: nothing happens.
+        """Start what backward has not started, and wait until every main grad is reduced. A second call does nothing.
 
         Takes gradients that the caller has put into ``param.grad`` where backward left none.
 
@@ -303,7 +305,7 @@ class GradSync:
 
     @torch.no_grad()
     def zero_(self) -> None:
-        """Begin a new step. A reduction still on its way ends first."""
+        """Begin a new step. Waits for reductions that have started."""
         if self._next > 0:
             self._finish_reductions()
         for bucket in self.buckets:
@@ -314,7 +316,7 @@ class GradSync:
         self._finished = False
 
     def detach(self) -> None:
-        """Give the parameters up, for good: gradients stay in ``param.grad``. What is on its way still arrives."""
+        """Release the parameters for good: gradients stay in ``param.grad`` again. Started reductions still end."""
         self._remove_hooks()
         self._thread.close()
 
@@ -355,7 +357,7 @@ class GradSync:
 
     @torch.no_grad()
     def take_grad(self, param: nn.Parameter, name: str, bucket_index: int) -> None:
-        """Add the gradient that backward has just made to the main grad; start the reductions that have theirs."""
+        """Add the gradient that backward has just made to the main grad; start reductions of complete buckets."""
         bucket = self.buckets[bucket_index]
         if self._finished or bucket.started:
             raise UsageError(
@@ -390,9 +392,9 @@ class GradSync:
             bucket.waiting.discard(name)
 
     def _take_assigned(self) -> GradientError | None:
-        """Take gradients that did not come by backward. Returns what is wrong with one that cannot be taken.
+        """Take gradients that the caller put into ``param.grad``. Returns an error for one that cannot be taken.
 
-        The hooks leave no gradient behind: what is there was put there.
+        The hooks leave no gradient behind, so any gradient there is the caller's.
         """
         error = self._find_ddp()
         for bucket in self.buckets:
@@ -429,9 +431,9 @@ class GradSync:
 
 
 class ShardedGradSync(GradSync):
-    """A GradSync of which every rank gets its own shard of every bucket reduced, by reduce-scatter.
+    """A GradSync that reduces only each rank's own shard of every bucket, by reduce-scatter.
 
-    It may begin without parameters.
+    It may start without parameters.
     """
 
     owner_kind = "DistributedOptimizer"
@@ -439,7 +441,7 @@ class ShardedGradSync(GradSync):
 
 
 def why_not_taken(name: str, param: nn.Parameter, bucket: SyncedBucket) -> GradientError | None:
-    """Return what is wrong with a gradient in ``param.grad`` that did not come by backward; None if it can be taken."""
+    """Return the error for a gradient that the caller put into ``param.grad``; None if it can be taken."""
     grad = param.grad
     if grad is None:
         return None
@@ -458,7 +460,7 @@ def why_not_taken(name: str, param: nn.Parameter, bucket: SyncedBucket) -> Gradi
 
 
 def under_ddp(name: str) -> GradientError:
-    """Return the error for a parameter that DistributedDataParallel was put around."""
+    """Return the error for a parameter of a module under DistributedDataParallel."""
     return GradientError(
         f"the gradient of {name!r} is reduced by a DistributedDataParallel around its module too; train the bare "
         "module, and drop the DistributedDataParallel"
@@ -472,7 +474,7 @@ def _misplaced(name: str, param: nn.Parameter, bucket: SyncedBucket) -> str:
 
 
 def _remove(hooks: list[RemovableHandle]) -> None:
-    """Remove hooks from parameters. Refers to nothing that they refer to: it is called when that is gone."""
+    """Remove hooks from parameters. A finalizer: it must not refer to the GradSync."""
     for hook in hooks:
         hook.remove()
     hooks.clear()

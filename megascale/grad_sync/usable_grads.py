@@ -1,4 +1,4 @@
-"""Which gradients a step can use."""
+"""Checks whether a step can use a gradient."""
 
 import torch
 from torch import Tensor

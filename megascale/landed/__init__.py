@@ -1,1 +1,1 @@
-"""What counts steps that landed: learning rates and averages that stand still where a step was skipped."""
+"""Learning rates and averages that count landed steps: a skipped step does not change them."""

@@ -1,4 +1,4 @@
-"""The learning rates of an optimizer's param groups: numbers on the host, tensors on the device."""
+"""GroupRates: the learning rates of param groups, as numbers on the host and tensors on the device."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ class GroupRates:
     """The learning rates of an optimizer's param groups: numbers on the host, and what ``group["lr"]`` holds.
 
     Attributes:
-        numbers: per group, what the schedule has computed.
+        numbers: per group, the rate that the schedule has computed.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -33,9 +33,9 @@ class GroupRates:
             self._dtype = torch.float32  # torch's fused kernels read no other
 
     def pull(self) -> None:
-        """Take over what others have put into the groups. A tensor that they wrote is read on the host.
+        """Take over rates that others put into the groups. A tensor that they wrote is read on the host.
 
-        Where it still is the rounding of the number, all bits of the number stay. Groups may have been added.
+        A number whose rounding the tensor still is keeps all its bits. Groups may have been added.
 
         Raises UsageError if there are fewer than before.
         """
@@ -58,7 +58,7 @@ class GroupRates:
                 self._written[index] = (lr, lr._version)
 
     def set_expected(self, numbers: list[Any]) -> None:
-        """Take ``numbers`` for what the groups hold, until :meth:`pull` finds otherwise."""
+        """Assume that the groups hold ``numbers``, until :meth:`pull` finds otherwise."""
         if len(numbers) != len(self._optimizer.param_groups):
             raise ArgumentError(
                 f"there are {len(numbers)} rates for {len(self._optimizer.param_groups)} param groups; build the same "
@@ -69,7 +69,7 @@ class GroupRates:
 
     @contextmanager
     def as_numbers(self) -> Iterator[None]:
-        """Put numbers into the groups, and take the numbers that are there at the end."""
+        """Return a context in which the groups hold numbers; at its end, take over the numbers that they hold."""
         groups = self._optimizer.param_groups
         held = [group["lr"] for group in groups]
         try:
@@ -83,7 +83,7 @@ class GroupRates:
 
     @torch.no_grad()
     def push(self) -> None:
-        """Let the groups hold the numbers, whatever they hold them in."""
+        """Write the numbers into the groups, as numbers or tensors, whichever they hold."""
         for index, (group, number) in enumerate(zip(self._optimizer.param_groups, self.numbers, strict=True)):
             lr = group["lr"]
             if isinstance(lr, Tensor):
@@ -94,7 +94,7 @@ class GroupRates:
 
     @torch.no_grad()
     def select(self, landed: Tensor, before: list[float]) -> None:
-        """Let the groups hold the numbers where ``landed``, and ``before`` elsewhere: on the device, without a sync."""
+        """Write the numbers into the groups if ``landed``, else ``before``: chosen on the device, without a sync."""
         landed = landed.to(self._device, non_blocking=True)
         for index, (group, old, new) in enumerate(zip(self._optimizer.param_groups, before, self.numbers, strict=True)):
             if old == new:
@@ -114,7 +114,7 @@ class GroupRates:
 def takes_rates_on_device(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the optimizer's next step can read learning rates from tensors without a host sync."""
     if isinstance(optimizer, (MixedPrecisionOptimizer, ChainedOptimizer)):
-        # About the update alone, not about the gather that follows it.
+        # This asks about the update alone, not about the gather after it.
         return all(member.update.why_not_capturable() is None for member in optimizer.recipe.members)
     return all(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
 

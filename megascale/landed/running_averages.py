@@ -1,4 +1,4 @@
-"""Running averages of tensors on one device each: copied first, then averaged, where a step landed."""
+"""Running averages of tensors, updated only by landed steps: the first copies, the others average."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +11,7 @@ AvgFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 MultiAvgFn = Callable[[Sequence[Tensor], Sequence[Tensor], Tensor], None]
 
 CHUNK_NUMEL = 2**24
-"""Elements that are averaged at once: what the averages cost in memory while they are updated."""
+"""Elements that are averaged at once; an update needs scratch of this size."""
 
 
 class RunningAverages:
@@ -33,7 +33,7 @@ class RunningAverages:
     def update(
         self, currents: Sequence[Tensor], landed: Tensor, n_averaged: Tensor, average: MultiAvgFn, has_started: bool
     ) -> None:
-        """Average ``currents`` in where ``landed``, bool, 0-d; copy them where ``n_averaged`` is 0. No host sync.
+        """Average ``currents`` in if ``landed``, bool, 0-d; copy them if ``n_averaged`` is 0. No host sync.
 
         ``has_started``: the host knows that ``n_averaged`` is not 0.
         """
@@ -73,7 +73,7 @@ def _views(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def rule_of(avg_fn: AvgFn | None, multi_avg_fn: MultiAvgFn | None) -> MultiAvgFn:
-    """Return torch's either form of a rule as one that writes lists in place."""
+    """Return an averaging rule in either of torch's forms as one that writes lists in place."""
     if multi_avg_fn is not None:
         return multi_avg_fn
     if avg_fn is None:
@@ -99,5 +99,5 @@ def _equal_weights_(averages: Sequence[Tensor], currents: Sequence[Tensor], n_av
 
 
 def copy_(averages: Sequence[Tensor], currents: Sequence[Tensor], n_averaged: Tensor) -> None:
-    """Take the currents as they are."""
+    """Copy ``currents`` into ``averages``."""
     torch._foreach_copy_(list(averages), list(currents))

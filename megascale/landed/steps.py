@@ -1,4 +1,4 @@
-"""Whether optimizer steps landed, as a schedule or an average asks: on the device, without a host sync."""
+"""StepOutcomes: tells schedules and averages whether steps landed, on the device, without a host sync."""
 
 from typing import Any
 
@@ -12,10 +12,10 @@ from megascale.step.counter import StepCounter
 
 
 class StepOutcomes:
-    """Answers, once per question, whether a step has landed since the question before.
+    """Tells whether a step has landed since the last call.
 
     Args:
-        optimizer: of megascale: it counts its skips on the device. Of any other, ``success`` must tell.
+        optimizer: one of megascale counts its skips on the device. For any other, pass ``success``.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -30,7 +30,7 @@ class StepOutcomes:
 
         Raises:
             ArgumentTypeError, ArgumentError: ``success`` is no bool, or tensor of one bool.
-            UsageError: ``success`` is None, and what has happened cannot be known.
+            UsageError: ``success`` is None, and the outcome cannot be known.
         """
         answer = self._counted() if success is None else _checked(success)
         self._remember()

@@ -1,1 +1,1 @@
-"""State dicts: their format, and the live state that they are packed from and loaded into."""
+"""State dicts: their format, and how live state is packed into them and loaded from them."""

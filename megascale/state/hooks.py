@@ -1,4 +1,4 @@
-"""The four hooks that torch lets a user put around an optimizer's state dict, called as torch calls them."""
+"""Calls the four user hooks of an optimizer's state dict as torch calls them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ StateDict = dict[str, Any]
 
 
 def pack_with_hooks(optimizer: torch.optim.Optimizer, pack: Callable[[], StateDict]) -> StateDict:
-    """Return what ``pack`` makes, or what a post hook puts in its place."""
+    """Return the result of ``pack``, or what a post hook replaces it by."""
     for pre_hook in optimizer._optimizer_state_dict_pre_hooks.values():
         pre_hook(optimizer)
     packed = pack()
@@ -19,7 +19,7 @@ def pack_with_hooks(optimizer: torch.optim.Optimizer, pack: Callable[[], StateDi
 
 
 def load_with_hooks(optimizer: torch.optim.Optimizer, state_dict: StateDict, load: Callable[[StateDict], None]) -> None:
-    """Load ``state_dict``, or what a pre hook puts in its place."""
+    """Load ``state_dict``, or what a pre hook replaces it by."""
     for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         state_dict = pre_hook(optimizer, state_dict) or state_dict
     load(state_dict)

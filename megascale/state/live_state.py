@@ -23,7 +23,7 @@ from megascale.utils.dtypes import HALF_DTYPES
 
 @dataclass
 class Plan:
-    """What a load will change, all of it checked and copied: applying it cannot fail half way."""
+    """All changes of a load, checked and copied, so that applying them cannot fail half way."""
 
     options: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
     main_params: list[tuple[nn.Parameter, str, Tensor]] = field(default_factory=list)
@@ -74,7 +74,7 @@ class LiveState:
         )
 
     def check(self, state_dict: Any, *, strict: bool) -> None:
-        """Raise StateDictError for what is wrong with a state dict without looking at a tensor's values."""
+        """Raise StateDictError for a state dict that does not fit; tensor values are not read."""
         self._check(self._own_layout(state_dict, strict), strict)
 
     def plan(self, state_dict: Mapping[str, Any], *, strict: bool) -> "Plan":
@@ -126,9 +126,9 @@ class LiveState:
         return {names[id(param)]: param for param in self._params()}
 
     def _check_frozen(self, params: Mapping[str, nn.Parameter], mains: Mapping[str, Any]) -> None:
-        """Raise StateDictError for the saved main param of a frozen parameter that has no place here.
+        """Raise StateDictError for a saved main param of a parameter that is frozen here and cannot have one.
 
-        State without a main param has: it waits, whole, until the parameter is trained.
+        Its other state is accepted, and kept whole until the parameter is trained.
         """
         homeless = [name for name, param in params.items() if name in mains and not self.main_params.keeps(param)]
         if homeless:
@@ -164,7 +164,7 @@ class LiveState:
         return plan
 
     def _placed_state(self, name: str, param: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return one parameter's state: tensors of its shape in its place, others on its device."""
+        """Return one parameter's state: of per-element tensors this rank's part, others copied to its device."""
         placed = portable_state.portable(state, f"state[{name!r}]", copy=False)
         is_cut = self.main_params.keeps(param)
         for key, value in placed.items():
@@ -177,7 +177,7 @@ class LiveState:
         return dict(placed)
 
     def _is_per_element(self, key: str, value: Tensor, param: nn.Parameter) -> bool:
-        """Return whether a saved tensor has an element for each of ``param``'s; of a 0-d one live state knows best."""
+        """Return whether a saved tensor has an element for each of ``param``'s. For a 0-d one live state decides."""
         main, live = self.main_params.get(param), self.state.get(param, {}).get(key)
         if value.dim() == 0 and main is not None and isinstance(live, Tensor) and live.shape != main.main.shape:
             return False
@@ -199,7 +199,7 @@ class LiveState:
 
     @torch.no_grad()
     def apply(self, plan: Plan) -> None:
-        """Change everything that the plan names. All ranks call it together."""
+        """Carry out the plan. All ranks call it together."""
         for live, options in plan.options:
             for key, value in options.items():
                 if isinstance(live.get(key), Tensor) and isinstance(value, (Tensor, float, int)):
@@ -233,14 +233,14 @@ class LiveState:
 
 
 def _planned_counts(state_dict: Mapping[str, Any]) -> Mapping[str, int] | None:
-    """Return the counts of steps, which older state dicts do not have."""
+    """Return the step counts; None for older state dicts, which lack them."""
     return parse_counts(state_dict["step_counts"]) if "step_counts" in state_dict else None
 
 
 def _counted(state: Any, required: Collection[str]) -> Any:
-    """Return one parameter's saved state with the ``step`` that torch does not keep for SGD.
+    """Return one parameter's saved state, with the ``step`` added that torch does not keep for SGD.
 
-    Dampening leaves out the first step only, and a momentum buffer that there is has seen one.
+    It only tells whether dampening applies, from the second step on; an existing momentum buffer has seen one step.
     """
     if "step" not in required or not isinstance(state, Mapping) or "step" in state or "momentum_buffer" not in state:
         return state

@@ -1,11 +1,10 @@
-"""The optimizer's state as a named, flat, portable dict, and the checks of one that comes in.
+"""The format of the optimizer's state dict, keyed by parameter name, and the checks of one to be loaded.
 
 ``{"optimizer": {"state": {name: {...}}, "param_groups": [...]}, "main_params": {name: tensor}, "grad_scaler": {...},
-"step_counts": {"landed": int, "skipped": int}, "version": 1}`` holds tensors and primitives only. Without
-``step_counts``, as older ones and those of other systems are, a state dict leaves the counts as they are. State that
-the wrapped optimizer keeps for no parameter (``optimizer.state["global"]``) is ``["optimizer"]["shared_state"]``, there
-only if there is some: a list of one dict, of a ChainedOptimizer one for each optimizer. A load is planned in full
-before anything changes.
+"step_counts": {"landed": int, "skipped": int}, "version": 1}`` holds tensors and primitives only. A state dict without
+``step_counts`` (older, or of another system) leaves the counts unchanged. State that the wrapped optimizer keeps for no
+parameter (``optimizer.state["global"]``) is ``["optimizer"]["shared_state"]``, present only if there is some: a list
+with one dict per wrapped optimizer. A load is planned in full before anything changes.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -20,9 +19,9 @@ from megascale.utils.dtensors import local
 
 VERSION = 1
 KEYS = ("optimizer", "main_params", "grad_scaler", "version")
-# How torch runs an optimizer, not what it computes: these stay as the live optimizer has them.
+# Options of how torch runs an optimizer, not of what it computes: a load keeps the live ones.
 IMPLEMENTATION_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
-# Beside "state", where an optimizer keeps state that belongs to no parameter: one dict for each wrapped optimizer.
+# Key, beside "state", of state that belongs to no parameter: a list with one dict per wrapped optimizer.
 SHARED_STATE = "shared_state"
 PRIMITIVES = (bool, int, float, str, type(None))
 
@@ -76,7 +75,7 @@ def check_layout(state_dict: Any) -> None:
 
 
 def check_names(given: Iterable[str], known: Iterable[str], required: Iterable[str], what: str) -> None:
-    """Raise StateDictError listing names in ``given`` that are not ``known``, and ``required`` ones that lack."""
+    """Raise StateDictError listing names in ``given`` that are not ``known``, and missing ``required`` ones."""
     unexpected = sorted(set(given) - set(known))
     missing = sorted(set(required) - set(given))
     if unexpected or missing:
@@ -103,7 +102,7 @@ def check_groups(given: Sequence[Mapping[str, Any]], live: Sequence[Sequence[str
 
 
 def pack_shared(state: Mapping[Any, Any], *, copy: bool) -> dict[str, Any]:
-    """Return what an optimizer's ``state`` keeps under keys that are no parameters, as ``{"shared_state": [...]}``.
+    """Return the entries of an optimizer's ``state`` whose keys are no parameters, as ``{"shared_state": [...]}``.
 
     Empty where there is none. Raises StateDictError naming a key or value that a state dict cannot hold.
     """
@@ -121,7 +120,7 @@ def pack_shared(state: Mapping[Any, Any], *, copy: bool) -> dict[str, Any]:
 def check_shared(given: Any, live: Mapping[Any, Any], *, strict: bool) -> dict[Any, Any]:
     """Return the shared state of one optimizer's state dict. ``live``: its ``state``.
 
-    Raises StateDictError if it is not that, or lacks something that is live.
+    Raises StateDictError if it has another form, or lacks a key that is live.
     """
     [shared] = shared_by_optimizer(given, 1, strict=strict)
     found = dict(shared[0]) if shared else {}
@@ -137,7 +136,7 @@ def check_shared(given: Any, live: Mapping[Any, Any], *, strict: bool) -> dict[A
 def shared_by_optimizer(given: Any, count: int, *, strict: bool) -> list[list[Mapping[Any, Any]]]:
     """Return the shared state of each of ``count`` optimizers: a list of one dict, or of none.
 
-    Raises StateDictError if it is that of another number of optimizers; not ``strict``: then it is left out.
+    For another number of optimizers: raises StateDictError, or, if not ``strict``, leaves the state out.
     """
     shared = given.get(SHARED_STATE, [])
     if not isinstance(shared, (list, tuple)) or not all(isinstance(one, Mapping) for one in shared):
@@ -153,7 +152,7 @@ def shared_by_optimizer(given: Any, count: int, *, strict: bool) -> list[list[Ma
 
 
 def placed_like(value: Any, live: Any) -> Any:
-    """Return a copy of portable ``value``, each tensor on the device of the one at its place in ``live``, if any."""
+    """Return a copy of portable ``value``, each tensor on the device of its counterpart in ``live``, if any."""
     if isinstance(value, Tensor):
         return value.to(live.device, copy=True) if isinstance(live, Tensor) else value.clone()
     if isinstance(value, Mapping):
@@ -172,9 +171,9 @@ def loadable_options(group: Mapping[str, Any], index: int) -> dict[str, Any]:
 
 
 def check_state(name: str, state: Any, param: Tensor, required: Collection[str]) -> None:
-    """Raise StateDictError for one parameter's saved state that is not portable, or not whole.
+    """Raise StateDictError for one parameter's saved state that is not portable or not complete.
 
-    It is not whole if one of ``required`` lacks, or has another shape than the parameter (``step``: one element).
+    Each of ``required`` must be there, in the parameter's shape (``step``: one element).
     """
     if not isinstance(state, Mapping):
         raise StateDictError(f"optimizer state of {name!r} must be a dict, got {type(state).__name__}")

@@ -1,16 +1,14 @@
 """The optimizer's state as ``torch.distributed.checkpoint.state_dict`` expects it, made from our layout and read back.
 
-``get_optimizer_state_dict(model, optimizer)`` and its siblings know one layout, a torch optimizer's: ``{"state":
-{key: {...}}, "param_groups": [{..., "params": [key, ...]}]}``, with positions or qualified names for keys. What we have
-beside it goes where those functions carry it: into every parameter's state, next to the moments.
+``get_optimizer_state_dict(model, optimizer)`` and the like know only a torch optimizer's layout: ``{"state": {key:
+{...}}, "param_groups": [{..., "params": [key, ...]}]}``, with positions or qualified names for keys. Everything else of
+ours goes into every parameter's state, next to the moments, as they carry that along.
 
-- ``main_param``: fp32, of the parameter's shape; not of parameters that are their own main params.
-- ``grad_scaler_scale``, ``grad_scaler_growth_tracker``, ``grad_scaler_hysteresis_tracker``: 0-d, the
-  scaler's.
-- ``num_states``: 0-d int64, how many entries the wrapped optimizer has for the parameter. Some of those functions drop
-  entries that they do not find in the live optimizer; then this number tells.
-- ``step_counts_landed``, ``step_counts_skipped``: 0-d int64. An older checkpoint lacks them: read it with
-  ``DefaultLoadPlanner(allow_partial_load=True)``.
+- ``main_param``: fp32, of the parameter's shape; absent for parameters that are their own main params. -
+``grad_scaler_scale``, ``grad_scaler_growth_tracker``, ``grad_scaler_hysteresis_tracker``: 0-d, the scaler's. -
+``num_states``: 0-d int64, how many entries the wrapped optimizer has for the parameter. Some of those functions drop
+entries that the live optimizer lacks; this number reveals it. - ``step_counts_landed``, ``step_counts_skipped``: 0-d
+int64. An older checkpoint lacks them: read it with ``DefaultLoadPlanner(allow_partial_load=True)``.
 """
 
 import sys
@@ -41,9 +39,9 @@ ADDED = (
 
 
 class StateDict(dict[str, Any]):
-    """Our state dict, which answers to ``["state"]`` and ``["param_groups"]`` too, in torch's layout.
+    """Our state dict, which also returns ``["state"]`` and ``["param_groups"]`` in torch's layout.
 
-    Those two are no keys of it: it iterates, prints and pickles as our layout alone, and ``torch.load`` returns a plain
+    Those two are not among its keys: it iterates, prints and pickles as our layout, and ``torch.load`` returns a plain
     ordered dict. Torch's layout is made when it is first asked for and holds the same tensors; it may be written to, as
     torch's functions do.
     """
@@ -65,9 +63,9 @@ class StateDict(dict[str, Any]):
 
 
 class StateNames:
-    """What torch's functions learn from ``optimizer.state``: that there is state, and the names of its entries.
+    """A view of ``optimizer.state`` for torch's functions: that there is state, and the names of its entries.
 
-    An optimizer whose ``state`` is empty they would step with gradients of zeros, and its scaler with it.
+    If ``state`` were empty they would step the optimizer, and its scaler, with gradients of zeros.
     """
 
     def __init__(self, state: Mapping[Any, Any]) -> None:
@@ -81,10 +79,10 @@ class StateNames:
 
 
 def is_read_by_torch() -> bool:
-    """Return whether the caller's property is read by ``torch.distributed.checkpoint.state_dict``.
+    """Return whether ``torch.distributed.checkpoint.state_dict`` reads the property that calls this.
 
-    That module takes the names of a flattened state dict's entries from the live ``optimizer.state``, and offers no
-    hook for more of them. An optimizer around ours may stand between.
+    That module takes the names of a flattened state dict's entries from the live ``optimizer.state``, and has no hook
+    to add more. Another optimizer may wrap ours, so two frames are searched.
     """
     frame = sys._getframe(1).f_back
     for _ in range(2):
@@ -133,16 +131,16 @@ def is_torch_layout(state_dict: Any) -> bool:
 def from_torch_layout(given: Mapping[str, Any], live: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
     """Return torch's layout as ours. Changes neither.
 
-    A parameter without an entry in ``state`` keeps its live state: torch's functions have raised for it already,
-    unless they were asked not to (``StateDictOptions(strict=False)``), or it is frozen.
+    A parameter without an entry in ``state`` keeps its live state: torch's functions have raised already, unless
+    ``StateDictOptions(strict=False)`` forbade it or the parameter is frozen.
 
     Args:
-        given: what a function of ``torch.distributed.checkpoint.state_dict`` hands to ``load_state_dict``.
+        given: as a function of ``torch.distributed.checkpoint.state_dict`` passes it to ``load_state_dict``.
         live: our layout of the optimizer that loads.
         strict: raise if main params or the scaler's state are not in it, as in a plain torch optimizer's.
 
     Raises:
-        StateDictError: naming what lacks, or does not fit.
+        StateDictError: naming what is missing or does not fit.
     """
     _check(given)
     groups = live["optimizer"]["param_groups"]
@@ -155,7 +153,7 @@ def from_torch_layout(given: Mapping[str, Any], live: Mapping[str, Any], *, stri
         if key in shared:
             continue
         name = names[key]
-        # What a flattened state dict lacks, torch's functions make an empty dict.
+        # torch's functions make an empty dict of an entry that a flattened state dict lacks.
         there = {what: value for what, value in entries.items() if not (isinstance(value, Mapping) and not value)}
         states[name] = {what: value for what, value in there.items() if what not in ADDED}
         _check_whole(name, states[name], there.get(NUM_STATES))
@@ -187,7 +185,7 @@ def _check(given: Mapping[str, Any]) -> None:
 
 
 def _shared_state(given: Mapping[str, Any], names: Mapping[Any, str], live: Mapping[str, Any]) -> dict[Any, Any]:
-    """Return what is kept for no parameter, as torch keeps it: beside the parameters, under a key that is no position.
+    """Return state that belongs to no parameter: torch keeps it beside the parameters, under a key that is no position.
 
     Raises StateDictError for state of an unknown parameter, or state of one that is no dict.
     """
@@ -206,7 +204,7 @@ def _shared_state(given: Mapping[str, Any], names: Mapping[Any, str], live: Mapp
 
 
 def _names_by_key(groups: Sequence[Mapping[str, Any]], live: Sequence[Sequence[str]]) -> dict[Any, str]:
-    """Return our name for each key in ``params``: the key itself where it is one, else that of the same position."""
+    """Return our name for each key in ``params``: the key itself if it is a name, else the name at its position."""
     keys = [key for group in groups for key in group["params"]]
     names = [name for group in live for name in group]
     are_positions = names == [str(position) for position in range(len(names))]
@@ -236,10 +234,10 @@ def _check_whole(name: str, entries: Mapping[str, Any], expected: Any) -> None:
 
 
 def _one_of_all(every: Sequence[Mapping[str, Any]], prefix: str, live: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what every parameter has a copy of, such as the scaler's state. Raises StateDictError if copies differ.
+    """Return a value of which every parameter has a copy, such as the scaler's. Raises StateDictError if they differ.
 
-    With ``full_state_dict=True`` torch's functions put the ``live`` entries of the optimizer that loads beside those
-    that were saved, for parameters that are frozen or lack there: those copies are not what is loaded.
+    With ``full_state_dict=True`` torch's functions fill in the loading optimizer's ``live`` entries for parameters that
+    are frozen or missing in the file: such copies are ignored.
     """
     if not every or not every[0]:
         return {}
