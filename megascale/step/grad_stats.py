@@ -124,7 +124,6 @@ class GradStats:
     non_finite: Tensor | None
 
 
-@torch.no_grad()
 def measure(
     grads: Sequence[Tensor],
     weights: GradWeights,
@@ -175,14 +174,12 @@ def _measure_by_device(
     )
 
 
-@torch.no_grad()
 def combined(parts: Sequence[GradStats]) -> GradStats:
     """Return the statistics of several optimizers' gradients as those of one, still of this rank alone."""
     non_finite = [part.non_finite for part in parts if part.non_finite is not None]
     return GradStats(torch.stack([part.vector for part in parts]).sum(0), torch.cat(non_finite) if non_finite else None)
 
 
-@torch.no_grad()
 def agree(stats: GradStats, groups: ParallelGroups) -> GradStats:
     """Sum the vector over ``grad_stats``: the one collective of a step."""
     return GradStats(all_reduce_sum_(stats.vector, groups.grad_stats), stats.non_finite)

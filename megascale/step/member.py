@@ -131,7 +131,6 @@ class StepMember:
         for update in self.ready.updates if self.ready else ():
             update.grads.hold()
 
-    @torch.no_grad()
     def checked_again(self, ready: ReadyStep) -> ReadyStep:
         """Return a ready step whose tensors were checked again, as the caller may have changed them.
 

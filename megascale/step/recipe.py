@@ -44,6 +44,8 @@ class StepResult(NamedTuple):
 class StepRecipe:
     """One step of one or more members under one decision: all of them update, or none.
 
+    Its methods run under ``torch.no_grad()``, which the optimizer's own methods have entered.
+
     Args:
         members: on one device, with one ``groups.grad_stats``.
         groups: of which ``grad_stats`` agrees.
@@ -95,7 +97,6 @@ class StepRecipe:
 
     # The first half
 
-    @torch.no_grad()
     def prepare(self, error: MegascaleError | None = None) -> Decision:
         """Finish, measure, agree, decide, rescale. ``error``: what this rank found already; all ranks raise it."""
         require_values(self.members[0].device)
@@ -128,7 +129,6 @@ class StepRecipe:
         ready = self.members[0].ready
         return None if ready is None else ready.decision
 
-    @torch.no_grad()
     def clip_values_(self, max_value: float) -> None:
         """Clamp every unscaled, norm-clipped gradient of a ready step to [-max_value, max_value], still scaled."""
         for ready in self._ready("clip_grad_value_() needs prepare_grads() first: gradients are not unscaled before"):
@@ -139,7 +139,6 @@ class StepRecipe:
 
     # The second half
 
-    @torch.no_grad()
     def carry_out(self) -> StepResult:
         """Update and gather, where the step lands. All members are updated before an error is raised."""
         ready = self._ready("step_with_ready_grads() needs prepare_grads() first; step() calls both")

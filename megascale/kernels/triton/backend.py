@@ -83,7 +83,7 @@ class TritonBackend(TorchDecisions):
 
     @property
     def _kernels(self) -> ModuleType:
-        return _import_kernels()  # not kept, so that an optimizer can be copied: a module cannot
+        return _imported_kernels()  # not kept here, so that an optimizer can be copied: a module cannot
 
     def measure(self, grads: Sequence[Tensor], count_zeros: bool) -> TensorStats:
         """See :class:`megascale.kernels.Backend`."""
@@ -105,7 +105,8 @@ class TritonBackend(TorchDecisions):
             for column, values in enumerate(theirs):
                 if values is not None:
                     _scatter(stats[:, column], plan.rest, values)
-        return TensorStats(stats[:, 0], stats[:, 1], stats[:, 2] if count_zeros else None)
+        sum_squares, non_finite, zeros = stats.unbind(1)
+        return TensorStats(sum_squares, non_finite, zeros if count_zeros else None)
 
     def total(self, stats: TensorStats, weights: GradWeights, errors: Tensor, scaled: float) -> Tensor:
         """See :class:`megascale.kernels.Backend`. One launch."""
@@ -369,6 +370,11 @@ def _import_kernels() -> ModuleType:
             raise
         raise UsageError("backend 'triton' needs triton: pip install triton, or choose backend 'torch'") from error
     return triton_kernels
+
+
+@functools.cache
+def _imported_kernels() -> ModuleType:
+    return _import_kernels()
 
 
 def _with_rest(beta: float) -> tuple[float, float]:
