@@ -1,6 +1,6 @@
 """The apex backend: multi-tensor kernels of NVIDIA apex (module ``amp_C``), else TransformerEngine's copies of them.
 
-What they serve here, on CUDA tensors in fp16, bf16 and fp32:
+Used on CUDA tensors in fp16, bf16 and fp32:
 
 * Adam and AdamW: the capturable kernels. They take learning rate, step count and inverse scale from the device, and
   return before any write where their no-op flag is 1, so a skipped step changes no bit. Where gradient and model param
@@ -9,13 +9,13 @@ What they serve here, on CUDA tensors in fp16, bf16 and fp32:
 * Sums of squares: the L2 norm kernel. Its norm of an fp16 tensor is finite exactly where every element is, because fp32
   holds any sum of squares of fp16 numbers. That flags roundings that overflow.
 
-What they cannot serve, and TorchBackend does:
+Left to TorchBackend:
 
-* Counts. A norm that is not finite tells of at least one element, and in bf16 and fp32 perhaps of none. Non-finite
-  elements and zeros are counted by torch, one tensor at a time.
+* Counts. A norm that is not finite means at least one such element in fp16, and perhaps none in bf16 and fp32.
+  Non-finite elements and zeros are counted by torch, one tensor at a time.
 * ``unscale`` and SGD: ``multi_tensor_scale`` and ``multi_tensor_sgd`` take their factors as host numbers, and ours is
   on the device. Only TransformerEngine has a form of the first that reads it there.
-* Lion, amsgrad, fp64, 16-bit moments, tensors of unlike memory layouts, CPU tensors: there are no such kernels.
+* Lion, amsgrad, fp64, 16-bit moments, tensors with different memory layouts, CPU tensors: there are no kernels.
 
 A call of the Adam kernels has one step count, our parameters have one each, on the device: see :class:`StepGroups`.
 
@@ -61,7 +61,7 @@ class ApexBackend(TorchDecisions):
     """See :class:`megascale.kernels.Backend`.
 
     Raises:
-        UsageError: neither apex's CUDA extension nor TransformerEngine is installed, or a kernel is missing; says the
+        UsageError: neither apex's CUDA extension nor TransformerEngine is installed, or a kernel is missing; names the
             remedy.
     """
 
@@ -156,7 +156,7 @@ class ApexBackend(TorchDecisions):
         for index, tensor in enumerate(tensors):
             by_dtype[tensor.dtype].append(index)
         device = tensors[0].device
-        # The kernel sets this to 1 where a sum is not finite. Nobody reads it.
+        # The kernel sets this to 1 where a sum is not finite. It is not used.
         flag = torch.zeros(1, dtype=torch.int32, device=device)
         norms: dict[int, Tensor] = {}
         with _on(device):
@@ -167,14 +167,14 @@ class ApexBackend(TorchDecisions):
 
 
 class StepGroups:
-    """Sorts parameters by their step counts, which lie on the device, without waiting for it.
+    """Groups parameters by their step counts, which are on the device, without a host sync.
 
-    Step counts of one call advance together or not at all, so counts that were equal once stay equal as long as nobody
-    else writes them. When parameters are first seen a copy of their counts is sent to the host. Until it has arrived
-    every parameter is a group of its own, which is always right; then those with equal counts are one group. Nothing
-    but the number of launches depends on when it arrives: results have the same bits.
+    Step counts of one call advance together or not at all, so counts that are equal once stay equal unless others write
+    them. For new parameters, a copy of the counts is sent to the host. Until it arrives every parameter is its own
+    group, which is always right; then those with equal counts form one group. Only the number of launches depends on
+    when it arrives: results have the same bits.
 
-    A count that someone else has written, by its tensor's version, is read again. Replays of a graph write without
+    A count that others have written, as its tensor's version shows, is read again. Replays of a graph write without
     leaving a version, so from the first capture on every parameter is a group of its own.
     """
 
@@ -186,7 +186,7 @@ class StepGroups:
         """Add one to each of ``steps`` where the step lands.
 
         Args:
-            operands: whose steps these are; the same object from call to call where they are the same.
+            operands: identifies the parameters: the same object in each call for the same ones.
             steps: 0-d fp32 tensors on one device, at least one.
             found_inf: 0-d fp32.
 
@@ -207,10 +207,10 @@ class StepGroups:
 
 
 class _Look:
-    """A copy of step counts on its way to the host."""
+    """An asynchronous copy of step counts to the host."""
 
     def __init__(self, steps: list[Tensor]) -> None:
-        self._steps = list(steps)  # held, so that none can take another's id
+        self._steps = list(steps)  # held, so that ids stay unique
         self.versions: list[int] = []
         self._groups: list[list[int]] | None = None
         self._event: torch.Event | None = None
@@ -223,7 +223,7 @@ class _Look:
             self._event.record(torch.accelerator.current_stream(device))
 
     def is_of(self, steps: list[Tensor]) -> bool:
-        """Whether these are the tensors that were read, written by nobody else since."""
+        """Whether these are the tensors that were copied, not written by others since."""
         return list(map(id, self._steps)) == list(map(id, steps)) and self.versions == list(map(_VERSION, steps))
 
     def groups(self) -> list[list[int]]:
@@ -248,7 +248,7 @@ class _Kernels:
 
 
 class _AdamCall:
-    """What is the same for all launches of one update, on the device."""
+    """Arguments on the device that all launches of one update share."""
 
     def __init__(self, kernels: _Kernels, hyper: AdamHyper, decision: Decision) -> None:
         device = decision.found_inf.device
@@ -304,13 +304,13 @@ def update_scale_hysteresis_(
     growth_interval: int,
     hysteresis: int,
 ) -> None:
-    """Follow apex's rule of the loss scale for one step, in one launch on the current stream.
+    """Update the loss scale by apex's rule, in one launch on the current stream.
 
-    It is that of :class:`megascale.DynamicGradScaler` with ``hysteresis_reset="clean_step"``, but for these:
+    The rule is that of :class:`megascale.DynamicGradScaler` with ``hysteresis_reset="clean_step"``, except:
 
     * There is no ``min_scale``: overflows take the scale to 0. There is no ``max_scale``, yet no growth to inf.
-    * ``hysteresis_reset="growth"`` cannot be had: every clean step replenishes hysteresis.
-    * Growth asks for ``growth_tracker + 1 == growth_interval``: a loaded tracker at or above the interval never grows.
+    * There is no ``hysteresis_reset="growth"``: every clean step replenishes hysteresis.
+    * Growth needs ``growth_tracker + 1 == growth_interval``: a loaded tracker at or above the interval never grows.
     * ``hysteresis_tracker`` goes below 0 while overflows last. The scale backs off all the same.
     * Factors multiply in fp64, not in fp32: the scale may differ in its last bit where a factor is no power of two.
 
@@ -382,7 +382,7 @@ def _reaches(tensor: Tensor) -> bool:
 
 
 def _takes(row: Row) -> bool:
-    """Whether the kernels know these tensors: main, grad, model, moments. They read main params and moments as fp32."""
+    """Whether the kernels support these tensors: main, grad, model, moments. Main params and moments must be fp32."""
     main, _, _, *moments = row
     return all(map(_reaches, row)) and all(tensor.dtype == torch.float32 for tensor in (main, *moments))
 
@@ -405,5 +405,5 @@ def _stacked(scalars: list[Tensor]) -> Tensor:
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Make ``device`` the current one: TransformerEngine launches on that one's stream, whatever its tensors are on."""
+    """Make ``device`` the current one: TransformerEngine launches on its stream, wherever the tensors are."""
     return torch.accelerator.device_index(device.index)

@@ -48,19 +48,19 @@ class Scratch:
 
 
 class RoundingWatch:
-    """Collects, per row, the extremes of main params that are rounded to fp16."""
+    """Collects, per row, the minimum and maximum of main params that are rounded to fp16."""
 
     def __init__(self, num_rows: int) -> None:
         self._extremes: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(num_rows)]
 
     def note(self, row: int, main: Tensor, model: Tensor) -> None:
-        """Check a piece for overflow, best while it is in cache. Other dtypes than fp16 hold every fp32 number."""
+        """Check a piece for overflow, best while it is in cache. Only fp16 can overflow."""
         if model.dtype == torch.float16 and main.numel():
             low, high = torch.aminmax(main)
             self._extremes[row].append((low, high))
 
     def flags(self, device: torch.device) -> Tensor:
-        """Return a bool per row, shape [rows]: whether a rounding is not finite. A NaN is not between the bounds."""
+        """Return a bool per row, shape [rows]: whether a rounding is not finite. NaN counts too."""
         nothing = torch.zeros((), device=device)
         lows, highs = [], []
         for found in self._extremes:
@@ -74,7 +74,7 @@ class RoundingWatch:
 
 
 class Block:
-    """Pieces of one main dtype; ``owners`` says which row each is of."""
+    """Pieces of one main dtype; ``owners`` has the row of each."""
 
     def __init__(self, scratch: Scratch) -> None:
         self._scratch = scratch
@@ -129,7 +129,7 @@ class Block:
         self.note(watch)
 
     def note(self, watch: RoundingWatch) -> None:
-        """Show the watch what has been rounded."""
+        """Pass all rounded pieces to ``watch``."""
         for owner, piece in zip(self.owners, self.pieces, strict=True):
             watch.note(owner, piece[0], piece[2])
 

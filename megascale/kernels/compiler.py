@@ -1,7 +1,7 @@
-"""The machine's compiler: which command it is, and how it is run.
+"""Finds and runs the machine's compiler.
 
-A command is what a shell would take it for, such as ``ccache gcc`` or ``"/my tools/g++" -pipe``. It never waits for
-input, and one that takes too long is ended, with all that it started.
+A command is split as a shell would, such as ``ccache gcc`` or ``"/my tools/g++" -pipe``. It gets no input, and is
+killed with its children if it takes too long.
 """
 
 import os
@@ -16,21 +16,21 @@ from megascale.errors import UsageError
 
 VERSION_SECONDS = 60.0
 COMPILE_SECONDS = 600.0
-"""How long a compiler may take: tensor_reader.cpp takes 20 s on an idle core."""
+"""Time limit of a compiler, in seconds: tensor_reader.cpp takes 20 s on an idle core."""
 
 Command = tuple[str, ...]
 
 
 class CompilerError(UsageError):
-    """A compiler could not be run, or failed; says how."""
+    """A compiler could not be run, or failed; the message says why."""
 
 
 class CompilerTimeout(CompilerError):
-    """A compiler did not end in time: it is not worth another try with other flags."""
+    """A compiler exceeded its time limit: do not try again with other flags."""
 
 
 def find_compiler(variable: str, commands: Sequence[str]) -> Command | None:
-    """Return the command that an environment variable holds, else the first of ``commands`` that is there.
+    """Return the command that an environment variable holds, else the first of ``commands`` that exists.
 
     Raises CompilerError for a variable that is no command, such as one with an unbalanced quote.
     """
@@ -42,7 +42,7 @@ def find_compiler(variable: str, commands: Sequence[str]) -> Command | None:
 
 
 def _words(variable: str, given: str) -> Command:
-    """Split as a shell does, but for a path with spaces that nobody has quoted."""
+    """Split as a shell does, except that an existing path with unquoted spaces is one word."""
     parts = given.split(" ")
     for length in range(len(parts), 1, -1):
         path = " ".join(parts[:length])
@@ -61,12 +61,12 @@ def _split(variable: str, text: str) -> Command:
 
 
 def machine_flag() -> str:
-    """Return the flag that makes a compiler use all that this machine's CPU has."""
+    """Return the flag that makes a compiler use all instructions of this machine's CPU."""
     return "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
 
 
 def compiler_version(compiler: Command) -> str:
-    """Return what a compiler tells of itself.
+    """Return what a compiler prints for ``--version``.
 
     Raises CompilerError.
     """
@@ -78,11 +78,11 @@ def run_compiler(command: Sequence[str], seconds: float | None = None) -> str:
 
     Raises:
         CompilerTimeout: it took longer.
-        CompilerError: it could not be started, or failed; with what it wrote.
+        CompilerError: it could not be started, or failed; with its output.
     """
     seconds = COMPILE_SECONDS if seconds is None else seconds
     try:
-        # A group of its own: what a wrapper such as ccache has started must end with it, else its pipes stay open.
+        # In its own process group: children of a wrapper such as ccache must end too, else its pipes stay open.
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""The decision of a step, and what follows from it for the loss scale: arithmetic on a few numbers, on the device."""
+"""The decision of a step and the update of the loss scale: arithmetic on a few numbers, on the device."""
 
 import math
 from dataclasses import dataclass
@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 
 LARGEST_SUM_SQUARES = torch.finfo(torch.float32).max
-"""A larger finite sum of squares does not fit every backend's accumulator: on every backend it counts as overflow."""
+"""A larger sum of squares counts as overflow on every backend, because some accumulate in fp32."""
 CLIP_EPSILON = 1e-6
 """Added to the norm that clipping divides by: torch's and Megatron-Core's."""
 REPLICA_TOLERANCE = 1e-4
-"""How far replicas' sums of squares may lie apart, relative to the sum of all gradients.
+"""Largest accepted difference of replicas' sums of squares, relative to the sum over all gradients.
 
-Reduced gradients are alike to the last bit. Where ranks compute a gradient twice, and a kernel adds in any order, the
-sum moves by less than this.
+Reduced gradients have equal bits. If ranks compute a gradient twice, with kernels that add in any order, sums differ by
+less than this.
 """
 
 
 class Statistic(IntEnum):
-    """The numbers of the vector that all ranks add up in a step, by their places in it."""
+    """Indices into the vector of statistics that is summed over all ranks in a step."""
 
     SUM_SQUARES = 0
     """Sum of squares of the scaled gradients."""
@@ -32,20 +32,20 @@ class Statistic(IntEnum):
     ERRORS = 3
     """Errors of a rank that all ranks must raise."""
     CONTRAST = 4
-    """Sum of squares, weighted so that ranks that hold the same gradients add up to 0."""
+    """Sum of squares, weighted so that the sum over ranks with the same gradients is 0."""
     SCALED = 5
-    """Ranks that know of nothing against gradients of a scaled loss."""
+    """Number of ranks that do not know their loss to be unscaled."""
 
 
 NUM_STATISTICS = len(Statistic)
 
 
 class GradWeights(NamedTuple):
-    """What the statistics of each gradient count, each of shape [number of gradients], in the statistics dtype.
+    """Weights of each gradient's statistics, each of shape [number of gradients], in the statistics dtype.
 
     Attributes:
-        shares: of its squares and zeros: 1 / how many ranks hold the same gradient.
-        contrasts: of its squares in the comparison of those ranks, over which it adds up to 0; None: not compared.
+        shares: of its squares and zeros: 1 / number of ranks that hold the same gradient.
+        contrasts: of its squares in CONTRAST; they add up to 0 over those ranks. None: not compared.
     """
 
     shares: Tensor
@@ -62,11 +62,11 @@ class TensorStats(NamedTuple):
 
 @dataclass(frozen=True)
 class Decision:
-    """What the update obeys, all 0-d tensors on one device.
+    """The decision that an update reads: 0-d tensors on one device.
 
     Attributes:
         found_inf: fp32, 1.0 where the step is skipped, else 0.0.
-        coefficient: fp32, ``inv_scale * clip``: what a gradient is multiplied by.
+        coefficient: fp32, ``inv_scale * clip``, by which gradients are multiplied.
         grad_norm: fp32, global L2 norm of the unscaled gradients.
         num_zeros: zero elements of the gradients, NaN where not counted.
     """
@@ -88,7 +88,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class ScaleRule:
-    """How a dynamic loss scale moves; see :class:`megascale.DynamicGradScaler`.
+    """The constants of a dynamic loss scale; see :class:`megascale.DynamicGradScaler`.
 
     Attributes:
         each_clean_step: whether every clean step replenishes hysteresis; else only one that lets the scale grow.
@@ -104,11 +104,11 @@ class ScaleRule:
 
 
 class TorchDecisions:
-    """Decisions by torch's operators, on any device: what backends with kernels of their own are tested against."""
+    """Decisions by torch's operators, on any device. Backends with their own kernels are tested against it."""
 
     def total(self, stats: TensorStats, weights: GradWeights, errors: Tensor, scaled: float) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
-        # A weight of 0 times inf is NaN: a shared copy that is not finite spoils the norm of a step that is skipped.
+        # 0 * inf is NaN: a non-finite copy with weight 0 makes the norm NaN, but only in a step that is skipped.
         nothing = torch.zeros_like(errors)
         statistics = {
             Statistic.SUM_SQUARES: (stats.sum_squares * weights.shares).sum(),
@@ -143,7 +143,7 @@ class TorchDecisions:
             found_inf=found_inf.float(),
             coefficient=coefficient.float(),
             grad_norm=norm.float(),
-            # Shares of a third do not add up to a whole number.
+            # Shares such as 1/3 do not add up exactly.
             num_zeros=agreed[Statistic.ZEROS].round(),
         )
 

@@ -1,9 +1,8 @@
-"""Native code, compiled once on a machine and loaded into this process.
+"""Compiles native code once per machine and loads it into this process.
 
-Libraries lie in MEGASCALE_CACHE_DIR, else in the user's cache folder. The first half of a library's name is made of all
-that it depends on, the second is the checksum of its content: loading a file that was cut short can kill a process, so
-that each is read and checked before. They share torch's OpenMP threads: a second pool would compete with the first for
-the cores.
+Libraries are cached in MEGASCALE_CACHE_DIR, else in the user's cache folder. The first half of a library's file name
+identifies everything that it depends on, the second is the checksum of its content: loading a truncated file can kill
+the process, so each file is checked first. Libraries use torch's OpenMP threads: a second pool would compete for cores.
 """
 
 import ctypes
@@ -27,7 +26,7 @@ from megascale.kernels.compiler import Command, CompilerError, compiler_version,
 CACHE_VARIABLE = "MEGASCALE_CACHE_DIR"
 OPENMP = re.compile(r"/\S*/lib(?:gomp|omp|iomp5)[^/]*\.(?:so|dylib)\S*")
 LOCK_SECONDS = 600.0
-"""How long to wait for another process that compiles the same: then it has stopped, or hangs."""
+"""How long to wait for another process that compiles the same library, in seconds; then it is taken to hang."""
 
 logger = logging.getLogger(__name__)
 Library = TypeVar("Library", bound=ctypes.CDLL)
@@ -35,10 +34,10 @@ Library = TypeVar("Library", bound=ctypes.CDLL)
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a library is made of.
+    """How to build a library.
 
     Attributes:
-        depends: what else the result depends on, besides source, compiler, flags and CPU.
+        depends: files on which the result depends beside source, compiler, flags and CPU.
     """
 
     compiler: Command
@@ -48,16 +47,16 @@ class Recipe:
     depends: tuple[str, ...] = ()
 
     def stem(self) -> str:
-        """Return the first half of the library's name.
+        """Return the first half of the library's file name.
 
-        Raises CompilerError where the compiler does not tell its version.
+        Raises CompilerError if the compiler does not tell its version.
         """
         described = [self.source.read_text(), *self.compiler, *self.compile_flags, *self.link_flags, *self.depends]
         described += [platform.machine(), _processor(), compiler_version(self.compiler)]
         return f"{self.source.stem}-{hashlib.sha256(chr(0).join(described).encode()).hexdigest()[:24]}"
 
     def compile(self, scratch: Path) -> Path:
-        """Return the library, made in a folder.
+        """Compile into the folder ``scratch`` and return the library's path.
 
         Raises CompilerError.
         """
@@ -68,7 +67,7 @@ class Recipe:
 
 
 def share_openmp() -> str | None:
-    """Let libraries that are loaded from now on see the OpenMP that torch has loaded. Returns its path."""
+    """Make torch's OpenMP library visible to libraries that are loaded later. Returns its path."""
     try:
         found = OPENMP.search(Path("/proc/self/maps").read_text())
         if found is None:
@@ -80,15 +79,15 @@ def share_openmp() -> str | None:
 
 
 def load(recipe: Recipe, open_library: Callable[[str], Library]) -> Library:
-    """Return a library, from the cache where a whole one lies there, else compiled, and kept for other processes.
+    """Return a library, from the cache if an intact one is there, else compiled and cached for other processes.
 
-    One that is damaged is replaced, with a warning in the log. A cache that cannot be written is read; what it lacks is
-    kept in a folder of the user's own among the temporary files.
+    A damaged one is replaced, with a warning in the log. If the cache cannot be written, new libraries go to a private
+    folder among the temporary files.
 
     Args:
-        open_library: such as ctypes.CDLL.
+        open_library: loads a library from a path, such as ctypes.CDLL.
 
-    Raises CompilerError: the compiler fails, with its output, or what it has made cannot be loaded.
+    Raises CompilerError if the compiler fails, with its output, or if its result cannot be loaded.
     """
     stem = recipe.stem()
     folder = _cache_folder()
@@ -104,15 +103,15 @@ def load(recipe: Recipe, open_library: Callable[[str], Library]) -> Library:
 
 
 def load_kept(recipe: Recipe, open_library: Callable[[str], Library]) -> Library | None:
-    """Return a library if a whole one lies in the cache; None where it would have to be compiled.
+    """Return a library if an intact one is in the cache, else None.
 
-    Raises CompilerError where the compiler does not tell its version.
+    Raises CompilerError if the compiler does not tell its version.
     """
     return _cached(_cache_folder(), recipe.stem(), open_library)
 
 
 def _cached(folder: Path | None, stem: str, open_library: Callable[[str], Library]) -> Library | None:
-    """Return the library if a whole one is there, and can be loaded; what is damaged is removed."""
+    """Return the library if an intact one is in ``folder`` and can be loaded. Damaged files are removed."""
     for path in sorted(folder.glob(f"{stem}-*.so")) if folder else ():
         try:
             content = _read(path)
@@ -127,7 +126,7 @@ def _cached(folder: Path | None, stem: str, open_library: Callable[[str], Librar
 
 
 def _made(recipe: Recipe, stem: str, folder: Path | None, open_library: Callable[[str], Library]) -> Library:
-    """Compile, load, and keep in a folder; None: keep nothing. Of several processes, one compiles."""
+    """Compile and load a library, cached in ``folder`` unless that is None. Of several processes, one compiles."""
     with _alone(folder and folder / f"{stem}.lock"):
         found = _cached(folder, stem, open_library)
         if found is not None:
@@ -135,7 +134,7 @@ def _made(recipe: Recipe, stem: str, folder: Path | None, open_library: Callable
         with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as scratch:
             linked = recipe.compile(Path(scratch))
             content = _read(linked)
-            made = _open(content, linked, open_library)  # what does not load is not kept
+            made = _open(content, linked, open_library)  # cached only if it loads
             if folder is not None:
                 _keep(linked, folder / f"{stem}-{_checksum(content)}.so")
         return made
@@ -151,7 +150,7 @@ def _keep(linked: Path, target: Path) -> None:
 def _read(path: Path) -> bytes:
     """Return a file's content.
 
-    Raises OSError, also for what is no file: reading a pipe would not end.
+    Raises OSError, also for anything but a regular file: reading a pipe would not end.
     """
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(f"{path} is not a file")
@@ -163,15 +162,15 @@ def _checksum(content: bytes) -> str:
 
 
 def _open(content: bytes, path: Path, open_library: Callable[[str], Library]) -> Library:
-    """Load a library from memory where that can be: cutting its file short would kill the processes that use it."""
+    """Load a library from memory where possible: truncating its file would kill the processes that use it."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create(path.stem)
         try:
             with open(descriptor, "wb", closefd=False) as file:
                 file.write(content)
-            # Stays open: to the loader the path is the library, and another file must not get the same one.
+            # Stays open: the loader identifies libraries by path, so another file must not get this one.
             return open_library(f"/proc/self/fd/{descriptor}")
-        except OSError:  # memory may not be executed
+        except OSError:  # the system forbids executing this memory
             os.close(descriptor)
     return open_library(str(path))
 
@@ -188,7 +187,7 @@ def _remove(path: Path) -> None:
 
 @contextmanager
 def _alone(path: Path | None) -> Iterator[None]:
-    """Keep other processes of this machine from compiling the same. Where files cannot be locked, all may."""
+    """Lock out other processes of this machine that compile the same. Does nothing where files cannot be locked."""
     from filelock import FileLock  # torch's own dependency
 
     lock = None if path is None else FileLock(path)
@@ -206,7 +205,7 @@ def _alone(path: Path | None) -> Iterator[None]:
 
 
 def _cache_folder() -> Path | None:
-    """Return where libraries are looked for first, made if need be; None where that cannot be."""
+    """Return the cache folder, created if it is missing; None if that fails."""
     given = os.environ.get(CACHE_VARIABLE)
     try:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -226,9 +225,9 @@ def _is_writable(folder: Path) -> bool:
 
 
 def _temporary_folder() -> Path | None:
-    """Return a folder among the temporary files that is this user's alone, the same one in every process.
+    """Return this user's private folder among the temporary files, the same one in every process.
 
-    Anyone may have made it: None where it is not the user's, or open to others.
+    Others may have created it: None if it is not the user's, or others may write to it.
     """
     if not hasattr(os, "geteuid"):
         return None
@@ -243,7 +242,7 @@ def _temporary_folder() -> Path | None:
 
 
 def _processor() -> str:
-    """Return what -march=native depends on: a cache folder may be shared by unlike machines."""
+    """Return what -march=native depends on: machines with different CPUs may share a cache folder."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:

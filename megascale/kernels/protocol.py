@@ -1,4 +1,4 @@
-"""What kernels work on: parallel lists of local tensors, one entry per parameter, and plain hyperparameters."""
+"""Backend, the Protocol of kernels, and their arguments: parallel lists of local tensors, and hyperparameters."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ FP16_OVERFLOW = 65520.0
 class Operands:
     """The tensors of one update. All lists have one entry per parameter; entries of one parameter share a shape.
 
-    A caller may pass the same object again with another ``grad``, as long as everything else lies where it was.
+    The same object may be passed again with another ``grad``, as long as no other tensor has moved.
 
     Attributes:
         model: model params, updated with the rounding of main. The same object as in ``main`` where there is no copy.
@@ -27,7 +27,7 @@ class Operands:
         state: optimizer state by torch's names (``exp_avg``, ``momentum_buffer``, ...), each a list like ``main``, in a
             dtype of its own: that of ``main``, or fp16 or bf16 beside fp32. The arithmetic is in the dtype of ``main``.
         step: landed steps of each parameter before this one: 0-d fp32 tensors. Empty where the optimizer counts none.
-        written: set by a backend that has told autograd of its writes itself: the versions of ``model`` after them.
+        written: the versions of ``model`` after the update, set by a backend that has told autograd of its writes.
     """
 
     model: list[Tensor] = field(default_factory=list)
@@ -86,10 +86,10 @@ class LionHyper:
 
 
 class Backend(Protocol):
-    """One implementation of the passes over memory, and of what is decided between them, without a host sync.
+    """One implementation of the passes over memory and of the decision between them, without a host sync.
 
     Every method takes local tensors on one device. Updates change nothing, bit for bit, where ``decision.found_inf`` is
-    set. They return, a bool per parameter, whether a main param's rounding into fp16 is not finite.
+    set. They return a bool tensor of shape [parameters]: whether the main param's rounding into fp16 is not finite.
     """
 
     name: str
@@ -98,34 +98,33 @@ class Backend(Protocol):
         """One pass over ``grads`` (at least one) in the dtypes they have."""
 
     def total(self, stats: TensorStats, weights: GradWeights, errors: Tensor, scaled: float) -> Tensor:
-        """Return a rank's statistics: shape [NUM_STATISTICS], by the places of :class:`Statistic`.
+        """Return a rank's statistics: shape [NUM_STATISTICS], indexed by :class:`Statistic`.
 
         Args:
             stats: of at least one tensor, on one device.
-            weights: what each tensor's statistics count.
+            weights: of each tensor's statistics.
             errors: 0-d, statistics dtype: this rank's errors.
-            scaled: 1 if this rank knows of nothing against gradients of a scaled loss, else 0.
+            scaled: 0 if this rank knows that the loss was not scaled, else 1.
         """
 
     def decide(self, vector: Tensor, scale: Tensor | None, clip_grad: float) -> Decision:
-        """Turn agreed statistics into the decision.
+        """Return the decision that follows from the agreed statistics.
 
         ``found_inf`` is set by any non-finite element, by a sum of squares beyond fp32, by an error on any rank, by
-        replicas that are not alike (a contrast beyond REPLICA_TOLERANCE times the sum of squares), and where no rank
-        has a scaled loss. ``clip = min(1, clip_grad / (norm + 1e-6))``, Megatron-Core's and torch's rule; 0 does not
-        clip.
+        replicas that differ (a contrast beyond REPLICA_TOLERANCE times the sum of squares), and if no rank has a scaled
+        loss. ``clip = min(1, clip_grad / (norm + 1e-6))``, Megatron-Core's and torch's rule; 0 does not clip.
 
         Args:
             vector: shape [NUM_STATISTICS], statistics dtype: the sums over all ranks.
-            scale: fp32, shape [1], what the loss was multiplied by; None: 1. Its reciprocal is taken in the statistics
-                dtype and rounded to fp32 once.
+            scale: fp32, shape [1], the loss scale; None: 1. Its reciprocal is taken in the statistics dtype and rounded
+                to fp32 once.
             clip_grad: largest norm of the unscaled gradients.
         """
 
     def rescale_(
         self, found_inf: Tensor, scale: Tensor, growth_tracker: Tensor, hysteresis_tracker: Tensor, rule: ScaleRule
     ) -> None:
-        """Let a loss scale follow one step, by the rule of :class:`megascale.DynamicGradScaler`.
+        """Update the loss scale after one step, by the rule of :class:`megascale.DynamicGradScaler`.
 
         Args:
             found_inf: fp32, one element; not 0, or NaN: found.

@@ -1,4 +1,4 @@
-"""The specification: plain tensor code, one parameter at a time, in the order in which the recipe is written.
+"""The reference backend, which specifies all others: plain tensor code, one parameter at a time.
 
 Statistics accumulate in fp64 (fp32 where the device has no fp64). The update's arithmetic is in the main param's dtype.
 """
@@ -18,7 +18,7 @@ def stats_dtype(device: torch.device) -> torch.dtype:
 
 
 class ReferenceBackend(TorchDecisions):
-    """Readable, slow, and what every other backend is tested against."""
+    """Readable and slow. Every other backend is tested against it."""
 
     name = "reference"
 
@@ -67,7 +67,7 @@ class ReferenceBackend(TorchDecisions):
         """See :class:`megascale.kernels.Backend`.
 
         torch's first momentum buffer is the gradient itself, not dampened. Buffers here start as zeros, so with
-        dampening the step count says, on the device, whether a buffer is fresh.
+        dampening the step count tells, on the device, whether a buffer is new.
         """
         found = decision.found_inf != 0
         for index, (main, grad) in enumerate(zip(operands.main, operands.grad, strict=True)):
@@ -113,7 +113,7 @@ class ReferenceBackend(TorchDecisions):
 
 
 def _sqrt(value: Tensor) -> Tensor:
-    """Return the correctly rounded square root. torch's own for fp32 is an ulp off on some processors."""
+    """Return the correctly rounded square root. torch's own fp32 root is an ulp off on some processors."""
     return value.to(stats_dtype(value.device)).sqrt().to(value.dtype)
 
 
@@ -123,5 +123,5 @@ def _gradient(grad: Tensor, main: Tensor, maximize: bool, decision: Decision) ->
 
 
 def _land_(target: Tensor, value: Tensor, found: Tensor) -> None:
-    """Write ``value`` where the step lands, the old bits where it is skipped."""
+    """Write ``value`` if the step lands, the old bits if it is skipped."""
     target.copy_(torch.where(found, target, value.to(target.dtype)))

@@ -22,12 +22,12 @@ def select_backend(name: str = "auto", device: torch.device | None = None) -> Ba
     """Return the backend called ``name``.
 
     "auto" is what the environment variable MEGASCALE_BACKEND says, else the fastest one for ``device`` (None: the CPU):
-    native on a CPU, triton on an accelerator. Where that does not work, one warning says why, and torch it is. That is
-    found out here: native.c is built, and Triton has launched a kernel on the accelerator, before this returns.
+    native on a CPU, triton on an accelerator. If that one does not work, a warning says why and torch is used. To find
+    out, this builds native.c, or launches a Triton kernel on the accelerator.
 
     Raises:
         ArgumentError: for an unknown name, from either source.
-        UsageError: for a backend asked for by name that does not work here; says why.
+        UsageError: for a named backend that does not work here, with the reason.
     """
     validate.one_of("backend", name, BACKENDS)
     if name == "auto":

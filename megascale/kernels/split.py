@@ -1,4 +1,4 @@
-"""What a fast path can take, and what is left to a slower one."""
+"""Splits operands into those that a fast path can take and the others."""
 
 from collections.abc import Callable
 
@@ -10,16 +10,16 @@ from megascale.kernels.protocol import Operands
 
 
 class Split:
-    """The operands of one update in two parts.
+    """The operands of one update in two parts, for a fast and for a slow path.
 
     Args:
         operands: one entry per parameter, at least one.
-        names: of the states, in the order that rows have them.
-        takes: whether the fast path knows these tensors: main, grad, model, states.
+        names: of the states, in their order in a row.
+        takes: tells whether the fast path supports these tensors: main, grad, model, states.
 
     Attributes:
-        rows: 1-D views of what ``takes`` accepts and what shares one dense memory layout.
-        taken: the indices of those.
+        rows: 1-D views of the operands that ``takes`` accepts and that share one dense memory layout.
+        taken: the indices of the rows in the operands.
     """
 
     def __init__(self, operands: Operands, names: list[str], takes: Callable[[Row], bool] | None = None) -> None:
@@ -37,10 +37,7 @@ class Split:
                 self.taken.append(index)
 
     def joined(self, fast: Callable[[], Tensor], slow: Callable[[Operands], Tensor]) -> Tensor:
-        """Return the flags of both parts in the order of the operands: ``slow`` updates what was not taken.
-
-        No index travels to a device.
-        """
+        """Update both parts and return their flags in the order of the operands. No index is copied to a device."""
         if not self._rest:
             return fast()
         flags = dict(zip(self._rest, slow(self._operands.pick(self._rest)).unbind(), strict=True))

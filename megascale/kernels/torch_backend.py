@@ -1,8 +1,8 @@
 """The torch backend: torch's own fused kernels over cache-sized blocks. Works everywhere and needs no compiler.
 
-A gradient is converted into the scratch, used, and its main param is rounded back while all of it is still in cache.
-Tensors whose operands do not share one dense memory layout, and optimizer options that torch's kernels do not honour on
-the device, take the reference's arithmetic.
+A gradient is converted into scratch and used, and its main param is rounded back, while all of it is in cache. Operands
+that do not share one dense memory layout, and options that torch's kernels do not honour on the device, are updated by
+the reference's arithmetic.
 """
 
 from collections.abc import Sequence
@@ -104,7 +104,7 @@ class TorchBackend(TorchDecisions):
         )
 
     def lion_(self, operands: Operands, hyper: LionHyper, decision: Decision) -> Tensor:
-        """See :class:`megascale.kernels.Backend`. torch has no kernel of Lion's: the reference runs, in cache."""
+        """See :class:`megascale.kernels.Backend`. torch has no Lion kernel: the reference's code runs in cache."""
         split = Split(operands, ["exp_avg"])
         watch = RoundingWatch(len(split.rows))
         for block in blocks_of(split.rows):
@@ -136,7 +136,7 @@ def _fused_sgd_(block: Block, buffers: list[Tensor], hyper: SgdHyper, decision: 
         dampening=hyper.dampening,
         nesterov=hyper.nesterov,
         maximize=hyper.maximize,
-        is_first_step=False,  # buffers start as zeros, which without dampening is the same
+        is_first_step=False,  # buffers start as zeros; without dampening that is the same
         grad_scale=None,
         found_inf=decision.found_inf,
     )

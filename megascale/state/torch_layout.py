@@ -4,11 +4,13 @@
 {...}}, "param_groups": [{..., "params": [key, ...]}]}``, with positions or qualified names for keys. Everything else of
 ours goes into every parameter's state, next to the moments, as they carry that along.
 
-- ``main_param``: fp32, of the parameter's shape; absent for parameters that are their own main params. -
-``grad_scaler_scale``, ``grad_scaler_growth_tracker``, ``grad_scaler_hysteresis_tracker``: 0-d, the scaler's. -
-``num_states``: 0-d int64, how many entries the wrapped optimizer has for the parameter. Some of those functions drop
-entries that the live optimizer lacks; this number reveals it. - ``step_counts_landed``, ``step_counts_skipped``: 0-d
-int64. An older checkpoint lacks them: read it with ``DefaultLoadPlanner(allow_partial_load=True)``.
+- ``main_param``: fp32, of the parameter's shape; absent for parameters that are their own main params.
+- ``grad_scaler_scale``, ``grad_scaler_growth_tracker``, ``grad_scaler_hysteresis_tracker``: 0-d, the
+  scaler's.
+- ``num_states``: 0-d int64, how many entries the wrapped optimizer has for the parameter. Some of those functions drop
+  entries that the live optimizer lacks; this number reveals it.
+- ``step_counts_landed``, ``step_counts_skipped``: 0-d int64. An older checkpoint lacks them: read it with
+  ``DefaultLoadPlanner(allow_partial_load=True)``.
 """
 
 import sys

@@ -1,1 +1,1 @@
-"""The native backend: C over tables of addresses, on a CPU."""
+"""The native backend: C kernels over tables of addresses, on a CPU."""

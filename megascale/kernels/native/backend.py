@@ -1,7 +1,7 @@
 """The native backend: native.c over a table of pointers, one call for all tensors on a CPU.
 
-Bitwise the reference backend on main params and moments (with a learning rate in a tensor: within 1 ulp). What native.c
-cannot take, fp64 and tensors whose memory layouts differ, goes to the torch backend; so do tensors on other devices.
+Bitwise the reference backend on main params and moments (with a learning rate in a tensor: within 1 ulp). fp64, tensors
+whose memory layouts differ, and tensors on other devices go to the torch backend.
 """
 
 import ctypes
@@ -87,14 +87,14 @@ class _ScaleRule(ctypes.Structure):
 
 
 class _Table(NamedTuple):
-    """What of some operands stays from step to step."""
+    """A table of operands that is reused from step to step."""
 
     lengths: _Lengths
     rows: Array
 
 
 class _Call(NamedTuple):
-    """One of native.c's rules, its constants, and the decision; None: nothing to decide."""
+    """One of native.c's rules, its constants, and the decision; None for a write-back, which has none."""
 
     rule: int
     constants: _Hyper
@@ -220,12 +220,12 @@ class NativeBackend(TorchDecisions):
         )
 
     def _update(self, operands: Operands, names: list[str], call: _Call, slow: Callable[[Operands], Tensor]) -> Tensor:
-        """Run native.c on what it can take, ``slow`` on the rest. Returns the flags of overflow."""
+        """Run native.c on the rows that it supports and ``slow`` on the others. Returns the overflow flags."""
         kept = self._kept.get(operands)
         if kept is None or kept[0] != names:
             kept = self._kept[operands] = (names, _whole_table(operands, names))
         table, grads = kept[1], TensorList.of(operands.grad)
-        # Autograd must see that saved weights are no longer what they were.
+        # Autograd must see that saved weights have changed.
         versions = increment_versions(operands.model)
         whole = table is not None and _all_known(grads)
         operands.written = versions if whole else None
@@ -257,13 +257,13 @@ class NativeBackend(TorchDecisions):
 
 
 def _takes(tensors: Sequence[Tensor]) -> bool:
-    """Whether native.c knows the tensors of a row. A main param, the first of several, is fp32."""
+    """Whether native.c supports the tensors of a row. A main param, the first of several, must be fp32."""
     known = all(tensor.dtype in TYPES and tensor.device.type == "cpu" for tensor in tensors)
     return known and (len(tensors) == 1 or tensors[0].dtype == torch.float32)
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether native.c can read statistics from it."""
+    """Whether native.c can measure this tensor."""
     return tensor.dtype == torch.float64 and tensor.device.type == "cpu" and tensor.is_contiguous()
 
 
@@ -272,12 +272,12 @@ def _is_on_cpu(*tensors: Tensor | None) -> bool:
 
 
 def _all_known(tensors: TensorList) -> bool:
-    """Whether all tensors are contiguous and of types that native.c knows."""
+    """Whether all tensors are contiguous and of dtypes that native.c supports."""
     return tensors.contiguous and tensors.devices <= {CPU} and tensors.dtypes <= TYPES.keys()
 
 
 def _whole_table(operands: Operands, names: list[str]) -> _Table | None:
-    """Return a table of all operands; None unless all of them are contiguous and native.c knows them."""
+    """Return a table of all operands; None unless all of them are contiguous and supported."""
     states = [operands.state[name] for name in names]
     mains, *others = map(TensorList.of, (operands.main, operands.model, *states))
     if not all(map(_all_known, (mains, *others))) or mains.dtypes != {torch.float32}:
@@ -304,5 +304,5 @@ def _table(rows: list[Row], steps: list[Tensor]) -> _Table:
 
 
 def _number(lr: float | Tensor) -> float:
-    """Return a learning rate as a number. A tensor's is read where it lies, in this process's memory."""
+    """Return a learning rate as a number; a tensor is on the CPU and is read at once."""
     return float(lr.detach().numpy()) if isinstance(lr, Tensor) else lr

@@ -6,18 +6,18 @@
 
 #define CHUNK 65536 /* elements that one thread works on at a time */
 #define MOST_THREADS 1024
-#define TAKES 128 /* times that a thread takes chunks */
+#define TAKES 128 /* the number of times that a thread takes chunks, about */
 
 /* The rows' lengths. */
 typedef struct {
-    const int64_t *numels, *first; /* of each row: its elements, the chunks of all rows before it */
+    const int64_t *numels, *first; /* of each row: its elements, and the number of chunks before it */
     int64_t num_rows, num_chunks;
 } Lengths;
 
 /* Elements [start, end) of a row. */
 typedef struct { int64_t row, start, end; } Chunk;
 
-/* Return the row that holds a chunk: the last one whose first chunk is not beyond it. Empty rows lie before it. */
+/* Return the row that holds a chunk: the last one whose first chunk is not after it, as empty rows come before. */
 static int64_t row_of(const Lengths *all, int64_t chunk) {
     int64_t low = 0, high = all->num_rows;
     while (high - low > 1) {
@@ -27,24 +27,22 @@ static int64_t row_of(const Lengths *all, int64_t chunk) {
     return low;
 }
 
-/* Return a chunk, given the row of an earlier one: a walk, as most rows have one chunk. */
+/* Return a chunk, searched linearly from the row of an earlier one, as most rows have one chunk. */
 static inline Chunk chunk_after(const Lengths *all, int64_t row, int64_t chunk) {
     while (row + 1 < all->num_rows && all->first[row + 1] <= chunk) row++;
     int64_t start = (chunk - all->first[row]) * CHUNK, end = start + CHUNK;
     return (Chunk){row, start, end < all->numels[row] ? end : all->numels[row]};
 }
 
-/* Whether one thread has all there is of a row at once. */
+/* Whether a row is one chunk, and not empty. */
 static inline int is_one_chunk(const Lengths *all, int64_t row) {
     return all->numels[row] > 0 && all->numels[row] <= CHUNK;
 }
 
-/* The chunks that one of several threads has left: the next one in the high half, the end in the low half. In a cache
- * line of its own.
- */
+/* The chunks left to one thread: the next one in the high half, the end in the low half. Has its own cache line. */
 typedef struct { _Alignas(64) uint64_t left; } Share;
 
-/* Share out all chunks. Neighbours in memory, and the same memory in every call, go to one thread. */
+/* Divide all chunks among threads: neighbours in memory go to one thread, the same one in every call. */
 static void share_out(int64_t num_chunks, Share *shares, int parts) {
     for (int64_t part = 0; part < parts; part++)
         shares[part].left = (uint64_t)(num_chunks * part / parts) << 32 | (uint64_t)(num_chunks * (part + 1) / parts);
@@ -64,7 +62,7 @@ static int take(Share *share, int64_t most, int from_back, int64_t *first, int64
     return 1;
 }
 
-/* Take the next chunks: a thread's own and, when there are none, another's. Whoever loses its core delays nobody. */
+/* Take the next chunks: a thread's own and, when there are none, another's, so that no thread waits for a slow one. */
 static int take_next(Share *shares, int part, int parts, int64_t num_chunks, int64_t *first, int64_t *last) {
     int64_t most = 1 + num_chunks / (TAKES * parts);
     for (int other = 0; other < parts; other++)

@@ -1,4 +1,4 @@
-"""native.c as a library of this process."""
+"""Builds and loads native.c."""
 
 import ctypes
 import functools
@@ -11,15 +11,15 @@ from megascale.kernels.library_build import Recipe, load, share_openmp
 
 SOURCE = Path(__file__).with_name("native.c")
 HEADERS = "".join(Path(__file__).with_name(name).read_text() for name in ("chunks.h", "vector.h"))
-# No fast math and no contraction: main params are the reference's bits.
+# No fast math and no contraction, so that main params have the reference's bits.
 FLAGS = ("-std=c11", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 
 
 def library() -> ctypes.CDLL:
-    """Return the library, built if need be; that is tried once in a process.
+    """Return the library, built if necessary. A process tries to build it only once.
 
     Raises:
-        UsageError: there is no C compiler, or it fails; says how.
+        UsageError: there is no C compiler, or it fails; with its output.
     """
     outcome = _outcome()
     if isinstance(outcome, str):
@@ -29,7 +29,7 @@ def library() -> ctypes.CDLL:
 
 @functools.cache
 def _outcome() -> ctypes.CDLL | str:
-    """Return the library, or why there is none."""
+    """Return the library, or the reason why there is none."""
     errors = []
     try:
         compiler = find_compiler("CC", ("cc", "gcc", "clang"))
@@ -37,7 +37,7 @@ def _outcome() -> ctypes.CDLL | str:
             return "the native backend needs a C compiler; install gcc or clang, or set CC"
         for flags in _flags():
             try:
-                # Linked without -fopenmp, which would name a runtime of the compiler's own.
+                # Linked without -fopenmp, which would add the compiler's own runtime.
                 return _declare(load(Recipe(compiler, SOURCE, flags, ("-lm",), (HEADERS,)), ctypes.CDLL))
             except CompilerTimeout:
                 raise
@@ -49,7 +49,7 @@ def _outcome() -> ctypes.CDLL | str:
 
 
 def _flags() -> Iterator[tuple[str, ...]]:
-    """Yield what to try, best first."""
+    """Yield sets of compiler flags to try, best first."""
     if share_openmp():
         yield (*FLAGS, machine_flag(), "-fopenmp")
     yield (*FLAGS, machine_flag())

@@ -1,9 +1,9 @@
-/* The passes over memory on a CPU: one call for all tensors, whatever their number.
+/* The passes over memory on a CPU: one call for any number of tensors.
  *
- * Tables say where each parameter's tensors are, a row for each. Rows are cut into chunks of fixed length, so that
+ * Tables hold the addresses of tensors, one row per parameter. Rows are cut into chunks of fixed length, so that
  * statistics are the same bits for any number of threads. Within a chunk, elements go from memory through registers, as
- * vectors of fp32, and back. The order of operations is the reference backend's: compile with contraction off and
- * without fast math, and main params are its bits.
+ * vectors of fp32, and back. The order of operations is the reference backend's: compile without contraction and
+ * without fast math, so that main params have its bits.
  */
 #include <float.h>
 
@@ -11,20 +11,20 @@
 #include "vector.h"
 
 #define STAGE 1024  /* elements of a gradient that are measured at a time */
-#define LINE 32     /* elements of 16 bits in a cache line: one streamed in part costs more than it saves */
+#define LINE 32     /* 16-bit elements in a cache line; only whole lines are worth streaming */
 #define LANES 32    /* partial sums of a stage */
-#define AHEAD 384   /* bytes of fp32 from what is updated to what is prefetched into the first-level cache */
+#define AHEAD 384   /* bytes of fp32 between the update and its prefetch into the first-level cache */
 #define FAR 1536    /* into the second-level cache */
-#define STREAMED (1 << 22) /* elements of an update that leaves nothing of itself in cache */
+#define STREAMED (1 << 22) /* elements of an update that are more than a cache holds */
 #define SHORT 4096  /* elements of a row that is prefetched while an earlier one is read */
-#define SOON 2      /* rows from the one that is read to the one that is prefetched */
+#define SOON 2      /* rows between the one that is read and the one that is prefetched */
 #define START 512   /* bytes of each tensor that an update prefetches */
 #define FP16_OVERFLOW 65520.0f
 
-/* The rows' gradients. */
+/* The gradients of all rows. */
 typedef struct { char *const *addresses; const int64_t *types; } Grads;
 
-/* What else is updated with a gradient. */
+/* The tensors that are updated with a gradient. */
 typedef struct {
     char *main, *model; /* model: 0 where the main param is the model param */
     char *state[3];
@@ -38,14 +38,14 @@ typedef struct {
     int64_t decoupled, amsgrad, maximize, nesterov;
 } Hyper;
 
-/* Into the second-level cache, which waits for many more lines at a time than the first. */
+/* Prefetch into the second-level cache, which can wait for many more lines at once than the first. */
 static inline void fetch(const char *from, int64_t bytes) {
     for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + at, 0, 2);
 }
 
 /* ---- statistics ---- */
 
-/* Add lanes in pairs: one after the other, the CPU would not reach the next stage's loads meanwhile. */
+/* Add lanes in pairs: adding one after the other would delay the next stage's loads. */
 static inline double sum_of(const float *lanes) {
     double sums[LANES];
     for (int j = 0; j < LANES; j++) sums[j] = (double)lanes[j];
@@ -62,7 +62,7 @@ INLINE void add_squares(Floats *lanes, const char *grads, int64_t type, int64_t 
     }
 }
 
-/* Count what is not finite and what is zero among n <= STAGE elements. */
+/* Count the non-finite and the zero ones of n <= STAGE elements. */
 static void count(const char *grads, int64_t type, int64_t n, double *non_finite, double *zeros) {
     const Floats infinity = (Floats){0} + INFINITY;
     Ints beyond = {0}, zero = {0};
@@ -84,14 +84,14 @@ INLINE void measure_as(const char *grad, int64_t type, int64_t start, int64_t en
         int more = at + n < end; /* stages to fetch meanwhile */
         Floats lanes[LANES / WIDTH] = {{0}};
         for (; i + LANES <= n; i += LANES) {
-            /* The hardware's own prefetching ends with each page. */
+            /* The hardware's own prefetching stops at each page boundary. */
             if (more) fetch(from + (i + STAGE) * size_of(type), LANES * size_of(type));
             add_squares(lanes, from + i * size_of(type), type, LANES);
         }
         if (i < n) add_squares(lanes, from + i * size_of(type), type, n - i);
         double squares = sum_of((const float *)lanes);
         out[0] += squares;
-        /* A sum is finite only if all elements are: they are looked at one by one where it is not. */
+        /* A finite sum has finite elements only; else count them. */
         if (count_zeros || !isfinite(squares)) count(from, type, n, out + 1, out + 2);
     }
 }
@@ -145,20 +145,20 @@ void measure(const Lengths *all, const Grads *grads, int64_t count_zeros, double
 /* ---- rules: up to WIDTH elements ---- */
 
 enum { ADAM = 0, SGD = 1, LION = 2, NOTHING = 3 };
-enum { L2 = 1, AMSGRAD = 2, MOMENTUM = 4, OPTIONS = 8 }; /* a rule's options, and how many sets of them there are */
-enum { NONE = 3 }; /* the type of a model param that there is not */
+enum { L2 = 1, AMSGRAD = 2, MOMENTUM = 4, OPTIONS = 8 }; /* a rule's options, and the number of their combinations */
+enum { NONE = 3 }; /* the type of a missing model param */
 
-/* What branches depend on. Where it is known to the compiler, no branch is left. */
+/* All that branches depend on. Where the compiler knows it, no branch is left. */
 typedef struct { int64_t rule, options, grad, model, state[3]; } Kind;
 
-/* Where up to WIDTH elements lie. */
+/* The addresses of up to WIDTH elements. */
 typedef struct { const char *grad; char *main, *model, *state[3]; int64_t n; } Place;
 
 typedef struct { float lr_wd, wd, beta1, one_beta1, beta2, one_beta2, eps, step_size, inv_correction2_sqrt; } AdamScalars;
 
 INLINE Floats adam(Floats value, Floats gradient, Place at, Kind kind, AdamScalars s) {
     if (kind.options & L2) gradient = gradient + s.wd * value;
-    else value = value * s.lr_wd; /* by 1 where nothing decays */
+    else value = value * s.lr_wd; /* by 1 without weight decay */
     Floats average = s.beta1 * load(at.state[0], kind.state[0], at.n) + s.one_beta1 * gradient;
     Floats square = s.beta2 * load(at.state[1], kind.state[1], at.n) + s.one_beta2 * gradient * gradient;
     Floats second = square;
@@ -224,7 +224,7 @@ static LionScalars lion_scalars(const Hyper *h) {
 
 /* ---- the update ---- */
 
-/* What elements are updated with: constants of a row, kept from row to row as long as these have the same step. */
+/* Constants of a row's update, reused for the next row if that has the same step. */
 typedef struct {
     AdamScalars adam;
     SgdScalars sgd;
@@ -243,10 +243,10 @@ static void scalars_of(const Row *row, int64_t rule, const Hyper *h, Scalars *s)
     s->known = 1;
 }
 
-/* Return where rounding into fp16 is not finite. */
+/* Return -1 for elements whose rounding into fp16 is not finite. */
 INLINE Ints rounds_beyond(Floats main) { return ~(magnitude_of(main) < (Floats){0} + FP16_OVERFLOW); }
 
-/* Update up to WIDTH elements but for the model param. Returns their main params. */
+/* Update up to WIDTH elements except the model param. Returns their main params. */
 INLINE Floats updated(Place at, Kind kind, Scalars s) {
     Floats value = load(at.main, F32, at.n);
     if (kind.rule == NOTHING) return value;
@@ -269,13 +269,13 @@ INLINE int is_fp32(Kind kind) {
     return kind.grad == F32 && kind.state[0] == F32 && kind.state[1] == F32 && kind.state[2] == F32;
 }
 
-/* Fetch a line into the second-level cache, as the statistics do, or into the first. */
+/* Prefetch a line into the second-level cache, as the statistics do, or into the first. */
 INLINE void fetch_line(const char *at, int second) {
     if (second) __builtin_prefetch(at, 0, 2);
     else __builtin_prefetch(at);
 }
 
-/* Where types are mixed, lines of 16-bit elements are asked for twice: that costs least in the first-level cache. */
+/* With mixed types, lines of 16-bit elements are prefetched twice: that costs least in the first-level cache. */
 INLINE void fetch_ahead(const Row *row, Place at, Kind kind) {
     int second = is_fp32(kind), ahead = second ? FAR : AHEAD;
     fetch_line(at.main + ahead, second);
@@ -285,7 +285,7 @@ INLINE void fetch_ahead(const Row *row, Place at, Kind kind) {
         if (row->state[k]) fetch_line(at.state[k] + ahead * size_of(kind.state[k]) / 4, second);
 }
 
-/* What the hardware's own prefetching needs to begin with a short row in time. */
+/* Prefetch the start of a row: for short ones the hardware's own prefetching starts too late. */
 static inline void fetch_start(const Row *row, const char *grad) {
     const char *starts[] = {grad, row->main, row->state[0], row->state[1], row->state[2]};
     for (int k = 0; k < 5; k++)
@@ -309,7 +309,7 @@ INLINE int update_vectors(const Row *row, const char *grad, Kind kind, Scalars s
     return any(beyond);
 }
 
-/* Update what is left of a chunk after its whole vectors: one function for all kinds. Returns as that. */
+/* Update the rest of a chunk after its whole vectors, for all kinds. Returns the same as update_vectors(). */
 static __attribute__((noinline)) int update_rest(const Row *row, const char *grad, Kind kind, const Scalars *s,
                                                  Chunk chunk) {
     int64_t n = (chunk.end - chunk.start) % WIDTH;
@@ -330,8 +330,8 @@ static int64_t options_of(int64_t rule, const Hyper *h) {
 
 /* Update a chunk of a row. Returns whether a rounding into fp16 is not finite.
  *
- * There is a loop for each rule with its options, others for fp32 moments, and for these beside 16-bit columns of one
- * type, the usual: nothing asks for types within. Loops for all types would be hundreds.
+ * Each rule with its options has one loop for any types, one for fp32 moments, and one for fp32 moments with 16-bit
+ * columns of one type, the usual case, which has no branches on types. A loop for each combination would make hundreds.
  */
 static int update_chunk(const Row *row, const char *grad, Kind kind, const Scalars *s, Chunk chunk, int streamed) {
     int fp32 = kind.state[0] == F32 && kind.state[1] == F32 && kind.state[2] == F32, beyond = 0;
@@ -370,7 +370,7 @@ static int chunk_rounds_beyond(const Row *row, Chunk chunk) {
     return any(beyond);
 }
 
-/* What all threads of an update share. */
+/* The arguments of an update, shared by all threads. */
 typedef struct {
     const Lengths *all;
     const Grads *grads;
@@ -387,7 +387,7 @@ static Kind kind_of(const Update *u, int64_t index) {
     return kind;
 }
 
-/* Update chunks [first, last), with the scalars of the row before. */
+/* Update chunks [first, last). scalars: those of the row before, replaced as needed. */
 static void update_chunks(const Update *u, int64_t first, int64_t last, Scalars *scalars, uint8_t *overflowed) {
     const Lengths *all = u->all;
     Chunk chunk = {row_of(all, first), 0, 0};
@@ -408,7 +408,7 @@ static void update_chunks(const Update *u, int64_t first, int64_t last, Scalars 
     }
 }
 
-/* Update all rows. Where *found_inf is set nothing is written but `overflowed`, shape [rows]. With rule NOTHING main
+/* Update all rows. If *found_inf is set only `overflowed`, shape [rows], is written. With rule NOTHING main
  * params are only rounded into model params.
  */
 void update(const Lengths *all, const Grads *grads, const Row *rows, int64_t rule, const Hyper *hyper,
@@ -438,12 +438,12 @@ void update(const Lengths *all, const Grads *grads, const Row *rows, int64_t rul
 
 /* ---- the decision ---- */
 
-/* What all ranks add up in a step; see Statistic in decision.py. */
+/* The vector that is summed over all ranks in a step; see Statistic in decision.py. */
 typedef struct {
     double sum_squares, non_finite, zeros, errors, contrast, scaled;
 } Statistics;
 
-/* From n tensors' statistics to a rank's; zeros are NaN where they are not counted. */
+/* Sum n tensors' statistics into a rank's; zeros are NaN if they were not counted. */
 void total(const double *sum_squares, const double *non_finite, const double *zeros, const double *shares,
            const double *contrasts, int64_t n, const double *errors, double scaled, Statistics *out) {
     Statistics sums = {.zeros = zeros ? 0 : (double)NAN, .errors = *errors, .scaled = scaled};
@@ -458,10 +458,10 @@ void total(const double *sum_squares, const double *non_finite, const double *ze
 
 #define REPLICA_TOLERANCE 1e-4
 
-/* From agreed statistics to {found_inf, coefficient, grad_norm} and the zeros. Without a scale the loss was not scaled. */
+/* Write {found_inf, coefficient, grad_norm} and the zeros from agreed statistics. scale: null for an unscaled loss. */
 void decide(const Statistics *agreed, const float *scale, double clip_grad, float *decision, double *num_zeros) {
     double squares = agreed->sum_squares;
-    int is_finite = squares <= (double)FLT_MAX; /* not for NaN */
+    int is_finite = squares <= (double)FLT_MAX; /* false for NaN */
     int is_alike = !(fabs(agreed->contrast) > REPLICA_TOLERANCE * squares);
     double unscale = scale ? (double)(float)(1.0 / (double)*scale) : 1.0;
     double norm = sqrt(squares) * unscale, coefficient = unscale;
@@ -472,7 +472,7 @@ void decide(const Statistics *agreed, const float *scale, double clip_grad, floa
     decision[0] = !is_finite || agreed->non_finite > 0 || agreed->errors > 0 || !is_alike || agreed->scaled <= 0;
     decision[1] = (float)coefficient;
     decision[2] = (float)norm;
-    *num_zeros = rint(agreed->zeros); /* shares of a third do not add up to a whole number */
+    *num_zeros = rint(agreed->zeros); /* shares such as 1/3 do not add up exactly */
 }
 
 typedef struct {
@@ -480,7 +480,7 @@ typedef struct {
     int64_t growth_interval, hysteresis, each_clean_step;
 } ScaleRule;
 
-/* Let a loss scale follow one step. */
+/* Update the loss scale after one step. */
 void rescale(const float *found_inf, float *scale, int64_t *growth, int64_t *hysteresis, const ScaleRule *rule) {
     if (*found_inf != 0) { /* or NaN */
         *growth = 0;

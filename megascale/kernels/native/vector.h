@@ -1,7 +1,7 @@
 /* Vectors of fp32 values, as wide as this CPU's registers, from memory of 16 or 32 bits per element and back.
  *
- * GCC's and clang's vector types: arithmetic is element by element, comparisons give -1 where they hold. Each element
- * is what scalar code would make of it, so that results are the same bits on every CPU.
+ * GCC's and clang's vector types: arithmetic is element by element, comparisons give -1 where true. Each element
+ * is computed as by scalar code, so that results have the same bits on every CPU.
  */
 #ifndef MEGASCALE_VECTOR_H
 #define MEGASCALE_VECTOR_H
@@ -55,7 +55,7 @@ INLINE Ints before(int64_t n) {
     return holds;
 }
 
-/* Return how often counters, which comparisons have been added to, have met what they count. */
+/* Return the count in `counters`, to which comparisons (0 or -1) were added. */
 INLINE int64_t times(Ints counters) {
     int64_t sum = 0;
     for (int j = 0; j < WIDTH; j++) sum -= counters[j];
@@ -107,7 +107,7 @@ INLINE Floats from_half(Halves h) {
     return (Floats)_mm256_cvtph_ps((__m128i)h);
 #else
     Words w = widened(h), sign = (w & 0x8000u) << 16, magnitude = w & 0x7fffu;
-    /* Exponents are moved by multiplication, which subnormals survive; inf and NaN get all exponent bits. */
+    /* Exponents are moved by a multiplication, which is exact for subnormals; inf and NaN get all exponent bits. */
     Floats scaled = (Floats)(magnitude << 13) * 0x1p112f;
     return (Floats)(sign | (Words)scaled | ((Words)(magnitude >= 0x7c00u) & 0x7f800000u));
 #endif
@@ -149,7 +149,7 @@ INLINE Floats from_16_bits(Halves h, int64_t type) { return type == F16 ? from_h
 
 INLINE Halves to_16_bits(Floats x, int64_t type) { return type == F16 ? to_half(x) : to_bfloat(x); }
 
-/* `size`, of an element, must be a constant where this is called: else the compiler calls memcpy, through memory. */
+/* `size`, of an element, must be a compile-time constant: else the compiler emits calls of memcpy. */
 INLINE void copy_first(void *to, const void *from, int64_t size, int64_t n) {
     if (n >= WIDTH) memcpy(to, from, (size_t)(WIDTH * size));
     else
@@ -188,7 +188,7 @@ INLINE void store(void *at, Floats x, int64_t type, int64_t n) {
     else copy_first(at, &h, 2, n);
 }
 
-/* Round WIDTH elements into 16 bits, past the caches: what is overwritten need not be read. `at`: aligned to them. */
+/* Round WIDTH elements to 16 bits and store them past the caches, so that old values are not read. `at`: aligned. */
 INLINE void stream(void *at, Floats x, int64_t type) {
 #if defined(__SSE2__) && defined(__x86_64__)
     Halves h = to_16_bits(x, type);
@@ -206,7 +206,7 @@ INLINE void stream(void *at, Floats x, int64_t type) {
 #endif
 }
 
-/* What this thread has streamed is there before others go on. */
+/* Make this thread's streamed stores visible to other threads. */
 INLINE void finish_streams(void) {
 #if defined(__SSE2__)
     _mm_sfence();

@@ -1,1 +1,1 @@
-"""What the host knows of tensors: many are read in one walk, and checked before a kernel sees their addresses."""
+"""Reads the addresses and types of many tensors in one walk, and checks them before a kernel uses them."""

@@ -1,4 +1,4 @@
-"""Lists of tensors whose addresses and types are looked up once: for many small tensors, looking is what costs."""
+"""Lists of tensors that cache addresses and types: reading these dominates the cost of many small tensors."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -15,7 +15,7 @@ from megascale.kernels.tensors import tensor_reader
 from megascale.kernels.tensors.checked_memory import is_plain, memory_fault
 from megascale.kernels.tensors.tensor_reader import Facts, Memory, Room
 
-# Called for every tensor at every step, in loops that run in C.
+# attrgetters, as map() then runs in C: at every step, over every tensor.
 _DTYPE = attrgetter("dtype")
 _DEVICE = attrgetter("device")
 _LAYOUT = attrgetter("layout")
@@ -30,27 +30,27 @@ _LOOK: dict[str, Callable[[Tensor], int]] = {
 
 
 class Forms:
-    """What tensors are but for their addresses: columns, of one item for each tensor.
+    """The forms of tensors, that is all but their addresses: columns with one item per tensor.
 
-    Where all items of two tensors are equal, so are shape, strides, dtype, device and bits. Tensors that were read in
-    different ways are not compared: their forms differ.
+    If all items of two tensors are equal, so are shape, strides, dtype, device and flag bits. Forms that were read in
+    different ways always count as different.
     """
 
     def __init__(self, columns: tuple[Any, ...]) -> None:
         self._columns = columns
 
     def at(self, places: slice | NDArray[np.int64]) -> "Forms":
-        """Return those of the tensors at some places."""
+        """Return the forms of the tensors at some indices."""
         if isinstance(places, slice) or self._is_array:
             return Forms(tuple(column[places] for column in self._columns))
         return Forms(tuple([column[place] for place in places.tolist()] for column in self._columns))
 
     def copy(self) -> "Forms":
-        """Return columns of one's own."""
+        """Return a copy of the columns."""
         return Forms(tuple(column.copy() for column in self._columns))
 
     def put(self, place: int, other: "Forms", there: int) -> bool:
-        """Take over one tensor's form. Returns False where it was read in another way."""
+        """Copy one tensor's form. Returns False if it was read in another way."""
         if self._is_array != other._is_array:
             return False
         for column, theirs in zip(self._columns, other._columns, strict=True):
@@ -78,14 +78,13 @@ class Forms:
 class TensorList(Sequence[Tensor]):
     """Tensors of one step. Neither the list nor the tensors' memory changes while it is in use.
 
-    What is looked up is kept, so that passes after the first cost nothing per tensor. Of thousands of tensors all is
-    looked up at once, see :mod:`megascale.kernels.tensors.tensor_reader`; else attribute by attribute, when it is asked
-    for.
+    Attributes are cached, so that passes after the first cost nothing per tensor. For thousands of tensors all are read
+    in one walk, see :mod:`megascale.kernels.tensors.tensor_reader`; else attribute by attribute, when needed.
 
     Args:
         tensors: a list is used as it is, not copied.
-        among: look in the way in which so many tensors are looked at; None: as many as they are.
-        room: what all that is looked up at once is read into; None: memory of the list's own.
+        among: choose the way of reading (one walk or not) for this number of tensors; None: for their own number.
+        room: reusable memory for the result of a walk; None: new memory.
     """
 
     def __init__(self, tensors: Iterable[Tensor] = (), among: int | None = None, room: Room | None = None) -> None:
@@ -100,12 +99,12 @@ class TensorList(Sequence[Tensor]):
 
     @classmethod
     def joined(cls, parts: Sequence["TensorList"]) -> "TensorList":
-        """Return one list of several. What is looked up in it is known to its parts."""
+        """Return one list of several. Its parts share what it reads."""
         return parts[0] if len(parts) == 1 else _Joined(parts)
 
     @property
     def parts(self) -> Sequence["TensorList"]:
-        """The lists that it was made of, one after the other: itself where it was made of none."""
+        """The lists that this one joins, in order; itself if it is not joined."""
         return (self,)
 
     @property
@@ -114,7 +113,7 @@ class TensorList(Sequence[Tensor]):
         return self._given
 
     def hold(self) -> None:
-        """Keep the tensors alive, whoever else lets go of them."""
+        """Keep the tensors alive."""
 
     def __len__(self) -> int:
         return len(self._given)
@@ -130,17 +129,17 @@ class TensorList(Sequence[Tensor]):
         return self.tensors[index]
 
     def findings(self, owner: object) -> dict[str, Any]:
-        """Return what ``owner`` has found out about the tensors, to be read and added to.
+        """Return a cache, as a dict, of what ``owner`` has derived from the tensors' memory.
 
-        It is empty where anything but a version has changed since, and where that cannot be told. No array of this
-        list may be put there, nor a tensor: it outlives them.
+        It is empty after any change but of versions, and where changes cannot be detected. It outlives this list: never
+        put arrays of this list, or tensors, into it.
         """
         found = None if self._facts is None else self._facts.findings
         return {} if found is None else found.setdefault(owner, {})
 
     @cached_property
     def versions(self) -> NDArray[np.int64]:
-        """How often torch has written each, shape [len(self)]."""
+        """Versions: how many times torch has written each, shape [len(self)]."""
         return self._looked_up("versions") if self._facts is None else self._facts.versions
 
     @cached_property
@@ -150,25 +149,25 @@ class TensorList(Sequence[Tensor]):
 
     @cached_property
     def numels(self) -> NDArray[np.int64]:
-        """Elements of each, shape [len(self)]."""
+        """Numbers of elements, shape [len(self)]."""
         return self._looked_up("numels") if self._memory is None else self._memory.numels
 
     @cached_property
     def forms(self) -> Forms:
-        """What each is but for its address: shape, strides, dtype, device and bits."""
+        """The form of each: shape, strides, dtype, device and flag bits."""
         if self._memory is not None:
             return Forms((self._memory.kinds, self._memory.layouts))
         return Forms(tuple(_of_each(look, self) for look in _FORM))
 
     @cached_property
     def places(self) -> bytes:
-        """What is the same for tensors that lie in the same places, and for no others."""
+        """A key of the tensors' addresses and devices."""
         return self.pointers.tobytes()
 
     @cached_property
     def form(self) -> Hashable:
-        """What is the same for tensors that lie in the same way, wherever that is, and for no others that are read in
-        the same way. The tensors are plain.
+        """A key of the tensors' forms. Lists that were read in different ways have different keys. Tensors must be
+        plain.
         """
         if self._memory is not None:
             return self._memory.kinds.tobytes(), self._memory.layouts.tobytes()
@@ -184,17 +183,17 @@ class TensorList(Sequence[Tensor]):
 
     @cached_property
     def dtypes(self) -> set[torch.dtype]:
-        """The dtypes there are."""
+        """The dtypes that occur."""
         return set(map(_DTYPE, self._examples))
 
     @cached_property
     def devices(self) -> set[torch.device]:
-        """Where they are."""
+        """The devices that occur."""
         return set(map(_DEVICE, self._examples))
 
     def are_plain(self) -> bool:
-        """Return whether kernels can read all of them as they lie: strided, in storages that hold all their elements,
-        and without bits that only torch's operators know.
+        """Return whether kernels can read all of them: strided, with storage for all elements, no conj, neg or zero
+        bit.
         """
         if self._memory is not None:
             return True
@@ -214,7 +213,7 @@ class TensorList(Sequence[Tensor]):
         return all(map(Tensor.is_contiguous, self._examples))
 
     def dtype_codes(self, codes: Mapping[torch.dtype, int]) -> NDArray[np.int64]:
-        """Return the code of each one's dtype, shape [len(self)]."""
+        """Return the code of each tensor's dtype, shape [len(self)]."""
         if self._kinds is None:
             return np.array([codes[dtype] for dtype in map(_DTYPE, self)], dtype=np.int64)
         if len(self._kinds) == 1:
@@ -226,27 +225,27 @@ class TensorList(Sequence[Tensor]):
 
     @cached_property
     def _facts(self) -> Facts | None:
-        """What was read in one walk."""
+        """The result of one walk; None if attributes are read one by one."""
         return tensor_reader.read(self._given, among=self._among, room=self._room)
 
     @property
     def _memory(self) -> Memory | None:
-        """What was read of where they lie."""
+        """The tensors' memory as one walk has read it, or None."""
         return None if self._facts is None else self._facts.memory
 
     @cached_property
     def _kinds(self) -> list[tuple[Tensor, NDArray[np.bool_]]] | None:
-        """One tensor of each kind, and who is of that kind, where all were read in one walk."""
+        """One tensor of each kind, and a mask of that kind's tensors; None without a walk."""
         return None if self._memory is None else [(self[first], members) for first, members in self._members]
 
     @property
     def _members(self) -> list[tuple[int, NDArray[np.bool_]]]:
-        """The first tensor of each kind, and who is of that kind. Asked for where all were read in one walk."""
+        """The index of the first tensor of each kind, and a mask of that kind's tensors. Needs a walk."""
         return [] if self._memory is None else _by_kind(self._memory.kinds)
 
     @property
     def _examples(self) -> Iterable[Tensor]:
-        """Tensors among which every dtype and device occurs, and what is not contiguous."""
+        """Some tensors that cover every dtype, every device and any that are not contiguous."""
         return self.tensors if self._kinds is None else [example for example, _ in self._kinds]
 
     def _looked_up(self, name: str) -> NDArray[np.int64]:
@@ -254,7 +253,7 @@ class TensorList(Sequence[Tensor]):
 
 
 def _by_kind(kinds: NDArray[np.int64]) -> list[tuple[int, NDArray[np.bool_]]]:
-    """Return, for each number there is, where it is first, and where it is."""
+    """Return, for each distinct number, its first index and the mask of its occurrences."""
     found = []
     rest = np.ones(len(kinds), dtype=np.bool_)
     while rest.any():
@@ -266,7 +265,7 @@ def _by_kind(kinds: NDArray[np.int64]) -> list[tuple[int, NDArray[np.bool_]]]:
 
 
 def _of_each(look: Callable[[Tensor], Any], tensors: Iterable[Tensor]) -> list[Any]:
-    """Return what a look at each tensor tells; -1 for one that has no memory of its own, such as a sparse one."""
+    """Return ``look(tensor)`` of each tensor; -1 for one without memory, such as a sparse one."""
     try:
         return list(map(look, tensors))
     except RuntimeError:
@@ -281,12 +280,12 @@ def _or_nowhere(look: Callable[[Tensor], Any], tensor: Tensor) -> Any:
 
 
 class ParamList(TensorList):
-    """Parameters. Of thousands, all is looked up together with what :class:`GradList` needs to know."""
+    """Parameters. One walk over thousands of them also reads what :class:`GradList` needs."""
 
     def grads(self, params: list[Tensor], places: slice | NDArray[np.int64], owner: object = None) -> "GradList":
-        """Return the gradients of ``params``, the parameters at these places, as they were when all was looked up.
+        """Return the gradients of ``params``, the parameters at ``places``, as they were at the walk.
 
-        ``owner``: for whom what is found out about them is kept; it always asks for the same places. None: nobody.
+        ``owner``: keeps a cache of findings, see :meth:`findings`, and always passes the same places. None: no cache.
         """
         facts = self._facts
         memory = None if facts is None or facts.grads is None else facts.grads.at(places)
@@ -301,13 +300,13 @@ class ParamList(TensorList):
 class GradList(TensorList):
     """The gradients of parameters.
 
-    Until :meth:`hold`, or until one passes over them, their parameters alone keep them alive.
+    Before :meth:`hold`, or an iteration over them, only their parameters keep them alive.
 
     Args:
         params: a list is used as it is, not copied.
-        memory: what was read of all gradients; None: what is to be known is looked up in each.
-        forms_of_params: what was read of the parameters; None: each gradient is compared with its parameter.
-        findings: what has been found out about gradients with this memory, of parameters of these forms.
+        memory: as one walk has read it; None: read from each gradient when needed.
+        forms_of_params: as the walk has read them; None: each gradient is compared with its parameter.
+        findings: cached findings for this memory and these parameters' forms.
     """
 
     def __init__(
@@ -332,7 +331,7 @@ class GradList(TensorList):
         self._held  # noqa: B018
 
     def fit(self) -> bool:
-        """Return whether every parameter has a gradient of its shape, on its device, that kernels read as it lies.
+        """Return whether every parameter has a gradient of its shape and device that kernels can read.
 
         It is a plain tensor then, as :mod:`megascale.kernels.tensors.checked_memory` says.
         """

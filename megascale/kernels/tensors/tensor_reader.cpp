@@ -1,11 +1,11 @@
-/* What the host must know of many tensors, in one walk over them.
+/* Reads addresses, versions and types of many tensors in one walk.
  *
- * From Python every attribute of every tensor is a visit of its own, and each visit finds the tensor out of cache where
- * there are many: about 3 us a tensor and step. Here all attributes are read in one visit, and the memory of the next
- * tensors is fetched while this one is read. A walk costs what its cache lines cost: only those that are read are
- * fetched, and a parameter's gradient is read while the parameter is at hand.
+ * From Python each attribute needs one visit of all tensors, and if there are many each visit misses the cache: about
+ * 3 us per tensor and step. Here all attributes are read in one visit, while the memory of the next tensors is
+ * prefetched. The cost is that of cache lines: only those that are needed are fetched, and a gradient is read together
+ * with its parameter.
  *
- * Called with the interpreter's lock held. The functions that return a number return 0 where all tensors could be read.
+ * Call with the interpreter's lock held. The functions that return a number return 0 if all tensors could be read.
  */
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -24,18 +24,18 @@ namespace {
 
 using c10::TensorImpl;
 
-constexpr Py_ssize_t AHEAD = 16;   // tensors between a fetch and what reads it
-constexpr Py_ssize_t WINDOW = 128;  // tensors that are under way at a time: a power of two
-constexpr Py_ssize_t FEW = 2048;   // not worth a second thread, which may have no core to itself
+constexpr Py_ssize_t AHEAD = 16;   // tensors between a prefetch and its use
+constexpr Py_ssize_t WINDOW = 128;  // tensors in flight at a time: a power of two
+constexpr Py_ssize_t FEW = 2048;   // with fewer tensors a second thread does not pay
 
-/* Where tensors lie, and what lies there: [4][n]. Holds what was read there before, or zeros. */
+/* Addresses and forms of tensors: [4][n]. At first the result of an earlier walk, or zeros. */
 struct Memory {
   int64_t *pointer, *numel, *kind, *layout;
 
   Memory(int64_t* out, Py_ssize_t n) : pointer(out), numel(out + n), kind(out + 2 * n), layout(out + 3 * n) {}
 };
 
-/* What Python may have changed of them: [2][n]. */
+/* What may change without new memory: [2][n]. */
 struct Status {
   int64_t *version, *requires_grad;
 
@@ -55,23 +55,23 @@ TensorImpl* grad_of(TensorImpl* tensor) {
 
 /* ---- fetching ---- */
 
-/* Into the second-level cache, which waits for many more lines at a time than the first. */
+/* Prefetch into the second-level cache, which can wait for many more lines at once than the first. */
 inline void fetch(const void* address) { __builtin_prefetch(address, 0, 2); }
 
-/* Of an object, the bytes [begin, end), which lie on two cache lines at most. */
+/* Prefetch bytes [begin, end) of an object, which are on at most two cache lines. */
 inline void fetch(const void* object, size_t begin, size_t end) {
   fetch(static_cast<const char*>(object) + begin);
   fetch(static_cast<const char*>(object) + end - 1);
 }
 
-void fetch_object(const PyObject* object) { fetch(object, 8, 24); }  // its type, and where its tensor is
+void fetch_object(const PyObject* object) { fetch(object, 8, 24); }  // its type, and the pointer to its tensor
 
-/* What follows its shape: offset, elements, dtype, device, keys. */
+/* Prefetch the fields after the shape: offset, elements, dtype, device, keys. */
 void fetch_end(const TensorImpl* tensor) { fetch(tensor, sizeof(TensorImpl) - 32, sizeof(TensorImpl)); }
 
-/* All but its shape and strides. */
+/* Prefetch all but shape and strides. */
 void fetch_ends(const TensorImpl* tensor) {
-  fetch(tensor, 16, 48);  // where its parts are
+  fetch(tensor, 16, 48);  // pointers to its parts
   fetch_end(tensor);
 }
 
@@ -81,7 +81,7 @@ void fetch_whole(const TensorImpl* tensor) {
 }
 
 void fetch_storage(const TensorImpl* tensor) {
-  fetch(tensor->unsafe_storage().unsafeGetStorageImpl(), 16, 64);  // where its data is, and whether that may be written
+  fetch(tensor->unsafe_storage().unsafeGetStorageImpl(), 16, 64);  // the data pointer, and whether it may be written
 }
 
 void fetch_version(const TensorImpl* tensor) {
@@ -93,14 +93,14 @@ void fetch_version(const TensorImpl* tensor) {
 void fetch_autograd(const TensorImpl* tensor) {
   const auto* meta = reinterpret_cast<const char*>(tensor->autograd_meta());
   if (meta == nullptr) return;
-  fetch(meta, 0, 48);  // its functions, and the gradient
+  fetch(meta, 0, 48);  // its vtable, and the gradient
   fetch(meta + 128);   // whether it requires one
 }
 
 /* ---- reading ---- */
 
-/* Whether the tensor is plain memory. What Python dispatches, a DTensor's outside for one, is not; nor is what only
- * torch's operators know how to read: values that are to be negated or conjugated first, and zeros without memory.
+/* Whether the tensor is plain memory: no wrapper that Python dispatches, such as a DTensor, no conj or neg bit, and no
+ * zeros without memory.
  */
 bool is_plain(TensorImpl* tensor) {
   using c10::DispatchKey;
@@ -111,7 +111,7 @@ bool is_plain(TensorImpl* tensor) {
       !tensor->is_inference() && !tensor->key_set().has_any(special);
 }
 
-/* Two tensors are of one kind where dtype, device and contiguity are the same. Never negative. */
+/* Return a number, not negative, that is equal for two tensors of the same dtype, device and contiguity. */
 int64_t kind_of(const TensorImpl* tensor) {
   const auto device = tensor->device();
   return static_cast<int64_t>(c10::typeMetaToScalarType(tensor->dtype())) |
@@ -119,7 +119,7 @@ int64_t kind_of(const TensorImpl* tensor) {
       static_cast<int64_t>(tensor->is_contiguous()) << 32;
 }
 
-/* The same number for tensors of the same shape and strides; for others another one, but once in 2^64 times. */
+/* Return a hash, of 64 bits, of shape and strides. */
 int64_t layout_of(const TensorImpl* tensor) {
   uint64_t mixed = tensor->dim();
   const auto mix = [&mixed](int64_t number) {
@@ -131,7 +131,7 @@ int64_t layout_of(const TensorImpl* tensor) {
   return static_cast<int64_t>(mixed);
 }
 
-/* The elements of its storage that a tensor with elements reaches: behind its last one. */
+/* Return the end of a non-empty tensor in its storage, in elements. */
 int64_t end_of(const TensorImpl* tensor) {
   if (tensor->is_contiguous()) return tensor->storage_offset() + tensor->numel();
   int64_t last = tensor->storage_offset();
@@ -139,14 +139,14 @@ int64_t end_of(const TensorImpl* tensor) {
   return last + 1;
 }
 
-/* Write a number where it is another one: a line that is only read need not go back to memory. */
+/* Write a number if it differs, as a cache line that is only read need not go back to memory. */
 void put(int64_t& place, int64_t number, bool& changed) {
   if (place == number) return;
   place = number;
   changed = true;
 }
 
-/* Returns whether it could be read; its kind is -1 where not. changed: set where it is not what was read before. */
+/* Return whether the tensor could be read; if not, its kind is -1. changed: set if it differs from the last walk. */
 bool read_memory(TensorImpl* tensor, const Memory& out, Py_ssize_t at, bool& changed) {
   const auto unread = [&] {
     put(out.kind[at], -1, changed);
@@ -154,7 +154,7 @@ bool read_memory(TensorImpl* tensor, const Memory& out, Py_ssize_t at, bool& cha
   };
   if (!is_plain(tensor)) return unread();
   const auto numel = tensor->numel(), itemsize = static_cast<int64_t>(tensor->itemsize());
-  // As Tensor.data_ptr(): an empty tensor lies nowhere. It throws for memory that may not be written.
+  // As Tensor.data_ptr(): null for an empty tensor. Throws for memory that may not be written.
   auto* storage = tensor->unsafe_storage().unsafeGetStorageImpl();
   auto* data = numel == 0 ? nullptr : static_cast<char*>(storage->mutable_data());
   if (numel != 0 && (data == nullptr || end_of(tensor) * itemsize > static_cast<int64_t>(storage->nbytes()))) return unread();
@@ -173,7 +173,7 @@ void read_status(TensorImpl* tensor, const Status& out, Py_ssize_t at, bool& cha
 
 /* ---- walking ---- */
 
-/* A list's tensors; null for an item that is none. */
+/* The tensors of a list; null for an item that is none. */
 struct Listed {
   PyObject** items;
 
@@ -188,7 +188,7 @@ int64_t walk_part(const Source& source, Py_ssize_t begin, Py_ssize_t end, const 
   static_assert(ahead < WINDOW);
   TensorImpl* window[WINDOW];
   int64_t sum = 0;
-  // What runs ahead is asked whether it has come to a tensor at the edges only.
+  // Prefetches check their bounds only near the edges.
   const auto visit = [&](Py_ssize_t i, auto at_edge) {
     const auto is_inside = [&](Py_ssize_t at) { return !at_edge || (at >= begin && at < end); };
     auto at = i + ahead;
@@ -214,10 +214,10 @@ int64_t walk_part(const Source& source, Py_ssize_t begin, Py_ssize_t end, const 
   return sum;
 }
 
-/* Call read(tensor, i) for each of n tensors. Returns the sum of what it returns.
+/* Call read(tensor, i) for each of n tensors. Returns the sum of its results.
  *
- * Each of the stages fetches, for a tensor some places ahead, what the next one needs to know, or what is to be read. The
- * first runs as soon as the tensor's address is known.
+ * Each stage of `fetch` prefetches, for a tensor some places ahead, what the next stage or read() needs. The first runs
+ * as soon as the tensor's address is known.
  */
 template <typename Source, typename Read, typename... Fetch>
 int64_t walk(const Source& source, Py_ssize_t n, int threads, const Read& read, const Fetch&... fetch) {
@@ -231,16 +231,16 @@ int64_t walk(const Source& source, Py_ssize_t n, int threads, const Read& read, 
 
 /* ---- expecting ---- */
 
-/* The kind of a tensor and, where it is not contiguous, its layout: elements that lie in a row need no shape. */
+/* Return the kind of a tensor, combined with its layout if it is not contiguous. */
 int64_t form_of(const TensorImpl* tensor, bool in_a_row) {
   return in_a_row ? kind_of(tensor) : kind_of(tensor) ^ layout_of(tensor);
 }
 
-/* A tensor, kept alive, and what it is expected to be: all that is read for it at each step but its own lines. */
+/* A tensor, kept alive, and the values that it is expected to have. */
 struct Expected {
   c10::intrusive_ptr<TensorImpl> tensor;
   int64_t pointer, numel, form;
-  uint64_t keys;  // of its dispatch: whether it is plain, too
+  uint64_t keys;  // dispatch keys: they also tell whether it is plain
 
   bool holds() const {
     const bool in_a_row = tensor->is_contiguous();
@@ -249,7 +249,7 @@ struct Expected {
     auto* storage = tensor->unsafe_storage().unsafeGetStorageImpl();
     if (numel == 0 || storage == nullptr) return numel == 0;
     const auto itemsize = static_cast<int64_t>(tensor->itemsize()), offset = tensor->storage_offset() * itemsize;
-    // Where its elements lie in a row, what it reaches is known without its shape.
+    // The end of a contiguous tensor is known without its shape.
     const auto reach = in_a_row ? numel * itemsize : 0;
     const auto* data = static_cast<const char*>(storage->_mutable_data_ptr_no_checks().get());
     return data != nullptr && reinterpret_cast<int64_t>(data + offset) == pointer &&
@@ -260,7 +260,7 @@ struct Expected {
 struct Expectations {
   const std::vector<Expected> all;
 
-  void fetch_at(Py_ssize_t) const {}  // they lie in a row
+  void fetch_at(Py_ssize_t) const {}  // they are contiguous
   TensorImpl* at(Py_ssize_t i) const { return all[i].tensor.get(); }
 };
 
@@ -268,7 +268,7 @@ constexpr char EXPECTATIONS[] = "megascale.Expectations";
 
 /* ---- dicts ---- */
 
-/* A number that a dict changes with, and that no other dict has or will have; 0 where this Python keeps none. */
+/* Return a version tag that changes with a dict and is unique among dicts; 0 if this Python has none. */
 int64_t tag_of(PyObject* object) {
 #if PY_VERSION_HEX < 0x030D0000
 #pragma GCC diagnostic push
@@ -279,7 +279,7 @@ int64_t tag_of(PyObject* object) {
   return 0;
 }
 
-/* Whether a dict is as it was when it got its tag. */
+/* Whether a dict has not changed since it had this tag. */
 bool has_tag(PyObject* dict, int64_t tag) { return tag != 0 && tag_of(dict) == tag; }
 
 void fetch_entries(PyObject* dict) {
@@ -317,11 +317,10 @@ bool holds(PyObject* dict, Py_ssize_t i, PyObject** names, PyObject** columns, P
 
 extern "C" {
 
-/* memory: [4][n]. status: [2][n]. grads: [4][n], the memory of their gradients, or null. A tensor without a gradient that
- * could be read counts as read, the gradient's kind is -1.
+/* memory: [4][n]. status: [2][n]. grads: [4][n], the memory of their gradients, or null. A gradient that is missing or
+ * cannot be read has kind -1; its tensor counts as read.
  *
- * changed: whether anything but a version is not what an earlier call has left there. It means nothing where not all
- * tensors could be read.
+ * changed: whether anything but a version differs from what the arrays held. Only valid if all tensors could be read.
  */
 int64_t read_tensors(
     PyObject* list, int64_t* memory, int64_t* status, int64_t* grads, int64_t* changed, int threads) {
@@ -333,7 +332,7 @@ int64_t read_tensors(
     fetch_version(tensor);
     fetch_autograd(tensor);
   };
-  // Of a walk's sum, the upper half counts tensors that have changed, the lower half those that could not be read.
+  // The upper half of a walk's sum counts changed tensors, the lower half unreadable ones.
   constexpr auto CHANGED = int64_t{1} << 32;
   const auto told = [changed](int64_t sum) {
     *changed = sum >= CHANGED;
@@ -367,7 +366,7 @@ int64_t read_tensors(
       walk(tensors, n, threads, read_both, fetch_whole, fetch_parts, of_grad(fetch_whole), of_grad(fetch_storage)));
 }
 
-/* Keep tensors, as they are now, for hold_tensors(). Returns None where one of them could not be read. */
+/* Return a capsule of the tensors' present values for hold_tensors(); None if one of them could not be read. */
 PyObject* expect_tensors(PyObject* list) {
   std::vector<Expected> all;
   const auto n = PyList_GET_SIZE(list);
@@ -394,10 +393,10 @@ PyObject* expect_tensors(PyObject* list) {
   return capsule;
 }
 
-/* Whether all tensors lie where they lay, and are what they were. capsule: from expect_tensors().
+/* Whether no tensor has moved or changed its form. capsule: from expect_tensors().
  *
- * Called for all of an optimizer's state in every step, so that it reads two or three lines of a tensor only: that of the
- * object in Python is none of them, as it keeps its tensor while another owns that too.
+ * Called for all of an optimizer's state in every step, so it reads only two or three cache lines per tensor, not the
+ * Python object, which keeps its tensor while the capsule owns that too.
  */
 int64_t hold_tensors(PyObject* capsule, int threads) {
   const auto& kept = *static_cast<Expectations*>(PyCapsule_GetPointer(capsule, EXPECTATIONS));
@@ -419,8 +418,8 @@ int64_t read_versions(PyObject* list, int64_t* versions, int threads) {
   return walk(Listed{items_of(list)}, PyList_GET_SIZE(list), threads, read, fetch_ends, fetch_version);
 }
 
-/* Tell autograd that all tensors have been written; where one cannot be told, all others are. versions: [n], as they are
- * then; 0 of one that has none.
+/* Tell autograd that all tensors have been written, or all that can be. versions: [n], the new ones; 0 if a tensor has
+ * none.
  */
 int64_t increment_versions(PyObject* list, int64_t* versions, int threads) {
   const auto increment = [=](TensorImpl* tensor, Py_ssize_t i) {
@@ -454,8 +453,8 @@ int64_t same_values(PyObject* dict, PyObject* list, int64_t* tag) {
 
 /* Whether entries[i][names[k]] is columns[k][i], for all dicts and all names.
  *
- * tags: [n], zeros in the first call with the same lists. A dict that was found to hold what it must, and has not changed
- * since, is not read again: of a dict that is one line, its entries are two or three.
+ * tags: [n], zeros in the first call with the same lists. A dict that was right and has not changed since is not read
+ * again, which saves two or three of its cache lines.
  */
 int64_t hold_objects(PyObject* entries, PyObject* names, PyObject* columns, int64_t* tags, int threads) {
   const auto n = PyList_GET_SIZE(entries), k = PyList_GET_SIZE(names);
@@ -463,7 +462,7 @@ int64_t hold_objects(PyObject* entries, PyObject* names, PyObject* columns, int6
     if (PyList_GET_SIZE(PyList_GET_ITEM(columns, name)) != n) return 0;
   auto** dicts = items_of(entries);
   int64_t wrong = 0;
-  // Dicts are walked, not asked: what asks them might run Python code, which only this thread may.
+  // Dicts are iterated: a look-up might run Python code, which other threads may not.
 #pragma omp parallel for num_threads(threads) schedule(static) reduction(+ : wrong) if (n > FEW)
   for (Py_ssize_t i = 0; i < n; i++) {
     if (i + 2 * AHEAD < n) fetch(dicts[i + 2 * AHEAD], 8, 48);

@@ -1,8 +1,8 @@
-"""Reads what the host must know of many tensors in one walk over them, by tensor_reader.cpp where that can be built.
+"""Reads addresses, versions and types of many tensors in one walk, by tensor_reader.cpp where that can be built.
 
-It is worth its compilation, some 20 s once on a machine, where there are thousands of tensors; some hundreds are read
-by it where that has been done. Fewer are read from Python, attribute by attribute, and so are all where it cannot be
-built. What is read is the same.
+Its compilation, some 20 s once on a machine, pays for thousands of tensors; for hundreds it is used if it is built
+already. Fewer tensors, or all where it cannot be built, are read from Python, attribute by attribute, with the same
+results.
 """
 
 import ctypes
@@ -31,22 +31,22 @@ FLAGS = ("-std=c++20", "-O2", "-fPIC")
 LIBRARIES = ("torch_python", "torch_cpu", "c10")
 
 MANY = 4096
-"""So many tensors are worth the compilation."""
+"""For this number of tensors the library is compiled."""
 SOME = 64
-"""So many are read by the library where an earlier process has compiled it."""
+"""For this number of tensors the library is used if it is compiled already."""
 
 ENVIRONMENT_VARIABLE = "MEGASCALE_TENSOR_READER"
-"""``native``: build it for any number of tensors. ``python``: never."""
+"""``native``: build the library for any number of tensors. ``python``: never use it."""
 
 logger = logging.getLogger(__name__)
 
 
 class Memory(NamedTuple):
-    """Where tensors lie, and what lies there: int64 arrays, one element to a tensor.
+    """Addresses and forms of tensors: int64 arrays, one element per tensor.
 
-    Tensors of one kind share dtype, device and contiguity, those of one layout shape and strides; the numbers
-    themselves mean nothing else, but that a negative kind tells of a tensor that could not be read. Those that could
-    are plain: no negative, conjugate or zero bit is set, and their storage holds all their elements.
+    Tensors of one kind share dtype, device and contiguity, those of one layout share shape and strides. Numbers have no
+    other meaning, except that a negative kind marks a tensor that could not be read. All others are plain: no neg, conj
+    or zero bit is set, and their storage holds all their elements.
     """
 
     pointers: NDArray[np.int64]
@@ -55,12 +55,12 @@ class Memory(NamedTuple):
     layouts: NDArray[np.int64]
 
     def at(self, places: slice | NDArray[np.int64]) -> "Memory | None":
-        """Return that of the tensors at some places; None where one of them could not be read."""
+        """Return the memory of the tensors at some indices; None if one of them could not be read."""
         part = Memory(*(column[places] for column in self))
         return None if (part.kinds < 0).any() else part
 
 
-# Called for every tensor at every step, in loops that run in C.
+# Methods that map() calls in C, at every step, for every tensor.
 _LOOK: tuple[Callable[[Tensor], Any], ...] = (
     Tensor.data_ptr,
     Tensor.numel,
@@ -74,12 +74,12 @@ Findings: TypeAlias = WeakKeyDictionary[object, dict[str, Any]]
 
 
 class Facts(NamedTuple):
-    """What is known of tensors: their memory, and int64 arrays, one element to a tensor.
+    """What one walk reads: the tensors' memory, and int64 arrays with one element per tensor.
 
     Attributes:
-        grads: the memory of their gradients, where that was asked for.
-        findings: what has been worked out of all this but the versions, by whoever did: the same dicts as long as
-            nothing else changes, empty ones then. None: there is no place for it.
+        grads: the memory of their gradients, if requested.
+        findings: caches, by owner, of what was derived from all this but the versions: kept while nothing else changes,
+            else emptied. None: nothing is cached.
     """
 
     memory: Memory
@@ -90,22 +90,23 @@ class Facts(NamedTuple):
 
 
 class Room:
-    """Memory to read facts into. It serves again once no array of it is held: to get fresh memory costs more than to
-    write into it. What was found out about the facts lies beside them.
+    """Reusable memory for facts, with the findings about them.
+
+    A piece is reused when no array of it is alive: fresh memory costs more than writing into it.
     """
 
     def __init__(self) -> None:
         self._used: list[_Used] = []
 
     def take(self, rows: int, columns: int) -> tuple[NDArray[np.int64], Findings]:
-        """Return an array of shape [rows, columns], and what was found out about what is in it.
+        """Return an array of shape [rows, columns] and the findings about its content.
 
-        It holds what was last read there, or zeros about which nothing is known.
+        The array holds what was last read into it, or zeros without findings.
         """
         count = rows * columns
         free = [used for used in self._used if used.array() is None and used.shape == (rows, columns)]
         memory, findings = (free[0].memory, free[0].findings) if free else (bytearray(8 * count), WeakKeyDictionary())
-        # The base of all that is cut from it: alive as long as any of that.
+        # The base of all views of it, so it lives as long as any of them.
         array = np.ndarray(count, dtype=np.int64, buffer=memory)
         self._used = [used for used in self._used if used.array() is not None]
         self._used.append(_Used(memory, weakref.ref(array), (rows, columns), findings))
@@ -113,7 +114,7 @@ class Room:
 
 
 class _Used(NamedTuple):
-    """Memory of a room; ``array``: the one that was last made of it."""
+    """A piece of a room's memory; ``array``: a weak reference to the last array made of it."""
 
     memory: bytearray
     array: "weakref.ref[NDArray[np.int64]]"
@@ -124,12 +125,12 @@ class _Used(NamedTuple):
 def read(
     tensors: list[Tensor], *, among: int | None = None, grads: bool = False, room: Room | None = None
 ) -> Facts | None:
-    """Return the facts of tensors; None where they have to be read from Python.
+    """Return the facts of tensors, read in one walk; None if they must be read from Python.
 
     Args:
-        among: how many tensors there are, of which these are some; None: these.
+        among: choose the way of reading for this number of tensors; None: for ``len(tensors)``.
         grads: read the memory of their gradients, too.
-        room: what to read into; None: memory of their own.
+        room: to read into; None: new memory.
     """
     native = _native(len(tensors) if among is None else among)
     if native is None:
@@ -153,12 +154,10 @@ def read(
 
 
 def expect_memory(tensors: list[Tensor]) -> Callable[[], bool]:
-    """Return what tells, whenever it is called, whether tensors lie where they lie now, and are what they are now.
+    """Return a function that tells whether tensors still have the addresses and forms that they have now.
 
-    Of a contiguous tensor that is as long as it was, the shape need not be told. The tensors are kept alive.
-
-    Raises RuntimeError (NotImplementedError is one) for tensors without memory of their own, such as sparse ones; so
-    does what is returned, for those that have become such.
+    It may miss a new shape of a contiguous tensor of the same length. It keeps the tensors alive. Both functions raise
+    RuntimeError (or its subclass NotImplementedError) for tensors without memory of their own, such as sparse ones.
     """
     native = _native(len(tensors))
     if native is not None:
@@ -170,9 +169,9 @@ def expect_memory(tensors: list[Tensor]) -> Callable[[], bool]:
 
 
 def _looked_up(tensors: list[Tensor]) -> tuple[list[Any], ...]:
-    """Return columns that are equal where the memory of tensors is.
+    """Return columns that are equal if the memory of tensors is equal.
 
-    An address tells the device, too: no two devices have one in common.
+    An address also identifies the device: no two devices share addresses.
     """
     sizes = list(map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, tensors)))
     return (*(list(map(look, tensors)) for look in _LOOK), sizes)
@@ -189,9 +188,9 @@ def read_versions(tensors: list[Tensor]) -> NDArray[np.int64]:
 
 
 def increment_versions(tensors: list[Tensor]) -> NDArray[np.int64] | None:
-    """Tell autograd that all of them have been written: a saved one is no longer what it was.
+    """Tell autograd that all of ``tensors`` have been written.
 
-    Returns their versions then, shape [len(tensors)]; None where each would have to be asked.
+    Returns their new versions, shape [len(tensors)]; None if they would have to be read one by one.
     """
     native = _native(len(tensors))
     if native is not None:
@@ -203,7 +202,7 @@ def increment_versions(tensors: list[Tensor]) -> NDArray[np.int64] | None:
 
 
 def same_objects(one: list[Any], other: list[Any]) -> bool:
-    """Whether two lists hold the very same objects."""
+    """Whether two lists hold the same objects, by identity."""
     native = _native(len(one))
     if native is not None:
         return bool(native.same_objects(one, other))
@@ -211,16 +210,16 @@ def same_objects(one: list[Any], other: list[Any]) -> bool:
 
 
 def new_tags(count: int) -> NDArray[np.int64]:
-    """Return, for ``count`` dicts, that none has been looked at yet.
+    """Return fresh version tags for ``count`` dicts.
 
-    With the same lists, and with tags that an earlier call has filled in, :func:`same_values` and :func:`hold_objects`
-    read no dict again that has not changed since.
+    :func:`same_values` and :func:`hold_objects` fill them in, and later calls with the same lists skip dicts that have
+    not changed.
     """
     return np.zeros(count, dtype=np.int64)
 
 
 def same_values(entries: Mapping[Any, Any], values: list[Any], tag: NDArray[np.int64]) -> bool:
-    """Whether the values of a mapping, in its order, are the very objects of a list. ``tag``: of the mapping."""
+    """Whether the values of a mapping, in its order, are the same objects as a list's. ``tag``: of the mapping."""
     native = _native(len(values))
     if native is not None and isinstance(entries, dict):
         return bool(native.same_values(entries, values, tag.ctypes.data))
@@ -241,7 +240,7 @@ def hold_objects(
 
 
 def _native(count: int) -> ctypes.PyDLL | None:
-    """Return the library where it is worth having for ``count`` tensors, and can be had."""
+    """Return the library if it pays for ``count`` tensors and can be built."""
     wanted = os.environ.get(ENVIRONMENT_VARIABLE)
     if wanted == "python" or (count < SOME and wanted != "native"):
         return None
@@ -276,7 +275,7 @@ def _loaded(load_recipe: Callable[[Recipe, type[ctypes.PyDLL]], ctypes.PyDLL | N
 
 
 def _recipe(compiler: Command, flags: Sequence[str]) -> Recipe:
-    """Return how the library is built. Its layout of a tensor is that of torch's headers, and of the interpreter's."""
+    """Return the recipe of the library, which depends on torch's and Python's headers."""
     torch_folder = Path(torch.__file__).parent
     headers = [str(torch_folder / "include"), sysconfig.get_path("include")]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"

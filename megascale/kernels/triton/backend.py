@@ -1,7 +1,8 @@
 """The triton backend: one launch for the statistics and one for the update, whatever the number of tensors.
 
 Both reach their tensors through a table of pointers on the device. Tensors that share no dense memory layout, and fp64
-main params, take the reference's arithmetic. On CPU tensors the kernels run in Triton's interpreter, for tests.
+main params, are updated by the reference's arithmetic. On CPU tensors the kernels run in Triton's interpreter, for
+tests.
 """
 
 import functools
@@ -41,11 +42,11 @@ TOTAL_BLOCK, TOTAL_WARPS = 1 << 12, 16  # of the one program that adds up all te
 
 
 class _Kept(NamedTuple):
-    """What of some operands stays from step to step.
+    """The parts of some operands that stay the same from step to step.
 
     Attributes:
         names: of the state that is updated.
-        main, model, state, step: columns; without a step none are counted.
+        main, model, state, step: columns; ``step`` is None if no steps are counted.
         written: all tensors that an update writes, each once.
     """
 
@@ -247,7 +248,7 @@ class TritonBackend(TorchDecisions):
         return flags.view(torch.bool)
 
     def _check(self, device: torch.device) -> torch.device:
-        """Raise UsageError unless the kernels, as they were made, can reach memory of ``device``."""
+        """Raise UsageError unless the kernels, compiled or interpreted, can reach memory of ``device``."""
         if device.type == "cpu" and not self._kernels.INTERPRETED:
             raise UsageError(
                 "backend 'triton' runs on CPU tensors in Triton's interpreter only: set TRITON_INTERPRET=1 before "
@@ -258,7 +259,7 @@ class TritonBackend(TorchDecisions):
         return device
 
     def _plan(self, operands: Operands, names: list[str], counts_steps: bool) -> tuple[Plan, Tensor]:
-        """Return the plan of an update, and where its gradients lie."""
+        """Return the plan of an update, and its gradients' addresses on the device."""
         self._check(operands.main[0].device)
         kept = self._kept.get(operands)
         if kept is None or kept.names != names or (kept.step is not None) != counts_steps:
@@ -270,7 +271,7 @@ class TritonBackend(TorchDecisions):
     def _prepared(
         self, operands: Operands, lr: float | Tensor, decision: Decision
     ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-        """Return the flags to fill, uint8, shape [parameters], and what the kernels read on the device."""
+        """Return the flags to fill, uint8, shape [parameters], and the decision and rate as the kernels read them."""
         device = operands.main[0].device
         flags = torch.empty(len(operands.main), dtype=torch.uint8, device=device)
         return flags, (decision.found_inf, decision.coefficient, self._rate(lr, device))
@@ -324,7 +325,7 @@ class TritonBackend(TorchDecisions):
         launch(kernel, programs, arguments, constants, num_warps, self._kernels.INTERPRETED)
 
     def _written(self, operands: Operands, flags: Tensor) -> Tensor:
-        """Tell autograd what has been written, as torch's own in-place operations do; return the flags."""
+        """Tell autograd of the writes, as torch's own in-place operations do; return the flags."""
         kept = self._kept[operands]
         versions = increment_versions(kept.written)
         operands.written = None if versions is None else versions[: len(operands.model)]
@@ -346,9 +347,9 @@ def _keep(operands: Operands, names: list[str], counts_steps: bool) -> _Kept:
 
 @functools.cache
 def require_launch(device: torch.device) -> None:
-    """Launch a kernel on ``device``: Triton looks for what a launch needs, such as a C compiler, only then.
+    """Launch a kernel on ``device`` once per process, as Triton looks for a C compiler and the like only then.
 
-    Raises UsageError with the remedy. Where a launch works it is not tried again in this process.
+    Raises UsageError, with the remedy, if it fails.
     """
     backend, vector = TritonBackend(), torch.zeros(NUM_STATISTICS, dtype=stats_dtype(device), device=device)
     try:

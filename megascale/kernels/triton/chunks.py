@@ -1,4 +1,4 @@
-"""From a program's number to the memory of its chunk: what kernels read of tables and of gradients' addresses."""
+"""Reads of tables and gradients' addresses in kernels: from a program's number to the memory of its chunk."""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 
@@ -46,8 +46,8 @@ def whole_vectors_beside(grad, row, length, GRAD_DTYPE: tl.constexpr, VECTOR: tl
 def chunk_at(address, start, DTYPE: tl.constexpr, VECTOR: tl.constexpr):
     """Return a pointer to the chunk's first element in the tensor at an address.
 
-    VECTOR is how many elements an access may take as one. An update takes as many of each tensor, 8 bytes of a 16-bit
-    one: otherwise Triton would shuffle each of them through shared memory into the arrangement of another.
+    VECTOR is the number of elements of one access. An update uses the same number for every tensor, 8 bytes of a 16-bit
+    one: otherwise Triton would convert between their layouts through shared memory.
     """
     pointer = address.to(tl.pointer_type(DTYPE))
     if VECTOR > 1:

@@ -54,7 +54,7 @@ def total_kernel(
 ):
     """Write a rank's statistics to ``vector``, fp64, shape [NUM_STATISTICS].
 
-    ``stride``: numbers from one tensor's to the next one's in each of the first three, all fp64.
+    ``stride``: elements from one tensor's number to the next in each of the first three arguments, all fp64.
     """
     squares = tl.full((BLOCK,), 0, tl.float64)
     beyond = tl.full((BLOCK,), 0, tl.float64)
@@ -125,7 +125,7 @@ def rescale_kernel(
     hysteresis: tl.int64,
     EACH_CLEAN_STEP: tl.constexpr,
 ):
-    """Let ``scale``, fp32, and the trackers, int64, follow one step."""
+    """Update ``scale``, fp32, and the trackers, int64, after one step."""
     found = tl.load(found_inf) != 0
     before = tl.load(scale)
     left = tl.load(hysteresis_tracker)

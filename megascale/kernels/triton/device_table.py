@@ -3,8 +3,8 @@
 A row of a table describes one parameter, a chunk is a run of at most :data:`CHUNK` elements of one row, and a launch
 has one program per chunk. Rows of one table share their dtypes: a call launches once per combination of dtypes present.
 
-Tables are kept and found again by what they were made from. They do not say where gradients lie, which move from step
-to step: :mod:`megascale.kernels.triton.grad_addresses` does.
+Tables are cached by what they were made from. They do not hold the addresses of gradients, which move from step to
+step: see :mod:`megascale.kernels.triton.grad_addresses`.
 """
 
 from collections import OrderedDict
@@ -23,20 +23,20 @@ from megascale.kernels.tensors.tensor_list import TensorList
 from megascale.utils.graph_capture import is_capturing
 
 CHUNK = 1 << 14  # elements; a power of two, and a whole number of vectors
-VECTOR = 16  # bytes that one access takes of a main param, or of a gradient alone; as many elements of what is beside
+VECTOR = 16  # bytes of one access to a main param, or to a gradient alone; other tensors: the same number of elements
 CACHE_BYTES = 1 << 26  # tables beyond that are dropped, least recently used first
 
 # Columns of a row, all int64.
 NUMEL, FIRST_CHUNK, SLOT, ALIGNED, STEP, TENSORS = range(6)
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-SAME, UNKNOWN = len(DTYPES), -1  # codes beside the places in DTYPES: the row's first tensor again; none of them
+SAME, UNKNOWN = len(DTYPES), -1  # further codes: the row's first tensor again; a dtype not in DTYPES
 
 Dtypes = tuple[torch.dtype | None, ...]
 
 
 class _Codes(dict[torch.dtype, int]):
-    """The place of a dtype in :data:`DTYPES`."""
+    """The index of a dtype in :data:`DTYPES`."""
 
     def __missing__(self, dtype: torch.dtype) -> int:
         return UNKNOWN
@@ -46,7 +46,7 @@ _CODES = _Codes((dtype, code) for code, dtype in enumerate(DTYPES))
 
 
 class Column:
-    """One tensor of every parameter of a call. What is looked up in them is kept: of those that stay in place, once.
+    """One tensor of every parameter of a call, with cached addresses and codes.
 
     Args:
         tensors: neither they nor their memory change while the column is in use.
@@ -65,12 +65,12 @@ class Column:
 
     @cached_property
     def codes(self) -> NDArray[np.int64]:
-        """Places of the dtypes in :data:`DTYPES`, or :data:`UNKNOWN`, shape [len(self)]."""
+        """Indices of the dtypes in :data:`DTYPES`, or :data:`UNKNOWN`, shape [len(self)]."""
         return self.tensors.dtype_codes(_CODES)
 
     @cached_property
     def signature(self) -> Hashable:
-        """What is the same for tensors that lie in the same places in the same way, and for no others."""
+        """A key of the tensors' addresses and forms."""
         return self.tensors.places, self.tensors.form
 
 
@@ -83,8 +83,8 @@ class DeviceTable:
         grad_dtype: of the gradients; None: the call has none.
         rows: int64, shape [rows, TENSORS + len(dtypes)]: elements, first chunk, index in the call, whether every
             pointer is aligned for vector access (1 or 0), pointer of the step count or 0, then the tensors' pointers.
-        chunk_rows: int64, shape [chunks]: the row of each chunk, and in the high half that row's index in the call, by
-            which a program finds the address of its gradient while the row is on its way.
+        chunk_rows: int64, shape [chunks]: the row of each chunk, and in the high half that row's index in the call,
+            with which a program loads its gradient's address without waiting for the row.
         counters: int64, shape [rows], 0 between launches.
         arrivals: int64, shape [chunks], 0 between launches.
         longest: elements of the longest row.
@@ -113,7 +113,7 @@ class Plan:
 
 
 class PlanCache:
-    """Plans by what they were made from: addresses, dtypes and layouts. A plan depends on nothing else."""
+    """A cache of plans by what they depend on: addresses, dtypes and layouts."""
 
     def __init__(self) -> None:
         self._plans: OrderedDict[Hashable, Plan] = OrderedDict()
@@ -121,16 +121,16 @@ class PlanCache:
         self._captured: dict[Hashable, Plan] = {}
 
     def find(self, columns: Sequence[Column], steps: Column | None = None, grads: Column | None = None) -> Plan:
-        """Return the plan of a call, made now unless the cache has it.
+        """Return the plan of a call, from the cache if it has it.
 
         Args:
             columns: of tensors on one device, whose addresses are in the rows; the tensors of a parameter share a
                 shape. Where there are any, the first column holds main params.
             steps: 0-d fp32 step counts.
-            grads: gradients, of which the plan depends on all but their addresses.
+            grads: gradients; the plan depends on their dtypes and layouts, not on their addresses.
 
-        Raises UsageError where the plan is not in the cache and the current stream is capturing a graph: a graph would
-        replay the copy from host memory that is gone. Raises ArgumentError for tensors on several devices.
+        Raises UsageError if the plan is not in the cache while a graph is captured: replays would copy from host memory
+        that is freed. Raises ArgumentError for tensors on several devices.
         """
         [first, *_] = columns if grads is None else (*columns, grads)
         device = first.tensors[0].device
@@ -164,7 +164,7 @@ class PlanCache:
 
 
 def refuse_capture(device: torch.device, capturing: bool) -> None:
-    """Raise UsageError where a graph is captured: what it would copy to the device is gone at its replays."""
+    """Raise UsageError while a graph is captured: its replays would copy from host memory that is freed."""
     if capturing:
         raise UsageError(
             f"tensors of a step captured into a graph on {device} are not where they were in the steps before; run one "
@@ -202,7 +202,7 @@ def _make_plan(columns: Sequence[Column], steps: Column | None, grads: Column | 
 
 
 def _takes(columns: Sequence[Column], codes: NDArray[np.int64], *, has_main: bool) -> NDArray[np.bool_]:
-    """Return, for each row, whether the kernels can take it. ``codes``: of all columns, shape [rows, columns]."""
+    """Return, for each row, whether the kernels support it. ``codes``: of all columns, shape [rows, columns]."""
     takes = (codes != UNKNOWN).all(axis=1)
     if has_main:
         takes &= codes[:, 0] == _CODES[torch.float32]
@@ -213,7 +213,7 @@ def _takes(columns: Sequence[Column], codes: NDArray[np.int64], *, has_main: boo
 
 
 def _alike(codes: NDArray[np.int64], rows: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-    """Sort rows by their codes: each list has all rows of one combination, in order."""
+    """Group rows by their codes: each list has all rows of one combination, in order."""
     if len(rows) == 0 or (codes[rows] == codes[rows[0]]).all():
         return [rows] if len(rows) else []
     _, kinds = np.unique(codes[rows], axis=0, return_inverse=True)
@@ -238,12 +238,12 @@ def _make_table(
     """Return the table of rows that share their dtypes.
 
     Args:
-        members: their places in the call, shape [rows].
+        members: their indices in the call, shape [rows].
         pointers: shape [rows, len(dtypes)].
         numels: elements, shape [rows].
         steps: see :meth:`PlanCache.find`.
     """
-    # An empty parameter has a chunk, too: its step counts.
+    # An empty parameter has a chunk too, because its step is counted.
     num_chunks = np.maximum(-(-numels // CHUNK), 1)
     rows = np.zeros((len(members), TENSORS + len(dtypes)), dtype=np.int64)
     rows[:, NUMEL] = numels
@@ -267,10 +267,9 @@ def _make_table(
 
 
 def copied(values: NDArray[np.int64], device: torch.device) -> Tensor:
-    """Return values on a device, in memory of their own, without a wait: shape [len(values)].
+    """Return a copy of ``values`` on a device, without a host sync: shape [len(values)].
 
-    Pinned memory that is dropped is not used again before the copy from it is done: torch's allocator waits for it. So
-    every copy has pinned memory of its own.
+    Every copy has its own pinned memory, which torch's allocator does not reuse before the copy is done.
     """
     host = torch.empty(len(values), dtype=torch.int64, pin_memory=device.type != "cpu")
     host.numpy()[:] = values

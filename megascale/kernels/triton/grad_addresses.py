@@ -1,4 +1,4 @@
-"""Where gradients lie, on the device: a column of addresses that the kernels of a step share, beside their tables."""
+"""Addresses of gradients, on the device: a column that the kernels of a step share, beside their tables."""
 
 from collections import OrderedDict
 from collections.abc import Hashable
@@ -13,9 +13,9 @@ CACHE_BYTES = 1 << 23  # columns beyond that are dropped, least recently used fi
 
 
 class GradAddresses:
-    """Columns by the addresses in them: gradients that lie where some have lain before copy nothing.
+    """A cache of columns by their addresses: nothing is copied for gradients at addresses that were used before.
 
-    Of gradients that have moved, statistics and update of a step read the same copy.
+    For gradients that have moved, the statistics and the update of a step share one copy.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class GradAddresses:
     def find(self, grads: TensorList) -> Tensor:
         """Return the addresses on the device: int64, shape [len(grads)].
 
-        Raises UsageError where they are not there yet and the current stream is capturing a graph.
+        Raises UsageError if they are not there yet while a graph is captured.
         """
         device = grads[0].device
         capturing = is_capturing(device)
@@ -39,7 +39,7 @@ class GradAddresses:
             refuse_capture(device, capturing)
             found = copied(grads.pointers, device)
             self._keep(key, found)
-            if len(grads.parts) > 1:  # which are updated one after the other
+            if len(grads.parts) > 1:  # the parts are updated one after the other
                 pieces = found.split([len(part) for part in grads.parts])
                 for part, piece in zip(grads.parts, pieces, strict=True):
                     self._keep((device, part.places), piece)

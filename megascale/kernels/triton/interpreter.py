@@ -1,4 +1,4 @@
-"""What lets one source of kernels run compiled on a device and, fast enough for tests, in Triton's interpreter."""
+"""Lets the same kernels run compiled on a device and, fast enough for tests, in Triton's interpreter."""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 
@@ -20,7 +20,7 @@ if isinstance(tl.sum, triton.JITFunction) == INTERPRETED:
 def interpreter_fault(triton_version: str, numpy_version: str) -> str | None:
     """Return why Triton's interpreter cannot work with these versions, and the remedy; None where it can.
 
-    Up to 3.6 it lets numpy make a number of an array of one element, which numpy refuses from 2.4 on.
+    Up to 3.6 it converts one-element arrays to numbers, which numpy refuses from 2.4 on.
     """
     if _release(triton_version) >= (3, 7) or _release(numpy_version) < (2, 4):
         return None
@@ -42,8 +42,9 @@ INTERPRETED_KERNELS = tl.constexpr(INTERPRETED)
 
 
 def inlined(function: Any) -> Any:
-    """Make a function that kernels call. In the interpreter it stays as it is: a jit function called there looks
-    through all of Triton anew, which takes longer than the function.
+    """Decorate a function that kernels call: ``triton.jit``, or nothing in the interpreter.
+
+    There a jit function would patch all of Triton anew at each call, which takes longer than the function.
     """
     return function if INTERPRETED else triton.jit(function)
 
@@ -60,8 +61,8 @@ def sum_of(values, AXIS: tl.constexpr = 0):
 def sum_of_lanes(lanes, NUMBER: tl.constexpr, WIDTH: tl.constexpr):
     """Return the sum over lanes, shape [WIDTH] or none where that is 1: neighbours first, then neighbouring sums.
 
-    That order does not depend on how the lanes lie in registers. NUMBER: how many there are, a power of two; more lanes
-    that are 0 do not change the bits.
+    That order does not depend on the layout of registers. NUMBER: the number of lanes, a power of two; additional lanes
+    of 0 do not change the bits.
     """
     for level in tl.static_range(30):
         if NUMBER >> level > 1:

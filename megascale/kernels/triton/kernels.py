@@ -32,9 +32,9 @@ STEP = tl.constexpr(device_table.STEP)
 MAIN, MODEL, STATE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 OVERFLOW = tl.constexpr(FP16_OVERFLOW)
 UPDATE_VECTOR = tl.constexpr(device_table.VECTOR // 4)  # elements; main params are fp32
-NARROWER = tl.constexpr(1 if INTERPRETED else 4)  # single elements come in smaller blocks: they take more registers
+NARROWER = tl.constexpr(1 if INTERPRETED else 4)  # blocks of single elements are smaller: they need more registers
 
-# Read one number at a time: whatever their alignment, one compiled kernel serves.
+# Not specialized by alignment, so that one compiled kernel serves: single numbers are read from them.
 POINTERS = [
     "rows",
     "chunk_rows",
@@ -61,7 +61,7 @@ def _read(pointer, offsets, mask):
 
 @inlined
 def _round_to_bf16(value):
-    """Round fp32 to the nearest bf16, ties to even. By hand: the interpreter's own cast truncates. NaN stays NaN."""
+    """Round fp32 to the nearest bf16, ties to even; NaN stays NaN. The interpreter's own cast truncates."""
     bits = value.to(tl.int32, bitcast=True)
     high = bits >> 16
     high += ((bits & 0xFFFF) + 0x7FFF + (high & 1)) >> 16
@@ -91,7 +91,7 @@ def _round_into_model(model, offsets, value, mask, kept, overflow, MODEL_DTYPE: 
 
 @inlined
 def _arrive(row, counter, flags, overflow, CHUNK: tl.constexpr):
-    """Count this chunk as done. Return whether it is its row's last one, which then has written the row's flag.
+    """Count this chunk as done. Return whether it is its row's last one; if so, the row's flag has been written.
 
     All programs of a row have read the step count before the last one arrives, so that it may write the next. The
     counter holds arrivals in its low half and overflowing chunks in its high half, and is 0 again afterwards.
@@ -399,7 +399,7 @@ def _measure_chunk(
         )
     total = sum_of_lanes(squares, BLOCK, 1)
     non_finite = tl.full((), 0, tl.int32)
-    if (total < float("inf")) == 0:  # a sum is finite only if all elements are: one by one where it is not
+    if (total < float("inf")) == 0:  # a finite sum has finite elements only; else count them
         non_finite = _count_non_finite(grad, start, length, GRAD_DTYPE, BLOCK // NARROWER)
     return total, non_finite, sum_of(zeros)
 
@@ -408,7 +408,7 @@ def _measure_chunk(
 def _is_last(counter, number):
     """Count this program as done. Return whether it is the last of ``number``; the counter is 0 again then.
 
-    What the others have stored before they counted is there to be read.
+    Stores that the others made before they counted are visible to it.
     """
     tl.debug_barrier()
     last = tl.atomic_add(counter, tl.full((), 1, tl.int64)) + 1 == number
@@ -425,7 +425,7 @@ def _sum_partials(partials, stride, number, FAN: tl.constexpr):
     for begin in range(0, number, FAN):
         lanes = (begin + tl.arange(0, FAN))[:, None]
         mask = (lanes < number) & (columns < 3)
-        # .cg: not from this SM's cache, in which another program's store is not seen
+        # .cg: bypass this SM's cache, which does not see another program's store
         totals += tl.load(partials + lanes * stride + columns, mask=mask, other=0, cache_modifier=".cg")
     return sum_of_lanes(totals, FAN, 4)
 
@@ -437,8 +437,8 @@ def measure_kernel(
 ):
     """Write each row's sum of squares, non-finite count and zeros to ``stats``, fp64, shape [rows, 3].
 
-    The last program of FAN chunks adds them up, and the last of those programs adds up their sums: the order is that of
-    the chunks, whoever is last. ``partials``: fp64, shape [chunks, 4], of rows of more than one chunk.
+    Of FAN chunks the program that ends last adds them up, and the last of those programs adds up their sums, always in
+    the order of the chunks. ``partials``: fp64, shape [chunks, 4], of rows of more than one chunk.
     """
     index, slot, row, start, length = locate(rows, chunk_rows, COLUMNS, CHUNK)
     grad = tl.load(grads + slot)

@@ -1,6 +1,6 @@
-"""Launches of compiled kernels: Triton finds the code of a kind of launch once, and from then on it is called as it is.
+"""Launches compiled kernels: Triton looks up the code of a kind of launch once, later launches call it directly.
 
-Triton's own way from a kernel to its code, at every launch, is longer for the host than the launch itself.
+Triton's own look-up at every launch costs the host more time than the launch itself.
 """
 
 from collections.abc import Hashable
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 _COMPILED: dict[Hashable, tuple[Any, tuple[Any, ...]]] = {}
-"""Code that is loaded, and the constants that it is handed after the arguments, by :func:`_kind`."""
+"""Loaded code and the constants that follow its arguments, by :func:`_kind`."""
 
 
 def launch(
@@ -20,10 +20,10 @@ def launch(
     """Launch ``programs`` programs of a kernel on the current stream of its tensors' device.
 
     Args:
-        kernel: a jit function. Triton must make the same code of it for all tensors of one dtype and all numbers of one
-            type: its tensors and whole numbers are named in ``do_not_specialize``.
-        arguments: all that are no constants, in the kernel's order; the first one is a tensor.
-        constants: the kernel's others, by name.
+        kernel: a jit function. Its tensors and integers must be named in ``do_not_specialize``, so that its code
+            depends only on dtypes.
+        arguments: all but constants, in the kernel's order; the first one is a tensor.
+        constants: the kernel's constexpr arguments, by name.
         interpreted: the kernel runs in Triton's interpreter.
     """
     device = arguments[0].device
@@ -42,7 +42,7 @@ def launch(
 def _kind(
     kernel: Any, device: torch.device, arguments: tuple[Any, ...], constants: dict[str, Any], num_warps: int
 ) -> Hashable:
-    """Return what one piece of code is made for."""
+    """Return the key of the compiled code that serves this launch."""
     types = [argument.dtype if isinstance(argument, Tensor) else type(argument) for argument in arguments]
     return kernel.fn, device, num_warps, *types, *constants.items()
 
