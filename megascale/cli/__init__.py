@@ -8,7 +8,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Protocol
 
-from megascale.cli import convert
+from megascale.cli import convert, info
 from megascale.utils.program import run_program
 
 
@@ -27,7 +27,7 @@ class Command(Protocol):
         """Run it; returns the exit status."""
 
 
-COMMANDS: tuple[Command, ...] = (convert,)
+COMMANDS: tuple[Command, ...] = (convert, info)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,7 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m megascale", description="Tools around megascale's training state.")
+    parser = argparse.ArgumentParser(
+        prog="python -m megascale", description="Tools around megascale: its state, and this machine."
+    )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:

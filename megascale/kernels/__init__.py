@@ -15,7 +15,7 @@ from megascale.kernels.decision import (
 from megascale.kernels.native.backend import NativeBackend
 from megascale.kernels.protocol import AdamHyper, Backend, LionHyper, Operands, SgdHyper
 from megascale.kernels.reference import ReferenceBackend, stats_dtype
-from megascale.kernels.selection import select_backend
+from megascale.kernels.selection import select_backend, why_not
 from megascale.kernels.tensors.checked_memory import MemoryRecord, is_plain, memory_fault, plain, shares_elements
 from megascale.kernels.tensors.tensor_list import GradList, ParamList, TensorList
 from megascale.kernels.tensors.tensor_reader import (
@@ -63,4 +63,5 @@ __all__ = [
     "select_backend",
     "shares_elements",
     "stats_dtype",
+    "why_not",
 ]

@@ -9,9 +9,10 @@ import torch
 
 from megascale.config import BACKENDS
 from megascale.errors import UsageError
+from megascale.kernels.decision import NUM_STATISTICS
 from megascale.kernels.native.backend import NativeBackend
 from megascale.kernels.protocol import Backend
-from megascale.kernels.reference import ReferenceBackend
+from megascale.kernels.reference import ReferenceBackend, stats_dtype
 from megascale.kernels.torch_backend import TorchBackend
 from megascale.utils import validate
 
@@ -39,6 +40,19 @@ def select_backend(name: str = "auto", device: torch.device | None = None) -> Ba
     except UsageError as error:
         _warn_once(f"{error}\nUsing the torch backend")
         return TorchBackend()
+
+
+def why_not(name: str, device: torch.device) -> str | None:
+    """Return why the backend called ``name`` cannot run on ``device``; None where it can: it has decided a step there.
+
+    Raises ArgumentError for an unknown name.
+    """
+    maker = _MAKERS[validate.one_of("backend", name, tuple(_MAKERS))]
+    try:
+        maker(device).decide(torch.zeros(NUM_STATISTICS, dtype=stats_dtype(device), device=device), None, 0.0)
+    except UsageError as error:
+        return str(error)
+    return None
 
 
 def _fastest(device: torch.device | None) -> str:

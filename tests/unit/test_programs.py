@@ -14,6 +14,7 @@ import torch
 
 import megascale.checkpoint
 from megascale.checkpoint.__main__ import main as checkpoint
+from megascale.cli import info
 from megascale.cli import main as tools
 from megascale.train.__main__ import main as train
 from megascale.train.config import TrainConfig, load_config, usage
@@ -23,6 +24,7 @@ from tests.unit.interop.checkpoints import SCALER
 PROGRAMS = [
     ["megascale"],
     ["megascale", "convert"],
+    ["megascale", "info"],
     ["megascale.checkpoint"],
     ["megascale.train"],
     ["megascale.train.experiment"],
@@ -51,6 +53,53 @@ def test_version_in_process(main: Any, capsys: pytest.CaptureFixture[str]) -> No
     """--version needs no other argument."""
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"megascale {megascale.__version__}\n"
+
+
+def _info(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    """Return what `info` says, by label, each in one line."""
+    assert tools(["info"]) == 0
+    said: dict[str, str] = {}
+    label = ""
+    for line in capsys.readouterr().out.splitlines():
+        label = line[: info.LABEL].strip() or label
+        said[label] = f"{said[label]} {line[info.LABEL :].strip()}" if label in said else line[info.LABEL :].strip()
+    return said
+
+
+def test_info_says_what_runs_and_why_nothing_else_does(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line for every backend: the chosen one is the one that an optimizer gets; the others say why not."""
+    monkeypatch.delenv("MEGASCALE_BACKEND", raising=False)
+    monkeypatch.setenv("COLUMNS", "100")
+    said = _info(capsys)
+    params = [torch.nn.Parameter(torch.zeros(3))]
+    optimizer = megascale.MixedPrecisionOptimizer(torch.optim.SGD(params, 0.1), megascale.OptimizerConfig())
+    assert said[f"backend {optimizer.backend.name}"] == "chosen; works here"
+    assert said["backend torch"] in ("works here", "chosen; works here")
+    assert said["torch"].startswith(torch.__version__)
+    assert "backend 'apex' needs" in said["backend apex"]
+    assert ("TRITON_INTERPRET" in said["backend triton"]) != (os.environ.get("TRITON_INTERPRET") == "1")
+    assert said["megascale"].startswith(megascale.__version__)
+    assert f"{torch.get_num_threads()} threads" in said["cpu"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "label", "expected"),
+    [
+        ("reference", "backend reference", "chosen; works here"),
+        ("apex", "no backend", "backend 'apex' needs"),
+        ("fast", "no backend", "MEGASCALE_BACKEND must be one of"),
+    ],
+)
+def test_info_of_a_backend_that_was_asked_for(
+    asked: str, label: str, expected: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MEGASCALE_BACKEND is followed, and shown; one that cannot be had is no error here."""
+    monkeypatch.setenv("MEGASCALE_BACKEND", asked)
+    said = _info(capsys)
+    assert said[label].startswith(expected)
+    assert f"MEGASCALE_BACKEND={asked}" in said["environment"]
 
 
 def _keys(kind: Any, prefix: str = "") -> list[str]:

@@ -1,0 +1,123 @@
+"""``python -m megascale info``: what megascale runs on here, and why not on something faster."""
+
+import argparse
+import os
+import platform
+import shutil
+import textwrap
+import warnings
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megascale.config import BACKENDS
+from megascale.errors import MegascaleError
+from megascale.kernels import select_backend, why_not
+from megascale.version import VERSION
+
+NAME = "info"
+HELP = "print versions, devices, the backends that work here and why others do not, and optional libraries"
+AS_TYPED: dict[str, str] = {}
+
+LIBRARIES = (
+    "triton", "apex", "transformer-engine", "accelerate", "transformers", "lightning", "pytorch-lightning",
+    "megatron-core", "deepspeed", "omegaconf", "scikit-learn", "tqdm", "tensorboard", "wandb", "matplotlib",
+)  # fmt: skip
+"""Distributions that megascale works with or uses where they are installed."""
+VARIABLES = ("MEGASCALE_", "CC", "CXX", "OMP_NUM_THREADS", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")
+"""How the names of environment variables begin that change what runs."""
+LABEL = 22
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments: none."""
+
+
+def run(given: argparse.Namespace) -> int:
+    """Print it."""
+    width = max(shutil.get_terminal_size((100, 24)).columns, 60)
+    for label, text in facts():
+        print(
+            textwrap.fill(
+                text, width, initial_indent=f"{label:<{LABEL}}", subsequent_indent=" " * LABEL, break_on_hyphens=False
+            )
+        )
+    return 0
+
+
+def facts() -> Iterator[tuple[str, str]]:
+    """Yield a label and what is to be said of it, in the order of the screen."""
+    yield "megascale", f"{VERSION}, in {Path(__file__).parents[1]}"
+    yield "torch", f"{torch.__version__}, Python {platform.python_version()}, {platform.platform()}"
+    yield "collectives", ", ".join(_collectives()) or "none: torch.distributed is not available"
+    for device in _devices():
+        yield str(device), _describe(device)
+        yield from _backends(device)
+    present, absent = _libraries()
+    yield "installed", ", ".join(present) or "none of the optional libraries"
+    yield "not installed", ", ".join(absent) or "-"
+    found = sorted(f"{name}={value}" for name, value in os.environ.items() if _matters(name))
+    yield "environment", ", ".join(found) or "nothing set that changes what runs"
+
+
+def _collectives() -> list[str]:
+    if not dist.is_available():
+        return []
+    offered = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
+    return [name for name, there in offered.items() if there]
+
+
+def _devices() -> Iterator[torch.device]:
+    yield torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator()
+    for index in range(torch.accelerator.device_count() if accelerator is not None else 0):
+        yield torch.device(accelerator.type, index) if accelerator is not None else torch.device("cpu")
+
+
+def _describe(device: torch.device) -> str:
+    if device.type == "cpu":
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        return f"{torch.get_num_threads()} threads on {cores} cores, {torch.backends.cpu.get_cpu_capability()}"
+    if device.type != "cuda":
+        return device.type
+    properties = torch.cuda.get_device_properties(device)
+    return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
+
+
+def _backends(device: torch.device) -> Iterator[tuple[str, str]]:
+    """Yield a line for each backend, the chosen one first: that it works, or why not."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it is said below
+            chosen = select_backend("auto", device).name
+    except MegascaleError as error:  # MEGASCALE_BACKEND asks for one that cannot be had
+        chosen = None
+        yield "  no backend", _one_line(error)
+    # native hands tensors elsewhere to torch.
+    names = [name for name in BACKENDS if name != "auto" and (name != "native" or device.type == "cpu")]
+    for name in sorted(names, key=lambda name: name != chosen):
+        reason = why_not(name, device)
+        found = "works here" if reason is None else f"no: {_one_line(reason)}"
+        yield f"  backend {name}", f"chosen; {found}" if name == chosen else found
+
+
+def _one_line(message: object) -> str:
+    return " ".join(str(message).split())
+
+
+def _libraries() -> tuple[list[str], list[str]]:
+    """Return optional libraries that are installed, with versions, and those that are not."""
+    present, absent = [], []
+    for name in LIBRARIES:
+        try:
+            present.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            absent.append(name)
+    return present, absent
+
+
+def _matters(name: str) -> bool:
+    return any(name.startswith(start) if start.endswith("_") else name == start for start in VARIABLES)
