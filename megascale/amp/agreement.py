@@ -1,7 +1,7 @@
-"""Which ranks take a step's decision together, and the one small all-reduce in which they do.
+"""Finds the ranks that take a step's decision together, and all-reduces the decision over them.
 
 An optimizer's ranks are those of the process group that the scaler was given, and those of the meshes of its DTensor
-parameters. Parameters tell, not gradients, so that a rank without gradients takes part.
+parameters. Parameters determine them, not gradients, so that a rank without gradients takes part.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Squares = dict["DeviceMesh", Tensor]
-"""For each mesh, this rank's (later: the mesh's) sum of squares of the gradients that lie on it: 0-d."""
+"""By mesh, the sum of squares of the gradients on it, 0-d: this rank's, and after the all-reduce the mesh's."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class Circle:
 
     @classmethod
     def of_mesh(cls, mesh: "DeviceMesh") -> "Circle":
-        """Return the ranks of ``mesh``; nobody where this rank is not one of them.
+        """Return the ranks of ``mesh``; none if this rank is not one of them.
 
-        A mesh of several dimensions that is not the whole world has no group of its own: its dimensions' groups sum one
-        after the other, which creates none.
+        A mesh of several dimensions that is not the whole world has no group: its dimensions' groups sum one after the
+        other, so that no group has to be created.
         """
         if mesh.get_coordinate() is None:
             return cls(frozenset(), ())
@@ -63,8 +63,8 @@ class Circle:
 class Agreement:
     """The ranks that decide together about one optimizer's step.
 
-    Where one circle holds all others, one all-reduce does. Where none does, each sums in turn, in the order of
-    parameters: over slices of one mesh, a flag thereby reaches all ranks of it.
+    If one circle contains all others, one all-reduce suffices. Else each circle sums in turn, in the order of
+    parameters: over slices of one mesh, a flag so reaches all its ranks.
 
     Args:
         params: the optimizer's parameters, in an order that all ranks share.
@@ -83,7 +83,7 @@ class Agreement:
 
     @property
     def is_alone(self) -> bool:
-        """Whether this rank has nobody to ask."""
+        """Whether this rank decides alone."""
         return not self._circles
 
     @property
@@ -94,12 +94,12 @@ class Agreement:
     def agree(self, found_inf: Tensor, squares: Squares | None = None) -> tuple[Tensor, Squares]:
         """Return `found_inf` of all ranks, exactly 0 or 1, and each mesh's sum of squares.
 
-        ``found_inf`` is fp32 and 0-d. ``squares`` has an entry for each of :attr:`meshes`, or is not asked for.
+        ``found_inf`` is fp32 and 0-d. ``squares`` has an entry for each of :attr:`meshes`, or is None.
         """
         squares = dict(squares or {})
         waiting = dict(squares)
         for circle in self._circles:
-            # A mesh that is the circle sums its squares in the same message.
+            # A mesh with the same ranks as the circle sums its squares in the same message.
             riders = [mesh for mesh in waiting if self._of_mesh[mesh].members == circle.members]
             found_inf, *sums = circle.total([found_inf, *(waiting.pop(mesh) for mesh in riders)])
             squares.update(zip(riders, sums, strict=True))

@@ -1,4 +1,4 @@
-"""autocast in the half dtype that was chosen once, on the device that this machine has."""
+"""autocast, with a process-wide half dtype and this machine's device as defaults."""
 
 import functools
 from collections.abc import Callable
@@ -10,15 +10,15 @@ from megascale.errors import ArgumentError, ArgumentTypeError
 
 HALF_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
-# One for the process, as what it stands for is a property of the run. A single reference: threads need no lock.
+# One per process, as it is a property of the run. A single reference, so threads need no lock.
 _chosen: torch.dtype | None = None
 
 
 def set_half_dtype(value: str | torch.dtype | None) -> torch.dtype:
-    """Choose the half dtype of every :class:`autocast` that names none; ``cerebras.pytorch.amp``'s function.
+    """Set the default half dtype of :class:`autocast`; ``cerebras.pytorch.amp``'s function.
 
     It holds for the whole process, all threads included, from the next autocast region or decorated call on. Regions
-    that have begun keep theirs, and so do loss scalers: fp16 needs one, bf16 does not.
+    that have begun keep theirs. Loss scalers are not affected: fp16 needs one, bf16 does not.
 
     Args:
         value: "float16", "bfloat16", ``torch.float16`` or ``torch.bfloat16``. None: torch's own default again.
@@ -36,10 +36,10 @@ def set_half_dtype(value: str | torch.dtype | None) -> torch.dtype:
 
 
 def get_half_dtype(device_type: str | None = None) -> torch.dtype:
-    """Return what :func:`set_half_dtype` chose, else torch's default: bf16 on CPU, fp16 on most accelerators.
+    """Return the dtype that :func:`set_half_dtype` set, else torch's default: bf16 on CPU, fp16 on most accelerators.
 
     Args:
-        device_type: whose default, such as "cuda". None: that of this machine's accelerator, or of the CPU.
+        device_type: the device type for the default, such as "cuda". None: this machine's accelerator, else the CPU.
     """
     return _chosen or torch.get_autocast_dtype(device_type or _device_type())
 
@@ -54,11 +54,11 @@ class autocast(torch.autocast):
         device_type: such as "cuda". None: this machine's accelerator, or the CPU.
         dtype: a torch dtype, "float16" or "bfloat16". None: :func:`get_half_dtype`.
         enabled: False: the region runs in the dtypes of its tensors.
-        cache_enabled: whether casts of weights are kept until the region ends. None: as torch is set.
+        cache_enabled: whether casts of weights are kept until the region ends. None: torch's present setting.
 
     Raises:
-        ArgumentError, ArgumentTypeError: for an argument that does not fit. Else as ``torch.autocast``, which is
-            warned about, and disabled, on a device that does not have the dtype.
+        ArgumentError, ArgumentTypeError: for an argument that does not fit. As ``torch.autocast``, it warns and is
+            disabled on a device that does not support the dtype.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class autocast(torch.autocast):
         super().__init__(device_type, dtype, enabled, cache_enabled)
 
     def __call__(self, func: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``func`` in a region of its own at every call."""
+        """Return ``func`` wrapped so that every call runs in a new region."""
         if not callable(func):
             raise ArgumentTypeError(f"autocast()(func) needs a callable, got {func!r}; or write `with autocast():`")
         arguments = self._arguments
@@ -93,7 +93,7 @@ class autocast(torch.autocast):
 
 
 def _device_type() -> str:
-    # Of those that torch was built for, the one that is here: torch for CUDA also runs on machines without a GPU.
+    # check_available: torch that was built for CUDA also runs on machines without a GPU.
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return "cpu" if accelerator is None else accelerator.type
 

@@ -1,15 +1,15 @@
-"""Errors of GradScaler that are also what torch.amp.GradScaler raises at the same place."""
+"""Errors of GradScaler that are also of the class that torch.amp.GradScaler raises."""
 
 from megascale.errors import ArgumentError, StateDictError, UsageError
 
 
 class ScalerOrderError(UsageError, AssertionError):
-    """A call came too early, or without the calls that go before it. torch raises AssertionError there."""
+    """A call came too early, or without the calls that must precede it. torch raises AssertionError."""
 
 
 class ScalerArgumentError(ArgumentError, AssertionError):
-    """A factor or a new scale that cannot be. torch raises AssertionError there."""
+    """A factor or a new scale is out of range. torch raises AssertionError."""
 
 
 class EmptyScalerStateError(StateDictError, RuntimeError):
-    """A state dict without entries, as a disabled scaler gives. torch raises RuntimeError there."""
+    """A state dict without entries, as a disabled scaler returns it. torch raises RuntimeError."""

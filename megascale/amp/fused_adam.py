@@ -1,6 +1,6 @@
-"""torch's fused Adam and AdamW on our kernels: its state, its arithmetic, and gradients that are read but not written.
+"""torch's fused Adam and AdamW on our kernels: same state, same arithmetic, but gradients are not written.
 
-torch's own kernel, told a ``grad_scale``, writes back every gradient that it has divided: 4 bytes of 32 a parameter.
+torch's own kernel with a ``grad_scale`` writes back every gradient that it has divided: 4 bytes of 32 per parameter.
 """
 
 from typing import Any, TypeGuard
@@ -14,9 +14,9 @@ from megascale.step.kernel_state import rate
 
 
 def fits(optimizer: torch.optim.Optimizer, backend: Backend) -> TypeGuard[torch.optim.Adam]:
-    """Return whether :func:`step_` does what the optimizer's ``step()`` would, but for the last bits, and faster.
+    """Return whether :func:`step_` can replace the optimizer's ``step()``; results differ in the last bits at most.
 
-    It must be torch's own ``step()``, with ``fused=True`` and without hooks, on plain fp32 parameters.
+    That must be torch's own ``step()``, with ``fused=True`` and without hooks, on plain fp32 parameters.
     """
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW) or isinstance(backend, TorchBackend):
         return False
@@ -41,7 +41,7 @@ def fits(optimizer: torch.optim.Optimizer, backend: Backend) -> TypeGuard[torch.
 
 
 def _are_plain(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> bool:
-    """Return whether our kernels can read parameters and state; torch's own step takes others, or refuses them."""
+    """Return whether our kernels can read parameters and state; torch's own step handles others, or refuses them."""
     states = [(param, optimizer.state[param]) for param in params if optimizer.state.get(param)]
     for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
         held = [(param, state[name]) for param, state in states if name in state]
@@ -56,7 +56,7 @@ def _are_plain(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> 
 
 @torch.no_grad()
 def step_(optimizer: torch.optim.Adam, backend: Backend, decision: Decision) -> None:
-    """Update parameters and state where the step lands. Its state is torch's own, made as torch makes it."""
+    """Update parameters and state if the step lands. Missing state is created as torch creates it."""
     for group in optimizer.param_groups:
         lists: list[list[Tensor]] = [[] for _ in range(6)]
         optimizer._init_group(group, *lists)

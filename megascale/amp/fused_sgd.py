@@ -1,4 +1,4 @@
-"""Mends torch's fused SGD: the momentum of a skipped first step."""
+"""Works around a bug of torch's fused SGD: uninitialised momentum after a skipped first step."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from megascale.utils.dtensors import local
 
 
 def params_without_momentum(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return the parameters for which the next step of an SGD with momentum makes a buffer; of any other, none."""
+    """Return the parameters for which the next step of an SGD with momentum creates a buffer; none for others."""
     if not isinstance(optimizer, torch.optim.SGD):
         return []
     groups = [group for group in optimizer.param_groups if group["momentum"] != 0]
@@ -17,9 +17,9 @@ def params_without_momentum(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 @torch.no_grad()
 def fill_momentum_(optimizer: torch.optim.Optimizer, params: list[Tensor], found_inf: Tensor) -> None:
-    """Zero the new momentum of ``params`` where the step was skipped, without a sync.
+    """Zero the new momentum of ``params`` if the step was skipped, without a sync.
 
-    torch's fused kernel allocates it, fills it only in a step that lands, and reads it at the next step all the same.
+    torch's fused kernel allocates it, fills it only in a landed step, but always reads it in the next one.
     """
     for param in params:
         buffer = optimizer.state.get(param, {}).get("momentum_buffer")

@@ -1,4 +1,4 @@
-"""GradScaler: torch.amp.GradScaler's surface, with a decision that all ranks share."""
+"""GradScaler: torch.amp.GradScaler's API, with a decision that all ranks share."""
 
 import inspect
 import warnings
@@ -24,11 +24,11 @@ from megascale.utils import validate
 
 
 class GradMeasure(NamedTuple):
-    """What one pass over an optimizer's scaled gradients found: 0-d tensors on the scale's device, unread.
+    """The result of one pass over an optimizer's scaled gradients: 0-d tensors on the scale's device, without a sync.
 
     Attributes:
         found_inf: fp32, 1.0 where any gradient of any rank that agrees has a non-finite element, else 0.0.
-        sum_squares: statistics dtype: of this rank's gradients; of DTensors, of the whole tensors, each element once.
+        sum_squares: statistics dtype: of this rank's plain gradients and of whole DTensors, each element once.
     """
 
     found_inf: Tensor
@@ -38,45 +38,45 @@ class GradMeasure(NamedTuple):
 class GradScaler(torch.amp.GradScaler):
     """Scales losses, unscales gradients, and skips steps whose gradients overflowed: torch.amp.GradScaler, and more.
 
-    In one process, on fp32 gradients, it does bit for bit what torch's does. It is a subclass, because libraries check
-    and annotate ``torch.amp.GradScaler``, and because optimizers that take a ``grad_scaler`` ask it through torch's own
-    methods; every decision is made here. Beyond torch's:
+    In one process, on fp32 gradients, results have the same bits as torch's. It is a subclass because libraries check
+    for and annotate ``torch.amp.GradScaler``, and because optimizers that take a ``grad_scaler`` call torch's own
+    methods; every decision is made here. Differences from torch's:
 
     - Ranks agree on each optimizer's step: those of ``process_group``, and those of its DTensor parameters' meshes,
-      whatever the placements, also where a rank has no gradient. It takes one small all-reduce. (More only where no
-      group spans all: one for each dimension of a mesh that is not the whole world, one for each of several meshes that
-      are slices of one.) Ranks that share a loss, but none of an optimizer's groups and meshes, need a
-      ``process_group`` that spans them: their scales would part.
-    - With an optimizer that reads `found_inf` on the device (torch's with ``fused=True``), :meth:`step` waits for
-      nothing and writes no gradient before the update. Any other costs one host read a step.
+      whatever the placements, also if a rank has no gradient. It takes one small all-reduce. (More only if no group
+      spans all: one per dimension of a mesh that is not the whole world, one per mesh if several are slices of one.)
+      Ranks that share a loss, but none of an optimizer's groups and meshes, need a ``process_group`` that spans them,
+      else their scales diverge.
+    - With an optimizer that reads `found_inf` on the device (torch's with ``fused=True``), :meth:`step` has no host
+      sync and does not write gradients before the update. Any other costs one host read a step.
     - fp16 gradients are accepted. A fused optimizer unscales them in fp32, without loss. :meth:`unscale_`, and with it
-      the step of any other optimizer, rounds them to fp16 in place: what is below 2**-24 after division by the scale is
-      lost. What leaves fp16's range there counts as overflow.
+      the step of any other optimizer, rounds them to fp16 in place: values below 2**-24 after division by the scale are
+      lost. Values beyond fp16's range count as overflow.
     - The scale stays within ``min_scale`` and ``max_scale``, where torch's falls to 0 and never recovers. A growth
       tracker above the interval, as from a state dict or after :meth:`set_growth_interval`, grows at the next clean
       step, where torch's never grows again.
 
     Args:
-        device: type of the device of scale and losses, as torch has it: "cuda" without CUDA disables, with a warning.
+        device: device type of scale and losses. As in torch, "cuda" without CUDA disables the scaler, with a warning.
         init_scale: the first scale.
         growth_factor: above 1.
         backoff_factor: between 0 and 1, exclusive.
         growth_interval: clean steps before the scale grows.
         enabled: False: :meth:`step` calls the optimizer's, everything else does nothing.
-        loss_scale: "dynamic" or None: the scale follows overflows. A number: it is the scale and stays, in place of
+        loss_scale: "dynamic" or None: the scale follows overflows. A number: the constant scale, in place of
             ``init_scale``; steps that overflow are skipped (Cerebras's argument).
         hysteresis: overflows before the scale backs off; see :class:`megascale.DynamicGradScaler`.
         hysteresis_reset: what replenishes them: "growth", or "clean_step", so that it counts overflows in a row.
-        min_scale: the scale never falls below it. The default, 2**-126, is the smallest scale with which fp32 still
-            works: a smaller one, and then its gradients, are subnormal. Down to there torch's scale is the same.
-        max_scale: the scale never grows above it. None: as long as fp32 holds it, as torch does.
-        process_group: ranks that decide together. None: this rank alone, but the ranks of a DTensor's mesh always
-            agree. With DistributedDataParallel none is needed; with FSDP1 (as for ShardedGradScaler), pipeline stages
-            or different losses on different ranks one is.
+        min_scale: the scale never falls below it. The default, 2**-126, is the smallest normal fp32 number: a smaller
+            scale, and then its gradients, would be subnormal. Above it torch's scale is the same.
+        max_scale: the scale never grows above it. None: only fp32 limits it, as in torch.
+        process_group: ranks that decide together. None: this rank alone, except that the ranks of a DTensor's mesh
+            always agree. DistributedDataParallel needs none; FSDP1 (as with ShardedGradScaler), pipeline stages and
+            different losses on different ranks need one.
 
     Raises:
-        ArgumentError, ArgumentTypeError: for an argument that cannot be, naming it. Also AssertionErrors where torch
-            raises that.
+        ArgumentError, ArgumentTypeError: for an argument out of range, naming it. Also an AssertionError where torch
+            raises one.
     """
 
     def __init__(
@@ -164,10 +164,10 @@ class GradScaler(torch.amp.GradScaler):
         return result
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """End the iteration: the scale backs off where any optimizer's gradients overflowed, or grows in time.
+        """End the iteration: the scale backs off if any optimizer's gradients overflowed, and may grow otherwise.
 
         Args:
-            new_scale: the next scale, in place of all that: a number, or a tensor of one element on this scaler's kind
+            new_scale: the next scale, instead of that: a number, or a tensor of one element on this scaler's kind
                 of device. A tensor is not read: it is clamped to ``min_scale`` and ``max_scale`` on the device, and one
                 that is not finite leaves the scale as it is.
 
@@ -197,13 +197,13 @@ class GradScaler(torch.amp.GradScaler):
                 )
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
 
-    # What optimizer_step() needs beyond torch's surface
+    # For optimizer_step(), beyond torch's API
 
     @torch.no_grad()
     def _measure(self, optimizer: torch.optim.Optimizer) -> GradMeasure:
-        """Measure the optimizer's scaled gradients, and let ranks agree; :meth:`step` will not do it again.
+        """Measure the optimizer's scaled gradients and agree with the other ranks; :meth:`step` does not repeat it.
 
-        Call it instead of :meth:`unscale_`, or before :meth:`_unscale`, with nothing in between that could overflow.
+        Call it instead of :meth:`unscale_`, or before :meth:`_unscale`; gradients must not change in between.
         """
         scale, _ = self._check_scale_growth_tracker("unscale_")
         state = self._state_of(optimizer)
@@ -245,11 +245,11 @@ class GradScaler(torch.amp.GradScaler):
         scale, _ = self._check_scale_growth_tracker("unscale_")
         return scale.to(stats_dtype(scale.device)).reciprocal().float()
 
-    # What torch's methods, and optimizers that take a grad_scaler, call
+    # Called by torch's methods, and by optimizers that take a grad_scaler
 
     @torch.no_grad()
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Look for non-finite gradients in a pass that writes nothing; ranks agree. Returns flags by device."""
+        """Find non-finite gradients in a pass that writes nothing, and agree on them. Returns flags by device."""
         self._check_scale_growth_tracker("_check_inf_per_device")
         found_infs: dict[torch.device, Tensor] = {}
         for place, stats in LocalGrads(optimizer).measure(self._backend).items():
@@ -282,7 +282,7 @@ class GradScaler(torch.amp.GradScaler):
     def _step_on_device(
         self, optimizer: torch.optim.Optimizer, state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> float | None:
-        """Call a ``step()`` that unscales and skips by itself, told by two attributes, or by this scaler itself."""
+        """Call a ``step()`` that unscales and skips by itself, given two attributes or this scaler."""
         if "grad_scaler" in inspect.signature(optimizer.step).parameters:
             return optimizer.step(*args, **{**kwargs, "grad_scaler": self})
         scale, _ = self._check_scale_growth_tracker("step")
@@ -316,7 +316,7 @@ class GradScaler(torch.amp.GradScaler):
     def _agreed(
         self, optimizer: torch.optim.Optimizer, found_infs: dict[torch.device, Tensor]
     ) -> dict[torch.device, Tensor]:
-        """Return what all ranks found, for each device of ``found_infs``; a rank without gradients hears it, too."""
+        """Return the agreed flag for each device of ``found_infs``. A rank without gradients takes part too."""
         scale, _ = self._check_scale_growth_tracker("unscale_")
         agreement = self._agreement(optimizer)
         if agreement.is_alone:
@@ -359,9 +359,9 @@ class GradScaler(torch.amp.GradScaler):
         super().set_growth_interval(rescale.growth_interval(new_interval))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's five entries, Python numbers all, and ``hysteresis_tracker`` where hysteresis is above 1.
+        """Return torch's five entries, as Python numbers, and ``hysteresis_tracker`` if hysteresis is above 1.
 
-        torch's scaler loads it. Empty where disabled. Call it after :meth:`update`; it reads the device.
+        torch's scaler can load it. Empty if disabled. Call it after :meth:`update`; it reads the device.
         """
         state = super().state_dict()
         if self._enabled and self._limits.hysteresis > 1:

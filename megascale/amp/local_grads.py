@@ -1,4 +1,4 @@
-"""This rank's part of an optimizer's gradients: what is measured, and what is unscaled in place."""
+"""LocalGrads: this rank's part of an optimizer's gradients, to be measured and unscaled in place."""
 
 import math
 from collections import defaultdict
@@ -20,7 +20,7 @@ BackendOf = Callable[[torch.device], Backend]
 
 
 class Place(NamedTuple):
-    """Where gradients lie. ``mesh``: of DTensors, each element of which ``holders`` of its ranks repeat."""
+    """Location of gradients. ``mesh``: of DTensors; ``holders``: how many of its ranks hold each element."""
 
     device: torch.device
     mesh: "DeviceMesh | None" = None
@@ -30,14 +30,14 @@ class Place(NamedTuple):
 class LocalGrads:
     """The gradients of an optimizer, by place and dtype: dense local tensors that alias ``param.grad``.
 
-    A Partial DTensor gradient is reduced first, an fp16 sparse one coalesced, as duplicates may add up to inf: the
-    parameter then holds that. Of a sparse gradient the values count.
+    A Partial DTensor gradient is first replaced by the reduced one, an fp16 sparse one by the coalesced one, as
+    duplicates may add up to inf. Of a sparse gradient the values count.
 
-    A gradient whose bytes are not its values, as torch's negative bit tells, is replaced by one of bytes.
+    A gradient whose bytes are not its values (torch's negative bit) is replaced by a copy.
 
     Args:
         optimizer: whose gradients.
-        coalesced: for a norm: the values of sparse gradients are those without duplicates, and may be copies.
+        coalesced: for a norm: sparse gradients are coalesced, and their values may be copies.
 
     Raises GradientError as :func:`check_memory` does.
     """
@@ -50,7 +50,7 @@ class LocalGrads:
         for group in optimizer.param_groups:
             for param in group["params"]:
                 grad = param.grad
-                if type(grad) is Tensor and grad.layout is torch.strided:  # nearly all, at torch's speed
+                if type(grad) is Tensor and grad.layout is torch.strided:  # the usual case, fast
                     plain[grad.device, grad.dtype].append(grad)
                 elif grad is not None:
                     place, values = _located(param, grad, coalesced)
@@ -66,7 +66,7 @@ class LocalGrads:
         }
 
     def unscale_(self, inv_scale: Tensor, backend_of: BackendOf) -> dict[torch.device, Tensor]:
-        """Multiply all gradients by ``inv_scale`` in place. Returns for each device whether any was not finite.
+        """Multiply all gradients by ``inv_scale`` in place. Returns by device whether any was not finite.
 
         fp16 gradients are checked again afterwards: a scale below 1 may have pushed them out of range.
         """
@@ -84,7 +84,7 @@ class LocalGrads:
 def check_memory(optimizer: torch.optim.Optimizer) -> None:
     """Check the memory of all dense gradients before any is read or written.
 
-    One whose bytes are not its values, as torch's negative bit tells, is replaced by one of bytes. Raises GradientError
+    One whose bytes are not its values (torch's negative bit) is replaced by a copy. Raises GradientError
     for one that has lost its memory, or that is of another shape than its parameter.
     """
     params: list[Tensor] = [
@@ -115,7 +115,7 @@ def squares_in(place: Place, stats: TensorStats) -> Tensor:
 
 
 def _located(param: Tensor, grad: Tensor, coalesced: bool) -> tuple[Place, Tensor]:
-    """Return a parameter's gradient, local and dense, and where it lies."""
+    """Return the place of a parameter's gradient, and the gradient, local and dense."""
     if is_dtensor(param) and is_dtensor(grad):
         if grad.placements != param.placements:
             param.grad = grad = redistribute_like(grad, param)

@@ -1,4 +1,4 @@
-"""optimizer_step: one iteration's end in one call, in the right order, and in fewer passes than the loop has."""
+"""optimizer_step: all calls that end an iteration in one, in the right order and in fewer passes."""
 
 import inspect
 from typing import Any, NamedTuple
@@ -19,18 +19,18 @@ from megascale.utils.collectives import full_tensor
 from megascale.utils.dtensors import local
 
 WRAPPERS = (MixedPrecisionOptimizer, ChainedOptimizer)
-"""Optimizers that scale and clip by themselves; DistributedOptimizer is one of them."""
+"""Optimizers that scale and clip by themselves; a DistributedOptimizer is a MixedPrecisionOptimizer."""
 
 
 class _Clipping(NamedTuple):
-    """The largest norm of all unscaled gradients, then the largest magnitude of an element. None: unlimited."""
+    """The largest norm of all unscaled gradients, and the largest magnitude of an element. None: unlimited."""
 
     norm: float | None
     value: float | None
 
     @property
     def is_asked_for(self) -> bool:
-        """Whether anything is to be clipped."""
+        """Whether there is any limit."""
         return self.norm is not None or self.value is not None
 
 
@@ -43,19 +43,18 @@ def optimizer_step(
     *,
     zero_grad: bool = True,
 ) -> StepResult:
-    """Zero, scale, backward, unscale, clip, step, update: what ends an iteration, in this order.
+    """End an iteration: zero, scale, backward, unscale, clip, step, update, in this order.
 
     ``cerebras.pytorch.amp``'s function. It equals torch's loop, with four differences:
 
-    - Gradients are read once, for overflow and norm together. With an optimizer that unscales by itself (torch's
-      with ``fused=True``) unscaling and clipping by norm then cost no pass at all: they are one number that it divides
-      by. Nothing waits for the device; any other optimizer costs one host read. Where gradients are clipped, and the
-      optimizer is a fused Adam or AdamW on plain fp32 parameters, without hooks, its update runs on our kernels.
-    - Steps with non-finite gradients are skipped without a scaler, too: where `grad_scaler` is None or disabled, the
-      loss is multiplied by 1, and the rest is the same.
-    - Finite gradients that are to be clipped, but whose norm overflows, are skipped; torch steps with zeros.
-    - The norm of DTensor gradients is that of the whole tensors. Plain gradients count as whole on every rank, as under
-      DistributedDataParallel, so each rank takes the norm of its own: shard parameters as DTensors.
+    - Gradients are read once, for overflow and norm together. With an optimizer that unscales by itself (torch's with
+      ``fused=True``) unscaling and clipping by norm need no pass: they are one number that it divides by. There is no
+      host sync; any other optimizer costs one host read. Where gradients are clipped, and the optimizer is a fused Adam
+      or AdamW on plain fp32 parameters, without hooks, its update runs on our kernels.
+    - Steps with non-finite gradients are skipped also if `grad_scaler` is None or disabled: the loss scale is then 1.
+    - A step is skipped if gradients are clipped and their norm overflows; torch steps with zeros.
+    - The norm of DTensor gradients is that of the whole tensors. Plain gradients count as replicated, as under
+      DistributedDataParallel, so each rank takes the norm of its own: use DTensors to shard parameters.
 
     Args:
         loss: one element, not scaled, with its graph. Backward runs here.
@@ -65,17 +64,17 @@ def optimizer_step(
             Of a MixedPrecisionOptimizer: None or its own. One call is one iteration: the scale is updated.
         max_gradient_norm: clip the unscaled gradients to this global L2 norm: by ``max / (norm + 1e-6)``, torch's rule.
         max_gradient_val: then clamp each element to [-max, max].
-        zero_grad: drop the gradients that are there. False adds to them: the last micro-batch of an accumulation.
+        zero_grad: drop existing gradients. False adds to them: for the last micro-batch of an accumulation.
 
     Returns:
-        Tensors on the device, unread: whether the step landed, the norm before clipping, and NaN zeros (but for a
-        wrapped optimizer that counts them). Gradients stay, but those that were never unscaled in place are scaled.
+        Tensors on the device: whether the step landed, the norm before clipping, and the number of zeros: NaN unless a
+        wrapped optimizer counts them. Gradients remain, still scaled unless they were unscaled in place.
 
     Raises:
         ArgumentError, ArgumentTypeError: for an argument that does not fit; nothing has changed.
-        UsageError: for an iteration of the scaler that has begun (nothing has changed), or a loss that gives none of
-            the optimizer's parameters a gradient.
-        GradientError: for a sparse gradient that is to be clipped by value.
+        UsageError: if the scaler's iteration has begun already (nothing has changed), or if the loss gives none of the
+            optimizer's parameters a gradient.
+        GradientError: for a sparse gradient with ``max_gradient_val``.
     """
     clipping = _Clipping(
         None if max_gradient_norm is None else validate.positive("max_gradient_norm", max_gradient_norm),
@@ -165,7 +164,7 @@ def _step_as_torch_does(
 
 
 def _result(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, norm: Tensor) -> StepResult:
-    """Return what became of a step, before the scaler's update() forgets it."""
+    """Return the result of a step, before the scaler's update() drops it."""
     flags = [flag.to(norm.device, non_blocking=True) for flag in scaler._found_inf_per_device(optimizer).values()]
     zeros = torch.full((), torch.nan, dtype=torch.float64, device=norm.device)
     return StepResult(torch.stack(flags).sum() == 0, norm.float(), zeros)
@@ -182,12 +181,12 @@ def _divides_by_itself(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its ``step()`` divides gradients by the attribute ``grad_scale``, as torch's fused ones do."""
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
-    # The older contract hands the scaler to step().
+    # Under the older contract step() takes the scaler.
     return "grad_scaler" not in inspect.signature(optimizer.step).parameters
 
 
 def _clamp_(optimizer: torch.optim.Optimizer, bound: Tensor) -> None:
-    """Clamp every element to [-bound, bound]: 0-d, unread. What overflowed has been noted before."""
+    """Clamp every element to [-bound, bound], 0-d, without a sync. Overflows were recorded before."""
     for param in _with_grads(optimizer):
         grad = local(param.grad)  # type: ignore[arg-type]
         limit = bound.to(grad.device, non_blocking=True)
@@ -198,7 +197,7 @@ def _clamp_(optimizer: torch.optim.Optimizer, bound: Tensor) -> None:
 
 
 def _check(loss: Any, optimizer: Any, grad_scaler: Any) -> None:
-    """Raise what can be known before anything has changed."""
+    """Raise for bad arguments, before anything has changed."""
     if not isinstance(loss, Tensor):
         raise ArgumentTypeError(f"loss must be a tensor, got {type(loss).__name__}")
     if loss.numel() != 1:
@@ -237,7 +236,7 @@ def _check_dense(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _scaler_of(grad_scaler: object, device: torch.device) -> torch.amp.GradScaler:
-    """Return the scaler, or in place of none or a disabled one a scaler that multiplies by 1."""
+    """Return the scaler; for None or a disabled one a scaler with a constant scale of 1."""
     if isinstance(grad_scaler, torch.amp.GradScaler) and grad_scaler.is_enabled():
         return grad_scaler
     group = getattr(grad_scaler, "process_group", None)

@@ -1,4 +1,4 @@
-"""How the loss scale follows `found_inf` on the device: torch's rule, with a floor, a ceiling and hysteresis."""
+"""Updates the loss scale from `found_inf` on the device: torch's rule, with limits and hysteresis."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,16 +17,16 @@ LARGEST_INTERVAL = 2**31 - 1
 
 @dataclass(frozen=True)
 class Limits:
-    """What bounds and delays a scale's fall and rise, beyond torch's factors and interval.
+    """Bounds and hysteresis of a scale, beyond torch's factors and interval.
 
     Attributes:
         min_scale: the scale never falls below it.
-        max_scale: nor grows above it. None: as long as fp32 holds it, torch's rule.
+        max_scale: the scale never grows above it. None: only fp32 limits it, torch's rule.
         hysteresis: overflows before the scale backs off.
         hysteresis_reset: what replenishes them: "growth" or "clean_step"; see :class:`megascale.DynamicGradScaler`.
 
     Raises:
-        ArgumentError, ArgumentTypeError: for a value that cannot be, naming it.
+        ArgumentError, ArgumentTypeError: for a value out of range, naming it.
     """
 
     min_scale: float = validate.SMALLEST_SCALE
@@ -53,7 +53,7 @@ class Limits:
         return number
 
     def clamp_(self, scale: Tensor) -> None:
-        """Keep ``scale`` within the limits, unread."""
+        """Clamp ``scale`` to the limits in place, without a sync."""
         scale.clamp_(self.min_scale, self.max_scale)
 
 
@@ -90,12 +90,12 @@ def rescale_(
     backoff: float,
     interval: int,
 ) -> None:
-    """Follow the rule for one step. With hysteresis 1 the products are torch's: taken in fp64, rounded once.
+    """Update the scale and trackers after one step. Products are torch's: taken in fp64, rounded once.
 
     Args:
         scale: fp32, 0-d.
-        growth_tracker: int32, 0-d: clean steps since the last change. One above the interval, as from a state dict,
-            grows at the next clean step; torch's would never grow again.
+        growth_tracker: int32, 0-d: clean steps since the last change. If it is above the interval, as from a state
+            dict, the scale grows at the next clean step; torch's never would.
         hysteresis_tracker: int32, 0-d; None where ``limits.hysteresis`` is 1.
         found_inf: fp32, 0-d; above 0: found.
     """
@@ -106,7 +106,7 @@ def rescale_(
         found = found_inf > 0
         left = (hysteresis_tracker - 1).clamp_(min=0)
         scale.copy_(torch.where(found & (left > 0), before, scale))
-        # A clean step that leaves no clean steps counted is one at which the scale grew.
+        # A growth tracker of 0 after a clean step means that the scale grew.
         replenished = torch.ones_like(found) if limits.hysteresis_reset == "clean_step" else growth_tracker == 0
         clean = torch.where(replenished, limits.hysteresis, hysteresis_tracker)
         hysteresis_tracker.copy_(torch.where(found, left, clean))

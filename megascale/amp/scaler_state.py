@@ -1,4 +1,4 @@
-"""The scaler's state dict: torch's five entries, checked, and one of ours."""
+"""Parses the scaler's state dict: torch's five entries and our ``hysteresis_tracker``."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,7 +14,7 @@ HYSTERESIS = "hysteresis_tracker"
 
 
 def parse(state_dict: Any, limits: rescale.Limits) -> dict[str, Any]:
-    """Return the entries as Python numbers. Without a ``hysteresis_tracker`` all of the hysteresis is left.
+    """Return the entries as Python numbers. A missing ``hysteresis_tracker`` becomes the full hysteresis.
 
     A tracker above the scaler's hysteresis is cut to it. Entries that are not ours are ignored.
 

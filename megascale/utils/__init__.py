@@ -1,1 +1,1 @@
-"""What knows nothing of optimizers: collectives, files, DTensors, checks of arguments."""
+"""Utilities that are independent of optimizers: collectives, files, DTensors, checks of arguments."""

@@ -1,4 +1,4 @@
-"""Files and folders that are there whole, also after a power cut, or not at all."""
+"""Writes files and folders atomically: they exist in full, also after a power cut, or not at all."""
 
 import contextlib
 import os
@@ -8,12 +8,12 @@ from pathlib import Path
 
 
 def incomplete(target: Path) -> Path:
-    """Return a new name beside ``target``, for what is not complete yet."""
+    """Return a new, hidden name beside ``target``, for an incomplete file or folder."""
     return target.with_name(f".{target.name}.incomplete-{secrets.token_hex(4)}")
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the folder's entries are on disk."""
+    """Wait until the folder's directory entries are on disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -23,7 +23,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def appearing(target: Path, *, overwrite: bool) -> Iterator[Path]:
-    """Give a file to write, which gets the name ``target`` once it is on disk, and is removed on an error.
+    """Yield a path to write to; at the end the file is renamed to ``target``, or removed on an error.
 
     Raises FileExistsError if ``target`` exists by then and ``overwrite`` is False.
     """

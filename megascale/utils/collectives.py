@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from megascale.errors import MegascaleError, RankError
-from megascale.utils import gloo_threads as gloo_threads  # whoever begins collectives also ends well
+from megascale.utils import gloo_threads as gloo_threads  # so that processes that use gloo also exit cleanly
 from megascale.utils.dtensors import is_dtensor
 
 if TYPE_CHECKING:
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PROBE_TAG = 1 << 29
-"""Of messages that nobody receives, :meth:`Pending.find_lost`. No other message has this tag."""
+"""Tag of the probes of :meth:`Pending.find_lost`, which nobody receives. No other message has it."""
 
-# torch 2.13's names; the older ones, which torch 2.11 has, warn there.
+# torch 2.13's names; there the older names, which torch 2.11 has, warn.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -35,7 +35,7 @@ def group_size(group: ProcessGroup | None) -> int:
 
 
 def group_rank(group: ProcessGroup | None) -> int:
-    """Return this rank's place in ``group``."""
+    """Return this rank's index in ``group``."""
     return 0 if group is None else group.rank()
 
 
@@ -47,19 +47,20 @@ def all_reduce_sum_(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def can_average_exactly(group: ProcessGroup | None) -> bool:
-    """Return whether the backend's average over ``group`` is a sum that is divided, to the bit.
+    """Return whether the backend's average over ``group`` has the same bits as a sum that is divided.
 
-    NCCL multiplies each part by the reciprocal of the number of ranks. With a power of two nothing is rounded, unless
-    an element is so small that its part has not all bits of a normal number; sums do not overflow that could. With any
-    other number of ranks bits would differ from a division's. gloo's average is a pass of its own, no faster than ours.
+    NCCL multiplies each addend by the reciprocal of the number of ranks. For a power of two that is exact, except for
+    addends that become subnormal, and overflows less easily. For other numbers of ranks bits would differ. gloo's
+    average is a separate pass, no faster than ours.
     """
     size = group_size(group)
     return size > 1 and size & (size - 1) == 0 and dist.get_backend(group) == "nccl"
 
 
 def all_reduce_start(tensor: Tensor, group: ProcessGroup | None, *, average: bool = False) -> Work | None:
-    """Begin to sum, or to average, ``tensor`` over ``group`` in place; it is there after ``wait()``. None where there
-    is nothing to do.
+    """Start to sum, or to average, ``tensor`` over ``group`` in place; call ``wait()`` on the result.
+
+    Returns None if there is nothing to do.
     """
     if group_size(group) == 1:
         return None
@@ -71,17 +72,17 @@ def _reduction(average: bool) -> dist.ReduceOp.RedOpType:
 
 
 class LostMessage(NamedTuple):
-    """A message that is waited for, and will not come."""
+    """A message that is waited for but will not come."""
 
     work: Work
     error: Exception
 
 
 class Pending:
-    """Messages under way, waited for together. The tensors live until then.
+    """Messages in progress that are waited for together. Keeps their tensors alive until then.
 
     Args:
-        starts: with which of the group's ranks (None: with all of them), and what begins it.
+        starts: for each message the other rank's index in the group (None: all ranks) and the function that starts it.
         tensors: what the messages read and write.
         group: of the ranks.
     """
@@ -102,9 +103,9 @@ class Pending:
             self._keep_error(peer, lambda peer=peer, start=start: self._add(peer, start()))  # type: ignore[misc]
 
     def wait(self) -> None:
-        """Wait for all of them. Where one rank is lost the others still get theirs, then the error is raised.
+        """Wait for all messages. If a rank is lost, wait for the other ranks' messages, then raise the error.
 
-        Of a rank that is lost nothing more is waited for: a message that had begun is forgotten by gloo.
+        Further messages of the lost rank are not waited for, as gloo never ends one that has begun.
         """
         for peer, work in self._works:
             if peer not in self._lost:
@@ -115,9 +116,9 @@ class Pending:
             raise self._error
 
     def find_lost(self) -> LostMessage | None:
-        """Return the message that :meth:`wait`, in another thread, waits for, if the connection it takes is closed.
+        """Return the message that :meth:`wait` waits for in another thread, if its connection is closed.
 
-        Costs the other rank a few bytes: it is told of a message that it never asks for.
+        The probe costs the other rank a few bytes, for a message that it never receives.
         """
         awaited = self._awaited
         if awaited is None or awaited[0] is None:
@@ -142,24 +143,23 @@ class Pending:
 
 
 def is_message_passing(group: ProcessGroup | None) -> bool:
-    """Return whether shards over ``group`` are best moved by single messages.
+    """Return whether point-to-point messages are the fastest way to move shards over ``group``.
 
-    gloo's own reduce-scatter reduces the whole tensor on every rank, and its all-gather copies once more: messages move
-    half as much, and take a third of the time.
+    gloo's own reduce-scatter reduces the whole tensor on every rank, and its all-gather makes one more copy: messages
+    move half as much data, in a third of the time.
     """
     return group_size(group) > 1 and dist.get_backend(group) == "gloo"
 
 
 def can_be_captured(group: ProcessGroup | None) -> bool:
-    """Return whether collectives over ``group`` can be part of a device's graph: not where the host carries them."""
+    """Return whether a device's graph can capture collectives over ``group``: not if the host carries them out."""
     return group_size(group) == 1 or dist.get_backend(group) not in ("gloo", "mpi")
 
 
 def reduce_scatter_start(
     output: Tensor, tensor: Tensor, group: ProcessGroup | None, *, average: bool = False
 ) -> Work | None:
-    """Begin to sum, or to average, ``tensor`` over ``group``; this rank gets its shard: shape [numel / ranks],
-    ``output``.
+    """Start to sum, or to average, ``tensor`` over ``group`` into ``output``: this rank's shard, shape [numel / ranks].
 
     ``output`` may be this rank's own shard of ``tensor``; the rest of ``tensor`` is then undefined.
     """
@@ -169,10 +169,10 @@ def reduce_scatter_start(
 
 
 def exchange_start(received: Tensor, shards: Tensor, group: ProcessGroup | None, tag: int) -> Pending:
-    """Begin to send every other rank its row of ``shards``, shape [ranks, numel].
+    """Start to send every other rank its row of ``shards``, shape [ranks, numel].
 
-    ``received``, shape [ranks - 1, numel], gets what the others have for this rank, in the order of ranks. ``tag``
-    tells exchanges apart that are under way at the same time; those of one tag keep their order.
+    ``received``, shape [ranks - 1, numel], gets the others' rows for this rank, in the order of ranks. ``tag``
+    distinguishes concurrent exchanges; those with the same tag keep their order.
     """
     others = _others(group)
     receive = [(other, place) for other, place in zip(others, received.unbind(), strict=True)]
@@ -180,9 +180,9 @@ def exchange_start(received: Tensor, shards: Tensor, group: ProcessGroup | None,
 
 
 def all_gather_start(tensor: Tensor, shard: Tensor, group: ProcessGroup | None, tag: int) -> Pending:
-    """Begin to fill ``tensor`` with every rank's ``shard``, which is this rank's own part of ``tensor``.
+    """Start to fill ``tensor`` with every rank's ``shard``, which is this rank's own part of ``tensor``.
 
-    ``tag`` tells gathers apart that are under way at the same time.
+    ``tag`` distinguishes concurrent gathers.
     """
     if group_size(group) == 1:
         return Pending([])
@@ -201,7 +201,7 @@ def _messages(
     tag: int,
     tensors: Sequence[Tensor],
 ) -> Pending:
-    """Begin to receive, then to send."""
+    """Start all receives, then all sends."""
     starts = [(peer, partial(dist.irecv, place, group=group, group_src=peer, tag=tag)) for peer, place in receive]
     starts += [(peer, partial(dist.isend, part, group=group, group_dst=peer, tag=tag)) for peer, part in send]
     return Pending(starts, tensors, group)
@@ -237,7 +237,7 @@ def broadcast_object(value: T, group: ProcessGroup | None) -> T:
 
 
 def twin_group(group: ProcessGroup | None) -> ProcessGroup | None:
-    """Return a new gloo group of the same ranks, for collectives on the host that another thread runs meanwhile.
+    """Return a new gloo group of the same ranks, for collectives on the host in another thread.
 
     Every rank of ``group`` calls it together. The new group lives until torch.distributed is destroyed.
     """
@@ -249,7 +249,7 @@ def twin_group(group: ProcessGroup | None) -> ProcessGroup | None:
 
 
 def redistribute_like(tensor: "DTensor", like: "DTensor") -> "DTensor":
-    """Return ``tensor`` with the placements of ``like``: the reduction of a Partial gradient ends here."""
+    """Return ``tensor`` with the placements of ``like``. This reduces a Partial gradient."""
     return tensor.redistribute(like.device_mesh, like.placements)
 
 
@@ -261,8 +261,8 @@ def full_tensor(tensor: Tensor) -> Tensor:
 def raise_together(error: Exception | None, group: ProcessGroup | None) -> None:
     """Raise on every rank if any rank has an error; every rank must call this.
 
-    Each rank raises the class of the first failing rank's error, so that all tell the same story; the message names the
-    rank. Errors outside megascale's own come back as RankError on the ranks that did not fail.
+    Each rank raises the class of the first failing rank's error; the message names that rank. Errors outside
+    megascale's own come back as RankError on the ranks that did not fail.
     """
     if group_size(group) == 1:
         if error is not None:

@@ -1,6 +1,6 @@
-"""DTensors, known without importing torch.distributed.tensor: that takes half a second, and brings sympy.
+"""Works with DTensors without importing torch.distributed.tensor, which takes half a second and imports sympy.
 
-Where nobody has imported it there is no DTensor.
+While it is not imported, no DTensor exists.
 """
 
 import sys
@@ -19,7 +19,7 @@ def is_dtensor(value: object) -> "TypeGuard[DTensor]":
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor, any other tensor itself. Call it without grad mode: the part aliases."""
+    """Return this rank's part of a DTensor, any other tensor itself. Shares memory, so call it under no_grad()."""
     return tensor.to_local() if is_dtensor(tensor) else tensor.detach()
 
 
@@ -32,7 +32,7 @@ def distribute_like(tensor: Tensor, like: "DTensor") -> "DTensor":
 
 
 def dtensor_like(part: Tensor, like: Tensor) -> Tensor:
-    """Return a local tensor as the kind of tensor ``like`` is: a DTensor of its placements, or itself."""
+    """Return ``part`` as a DTensor with the placements of ``like`` if that is one, else ``part`` itself."""
     if not is_dtensor(like):
         return part
     from torch.distributed.tensor import DTensor

@@ -1,11 +1,11 @@
-"""The end of a process that used gloo: its threads let go of their last tensors while Python still runs.
+"""Lets gloo's threads release their last tensors at the end of a process, while Python still runs.
 
-A thread of gloo's drops a collective's tensors after it has told whoever waits that the collective has ended, and needs
-Python's lock for that. One that asks for the lock when the interpreter has begun to end is ended by Python inside a
-destructor, and the process with it: "terminate called without an active exception", SIGABRT, after the last line of a
-training run that has done all its work (https://github.com/pytorch/pytorch/issues/190489). On a busy machine such a
-thread can be as late as that. Only a process group whose last reference is gone waits for its threads;
-``destroy_process_group()`` leaves those that an optimizer, a DistributedDataParallel or a variable still names.
+A gloo thread releases a collective's tensors after it has reported the collective's end, and needs Python's lock for
+that. If it asks for the lock when the interpreter is shutting down, Python ends the thread inside a destructor, and the
+process aborts: "terminate called without an active exception", SIGABRT, at the end of a successful training run
+(https://github.com/pytorch/pytorch/issues/190489). On a busy machine such a thread can be that late. Only a process
+group whose last reference is gone waits for its threads; ``destroy_process_group()`` leaves groups to which an
+optimizer, a DistributedDataParallel or a variable still refers.
 """
 
 import atexit
@@ -18,10 +18,10 @@ _THREADS = Path("/proc/self/task")
 _WORKER = "pt_gloo_runloop"
 """The name that torch gives to the threads that run gloo's collectives."""
 _QUIET_LOOKS = 3
-"""How often in a row all of them must be seen asleep."""
+"""How many times in a row all of them must be found asleep."""
 _PATIENCE_S = 5.0
 _BLIND_S = 0.05
-"""How long to wait where the system does not tell what threads do."""
+"""How long to wait, in seconds, where the system does not show the threads' states."""
 
 
 @atexit.register
@@ -36,7 +36,7 @@ def let_workers_finish() -> None:
     while quiet_looks < _QUIET_LOOKS and time.monotonic() < end:
         if not any(_worker_states()):
             return
-        # A thread that waits for the lock gets it within a switch interval, whoever else runs Python.
+        # A thread that waits for the lock gets it within a switch interval, even while other threads run Python.
         time.sleep(min(sys.getswitchinterval(), _BLIND_S))
         quiet_looks = quiet_looks + 1 if all(state == "S" for state in _worker_states()) else 0
 
@@ -46,7 +46,7 @@ def _worker_states() -> Iterator[str]:
     for thread in _THREADS.iterdir():
         try:
             name, _, rest = (thread / "stat").read_text().partition("(")[2].rpartition(")")
-        except OSError:  # it has just ended
+        except OSError:  # the thread has just ended
             continue
         if name == _WORKER:
             yield rest.split()[0]

@@ -1,4 +1,4 @@
-"""Whether a device is recording a graph: nothing runs then, and the host may not ask."""
+"""Tells whether a device is capturing a graph: nothing runs then, and the host cannot read results."""
 
 import torch
 
@@ -10,5 +10,5 @@ def is_capturing(device: torch.device) -> bool:
     capturing = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
     if capturing is None:
         return False
-    with torch.accelerator.device_index(device.index):  # it is asked of the current device
+    with torch.accelerator.device_index(device.index):  # torch tells it of the current device
         return bool(capturing())

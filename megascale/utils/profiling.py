@@ -1,4 +1,4 @@
-"""Named spans of a step, for a profiler that is looking."""
+"""Named spans of a step for torch.profiler."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -10,5 +10,5 @@ _UNSEEN = nullcontext()
 
 
 def span(name: str) -> AbstractContextManager[Any]:
-    """Return a context that a profiler sees as ``megascale.<name>``; while none runs it costs next to nothing."""
+    """Return a context that a profiler sees as ``megascale.<name>``; without a profiler it costs almost nothing."""
     return record_function(f"megascale.{name}") if _profiler_enabled() else _UNSEEN

@@ -1,7 +1,7 @@
-"""How every program of megascale begins and ends: its version, its exit status, and one line in place of a traceback.
+"""Runs the programs of megascale: ``--version``, exit status, and one line in place of a traceback.
 
-Exit statuses: 0 done; 1 a failure; 2 bad arguments; 130 after Ctrl-C; 141 when the reader of the output has gone away,
-as ``| head`` does.
+Exit statuses: 0 done; 1 a failure; 2 bad arguments; 130 after Ctrl-C; 141 when the output's pipe was closed, as by ``|
+head``.
 """
 
 import argparse
@@ -31,14 +31,14 @@ def run_program(
     statuses: Statuses | None = None,
     as_typed: Mapping[str, str] | None = None,
 ) -> int:
-    """Return the exit status of ``main(arguments)``, and print what ends it early as one line on stderr.
+    """Return the exit status of ``main(arguments)``; print an error as one line on stderr.
 
     Args:
-        main: the program. ``--version`` is answered here.
+        main: the program. This function handles ``--version``.
         arguments: None: those of the process.
-        prefix: what the line of an error begins with.
-        statuses: exit statuses of errors by their class, the first that fits; 1 for all others.
-        as_typed: phrases of error messages that name an argument in Python, and how the program's user types it.
+        prefix: start of an error's line.
+        statuses: exit statuses of errors by class, the first match counts; 1 for all others.
+        as_typed: names of Python arguments in error messages, and their form on the command line.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -48,7 +48,7 @@ def run_program(
                 return 0
             return main(given)
         finally:
-            sys.stdout.flush()  # here, where a closed pipe can be told; not while the interpreter ends
+            sys.stdout.flush()  # here, where a closed pipe can be handled, not at exit
     except MegascaleError as error:
         _complain(prefix, _replaced(str(error), as_typed or {}))
         return next((status for kind, status in (statuses or {}).items() if isinstance(error, kind)), 1)
@@ -67,14 +67,14 @@ def run_program(
 
 @contextlib.contextmanager
 def outliving_its_reader() -> Iterator[None]:
-    """Let a long run go on when the reader of its output has gone away: what it prints from then on is dropped."""
+    """Return a context in which output to a closed pipe is dropped, so that a long run continues."""
     with contextlib.redirect_stdout(_Outliving(sys.stdout)), contextlib.redirect_stderr(_Outliving(sys.stderr)):
         yield
         sys.stdout.flush()
 
 
 def non_negative(text: str) -> int:
-    """Return the number of an option, for argparse."""
+    """Return ``text`` as an int, 0 or more: an argparse type."""
     try:
         number = int(text)
     except ValueError:
@@ -85,7 +85,7 @@ def non_negative(text: str) -> int:
 
 
 class _Outliving:
-    """A stream that drops what it is given once nobody reads it."""
+    """A stream that drops output once its pipe is closed."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -119,7 +119,7 @@ def _replaced(message: str, phrases: Mapping[str, str]) -> str:
 
 
 def _drop_output(stream: TextIO) -> None:
-    """Let ``stream``, and what it has not written yet, go to nowhere: the interpreter flushes it once more."""
+    """Redirect ``stream``, with its buffered output, to the null device, as the interpreter flushes it at exit."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)

@@ -1,6 +1,6 @@
-"""The streams of an accelerator: work of one stream keeps its order, work of two has none but what they wait for.
+"""Orders work on an accelerator's streams. Work of one stream runs in order; different streams must wait explicitly.
 
-A CPU has no streams: nothing here does anything then.
+A CPU has no streams: these functions then do nothing.
 """
 
 from collections.abc import Callable
@@ -10,18 +10,18 @@ from torch import Tensor
 
 
 def has_streams(device: torch.device) -> bool:
-    """Return whether work on ``device`` is put on streams: not on a CPU, nor on a device that this process has not."""
+    """Return whether ``device`` has streams: not a CPU, nor a device that is missing in this process."""
     accelerator = torch.accelerator.current_accelerator()
     return accelerator is not None and accelerator.type == device.type
 
 
 def current_stream(device: torch.device) -> torch.Stream:
-    """Return the stream that work on ``device`` is put on."""
+    """Return the stream that gets new work on ``device``."""
     return torch.accelerator.current_stream(device)
 
 
 def keep(tensor: Tensor, stream: torch.Stream) -> None:
-    """Let the allocator reuse the memory of ``tensor`` only behind what ``stream`` was given when it is freed."""
+    """Let the allocator reuse the memory of ``tensor``, once freed, only after work queued on ``stream`` by then."""
     tensor.record_stream(stream)
 
 
@@ -32,13 +32,13 @@ def keep_for_current_stream(tensor: Tensor) -> None:
 
 
 class WriteOrder:
-    """Orders the streams that write parts of one tensor, and the one that then uses all of it.
+    """Orders the streams that write parts of one tensor, and the stream that then reads all of it.
 
-    A use begins with the first write and ends with :meth:`join`. What orders one use behind the one before is not known
-    here: the caller's streams wait for each other between steps.
+    A use starts with the first write and ends with :meth:`join`. The caller orders one use after another, by streams
+    that wait for each other between steps.
 
     Attributes:
-        is_needed: whether the tensor's device has streams. Nothing need be called where it has none.
+        is_needed: whether the tensor's device has streams. If not, no call is needed.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -72,10 +72,10 @@ class WriteOrder:
 
 
 class Arrival:
-    """What arrives on ``device`` behind other work: every stream that uses it waits for it, once.
+    """A result that arrives on ``device`` later: every stream that uses it waits for it, once.
 
     Args:
-        wait: lets the current stream wait; on a CPU, the host. Called once.
+        wait: makes the current stream wait; on a CPU, the host. Called once.
         device: where it arrives.
     """
 
@@ -87,7 +87,7 @@ class Arrival:
         self._waited: set[torch.Stream] = set()
 
     def wait(self) -> bool:
-        """Let the current stream wait. Returns whether nobody has to wait any more: on a CPU."""
+        """Let the current stream wait. Returns True if no other stream has to wait: on a CPU."""
         if not self._has_streams:
             self._wait()
             return True

@@ -1,4 +1,4 @@
-"""Checks of single values. Each returns the value in its canonical type or raises an error that names it."""
+"""Checks of single values. Each returns the value in its canonical type, or raises an error that names it."""
 
 import math
 from collections.abc import Collection
