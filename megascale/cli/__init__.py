@@ -8,7 +8,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Protocol
 
-from megascale.cli import convert, info
+from megascale.cli import bench, convert, info
 from megascale.utils.program import run_program
 
 
@@ -27,7 +27,7 @@ class Command(Protocol):
         """Run it; returns the exit status."""
 
 
-COMMANDS: tuple[Command, ...] = (convert, info)
+COMMANDS: tuple[Command, ...] = (convert, info, bench)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,6 +1,7 @@
 """Every program: its version, its exit status, and one line in place of a traceback."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import torch
 
 import megascale.checkpoint
 from megascale.checkpoint.__main__ import main as checkpoint
-from megascale.cli import info
+from megascale.cli import bench, info
 from megascale.cli import main as tools
 from megascale.train.__main__ import main as train
 from megascale.train.config import TrainConfig, load_config, usage
@@ -24,6 +25,7 @@ from tests.unit.interop.checkpoints import SCALER
 PROGRAMS = [
     ["megascale"],
     ["megascale", "convert"],
+    ["megascale", "bench"],
     ["megascale", "info"],
     ["megascale.checkpoint"],
     ["megascale.train"],
@@ -100,6 +102,35 @@ def test_info_of_a_backend_that_was_asked_for(
     said = _info(capsys)
     assert said[label].startswith(expected)
     assert f"MEGASCALE_BACKEND={asked}" in said["environment"]
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+def test_bench_says_time_bytes_and_bandwidth(
+    dtype: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GB/s is the bytes of all parameters over the step's time, and the share is that over the bandwidth."""
+    monkeypatch.setattr(bench, "PROBE_BYTES", 1 << 16)
+    assert tools(["bench", "--numel", "1e4", "--tensors", "7", "--dtype", dtype, "--seconds", "0.05"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f"9,996 {dtype} parameters in 7 tensors" in lines[0]
+    step, moved, bandwidth, share = (re.findall(r"\d+\.?\d*", line) for line in lines[1:])
+    assert float(step[1]) <= float(step[0]) <= float(step[2])
+    assert int(moved[0]) == {"fp16": 30, "bf16": 30, "fp32": 32}[dtype]
+    assert float(moved[1]) == pytest.approx(int(moved[0]) * 9996 / float(step[0]) / 1e6, rel=0.1, abs=0.05)
+    assert float(share[0]) == pytest.approx(float(moved[1]) / float(bandwidth[0]), rel=0.1, abs=0.02)
+
+
+@pytest.mark.parametrize("arguments", [["--numel", "0"], ["--numel", "inf"], ["--tensors", "-1"], ["--seconds", "nan"]])
+def test_bench_names_what_does_not_fit(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """One line, with the option as it is typed."""
+    assert tools(["bench", *arguments]) == 1
+    assert capsys.readouterr().err.startswith(f"error: {arguments[0]} must be above 0 and finite, got ")
+
+
+def test_bench_names_memory_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    """Not a traceback of the allocator's."""
+    assert tools(["bench", "--numel", "1e17", "--tensors", "1"]) == 1
+    assert capsys.readouterr().err.startswith("error: --numel must fit into the memory of ")
 
 
 def _keys(kind: Any, prefix: str = "") -> list[str]:

@@ -1,0 +1,103 @@
+"""``python -m megascale bench``: the step's time on this machine, beside what its memory allows."""
+
+import argparse
+import math
+import statistics
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from megascale.config import OptimizerConfig
+from megascale.errors import ArgumentError
+from megascale.grad_scaler import DynamicGradScaler
+from megascale.optimizer import MixedPrecisionOptimizer
+
+NAME = "bench"
+HELP = "time AdamW's step, with clipping, beside this machine's memory bandwidth: half a minute"
+AS_TYPED = {"numel must": "--numel must", "tensors must": "--tensors must", "seconds must": "--seconds must"}
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+WARM_UP = 3
+PROBE_BYTES = 1 << 28
+"""More than caches hold."""
+
+
+class Timed(NamedTuple):
+    """Seconds of every round: of the step, and of bytes that are read and written back in place."""
+
+    step: list[float]
+    probe: list[float]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("--numel", type=float, default=5e7, help="parameters in all (default 5e7: 0.8 GB in fp16)")
+    parser.add_argument("--tensors", type=int, default=200, help="tensors of equal size (default 200)")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp16", help="of parameters and gradients (default fp16)")
+    parser.add_argument("--seconds", type=float, default=20.0, help="how long to measure (default 20)")
+
+
+def run(given: argparse.Namespace) -> int:
+    """Time steps and in-place passes in turns, and print both."""
+    for name in ("numel", "tensors", "seconds"):
+        if not 0 < getattr(given, name) < math.inf:
+            raise ArgumentError(f"{name} must be above 0 and finite, got {getattr(given, name)}")
+    length, dtype = max(int(given.numel) // given.tensors, 1), DTYPES[given.dtype]
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    optimizer = _optimizer([length] * given.tensors, dtype, device)
+    probe = torch.zeros(PROBE_BYTES // 4, device=device)
+    timed = _timed(lambda: optimizer.step(), lambda: probe.mul_(1.0), device, given.seconds)
+    moved = bytes_per_parameter(dtype) * length * given.tensors
+    bandwidth = 2 * PROBE_BYTES / statistics.median(timed.probe)
+    step = statistics.median(timed.step)
+    low, high = min(timed.step) * 1e3, max(timed.step) * 1e3
+    size = f"{length * given.tensors:,} {given.dtype} parameters in {given.tensors:,} tensors, backend"
+    print(f"AdamW with clipping, {size} {optimizer.backend.name}, on {device} ({torch.get_num_threads()} threads)")
+    print(f"step        {step * 1e3:.2f} ms ({low:.2f} to {high:.2f}), median of {len(timed.step)} rounds")
+    print(f"moved       {bytes_per_parameter(dtype)} bytes a parameter, {moved / step / 1e9:.1f} GB/s")
+    print(f"bandwidth   {bandwidth / 1e9:.1f} GB/s, read and written back in place, in the same rounds")
+    print(f"share       {moved / step / bandwidth:.2f} of the bandwidth")
+    return 0
+
+
+def bytes_per_parameter(dtype: torch.dtype) -> int:
+    """Return what AdamW's step with clipping has to read and write of each parameter, with fp32 moments."""
+    gradient = 2 * dtype.itemsize  # read for the norm, and for the update
+    main = 8
+    moments = 16
+    model = dtype.itemsize if dtype.itemsize < 4 else 0  # a parameter of 32 bit is its own main param
+    return gradient + main + moments + model
+
+
+def _optimizer(lengths: list[int], dtype: torch.dtype, device: torch.device) -> MixedPrecisionOptimizer:
+    try:
+        params = [torch.nn.Parameter(torch.zeros(length, dtype=dtype, device=device)) for length in lengths]
+        for param in params:
+            param.grad = torch.full_like(param, 0.5)
+    except RuntimeError as error:  # torch.OutOfMemoryError is one
+        raise ArgumentError(f"numel must fit into the memory of {device}, got {sum(lengths):,}: {error}") from None
+    config = OptimizerConfig(fp16=dtype == torch.float16, bf16=dtype == torch.bfloat16, clip_grad=1.0)
+    scaler = DynamicGradScaler() if dtype == torch.float16 else None
+    return MixedPrecisionOptimizer(torch.optim.AdamW(params, lr=1e-4), config, scaler, grads_are_scaled=True)
+
+
+def _timed(step: Callable[[], object], probe: Callable[[], object], device: torch.device, seconds: float) -> Timed:
+    """Take turns until ``seconds`` are over; the first rounds, which compile and load, are not counted."""
+    found = Timed([], [])
+    for _ in range(WARM_UP):
+        _seconds(step, device), _seconds(probe, device)
+    end = time.perf_counter() + seconds
+    while not found.step or time.perf_counter() < end:
+        found.probe.append(_seconds(probe, device))
+        found.step.append(_seconds(step, device))
+    return found
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    wait = torch.accelerator.synchronize if device.type != "cpu" else lambda: None
+    wait()
+    start = time.perf_counter()
+    work()
+    wait()
+    return time.perf_counter() - start
