@@ -25,7 +25,7 @@ AS_TYPED = {"pass overwrite=True": "give --overwrite"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status: 0 done, 1 refused or something damaged is listed, 2 wrong usage."""
+    """Run the command. Returns the exit status: 0 done, 1 refused or a damaged checkpoint is listed, 2 wrong usage."""
     return run_program(_run, arguments, as_typed=AS_TYPED)
 
 
@@ -71,7 +71,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _list(directory: Path, *, checksums: bool) -> int:
-    """Print a line for each checkpoint; returns 1 if one is damaged, or there is none."""
+    """Print a line for each checkpoint. Returns 1 if one is damaged or there is none."""
     print(f"{'step':>10}  {'size':>10}  {'ranks':>5}  state")
     found: list[Listed] = []
     for one in listing(directory, checksums=checksums):
@@ -82,7 +82,7 @@ def _list(directory: Path, *, checksums: bool) -> int:
         ranks = "-" if one.world_size is None else str(one.world_size)
         print(f"{name:>10}  {_readable(one.size):>10}  {ranks:>5}  {state}", flush=True)
     if not any(one.step is not None for one in found):
-        folders.find(directory, None)  # says what is expected there
+        folders.find(directory, None)  # raises, with the expected layout
     return int(any(one.damage for one in found if one.step is not None))
 
 

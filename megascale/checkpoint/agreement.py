@@ -1,4 +1,4 @@
-"""Every rank leaves a phase of a save or load together: all well, or all with the same named error."""
+"""Makes all ranks end a phase of a save or load alike: all succeed, or all raise the same named error."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from megascale.utils.collectives import raise_together
 
 @contextmanager
 def together(doing: str, group: ProcessGroup | None) -> Iterator[None]:
-    """Run a block that communicates nothing; then raise on every rank of ``group`` if it raised on any.
+    """Run a block without communication; then raise on every rank of ``group`` if it raised on any.
 
     Errors that are not megascale's become CheckpointError ("cannot ``doing``: ...").
     """
@@ -34,7 +34,7 @@ def together(doing: str, group: ProcessGroup | None) -> Iterator[None]:
 
 @contextmanager
 def named(doing: str) -> Iterator[None]:
-    """Turn what is left, such as a broken connection inside a collective, into a CheckpointError."""
+    """Turn any other error, such as a broken connection inside a collective, into a CheckpointError."""
     try:
         yield
     except MegascaleError:

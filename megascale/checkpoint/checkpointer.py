@@ -1,4 +1,4 @@
-"""Save: model, optimizer (its scaler inside), user state and each rank's own state, as one atomic folder."""
+"""Checkpointer: saves model, optimizer with scaler, user state and each rank's own state as one atomic folder."""
 
 import contextlib
 import os
@@ -32,18 +32,18 @@ from megascale.utils.collectives import all_gather_object, broadcast_object, gro
 class Checkpointer:
     """Saves into, and loads from, one directory that all ranks share.
 
-    Every method is called by all ranks together. A save that is killed at any moment leaves the earlier checkpoints as
-    they were.
+    Every method is called by all ranks together. A save that is killed at any moment does not change earlier
+    checkpoints.
 
     Args:
-        directory: holds the checkpoints, `step_00000040` and so on; made at the first save.
+        directory: holds the checkpoints, `step_00000040` and so on; created at the first save.
         keep_last: how many complete checkpoints to keep, 1 or more; None keeps all.
         async_save: copy what this rank writes to host memory, then write it in a background thread. An error of that
             write is raised by the next `save` or `wait`. Call `wait` (or leave the ``with`` block) before
             torch.distributed is destroyed.
-        check_replicas: before each save, compare checksums of what every rank holds whole (parameters, main params,
-            optimizer state), and raise if ranks have parted: only the first rank's would be saved. One pass over it;
-            checksums travel, tensors do not. False: the first rank's is taken.
+        check_replicas: before each save, compare checksums of tensors that every rank holds whole (parameters, main
+            params, optimizer state), and raise if ranks differ, as only the first rank's are saved. Costs one pass over
+            them; only checksums are communicated. False: save the first rank's.
         groups: the ranks that save together; None is the whole world, or this process alone without torch.distributed.
             They must include every rank that holds a part of a DTensor.
     """
@@ -64,7 +64,7 @@ class Checkpointer:
         self._groups = ParallelGroups.of(groups)
         self._group = self._groups.grad_stats
         self._background = _Background()
-        # The background thread has a group of its own: its collectives must not interleave with training's.
+        # The background thread has its own group, as its collectives must not interleave with training's.
         self._background_group: ProcessGroup | None = None
 
     def save(
@@ -81,18 +81,18 @@ class Checkpointer:
         Args:
             step: 0 or more; names the folder.
             model: its ``state_dict()`` is saved, every tensor in its own dtype.
-            optimizer: a MixedPrecisionOptimizer, whose grad scaler is part of its state; of a DistributedOptimizer (or
-                ChainedOptimizer), every rank writes its own shard of main params, state and weights.
+            optimizer: a MixedPrecisionOptimizer, whose grad scaler is part of its state; a DistributedOptimizer (or
+                ChainedOptimizer of them): every rank writes its own shard of main params, state and weights.
             user_state: any nest of dicts, lists, tuples, tensors, bytes and primitives, the same on every rank.
-            rank_state: such a nest of this rank's own, such as its random number generators and data position. It comes
-                back only where as many ranks load as have saved, each its own; at another number ``load`` returns None
-                for it on every rank. So put what must go on at any number of ranks (samples seen, epoch) into
-                ``user_state``, and seed each rank anew where ``rank_state`` is None.
+            rank_state: such a nest of this rank's own, such as its random number generators and data position. It is
+                loaded only at the same number of ranks, each its own; at another number ``load`` returns None for it on
+                every rank. So put what must survive that (samples seen, epoch) into ``user_state``, and seed each rank
+                anew if ``rank_state`` is None.
 
         Raises:
             ArgumentError: an argument cannot be saved.
-            CheckpointError: the checkpoint exists already, cannot be written, or the ranks' states do not fit one
-                another; or an earlier background save failed. On all ranks alike.
+            CheckpointError: the checkpoint exists already, cannot be written, or the ranks' states do not fit together;
+                or an earlier background save failed. On all ranks alike.
         """
         self.wait()
         with named("save the checkpoint"):
@@ -109,7 +109,7 @@ class Checkpointer:
         return folders.path_of(self.directory, step)
 
     def wait(self) -> None:
-        """Wait for the background save, if one is under way. Raises its error, on all ranks alike."""
+        """Wait for a running background save. Raises its error, on all ranks alike."""
         self._background.join()
 
     def load(
@@ -137,14 +137,14 @@ class Checkpointer:
         if error is None:
             self.wait()
         else:
-            # The block's own error is the one to see.
+            # The block's own error is raised, not this one.
             with contextlib.suppress(MegascaleError):
                 self.wait()
 
     def _agreed_contents(
         self, step: int, model: nn.Module, optimizer: SavedOptimizer | None, user_state: Any, rank_state: Any
     ) -> tuple[Contents, list[Tree]]:
-        """Collect this rank's contents; raise on all ranks if the ranks disagree. Returns all ranks' own trees too."""
+        """Return this rank's contents, and all ranks' own trees. Raises on all ranks if their contents do not fit."""
         with together("collect the state", self._group):
             validate.integer("step", step, minimum=0)
             rank = group_rank(self._group)
@@ -168,7 +168,7 @@ class Checkpointer:
         return contents, [tree for _, tree, _ in gathered]
 
     def _raise_parted(self, sums: Sequence[Mapping[str, Any]]) -> None:
-        """Raise CheckpointError naming what ranks hold differently. ``sums``: each rank's checksums by name."""
+        """Raise CheckpointError naming tensors that differ between ranks. ``sums``: each rank's checksums by name."""
         for rank, own in enumerate(sums):
             parted = sorted(key for key in own.keys() | sums[0].keys() if own.get(key) != sums[0].get(key))
             if parted:
@@ -200,7 +200,7 @@ class Checkpointer:
         rank_trees: list[Tree],
         group: ProcessGroup | None,
     ) -> Path:
-        """Write, and give the folder its name once every rank has written."""
+        """Write this rank's file, and rename the folder to its final name once every rank has written."""
         with together(f"write {planned.folder}", group):
             written = planned.write()
         gathered = all_gather_object(written, group)
@@ -260,12 +260,12 @@ def save(
 
 
 class _Background:
-    """At most one background save, and its error until someone asks for it, or nobody can any more."""
+    """At most one background save, and its error until it is raised, or warned of at the end."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self._untold: list[str] = []  # the message alone: an error's traceback would keep this object
+        self._untold: list[str] = []  # only the message, as an error's traceback would keep this object alive
         weakref.finalize(self, _warn_of_untold, self._untold)
 
     def start(self, work: Any) -> None:
@@ -291,7 +291,7 @@ class _Background:
 
 
 def _warn_of_untold(messages: list[str]) -> None:
-    """Warn of errors that were never raised: their checkpointer is gone, or the process ends."""
+    """Warn of errors that were never raised, when their checkpointer is freed or the process ends."""
     for message in messages:
         warnings.warn(
             f"{message}; this background save failed, and no save() or wait() followed that could raise it: leave a "

@@ -1,4 +1,4 @@
-"""One checkpoint, written by any number of ranks, as one file that ``torch.load(weights_only=True)`` reads."""
+"""Writes a checkpoint of any number of ranks as one file that ``torch.load(weights_only=True)`` reads."""
 
 import os
 from pathlib import Path
@@ -32,18 +32,18 @@ def consolidate(
 ) -> Path:
     """Write the model's weights, or the whole training state, of a checkpoint into the file ``out``; returns its path.
 
-    One process does it, on the host, without torch.distributed being initialised. ``out`` appears when it is complete.
-    Memory: the size of ``out``, and one saved tensor more.
+    Runs in one process, on the host, without torch.distributed. ``out`` appears when it is complete. Needs memory for
+    ``out`` and one more saved tensor.
 
     Args:
         path: a directory of checkpoints (the latest is taken, or the one of ``step``), or one checkpoint's folder.
         out: a file for ``torch.save``, commonly `.pt`; its folder must exist.
         step: which checkpoint.
-        dtype: of all floating point weights, which are then rounded once, from their main params where they have one:
-            ``torch.float32`` gives the main params themselves. None: as the model had them, bit for bit.
+        dtype: of all floating point weights, rounded once, from main params where there are any: ``torch.float32``
+            gives the main params themselves. None: the model's own bits.
         optimizer: False: the file is the model's state dict. True: ``{"model": ..., "optimizer": ..., "step": n}``;
-            every optimizer of megascale takes that "optimizer" in ``load_state_dict``.
-        overwrite: replace ``out`` if it is there.
+            every optimizer of megascale can load that "optimizer".
+        overwrite: replace ``out`` if it exists.
 
     Raises:
         CheckpointError: no checkpoint there, a file is missing or damaged, ``out`` exists or cannot be written.

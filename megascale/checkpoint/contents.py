@@ -1,4 +1,4 @@
-"""What goes into a checkpoint, and how what comes out is checked before anything live changes."""
+"""Collects the contents of a checkpoint, and checks saved contents before anything live changes."""
 
 import json
 import zlib
@@ -19,21 +19,21 @@ from megascale.parallel import ParallelGroups, is_expert
 from megascale.utils.collectives import group_size
 
 PARAM_NAMES = "param_names"
-"""The part that tells the optimizer's names of parameters where they are not the model's."""
+"""The part that maps the optimizer's names of parameters to the model's, where they differ."""
 
 
 @runtime_checkable
 class SavedOptimizer(Protocol):
-    """What a checkpoint needs of an optimizer. Those of megascale have it, a bare torch optimizer has not."""
+    """The methods of an optimizer that checkpoints need. megascale's have them, bare torch optimizers do not."""
 
     def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
-        """Tensors and primitives, the same keys on every rank; ``copy=False`` gives the live tensors."""
+        """Return tensors and primitives, the same keys on every rank; ``copy=False``: live tensors."""
 
     def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
         """Load on all ranks, or raise the same error on all with nothing changed."""
 
     def check_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
-        """Raise what `load_state_dict` would, as far as no value of a large tensor is needed for that."""
+        """Raise what `load_state_dict` would, as far as it can without reading large tensors."""
 
     def model_shards(self) -> dict[int, ParamShard]:
         """Return this rank's part of every sharded model param, by id of the parameter, live."""
@@ -60,9 +60,9 @@ class Contents:
     param_keys: frozenset[str] = frozenset()
 
     def replicated(self) -> dict[str, Tensor]:
-        """Return what every rank holds whole and must hold alike: parameters, main params and optimizer state.
+        """Return tensors that every rank holds whole and with equal values: parameters, main params, optimizer state.
 
-        Buffers are not among them, which DistributedDataParallel lets differ, nor is what the user gave.
+        Not buffers, which may differ under DistributedDataParallel, nor user state.
         """
         return {
             key: tensor
@@ -73,7 +73,7 @@ class Contents:
         }
 
     def digest(self) -> dict[str, int]:
-        """A checksum for each part that all ranks must agree on: names, shapes, dtypes and primitives."""
+        """Return a checksum of names, shapes, dtypes and primitives for each part that all ranks must agree on."""
         return {part: zlib.crc32(json.dumps(tree).encode()) for part, tree in self.trees.items()}
 
 
@@ -85,7 +85,7 @@ def collect(
     rank: int,
     groups: ParallelGroups,
 ) -> Contents:
-    """Flatten everything that is saved. Raises ArgumentError or ArgumentTypeError for what a checkpoint cannot hold."""
+    """Flatten everything to be saved. Raises ArgumentError or ArgumentTypeError for what a checkpoint cannot hold."""
     check_types(model, optimizer)
     _refuse_local_shards(model, groups)
     parts: dict[str, Any] = {}
@@ -121,12 +121,12 @@ def check_types(model: nn.Module, optimizer: SavedOptimizer | None) -> None:
 
 
 def bare(model: nn.Module) -> nn.Module:
-    """Return the module inside DistributedDataParallel, so that names do not depend on how many ranks train."""
+    """Return the module inside DistributedDataParallel, so that names do not depend on the number of ranks."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def model_state(model: nn.Module, shards: Mapping[int, ParamShard] | None = None) -> dict[str, Any]:
-    """Return the model's state dict, live, with this rank's part in place of every parameter that is sharded."""
+    """Return the model's state dict, live, with a ParamShard of this rank in place of every sharded parameter."""
     state = bare(model).state_dict(keep_vars=True)
     return {name: (shards or {}).get(id(value), value) for name, value in state.items()}
 
@@ -176,7 +176,7 @@ def tree_of(manifest: Manifest, part: str) -> Tree:
 def left_out(saved: Mapping[str, Any], live: Mapping[str, Any]) -> list[str]:
     """Return one line for each parameter whose state was ``saved`` and is not ``live`` after a load, or the reverse.
 
-    Both are state dicts of an optimizer, of which only names are compared.
+    Both are state dicts of an optimizer; only names are compared.
     """
     there, here = _stateful(saved), _stateful(live)
     lines = [f"optimizer state of {name!r} is missing in the checkpoint" for name in here - there]
@@ -196,7 +196,7 @@ def _stateful(packed: Mapping[str, Any]) -> set[str]:
 
 
 def _renamed(model: nn.Module, names: Mapping[int, str]) -> dict[str, str]:
-    """Return the optimizer's name of each parameter that the model's state dict has under another, or a second one."""
+    """Return the optimizer's names of parameters for which the model's state dict has another or a second name."""
     state = model_state(model)
     return {name: names[id(value)] for name, value in state.items() if id(value) in names and names[id(value)] != name}
 
@@ -206,7 +206,7 @@ def _describe(found: list[tuple[str, tuple[int, ...], torch.dtype]]) -> str:
 
 
 def _refuse_local_shards(model: nn.Module, groups: ParallelGroups) -> None:
-    """Raise CheckpointError for a parameter of which ranks hold different parts or values under one name."""
+    """Raise CheckpointError for a parameter name under which ranks hold different parts or values."""
     data_parallel = group_size(groups.data_parallel)
     for name, param in model.named_parameters():
         if isinstance(param, DTensor):

@@ -1,4 +1,4 @@
-"""Where a saved tensor goes: into memory of its own, to be copied later, or straight into a live shard."""
+"""Destination: decides whether a saved tensor is read into new memory or straight into a live shard."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,11 +19,11 @@ MAIN_PARAMS = "optimizer/main_params"
 
 @dataclass(frozen=True)
 class Destination:
-    """What is live in model and optimizer, by the keys of the saved tensors.
+    """The live tensors of model and optimizer, by the keys of the saved tensors.
 
     Attributes:
-        live: tensors whose placement a saved tensor of that key gets; ParamShards of it may be read in place.
-        rounded: the model's names that need no reading: their main params are loaded, and the optimizer rounds them.
+        live: tensors that determine the placement of a saved tensor; ParamShards among them may be read in place.
+        rounded: names in the model that are not read, as the optimizer rounds them from loaded main params.
     """
 
     live: Mapping[str, Tensor] = field(default_factory=dict)
@@ -32,7 +32,7 @@ class Destination:
 
     @classmethod
     def of(cls, manifest: Manifest, model: nn.Module, optimizer: SavedOptimizer | None) -> "Destination":
-        """Take references to what is live. ``optimizer``: None if its state is not to be loaded."""
+        """Return references to live tensors. ``optimizer``: None if its state is not to be loaded."""
         if optimizer is None:
             return cls(flatten(model_state(model), "model")[1])
         shards = optimizer.model_shards()
@@ -40,7 +40,7 @@ class Destination:
         packed = optimizer.state_dict(copy=False)
         names = names_in(packed, optimizer)
         in_place = not _may_overflow(manifest, state)
-        # Half model params are rounded from their main params, or else loaded whole, as a user's own write would be.
+        # 16-bit model params are rounded from their main params, or else loaded whole, like a write by the user.
         own_mains = {param: shard for param, shard in shards.items() if shard.dtype not in HALF_DTYPES}
         live = flatten(model_state(model, own_mains if in_place else {}), "model")[1]
         live |= flatten(packed, "optimizer")[1]
@@ -58,8 +58,8 @@ class Destination:
     def templates(self, tree: Tree) -> dict[str, Tensor]:
         """Return a tensor to read into for every leaf of ``tree``.
 
-        It is the live ParamShard of that key, where it is of the saved dtype; else new memory: placed as the live
-        tensor of that key if that is a shard, whole on the host if not.
+        The live ParamShard of that key if it has the saved dtype; else new memory, with the placement of the live
+        tensor if that is a shard, or whole on the host.
         """
         templates: dict[str, Tensor] = {}
         for key, shape, dtype in leaves(tree):
@@ -76,12 +76,12 @@ class Destination:
         return templates
 
     def is_live(self, key: str, template: Tensor) -> bool:
-        """Return whether what is read into ``template`` is read in place."""
+        """Return whether ``template`` is live, so that reading into it is in place."""
         return template is self.live.get(key)
 
 
 def _may_overflow(manifest: Manifest, state: Mapping[str, Any]) -> bool:
-    """Return whether saved main params may be too large for this model's fp16: they must be read and checked first."""
+    """Return whether saved main params may overflow this model's fp16: then they must be read and checked first."""
     saved = {name: [dtype for _, _, dtype in leaves(tree)] for name, tree in manifest.trees["model"]["dict"]}
     return any(
         isinstance(value, ParamShard)
@@ -92,7 +92,7 @@ def _may_overflow(manifest: Manifest, state: Mapping[str, Any]) -> bool:
 
 
 def _main_param_key(key: str) -> str:
-    """Return the key of the main param that an optimizer state tensor belongs to: it is placed alike."""
+    """Return the key of the main param that an optimizer state tensor belongs to: both have one placement."""
     parts = key.split("/")
     of_state = parts[:3] == ["optimizer", "optimizer", "state"] and len(parts) > 4
     return f"{MAIN_PARAMS}/{parts[3]}" if of_state else ""

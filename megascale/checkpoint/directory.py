@@ -1,7 +1,7 @@
-"""The folder that holds checkpoints: names, the latest one, what is removed when.
+"""The directory of checkpoints: their names, the latest one, and removal of old ones.
 
 A checkpoint is written into `.step_00000040.incomplete-<token>` and renamed to `step_00000040` when every byte is on
-disk. So a folder with the plain name is complete, whenever and however the writers died.
+disk. So a folder with the plain name is complete, whenever the writers were killed.
 """
 
 import os
@@ -21,7 +21,7 @@ _INCOMPLETE = re.compile(r"\.step_\d{8,}\.incomplete-\w+")
 def latest(directory: str | os.PathLike[str]) -> Path | None:
     """Return the complete checkpoint of the highest step in ``directory``, None if there is none.
 
-    Looks only; every rank sees what its own file system shows. `Checkpointer.latest` is the same answer on all ranks.
+    Answers from this rank's file system alone; `Checkpointer.latest` gives all ranks the same answer.
     """
     folders = complete(Path(directory))
     return folders[max(folders)] if folders else None
@@ -39,7 +39,7 @@ def named(directory: Path) -> dict[int, Path]:
 
 
 def left(directory: Path) -> list[Path]:
-    """Return what saves and removals have left that did not come to their end, or are under way."""
+    """Return folders of saves and removals that were interrupted or are still running."""
     return [entry for entry, _ in _matching(directory, _INCOMPLETE)]
 
 
@@ -49,10 +49,10 @@ def path_of(directory: Path, step: int) -> Path:
 
 
 def find(path: Path, step: int | None) -> Path:
-    """Return the checkpoint that ``path`` means: itself, or inside it the one of ``step``, or the latest.
+    """Return the checkpoint at ``path``: itself, or inside it the one of ``step``, or the latest.
 
     Raises:
-        CheckpointError: there is none; the message says what is there.
+        CheckpointError: there is none; the message lists the content.
     """
     if (path / MANIFEST_NAME).is_file() and step is None:
         return path
@@ -69,7 +69,7 @@ def find(path: Path, step: int | None) -> Path:
 
 
 def begin(directory: Path, step: int) -> Path:
-    """Make the folder to write the checkpoint of ``step`` into, and remove what killed saves have left.
+    """Create the folder to write the checkpoint of ``step`` into, and remove remains of killed saves.
 
     Raises:
         CheckpointError: the checkpoint exists already.
@@ -88,7 +88,7 @@ def begin(directory: Path, step: int) -> Path:
 
 
 def commit(folder: Path, directory: Path, step: int) -> Path:
-    """Give a written folder its name; after this the checkpoint exists, also after a power cut."""
+    """Rename a written folder to its final name; then the checkpoint exists, also after a power cut."""
     sync_folder(folder)
     target = path_of(directory, step)
     os.rename(folder, target)
@@ -97,7 +97,7 @@ def commit(folder: Path, directory: Path, step: int) -> Path:
 
 
 def prune(directory: Path, keep_last: int, saved_step: int) -> None:
-    """Remove all but ``keep_last`` checkpoints: the one just saved, and the highest steps of the others."""
+    """Remove all but ``keep_last`` checkpoints: keep the one just saved, and the highest steps of the others."""
     folders = complete(directory)
     others = [step for step in folders if step != saved_step]
     for step in others[: max(0, len(others) - (keep_last - 1))]:

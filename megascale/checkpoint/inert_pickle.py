@@ -1,7 +1,7 @@
-"""Reading a pickle as a description of what it holds: nothing is imported, called, built, hashed or compared.
+"""Reads a pickle as a description of its content: nothing is imported, called, built, hashed or compared.
 
-Python's own unpickler runs what the file names, and a few bytes of it may ask for any amount of memory. This one knows
-the instructions that describe plain data and objects. Time and memory are in proportion to the file's length.
+Python's own unpickler calls the functions that a file names, and a few bytes can demand any amount of memory. This one
+supports only instructions that describe plain data and objects. Its time and memory are linear in the file's length.
 """
 
 import struct
@@ -22,7 +22,7 @@ class Named:
 
 @dataclass(eq=False, slots=True)
 class Record:
-    """An object that the pickle would have built: what it would have called, with what, and the state it would set."""
+    """An object that the pickle describes: the callable, its arguments, and the state to set."""
 
     kind: Named
     arguments: Any
@@ -37,9 +37,9 @@ class Pairs:
 
 
 def describe(data: bytes) -> Any:
-    """Return what a pickle of protocol 2 to 5 holds: primitives, lists, tuples, Pairs, Named and Records.
+    """Return the content of a pickle of protocol 2 to 5: primitives, lists, tuples, Pairs, Named and Records.
 
-    Raises CheckpointError for one that is damaged, or uses an instruction that no description of plain data needs.
+    Raises CheckpointError for one that is damaged or has an unsupported instruction.
     """
     try:
         return _Machine(data).run()
@@ -48,7 +48,7 @@ def describe(data: bytes) -> Any:
 
 
 class _Machine:
-    """The stack machine that a pickle is a program for; see :mod:`pickletools`."""
+    """The stack machine that interprets a pickle; see :mod:`pickletools`."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data

@@ -1,4 +1,4 @@
-"""What lies in a directory of checkpoints: every step, its size, whether it is whole, and which is the latest."""
+"""Lists a directory of checkpoints: every step, its size, whether it is intact, and which is the latest."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ from megascale.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Listed:
-    """One checkpoint, or what a save that did not end has left.
+    """One checkpoint, or the remains of an interrupted save.
 
     Attributes:
         path: its folder.
         size: bytes of all files in it.
-        step: None for what a save has left.
-        world_size: how many ranks saved it; None where that cannot be read.
-        damage: what is wrong with it; None for a checkpoint that is whole.
-        latest: whether it is the one that is loaded where no step is asked for.
+        step: None for remains of a save.
+        world_size: number of ranks that saved it; None if it cannot be read.
+        damage: what is wrong with it; None for an intact checkpoint.
+        latest: whether it is the one that is loaded by default.
     """
 
     path: Path
@@ -31,11 +31,11 @@ class Listed:
 
 
 def listing(directory: Path, *, checksums: bool = True) -> Iterator[Listed]:
-    """Yield what is in ``directory``, lowest step first, then what saves have left that were killed or still write.
+    """Yield the checkpoints in ``directory``, lowest step first, then saves that were killed or are running.
 
     Args:
         directory: of checkpoints.
-        checksums: read every byte of every checkpoint and compare; without, only names and sizes of files.
+        checksums: read and compare every byte of every checkpoint. False: only names and sizes of files.
     """
     latest = folders.latest(directory)
     for step, folder in folders.named(directory).items():
@@ -46,7 +46,7 @@ def listing(directory: Path, *, checksums: bool = True) -> Iterator[Listed]:
 
 
 def _inspected(folder: Path, checksums: bool) -> tuple[int | None, str | None]:
-    """Return by how many ranks a checkpoint was saved, and what is wrong with it."""
+    """Return the number of ranks that saved a checkpoint, and its damage."""
     world_size: int | None = None
     try:
         manifest = Manifest.read(folder)

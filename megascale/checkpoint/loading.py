@@ -1,7 +1,7 @@
-"""Load: everything is read and checked before anything live changes, but for shards, which are read where they live.
+"""load(): everything is read and checked before anything live changes, except shards, which are read in place.
 
-A rank's shard of main params and optimizer state would not fit into memory twice. So all that can be wrong with it is
-found first, on all ranks, without its values; then it is read into the live memory itself.
+A rank's shard of main params and optimizer state may not fit into memory twice. So it is checked first, on all ranks,
+without its values, and then read into the live memory itself.
 """
 
 import os
@@ -40,13 +40,13 @@ Groups = ParallelGroups | ProcessGroup | DeviceMesh | None
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """What a load returns.
+    """The result of a load.
 
     Attributes:
         step: the step that was given to `save`.
         path: the checkpoint's folder.
         user_state: as given to `save`, tensors on the host; None if none was.
-        rank_state: what this same rank gave; None if it gave none, or if another number of ranks saved.
+        rank_state: as this rank gave it to `save`; None if it gave none, or if another number of ranks saved.
         skipped: with ``strict=False``, one line for everything that was not loaded.
     """
 
@@ -68,18 +68,18 @@ def load(
 ) -> LoadedCheckpoint:
     """Load a checkpoint into the model and the optimizer; all ranks call it together, at any world size.
 
-    Everything is checked first. On an error nothing has changed in model, optimizer or grad scaler; with one exception,
-    a DistributedOptimizer whose files cannot be read any more after their checksums were found right: the error says
-    that it must be loaded again. A DistributedOptimizer and a MixedPrecisionOptimizer read each other's checkpoints.
+    Everything is checked first. On an error nothing has changed in model, optimizer or grad scaler, with one exception:
+    if a DistributedOptimizer's files become unreadable after their checksums were verified, the error says that it must
+    be loaded again. A DistributedOptimizer and a MixedPrecisionOptimizer read each other's checkpoints.
 
-    Memory beside the live state: a DistributedOptimizer's shards are read where they live, one saved piece of one
-    parameter at a time. All else, such as a MixedPrecisionOptimizer's whole state, is held a second time on the host.
+    Additional memory: a DistributedOptimizer's shards are read in place, one saved piece of one parameter at a time.
+    All else, such as a MixedPrecisionOptimizer's whole state, needs a second copy on the host.
 
     Args:
         path: a directory of checkpoints (the latest is taken, or the one of ``step``), or one checkpoint's folder.
         model: gets the saved weights and buffers.
-        optimizer: gets its state, main params and grad scaler back. None: the weights alone are loaded; the main params
-            of a MixedPrecisionOptimizer of this model follow at its next step.
+        optimizer: gets its state, main params and grad scaler. None: only weights are loaded; a MixedPrecisionOptimizer
+            of this model takes them over at its next step.
         step: which checkpoint.
         strict: raise if a name, shape or dtype differs. False loads what fits and lists the rest in ``skipped``.
         groups: as for :class:`Checkpointer`.
@@ -116,10 +116,10 @@ def load(
 
 @dataclass(frozen=True)
 class _Staged:
-    """A checkpoint in memory of its own, checked, not yet copied into anything live.
+    """A checkpoint that is read and checked, but not yet copied into anything live.
 
     Attributes:
-        in_place: what is yet to be read into live shards, which ``optimizer_state`` refers to already.
+        in_place: the reads into live shards that are still to be done; ``optimizer_state`` refers to the shards.
         problems: one line for everything in the model that is not loaded.
     """
 
@@ -150,7 +150,7 @@ def _stage(
     strict: bool,
     group: ProcessGroup | None,
 ) -> _Staged:
-    """Read what is wanted into fresh tensors, and plan what is read in place.
+    """Read the requested parts into new tensors, and plan the reads in place.
 
     Raises CheckpointError if it does not fit the model, StateDictError if it does not fit the optimizer.
     """
@@ -199,7 +199,7 @@ def _load_optimizer(
     strict: bool,
     group: ProcessGroup | None,
 ) -> None:
-    """Fill the live shards, if any, then let the optimizer take over the rest."""
+    """Fill the live shards, if any, then load the rest into the optimizer."""
     if in_place is None:
         # Validates all of it, on all ranks, before it changes anything.
         optimizer.load_state_dict(state_dict, strict=strict)

@@ -1,4 +1,4 @@
-"""`megascale.json`, the part of a checkpoint that says what the data files hold, and whether they are whole."""
+"""`megascale.json`, the manifest of a checkpoint: the data files' content, sizes and checksums."""
 
 import json
 import os
@@ -27,11 +27,11 @@ class FileMark:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds.
+    """The content of a checkpoint.
 
     Attributes:
         step: the caller's step number.
-        world_size: how many ranks saved it.
+        world_size: number of ranks that saved it.
         trees: by part ("model", "optimizer", "user"), the nest without its tensors; parts not saved are missing.
         rank_trees: each rank's own state, in rank order; None for a rank that gave none.
         files: size and checksum of every other file of the checkpoint.
@@ -81,7 +81,7 @@ class Manifest:
             ) from error
 
     def verify(self, folder: Path, *, part: int, parts: int, checksums: bool = True) -> None:
-        """Compare every ``parts``-th file, from the ``part``-th, with its size and checksum (or its size alone).
+        """Check size and checksum (or only size) of every ``parts``-th file, beginning with the ``part``-th.
 
         Raises:
             CheckpointError: one is missing or differs; the message names it.

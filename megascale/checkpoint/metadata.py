@@ -1,7 +1,7 @@
-"""`.metadata`, torch's file that tells which file holds which piece of which tensor: read, and checked, as data.
+"""Reads `.metadata`, torch's index of which file holds which piece of which tensor, as inert data.
 
-torch.distributed.checkpoint writes it as a pickle of its own classes. It is read without unpickling: what it says is
-compared with what such a file may say, and only then made into torch's classes.
+torch.distributed.checkpoint writes it as a pickle of its own classes. It is read without unpickling, checked against
+the expected structure, and then converted to torch's classes.
 """
 
 import math
@@ -30,9 +30,9 @@ _DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).val
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Return what tells where everything is; of it what a load needs.
+    """Return the parts of the metadata that a load needs.
 
-    Raises CheckpointError for a file that is damaged, or says anything else.
+    Raises CheckpointError for a file that is damaged or has unexpected content.
     """
     path = folder / METADATA_NAME
     data = path.read_bytes()
@@ -43,7 +43,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 class _Reader:
-    """Makes torch's classes of the records. ``length``: of the file, which bounds what is made of it."""
+    """Converts records to torch's classes. ``length``: of the file, which bounds the sizes in the result."""
 
     def __init__(self, length: int) -> None:
         self._pieces_left = length

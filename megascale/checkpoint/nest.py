@@ -1,7 +1,6 @@
-"""Nests of dicts, lists and tensors as one JSON tree and one flat dict of tensors.
+"""Splits nested dicts, lists and tensors into a JSON tree and a flat dict of tensors.
 
-The tree goes into the manifest, the tensors into the data files. Nothing is pickled, so nothing is executed on the way
-back.
+The tree goes into the manifest, the tensors into the data files. Nothing is pickled, so loading executes nothing.
 """
 
 import base64
@@ -25,10 +24,10 @@ def flatten(nest: Any, name: str) -> tuple[Tree, dict[str, Tensor]]:
     Args:
         nest: dicts, lists and tuples of tensors (strided, any device; DTensor too), bytes, None, bool, int, float, str.
             Keys of dicts are str, int, float, bool or None.
-        name: what the nest is called, the first part of every tensor's key.
+        name: the nest's name, the first part of every tensor's key.
 
     Raises:
-        ArgumentTypeError: something else is in it; the message says where.
+        ArgumentTypeError: it contains something else; the message says where.
         ArgumentError: a tensor is sparse or has no data.
     """
     tensors: dict[str, Tensor] = {}
@@ -36,7 +35,7 @@ def flatten(nest: Any, name: str) -> tuple[Tree, dict[str, Tensor]]:
 
 
 def unflatten(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
-    """Rebuild the nest from its tree and the tensors that belong to its keys."""
+    """Return the nest of a tree and the tensors of its keys."""
     return _decode(tree, lambda leaf: tensors[leaf["key"]])
 
 
@@ -48,7 +47,7 @@ def leaves(tree: Tree) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
 
 
 def join(path: str, key: Any) -> str:
-    """Return the key of what ``path`` holds under ``key``: "a/b" differs from "a" then "b", 0 from "0"."""
+    """Return the key of the value under ``key`` in ``path``: "a/b" differs from "a" then "b", 0 from "0"."""
     if isinstance(key, str):
         return f"{path}/{key.replace('%', '%25').replace('/', '%2F').replace('#', '%23')}"
     return f"{path}/#{key!r}"

@@ -1,8 +1,8 @@
-"""Tensors to and from a folder, by the planners and file format of torch.distributed.checkpoint.
+"""Writes tensors to a folder and reads them, with the planners and file format of torch.distributed.checkpoint.
 
-Its planners decide who writes what: a tensor that all ranks hold is written once, by the first of them; the shards of a
-DTensor or a ParamShard each by its own rank, and read back by whoever needs them at whatever world size. The
-coordination between ranks is done here, so that it can take place before a background thread begins to write.
+Its planners assign the writes: a tensor that all ranks hold is written once, by the first of them; shards of a DTensor
+or a ParamShard each by its own rank. Any rank can read them at any world size. The ranks coordinate here, before a
+background thread begins to write.
 """
 
 import os
@@ -30,7 +30,7 @@ from megascale.utils.collectives import all_gather_object, broadcast_object, gro
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Takes what it writes from `staged` where that holds it, from the live tensors otherwise."""
+    """Writes the staged copies of tensors where there are any, else the live tensors."""
 
     def __init__(self) -> None:
         # The first rank's copy is the one that counts (a buffer may differ between data-parallel ranks, as DDP allows).
@@ -45,7 +45,7 @@ class _SavePlanner(DefaultSavePlanner):
 class _Writer(FileSystemWriter):
     """Writes torch's format, one tensor after another.
 
-    torch's own keeps every copy that it makes, of a view or of a tensor on a device, until the whole file is written.
+    torch's own writer keeps its copies of views and device tensors until the whole file is written.
     """
 
     def write_tensors(self, plan: SavePlan, planner: _SavePlanner) -> list[WriteResult]:
@@ -56,7 +56,7 @@ class _Writer(FileSystemWriter):
             for item in plan.items:
                 tensor = planner.lookup_object(item.index).detach().cpu()
                 if tensor.untyped_storage().nbytes() != tensor.nbytes:
-                    # torch.save writes all of a storage.
+                    # torch.save would write the whole storage of a view.
                     tensor = tensor.clone()
                 start = stream.tell()
                 torch.save(tensor, stream)
@@ -70,7 +70,7 @@ class _Writer(FileSystemWriter):
 
 @dataclass
 class PlannedWrite:
-    """One rank's share of a save. It reads the live tensors until `write` has returned, or `stage` has copied them."""
+    """One rank's part of a save. It reads live tensors until `write` returns, or until `stage` has copied them."""
 
     folder: Path
     rank: int
@@ -80,24 +80,24 @@ class PlannedWrite:
     metadata: Metadata = field(repr=False)
 
     def stage(self) -> None:
-        """Copy what this rank will write to host memory, and let go of the live tensors."""
+        """Copy the tensors that this rank will write to host memory, and release the live ones."""
         for item in self.plan.items:
             self.planner.staged[item.index] = self.planner.lookup_object(item.index).detach().to("cpu", copy=True)
         self.planner.state_dict = {}
 
     def write(self) -> tuple[list[WriteResult], dict[str, FileMark]]:
-        """Write this rank's file and wait until it is on disk; returns what was written, and the file's mark."""
+        """Write this rank's file and wait until it is on disk. Returns the write results and the file's mark."""
         results = self.writer.write_tensors(self.plan, self.planner)
         return results, {path.name: mark_of(path) for path in sorted(self.folder.glob(f"__{self.rank}_*"))}
 
     def write_metadata(self, results: list[list[WriteResult]]) -> dict[str, FileMark]:
-        """Write, on the first rank, the file that tells where everything is. ``results`` are all ranks'."""
+        """Write, on the first rank, the index of all files. ``results``: all ranks' write results."""
         self.writer.finish(self.metadata, results)
         return {METADATA_NAME: mark_of(self.folder / METADATA_NAME)}
 
 
 def plan_write(tensors: Mapping[str, Tensor], folder: Path, group: ProcessGroup | None) -> PlannedWrite:
-    """Agree with the ranks of ``group`` who writes what; every rank calls it with its own tensors."""
+    """Plan the writes with the ranks of ``group``; every rank calls it with its own tensors."""
     rank = group_rank(group)
     planner = _SavePlanner()
     writer = _Writer(folder, sync_files=True, overwrite=False)
@@ -121,7 +121,7 @@ def plan_write(tensors: Mapping[str, Tensor], folder: Path, group: ProcessGroup 
 
 @dataclass
 class PlannedRead:
-    """What one rank reads, all of it known to be there in the right shape and dtype."""
+    """One rank's reads, checked to exist in the right shape and dtype."""
 
     reader: "_Reader"
     planner: DefaultLoadPlanner
@@ -142,7 +142,7 @@ def plan_read(folder: Path, metadata: Metadata, templates: Mapping[str, Tensor])
     for key, template in templates.items():
         stored = metadata.state_dict_metadata.get(key)
         if stored is None and template.numel() == 0:
-            # Shards of an empty tensor are no files.
+            # Empty tensors have no shards in files.
             continue
         if not isinstance(stored, TensorStorageMetadata):
             raise CheckpointError(f"{folder} holds no tensor {key!r}")
@@ -163,11 +163,11 @@ def plan_read(folder: Path, metadata: Metadata, templates: Mapping[str, Tensor])
 class _Reader(FileSystemReader):
     """Reads torch's format, each saved piece once, in the order of the file.
 
-    torch's own reads a piece again for every box that needs a part of it.
+    torch's own reader reads a piece again for every box that needs a part of it.
     """
 
     def read_tensors(self, plan: LoadPlan, planner: DefaultLoadPlanner) -> None:
-        """Read what ``plan`` wants into the tensors that ``planner`` knows."""
+        """Read the items of ``plan`` into the planner's tensors."""
 
         def place(item: ReadItem) -> tuple[str, int]:
             info = self.storage_data[item.storage_index]
@@ -177,7 +177,7 @@ class _Reader(FileSystemReader):
             self._read_piece(list(items), planner)
 
     def _read_piece(self, items: list[ReadItem], planner: DefaultLoadPlanner) -> None:
-        """Read one saved piece, and copy the parts of it that ``items`` want. It is free again afterwards."""
+        """Read one saved piece and copy the parts of it that ``items`` need; then it is freed."""
         info = self.storage_data[items[0].storage_index]
         with open(Path(self.path) / info.relative_path, "rb") as stream:
             saved = torch.load(self._slice_file(stream, info), map_location="cpu", weights_only=True)

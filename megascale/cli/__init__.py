@@ -1,7 +1,7 @@
-"""Command line: ``python -m megascale COMMAND ...``, a module here for each command.
+"""Command line: ``python -m megascale COMMAND ...``, with one module here per command.
 
 A command's module offers ``NAME``, ``HELP``, ``AS_TYPED``, ``add_arguments(parser)`` and ``run(given) -> exit status``.
-Errors of megascale's end a command with status 1 and one line; wrong usage with 2.
+An error of megascale ends a command with status 1 and one line; wrong usage with status 2.
 """
 
 import argparse
@@ -13,25 +13,25 @@ from megascale.utils.program import run_program
 
 
 class Command(Protocol):
-    """What a command's module offers."""
+    """The interface of a command's module."""
 
     NAME: str
     HELP: str
     AS_TYPED: dict[str, str]
-    """What error messages say of an argument in Python, and how it is typed here."""
+    """Names of Python arguments in error messages, and their form on the command line."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the command's arguments."""
 
     def run(self, given: argparse.Namespace) -> int:
-        """Run it; returns the exit status."""
+        """Run the command. Returns the exit status."""
 
 
 COMMANDS: tuple[Command, ...] = (convert, info, bench)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status."""
+    """Run one command. Returns the exit status."""
     as_typed = {said: typed for command in COMMANDS for said, typed in command.AS_TYPED.items()}
     return run_program(_run, arguments, as_typed=as_typed)
 

@@ -1,4 +1,4 @@
-"""``python -m megascale convert SOURCE DEST``: another system's checkpoint as our state dict."""
+"""``python -m megascale convert SOURCE DEST``: convert another system's checkpoint to our state dict."""
 
 import argparse
 import json

@@ -1,1 +1,1 @@
-"""Hooks of other libraries, one module each. Nothing here is imported by ``import megascale``."""
+"""Integrations with other libraries, one module each. ``import megascale`` imports none of them."""

@@ -1,7 +1,7 @@
-"""Accelerate: MixedPrecisionOptimizer and its kin through ``accelerator.prepare``, and our GradScaler for autocast.
+"""Accelerate: our optimizers through ``accelerator.prepare``, and our GradScaler for autocast.
 
-:class:`Accelerator` takes the place of ``accelerate.Accelerator``; :func:`adopt` turns one that somebody else made, as
-``transformers.Trainer`` does, into it. Nothing else in a training loop changes.
+:class:`Accelerator` replaces ``accelerate.Accelerator``; :func:`adopt` converts one that a library has created, such as
+``transformers.Trainer``. Nothing else in a training loop changes.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ UNSUPPORTED = {
 
 
 class SkipOnDevice(AcceleratedOptimizer):
-    """A prepared optimizer whose decision to skip is on the device, and is read on the host only when asked for."""
+    """A prepared optimizer whose skip decision is on the device and is read on the host only on request."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, scaler: GradScaler | None, *, device_placement: bool) -> None:
         super().__init__(optimizer, device_placement=device_placement, scaler=scaler)
@@ -50,12 +50,12 @@ class SkipOnDevice(AcceleratedOptimizer):
 class ScaledOptimizer(SkipOnDevice):
     """A torch optimizer that steps through :class:`megascale.amp.GradScaler`.
 
-    Accelerate takes a step for skipped where ``optimizer.step`` was not called. Of a fused optimizer, which skips on
-    the device, it always is.
+    Accelerate counts a step as skipped if ``optimizer.step`` was not called. A fused optimizer, which skips on the
+    device, is always called.
     """
 
     def step(self, closure: Any = None) -> None:
-        """Step and update the scaler, at the end of an accumulation."""
+        """At the end of an accumulation, step and update the scaler."""
         if not self.gradient_state.sync_gradients:
             return
         self.scaler.step(self.optimizer, closure)
@@ -65,10 +65,10 @@ class ScaledOptimizer(SkipOnDevice):
 
 
 class PreparedOptimizer(SkipOnDevice):
-    """What :meth:`Accelerator.prepare` makes of a MixedPrecisionOptimizer, DistributedOptimizer or ChainedOptimizer.
+    """A MixedPrecisionOptimizer, DistributedOptimizer or ChainedOptimizer as :meth:`Accelerator.prepare` returns it.
 
-    Accelerate's own wrapper would load the optimizer's state dict into it anew, which doubles its memory for a moment;
-    here parameters must be on the accelerator's device already.
+    Accelerate's own wrapper would reload the optimizer's state dict, which doubles its memory for a moment. Instead,
+    parameters must be on the accelerator's device already.
     """
 
     def __init__(self, optimizer: OurOptimizer) -> None:
@@ -97,17 +97,17 @@ class PreparedOptimizer(SkipOnDevice):
         return _grad_norm(self.optimizer)
 
     def clip_grad_value_(self, clip_value: float) -> None:
-        """Clamp the unscaled gradients, after clipping by norm if that was asked for."""
+        """Clamp the unscaled gradients, after any clipping by norm."""
         validate.positive("clip_value", clip_value)
         if not self._is_ready:
             self.prepare_grads(torch.inf)
         self.optimizer.clip_grad_value_(clip_value)
 
     def step(self, closure: Any = None) -> StepResult | None:
-        """Step, at the end of an accumulation: the whole of it, or the rest of what clipping has begun.
+        """At the end of an accumulation, take a step, or finish the step that clipping has begun.
 
         Returns:
-            What the optimizer's ``step()`` returns, unread; None where gradients are still accumulated.
+            The optimizer's StepResult, without a sync; None while gradients are still accumulated.
         """
         if not self.gradient_state.sync_gradients:
             return None
@@ -121,7 +121,7 @@ class PreparedOptimizer(SkipOnDevice):
         return result
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Drop all gradients, at the end of an accumulation, and with them a step that was begun and not taken."""
+        """At the end of an accumulation, drop all gradients and any step that was begun but not taken."""
         super().zero_grad(set_to_none)
         if self.gradient_state.sync_gradients:
             self._is_ready = False
@@ -132,30 +132,30 @@ class PreparedOptimizer(SkipOnDevice):
         self._is_ready = False
 
     def trains(self) -> set[int]:
-        """Return the ids of the parameters that it updates."""
+        """Return the ids of the parameters that this optimizer updates."""
         params = (param for group in self.optimizer.param_groups for param in group["params"])
         return {id(param) for param in params if param.requires_grad}
 
 
 class Accelerator(accelerate.Accelerator):
-    """accelerate.Accelerator that knows loss scaling, clipping and skipping by MixedPrecisionOptimizer.
+    """accelerate.Accelerator with support for MixedPrecisionOptimizer's loss scaling, clipping and skipping.
 
-    - ``prepare`` takes MixedPrecisionOptimizer, DistributedOptimizer and ChainedOptimizer, beside all that it took.
+    - ``prepare`` takes MixedPrecisionOptimizer, DistributedOptimizer and ChainedOptimizer, beside all that it accepts.
     - ``backward`` scales the loss by the optimizer's grad scaler.
     - ``clip_grad_norm_`` and ``clip_grad_value_`` clip unscaled gradients, with no host sync, over all ranks and
-      shards. They begin the step, and so they belong under ``if accelerator.sync_gradients``.
+      shards. They begin the step, so call them under ``if accelerator.sync_gradients``.
     - ``optimizer_step_was_skipped``, and a prepared LR scheduler, read the decision on the host: one sync a step.
 
     Use it with ``mixed_precision="no"`` and a model in fp16 (``model.half()``), or "bf16" and a model in bf16 or fp32.
 
     Args:
         args, kwargs: for ``accelerate.Accelerator``.
-        grad_scaler: a :class:`megascale.amp.GradScaler` in the place of torch's, for torch optimizers with
-            ``mixed_precision="fp16"``: fp32 parameters, autocast. It works on a CPU, too, where Accelerate by itself
-            trains in fp32.
+        grad_scaler: a :class:`megascale.amp.GradScaler` in place of torch's, for torch optimizers with
+            ``mixed_precision="fp16"``: fp32 parameters, autocast. It also works on a CPU, where Accelerate alone trains
+            in fp32.
 
     Raises:
-        ArgumentError, ArgumentTypeError: for a ``grad_scaler`` that is none, or without ``mixed_precision="fp16"``.
+        ArgumentError, ArgumentTypeError: for a ``grad_scaler`` of another type, or without ``mixed_precision="fp16"``.
     """
 
     _bare_models = False
@@ -168,10 +168,10 @@ class Accelerator(accelerate.Accelerator):
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare objects for training; see ``accelerate.Accelerator.prepare``.
 
-        Models that come together with a DistributedOptimizer stay as they are: it reduces their gradients itself.
+        Models that are prepared with a DistributedOptimizer are not wrapped: it reduces their gradients itself.
 
         Raises:
-            UsageError: for an optimizer that cannot be used with this accelerator, saying what to do.
+            UsageError: for an optimizer that cannot be used with this accelerator, with the remedy.
         """
         self._bare_models = any(part.reduces_in_backward for arg in args for part in _parts(arg))
         try:
@@ -179,7 +179,7 @@ class Accelerator(accelerate.Accelerator):
         finally:
             self._bare_models = False
         if self.is_fsdp2:
-            # Its plugin has replaced the parameters: make main params of the shards before the first forward.
+            # FSDP2's plugin has replaced the parameters: create main params of the shards before the first forward.
             for part in (part for prepared in self._ours() for part in _parts(prepared.optimizer)):
                 part.main_params()
         return result
@@ -212,7 +212,7 @@ class Accelerator(accelerate.Accelerator):
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Accumulate only, in DistributedDataParallel and in a DistributedOptimizer."""
+        """Return a context in which DistributedDataParallel and DistributedOptimizer only accumulate."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(super().no_sync(model))
             for part in self._reducing():
@@ -224,7 +224,7 @@ class Accelerator(accelerate.Accelerator):
 
         Args:
             loss: the unscaled loss.
-            optimizer: whose grad scaler; needed where several optimizers with scalers of their own are prepared.
+            optimizer: selects the grad scaler; needed if several prepared optimizers have their own scalers.
             kwargs: for ``loss.backward``.
         """
         scaling = [prepared for prepared in self._ours() if prepared.optimizer.grad_scaler is not None]
@@ -243,16 +243,16 @@ class Accelerator(accelerate.Accelerator):
         """Clip the global L2 norm of the unscaled gradients of all of an optimizer's parameters.
 
         Args:
-            parameters: all parameters of one prepared optimizer. Others among them, which it does not train, count not.
-            max_norm: above 0; inf measures only. A smaller ``clip_grad`` of the optimizer's own holds too.
+            parameters: all parameters of one prepared optimizer. Parameters that it does not train are ignored.
+            max_norm: above 0; inf only measures. A smaller ``clip_grad`` of the optimizer takes precedence.
             norm_type: 2.
 
         Returns:
-            The norm before clipping: fp32, 0-d, on the device; non-finite where the step will be skipped. No host sync.
+            The norm before clipping: fp32, 0-d, on the device; non-finite if the step will be skipped. No host sync.
 
         Raises:
-            UsageError: before the last micro-batch of an accumulation, for a part of an optimizer's parameters, or
-                where this step's gradients are clipped already.
+            UsageError: before the last micro-batch of an accumulation, for a part of an optimizer's parameters, or if
+                this step's gradients were clipped already.
             ArgumentError: for another norm, or a ``max_norm`` that is not above 0.
         """
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -283,8 +283,8 @@ class Accelerator(accelerate.Accelerator):
         """Unscale gradients of torch optimizers under fp16 autocast.
 
         Raises:
-            UsageError: where gradients belong to an optimizer with a scaler of its own: they stay scaled, as fp16 would
-                lose the small ones.
+            UsageError: if gradients belong to an optimizer with its own scaler: they stay scaled, as fp16 would lose
+                the small ones.
         """
         if optimizer is None:
             chosen = self._optimizers
@@ -306,8 +306,8 @@ class Accelerator(accelerate.Accelerator):
 
         Args:
             output_dir: the folder.
-            safe_serialization: whether the model goes into safetensors. None: yes, unless a DistributedOptimizer keeps
-                the parameters in memory that they share, into which safetensors cannot load.
+            safe_serialization: whether to write the model as safetensors. None: yes, unless a DistributedOptimizer's
+                parameters share bucket memory, into which safetensors cannot load.
             save_model_func_kwargs: see Accelerate.
 
         Raises:
@@ -322,14 +322,14 @@ class Accelerator(accelerate.Accelerator):
         return super().save_state(output_dir, safe, **save_model_func_kwargs)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return a model's state dict, of tensors with memory of their own; see ``accelerate.Accelerator``."""
+        """Return a model's state dict, each tensor with its own memory; see ``accelerate.Accelerator``."""
         state: dict[str, Any] = super().get_state_dict(model, unwrap)
         if not self._reducing():
             return state
         return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
 
     def _use(self, grad_scaler: GradScaler | None) -> None:
-        """Put ``grad_scaler`` in the place of torch's, and autocast to fp16 whatever the device."""
+        """Use ``grad_scaler`` in place of torch's, and autocast to fp16 on any device."""
         if grad_scaler is None:
             return
         if not isinstance(grad_scaler, GradScaler):
@@ -351,7 +351,7 @@ class Accelerator(accelerate.Accelerator):
         return [part for part in parts if isinstance(part, DistributedOptimizer)]
 
     def _trainer_of(self, params: list[Tensor]) -> PreparedOptimizer | None:
-        """Return the optimizer of ours that is to clip ``params``; None if it is none of ours."""
+        """Return our optimizer that is to clip ``params``; None if they are not ours."""
         given = {id(param) for param in params}
         found = [(prepared, prepared.trains()) for prepared in self._ours()]
         found = [(prepared, own) for prepared, own in found if own & given]
@@ -376,7 +376,7 @@ class Accelerator(accelerate.Accelerator):
         return prepared
 
     def _check_fits(self, optimizer: OurOptimizer) -> None:
-        """Raise UsageError for an optimizer of ours that would train wrongly here."""
+        """Raise UsageError for one of our optimizers that would train wrongly here."""
         name = type(optimizer).__name__
         if self.distributed_type in UNSUPPORTED and not self.is_fsdp2:
             reason = UNSUPPORTED[self.distributed_type]
@@ -419,17 +419,17 @@ class Accelerator(accelerate.Accelerator):
 
 
 def adopt(accelerator: accelerate.Accelerator, *, grad_scaler: GradScaler | None = None) -> Accelerator:
-    """Turn an ``accelerate.Accelerator`` that somebody else made, such as a Trainer's, into :class:`Accelerator`.
+    """Convert an existing ``accelerate.Accelerator``, such as a Trainer's, into :class:`Accelerator`.
 
-    The same object is returned: whoever holds it has the new behaviour.
+    Returns the same object, so that its owner gets the new behaviour.
 
     Args:
         accelerator: before anything was prepared with it.
         grad_scaler: see :class:`Accelerator`.
 
     Raises:
-        ArgumentTypeError: for another class, whose behaviour would be lost.
-        UsageError: where an optimizer is prepared already.
+        ArgumentTypeError: for a subclass, whose behaviour would be lost.
+        UsageError: if an optimizer is prepared already.
     """
     if type(accelerator) not in (accelerate.Accelerator, Accelerator):
         raise ArgumentTypeError(
@@ -462,7 +462,7 @@ def _grad_norm(optimizer: OurOptimizer) -> Tensor:
 @torch.optim.Optimizer.profile_hook_step
 def _step_with_ready_grads(optimizer: OurOptimizer) -> StepResult:
     """Second half of a step, with the step hooks that ``step()`` would call."""
-    # As an LR scheduler's patch of step() would have told.
+    # An LR scheduler's patch of step() would have set this.
     optimizer._opt_called = True  # type: ignore[union-attr]
     return optimizer.step_with_ready_grads()
 

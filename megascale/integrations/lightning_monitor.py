@@ -1,4 +1,4 @@
-"""What the callback LossScaleMonitor does, under either name of Lightning's package."""
+"""The callback LossScaleMonitor, for either name of Lightning's package."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from megascale.errors import UsageError
 from megascale.host_view import HostView
 from megascale.integrations.lightning_precision import OurOptimizer, PrecisionRecipe
 
-Base: Any = object  # Its subclasses put it before their package's Callback, which it calls as super().
+Base: Any = object  # Subclasses also derive from their package's Callback, which super() then finds.
 STEP = "step"
 
 
@@ -18,7 +18,7 @@ class LossScaleMonitoring(Base):
 
     The host learns of a step when the next one has been queued, and of the last one when training ends. Values go to
     ``trainer.callback_metrics``, and every ``log_every_n_steps`` steps to the loggers, under the step they belong to.
-    With several optimizers the last two names end in "/0", "/1" and so on. ``num_skipped_steps`` goes on from a
+    With several optimizers the last two names end in "/0", "/1" and so on. ``num_skipped_steps`` continues from a
     checkpoint; ``grad_norm`` is the norm of the unscaled gradients before clipping, not finite where a step was
     skipped.
 
@@ -32,7 +32,7 @@ class LossScaleMonitoring(Base):
         self._step = 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Forget the run before."""
+        """Drop values of an earlier run."""
         if not isinstance(trainer.precision_plugin, PrecisionRecipe):
             raise UsageError(
                 f"{type(self).__name__} needs Trainer(plugins=[MegascalePrecision(...)]), found "
@@ -42,14 +42,14 @@ class LossScaleMonitoring(Base):
         self._step = trainer.global_step
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        """Send what the batch's steps did on its way, and log what the batch before did."""
+        """Start copying the results of this batch's steps to the host, and log those of the batch before."""
         if trainer.global_step == self._step:
             return
         self._step = trainer.global_step
         self._log(trainer, self._view.push({STEP: float(self._step), **_watched(trainer)}))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Log what the last batch did."""
+        """Log the results of the last batch."""
         self._log(trainer, self._view.flush())
 
     def _log(self, trainer: Any, values: dict[str, float] | None) -> None:

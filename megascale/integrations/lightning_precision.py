@@ -1,7 +1,7 @@
-"""What the precision plugin does, under either name of Lightning's package.
+"""The precision plugin, for either name of Lightning's package.
 
-:mod:`megascale.integrations.lightning` and :mod:`megascale.integrations.pytorch_lightning` put it on their package's
-base class.
+:mod:`megascale.integrations.lightning` and :mod:`megascale.integrations.pytorch_lightning` combine it with their
+package's base class.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,17 +26,17 @@ from megascale.parallel import ParallelGroups
 from megascale.utils import validate
 from megascale.utils.dtensors import local
 
-Base: Any = object  # Its subclasses put it before their package's Precision, which it calls as super().
+Base: Any = object  # Subclasses also derive from their package's Precision, which super() then finds.
 
 OurOptimizer = MixedPrecisionOptimizer | ChainedOptimizer
 
 
 @dataclass(frozen=True)
 class Mode:
-    """What one of Lightning's names of precisions means here.
+    """The meaning of one of Lightning's names of precisions.
 
     Attributes:
-        weights: the dtype that the module is cast to; None: it stays as it is.
+        weights: the dtype that the module is cast to; None: not cast.
         autocast: the dtype of ``torch.autocast`` around every step; None: no autocast.
     """
 
@@ -55,7 +55,7 @@ MODES = {
 
 @dataclass
 class Clipping:
-    """What is to be clipped at an optimizer's next step. None: nothing by that algorithm."""
+    """Limits for clipping at an optimizer's next step. None: no clipping by that algorithm."""
 
     norm: float | None = None
     value: float | None = None
@@ -65,7 +65,7 @@ class PrecisionRecipe(Base):
     """Trains in 16 bit through megascale's optimizers: ``Trainer(plugins=[MegascalePrecision("16-true")])``.
 
     The optimizers that ``configure_optimizers`` returns are wrapped in :class:`MixedPrecisionOptimizer`; one that is
-    already wrapped is taken as it is. Losses are scaled, gradients are clipped in the optimizer's one pass, and all
+    already wrapped is used as it is. Losses are scaled, gradients are clipped in the optimizer's one pass, and all
     ranks skip the same steps. LR schedulers stay on the optimizers that they were built on.
 
     ``on_before_optimizer_step`` and ``configure_gradient_clipping`` see gradients that are still scaled:
@@ -75,8 +75,8 @@ class PrecisionRecipe(Base):
     Args:
         precision: "16-true" or "bf16-true": parameters of 16 bit with fp32 main params. "16-mixed" or "bf16-mixed":
             fp32 parameters under autocast. "32-true": the module as it is, for FSDP2 with a mixed precision policy.
-        config: loss scale and kernels, and ``clip_grad``, which holds wherever the Trainer's ``gradient_clip_val`` does
-            not. Its ``fp16`` and ``bf16`` need not be set, but with "32-true". None: no clipping of its own.
+        config: loss scale and kernels, and ``clip_grad``, which applies unless the Trainer has a ``gradient_clip_val``.
+            Its ``fp16`` and ``bf16`` need not be set, except with "32-true". None: no clipping by the config.
         grad_scaler: shared by all optimizers. None: a dynamic one from ``config`` for fp16, else none.
         groups: see :class:`MixedPrecisionOptimizer`. None: all ranks.
 
@@ -119,7 +119,7 @@ class PrecisionRecipe(Base):
     def connect(
         self, model: nn.Module, optimizers: list[torch.optim.Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[torch.optim.Optimizer], list[Any]]:
-        """Wrap the optimizers and let them share a scaler."""
+        """Wrap the optimizers, with one shared scaler."""
         self._device_type = next((param.device.type for param in model.parameters()), "cpu")
         scaler = build_grad_scaler(self.config) if self._given_scaler is None else self._given_scaler
         module = model.module if isinstance(model, DistributedDataParallel) else model
@@ -145,26 +145,26 @@ class PrecisionRecipe(Base):
         scaler: MegatronGradScaler | None,
         named: list[tuple[str, nn.Parameter]],
     ) -> torch.optim.Optimizer:
-        # Without param groups it is what Lightning puts where configure_optimizers returned None.
+        # Without param groups it is Lightning's stand-in: configure_optimizers returned None.
         if isinstance(optimizer, OurOptimizer) or not optimizer.param_groups:
             return optimizer
         return MixedPrecisionOptimizer(optimizer, self.config, scaler, groups=self._groups, named_parameters=named)
 
     def teardown(self) -> None:
-        """Follow the module, which Lightning has moved to the CPU: the Trainer may still save a checkpoint."""
+        """Move main params with the module, which Lightning moves to the CPU: a Trainer may still save a checkpoint."""
         for optimizer in self._optimizers:
             _bring_main_params(optimizer)
         super().teardown()
 
     @property
     def grad_scaler(self) -> MegatronGradScaler | None:
-        """The scaler in use. Before optimizers are connected: the one that was given."""
+        """The scaler in use. Before optimizers are connected: the constructor's."""
         return self._optimizers[0].grad_scaler if self._optimizers else self._given_scaler
 
     # Around forward
 
     def tensor_init_context(self) -> "_DefaultDtype":
-        """New modules have 16-bit parameters at once, unless the precision is a mixed one."""
+        """Return a context in which new modules have 16-bit parameters, unless the precision is a mixed one."""
         return _DefaultDtype(self._mode.weights)
 
     def module_init_context(self) -> "_DefaultDtype":
@@ -173,7 +173,7 @@ class PrecisionRecipe(Base):
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        """Autocast, or the default dtype of tensors that the step makes."""
+        """Return the context of a step: autocast, or the default dtype of new tensors."""
         with (
             _DefaultDtype(self._mode.weights),
             torch.autocast(
@@ -184,7 +184,7 @@ class PrecisionRecipe(Base):
 
     @contextmanager
     def train_step_context(self) -> Iterator[None]:
-        """After a training step of manual optimization a shared scale follows what its optimizers found."""
+        """After a training step of manual optimization, update the shared scale for all its optimizers."""
         with self.forward_context():
             yield
         if self._per_batch is not None:
@@ -212,7 +212,7 @@ class PrecisionRecipe(Base):
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Run the closure (forward and backward), Lightning's hooks, and the step.
 
-        Returns its StepResult; None where ``training_step`` returned None, which leaves out the step.
+        Returns its StepResult; None if ``training_step`` returned None, which omits the step.
         """
         if not isinstance(optimizer, OurOptimizer):
             return super().optimizer_step(optimizer, model, closure, **kwargs)
@@ -233,25 +233,25 @@ class PrecisionRecipe(Base):
         return result
 
     def last_result(self, optimizer: Any) -> StepResult | None:
-        """Return what the last step of ``optimizer`` did, as device tensors; None before its first."""
+        """Return the result of the last step of ``optimizer``, as device tensors; None before its first."""
         return self._results.get(id(_bare(optimizer)))
 
     # Clipping
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        """Clip by the global norm in the coming step."""
+        """Clip by the global norm in the next step."""
         clipping = self._clippings.setdefault(id(_bare(optimizer)), Clipping())
         if clipping.value is not None:
             raise UsageError("gradients are to be clipped by value already; clip by norm first, then by value")
         clipping.norm = validate.positive("gradient_clip_val", clip_val)
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
-        """Clip each element of the unscaled gradients in the coming step."""
+        """Clip each element of the unscaled gradients in the next step."""
         clipping = self._clippings.setdefault(id(_bare(optimizer)), Clipping())
         clipping.value = validate.positive("gradient_clip_val", clip_val)
 
     def _clip_gradients(self, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """Call ``configure_gradient_clipping``, and see that it does not clip gradients that are still scaled."""
+        """Call ``configure_gradient_clipping``, and check that it did not clip the still scaled gradients."""
         scaled = isinstance(optimizer, OurOptimizer) and optimizer.grad_scaler is not None
         before = _fingerprints(optimizer) if scaled else []
         super()._clip_gradients(model, optimizer, *args, **kwargs)
@@ -264,10 +264,10 @@ class PrecisionRecipe(Base):
 
     @torch.no_grad()
     def unscaled_grads(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, gradient over the loss scale) of every parameter of ``module`` with a gradient.
+        """Yield (name, gradient divided by the loss scale) of every parameter of ``module`` with a gradient.
 
-        fp32 copies of the parameters' shapes, made one by one and without a sync; of a DTensor this rank's part. To be
-        used between backward and the step, as in ``on_before_optimizer_step``.
+        fp32 copies in the parameters' shapes, made one by one, without a sync; of a DTensor this rank's part. Use it
+        between backward and the step, as in ``on_before_optimizer_step``.
         """
         for name, param in module.named_parameters():
             if param.grad is not None:
@@ -292,7 +292,7 @@ class _DefaultDtype:
 
 
 def _config_for(precision: str, config: Any) -> OptimizerConfig:
-    """Return ``config``, or the default, with the flags that ``precision`` asks for."""
+    """Return ``config``, or the default, with the flags of ``precision``."""
     mode = MODES[precision]
     fp16, bf16 = (dtype in (mode.weights, mode.autocast) for dtype in (torch.float16, torch.bfloat16))
     if config is None:
@@ -315,7 +315,7 @@ def _config_for(precision: str, config: Any) -> OptimizerConfig:
 
 
 def _bare(optimizer: Any) -> Any:
-    """Return what a LightningOptimizer stands for; anything else itself."""
+    """Return the optimizer in a LightningOptimizer; any other object itself."""
     return vars(optimizer).get("_optimizer", optimizer)
 
 
@@ -324,7 +324,7 @@ def _parts(optimizer: OurOptimizer) -> list[MixedPrecisionOptimizer]:
 
 
 def _bring_main_params(optimizer: OurOptimizer) -> None:
-    """Move main params to where their model params have been moved."""
+    """Move main params to the devices of their model params."""
     for part in _parts(optimizer):
         for param in part.live_state().main_params:
             if param.is_copy and param.main.device != param.model.device:
@@ -332,9 +332,9 @@ def _bring_main_params(optimizer: OurOptimizer) -> None:
 
 
 def _shared(optimizers: list[OurOptimizer]) -> PerBatchScaler | None:
-    """Update the scaler that several optimizers share at the end of a batch only.
+    """Return a scaler, shared by several optimizers, that is updated only at the end of a batch.
 
-    Raises UsageError if they do not have one scaler in common.
+    Raises UsageError if they do not share one scaler.
     """
     scalers = [getattr(optimizer.grad_scaler, "scaler", optimizer.grad_scaler) for optimizer in optimizers]
     if any(scaler is not scalers[0] for scaler in scalers):
@@ -352,13 +352,13 @@ def _shared(optimizers: list[OurOptimizer]) -> PerBatchScaler | None:
 
 @torch.no_grad()
 def _fingerprints(optimizer: Any) -> list[tuple[int, int]]:
-    """Return, for each gradient, what changes when torch writes it or another takes its place."""
+    """Return, for each gradient, a key that changes when it is written or replaced."""
     grads = [local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     return [(grad.data_ptr(), grad._version) for grad in grads]
 
 
 def _step(optimizer: OurOptimizer, clipping: Clipping) -> StepResult:
-    """Step with this clipping in place of the optimizer's own."""
+    """Take a step with this clipping in place of the optimizer's own."""
     own = optimizer.clip_grad
     if clipping.norm is not None:
         optimizer.clip_grad = clipping.norm
@@ -372,9 +372,9 @@ def _step(optimizer: OurOptimizer, clipping: Clipping) -> StepResult:
 
 @torch.optim.Optimizer.profile_hook_step
 def _step_clipped_by_value(optimizer: OurOptimizer, value: float) -> StepResult:
-    """``optimizer.step()`` in its two halves, with the step hooks that ``step()`` would call."""
+    """Run ``optimizer.step()`` in two halves, with the step hooks that ``step()`` would call."""
     optimizer.prepare_grads()
     optimizer.clip_grad_value_(value)
-    # As an LR scheduler's patch of step() would have told.
+    # An LR scheduler's patch of step() would have set this.
     optimizer._opt_called = True  # type: ignore[union-attr]
     return optimizer.step_with_ready_grads()

@@ -1,4 +1,4 @@
-"""One loss scale for several optimizers that step apart, as the networks of a GAN do."""
+"""One loss scale for several optimizers that step separately, as for the networks of a GAN."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -12,14 +12,14 @@ from megascale.utils.dtensors import local
 
 
 class PerBatchScaler(MegatronGradScaler):
-    """A scaler shared by several optimizers: it hears of all their steps at once, when the batch ends.
+    """A scaler shared by several optimizers, updated once for all their steps when the batch ends.
 
-    A loss does not say which optimizers its gradients are for, so that there can be only one scale; and it must not
-    change between the backward of one optimizer and its step. As with torch.amp, a batch counts as one step of the
-    scaler, with an overflow if any optimizer found one, while each optimizer skips for its own gradients alone.
+    A loss does not tell which optimizers its gradients are for, so there can be only one scale, and it must not change
+    between an optimizer's backward and its step. As with torch.amp, a batch counts as one step of the scaler, with an
+    overflow if any optimizer found one, while each optimizer skips only for its own gradients.
 
     Args:
-        scaler: holds the scale; the state dict is its own.
+        scaler: holds the scale; its state dict is used.
     """
 
     def __init__(self, scaler: MegatronGradScaler) -> None:
@@ -62,15 +62,16 @@ class PerBatchScaler(MegatronGradScaler):
         return self
 
     def update(self, found_inf: bool | Tensor) -> None:
-        """Note one optimizer's step."""
+        """Record one optimizer's step."""
         found = torch.as_tensor(found_inf, dtype=torch.float32, device=self.device).reshape(())
         self._found_inf = found if self._found_inf is None else torch.maximum(self._found_inf, found)
 
     @torch.no_grad()
     def end_batch(self, grads: Iterable[Tensor]) -> None:
-        """Let the scale follow the batch's steps, and with it ``grads``: those that wait for a later step. No sync.
+        """Update the scale after the batch's steps, without a sync.
 
-        ``grads`` are multiplied in place by the new scale over the old, exact where factors are powers of two.
+        ``grads``, which wait for a later step, are multiplied in place by new scale / old scale: exact for factors that
+        are powers of two.
         """
         if self._found_inf is None:
             return

@@ -1,9 +1,8 @@
 """Megatron-Core: our optimizer in its training loop, driven by its config, groups, schedule and gradient buffers.
 
-:func:`get_megatron_optimizer` stands in for ``megatron.core.optimizer.get_megatron_optimizer``. Our grad scalers need
-nothing from here: Megatron's own optimizers take them as they are. Checkpoints are in
-:mod:`megascale.integrations.megatron_checkpoint`. Megatron is imported by the functions that need it, when they are
-called.
+:func:`get_megatron_optimizer` stands in for ``megatron.core.optimizer.get_megatron_optimizer``. Megatron's own
+optimizers accept our grad scalers without this module. Checkpoints are in
+:mod:`megascale.integrations.megatron_checkpoint`. Functions that need Megatron import it when they are called.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,12 +42,12 @@ __all__ = [
 
 
 class MegatronStepResult(NamedTuple):
-    """What Megatron's training loop expects of a step: host numbers, None where there are none.
+    """The result of a step that Megatron's training loop expects: host numbers, or None.
 
     Attributes:
-        success: False where the step was skipped. Its loop asks ``is True``, which no tensor is.
-        grad_norm: of the unscaled, unclipped gradients; None of a skipped step.
-        num_zeros_in_grad: None of a skipped step, and unless ``config.log_num_zeros_in_grad``.
+        success: False where the step was skipped. A bool, as its loop tests ``is True``.
+        grad_norm: of the unscaled, unclipped gradients; None for a skipped step.
+        num_zeros_in_grad: None for a skipped step, and unless ``config.log_num_zeros_in_grad``.
     """
 
     success: bool
@@ -57,15 +56,15 @@ class MegatronStepResult(NamedTuple):
 
 
 class MegatronSurface:
-    """One of our optimizers behind the methods that Megatron's training loop calls on its own.
+    """One of our optimizers with the methods that Megatron's training loop calls.
 
     :meth:`step` costs one host read, as in Megatron (which has more): its loop branches on the result.
 
     Args:
-        optimizer: whose ``param_groups`` carry Megatron's keys where its OptimizerParamScheduler drives it.
+        optimizer: its ``param_groups`` must have Megatron's keys if Megatron's OptimizerParamScheduler drives it.
 
     Attributes:
-        optimizer: the wrapped one; everything that is ours is found there.
+        optimizer: the wrapped one, with our API.
         config: ours.
         is_stub_optimizer: False: a rank without trainable parameters is refused when the optimizer is built.
     """
@@ -83,7 +82,7 @@ class MegatronSurface:
     # The step
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop (or zero) ``param.grad``. Main grads of Megatron's buffers are its ``zero_grad_buffer()``'s."""
+        """Drop (or zero) ``param.grad``. ``zero_grad_buffer()`` zeroes the main grads of Megatron's buffers."""
         self.optimizer.zero_grad(set_to_none)
 
     def step(self) -> MegatronStepResult:
@@ -92,7 +91,7 @@ class MegatronSurface:
         return self._on_host(self.optimizer.step_with_ready_grads())
 
     def prepare_grads(self) -> bool:
-        """First half of a step: True if it is to be skipped; the second half may then be left out. One host read."""
+        """First half of a step: True if the step is skipped; the second half may then be left out. One host read."""
         return bool(self.optimizer.prepare_grads() > 0)
 
     def step_with_ready_grads(self) -> bool:
@@ -119,7 +118,7 @@ class MegatronSurface:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Live param groups; what Megatron's OptimizerParamScheduler writes here takes effect at the next step."""
+        """Live param groups: values that Megatron's OptimizerParamScheduler writes take effect at the next step."""
         return self.optimizer.param_groups
 
     @property
@@ -148,7 +147,7 @@ class MegatronSurface:
     def state_dict(self, is_loading: bool = False) -> Any:
         """Return the state in Megatron's torch format, which its own optimizer loads; see :func:`megatron_state_dict`.
 
-        ``is_loading`` has no effect: state is there from the start.
+        ``is_loading`` has no effect, as state exists from the start.
         """
         return megatron_state_dict(self.optimizer)
 
@@ -157,7 +156,7 @@ class MegatronSurface:
         load_megatron_checkpoint(state_dict, self.optimizer)
 
     def sharded_state_dict(self, *_: Any, **__: Any) -> Any:
-        """Refused: Megatron's torch_dist format has layouts of its own.
+        """Raise UsageError: Megatron's torch_dist format is not supported.
 
         Raises:
             UsageError: always.
@@ -171,8 +170,8 @@ class MegatronSurface:
 class MainGrads:
     """The gradients that Megatron's DistributedDataParallel has accumulated and reduced: ``param.main_grad``.
 
-    It answers what an optimizer asks of a :class:`megascale.grad_sync.GradSync`. A parameter without a main grad is
-    updated from ``param.grad``.
+    It has the methods of :class:`megascale.grad_sync.GradSync` that an optimizer calls. A parameter without a main grad
+    is updated from ``param.grad``.
     """
 
     def main_grad(self, param: nn.Parameter) -> Tensor | None:
@@ -181,14 +180,14 @@ class MainGrads:
         return grad
 
     def reduces(self, grad: Tensor) -> bool:
-        """Return True: Megatron's attribute is where its buffer is."""
+        """Return True: Megatron's attribute is a view of its buffer."""
         return True
 
     def finish(self) -> None:
-        """Megatron's ``finish_grad_sync()`` has waited."""
+        """Do nothing: Megatron's ``finish_grad_sync()`` has waited."""
 
     def zero_(self) -> None:
-        """Megatron's ``zero_grad_buffer()`` zeroes."""
+        """Do nothing: Megatron's ``zero_grad_buffer()`` zeroes."""
 
 
 def get_megatron_optimizer(
@@ -201,7 +200,7 @@ def get_megatron_optimizer(
     *,
     groups: ParallelGroups | None = None,
 ) -> MegatronSurface:
-    """Build our optimizer where Megatron's training loop builds its own; same arguments, same param groups.
+    """Build our optimizer with the arguments and param groups of Megatron's function of this name.
 
     One optimizer serves dense and expert parameters with one scale (Megatron: one scaler each). As in Megatron,
     the ``wd_mult`` of a group takes effect through its OptimizerParamScheduler.
@@ -211,14 +210,14 @@ def get_megatron_optimizer(
         model_chunks: wrapped in Megatron's DistributedDataParallel (whose main grads are used), or plain.
             ``use_distributed_optimizer`` needs plain ones: our DistributedOptimizer reduces gradients itself.
         config_overrides: Megatron's, by ParamKey. None: its standard ones, which exempt biases and norms from weight
-            decay. They may set what its OptimizerParamScheduler reads of a group, and options of the inner optimizer.
-        use_gloo_process_groups: no effect: no further groups are made.
+            decay. They may set the keys that its OptimizerParamScheduler reads, and options of the inner optimizer.
+        use_gloo_process_groups: no effect: no more groups are created.
         pg_collection: Megatron's ProcessGroupCollection, spanning the world. None: those of ``parallel_state``.
         dump_param_to_param_group_map: must be None.
-        groups: in place of what ``pg_collection`` says.
+        groups: used in place of ``pg_collection``.
 
     Raises:
-        ArgumentError: on every rank alike, naming what cannot be done, and the remedy.
+        ArgumentError: on every rank alike, naming what is not supported, and the remedy.
     """
     from megatron.core.utils import unwrap_model
 
@@ -254,7 +253,7 @@ def parallel_groups(pg_collection: Any = None) -> ParallelGroups:
     """Return Megatron's process groups as ours; `grad_stats` is the whole world, so that all ranks agree.
 
     Args:
-        pg_collection: with ``dp_cp`` (or ``dp``), ``tp``, ``mp``, ``expt_dp`` and ``expt_tp`` (not there: ``tp``).
+        pg_collection: with ``dp_cp`` (or ``dp``), ``tp``, ``mp``, ``expt_dp`` and ``expt_tp`` (missing: ``tp``).
             None: those of ``parallel_state``.
 
     Raises:
@@ -296,7 +295,7 @@ def parallel_groups(pg_collection: Any = None) -> ParallelGroups:
 def _refusal(
     config: OptimizerConfig, chunks: Sequence[nn.Module], ranks: int, dump: str | None
 ) -> ArgumentError | None:
-    """Return what is wrong with the arguments on this rank. ``ranks``: that are data parallel."""
+    """Return the error for bad arguments on this rank. ``ranks``: the number of data-parallel ranks."""
     if not any(param.requires_grad for chunk in chunks for param in chunk.parameters()):
         return ArgumentError(
             "model_chunks of this rank have no trainable parameter; leave one trainable in each pipeline stage"
@@ -334,13 +333,13 @@ def _refusal(
 
 
 def _reduces(chunk: nn.Module) -> bool:
-    """Return whether somebody reduces the gradients of ``chunk`` over the data-parallel ranks."""
+    """Return whether a wrapper reduces the gradients of ``chunk`` over the data-parallel ranks."""
     wrapped = hasattr(chunk, "ddp_config") or any(isinstance(part, DistributedDataParallel) for part in chunk.modules())
     return wrapped or any(is_dtensor(param) for param in chunk.parameters())
 
 
 def _names(chunks: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
-    """Return the unwrapped chunks' parameters by name, with the chunk's index before it where there are several."""
+    """Return the unwrapped chunks' parameters by name, prefixed by the chunk's index if there are several."""
     prefixes = [f"{index}." if len(chunks) > 1 else "" for index in range(len(chunks))]
     return [
         (prefix + name, param)

@@ -1,4 +1,4 @@
-"""Megatron-Core's torch format of its Float16 and FP32 optimizers' state: written from ours, and read into ours.
+"""Writes and reads Megatron-Core's torch format of its Float16 and FP32 optimizers' state.
 
 One optimizer is a dict, several (dense and experts) are a list of them::
 
@@ -29,24 +29,24 @@ from megascale.utils.dtypes import HALF_DTYPES
 State = dict[str, Any]
 
 CHECKPOINT_KEYS = frozenset(("args", "checkpoint_version", "iteration", "model", "model0"))
-"""What tells a whole checkpoint, which holds the optimizer's state under "optimizer", from that state."""
+"""Keys that distinguish a whole checkpoint, with the state under "optimizer", from an optimizer's state."""
 
 GROUP_IDENTITY = (
     *("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr"),
     *("max_lr", "min_lr", "start_wd", "end_wd", "optimizer"),
 )
-"""Options by which Megatron-Core tells its param groups apart (0.20's ``param_group_identifier_keys``)."""
+"""Options by which Megatron-Core identifies its param groups (0.20's ``param_group_identifier_keys``)."""
 
 
 SET_BY_OVERRIDES = ("start_wd", "end_wd", "optimizer")
-"""Those that a group has only if an override sets them."""
+"""Options that a group has only if an override sets them."""
 
 
 def megatron_state_dict(optimizer: MixedPrecisionOptimizer | ChainedOptimizer) -> State | list[State]:
-    """Return the state as Megatron's own optimizer would, which loads it. Tensors are live, but for sharded state.
+    """Return the state in the form that Megatron's own optimizer loads. Tensors are live, except of sharded state.
 
-    Param groups must carry Megatron's keys for that, as those of ``get_megatron_optimizer`` do. Of a
-    DistributedOptimizer all ranks call it together, and each gets the whole state in host memory.
+    Param groups must have Megatron's keys, as those of ``get_megatron_optimizer`` do. With a DistributedOptimizer all
+    ranks call it together, and each gets the whole state in host memory.
     """
     packed = optimizer.state_dict(copy=any(isinstance(one, DistributedOptimizer) for one in parts_of(optimizer)))
     if isinstance(optimizer.grad_scaler, ConstantGradScaler):
@@ -83,7 +83,7 @@ def _float16(packed: Mapping[str, Any], groups: Sequence[State]) -> State:
 
 
 def _inner(packed: Mapping[str, Any], groups: Sequence[State]) -> State:
-    """Return the state of torch's optimizer: by position instead of by name."""
+    """Return the torch optimizer's state, keyed by position instead of by name."""
     names = [name for group in groups for name in group["params"]]
     ids = {name: index for index, name in enumerate(names)}
     states = packed["optimizer"]["state"]
@@ -96,20 +96,20 @@ def _inner(packed: Mapping[str, Any], groups: Sequence[State]) -> State:
 def load_megatron_checkpoint(
     checkpoint: Any, optimizer: MixedPrecisionOptimizer | ChainedOptimizer, *, keep_grad_scaler: bool = False
 ) -> None:
-    """Load main params, moments, steps, param group options and scaler that Megatron-Core's Float16 optimizer saved.
+    """Load main params, moments, steps, param group options and scaler of Megatron-Core's Float16 optimizer.
 
     All ranks of ``groups.grad_stats`` call it together, each with the file of its own model-parallel rank. Load the
     model's weights too: an fp32 parameter has no main param in the file. 16-bit model params are rounded anew from
     their main params. Nothing in the file is executed.
 
     Args:
-        checkpoint: path of a ``model_optim_rng.pt`` (``--ckpt-format torch``), what is in it, or what an optimizer's
-            ``state_dict()`` returned. Not changed.
-        optimizer: over the same trainable parameters in the same groups and order as Megatron's; frozen ones, of which
-            Megatron saves nothing, start anew. A DistributedOptimizer keeps its shard. Where the checkpoint holds the
-            model too, each of its 16-bit weights must be the main param of its name, rounded: parameters in another
-            order are refused, whatever their groups say.
-        keep_grad_scaler: leave the live grad scaler as it is, whether or not the checkpoint holds one.
+        checkpoint: path of a ``model_optim_rng.pt`` (``--ckpt-format torch``), its content, or an optimizer's
+            ``state_dict()``. Not changed.
+        optimizer: over the same trainable parameters in the same groups and order as Megatron's; frozen ones, which
+            Megatron does not save, start anew. A DistributedOptimizer keeps its shard. If the checkpoint has the model
+            too, each of its 16-bit weights must be the rounded main param of its name, so that parameters in another
+            order are refused.
+        keep_grad_scaler: do not change the live grad scaler.
 
     Raises:
         InteropError, StateDictError, MainParamOverflowError: on every rank alike, naming what does not fit. Nothing has
@@ -128,7 +128,7 @@ def load_megatron_checkpoint(
 
 
 def _content(checkpoint: Any) -> Any:
-    """Return what is in a file, or what was given in place of a path."""
+    """Return the content of a file; anything but a path itself."""
     if not isinstance(checkpoint, (str, os.PathLike)):
         return checkpoint
     path = Path(checkpoint)
@@ -140,7 +140,7 @@ def _content(checkpoint: Any) -> Any:
 def _weights(content: Any) -> dict[str, Any]:
     """Return the model's weights in a checkpoint, by the names that ``get_megatron_optimizer`` gives them.
 
-    Several chunks lie under "model0", "model1" and so on.
+    Several chunks are under "model0", "model1" and so on.
     """
     if not isinstance(content, Mapping):
         return {}
@@ -203,7 +203,7 @@ def _converted(saved: Any, optimizer: MixedPrecisionOptimizer | ChainedOptimizer
 
 
 def _as_float16(part: Any) -> Mapping[str, Any]:
-    """Return an FP32 optimizer's state, which is torch's alone, in the form of a Float16 optimizer's."""
+    """Return an FP32 optimizer's state, a plain torch one, in the form of a Float16 optimizer's."""
     if not isinstance(part, Mapping):
         raise InteropError(f"the optimizer's state is a {type(part).__name__}; it must be a dict, or a list of them")
     if "param_groups" not in part:
@@ -212,14 +212,14 @@ def _as_float16(part: Any) -> Mapping[str, Any]:
 
 
 def _groups_of(part: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Return the saved param groups as far as they can be read here; the conversion tells what is wrong with others."""
+    """Return the saved param groups that are readable; the conversion raises for others."""
     inner = part.get("optimizer", part.get("optimizer_state_dict"))
     groups = inner.get("param_groups", ()) if isinstance(inner, Mapping) else ()
     return [group for group in groups if isinstance(group, Mapping)]
 
 
 def _check_groups(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str, Any]]) -> None:
-    """Raise InteropError where a saved group is another one than the live group in its place."""
+    """Raise InteropError if a saved group differs in identity from the live group at its index."""
     for index, (given, group) in enumerate(zip(saved, live, strict=False)):
         for key in GROUP_IDENTITY:
             value, own = given.get(key, given.get(f"pre_{key}")), group.get(key)  # pre_: NeMo's spelling
@@ -238,7 +238,7 @@ def _check_groups(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str
 
 
 def _says(group: Mapping[str, Any], key: str, value: Any) -> bool:
-    """Return whether None would mean something for ``key``: not in a group of torch's, nor of a version without it."""
+    """Return whether ``key`` is meaningful: None is not, in a group of torch's or of a version without it."""
     return value is not None or (key in SET_BY_OVERRIDES and "wd_mult" in group)
 
 

@@ -1,7 +1,7 @@
-"""Megatron-Core's param groups: its standard overrides, and what an override or a parameter may ask for.
+"""Megatron-Core's param groups: its standard overrides, and checks of overrides and of marks on parameters.
 
-Megatron takes any key in an override. Those that its schedule reads, and options of the inner optimizer, take effect;
-every other one is refused here by its name.
+Megatron accepts any key in an override. Keys that its schedule reads and options of the inner optimizer take effect
+here; every other key is refused by name.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -15,19 +15,20 @@ SCHEDULE_KEYS = ("max_lr", "min_lr", "start_wd", "end_wd", "wd_mult")
 """Keys of a param group that Megatron's OptimizerParamScheduler reads."""
 
 WHOLE_OPTIMIZER = ("optimizer", "optimizer_cpu_offload", "overlap_param_gather_with_optimizer_step")
-"""Keys of its config that cannot differ between groups, and may be in an override if they do not."""
+"""Keys of its config that an override may contain only with the config's own value."""
 
 Overrides = Mapping[Any, Mapping[str, Any]]
 """By ``megatron.core.optimizer.ParamKey``."""
 
 
 def make_param_groups(config: Any, chunks: Sequence[nn.Module], overrides: Overrides | None) -> list[dict[str, Any]]:
-    """Return Megatron's groups in the order of its checkpoints: its dense optimizer's, then its expert optimizer's.
+    """Return Megatron's groups in the order of its checkpoints: the dense optimizer's, then the expert optimizer's.
 
     Args:
         config: Megatron's OptimizerConfig.
         chunks: of the model.
-        overrides: None: its standard ones, which exempt biases and norms from weight decay and obey ``decoupled_lr``.
+        overrides: None: Megatron's standard ones, which exempt biases and norms from weight decay and apply
+            ``decoupled_lr``.
     """
     from megatron.core.optimizer import _get_param_groups
 
@@ -36,7 +37,7 @@ def make_param_groups(config: Any, chunks: Sequence[nn.Module], overrides: Overr
 
 
 def effective_overrides(config: Any, overrides: Overrides | None) -> Overrides:
-    """Return ``overrides``; for None Megatron's standard ones: its get_megatron_optimizer does so, at all versions."""
+    """Return ``overrides``; for None Megatron's standard ones, as its get_megatron_optimizer does."""
     from megatron.core.optimizer import get_standard_config_overrides
 
     if overrides is not None:
@@ -48,7 +49,7 @@ def effective_overrides(config: Any, overrides: Overrides | None) -> Overrides:
 def overrides_refusal(
     config: Any, chunks: Sequence[nn.Module], overrides: Overrides, options: Collection[str]
 ) -> ArgumentError | None:
-    """Return what is wrong with ``overrides`` on this rank.
+    """Return the error for bad ``overrides`` on this rank.
 
     Args:
         config: Megatron's OptimizerConfig.
@@ -74,7 +75,7 @@ def overrides_refusal(
 
 
 def params_refusal(names: Sequence[tuple[str, nn.Parameter]]) -> ArgumentError | None:
-    """Return what is wrong with the marks that Megatron has put on parameters. ``names``: all of them, by name."""
+    """Return the error for unsupported marks of Megatron on parameters. ``names``: all parameters, by name."""
     marks = {name: getattr(param, "grad_norm_group", None) for name, param in names}
     apart = {name: mark for name, mark in marks.items() if mark is not None}
     if apart:
@@ -87,7 +88,7 @@ def params_refusal(names: Sequence[tuple[str, nn.Parameter]]) -> ArgumentError |
 
 
 def _conflict(chunks: Sequence[nn.Module], overrides: Overrides) -> ArgumentError | None:
-    """Return an error for a parameter that two overrides give different values: Megatron tells that rank alone."""
+    """Return an error for a parameter with different values from two overrides: Megatron raises on one rank only."""
     from megatron.core.optimizer_param_scheduler import combine_param_group_overrides
 
     for chunk in chunks:

@@ -1,6 +1,6 @@
 """``import pytorch_lightning``: a precision plugin that trains in 16 bit, and a callback that logs the loss scale.
 
-``Trainer(plugins=[MegascalePrecision("16-true")], callbacks=[LossScaleMonitor()])``. What they do stands in
+``Trainer(plugins=[MegascalePrecision("16-true")], callbacks=[LossScaleMonitor()])``. They are documented in
 :mod:`megascale.integrations.lightning_precision` and :mod:`megascale.integrations.lightning_monitor`.
 """
 

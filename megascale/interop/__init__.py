@@ -1,7 +1,7 @@
-"""Other systems' checkpoints, read without running what they say: their loss scalers, main params and moments.
+"""Reads other systems' checkpoints (loss scalers, main params, moments) without executing code in them.
 
 :func:`load_scaler_state` reads a scaler's state from any of them; :func:`convert` writes a whole optimizer's state as
-ours. The modules are one for each format, over :mod:`~megascale.interop.files` (reading),
+ours. There is one module per format, over :mod:`~megascale.interop.files` (reading),
 :mod:`~megascale.interop.found` (scalers) and :mod:`~megascale.interop.named_state` (main params and moments).
 """
 

@@ -1,4 +1,4 @@
-"""Accelerate's folders, as ``Accelerator.save_state`` writes them."""
+"""Reads Accelerate's folders, as ``Accelerator.save_state`` writes them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +17,7 @@ MODELS = ("model.safetensors", "pytorch_model.bin")
 
 
 def recognises(source: Source) -> bool:
-    """Whether it is a folder with Accelerate's scaler or optimizer in it."""
+    """Whether ``source`` is a folder with Accelerate's scaler or optimizer in it."""
     return bool(source.files(SCALER, "optimizer.bin"))
 
 
@@ -34,7 +34,7 @@ def find_scaler(source: Source, index: int | None = None) -> FoundScaler | None:
 def find_state(source: Source, names: Names | None = None) -> FoundState | None:
     """Return the optimizer's state, and the weights as main params; None if there is no ``optimizer.bin``.
 
-    A safetensors file does not keep the order of the parameters: their names must be recorded or given.
+    A safetensors file does not keep the order of parameters, so their names must be recorded or given.
     """
     files = source.files("optimizer.bin", "optimizer_[0-9]*.bin")
     if len(files) > 1:

@@ -1,4 +1,4 @@
-"""apex.amp's scalers: ``amp.state_dict()``, alone or under "amp" in a checkpoint, as its documentation saves it."""
+"""Reads apex.amp's scalers: ``amp.state_dict()``, alone or under "amp" in a checkpoint."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -32,21 +32,21 @@ def _state_in(content: Any) -> Any:
 
 
 def recognises(source: Source) -> bool:
-    """Whether it is ``amp.state_dict()``, or a dict with one in it."""
+    """Whether ``source`` is an ``amp.state_dict()``, or a dict with one in it."""
     return _state_in(source.content) is not None
 
 
 def find_scaler(source: Source, index: int | None = None) -> FoundScaler | None:
-    """Return the state of the scaler that serves loss ``index``. Raises InteropError if several differ."""
+    """Return the state of the scaler of loss ``index``; for None, raises InteropError if several differ."""
     states = _state_in(source.content)
     return None if states is None else parse(states, source.where, index)
 
 
 def parse(states: Mapping[str, Any], where: str, index: int | None = None) -> FoundScaler:
-    """Return what ``amp.state_dict()`` holds.
+    """Return the scaler in an ``amp.state_dict()``.
 
     apex's rule: an overflow halves the scale (not below min_loss_scale, if that is set); the 2000th clean step since
-    doubles it (not above max_loss_scale) and starts the count anew. A constant scale counts on.
+    doubles it (not above max_loss_scale) and resets the count. With a constant scale the count goes on.
     """
     key, entry = chosen({str(key): value for key, value in states.items()}, index, where, "loss scalers")
     unskipped = whole(SYSTEM, "unskipped", entry["unskipped"])

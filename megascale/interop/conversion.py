@@ -24,12 +24,12 @@ SCALER_ALONE = FoundState(
 
 @dataclass(frozen=True)
 class Conversion:
-    """What was found, and the state dict made of it.
+    """What was read, and the state dict made of it.
 
     Attributes:
         scaler: None where the source has none.
         state: main params and optimizer state; empty where the source has none.
-        state_dict: what is written, for ``MixedPrecisionOptimizer.load_state_dict``.
+        state_dict: the result, for ``MixedPrecisionOptimizer.load_state_dict``.
     """
 
     scaler: FoundScaler | None
@@ -37,7 +37,7 @@ class Conversion:
     state_dict: Mapping[str, Any]
 
     def report(self) -> str:
-        """Return what was mapped and what was not, a line each."""
+        """Return one line for each thing that was mapped or not mapped."""
         lines = []
         for found in (self.scaler, self.state):
             if found is not None:
@@ -61,15 +61,15 @@ def convert(
     """Read another system's checkpoint and write it as our state dict; ``torch.load(weights_only=True)`` reads it.
 
     Args:
-        source, format, index, strict: as of :func:`load_scaler_state`.
+        source, format, index, strict: see :func:`load_scaler_state`.
         destination: the file to write, which must not exist; it appears when it is complete. None: write nothing.
         names: the parameters' names, in the order of the optimizer's parameters, flat or by param group. None: as the
-            checkpoint records them, or as the weights tell; where neither does, it is refused.
+            checkpoint records them, or found by comparison with the weights; InteropError if neither is possible.
         scaler_only: leave out main params and optimizer state.
 
     Raises:
-        InteropError: it cannot be read, or mapped faithfully; or ``destination`` exists, or cannot be written.
-        ArgumentError, ArgumentTypeError: for an argument out of its range.
+        InteropError: ``source`` cannot be read or mapped faithfully, or ``destination`` exists or cannot be written.
+        ArgumentError, ArgumentTypeError: for an argument out of range.
     """
     validate.flag("strict", strict)
     validate.flag("scaler_only", scaler_only)

@@ -1,6 +1,6 @@
-"""DeepSpeed's loss scalers: pickled objects in the files of ZeRO, numbers in those of its FP16_Optimizer.
+"""Reads DeepSpeed's loss scalers: pickled objects in ZeRO's files, numbers in those of FP16_Optimizer.
 
-Megatron's scaler of before Megatron-Core, from which DeepSpeed's descends, was pickled likewise.
+Megatron's scaler before Megatron-Core, the origin of DeepSpeed's, was pickled in the same way.
 """
 
 from collections.abc import Mapping
@@ -20,14 +20,14 @@ OPTIMIZER_FILES = ("*zero_pp_rank_*_optim_states.pt",)
 
 
 def recognises(source: Source) -> bool:
-    """Whether it is a DeepSpeed checkpoint folder, one of its files, its optimizer's state, or its scaler."""
+    """Whether ``source`` is a DeepSpeed checkpoint folder, one of its files, its optimizer's state, or its scaler."""
     if source.folder is not None:
         return bool(checkpoint(source).files(*MODEL_FILES, *OPTIMIZER_FILES))
     return _optimizer_state(source.content) is not None or _is_scaler(source.content)
 
 
 def checkpoint(source: Source) -> Source:
-    """Return the folder of one checkpoint: itself, or the one that the file ``latest`` in it names."""
+    """Return the folder of one checkpoint: ``source``, or the folder that its file ``latest`` names."""
     folder = source.folder
     latest = None if folder is None else folder / "latest"
     if folder is None or latest is None or not latest.is_file():
@@ -39,7 +39,7 @@ def checkpoint(source: Source) -> Source:
 
 
 def find_scaler(source: Source, index: int | None = None) -> FoundScaler | None:
-    """Return the scaler's state; None without one. Every rank's file holds the same one: the first file is read.
+    """Return the scaler's state, or None. All ranks' files have the same one: the first file is read.
 
     Raises:
         InteropError: it cannot be read.
@@ -57,7 +57,7 @@ def find_scaler(source: Source, index: int | None = None) -> FoundScaler | None:
 
 
 def parse(found: Any, ds_config: Mapping[str, Any]) -> FoundScaler:
-    """Return what a scaler object, or the state of an optimizer, holds. ``ds_config``: the engine's, if it is known."""
+    """Return the scaler in a scaler object or an optimizer's state. ``ds_config``: the engine's, if known."""
     scaler = found if _is_scaler(found) else found.get("loss_scaler")
     if scaler is not None:
         attributes = attributes_of(scaler)
@@ -84,7 +84,7 @@ def _is_scaler(value: Any) -> bool:
 
 
 def _optimizer_state(content: Any) -> Mapping[str, Any] | None:
-    """Return the state of DeepSpeed's optimizer in what a file, or the optimizer, holds."""
+    """Return the state of DeepSpeed's optimizer in the content of a file or of the optimizer."""
     if not isinstance(content, Mapping):
         return None
     for state in (content, content.get("optimizer_state_dict"), content.get("optimizer")):
@@ -134,7 +134,7 @@ def _dynamic(
     not_mapped: tuple[str, ...] = (),
     system: str = SYSTEM,
 ) -> FoundScaler:
-    """Map the iterations that the peer counts to our growth tracker."""
+    """Return the scaler, with DeepSpeed's iteration counts mapped to our growth tracker."""
     if missing := [key for key in ("cur_iter", "last_overflow_iter", "scale_window") if key not in values]:
         raise InteropError(f"{system}'s loss scaler lacks {', '.join(missing)}")
     window = whole(system, "scale_window", values["scale_window"], minimum=1)

@@ -1,4 +1,4 @@
-"""DeepSpeed's flat groups: each param group's main params end to end, cut over ranks by ZeRO, as named tensors."""
+"""Reads DeepSpeed's flat groups as named tensors: a group's main params end to end, sharded over ranks by ZeRO."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,12 +37,12 @@ class FlatGroup:
     """One param group.
 
     Attributes:
-        shapes: by parameter name, in the order in which they lie.
+        shapes: by parameter name, in the order of the flat tensor.
         main: all main params, flat, fp32.
-        state: flat tensors alike, and single numbers.
-        options: of the group.
+        state: flat tensors of the same layout, and single numbers.
+        options: of the param group.
         gaps: unused elements after each parameter.
-        padding: how many elements may be left over at the end.
+        padding: most unused elements at the end.
     """
 
     shapes: Mapping[str, Sequence[int]]
@@ -57,10 +57,10 @@ def find_state(source: Source, names: Names | None = None) -> FoundState | None:
     """Return main params and optimizer state of ZeRO stage 1 and 2, or of DeepSpeed's optimizers without ZeRO.
 
     Names and shapes are recorded by ZeRO. Without it they are the model's own, in its order, if there is one group.
-    Either way the model's 16-bit weights must be their main params, rounded, bit for bit.
+    In both cases the model's 16-bit weights must be their rounded main params, bit for bit.
 
     Raises:
-        InteropError: it cannot be read or mapped, saying why.
+        InteropError: it cannot be read or mapped, with the reason.
     """
     where, model = _model(source)
     shards = _shards(source)
@@ -77,7 +77,7 @@ def find_state(source: Source, names: Names | None = None) -> FoundState | None:
 
 
 def _model(source: Source) -> tuple[str, Mapping[str, Any]]:
-    """Return where the model's states are, and their content."""
+    """Return the file of the model's states, and its content."""
     folder = checkpoint(source)
     files = folder.files(*MODEL_FILES)
     if source.folder is None:
@@ -118,7 +118,7 @@ def _data_parallel_rank(path: Path) -> int:
 
 
 def _zero_groups(shards: Sequence[Mapping[str, Any]], model: Mapping[str, Any], where: str) -> list[FlatGroup]:
-    """Return the groups of ZeRO's shards, put end to end: padding is at the end of the last, and stays there."""
+    """Return the groups of ZeRO's shards, concatenated; padding is only at the end of the last shard."""
     shapes = model.get("param_shapes")
     count = len(shards[0]["single_partition_of_fp32_groups"])
     if not isinstance(shapes, (list, tuple)) or len(shapes) != count:
@@ -145,7 +145,7 @@ def _zero_groups(shards: Sequence[Mapping[str, Any]], model: Mapping[str, Any], 
 
 
 def _group_state(base: Any, index: int, where: str) -> Mapping[str, Any]:
-    """Return a group's state: in a torch state dict, or, of an elastic checkpoint, in a list."""
+    """Return a group's state: from a torch state dict, or from the list of an elastic checkpoint."""
     if is_torch_state(base):
         key = base["param_groups"][index]["params"][0]
         state = base["state"].get(key, {})
@@ -228,7 +228,7 @@ def _mapped(mains: Mapping[str, Tensor]) -> tuple[str, ...]:
 
 
 def _cut(flat: Tensor, group: FlatGroup, where: str) -> dict[str, Tensor]:
-    """Return the parameters' parts of a flat tensor, each with a memory of its own.
+    """Return the parameters' parts of a flat tensor, each in its own memory.
 
     Raises:
         InteropError: it is too short, or longer than padding explains.

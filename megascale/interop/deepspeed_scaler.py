@@ -1,4 +1,4 @@
-"""A scaler that grows when DeepSpeed's does."""
+"""DeepSpeedGradScaler: a scaler with DeepSpeed's rule of growth."""
 
 import torch
 from torch import Tensor
@@ -7,19 +7,19 @@ from megascale.grad_scaler import DynamicGradScaler
 
 
 class DeepSpeedGradScaler(DynamicGradScaler):
-    """DeepSpeed's rule: after an overflow, and at the start, the first growth takes one clean step more.
+    """DeepSpeed's rule: after an overflow, and at the start, the first growth needs one more clean step.
 
-    DeepSpeed counts ``k`` clean steps since the last overflow and grows at a clean step that finds ``k > 0`` and
-    ``k % scale_window == 0`` (``runtime/fp16/loss_scaler.py``): after ``scale_window + 1`` clean steps, then after
-    every ``scale_window``. All else is :class:`DynamicGradScaler`'s rule. The growth tracker counts clean steps as
-    there, but stands at 1 after a growth. DeepSpeed raises an error at an overflow at ``min_scale``; this one stays.
+    DeepSpeed counts ``k`` clean steps since the last overflow and grows at a clean step that finds ``k > 0`` and ``k %
+    scale_window == 0`` (``runtime/fp16/loss_scaler.py``): after ``scale_window + 1`` clean steps, then after every
+    ``scale_window``. All else is :class:`DynamicGradScaler`'s rule. The growth tracker counts clean steps as there, but
+    is 1 after a growth. For an overflow at ``min_scale`` DeepSpeed raises an error; here the scale stays.
 
     Args:
-        initial_scale, min_scale, growth_factor, backoff_factor, hysteresis, max_scale, hysteresis_reset, device: as of
+        initial_scale, min_scale, growth_factor, backoff_factor, hysteresis, max_scale, hysteresis_reset, device: see
             :class:`DynamicGradScaler`; hysteresis is DeepSpeed's ``delayed_shift``, "clean_step" its
             ``consecutive_hysteresis``.
-        scale_window: clean steps between two growths. The attribute ``growth_interval`` is one more: from an overflow
-            to the first growth.
+        scale_window: clean steps between two growths. The attribute ``growth_interval`` is one more: the steps from an
+            overflow to the first growth.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class DeepSpeedGradScaler(DynamicGradScaler):
 
     @torch.no_grad()
     def update(self, found_inf: bool | Tensor) -> None:
-        """Follow the rule for one step. A tensor `found_inf` is never read on the host."""
+        """Apply the rule to one step. A tensor `found_inf` is never read on the host."""
         super().update(found_inf)
         clean = (torch.as_tensor(found_inf, device=self.device) == 0).reshape(1)
         grew = clean & (self._growth_tracker == 0)

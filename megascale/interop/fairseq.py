@@ -1,4 +1,4 @@
-"""fairseq's loss scale: ``last_optimizer_state`` of a checkpoint, written by ``FP16Optimizer.state_dict``."""
+"""Reads fairseq's loss scale: ``last_optimizer_state`` of a checkpoint, written by ``FP16Optimizer.state_dict``."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,12 +15,12 @@ DEFAULT_UPDATES = 2**14
 
 
 def recognises(source: Source) -> bool:
-    """Whether it is a fairseq checkpoint, or its optimizer's state."""
+    """Whether ``source`` is a fairseq checkpoint, or its optimizer's state."""
     return "optimizer_history" in source.top_keys() or _loss_scale(source) is not None
 
 
 def find_scaler(source: Source, index: int | None = None) -> FoundScaler | None:
-    """Return the scaler as fairseq itself resumes it: the scale, and counters that begin anew; None without fp16.
+    """Return the scaler as fairseq itself resumes it: the scale, with reset counters; None without fp16.
 
     fairseq's rule: an overflow divides the scale by 2 (not below threshold_loss_scale) if the share of overflows since
     the scale last changed has reached fp16_scale_tolerance; every ``scale_window`` clean steps since the last overflow
@@ -55,7 +55,7 @@ def find_scaler(source: Source, index: int | None = None) -> FoundScaler | None:
 
 
 def find_state(source: Source, names: Names | None = None) -> FoundState | None:
-    """Refuse: nothing in it has parameters' names. None if no optimizer's state was saved."""
+    """Raise InteropError, as no parameters' names are saved. Returns None if no optimizer's state was saved."""
     if source.entry("last_optimizer_state") is None and "param_groups" not in source.top_keys():
         return None
     raise InteropError(
@@ -72,7 +72,7 @@ def _loss_scale(source: Source) -> Any:
 
 
 def _options(source: Source) -> dict[str, Any]:
-    """Return the options that matter, from "cfg" (by section) or "args" (flat, before hydra)."""
+    """Return the needed options, from "cfg" (by section) or "args" (flat, before hydra)."""
     if (args := source.entry("args")) is not None:
         return attributes_of(args)
     options: dict[str, Any] = {}

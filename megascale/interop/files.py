@@ -1,7 +1,7 @@
-"""Reading a file that somebody else wrote, without running anything that it says.
+"""Reads untrusted files without executing code in them.
 
-Files of ``torch.save`` are pickles, which may name any function to be called. Here tensors and containers are built,
-and everything else becomes an :class:`InertRecord`.
+Files of ``torch.save`` are pickles, which can call any function. Here only tensors and containers are built, and
+everything else becomes an :class:`InertRecord`.
 """
 
 import json
@@ -37,7 +37,7 @@ SAFETENSORS_DTYPES = {
 def read_file(path: Path) -> Any:
     """Return the content of a file of ``torch.save``, or a ``.safetensors`` file as {name: tensor}, on the CPU.
 
-    Tensors may be mapped from the file: read them, do not write the file. Nothing in the file is executed.
+    Tensors may be memory-mapped: do not change the file while they are in use. Nothing in the file is executed.
 
     Raises:
         InteropError: it cannot be read; the message says why.
@@ -46,13 +46,13 @@ def read_file(path: Path) -> Any:
         return _read_safetensors(path) if path.suffix == ".safetensors" else _read_pickle(path)
     except InteropError:
         raise
-    except Exception as error:  # a damaged or hostile file may fail anywhere in the readers
+    except Exception as error:  # a damaged or malicious file may fail anywhere in the readers
         reason = str(error).partition("\n")[0]
         raise InteropError(f"{path} cannot be read ({type(error).__name__}: {reason}); is it a checkpoint?") from error
 
 
 def _read_pickle(path: Path) -> Any:
-    # torch opens tar archives, of before 2018, by extracting them.
+    # torch would extract tar archives, its format before 2018.
     if tarfile.is_tarfile(path):
         raise InteropError(f"{path} is a tar archive of torch before 0.4; load and save it with such a torch first")
     with open(path, "rb") as stream:
@@ -61,7 +61,7 @@ def _read_pickle(path: Path) -> Any:
 
 
 class _Maker:
-    """A function that a pickle may call. It cannot be changed by one."""
+    """A function that a pickle may call but not change."""
 
     def __init__(self, make: Callable[..., Any]) -> None:
         self._make = make
@@ -83,7 +83,7 @@ def _first(value: Any, *_: Any) -> Any:
 
 
 def _from_type(rebuild: Any, kind: Any, arguments: Any, state: Any) -> Any:
-    """A tensor with attributes, as Megatron-Core's main params are, without the attributes."""
+    """Return a tensor without its Python attributes, which Megatron-Core's main params have."""
     if isinstance(rebuild, _Maker):
         return rebuild(*arguments)
     return record_class("torch._tensor", "_rebuild_from_type_v2")(rebuild, kind, arguments, state)
@@ -102,13 +102,13 @@ _MAKERS: dict[tuple[str, str], Callable[..., Any]] = {
     ("torch._utils", "_rebuild_parameter_with_state"): _first,
     ("torch._tensor", "_rebuild_from_type_v2"): _from_type,
 }
-# What Python 2 called them; torch.save's second protocol keeps those names.
+# Python 2's module name, which pickle protocol 2 of torch.save keeps.
 _MAKERS |= {("__builtin__", name): make for (module, name), make in _MAKERS.items() if module == "builtins"}
 _DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
 class _InertUnpickler(pickle.Unpickler):
-    """Calls what is in the table above; whatever else a pickle names becomes an inert record."""
+    """Calls only functions of the table above; everything else that a pickle names becomes an inert record."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Return a stand-in for ``module.name``. Imports nothing."""
@@ -123,7 +123,7 @@ def _load(stream: Any, **options: Any) -> Any:
     return _InertUnpickler(stream, **options).load()
 
 
-# What torch.load takes for a pickle module.
+# The pickle_module for torch.load.
 _InertPickle = SimpleNamespace(__name__="inert_pickle", Unpickler=_InertUnpickler, load=_load)
 
 

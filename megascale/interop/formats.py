@@ -1,4 +1,4 @@
-"""The systems whose checkpoints are read, and which of them a source is."""
+"""The supported formats, and detection of a source's format."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,14 +26,14 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Format:
-    """One system: how its checkpoints are recognised and read. The finders return None for what is not there."""
+    """The functions that recognise and read one system's checkpoints. Finders return None if there is nothing."""
 
     recognises: Callable[[Source], bool]
     find_scaler: Callable[[Source, int | None], FoundScaler | None]
     find_state: Callable[[Source, Names | None], FoundState | None]
 
 
-# The first that recognises a source reads it, so the particular come before the general.
+# The first that recognises a source reads it, so specific formats come before general ones.
 FORMATS = {
     "megatron": Format(megatron.recognises, megatron.find_scaler, megatron.find_state),
     "deepspeed": Format(deepspeed.recognises, deepspeed.find_scaler, deepspeed_groups.find_state),

@@ -1,4 +1,4 @@
-"""What was found in another system's checkpoint: its scaler, and how ours continues it."""
+"""FoundScaler: a scaler that was read from another system's checkpoint, and its continuation by ours."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -23,15 +23,15 @@ NO_CEILING = (
 
 @dataclass(frozen=True)
 class ScalerConfig:
-    """How the peer's scale moves, in the words of :class:`DynamicGradScaler`. None: the checkpoint does not say.
+    """The peer's scaling rule, in :class:`DynamicGradScaler`'s terms. None: not recorded in the checkpoint.
 
     Attributes:
-        growth_factor, backoff_factor: what the scale is multiplied by.
+        growth_factor, backoff_factor: factors of the scale.
         growth_interval: clean steps between two growths.
         hysteresis: overflows before the scale backs off.
-        min_scale, max_scale: bounds; the widest that ours has where the peer has none.
+        min_scale, max_scale: bounds; if the peer has none, the widest that ours supports.
         hysteresis_reset: "growth" or "clean_step".
-        late_first_growth: the first growth after an overflow takes one clean step more (DeepSpeed).
+        late_first_growth: the first growth after an overflow needs one more clean step (DeepSpeed).
     """
 
     growth_factor: float | None = 2.0
@@ -49,14 +49,14 @@ class FoundScaler:
     """A scaler's state and configuration, read from another system.
 
     Attributes:
-        system: which one.
+        system: name of the other system.
         state: in our keys: ``{"scale": fp32 tensor of shape [1], "growth_tracker": int, "hysteresis_tracker": int}``
-            of a dynamic scale, ``{"scale": ...}`` of a constant one, ``{}`` where the scale is not recorded.
-        config: what the checkpoint, or the peer's source, says of the rule.
+            of a dynamic scale, ``{"scale": ...}`` of a constant one, ``{}`` if the scale is not recorded.
+        config: the rule, from the checkpoint or the peer's source.
         dynamic: False for a constant scale.
-        mapped: what was taken over, a line each.
-        not_mapped: what was not, or differs, and why.
-        unfaithful: why no state of ours continues the peer's trajectory; empty if one does.
+        mapped: one line for each thing that was taken over.
+        not_mapped: one line, with the reason, for each thing that was not taken over or differs.
+        unfaithful: reasons why no state of ours continues the peer's scale exactly; empty if one does.
     """
 
     system: str
@@ -73,15 +73,15 @@ class FoundScaler:
         return float(self.state["scale"]) if self.state else None
 
     def build_grad_scaler(self, **config: Any) -> MegatronGradScaler:
-        """Return a scaler of ours, in the peer's state, that continues the peer's scale step for step.
+        """Return our scaler in the peer's state; it continues the peer's scale step for step.
 
         Args:
-            config: fields of :class:`ScalerConfig` that the checkpoint does not record, or that shall differ from it;
-                for a constant scale that is not recorded: ``initial_scale``.
+            config: fields of :class:`ScalerConfig` that the checkpoint does not record, or to be changed; for a
+                constant scale that is not recorded: ``initial_scale``.
 
         Raises:
-            InteropError: the checkpoint does not record what is needed, or the state cannot go on under ``config``.
-            ArgumentError: for a value outside its range, or a name that is no field.
+            InteropError: the checkpoint lacks a needed value, or the state cannot be continued under ``config``.
+            ArgumentError: for a value out of range, or an unknown field.
         """
         if not self.dynamic:
             return self._build_constant(**config)
@@ -129,10 +129,10 @@ def dynamic(
     not_mapped: Sequence[str] = (),
     unfaithful: Sequence[str] = (),
 ) -> FoundScaler:
-    """Return a dynamic scaler's finding, its numbers checked.
+    """Return the FoundScaler of a dynamic scale, with checked numbers.
 
     Raises:
-        InteropError: a number is of another type, or outside its range.
+        InteropError: a number has the wrong type or is out of range.
     """
     number = checked_scale(system, scale)
     state = {
@@ -152,7 +152,7 @@ def dynamic(
 
 
 def constant(system: str, scale: Any, *, mapped: Sequence[str] = (), not_mapped: Sequence[str] = ()) -> FoundScaler:
-    """Return a constant scaler's finding; ``scale`` None: it is not recorded. Raises InteropError for a bad scale."""
+    """Return the FoundScaler of a constant scale (None: not recorded). Raises InteropError for a bad scale."""
     state: dict[str, Any] = {}
     reasons: list[str] = []
     if scale is not None:
@@ -169,7 +169,7 @@ def constant(system: str, scale: Any, *, mapped: Sequence[str] = (), not_mapped:
 
 
 def discontinuities(state: dict[str, Any], config: ScalerConfig) -> list[str]:
-    """Return why a scaler of ours with ``config`` cannot go on from ``state`` as the peer would."""
+    """Return reasons why our scaler with ``config`` cannot continue from ``state`` as the peer would."""
     reasons = []
     scale, growth, hysteresis = float(state["scale"]), state["growth_tracker"], state["hysteresis_tracker"]
     interval = config.growth_interval
@@ -190,7 +190,7 @@ def discontinuities(state: dict[str, Any], config: ScalerConfig) -> list[str]:
 
 
 def checked_scale(system: str, scale: Any) -> float:
-    """Return a scale as a float. Raises InteropError naming what is wrong with it."""
+    """Return a scale as a float. Raises InteropError for a bad one."""
     if isinstance(scale, torch.Tensor) and scale.numel() == 1:
         scale = scale.item()
     try:
@@ -202,7 +202,7 @@ def checked_scale(system: str, scale: Any) -> float:
 
 
 def whole(system: str, what: str, value: Any, minimum: int = 0) -> int:
-    """Return an integer. Raises InteropError naming what is wrong with it."""
+    """Return an integer. Raises InteropError for a bad one, naming ``what``."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
     try:
@@ -212,13 +212,13 @@ def whole(system: str, what: str, value: Any, minimum: int = 0) -> int:
 
 
 def rounded(scale: float) -> list[str]:
-    """Return why fp32 does not hold ``scale``, if so."""
+    """Return the note that fp32 cannot represent ``scale``; empty if it can."""
     kept = as_fp32(scale)
     return [] if kept == scale else [f"the scale is {scale!r}, which fp32 rounds to {kept!r}"]
 
 
 def coarse(config: ScalerConfig) -> list[str]:
-    """Return a note for each factor that fp32 does not hold: the peer may round its product otherwise."""
+    """Return a note for each factor that fp32 cannot represent: the peer may round products differently."""
     factors = {"growth_factor": config.growth_factor, "backoff_factor": config.backoff_factor}
     return [
         f"{name} is {value!r}, which fp32 does not hold: the scale may differ from the peer's in the last bit"

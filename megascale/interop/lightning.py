@@ -1,4 +1,4 @@
-"""Lightning's ``.ckpt`` files: torch's states under keys of Lightning's own."""
+"""Reads Lightning's ``.ckpt`` files: torch's states under Lightning's keys."""
 
 from typing import Any
 
@@ -13,13 +13,13 @@ SYSTEM = "Lightning"
 
 
 def recognises(source: Source) -> bool:
-    """Whether it is a Lightning checkpoint."""
+    """Whether ``source`` is a Lightning checkpoint."""
     keys = source.top_keys()
     return "pytorch-lightning_version" in keys or {"state_dict", "optimizer_states"} <= keys
 
 
 def find_scaler(source: Source, index: int | None = None) -> FoundScaler | None:
-    """Return the precision plugin's scaler: under "MixedPrecision", "FSDPPrecision", or a name of older releases."""
+    """Return the precision plugin's scaler: under "MixedPrecision", "FSDPPrecision", or an older release's name."""
     states = torch_amp.states_in(source.content)
     if states:
         key, state = torch_amp.chosen(states, index, source.where, "grad scalers")

@@ -1,4 +1,4 @@
-"""load_scaler_state: any system's scaler, in our keys."""
+"""load_scaler_state: reads any supported system's scaler, in our keys."""
 
 from typing import Any
 
@@ -10,22 +10,21 @@ from megascale.utils import validate
 
 
 def load_scaler_state(source: Any, *, format: str = AUTO, index: int | None = None, strict: bool = True) -> FoundScaler:
-    """Read the loss scaler's state from a checkpoint of another system. Executes nothing that a file says.
+    """Read the loss scaler's state from a checkpoint of another system. Executes no code of a file.
 
     Args:
-        source: a state dict that is loaded already, a checkpoint's file or folder, or an object with ``state_dict()``.
-            Unchanged.
+        source: a loaded state dict, a checkpoint's file or folder, or an object with ``state_dict()``. Unchanged.
         format: "auto" or one of "megatron", "deepspeed", "accelerate", "lightning", "fairseq", "apex", "torch".
-        index: which scaler, where a checkpoint holds several that differ.
-        strict: refuse a state that no state of ours continues exactly. False: take the nearest, and name the
-            differences in ``unfaithful``.
+        index: selects a scaler if a checkpoint holds several that differ.
+        strict: raise if no state of ours continues this one exactly. False: take the nearest, with the differences in
+            ``unfaithful``.
 
     Returns:
-        The state, the configuration, and what was mapped; see :meth:`FoundScaler.build_grad_scaler`.
+        State, configuration, and notes on the mapping; see :meth:`FoundScaler.build_grad_scaler`.
 
     Raises:
-        InteropError: it is not recognised, cannot be read, holds no scaler, or cannot be mapped faithfully.
-        ArgumentError, ArgumentTypeError: for an argument out of its range.
+        InteropError: ``source`` is not recognised, cannot be read, holds no scaler, or cannot be mapped faithfully.
+        ArgumentError, ArgumentTypeError: for an argument out of range.
     """
     validate.flag("strict", strict)
     opened = open_source(source)

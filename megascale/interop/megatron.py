@@ -1,6 +1,6 @@
-"""Megatron-Core's torch-format checkpoints: ``mp_rank_00/model_optim_rng.pt``, and its optimizers' state dicts.
+"""Reads Megatron-Core's torch-format checkpoints, ``mp_rank_00/model_optim_rng.pt``, and optimizers' state dicts.
 
-Read from ``megatron/core/optimizer`` of Megatron-Core 0.16 to 0.20. Its Float16 optimizer saves ``{"optimizer": a
+Source: ``megatron/core/optimizer`` of Megatron-Core 0.16 to 0.20. Its Float16 optimizer saves ``{"optimizer": a
 torch optimizer's state dict over main params, "grad_scaler": {...}, "fp32_from_fp16_params": [[main params] of each
 group]}``; its ChainedOptimizer a list of those, or a dict by index.
 """
@@ -41,18 +41,18 @@ ITERATION_FILE = "latest_checkpointed_iteration.txt"
 RANK_FILES = ("mp_rank_*/model_optim_rng.pt",)
 
 
-# What a checkpoint is
+# Checkpoints
 
 
 def recognises(source: Source) -> bool:
-    """Whether it is a Megatron-Core checkpoint folder, its file, an optimizer's state dict, or a scaler's."""
+    """Whether ``source`` is a Megatron-Core checkpoint folder, its file, an optimizer's state dict, or a scaler's."""
     if source.folder is not None:
         return bool(checkpoint(source).files(*RANK_FILES)) or (source.folder / ITERATION_FILE).is_file()
     return _is_scaler(source.content) or bool(_optimizers(source.content))
 
 
 def checkpoint(source: Source) -> Source:
-    """Return the folder of one iteration: itself, or the one that the tracker file in it names."""
+    """Return the folder of one iteration: ``source``, or the folder that its tracker file names."""
     folder = source.folder
     tracker = None if folder is None else folder / ITERATION_FILE
     if folder is None or tracker is None or not tracker.is_file():
@@ -83,7 +83,7 @@ def _rank_file(source: Source, *, only: bool) -> Source:
 
 
 def sub_optimizers(saved: Any) -> list[Mapping[str, Any]]:
-    """Return the state dicts of a ChainedOptimizer's optimizers; of any other optimizer: its own, alone."""
+    """Return the state dicts of a ChainedOptimizer's optimizers, or of one other optimizer."""
     if isinstance(saved, (list, tuple)):
         return list(saved)
     if isinstance(saved, Mapping) and saved and all(isinstance(key, int) for key in saved):
@@ -115,7 +115,7 @@ def _optimizers(content: Any) -> list[Mapping[str, Any]]:
 
 
 def find_scaler(source: Source, index: int | None = None) -> FoundScaler | None:
-    """Return the scaler's state; None without one. ``index``: whose, of a ChainedOptimizer whose scalers differ.
+    """Return the scaler's state, or None. ``index``: selects one of a ChainedOptimizer's scalers if they differ.
 
     Raises:
         InteropError: there are several that differ, or it cannot be read.
@@ -139,9 +139,9 @@ def _scaler_of(optimizer: Mapping[str, Any]) -> Any:
 
 
 def parse(state: Mapping[str, Any], args: Mapping[str, Any], mapped: tuple[str, ...] = ()) -> FoundScaler:
-    """Return what a grad scaler's state holds. ``args``: the options saved beside it, if they are.
+    """Return the scaler in a grad scaler's state. ``args``: the options saved beside it, if any.
 
-    A hysteresis tracker below 0, as Megatron-Core counts on, backs off at every overflow as 0 does.
+    Megatron-Core's hysteresis tracker may be below 0, which has the same effect as 0.
     """
     if not state or args.get("loss_scale"):
         scale = state.get("scale", args.get("loss_scale") or None)
@@ -180,7 +180,7 @@ def parse(state: Mapping[str, Any], args: Mapping[str, Any], mapped: tuple[str, 
 
 
 def find_state(source: Source, names: Names | None = None) -> FoundState | None:
-    """Return main params and optimizer state; None if a scaler's state is all there is.
+    """Return main params and optimizer state; None if there is only a scaler's state.
 
     ``names``: of the parameters; None: they are found by rounding the main params.
 
@@ -222,10 +222,10 @@ def optimizer_state_dict(
     """Return Megatron-Core's optimizer state dict as ours, for ``MixedPrecisionOptimizer.load_state_dict``.
 
     Args:
-        saved: what its Float16 optimizer's ``state_dict()`` returned, or a ChainedOptimizer's list of them. Unchanged.
+        saved: a Float16 optimizer's ``state_dict()``, or a ChainedOptimizer's list of them. Unchanged.
         names: parameter names by param group (of all chained optimizers, in order), or flat in that order.
-        fp32_names: which of them are fp32 in the model, and so have no entry in ``fp32_from_fp16_params``.
-        index: whose scaler, where those of a ChainedOptimizer differ.
+        fp32_names: those that are fp32 in the model and so have no entry in ``fp32_from_fp16_params``.
+        index: selects the scaler if those of a ChainedOptimizer differ.
 
     Raises:
         InteropError: it cannot be read or mapped, saying why.
@@ -241,7 +241,7 @@ def optimizer_state_dict(
 def named_float16_state(
     parts: Sequence[Mapping[str, Any]], names: Names, *, fp32_names: Collection[str], where: str
 ) -> FoundState:
-    """Return the named state of Float16 optimizers, one after the other."""
+    """Return the joined, named state of several Float16 optimizers."""
     inner = [_inner(part, where) for part in parts]
     grouped = by_group(names, [size for saved in inner for size in sizes_of(saved)], where)
     found = FoundState(SYSTEM)
@@ -291,7 +291,7 @@ def _main_params(part: Mapping[str, Any], where: str) -> Sequence[Sequence[Tenso
 
 
 def _check_all_half(parts: Sequence[Mapping[str, Any]], where: str) -> None:
-    """Raise InteropError if some parameter has no main param: its name cannot be found by rounding."""
+    """Raise InteropError if a parameter has no main param, as its name cannot be found by rounding."""
     for part in parts:
         counts = [len(group) for group in _main_params(part, where)]
         if counts != (sizes := sizes_of(_inner(part, where))):

@@ -1,4 +1,4 @@
-"""A torch optimizer's state dict, by number, as our state dict, by name."""
+"""Converts a torch optimizer's state dict, keyed by number, to our state dict, keyed by name."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,12 +19,12 @@ class FoundState:
     """Main params and optimizer state, read from another system, in our form.
 
     Attributes:
-        system: which one.
+        system: name of the other system.
         groups: options of each param group, with its parameters' names under "params".
         states: by parameter name.
         main_params: by parameter name, fp32.
-        mapped: what was taken over, a line each.
-        not_mapped: what was not, or differs, and why.
+        mapped: one line for each thing that was taken over.
+        not_mapped: one line, with the reason, for each thing that was not taken over or differs.
     """
 
     system: str
@@ -35,7 +35,7 @@ class FoundState:
     not_mapped: tuple[str, ...] = ()
 
     def state_dict(self, grad_scaler: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what ``MixedPrecisionOptimizer.load_state_dict`` takes. ``grad_scaler``: the scaler's state."""
+        """Return a state dict for ``MixedPrecisionOptimizer.load_state_dict``. ``grad_scaler``: its state."""
         return {
             "optimizer": {"state": self.states, "param_groups": self.groups},
             "main_params": self.main_params,
@@ -70,10 +70,10 @@ def recorded_names(saved: Mapping[str, Any]) -> list[list[str]] | None:
 
 
 def by_group(names: Names, sizes: Sequence[int], where: str) -> list[list[str]]:
-    """Return ``names`` by group: given so, or as one list in the order of the groups.
+    """Return ``names`` by group, from names by group or from one list in the order of the groups.
 
     Raises:
-        InteropError: their numbers do not fit, or a name is there twice.
+        InteropError: their numbers do not fit, or a name occurs twice.
     """
     nested = [[entry] if isinstance(entry, str) else list(entry) for entry in names]
     flat = [name for group in nested for name in group]
@@ -95,7 +95,7 @@ def named(
     """Return the groups and states of a torch optimizer's state dict by name, its tensors copied.
 
     Raises:
-        InteropError: it holds what our state dict cannot, naming it.
+        InteropError: it holds a value that our state dict cannot, naming it.
     """
     groups: list[dict[str, Any]] = []
     states: dict[str, dict[str, Any]] = {}
@@ -112,13 +112,13 @@ def named(
 
 
 def check_adam(group: Mapping[str, Any], where: str) -> None:
-    """Raise InteropError for an option of other systems' Adam that torch's cannot follow."""
+    """Raise InteropError for an option of other systems' Adam that torch's lacks."""
     if group.get("bias_correction", True) in (False, 0):
         raise InteropError(f"{where} has bias_correction=False; torch's Adam always corrects, so it cannot go on alike")
 
 
 def check_shapes(states: Mapping[str, Mapping[str, Any]], like: Mapping[str, Any], where: str) -> None:
-    """Raise InteropError where a state's tensor has another shape than ``like``'s of that name."""
+    """Raise InteropError if a state's tensor has another shape than the tensor of that name in ``like``."""
     for name, state in states.items():
         shape = like[name].shape if isinstance(like.get(name), Tensor) else None
         for key, value in state.items():
@@ -130,12 +130,12 @@ def check_shapes(states: Mapping[str, Mapping[str, Any]], like: Mapping[str, Any
 
 
 def own(value: Tensor) -> Tensor:
-    """Return a copy with a memory of its own: a view would be saved with all of what it views."""
+    """Return a copy with its own memory: a view would be saved with its whole storage."""
     return value.detach().contiguous().clone()
 
 
 def step_tensor(step: Any) -> Tensor:
-    """Return a count of steps as torch's Adam keeps it: fp32, 0-d."""
+    """Return a step count as torch's Adam keeps it: fp32, 0-d."""
     return torch.as_tensor(step, dtype=torch.float32).reshape(()).clone()
 
 
@@ -162,7 +162,7 @@ def _portable(value: Mapping[Any, Any], where: str) -> dict[str, Any]:
 
 
 def weights_in(model: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the floating point tensors of a model's state dict in its order, of tied ones the first."""
+    """Return the floating point tensors of a model's state dict in its order; of tied ones only the first."""
     seen: set[tuple[Any, ...]] = set()
     weights: dict[str, Tensor] = {}
     for name, value in model.items():

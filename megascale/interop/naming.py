@@ -1,4 +1,4 @@
-"""Which name belongs to which number: nobody writes it down, but weights and their masters tell."""
+"""Finds the names of numbered parameters by comparing weights with their main params."""
 
 import hashlib
 from collections import defaultdict
@@ -22,11 +22,11 @@ REMEDY = (
 def names_by_rounding(mains: Sequence[Sequence[Tensor]], model: Mapping[str, Any], where: str) -> list[list[str]]:
     """Return the names, by group, of the 16-bit weights that the main params round to, bit for bit.
 
-    Weights that are alike in every bit (biases of zeros, say) take their masters in the model's order; they must lie in
-    one group.
+    Weights with equal bits (such as biases of zeros) get their main params in the model's order; they must be in one
+    group.
 
     Raises:
-        InteropError: a main param rounds to no weight, or several groups could claim a weight.
+        InteropError: a main param rounds to no weight, or a weight fits several groups.
     """
     weights = {name: value for name, value in weights_in(model).items() if value.dtype in HALF_DTYPES}
     names: dict[tuple[Any, ...], list[str]] = defaultdict(list)
@@ -59,11 +59,11 @@ def _fingerprint(value: Tensor) -> tuple[Any, ...]:
 def names_by_order(saved: Mapping[str, Any], model: Mapping[str, Any] | None, where: str) -> list[list[str]]:
     """Return the names of a torch optimizer's parameters: recorded in it, or in the order of the model's weights.
 
-    The order is taken for one param group only, as ``optimizer = AdamW(model.parameters())`` makes it; the shapes of
-    the state must agree.
+    The order is used only if there is one param group, as of ``AdamW(model.parameters())``; the state's shapes must
+    fit.
 
     Raises:
-        InteropError: the names are not to be had without guessing.
+        InteropError: the names cannot be determined without guessing.
     """
     if not is_torch_state(saved):
         raise InteropError(f"{where} holds no state dict of a torch optimizer")
@@ -87,7 +87,7 @@ def names_by_order(saved: Mapping[str, Any], model: Mapping[str, Any] | None, wh
 
 
 def check_rounding(mains: Mapping[str, Tensor], model: Mapping[str, Any], where: str) -> None:
-    """Raise InteropError where a 16-bit weight of ``model`` is not the main param of its name, rounded, bit for bit."""
+    """Raise InteropError if a 16-bit weight of ``model`` is not the rounded main param of its name, bit for bit."""
     differ = not_rounded(mains, model)
     if differ:
         raise InteropError(
@@ -97,7 +97,7 @@ def check_rounding(mains: Mapping[str, Tensor], model: Mapping[str, Any], where:
 
 
 def not_rounded(mains: Mapping[str, Tensor], model: Mapping[str, Any]) -> list[str]:
-    """Return the names of 16-bit weights of ``model`` that are not their main params, rounded, bit for bit."""
+    """Return the names of 16-bit weights of ``model`` that are not their rounded main params, bit for bit."""
     return [
         name
         for name, main in mains.items()

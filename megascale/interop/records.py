@@ -1,17 +1,17 @@
-"""What a pickled object of an unknown class becomes: a record of its arguments and attributes, which does nothing."""
+"""InertRecord: stands for a pickled object of an unknown class, with its arguments and attributes."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 
 class InertRecord:
-    """What a pickle says about one object whose class was not imported.
+    """A pickle's description of one object, whose class is not imported.
 
     Attributes:
-        kind: module and name of the class (or function) that the pickle asked for.
-        arguments: what it would have been called with.
+        kind: module and name of the class (or function) that the pickle names.
+        arguments: of the call.
         attributes: the object's attributes.
-        items: what would have been appended, or set by key.
+        items: values to append or to set by key.
     """
 
     kind = ""
@@ -20,7 +20,7 @@ class InertRecord:
     items: list[Any]
 
     def __new__(cls, *arguments: Any, **options: Any) -> "InertRecord":
-        """Take note of any arguments."""
+        """Record any arguments."""
         record = super().__new__(cls)
         record.arguments = (*arguments, *options.values())
         record.attributes = {}
@@ -28,7 +28,7 @@ class InertRecord:
         return record
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        pass  # __new__ has them; a pickle may call either
+        pass  # __new__ has recorded them; a pickle may call either
 
     def __setstate__(self, state: Any) -> None:
         parts = state if isinstance(state, tuple) else (state,)
@@ -37,18 +37,18 @@ class InertRecord:
                 self.attributes.update({str(key): value for key, value in part.items()})
 
     def append(self, item: Any) -> None:
-        """Take note of an item."""
+        """Record an item."""
         self.items.append(item)
 
     def extend(self, items: Iterable[Any]) -> None:
-        """Take note of items."""
+        """Record items."""
         self.items.extend(items)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self.items.append((key, value))
 
     def __call__(self, *arguments: Any) -> "InertRecord":
-        """Return a record of the call: what was asked for may be a function, looked up in some object."""
+        """Return a record of the call, as a record may stand for a function."""
         return record_class(self.kind, "()")(*arguments)
 
     def __repr__(self) -> str:
@@ -56,12 +56,12 @@ class InertRecord:
 
 
 def record_class(module: str, name: str) -> type[InertRecord]:
-    """Return a new class of records for ``module.name``, which is not imported."""
+    """Return a new record class for ``module.name``, without importing it."""
     return type(name, (InertRecord,), {"kind": f"{module}.{name}"})
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
-    """Return the attributes of a record, or of a live object; a mapping is its own."""
+    """Return the attributes of a record or of a live object; a mapping itself."""
     if isinstance(value, Mapping):
         return {str(key): item for key, item in value.items()}
     if isinstance(value, InertRecord):
@@ -70,7 +70,7 @@ def attributes_of(value: Any) -> dict[str, Any]:
 
 
 def kind_of(value: Any) -> str:
-    """Return module and name of the class of a record's original, or of a live object."""
+    """Return module and name of the class that a record stands for, or of a live object's."""
     return value.kind if isinstance(value, InertRecord) else f"{type(value).__module__}.{type(value).__qualname__}"
 
 

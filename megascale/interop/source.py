@@ -1,4 +1,4 @@
-"""What is converted: a dict, a file, a folder, or a live object, opened once."""
+"""Source: the input of a conversion (a dict, file, folder or live object), opened once."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -14,12 +14,12 @@ from megascale.interop.records import kind_of
 
 @dataclass(frozen=True)
 class Source:
-    """Content, or a folder of files.
+    """Either content or a folder of files.
 
     Attributes:
-        where: for messages.
-        content: what a file or an object holds; None for a folder.
-        folder: None unless it is one.
+        where: its name in messages.
+        content: of a file or an object; None for a folder.
+        folder: its path; None otherwise.
     """
 
     where: str
@@ -27,12 +27,12 @@ class Source:
     folder: Path | None = None
 
     def files(self, *patterns: str) -> list[Path]:
-        """Return the folder's files of these patterns, sorted; none if it is not a folder."""
+        """Return the folder's files that match the patterns, sorted; none without a folder."""
         folder = self.folder
         return [] if folder is None else sorted(path for pattern in patterns for path in folder.glob(pattern))
 
     def entry(self, key: str) -> Any:
-        """Return ``content[key]``; None where there is none."""
+        """Return ``content[key]``, or None."""
         return self.content.get(key) if isinstance(self.content, Mapping) else None
 
     def top_keys(self) -> set[Any]:
@@ -42,7 +42,7 @@ class Source:
 
 @contextmanager
 def damage_named(where: str) -> Iterator[None]:
-    """Turn what a reader trips over into InteropError: a file may hold anything under the keys that are looked up."""
+    """Turn any error of a reader into InteropError: a file may hold anything under the expected keys."""
     try:
         yield
     except MegascaleError:

@@ -1,4 +1,4 @@
-"""torch.amp.GradScaler's state, and that of FSDP's ShardedGradScaler, which has the same keys."""
+"""Reads the state of torch.amp.GradScaler, and of FSDP's ShardedGradScaler, which has the same keys."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -24,12 +24,12 @@ def states_in(content: Any) -> dict[str, Any]:
 
 
 def recognises(source: Source) -> bool:
-    """Whether it is a GradScaler's state, or a dict with one in it."""
+    """Whether ``source`` is a GradScaler's state, or a dict with one in it."""
     return is_state(source.content) or bool(states_in(source.content))
 
 
 def find_scaler(source: Source, index: int | None = None) -> FoundScaler | None:
-    """Return the scaler's state; None without one. ``index``: which, where a checkpoint holds several.
+    """Return the scaler's state, or None. ``index``: selects one if a checkpoint holds several.
 
     Raises:
         InteropError: there are several that differ, or it cannot be read.
@@ -44,7 +44,7 @@ def find_scaler(source: Source, index: int | None = None) -> FoundScaler | None:
 
 
 def parse(state: Mapping[str, Any], system: str = SYSTEM, mapped: tuple[str, ...] = ()) -> FoundScaler:
-    """Return what a GradScaler's state dict holds; ``{}`` is a disabled one."""
+    """Return the scaler in a GradScaler's state dict; ``{}`` is a disabled one."""
     if not state:
         return constant(system, 1.0, mapped=mapped, not_mapped=("nothing is in it: the scaler was disabled",))
     if strange := sorted(map(str, set(state) - KEYS)):
@@ -74,7 +74,7 @@ def parse(state: Mapping[str, Any], system: str = SYSTEM, mapped: tuple[str, ...
 
 
 def chosen(found: Mapping[str, Any], index: int | None, where: str, what: str) -> tuple[str, Any]:
-    """Return one of some entries: the one at ``index``; None: all must be equal, and the first is taken.
+    """Return the entry at ``index``; for None the first one, and all must be equal.
 
     Raises:
         InteropError: several that differ, or no such index.

@@ -1,4 +1,4 @@
-"""Training checkpoints of plain torch: a dict of state dicts, under whatever keys its author chose."""
+"""Reads training checkpoints of plain torch: dicts of state dicts, under any keys."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -28,7 +28,7 @@ MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module", "net")
 
 
 def recognises(source: Source) -> bool:
-    """Whether it is a GradScaler's or an optimizer's state dict, or a dict with one in it."""
+    """Whether ``source`` is a GradScaler's or an optimizer's state dict, or a dict with one in it."""
     return torch_amp.recognises(source) or is_torch_state(source.content) or bool(_optimizers(source))
 
 
@@ -36,7 +36,7 @@ def find_state(source: Source, names: Names | None = None) -> FoundState | None:
     """Return the optimizer's state, and the fp32 weights as main params; None if no optimizer's state is in it.
 
     Raises:
-        InteropError: several optimizers, or names that are not to be had without guessing.
+        InteropError: there are several optimizers, or names cannot be determined without guessing.
     """
     if is_torch_state(source.content):
         return named_torch_state(SYSTEM, source.content, None, names, source.where)
@@ -87,10 +87,10 @@ def named_torch_state(
         model: the model's, if it is known.
         names: of the parameters; None: as recorded, or in the model's order.
         where: for messages.
-        ordered: whether the model's order is that of its parameters.
+        ordered: whether ``model`` keeps the order of parameters.
 
     Raises:
-        InteropError: a name is not in the model, or has another shape there, or names are not to be had.
+        InteropError: a name is not in the model or has another shape there, or names cannot be determined.
     """
     if names is None:
         grouped = names_by_order(saved, model if ordered else None, where)

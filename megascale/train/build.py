@@ -1,4 +1,4 @@
-"""From the options of a run to its objects: task, optimizer, scaler, learning rate."""
+"""Builds the objects of a run from its options: task, optimizer, scaler, learning rate schedule."""
 
 import math
 
@@ -22,7 +22,7 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def build_task(config: TrainConfig) -> Task:
-    """Return the task that ``config`` asks for. Its libraries are imported only then."""
+    """Return the task of ``config``. Its libraries are imported only here."""
     if config.task == "digits":
         from megascale.train.digits import DigitsTask
 
@@ -40,10 +40,10 @@ def lr_factor(options: OptimizerOptions, landed: int, steps: int) -> float:
 
 
 def build_schedule(config: TrainConfig, optimizer: MixedPrecisionOptimizer, landed: int = 0) -> LandedLRScheduler:
-    """Return the schedule of ``config`` as it stands after ``landed`` steps, and give the param groups its rate.
+    """Return the schedule of ``config`` after ``landed`` steps, and set the rate of the param groups.
 
-    The rate depends on the number of landed steps alone, so a run that goes on needs no more of its past, and may go on
-    with another number of steps.
+    The rate depends only on the number of landed steps, so a resumed run needs nothing else of its past, and may have
+    another total number of steps.
     """
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] = config.optimizer.lr
@@ -53,7 +53,7 @@ def build_schedule(config: TrainConfig, optimizer: MixedPrecisionOptimizer, land
 
 
 def build_grad_scaler(config: ScalerConfig) -> MegatronGradScaler | None:
-    """Return the scaler that ``config`` asks for."""
+    """Return the scaler of ``config``, or None."""
     if config.scaler_type == "none":
         return None
     if config.scaler_type == "static":
@@ -71,7 +71,7 @@ def build_grad_scaler(config: ScalerConfig) -> MegatronGradScaler | None:
 
 
 def build_wrapped_optimizer(config: TrainConfig, model: nn.Module) -> MixedPrecisionOptimizer:
-    """Return the optimizer that ``config`` asks for around ``model``'s parameters."""
+    """Return the optimizer of ``config`` over ``model``'s parameters."""
     options = config.optimizer
     inner: torch.optim.Optimizer
     if options.name == "sgd":

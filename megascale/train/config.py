@@ -179,7 +179,7 @@ class TrainConfig:
         return Path(self.output_dir) / self.run_name
 
 
-# A run may go on with other values of these.
+# A resumed run may have other values of these.
 FREE_ON_RESUME = (
     "steps",
     "evaluate_every",
@@ -230,7 +230,7 @@ def save_yaml(config: TrainConfig, path: Path) -> None:
 
 
 def usage() -> str:
-    """Return what ``--help`` prints: every key, its default, and what it means."""
+    """Return the text of ``--help``: every key, its default and its meaning."""
     packaged = " and ".join(_packaged())
     return "\n".join(
         [
@@ -259,7 +259,7 @@ def _key_lines(kind: Any, prefix: str) -> Iterator[str]:
 
 
 def _meanings(kind: Any) -> dict[str, str]:
-    """Return the docstrings of a dataclass's fields, which Python itself drops."""
+    """Return the docstrings of a dataclass's fields, parsed from the source."""
     [tree] = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     body = tree.body if isinstance(tree, ast.ClassDef) else []
     return {
@@ -277,7 +277,7 @@ def _described(key: str, meaning: str) -> list[str]:
 
 
 def _typed(value: Any) -> str:
-    """Return a value as it is typed."""
+    """Return a value as it is typed on the command line."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -304,7 +304,7 @@ def _packaged() -> list[str]:
 
 
 def _config_file(given: str) -> Path:
-    """Return the file that ``config=`` means: the one of that name, or one that comes with the program."""
+    """Return the file of ``config=``: the one of that name, or one that comes with the program."""
     path = Path(given)
     if path.is_file():
         return path
@@ -363,7 +363,7 @@ def _check_key(key: str, where: str) -> None:
     if any(name.startswith(f"{key}.") for name in known):
         inside = ", ".join(name for name in known if name.startswith(f"{key}."))
         raise ArgumentError(f"{where}: {key!r} is a group; give one of {inside}")
-    # A key may be right but for its group: compare both forms.
+    # Only the group of a key may be wrong: compare keys without it too.
     by_leaf = [name for name in known if name.split(".")[-1] == key.split(".")[-1]]
     nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
     raise ArgumentError(f"{where}: unknown key {key!r}; did you mean {(by_leaf or nearest)[0]!r}?")

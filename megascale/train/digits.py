@@ -27,7 +27,7 @@ class DigitsTask:
     """Label every pixel: background, or which digit's ink it is.
 
     A scene is a grid of cells. A cell holds, with probability ``fill``, one digit at a random place inside it. Training
-    and held-out scenes are composed from disjoint sets of images. A scene depends on seed, step and index alone.
+    and held-out scenes are composed from disjoint sets of images. A scene depends only on seed, step and index.
 
     The loss is one-vs-rest logistic regression, averaged over every class of every pixel of the batch. With the default
     8 x 256 x 256 x 11 terms a logit's gradient is at most 1.7e-7, three of fp16's smallest steps: without a loss scale
@@ -103,7 +103,7 @@ class DigitsTask:
 
 
 def check_sizes(config: DigitsConfig) -> None:
-    """Raise ArgumentError if digits do not fit into the cells, or the U-Net cannot halve the scene so often."""
+    """Raise ArgumentError if digits do not fit into the cells, or the scene cannot be halved ``depth`` times."""
     side, cell = SOURCE_SIZE * config.patch, config.size // config.grid
     if cell < side:
         raise ArgumentError(
@@ -124,7 +124,7 @@ class UNet(nn.Module):
 
     Args:
         width: channels of the first level; each next one has twice as many and half the resolution.
-        depth: how often the resolution is halved.
+        depth: number of times the resolution is halved.
         patch: height and width of a patch, pixels.
     """
 

@@ -1,4 +1,4 @@
-"""Runs of the training program as one picture: loss, accuracies, gradient norm, loss scale and skipped steps."""
+"""Draws runs of the training program: loss, accuracies, gradient norm, loss scale and skipped steps."""
 
 import csv
 import math
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""Told apart by colour-blind readers too (Okabe and Ito)."""
+"""Distinct for colour-blind readers too (Okabe and Ito)."""
 STYLES = ("-", "--", "-.", ":")
 WINDOW = 20
 """Steps over which loss and batch accuracy are averaged: single batches scatter."""
@@ -55,7 +55,7 @@ def draw_runs(runs: Mapping[str, Sequence[Series]], path: Path) -> None:
 
 
 def _curves(series: Series) -> Iterator[tuple[list[float], list[float]]]:
-    """Yield steps and values of each panel. What is not finite is left out."""
+    """Yield steps and values of each panel, without non-finite values."""
     steps = series["step"]
     yield _finite(steps, _averaged(series["loss"]))
     yield _finite(steps, _averaged(series["batch_accuracy"]))
@@ -86,7 +86,7 @@ def _label(panels: "Sequence[Axes]") -> None:
 
 
 def _averaged(values: Sequence[float]) -> list[float]:
-    """Return, for each value, the mean of the finite ones among it and those before it, WINDOW in all."""
+    """Return, for each value, the mean of the finite ones among the last WINDOW values."""
     means = []
     for end in range(1, len(values) + 1):
         recent = [value for value in values[max(0, end - WINDOW) : end] if math.isfinite(value)]

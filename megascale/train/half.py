@@ -1,8 +1,8 @@
 """Matrix multiplications with 16-bit operands, fp32 accumulation and 16-bit results, on every device.
 
-Tensor cores work so by themselves. CPUs without 16-bit matrix instructions do too, but 20 to 100 times slower than
-fp32: there the operands are widened, multiplied in fp32, and the result is rounded. Gradients pass through the same
-casts, so that activations' and parameters' gradients are rounded to 16 bits just as well.
+Tensor cores do this natively. CPUs without 16-bit matrix instructions are 20 to 100 times slower at it than in fp32:
+there operands are widened, multiplied in fp32, and the result is rounded. Gradients pass through the same casts, so
+gradients of activations and parameters are rounded to 16 bits too.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""What a run leaves behind: metrics.csv and TensorBoard always, Weights & Biases when asked, and a progress bar."""
+"""Logs a run: to metrics.csv and TensorBoard, on request to Weights & Biases, and with a progress bar."""
 
 import csv
 import os
@@ -22,9 +22,9 @@ class Row:
     step: int
     loss: float
     batch_accuracy: float
-    """Fraction of this step's labelled places that the model labels right, before the step."""
+    """Fraction of the batch's labelled places that the model labels right, before the step."""
     total_accuracy: float
-    """The same on all held-out data, as last measured up to the end of this step; NaN before that."""
+    """The same on all held-out data, at the last evaluation up to the end of this step; NaN before the first."""
     grad_norm: float
     """Of the unscaled gradients."""
     scale: float
@@ -96,7 +96,7 @@ class RunLog:
         sys.stdout.flush()
 
     def flush(self) -> None:
-        """Bring everything to disk, as before a checkpoint."""
+        """Write everything to disk, as before a checkpoint."""
         self._file.flush()
         self._board.flush()
 
@@ -110,7 +110,7 @@ class RunLog:
 
 
 def rewrite_last_row(config: TrainConfig, step: int, total_accuracy: float) -> None:
-    """Put an accuracy that was measured later into the row of the last of ``step`` steps, if it is there."""
+    """Write an accuracy that was measured later into the row of the last of ``step`` steps, if that exists."""
     rows = _rows_before(config.run_folder / "metrics.csv", step)
     if rows and int(rows[-1]["step"]) == step - 1:
         read: dict[str, Any] = {
@@ -124,7 +124,7 @@ def rewrite_last_row(config: TrainConfig, step: int, total_accuracy: float) -> N
 def _open_csv(path: Path, start: int) -> tuple[Any, "csv.DictWriter[str]"]:
     """Open the file for rows from ``start`` on, keeping earlier ones.
 
-    The file on disk has the earlier rows at every moment: this process may be killed before it flushes any.
+    The file on disk always has the earlier rows, as this process may be killed before it flushes any.
     """
     kept = _rows_before(path, start)
     replacement = path.with_suffix(".csv.new")
@@ -146,7 +146,7 @@ def _rows_before(path: Path, step: int) -> list[dict[str, str]]:
 
 
 def _is_whole(row: Mapping[str, str | None]) -> bool:
-    """Return whether no cell is missing. A killed process may leave half a line, even half a step number."""
+    """Return whether no cell is missing. A killed process may leave a partial line, even a partial step number."""
     return None not in row.values() and str(row["step"]).isdigit()
 
 

@@ -1,4 +1,4 @@
-"""Where a rank runs: its place among the ranks, its device, its signals."""
+"""Runtime: a rank's index, process group, device and signals."""
 
 import gc
 import os
@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-FORCE_AFTER = 3  # signals; torchrun forwards the terminal's Ctrl-C, so that one key press may arrive twice
+FORCE_AFTER = 3  # signals; torchrun forwards the terminal's Ctrl-C, so one key press may arrive twice
 
 
 class Runtime:
-    """Joins the ranks of torchrun, or stands alone; CUDA with NCCL where there is a GPU, else the CPU with gloo.
+    """Joins the ranks of torchrun, or runs alone; CUDA with NCCL if there is a GPU, else the CPU with gloo.
 
-    While it is entered, SIGINT and SIGTERM are noted instead of ending the process; the third one ends it.
+    Inside its context, SIGINT and SIGTERM are only recorded; the third one ends the process.
 
     Args:
         threads: CPU threads of this rank; 0: the machine's cores divided by its ranks.
@@ -39,7 +39,7 @@ class Runtime:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank speaks for all."""
+        """Whether this is the first rank, which prints and logs for all."""
         return self.rank == 0
 
     @property
@@ -62,7 +62,7 @@ class Runtime:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
         if self.under_torchrun and dist.is_initialized():
-            # Gradient hooks make cycles that hold the process group: it must not outlive the interpreter.
+            # Gradient hooks make cycles that hold the process group, which must not outlive the interpreter.
             gc.collect()
             dist.destroy_process_group()
 
@@ -74,7 +74,7 @@ class Runtime:
 
 
 def _check_restarts() -> None:
-    """Warn of a torchrun whose restarted ranks would read the addresses of the dead ones."""
+    """Warn of a torchrun whose restarted ranks would read the addresses of the old ones."""
     may_restart = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
     if may_restart and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         warnings.warn(

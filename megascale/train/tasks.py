@@ -1,4 +1,4 @@
-"""What a task is: a model, batches that depend on seed and step alone, and held-out data."""
+"""Task: a model, batches that depend only on seed and step, and held-out data."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -28,7 +28,7 @@ class Task(Protocol):
         """Return the model in fp32, its initial weights decided by torch's global generator."""
 
     def batch(self, step: int, first: int, last: int) -> Batch:
-        """Return samples ``first`` to ``last`` of the global batch of ``step``: a function of seed and step alone."""
+        """Return samples ``first`` to ``last`` of the global batch of ``step``: a function of only seed and step."""
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss over all places, in fp32, of fp32 logits."""

@@ -37,7 +37,7 @@ class TextTask:
         return Gpt(self._config)
 
     def batch(self, step: int, first: int, last: int) -> Batch:
-        """Return windows at places drawn from (seed, step); the same whichever part of the batch is asked for."""
+        """Return windows at positions drawn from (seed, step), independent of ``first`` and ``last``."""
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + step)
         starts = torch.randint(len(self._train) - self._config.context, (last,), generator=generator)
         return self._windows(self._train, starts[first:])
@@ -71,7 +71,7 @@ class Gpt(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return logits of the next byte at every place."""
+        """Return logits of the next byte at every position."""
         x: Tensor = self.bytes(tokens) + self.places.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)

@@ -28,7 +28,7 @@ from megascale.utils.collectives import all_reduce_sum_, broadcast_object, raise
 
 @dataclass
 class Progress:
-    """What a run has been through, across interruptions."""
+    """The progress of a run, over all interruptions."""
 
     step: int = 0
     skipped: int = 0
@@ -38,16 +38,16 @@ class Progress:
     total_accuracy: float = math.nan
     """Of the last evaluation; NaN before the first."""
     evaluated_at: int = -1
-    """How many steps had been made at the last evaluation."""
+    """Number of steps at the last evaluation."""
 
     @property
     def landed(self) -> int:
-        """Steps that were not skipped, as far as the host has seen."""
+        """Number of steps that were not skipped, as far as the host knows."""
         return self.step - self.skipped
 
 
 class Trainer:
-    """One run on one rank. Its data depends on seed and step alone, so that it may be interrupted at will."""
+    """One run on one rank. Its data depends only on seed and step, so it may be interrupted at any step."""
 
     def __init__(self, config: TrainConfig, runtime: Runtime) -> None:
         if config.batch_size % runtime.world_size:
@@ -77,7 +77,7 @@ class Trainer:
         self._begun = time.perf_counter()
 
     def run(self) -> int:
-        """Train to the last step, or to a signal; returns the exit status."""
+        """Train to the last step, or until a signal. Returns the exit status."""
         self.start()
         started, stopped = self.progress.step, False
         while self.progress.step < self.config.steps and not stopped:
@@ -97,7 +97,7 @@ class Trainer:
         return 128 + (self.runtime.stop_signal or 2) if stopped else 0
 
     def start(self) -> None:
-        """Go on from the run folder's latest checkpoint, or begin."""
+        """Resume from the run folder's latest checkpoint, or start anew."""
         self._restart_if_asked()
         self._resume()
         self.schedule = build_schedule(self.config, self.optimizer, self.progress.landed)
@@ -135,18 +135,18 @@ class Trainer:
         self.progress.step = step + 1
 
     def _due(self, done: int) -> bool:
-        """Evaluate and save where it is time. Returns whether the ranks have agreed to stop."""
+        """Evaluate and save if due. Returns whether the ranks have agreed to stop."""
         if done % self.config.evaluate_every == 0 and done < self.config.steps:
             self._measure_accuracy()
         every = self.config.checkpoint.every
         if every and done % every == 0 and done < self.config.steps and not self._stop_seen:
             self._observe(self.view.flush())
-            if not self._stop_seen:  # run() saves what it stops at
+            if not self._stop_seen:  # after a stop run() saves
                 self._save()
         return self._stop_seen
 
     def _observe(self, seen: dict[str, float] | None) -> None:
-        """Take in the values of an earlier step, the same on all ranks."""
+        """Process the values of an earlier step, which are the same on all ranks."""
         if seen is None:
             return
         self._stop_seen = self._stop_seen or seen["stop"] > 0
@@ -188,14 +188,14 @@ class Trainer:
         self.progress.evaluated_at = self.progress.step
 
     def _complete_last_row(self) -> None:
-        """Measure what a run lacks that was stopped between its last step and its last evaluation."""
+        """Run the last evaluation of a run that was stopped just before it."""
         self._measure_accuracy()
         if self.runtime.is_first:
             rewrite_last_row(self.config, self.progress.step, self.progress.total_accuracy)
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Return the fraction of held-out places labelled right; the ranks share the work."""
+        """Return the fraction of held-out places labelled right; ranks divide the work."""
         counts = torch.zeros(2, dtype=torch.float64, device=self.runtime.device)
         share = max(1, self.config.batch_size // self.runtime.world_size)
         firsts = range(self.runtime.rank * share, self.task.num_heldout, self.runtime.world_size * share)
@@ -227,7 +227,7 @@ class Trainer:
         latest = self.checkpointer.latest()
         if latest is None:
             return
-        # Before anything is loaded: the parameters of another task would not fit, and the message would say just that.
+        # First, as loading another task's parameters would raise a less helpful error.
         self._refuse_other_config(latest)
         loaded = self.checkpointer.load(self.model, self.optimizer)
         self.progress = Progress(**loaded.user_state["progress"])
@@ -237,7 +237,7 @@ class Trainer:
             print(f"resumed at step {loaded.step} from {loaded.path}", flush=True)
 
     def _refuse_other_config(self, checkpoint: Path) -> None:
-        """Raise ArgumentError, naming the keys, if the run was begun with options that make it another run."""
+        """Raise ArgumentError, naming the keys, if the run was started with other options that define it."""
         mine, theirs = _flat(as_dict(self.config)), _flat(_saved_config(checkpoint, self.runtime.group))
         keys = [
             key
@@ -264,7 +264,7 @@ class Trainer:
                 error = ArgumentError(f"checkpoint.resume=restart cannot remove {self.config.run_folder}: {caught}")
         raise_together(error, self.runtime.group)
 
-    # What a run leaves
+    # Log and summary
 
     def _open_log(self) -> None:
         error: MegascaleError | None = None
@@ -279,7 +279,7 @@ class Trainer:
         raise_together(error, self.runtime.group)
 
     def _summarise(self, stopped: bool) -> None:
-        """Print the run in one line, and write it to summary.json."""
+        """Print a one-line summary of the run, and write it to summary.json."""
         path, scale = self.checkpointer.latest(), self.optimizer.get_loss_scale().item()
         if not self.runtime.is_first:
             return
