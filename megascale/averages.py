@@ -322,7 +322,7 @@ def _check_tensors(what: str, given: Any, expected: Mapping[str, Tensor]) -> Non
 
 
 def _refuse_fsdp(model: nn.Module) -> None:
-    # Where nobody has imported FSDP2, no module is under it.
+    # Unless FSDP2 is imported, no module is under it.
     sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
     if any(isinstance(module, sharded) for module in model.modules()):
         raise UsageError(

@@ -20,7 +20,7 @@ from megascale.step.recipe import StepRecipe
 from megascale.utils import validate
 
 SHARED_KEYS = ("grad_scaler", "step_counts", "version")
-"""What every optimizer of a chain saves alike."""
+"""Keys of a state dict that have the same value for every optimizer of a chain."""
 
 
 class ChainedOptimizer(torch.optim.Optimizer):
@@ -76,9 +76,9 @@ class ChainedOptimizer(torch.optim.Optimizer):
         return decision.found_inf
 
     def _prepare(self) -> Decision:
-        return self.recipe.prepare(self._clipped_apart() or shared_scaler(self.grad_scaler, self.optimizers))
+        return self.recipe.prepare(self._clip_grad_error() or shared_scaler(self.grad_scaler, self.optimizers))
 
-    def _clipped_apart(self) -> UsageError | None:
+    def _clip_grad_error(self) -> UsageError | None:
         """Return an error if an optimizer's ``clip_grad`` differs from the chain's."""
         for index, optimizer in enumerate(self.optimizers):
             if optimizer.clip_grad != self.clip_grad:

@@ -22,7 +22,7 @@ from megascale.landed.steps import StepOutcomes
 
 
 class _Position(NamedTuple):
-    """Where a schedule stood: its state dict, its rates, and each group's other options."""
+    """A snapshot of a schedule: its state dict, its rates, and each group's other options."""
 
     state: dict[str, Any]
     rates: list[float]
@@ -85,8 +85,8 @@ class LandedLRScheduler(LRScheduler):
             ArgumentError, ArgumentTypeError, UsageError: see :meth:`megascale.landed.steps.StepOutcomes.landed`.
         """
         landed = self._outcomes.landed(success)
-        self._hear(self._view.push({"landed": landed}))
-        self._admit_groups()
+        self._undo_if_skipped(self._view.push({"landed": landed}))
+        self._extend_to_new_groups()
         self._rates.pull()
         before = self._before = self._position()
         on_device = landed if takes_rates_on_device(self.optimizer) and isinstance(landed, Tensor) else None
@@ -168,7 +168,7 @@ class LandedLRScheduler(LRScheduler):
         with self._rates.as_numbers():
             self.scheduler.step()
 
-    def _admit_groups(self) -> None:
+    def _extend_to_new_groups(self) -> None:
         """Extend the schedule to param groups that were added since; each starts from its own rate.
 
         Closed-form schedules take that rate for the initial one; recursive ones multiply it.
@@ -201,9 +201,9 @@ class LandedLRScheduler(LRScheduler):
         return heard is not None and heard["landed"] != 0
 
     def _catch_up(self) -> None:
-        self._hear(self._view.flush())
+        self._undo_if_skipped(self._view.flush())
 
-    def _hear(self, heard: dict[str, float] | None) -> None:
+    def _undo_if_skipped(self, heard: dict[str, float] | None) -> None:
         """Undo an advance that was made for a skipped step. The device's rates have not followed it."""
         before, self._before = self._before, None
         if before is not None and heard is not None and heard["landed"] == 0:
@@ -219,7 +219,7 @@ class LandedLRScheduler(LRScheduler):
         self._rates.numbers = [*position.rates, *added]
         for group, options in zip(groups, position.options, strict=False):
             group.update(options)
-        self._admit_groups()
+        self._extend_to_new_groups()
 
     def _other_options(self) -> list[dict[str, Any]]:
         return [

@@ -164,10 +164,10 @@ class Checkpointer:
                     "plain values differ); pass the same on every rank, and what differs by design as rank_state"
                 )
         if any(own != gathered[0][2] for _, _, own in gathered):
-            self._raise_parted(all_gather_object(sums, self._group))
+            self._raise_differing(all_gather_object(sums, self._group))
         return contents, [tree for _, tree, _ in gathered]
 
-    def _raise_parted(self, sums: Sequence[Mapping[str, Any]]) -> None:
+    def _raise_differing(self, sums: Sequence[Mapping[str, Any]]) -> None:
         """Raise CheckpointError naming tensors that differ between ranks. ``sums``: each rank's checksums by name."""
         for rank, own in enumerate(sums):
             parted = sorted(key for key in own.keys() | sums[0].keys() if own.get(key) != sums[0].get(key))
@@ -265,8 +265,8 @@ class _Background:
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self._untold: list[str] = []  # only the message, as an error's traceback would keep this object alive
-        weakref.finalize(self, _warn_of_untold, self._untold)
+        self._unraised: list[str] = []  # only the message, as an error's traceback would keep this object alive
+        weakref.finalize(self, _warn_of_unraised, self._unraised)
 
     def start(self, work: Any) -> None:
         def run() -> None:
@@ -274,7 +274,7 @@ class _Background:
                 work()
             except Exception as error:
                 self._error = error
-                self._untold.append(str(error))
+                self._unraised.append(str(error))
 
         # Not a daemon: a process that ends normally finishes its save.
         self._thread = threading.Thread(target=run, name="megascale checkpoint")
@@ -286,11 +286,11 @@ class _Background:
             self._thread = None
         if self._error is not None:
             error, self._error = self._error, None
-            self._untold.clear()
+            self._unraised.clear()
             raise error
 
 
-def _warn_of_untold(messages: list[str]) -> None:
+def _warn_of_unraised(messages: list[str]) -> None:
     """Warn of errors that were never raised, when their checkpointer is freed or the process ends."""
     for message in messages:
         warnings.warn(

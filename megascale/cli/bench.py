@@ -1,4 +1,4 @@
-"""``python -m megascale bench``: the step's time on this machine, beside what its memory allows."""
+"""``python -m megascale bench``: time the step on this machine, beside its memory bandwidth."""
 
 import argparse
 import math
@@ -20,11 +20,11 @@ AS_TYPED = {"numel must": "--numel must", "tensors must": "--tensors must", "sec
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 WARM_UP = 3
 PROBE_BYTES = 1 << 28
-"""More than caches hold."""
+"""Size of the probe's buffer, larger than any cache."""
 
 
 class Timed(NamedTuple):
-    """Seconds of every round: of the step, and of bytes that are read and written back in place."""
+    """Times in seconds, one per round: of the step, and of a pass that reads and writes bytes in place."""
 
     step: list[float]
     probe: list[float]
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Time steps and in-place passes in turns, and print both."""
+    """Time steps and in-place passes alternately, and print both."""
     for name in ("numel", "tensors", "seconds"):
         if not 0 < getattr(given, name) < math.inf:
             raise ArgumentError(f"{name} must be above 0 and finite, got {getattr(given, name)}")
@@ -62,7 +62,7 @@ def run(given: argparse.Namespace) -> int:
 
 
 def bytes_per_parameter(dtype: torch.dtype) -> int:
-    """Return what AdamW's step with clipping has to read and write of each parameter, with fp32 moments."""
+    """Return the bytes that AdamW's step with clipping reads and writes per parameter, with fp32 moments."""
     gradient = 2 * dtype.itemsize  # read for the norm, and for the update
     main = 8
     moments = 16
@@ -83,7 +83,7 @@ def _optimizer(lengths: list[int], dtype: torch.dtype, device: torch.device) -> 
 
 
 def _timed(step: Callable[[], object], probe: Callable[[], object], device: torch.device, seconds: float) -> Timed:
-    """Take turns until ``seconds`` are over; the first rounds, which compile and load, are not counted."""
+    """Alternate until ``seconds`` have passed; the first rounds, which compile and load, are not counted."""
     found = Timed([], [])
     for _ in range(WARM_UP):
         _seconds(step, device), _seconds(probe, device)

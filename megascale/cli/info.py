@@ -1,4 +1,4 @@
-"""``python -m megascale info``: what megascale runs on here, and why not on something faster."""
+"""``python -m megascale info``: show what megascale runs on here, and why faster alternatives do not work."""
 
 import argparse
 import os
@@ -26,9 +26,9 @@ LIBRARIES = (
     "triton", "apex", "transformer-engine", "accelerate", "transformers", "lightning", "pytorch-lightning",
     "megatron-core", "deepspeed", "omegaconf", "scikit-learn", "tqdm", "tensorboard", "wandb", "matplotlib",
 )  # fmt: skip
-"""Distributions that megascale works with or uses where they are installed."""
+"""Optional distributions that megascale uses or works with."""
 VARIABLES = ("MEGASCALE_", "CC", "CXX", "OMP_NUM_THREADS", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")
-"""How the names of environment variables begin that change what runs."""
+"""Environment variables, or prefixes of their names, that change what runs."""
 LABEL = 22
 
 
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Print it."""
+    """Print the report."""
     width = max(shutil.get_terminal_size((100, 24)).columns, 60)
     for label, text in facts():
         print(
@@ -49,7 +49,7 @@ def run(given: argparse.Namespace) -> int:
 
 
 def facts() -> Iterator[tuple[str, str]]:
-    """Yield a label and what is to be said of it, in the order of the screen."""
+    """Yield (label, text) in the order of printing."""
     yield "megascale", f"{VERSION}, in {Path(__file__).parents[1]}"
     yield "torch", f"{torch.__version__}, Python {platform.python_version()}, {platform.platform()}"
     yield "collectives", ", ".join(_collectives()) or "none: torch.distributed is not available"
@@ -88,15 +88,15 @@ def _describe(device: torch.device) -> str:
 
 
 def _backends(device: torch.device) -> Iterator[tuple[str, str]]:
-    """Yield a line for each backend, the chosen one first: that it works, or why not."""
+    """Yield (label, text) for each backend, the chosen one first: whether it works, or why not."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it is said below
+            warnings.simplefilter("ignore")  # reported below
             chosen = select_backend("auto", device).name
-    except MegascaleError as error:  # MEGASCALE_BACKEND asks for one that cannot be had
+    except MegascaleError as error:  # MEGASCALE_BACKEND names one that does not work
         chosen = None
         yield "  no backend", _one_line(error)
-    # native hands tensors elsewhere to torch.
+    # native passes tensors on other devices to the torch backend.
     names = [name for name in BACKENDS if name != "auto" and (name != "native" or device.type == "cpu")]
     for name in sorted(names, key=lambda name: name != chosen):
         reason = why_not(name, device)

@@ -163,7 +163,7 @@ class Accelerator(accelerate.Accelerator):
 
     def __init__(self, *args: Any, grad_scaler: GradScaler | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._use(grad_scaler)
+        self._use_scaler(grad_scaler)
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare objects for training; see ``accelerate.Accelerator.prepare``.
@@ -215,7 +215,7 @@ class Accelerator(accelerate.Accelerator):
         """Return a context in which DistributedDataParallel and DistributedOptimizer only accumulate."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(super().no_sync(model))
-            for part in self._reducing():
+            for part in self._reducing_optimizers():
                 stack.enter_context(part.no_sync())
             yield
 
@@ -256,7 +256,7 @@ class Accelerator(accelerate.Accelerator):
             ArgumentError: for another norm, or a ``max_norm`` that is not above 0.
         """
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        prepared = self._trainer_of(params)
+        prepared = self._optimizer_of(params)
         if prepared is None:
             norm: Tensor | None = super().clip_grad_norm_(params, max_norm, norm_type=norm_type)
             return norm
@@ -273,7 +273,7 @@ class Accelerator(accelerate.Accelerator):
             UsageError, ArgumentError: as :meth:`clip_grad_norm_`.
         """
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        prepared = self._trainer_of(params)
+        prepared = self._optimizer_of(params)
         if prepared is None:
             super().clip_grad_value_(params, clip_value)
         else:
@@ -313,22 +313,22 @@ class Accelerator(accelerate.Accelerator):
         Raises:
             UsageError: for ``safe_serialization=True`` with a DistributedOptimizer.
         """
-        if safe_serialization and self._reducing():
+        if safe_serialization and self._reducing_optimizers():
             raise UsageError(
                 "safe_serialization=True saves what could not be loaded: a DistributedOptimizer keeps parameters in "
                 "memory that they share; leave it out, and export weights with accelerator.save_model()"
             )
-        safe = not self._reducing() if safe_serialization is None else safe_serialization
+        safe = not self._reducing_optimizers() if safe_serialization is None else safe_serialization
         return super().save_state(output_dir, safe, **save_model_func_kwargs)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return a model's state dict, each tensor with its own memory; see ``accelerate.Accelerator``."""
         state: dict[str, Any] = super().get_state_dict(model, unwrap)
-        if not self._reducing():
+        if not self._reducing_optimizers():
             return state
         return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
 
-    def _use(self, grad_scaler: GradScaler | None) -> None:
+    def _use_scaler(self, grad_scaler: GradScaler | None) -> None:
         """Use ``grad_scaler`` in place of torch's, and autocast to fp16 on any device."""
         if grad_scaler is None:
             return
@@ -345,12 +345,12 @@ class Accelerator(accelerate.Accelerator):
     def _ours(self) -> list[PreparedOptimizer]:
         return [prepared for prepared in self._optimizers if isinstance(prepared, PreparedOptimizer)]
 
-    def _reducing(self) -> list[DistributedOptimizer]:
+    def _reducing_optimizers(self) -> list[DistributedOptimizer]:
         """Return the optimizers that reduce gradients themselves."""
         parts = [part for prepared in self._ours() for part in _parts(prepared.optimizer)]
         return [part for part in parts if isinstance(part, DistributedOptimizer)]
 
-    def _trainer_of(self, params: list[Tensor]) -> PreparedOptimizer | None:
+    def _optimizer_of(self, params: list[Tensor]) -> PreparedOptimizer | None:
         """Return our optimizer that is to clip ``params``; None if they are not ours."""
         given = {id(param) for param in params}
         found = [(prepared, prepared.trains()) for prepared in self._ours()]
@@ -440,7 +440,7 @@ def adopt(accelerator: accelerate.Accelerator, *, grad_scaler: GradScaler | None
         raise UsageError("accelerator has prepared an optimizer already; adopt it before prepare()")
     accelerator.__class__ = Accelerator
     accelerator._is_adopted = True
-    accelerator._use(grad_scaler)
+    accelerator._use_scaler(grad_scaler)
     return accelerator
 
 

@@ -127,13 +127,13 @@ class PrecisionRecipe(Base):
         connected = [self._wrapped(optimizer, scaler, named) for optimizer in optimizers]
         self._optimizers = [optimizer for optimizer in connected if isinstance(optimizer, OurOptimizer)]
         for optimizer in self._optimizers:
-            _bring_main_params(optimizer)
+            _move_main_params(optimizer)
             if isinstance(model, DistributedDataParallel) and any(p.reduces_in_backward for p in _parts(optimizer)):
                 raise UsageError(
                     f"{type(optimizer).__name__} reduces gradients itself, and the ddp strategy does so too; build a "
                     "MixedPrecisionOptimizer without grad_sync, or return the torch optimizer"
                 )
-        self._per_batch = _shared(self._optimizers)
+        self._per_batch = _per_batch_scaler(self._optimizers)
         self._waiting = []
         self._clippings.clear()
         self._results.clear()
@@ -153,7 +153,7 @@ class PrecisionRecipe(Base):
     def teardown(self) -> None:
         """Move main params with the module, which Lightning moves to the CPU: a Trainer may still save a checkpoint."""
         for optimizer in self._optimizers:
-            _bring_main_params(optimizer)
+            _move_main_params(optimizer)
         super().teardown()
 
     @property
@@ -323,7 +323,7 @@ def _parts(optimizer: OurOptimizer) -> list[MixedPrecisionOptimizer]:
     return optimizer.optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
 
 
-def _bring_main_params(optimizer: OurOptimizer) -> None:
+def _move_main_params(optimizer: OurOptimizer) -> None:
     """Move main params to the devices of their model params."""
     for part in _parts(optimizer):
         for param in part.live_state().main_params:
@@ -331,7 +331,7 @@ def _bring_main_params(optimizer: OurOptimizer) -> None:
                 param.main = param.main.to(param.model.device)
 
 
-def _shared(optimizers: list[OurOptimizer]) -> PerBatchScaler | None:
+def _per_batch_scaler(optimizers: list[OurOptimizer]) -> PerBatchScaler | None:
     """Return a scaler, shared by several optimizers, that is updated only at the end of a batch.
 
     Raises UsageError if they do not share one scaler.

@@ -223,7 +223,7 @@ def _check_groups(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str
     for index, (given, group) in enumerate(zip(saved, live, strict=False)):
         for key in GROUP_IDENTITY:
             value, own = given.get(key, given.get(f"pre_{key}")), group.get(key)  # pre_: NeMo's spelling
-            if value != own and _says(given, key, value) and _says(group, key, own):
+            if value != own and _is_meaningful(given, key, value) and _is_meaningful(group, key, own):
                 raise InteropError(
                     f"param group {index} has {key}={value!r} in the checkpoint and {own!r} here; build the same "
                     "groups in the same order, and change their options when the checkpoint is loaded"
@@ -237,7 +237,7 @@ def _check_groups(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str
             )
 
 
-def _says(group: Mapping[str, Any], key: str, value: Any) -> bool:
+def _is_meaningful(group: Mapping[str, Any], key: str, value: Any) -> bool:
     """Return whether ``key`` is meaningful: None is not, in a group of torch's or of a version without it."""
     return value is not None or (key in SET_BY_OVERRIDES and "wd_mult" in group)
 

@@ -204,11 +204,11 @@ def _unflatten(groups: Sequence[FlatGroup], where: str) -> FoundState:
     recorded = True
     for index, group in enumerate(groups):
         check_adam(group.options, f"{where}, group {index}")
-        found.main_params.update(_cut(group.main.float(), group, f"{where}, group {index}"))
+        found.main_params.update(_unflattened(group.main.float(), group, f"{where}, group {index}"))
         states: dict[str, dict[str, Any]] = {name: {} for name in group.shapes}
         for key, value in group.state.items():
             if _is_flat(value):
-                for name, tensor in _cut(value, group, f"{where}, group {index}, {key}").items():
+                for name, tensor in _unflattened(value, group, f"{where}, group {index}, {key}").items():
                     states[name][key] = tensor
             else:
                 for state in states.values():
@@ -227,7 +227,7 @@ def _mapped(mains: Mapping[str, Tensor]) -> tuple[str, ...]:
     return (f"{len(mains)} main params, the optimizer's state and its groups' options",)
 
 
-def _cut(flat: Tensor, group: FlatGroup, where: str) -> dict[str, Tensor]:
+def _unflattened(flat: Tensor, group: FlatGroup, where: str) -> dict[str, Tensor]:
     """Return the parameters' parts of a flat tensor, each in its own memory.
 
     Raises:

@@ -179,7 +179,7 @@ class StepGroups:
     """
 
     def __init__(self) -> None:
-        self._looks: WeakKeyDictionary[Operands, _Look] = WeakKeyDictionary()
+        self._counts: WeakKeyDictionary[Operands, _CountsCopy] = WeakKeyDictionary()
         self._captured = False
 
     def advance_(self, operands: Operands, steps: list[Tensor], found_inf: Tensor) -> list[list[int]]:
@@ -194,19 +194,19 @@ class StepGroups:
             Positions in ``steps``, in groups whose counts are equal.
         """
         self._captured = self._captured or is_capturing(found_inf.device)
-        look = None if self._captured else self._looks.get(operands)
-        if look is None or not look.is_of(steps):
-            look = None if self._captured else _Look(steps)
+        counts = None if self._captured else self._counts.get(operands)
+        if counts is None or not counts.is_of(steps):
+            counts = None if self._captured else _CountsCopy(steps)
         # A list, because the overload for a single tensor reads it on the host.
         torch._foreach_add_(steps, [1 - found_inf] * len(steps))
-        if look is None:
+        if counts is None:
             return [[position] for position in range(len(steps))]
-        look.versions = list(map(_VERSION, steps))
-        self._looks[operands] = look
-        return look.groups()
+        counts.versions = list(map(_VERSION, steps))
+        self._counts[operands] = counts
+        return counts.groups()
 
 
-class _Look:
+class _CountsCopy:
     """An asynchronous copy of step counts to the host."""
 
     def __init__(self, steps: list[Tensor]) -> None:

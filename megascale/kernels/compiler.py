@@ -101,13 +101,13 @@ def run_compiler(command: Sequence[str], seconds: float | None = None) -> str:
             raise CompilerTimeout(f"{shlex.join(command)}: did not end within {seconds:g} s") from None
         finally:
             if process.returncode is None:
-                _end(process)
+                _kill(process)
     if process.returncode != 0:
         raise CompilerError(f"{shlex.join(command)}: exit status {process.returncode}\n{complaints}".rstrip())
     return printed
 
 
-def _end(process: "subprocess.Popen[str]") -> None:
+def _kill(process: "subprocess.Popen[str]") -> None:
     if hasattr(os, "killpg"):
         os.killpg(process.pid, signal.SIGKILL)
     else:

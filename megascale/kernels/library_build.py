@@ -97,7 +97,7 @@ def load(recipe: Recipe, open_library: Callable[[str], Library]) -> Library:
     if folder is None or not _is_writable(folder):
         folder = _temporary_folder()
     try:
-        return _made(recipe, stem, folder, open_library)
+        return _compiled(recipe, stem, folder, open_library)
     except OSError as error:
         raise CompilerError(f"{recipe.source.name}, with {shlex.join(recipe.compiler)}: {error}") from error
 
@@ -125,9 +125,9 @@ def _cached(folder: Path | None, stem: str, open_library: Callable[[str], Librar
     return None
 
 
-def _made(recipe: Recipe, stem: str, folder: Path | None, open_library: Callable[[str], Library]) -> Library:
+def _compiled(recipe: Recipe, stem: str, folder: Path | None, open_library: Callable[[str], Library]) -> Library:
     """Compile and load a library, cached in ``folder`` unless that is None. Of several processes, one compiles."""
-    with _alone(folder and folder / f"{stem}.lock"):
+    with _locked(folder and folder / f"{stem}.lock"):
         found = _cached(folder, stem, open_library)
         if found is not None:
             return found
@@ -186,7 +186,7 @@ def _remove(path: Path) -> None:
 
 
 @contextmanager
-def _alone(path: Path | None) -> Iterator[None]:
+def _locked(path: Path | None) -> Iterator[None]:
     """Lock out other processes of this machine that compile the same. Does nothing where files cannot be locked."""
     from filelock import FileLock  # torch's own dependency
 

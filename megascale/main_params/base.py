@@ -56,8 +56,8 @@ class MainParams(ABC):
         self.wait()
         made: list[MainParam] = []
         snapshot = self._tracker.snapshot()
-        if not self._has_seen(param_groups, snapshot):
-            made = self._admit(param_groups)
+        if not self._is_unchanged(param_groups, snapshot):
+            made = self._add_new(param_groups)
             snapshot = self._tracker.snapshot()
         written = self._tracker.written(snapshot)
         if not written:
@@ -81,7 +81,7 @@ class MainParams(ABC):
             if not is_dtensor(param.model):
                 param.model.data = plain(param.model.data)
 
-    def _has_seen(self, param_groups: Sequence[dict[str, Any]], snapshot: TensorList) -> bool:
+    def _is_unchanged(self, param_groups: Sequence[dict[str, Any]], snapshot: TensorList) -> bool:
         """Whether the groups hold the same parameters as before, and the same of them are frozen."""
         groups = [group["params"] for group in param_groups]
         if len(groups) != len(self._known) or not all(map(same_objects, groups, self._known)):
@@ -89,7 +89,7 @@ class MainParams(ABC):
         thawed = any(map(_REQUIRES_GRAD, self._frozen))
         return not thawed and np.array_equal(self._tracker.requires_grad(snapshot), self._trained)
 
-    def _admit(self, param_groups: Sequence[dict[str, Any]]) -> list[MainParam]:
+    def _add_new(self, param_groups: Sequence[dict[str, Any]]) -> list[MainParam]:
         """Create main params for parameters that have none, and order all of them."""
         names: dict[int, str] = {}
         unseen: dict[str, nn.Parameter] = {}
@@ -109,11 +109,11 @@ class MainParams(ABC):
         made = self.make(unseen, group_of) if unseen else []
         self._by_id.update({id(param.model): param for param in made})
         self.ordered = [[self._by_id[id(p)] for p in group["params"] if id(p) in self._by_id] for group in param_groups]
-        self._track_again(param_groups)
+        self._rebuild_tracker(param_groups)
         self._units = None
         return made
 
-    def _track_again(self, param_groups: Sequence[dict[str, Any]]) -> None:
+    def _rebuild_tracker(self, param_groups: Sequence[dict[str, Any]]) -> None:
         """Make a new tracker of all model params, keeping what was recorded of each, and remember the groups."""
         self._known = [list(group["params"]) for group in param_groups]
         self._frozen = [param for group in self._known for param in group if id(param) not in self._by_id]

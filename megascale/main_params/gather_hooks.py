@@ -127,9 +127,9 @@ class _WaitingMethod:
         module = self._module()
         result = (self._before or partial(getattr(type(module), self._name), module))(*args, **options)
         if self._name == "__getstate__" and isinstance(result, dict):
-            return _without_ours(result)
+            return _without_hooks(result)
         if self._name == "__deepcopy__" and isinstance(result, nn.Module):
-            _strip(result)
+            _strip_hooks(result)
         return result
 
     def __deepcopy__(self, memo: Any) -> "_WaitingMethod":
@@ -153,7 +153,7 @@ def _is_ours(hook: Any) -> bool:
     return isinstance(getattr(hook, "hook", hook), _Hook)  # torch wraps some hooks
 
 
-def _strip(module: nn.Module) -> None:
+def _strip_hooks(module: nn.Module) -> None:
     """Remove our hooks from a module that was copied by its own method."""
     for key in [key for key, value in module.__dict__.items() if isinstance(value, _WaitingMethod)]:
         del module.__dict__[key]
@@ -162,7 +162,7 @@ def _strip(module: nn.Module) -> None:
             del hooks[key]
 
 
-def _without_ours(state: dict[str, Any]) -> dict[str, Any]:
+def _without_hooks(state: dict[str, Any]) -> dict[str, Any]:
     """Return a copied module's attributes without our hooks."""
     kept = {key: value for key, value in state.items() if not isinstance(value, _WaitingMethod)}
     return kept | {name: _CopiedHooks(kept[name]) for name in HOOK_DICTS if name in kept}

@@ -117,7 +117,7 @@ class ParamShard(Tensor):
             f"{func} on a ParamShard, which is a part of a tensor only; use its piece, or the whole tensor"
         )
 
-    # The hooks of torch.distributed.checkpoint, which takes long to import: whoever calls them has
+    # Hooks of torch.distributed.checkpoint, imported inside as that takes long: its callers have imported it already.
 
     def __create_write_items__(self, fqn: str, _object: Any) -> "list[WriteItem]":
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties

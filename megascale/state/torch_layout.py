@@ -165,8 +165,8 @@ def from_torch_layout(given: Mapping[str, Any], live: Mapping[str, Any], *, stri
             mains[name] = there[MAIN_PARAM]
         elif strict and name in mains:
             raise _plain(f"no {MAIN_PARAM!r} of {name!r}")
-    scaler = _one_of_all(scalers, SCALER_PREFIX, live["grad_scaler"])
-    step_counts = _one_of_all(counts, COUNT_PREFIX, live["step_counts"])
+    scaler = _common_value(scalers, SCALER_PREFIX, live["grad_scaler"])
+    step_counts = _common_value(counts, COUNT_PREFIX, live["step_counts"])
     if strict and scalers and live["grad_scaler"] and not scaler:
         raise _plain("no state of the grad scaler")
     return {
@@ -235,7 +235,7 @@ def _check_whole(name: str, entries: Mapping[str, Any], expected: Any) -> None:
         )
 
 
-def _one_of_all(every: Sequence[Mapping[str, Any]], prefix: str, live: Mapping[str, Any]) -> dict[str, Any]:
+def _common_value(every: Sequence[Mapping[str, Any]], prefix: str, live: Mapping[str, Any]) -> dict[str, Any]:
     """Return a value of which every parameter has a copy, such as the scaler's. Raises StateDictError if they differ.
 
     With ``full_state_dict=True`` torch's functions fill in the loading optimizer's ``live`` entries for parameters that

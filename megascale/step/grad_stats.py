@@ -84,16 +84,16 @@ class Holders:
                 if placed.is_replicate():
                     replicas = replicas.times(mesh.size(dim), (mesh.get_coordinate() or [0] * mesh.ndim)[dim])
         holders = ranks_of(data.replicate if self._sharded else data.holders) & self._stats
-        repeats = self._repeats(holders, mesh_ranks)
+        copies = self._num_copies(holders, mesh_ranks)
         if len(holders & mesh_ranks) <= 1 < len(holders):
             replicas = replicas.times(len(holders), sorted(holders).index(dist.get_rank()))
-            repeats = 1.0
+            copies = 1.0
         if not getattr(param, "tensor_model_parallel", False):
-            repeats *= self._repeats(ranks_of(self._groups.tensor_of_param(param)) & self._stats, mesh_ranks)
-        share = 1.0 / (replicas.num_ranks * repeats)
+            copies *= self._num_copies(ranks_of(self._groups.tensor_of_param(param)) & self._stats, mesh_ranks)
+        share = 1.0 / (replicas.num_ranks * copies)
         return Holding(share, share * contrast_coefficients(replicas.num_ranks)[replicas.index])
 
-    def _repeats(self, group: frozenset[int], mesh_ranks: frozenset[int]) -> float:
+    def _num_copies(self, group: frozenset[int], mesh_ranks: frozenset[int]) -> float:
         """Return the number of copies of the parameter in ``group``; a DTensor's own mesh holds one together."""
         return max(1, len(group)) / max(1, len(group & mesh_ranks))
 

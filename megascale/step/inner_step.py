@@ -41,7 +41,7 @@ class InnerStep:
 
     @property
     def is_hooked(self) -> bool:
-        """Whether somebody else has put hooks around the step."""
+        """Whether the step has hooks other than ours."""
         pre_hooks, post_hooks = self._optimizer._optimizer_step_pre_hooks, self._optimizer._optimizer_step_post_hooks
         return bool(post_hooks) or len(pre_hooks) > (self._hook.id in pre_hooks)
 

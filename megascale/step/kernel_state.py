@@ -83,7 +83,7 @@ class KernelState:
                 if entry.get(name) is None:
                     entry[name] = slabs.zeros(param.main, dtype, name)
                 else:
-                    entry[name] = slabs.moved_in(_usable(entry[name]).to(dtype), param.main, name)
+                    entry[name] = slabs.moved_in(_with_own_memory(entry[name]).to(dtype), param.main, name)
 
     def columns(self, params: Sequence[MainParam], names: Sequence[str], optional: Collection[str]) -> StateColumns:
         """Return the state of ``params``, checked. Missing state is created as at a first step.
@@ -110,7 +110,7 @@ class KernelState:
             self.create(wanting, names)
         entries = [self._entry(param) for param in params]
         columns = [[entry[name] for entry in entries] for name in names]
-        watched = [part for param in params for part in (param.main, param.shard) if _is_our_own(part, param)]
+        watched = [part for param in params for part in (param.main, param.shard) if _needs_check(part, param)]
         parts = [_part(tensor) for tensor in (*watched, *(tensor for column in columns for tensor in column))]
         return StateColumns(entries, list(names), columns, new_tags(len(entries)), MemoryRecord(parts))
 
@@ -192,7 +192,7 @@ def _check(name: str, value: Any, param: MainParam) -> None:
         raise UsageError(f"{story} has dtype {value.dtype}; it must be floating point")
 
 
-def _usable(value: Tensor) -> Tensor:
+def _with_own_memory(value: Tensor) -> Tensor:
     """Return a state whose elements have memory of their own: itself, or a copy."""
     if is_dtensor(value):
         return value
@@ -205,7 +205,7 @@ def _part(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
-def _is_our_own(tensor: Tensor | None, param: MainParam) -> bool:
+def _needs_check(tensor: Tensor | None, param: MainParam) -> bool:
     """Return whether a tensor must be checked here: model params are checked elsewhere, each step."""
     return tensor is not None and tensor is not param.model
 

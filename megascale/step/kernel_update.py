@@ -30,7 +30,7 @@ from megascale.step.update import InnerUpdate, KernelCall, MarkWritten, PendingU
 from megascale.utils.dtensors import local
 
 
-class _Kept(NamedTuple):
+class _CachedOperands(NamedTuple):
     """A unit's cached operands, and the state tensors that they were built from."""
 
     state: StateColumns
@@ -52,7 +52,7 @@ class KernelUpdate(InnerUpdate, ABC):
         self._general = GeneralUpdate(optimizer, backend)
         self._entries: list[dict[str, Any]] = []
         self._tag = new_tags(1)
-        self._prepared: WeakKeyDictionary[UpdateUnit, _Kept] = WeakKeyDictionary()
+        self._prepared: WeakKeyDictionary[UpdateUnit, _CachedOperands] = WeakKeyDictionary()
         dtypes = dict.fromkeys(("exp_avg", "momentum_buffer"), config.exp_avg_dtype)
         dtypes |= dict.fromkeys(("exp_avg_sq", "max_exp_avg_sq"), config.exp_avg_sq_dtype)
         self._state = KernelState(optimizer, dtypes)
@@ -65,7 +65,7 @@ class KernelUpdate(InnerUpdate, ABC):
     def prepare(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
         if self._hooked() or not all(self.fits(pending.options) for pending in updates):
             return self._general.prepare(updates)
-        self._follow_entries()
+        self._drop_stale_operands()
         hypers = [self.hyper(pending.options) for pending in updates]
         return [
             replace(pending, call=KernelCall(self._operands(pending), hyper))
@@ -107,7 +107,7 @@ class KernelUpdate(InnerUpdate, ABC):
     def _hooked(self) -> bool:
         return self._general.inner_step.is_hooked
 
-    def _follow_entries(self) -> None:
+    def _drop_stale_operands(self) -> None:
         """Drop cached operands of parameters whose state is another dict than before."""
         if not same_values(self.optimizer.state, self._entries, self._tag):
             self._entries, self._tag = list(self.optimizer.state.values()), new_tags(1)
@@ -119,7 +119,7 @@ class KernelUpdate(InnerUpdate, ABC):
         kept = self._prepared.get(pending.unit)
         if kept is None or not kept.state.hold(names):
             state = self._state.columns(pending.params, names, self.optional_state)
-            kept = self._prepared[pending.unit] = _Kept(state, _prepare(pending.params, state.by_name))
+            kept = self._prepared[pending.unit] = _CachedOperands(state, _prepare(pending.params, state.by_name))
         for prepared in kept.prepared:
             whole = len(prepared.indices) == len(pending.grads)
             prepared.operands.grad = pending.grads if whole else [pending.grads[index] for index in prepared.indices]

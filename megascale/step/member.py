@@ -91,7 +91,7 @@ class StepMember:
             new = [param for param in unit.params if id(param) in created]
             for param in new:
                 self._ready_grads.admit(param)
-                self._cut_state(param)
+                self._keep_local_state(param)
             self.update.create_states(param_groups[unit.group], new)
         return snapshot
 
@@ -158,7 +158,7 @@ class StepMember:
         """Return why a step cannot be part of a device's graph; None where it can."""
         return self.main_params.why_not_capturable() or self.update.why_not_capturable()
 
-    def _cut_state(self, param: MainParam) -> None:
+    def _keep_local_state(self, param: MainParam) -> None:
         """Keep this rank's part of state that the optimizer had before it was wrapped."""
         state = self.optimizer.state.get(param.model, {})
         for key, value in state.items():

@@ -82,7 +82,7 @@ class Trainer:
         started, stopped = self.progress.step, False
         while self.progress.step < self.config.steps and not stopped:
             self._step(self.progress.step)
-            stopped = self._due(self.progress.step)
+            stopped = self._evaluate_and_save_if_due(self.progress.step)
         if self.progress.step > started or self.checkpointer.latest() is None:
             if not stopped:
                 self._measure_accuracy()
@@ -134,7 +134,7 @@ class Trainer:
         self._observe(seen)
         self.progress.step = step + 1
 
-    def _due(self, done: int) -> bool:
+    def _evaluate_and_save_if_due(self, done: int) -> bool:
         """Evaluate and save if due. Returns whether the ranks have agreed to stop."""
         if done % self.config.evaluate_every == 0 and done < self.config.steps:
             self._measure_accuracy()

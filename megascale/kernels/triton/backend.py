@@ -41,7 +41,7 @@ NUM_WARPS = 4
 TOTAL_BLOCK, TOTAL_WARPS = 1 << 12, 16  # of the one program that adds up all tensors of a rank
 
 
-class _Kept(NamedTuple):
+class _CachedColumns(NamedTuple):
     """The parts of some operands that stay the same from step to step.
 
     Attributes:
@@ -79,7 +79,7 @@ class TritonBackend(TorchDecisions):
         self._reference = ReferenceBackend()
         self._plans = PlanCache()
         self._addresses = GradAddresses()
-        self._kept: WeakKeyDictionary[Operands, _Kept] = WeakKeyDictionary()
+        self._kept: WeakKeyDictionary[Operands, _CachedColumns] = WeakKeyDictionary()
         self._rates: dict[torch.device, tuple[float, Tensor]] = {}
 
     @property
@@ -332,10 +332,10 @@ class TritonBackend(TorchDecisions):
         return flags.view(torch.bool)
 
 
-def _keep(operands: Operands, names: list[str], counts_steps: bool) -> _Kept:
+def _keep(operands: Operands, names: list[str], counts_steps: bool) -> _CachedColumns:
     copied = [main for main, model in zip(operands.main, operands.model, strict=True) if main is not model]
     states = [tensor for tensors in operands.state.values() for tensor in tensors]
-    return _Kept(
+    return _CachedColumns(
         names,
         Column(operands.main),
         Column(operands.model),
