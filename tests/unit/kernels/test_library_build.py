@@ -184,6 +184,7 @@ def test_cache_that_cannot_be_written_is_read(build: Build, caplog: pytest.LogCa
         assert build.load() == build.load() == 42
     assert build.times_compiled == 2
     assert "is damaged" in caplog.text
+    assert f"{build.libraries[0]} cannot be removed: " in caplog.text
 
 
 @pytest.mark.parametrize("place", ["/dev/null/cache", "/proc/megascale"])
