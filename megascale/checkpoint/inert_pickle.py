@@ -100,14 +100,14 @@ class _Machine:
 
     def last(self, count: int) -> list[Any]:
         if count > len(self._stack):
-            raise CheckpointError("the pickle is damaged: it takes more than it has put down")
+            raise CheckpointError("the pickle is damaged: it pops more values than its stack has")
         found = self._stack[-count:]
         del self._stack[-count:]
         return found
 
     def get(self, place: int) -> None:
         if place not in self._memo:
-            raise CheckpointError("the pickle is damaged: it refers to what it has not named")
+            raise CheckpointError("the pickle is damaged: it reads a memo entry that it has not written")
         self.push(self._memo[place])
 
     def put(self, place: int) -> None:
@@ -116,13 +116,13 @@ class _Machine:
     def append(self, values: list[Any]) -> None:
         target = self._stack[-1]
         if not isinstance(target, list):
-            raise CheckpointError("the pickle is damaged: it appends to what is no list")
+            raise CheckpointError("the pickle is damaged: it appends to something that is not a list")
         target.extend(values)
 
     def set_items(self, flat: list[Any]) -> None:
         target = self._stack[-1]
         if not isinstance(target, Pairs):
-            raise CheckpointError("the pickle is damaged: it sets items of what is no dict")
+            raise CheckpointError("the pickle is damaged: it sets items of something that is not a dict")
         target.items.extend(zip(flat[::2], flat[1::2], strict=True))
 
     def name(self, module: Any, name: Any) -> None:
@@ -133,14 +133,16 @@ class _Machine:
     def make(self) -> None:
         kind, arguments = self.last(2)
         if not isinstance(kind, Named):
-            raise CheckpointError("the pickle calls what it does not name: it is more than data")
+            raise CheckpointError(
+                "the pickle calls something that is not a named class or function: it is more than data"
+            )
         self.push(Record(kind, arguments))
 
     def build(self) -> None:
         [state] = self.last(1)
         record = self._stack[-1]
         if not isinstance(record, Record):
-            raise CheckpointError("the pickle sets the state of what it has not made: it is more than data")
+            raise CheckpointError("the pickle sets the state of something that is not an object: it is more than data")
         record.state = state
 
 

@@ -384,8 +384,8 @@ class Accelerator(accelerate.Accelerator):
         reducing = [part for part in _parts(optimizer) if part.reduces_in_backward]
         if self._is_adopted and reducing:
             raise UsageError(
-                f"the {name} reduces gradients itself, and gathers its state from all ranks: a loop that is not yours, "
-                "such as a Trainer's, does not know; use a MixedPrecisionOptimizer"
+                f"the {name} reduces gradients itself, and gathers its state from all ranks, which a loop that is not "
+                "yours, such as a Trainer's, does not support; use a MixedPrecisionOptimizer"
             )
         if not all(isinstance(part, DistributedOptimizer) for part in reducing):
             raise UsageError(

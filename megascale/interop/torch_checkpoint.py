@@ -109,7 +109,7 @@ def named_torch_state(
         mains = {name: _as_main(model[name]) for name in flat_names(grouped)}
         mapped.append(f"{len(mains)} weights as main params: the optimizer updated them")
         if any(model[name].dtype in HALF_DTYPES for name in mains):
-            notes.append("some weights are 16-bit and have no masters in it: their main params are those, in fp32")
+            notes.append("some weights are 16-bit and have no main params in it: the weights become these, in fp32")
     return FoundState(system, groups, states, mains, tuple(mapped), tuple(notes))
 
 

@@ -175,7 +175,7 @@ def _parse(arguments: Sequence[str]) -> tuple[list[int], Path, list[str]]:
             raise ArgumentError(f"argument {argument!r} is not of the form key=value, e.g. seeds=0,1,2")
         if name in OWN_KEYS:
             raise ArgumentError(
-                f"{name} is what the runs differ in, or tells them apart; give seeds= and folder= instead"
+                f"{name} is set by the experiment itself, for each run; give seeds= and folder= instead"
             )
         if name == "seeds":
             seeds = value

@@ -126,11 +126,11 @@ def test_names_are_not_guessed() -> None:
 
 
 def test_apex_checkpoints_convert() -> None:
-    """apex.amp's checkpoint, as its documentation saves it: 16-bit weights are their own masters, and that is said."""
+    """apex.amp's checkpoint, as its documentation saves it: 16-bit weights become main params, and that is said."""
     model, optimizer = trained(torch.float16)
     amp = {"loss_scaler0": {"loss_scale": 512.0, "unskipped": 3}}
     done = convert({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp}, None)
-    assert "have no masters" in done.report()
+    assert "have no main params" in done.report()
     assert all(main_param.dtype == torch.float32 for main_param in done.state_dict["main_params"].values())
 
 
@@ -310,7 +310,7 @@ def test_deepspeed_flat_groups_need_names_if_there_are_several() -> None:
 
 
 def test_fairseq_moments_are_refused(tmp_path: Path) -> None:
-    """A fairseq checkpoint has no masters, and flat moments: refused; the scaler alone is taken when asked for."""
+    """A fairseq checkpoint has no main params, and flat moments: refused; the scaler alone is taken when asked for."""
     content = {"last_optimizer_state": {"loss_scale": 8.0, "state": {}, "param_groups": []}, "optimizer_history": []}
     with pytest.raises(InteropError, match="saves no main params"):
         convert(content, None)

@@ -69,9 +69,9 @@ def test_bad_seeds_are_refused(seeds: str) -> None:
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("seed=3", "seed is what the runs differ in"),
-        ("wandb_name=x", "wandb_name is what the runs differ in"),
-        ("scaler.scale=2", "scaler.scale is what the runs differ in"),
+        ("seed=3", "seed is set by the experiment itself"),
+        ("wandb_name=x", "wandb_name is set by the experiment itself"),
+        ("scaler.scale=2", "scaler.scale is set by the experiment itself"),
         ("steps", "argument 'steps' is not of the form key=value"),
         ("seeds=1,1", "seeds must be different integers, 0 or more, got '1,1'"),
         ("seeds=-1", "seeds must be different integers, 0 or more, got '-1'"),
