@@ -179,6 +179,10 @@ class MainGrads:
         grad: Tensor | None = getattr(param, "main_grad", None)
         return grad
 
+    def local_grad(self, param: nn.Parameter) -> Tensor | None:
+        """Return the live main grad of ``param``: every rank keeps all of it."""
+        return self.main_grad(param)
+
     def reduces(self, grad: Tensor) -> bool:
         """Return True: Megatron's attribute is a view of its buffer."""
         return True
