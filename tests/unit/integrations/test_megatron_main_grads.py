@@ -11,7 +11,7 @@ from megascale.integrations.megatron import MainGrads
 
 def _step(main_grad: bool) -> torch.Tensor:
     """Return fp16 weights after one step of SGD, from gradients in ``main_grad`` (fp32) or in ``grad`` (fp16)."""
-    param = nn.Parameter(torch.linspace(-1, 1, 6, dtype=torch.float16))
+    param: Any = nn.Parameter(torch.linspace(-1, 1, 6, dtype=torch.float16))
     main_grads: Any = MainGrads() if main_grad else None
     optimizer = MixedPrecisionOptimizer(
         torch.optim.SGD([param], lr=0.5),
@@ -25,7 +25,8 @@ def _step(main_grad: bool) -> torch.Tensor:
     else:
         param.grad = scaled.half()
     assert optimizer.step().success
-    return param.detach()
+    weights: torch.Tensor = param.detach()
+    return weights
 
 
 def test_a_step_reads_the_main_grad() -> None:
