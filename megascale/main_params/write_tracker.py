@@ -25,8 +25,7 @@ class TrackedParams:
         return not self._plain
 
     def snapshot(self, among: int | None = None) -> TensorList:
-        """Return the memory of each param, to be compared with an earlier snapshot; a ParamList unless there are
-        DTensors.
+        """Return the memory of each param, to compare with an earlier snapshot; a ParamList if none is a DTensor.
 
         Args:
             among: choose the way of reading (one walk, or one by one) for this number of params; None: for their own

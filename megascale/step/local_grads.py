@@ -114,8 +114,7 @@ class ReadyGrads:
         return Collected(updates, grads, self._weigh(params), None)
 
     def finish(self, main_params: MainParams) -> MegascaleError | None:
-        """Finish reductions; return an error if a gradient is unusable. Failed ranks take part: the others wait for
-        them.
+        """Finish reductions, also on a failed rank, as others wait for it; return the error of an unusable gradient.
 
         A Partial DTensor gradient is replaced by the reduced one.
         """

@@ -23,8 +23,7 @@ def is_per_element(key: str, value: Tensor, param: Tensor) -> bool:
 
 
 def with_tensor_counts(optimizer: torch.optim.Optimizer, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a loaded state of the parameter ``name`` as torch's own optimizers read it; others' state is not
-    converted.
+    """Return the loaded state of parameter ``name`` as torch's own optimizers read it; others' is not converted.
 
     Python numbers, which older torch kept for ``step`` and the like, become 0-d fp32 tensors; so does an integer
     ``step``, which torch's fused loops cannot add to.

@@ -166,9 +166,7 @@ class TensorList(Sequence[Tensor]):
 
     @cached_property
     def form(self) -> Hashable:
-        """A key of the tensors' forms. Lists that were read in different ways have different keys. Tensors must be
-        plain.
-        """
+        """A key of the forms of plain tensors. Lists that were read in different ways have different keys."""
         if self._memory is not None:
             return self._memory.kinds.tobytes(), self._memory.layouts.tobytes()
         layouts: tuple[Hashable, ...] = ()
@@ -192,9 +190,7 @@ class TensorList(Sequence[Tensor]):
         return set(map(_DEVICE, self._examples))
 
     def are_plain(self) -> bool:
-        """Return whether kernels can read all of them: strided, with storage for all elements, no conj, neg or zero
-        bit.
-        """
+        """Return whether kernels can read all: strided, with storage for all elements, no conj, neg or zero bit."""
         if self._memory is not None:
             return True
         if not set(map(_LAYOUT, self)) <= {torch.strided}:
