@@ -94,7 +94,7 @@ class Holders:
         return Holding(share, share * contrast_coefficients(replicas.num_ranks)[replicas.index])
 
     def _num_copies(self, group: frozenset[int], mesh_ranks: frozenset[int]) -> float:
-        """Return the number of copies of the parameter in ``group``; the ranks of a DTensor's own mesh hold one together."""
+        """Return the number of copies of the parameter in ``group``; a DTensor's own mesh holds one copy in all."""
         return max(1, len(group)) / max(1, len(group & mesh_ranks))
 
 
