@@ -4,7 +4,7 @@ How they are stored is a strategy: :mod:`megascale.main_params.replicated` or :m
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from megascale.errors import ArgumentError
+from megascale.errors import ArgumentError, ArgumentTypeError
 from megascale.kernels import TensorList, plain, same_objects
 from megascale.main_params.main_param import MainParam, check_trainable
 from megascale.main_params.update_unit import UpdateUnit
@@ -54,6 +54,7 @@ class MainParams(ABC):
         shape, dtype or layout has changed, before anything has changed.
         """
         self.wait()
+        _list_params(param_groups)
         made: list[MainParam] = []
         snapshot = self._tracker.snapshot()
         if not self._is_unchanged(param_groups, snapshot):
@@ -96,6 +97,7 @@ class MainParams(ABC):
         group_of: dict[str, int] = {}
         for index, group in enumerate(param_groups):
             for param in group["params"]:
+                _check_is_param(param)
                 if param.requires_grad and id(param) not in self._by_id:
                     names = names or self.names(param_groups)
                     name = names[id(param)]
@@ -211,3 +213,21 @@ class MainParams(ABC):
 
         With ``copy`` all ranks call it together.
         """
+
+
+def _list_params(param_groups: Sequence[dict[str, Any]]) -> None:
+    """Make lists of ``params`` that are a tuple or an iterator, as torch's add_param_group does: readers take lists."""
+    for group in param_groups:
+        params = group.get("params")
+        if isinstance(params, list):
+            continue
+        if isinstance(params, Tensor) or not isinstance(params, Iterable):
+            raise ArgumentTypeError(
+                f"params of a param group must be a list of parameters, got a {type(params).__name__}"
+            )
+        group["params"] = list(params)
+
+
+def _check_is_param(param: object) -> None:
+    if not isinstance(param, Tensor):
+        raise ArgumentTypeError(f"params of a param group holds a {type(param).__name__}; give parameters")

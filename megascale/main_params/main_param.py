@@ -72,11 +72,7 @@ class MainParam:
                 f"parameter {self.name!r} became {now} after the optimizer was built for {self.form}; resize, move or "
                 "cast the model first"
             )
-        if shares_elements(local(model)):
-            raise UsageError(
-                f"several elements of parameter {self.name!r}, {now} with strides {local(model).stride()}, share "
-                "memory, which an update would write several times; give it a clone() of its data"
-            )
+        _check_elements(self.name, model)
 
     @property
     def part(self) -> Tensor:
@@ -105,10 +101,21 @@ class MainParam:
 
 
 def check_trainable(name: str, model: Tensor) -> None:
-    """Raise ArgumentTypeError, naming it, for a parameter of a dtype or layout that no step can update."""
+    """Raise ArgumentTypeError, naming it, for a parameter of a dtype or layout that no step can update; UsageError for
+    one whose elements share memory.
+    """
     if model.dtype not in MODEL_DTYPES:
         raise ArgumentTypeError(
             f"parameter {name!r} has dtype {model.dtype}; train fp16, bf16, fp32 or fp64 parameters"
         )
     if model.layout != torch.strided:
         raise ArgumentTypeError(f"parameter {name!r} has layout {model.layout}; make it dense")
+    _check_elements(name, model)
+
+
+def _check_elements(name: str, model: Tensor) -> None:
+    if shares_elements(local(model)):
+        raise UsageError(
+            f"several elements of parameter {name!r}, {ParamForm.of(model)} with strides {local(model).stride()}, "
+            "share memory, which an update would write several times; give it a clone() of its data"
+        )

@@ -32,7 +32,7 @@ class DeferredErrors:
         self._on_host = device.type == "cpu"
         self._device = device
         self._view = HostView()
-        self._error: MegascaleError | None = None
+        self._error: Exception | None = None
         # The roundings of this step and the one before, as the host learns of an overflow one step late.
         self._rounded: deque[list[Rounded]] = deque(maxlen=2)
         # Updated in place: captured graphs hold this address.
@@ -49,7 +49,7 @@ class DeferredErrors:
         """Forget statistics that the host has not read yet; called for a step that is dropped."""
         self._view.flush()
 
-    def as_statistic(self, error: MegascaleError | None) -> Tensor:
+    def as_statistic(self, error: Exception | None) -> Tensor:
         """Return this rank's number of errors, 0-d, for the statistics vector. ``error``: found in this step."""
         if error is not None and self._alone:
             raise error

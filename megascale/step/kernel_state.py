@@ -14,6 +14,7 @@ from megascale.errors import ArgumentError, UsageError
 from megascale.kernels import MemoryRecord, hold_objects, is_plain, memory_fault, new_tags, plain, shares_elements
 from megascale.main_params.main_param import MainParam
 from megascale.main_params.slab import SLAB, Slabs
+from megascale.step.torch_states import state_of
 from megascale.utils.dtensors import is_dtensor, local
 from megascale.utils.dtypes import HALF_DTYPES
 from megascale.utils.staging import staged
@@ -88,6 +89,8 @@ class KernelState:
     def columns(self, params: Sequence[MainParam], names: Sequence[str], optional: Collection[str]) -> StateColumns:
         """Return the state of ``params``, checked. Missing state is created as at a first step.
 
+        A tensor that is the state of several parameters, as one ``step`` for all, becomes one for each.
+
         Args:
             params: all of one param group.
             names: of the state that the group's options need.
@@ -96,15 +99,19 @@ class KernelState:
         Raises UsageError, before anything has changed, naming the parameter whose state does not fit.
         """
         wanting: list[MainParam] = []
+        seen: set[int] = set()
         for param in params:
             entry = self._entry(param)
+            own = {id(entry[name]) for name in names if entry.get(name) is not None}
+            is_shared = not seen.isdisjoint(own)
+            seen |= own
             lacks = [name for name in names if entry.get(name) is None]
             if entry and not set(lacks) <= set(optional):
                 raise UsageError(
                     f"the optimizer's state of {param.name!r} has {sorted(map(str, entry))} and lacks {lacks}; load "
                     "state that is whole, or clear it, so that the parameter starts anew"
                 )
-            if lacks or any(not self._fits(name, entry[name], param) for name in names):
+            if lacks or is_shared or any(not self._fits(name, entry[name], param) for name in names):
                 wanting.append(param)
         if wanting:
             self.create(wanting, names)
@@ -118,7 +125,7 @@ class KernelState:
         state = self._optimizer.state
         if param.model not in state:
             state[param.model] = {}
-        return state[param.model]
+        return state_of(self._optimizer, param)
 
     def _dtype(self, name: str, param: MainParam) -> torch.dtype:
         return param.main.dtype if param.main.dtype == torch.float64 else self._dtypes[name]
@@ -213,6 +220,16 @@ def _needs_check(tensor: Tensor | None, param: MainParam) -> bool:
 # Options of param groups
 
 
+def require_options(options: Mapping[str, Any], names: Collection[str]) -> None:
+    """Raise ArgumentError, naming them, if a param group lacks options."""
+    lacks = [name for name in names if name not in options]
+    if lacks:
+        raise ArgumentError(
+            f"a param group lacks {', '.join(map(repr, lacks))}; set them, or add the group by add_param_group(), "
+            "which fills in the defaults"
+        )
+
+
 def number(options: Mapping[str, Any], name: str) -> float:
     """Return an option that is a number. Raises ArgumentError, naming it, for what is none."""
     value = options[name]
@@ -240,6 +257,9 @@ def rate(options: Mapping[str, Any]) -> float | Tensor:
             f"lr of a param group must be a number, or a tensor of one, got a tensor of shape {tuple(value.shape)} and "
             f"dtype {value.dtype}"
         )
+    fault = memory_fault(value)
+    if fault is not None:
+        raise ArgumentError(f"lr of a param group {fault}; give it a number, or a tensor of one")
     value = plain(value.detach()).reshape(())
     return value.float() if value.dtype in HALF_DTYPES or not value.dtype.is_floating_point else value
 

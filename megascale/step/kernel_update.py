@@ -24,7 +24,7 @@ from megascale.kernels import (
 )
 from megascale.main_params.main_param import MainParam
 from megascale.main_params.update_unit import UpdateUnit
-from megascale.step.kernel_state import KernelState, StateColumns, has_tensors, number, pair, rate
+from megascale.step.kernel_state import KernelState, StateColumns, has_tensors, number, pair, rate, require_options
 from megascale.step.torch_step import GeneralUpdate
 from megascale.step.update import InnerUpdate, KernelCall, MarkWritten, PendingUpdate, Prepared, Rounded
 from megascale.utils.dtensors import local
@@ -59,10 +59,13 @@ class KernelUpdate(InnerUpdate, ABC):
 
     @override
     def create_states(self, options: dict[str, Any], params: Sequence[MainParam]) -> None:
+        require_options(options, ("lr", *self.numbers, *self.flags))
         self._state.create(params, self.required_state(options))
 
     @override
     def prepare(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
+        for pending in updates:
+            require_options(pending.options, ("lr", *self.numbers, *self.flags))
         if self._hooked() or not all(self.fits(pending.options) for pending in updates):
             return self._general.prepare(updates)
         self._drop_stale_operands()
@@ -140,6 +143,9 @@ class KernelUpdate(InnerUpdate, ABC):
     numbers: tuple[str, ...]
     """The options that are numbers, without the rate."""
 
+    flags: tuple[str, ...]
+    """The options that are true or false."""
+
     @abstractmethod
     def hyper(self, options: dict[str, Any]) -> Any:
         """Return the hyperparameters. Raises ArgumentError for an option of a wrong type, naming it."""
@@ -179,6 +185,7 @@ class AdamUpdate(KernelUpdate):
 
     optional_state = ("max_exp_avg_sq",)
     numbers = ("betas", "eps", "weight_decay")
+    flags = ("amsgrad", "maximize")
 
     def state_names(self, options: dict[str, Any]) -> list[str]:
         """See torch.optim.Adam."""
@@ -212,6 +219,7 @@ class SgdUpdate(KernelUpdate):
 
     optional_state = ("momentum_buffer", "step")
     numbers = ("momentum", "dampening", "weight_decay")
+    flags = ("nesterov", "maximize")
 
     def state_names(self, options: dict[str, Any]) -> list[str]:
         """See torch.optim.SGD."""
@@ -242,6 +250,7 @@ class LionUpdate(KernelUpdate):
 
     optional_state = ("exp_avg",)
     numbers = ("betas", "weight_decay")
+    flags = ("maximize",)
 
     @override
     def state_names(self, options: dict[str, Any]) -> list[str]:

@@ -60,7 +60,7 @@ class Collected:
     updates: list[PendingUpdate]
     grads: TensorList
     weights: GradWeights
-    error: MegascaleError | None
+    error: Exception | None
 
 
 class ReadyGrads:
@@ -131,7 +131,7 @@ class ReadyGrads:
                     model.grad = redistribute_like(grad, model)
         return error
 
-    def failed(self, error: MegascaleError) -> Collected:
+    def failed(self, error: Exception) -> Collected:
         """Return an empty collection with ``error``, for a rank whose step cannot be taken."""
         return Collected([], TensorList(), self._weigh([]), error)
 

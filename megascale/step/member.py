@@ -109,7 +109,7 @@ class StepMember:
         collected = self._ready_grads.collect(self.optimizer.param_groups, self.main_params, snapshot)
         try:
             return replace(collected, updates=self.update.prepare(collected.updates))
-        except MegascaleError as error:
+        except Exception as error:  # whatever it is: other ranks wait
             return self._ready_grads.failed(error)
 
     def measure(self, collected: Collected, errors: Tensor, scaled: bool) -> GradStats:

@@ -226,7 +226,7 @@ class StepRecipe:
         params = (param for member in self.members for param in member.main_params)
         raise_together(non_finite_params(params), self.groups.grad_stats)
 
-    def _measure(self, error: MegascaleError | None, *, scaled: bool) -> tuple[list[Collected], GradStats]:
+    def _measure(self, error: Exception | None, *, scaled: bool) -> tuple[list[Collected], GradStats]:
         """Return what each member will update, and this rank's statistics of all of it."""
         with span("finish"):
             collected = [member.collect() for member in self.members]

@@ -18,7 +18,7 @@ from megascale.kernels import (
 )
 from megascale.main_params.main_param import MainParam
 from megascale.step.inner_step import InnerStep, without_grad
-from megascale.step.torch_states import widen, with_tensor_counts
+from megascale.step.torch_states import state_of, widen, with_tensor_counts
 from megascale.step.update import InnerUpdate, MarkWritten, PendingUpdate, Rounded
 from megascale.utils.dtensors import dtensor_like, local
 from megascale.utils.dtypes import HALF_DTYPES
@@ -59,7 +59,7 @@ class GeneralUpdate(InnerUpdate):
         Raises UsageError, naming the parameter, for state without memory.
         """
         for param in (param for pending in updates for param in pending.params):
-            for name, value in self.optimizer.state.get(param.model, {}).items():
+            for name, value in state_of(self.optimizer, param).items():
                 if isinstance(value, Tensor) and (fault := memory_fault(local(value))):
                     raise UsageError(f"the optimizer's state[{param.name!r}][{name!r}] {fault}; load the state anew")
         return [replace(pending, call=None) for pending in updates]

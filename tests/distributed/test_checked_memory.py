@@ -47,6 +47,14 @@ def _option(bag: Bag, optimizer: MixedPrecisionOptimizer) -> None:
     optimizer.optimizer.param_groups[0]["lr"] = "0.1"
 
 
+def _option_lacks(bag: Bag, optimizer: MixedPrecisionOptimizer) -> None:
+    del optimizer.optimizer.param_groups[0]["eps"]
+
+
+def _unforeseen(bag: Bag, optimizer: MixedPrecisionOptimizer) -> None:
+    optimizer.optimizer.param_groups[0]["maximize"] = torch.ones(2)
+
+
 BREAKS: dict[str, tuple[Callable[[Bag, MixedPrecisionOptimizer], None], str, str]] = {
     "freed_grad": (_freed_grad, "GradientError", "the gradient of 'params.1' has lost its memory"),
     "small_grad": (_small_grad, "GradientError", "the gradient of 'params.1' is (1,)"),
@@ -55,6 +63,8 @@ BREAKS: dict[str, tuple[Callable[[Bag, MixedPrecisionOptimizer], None], str, str
     "state_cut": (_state_cut, "UsageError", "['exp_avg'] is ("),
     "state_partial": (_state_partial, "UsageError", "the optimizer's state of 'params.1' has"),
     "option": (_option, "ArgumentError", "lr of a param group must be a number"),
+    "option_lacks": (_option_lacks, "ArgumentError", "a param group lacks 'eps'"),
+    "unforeseen": (_unforeseen, "RankError", "RuntimeError: Boolean value of Tensor"),
 }
 
 
@@ -93,6 +103,7 @@ def _fails_together(kind: str, broken: str, culprit: int) -> tuple[str, str, boo
     torch.manual_seed(7)
     _backward(bag, optimizer, kind)
     scale = optimizer.get_loss_scale()
+    options = dict(optimizer.optimizer.param_groups[0])
     if dist.get_rank() == culprit:
         BREAKS[broken][0](bag, optimizer)
     with pytest.raises(MegascaleError) as caught:
@@ -102,7 +113,7 @@ def _fails_together(kind: str, broken: str, culprit: int) -> tuple[str, str, boo
         for param, held in zip(bag.params, data, strict=True):
             param.data = held
             optimizer.optimizer.state[param] = states[param]
-        optimizer.optimizer.param_groups[0]["lr"] = 1e-2
+        optimizer.optimizer.param_groups[0].update(options)
     unchanged = all(bits_equal(param.detach(), value) for param, value in zip(bag.params, values, strict=True))
     torch.manual_seed(8)
     _backward(bag, optimizer, kind)

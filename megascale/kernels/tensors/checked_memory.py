@@ -54,7 +54,11 @@ def memory_fault(tensor: Tensor) -> str | None:
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     needed = (tensor.storage_offset() + reach) * tensor.element_size()
     storage = tensor.untyped_storage()
-    if storage.nbytes() < needed or storage.data_ptr() == 0:
+    try:
+        address = storage.data_ptr()
+    except RuntimeError:  # a tensor that only stands for others, as in tracing
+        return f"is a {type(tensor).__name__} without memory of its own"
+    if storage.nbytes() < needed or address == 0:
         return f"has lost its memory: its storage has {storage.nbytes()} bytes, {needed} are needed"
     return None
 

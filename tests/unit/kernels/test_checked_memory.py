@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megascale import DynamicGradScaler, Lion, MixedPrecisionOptimizer, OptimizerConfig
-from megascale.errors import ArgumentError, GradientError, MegascaleError, UsageError
+from megascale.errors import ArgumentError, ArgumentTypeError, GradientError, MegascaleError, UsageError
 from megascale.kernels.tensors import tensor_reader
 from tests.cases import cases
 from tests.training import bits_equal
@@ -403,6 +403,10 @@ def test_negative_gradient_of_a_complex_number_descends(backend: str) -> None:
     assert loss() < before
 
 
+def _traced(param: Tensor) -> Tensor:
+    return torch._to_functional_tensor(torch.zeros_like(param))
+
+
 BAD_GRADS: dict[str, tuple[Callable[[nn.Parameter], object], str]] = {
     "freed": (lambda p: p.grad.untyped_storage().resize_(0), "has lost its memory"),  # type: ignore[union-attr]
     "cut": (lambda p: p.grad.untyped_storage().resize_(8), "has lost its memory"),  # type: ignore[union-attr]
@@ -410,6 +414,7 @@ BAD_GRADS: dict[str, tuple[Callable[[nn.Parameter], object], str]] = {
     "smaller": (lambda p: setattr(p.grad, "data", p.grad[:3]), r"is \(3,\) on cpu, the parameter \(16,\)"),  # type: ignore[index]
     "larger": (lambda p: setattr(p.grad, "data", torch.zeros(99)), r"is \(99,\) on cpu"),
     "reshaped": (lambda p: setattr(p.grad, "data", p.grad.view(4, 4)), r"is \(4, 4\) on cpu"),  # type: ignore[union-attr]
+    "traced": (lambda p: setattr(p, "grad", _traced(p)), "without memory of its own"),
     "integer": (lambda p: setattr(p.grad, "data", torch.zeros(16, dtype=torch.int64)), "dtype torch.int64"),
     "complex": (lambda p: setattr(p.grad, "data", torch.zeros(16, dtype=torch.complex64)), "dtype torch.complex64"),
 }
@@ -568,6 +573,8 @@ def test_schedules_that_move_momentum_run(policy: str) -> None:
 BAD_OPTIONS: dict[str, tuple[str, Any]] = {
     "rate_of_two": ("lr", torch.tensor([0.1, 0.2])),
     "complex_rate": ("lr", torch.tensor(1j)),
+    "rate_without_memory": ("lr", torch.tensor(0.1, device="meta")),
+    "sparse_rate": ("lr", torch.tensor([0.1]).to_sparse()),
     "text_rate": ("lr", "0.1"),
     "no_rate": ("lr", None),
     "text_decay": ("weight_decay", "0.1"),
@@ -589,6 +596,90 @@ def test_option_of_a_wrong_type_is_refused(bad: str) -> None:
     training.refused(ArgumentError, name)
     training.inner.param_groups[1][name] = before
     training.optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (torch.optim.AdamW, "lr"),
+        (torch.optim.AdamW, "eps"),
+        (torch.optim.AdamW, "amsgrad"),
+        (torch.optim.SGD, "momentum"),
+        (torch.optim.SGD, "nesterov"),
+        (Lion, "maximize"),
+    ],
+)
+def test_option_that_lacks_is_refused(kind: type[torch.optim.Optimizer], name: str) -> None:
+    """Taken out of a group, or not in one that was appended to the list: named, and neither group has changed."""
+    training = Training("native", lambda ps: kind([{"params": ps[:2]}, {"params": ps[2:]}], lr=0.1))  # type: ignore[call-arg]
+    training.step()
+    before = training.inner.param_groups[1].pop(name)
+    training.backward()
+    training.refused(ArgumentError, f"a param group lacks '{name}'; set them, or add the group by add_param_group")
+    training.inner.param_groups[1][name] = before
+    training.optimizer.step()
+
+
+@pytest.mark.parametrize("kind", [tuple, iter])
+def test_params_of_a_group_may_be_any_sequence(kind: Callable[[list[Any]], Any]) -> None:
+    """Torch steps a tuple; the library that reads many at once reads lists, and would read past the end of others."""
+    params = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    optimizer = MixedPrecisionOptimizer(torch.optim.SGD(params, lr=0.5))
+    optimizer.step()
+    optimizer.param_groups[0]["params"] = kind(params)
+    for param in params:
+        param.grad = torch.ones(2)
+    optimizer.step()
+    assert all(torch.equal(param, torch.full((2,), 0.5)) for param in params)
+
+
+@pytest.mark.parametrize(("params", "message"), [(None, "got a NoneType"), (["a"], "holds a str")])
+def test_params_of_a_group_that_are_none_are_refused(params: Any, message: str) -> None:
+    """Named, before a bit changes."""
+    training = Training("native")
+    training.step()
+    before = training.inner.param_groups[0]["params"]
+    training.inner.param_groups[0]["params"] = params
+    training.refused(ArgumentTypeError, f"params of a param group .*{message}")
+    training.inner.param_groups[0]["params"] = before
+    training.step()
+
+
+def test_expanded_parameter_is_refused() -> None:
+    """At construction: an update would write an element several times."""
+    param = nn.Parameter(torch.ones(1).half().expand(4))
+    with pytest.raises(UsageError, match="several elements of parameter '0'"):
+        MixedPrecisionOptimizer(torch.optim.SGD([param], lr=0.1), grad_scaler=DynamicGradScaler())
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop])
+@pytest.mark.parametrize("entry", [None, []])
+def test_state_that_is_no_dict_is_refused(kind: type[torch.optim.Optimizer], entry: Any) -> None:
+    """Also of an optimizer that runs its own step: the parameter is named, and nothing has changed."""
+    training = Training("native", lambda params: kind(params, lr=0.01))  # type: ignore[call-arg]
+    training.step()
+    kept = training.inner.state[training.params[1]]
+    training.inner.state[training.params[1]] = entry
+    training.backward()
+    before = [param.detach().clone() for param in training.params]
+    with pytest.raises(UsageError, match=f"state of '1' is a {type(entry).__name__}, not a dict"):
+        training.optimizer.step()
+    assert all(map(torch.equal, training.params, before))
+    training.inner.state[training.params[1]] = kept
+    training.optimizer.step()
+
+
+def test_a_step_count_for_all_parameters_becomes_one_for_each(backend: str) -> None:
+    """Loaded state may hold one tensor for all: counted once for each, it would run ahead."""
+    training, left = Training(backend), Training(backend)
+    for one, is_shared in ((training, True), (left, False)):
+        torch.manual_seed(1)
+        one.step(2)
+        count = torch.tensor(2.0)
+        for param in one.params:
+            one.inner.state[param]["step"] = count if is_shared else count.clone()
+        one.step(2)
+    assert _same(training, left)
 
 
 def test_state_that_is_not_whole_is_refused() -> None:
