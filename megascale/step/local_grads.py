@@ -240,10 +240,12 @@ class ReadyGrads:
         return self._weights[1]
 
     def _is_compared(self, param: MainParam) -> bool:
-        """Whether replicas of the gradient are compared: those that were not reduced here."""
+        """Whether replicas of the gradient are compared: all but the shards of a reduction."""
         if self._replicas_may_differ:
             return False
-        return self._grad_sync is None or self._grad_sync.main_grad(param.model) is None
+        return self._grad_sync is None or not (
+            self._grad_sync.is_sharded and self._grad_sync.main_grad(param.model) is not None
+        )
 
     def _column(self, values: list[float]) -> Tensor:
         return staged(torch.tensor(values, dtype=stats_dtype(self._device)), self._device)

@@ -29,9 +29,10 @@ def check_usage(agreed: Statistics) -> None:
         raise UsageError(
             "ranks that hold the same parameters have different gradients: nobody has reduced them. Wrap the model in "
             "DistributedDataParallel or fully_shard, or build the optimizer with grad_sync=GradSync(...) or as a "
-            "DistributedOptimizer; with no_sync(), let the last backward of a step sync. If ranks hold different "
-            "parameters (stages of a pipeline, a model of each rank's own), say so with groups=ParallelGroups(...); if "
-            "the gradients are to differ, pass replicas_may_differ=True"
+            "DistributedOptimizer; with no_sync(), let the last backward of a step sync; give GradSync.set_divisor() "
+            "the same number on every rank. If ranks hold different parameters (stages of a pipeline, a model of each "
+            "rank's own), say so with groups=ParallelGroups(...); if the gradients are to differ, pass "
+            "replicas_may_differ=True"
         )
 
 

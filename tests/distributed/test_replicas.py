@@ -193,6 +193,27 @@ def test_reduced_gradients_raise_no_alarm(ranks: RankPool, kind: str, dtype: tor
     assert ranks.run(4, _synced, kind, dtype) == [[True] * 4] * 4
 
 
+def _divided(divisors: list[int]) -> list[Any]:
+    module = model(torch.bfloat16)
+    sync = GradSync(module.named_parameters(), reduction="sum")
+    optimizer = _wrapped(module, grad_sync=sync)
+    before = snapshot(optimizer, module)
+    _backward(module, optimizer, 0)
+    sync.set_divisor(divisors[dist.get_rank()])
+    try:
+        return [bool(optimizer.step().success), same_bits(before, snapshot(optimizer, module))]
+    except UsageError as error:
+        return ["GradSync.set_divisor() the same number" in str(error), same_bits(before, snapshot(optimizer, module))]
+
+
+@pytest.mark.parametrize("divisors", [[3, 5], [4, 4, 4, 5]])
+def test_divisors_of_each_ranks_own_are_found(ranks: RankPool, divisors: list[int]) -> None:
+    """Divided by the tokens of each rank's own batch, the sum is another one on each rank: ranks would part."""
+    assert ranks.run(len(divisors), _divided, divisors) == [[True, True]] * len(divisors)
+    alike = [divisors[0]] * len(divisors)
+    assert ranks.run(len(divisors), _divided, alike) == [[True, False]] * len(divisors)
+
+
 class _Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
