@@ -110,13 +110,37 @@ def load_kept(recipe: Recipe, open_library: Callable[[str], Library]) -> Library
     return _cached(_cache_folder(), recipe.stem(), open_library)
 
 
+def read_file(path: Path) -> bytes:
+    """Return a file's content.
+
+    Raises OSError, also for anything but a regular file: reading a pipe would not end.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(f"{path} is not a file")
+    return path.read_bytes()
+
+
+def open_in_memory(content: bytes, path: Path, open_library: Callable[[str], Library]) -> Library:
+    """Load a library from memory where possible: truncating its file would kill the processes that use it."""
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create(path.stem)
+        try:
+            with open(descriptor, "wb", closefd=False) as file:
+                file.write(content)
+            # Stays open: the loader identifies libraries by path, so another file must not get this one.
+            return open_library(f"/proc/self/fd/{descriptor}")
+        except OSError:  # the system forbids executing this memory
+            os.close(descriptor)
+    return open_library(str(path))
+
+
 def _cached(folder: Path | None, stem: str, open_library: Callable[[str], Library]) -> Library | None:
     """Return the library if an intact one is in ``folder`` and can be loaded. Damaged files are removed."""
     for path in sorted(folder.glob(f"{stem}-*.so")) if folder else ():
         try:
-            content = _read(path)
+            content = read_file(path)
             if path.stem == f"{stem}-{_checksum(content)}":
-                return _open(content, path, open_library)
+                return open_in_memory(content, path, open_library)
             reason = "its content is not what was written there"
         except OSError as error:
             reason = str(error)
@@ -133,8 +157,8 @@ def _compiled(recipe: Recipe, stem: str, folder: Path | None, open_library: Call
             return found
         with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as scratch:
             linked = recipe.compile(Path(scratch))
-            content = _read(linked)
-            made = _open(content, linked, open_library)  # cached only if it loads
+            content = read_file(linked)
+            made = open_in_memory(content, linked, open_library)  # cached only if it loads
             if folder is not None:
                 _keep(linked, folder / f"{stem}-{_checksum(content)}.so")
         return made
@@ -147,32 +171,8 @@ def _keep(linked: Path, target: Path) -> None:
         logger.warning("%s cannot be kept, each process compiles it anew: %s", target, error)
 
 
-def _read(path: Path) -> bytes:
-    """Return a file's content.
-
-    Raises OSError, also for anything but a regular file: reading a pipe would not end.
-    """
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise OSError(f"{path} is not a file")
-    return path.read_bytes()
-
-
 def _checksum(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:24]
-
-
-def _open(content: bytes, path: Path, open_library: Callable[[str], Library]) -> Library:
-    """Load a library from memory where possible: truncating its file would kill the processes that use it."""
-    if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create(path.stem)
-        try:
-            with open(descriptor, "wb", closefd=False) as file:
-                file.write(content)
-            # Stays open: the loader identifies libraries by path, so another file must not get this one.
-            return open_library(f"/proc/self/fd/{descriptor}")
-        except OSError:  # the system forbids executing this memory
-            os.close(descriptor)
-    return open_library(str(path))
 
 
 def _remove(path: Path) -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megascale.kernels.native import levels
+
 ROOT = Path(__file__).parents[2]
 TINY = ("--threads", "1", "--device", "cpu", "--probe", "10000", "--rounds", "2", "--numel", "9999")
 
@@ -276,3 +278,16 @@ def test_figures_have_a_bar_for_each_contender(tmp_path: Path, monkeypatch: pyte
     figure.main(["--results", str(tmp_path), "--out", str(tmp_path)])
     for rounds, picture in figure.FIGURES.items():
         assert figure.digest(tmp_path / rounds).encode() in (tmp_path / picture).read_bytes()
+
+
+@pytest.mark.slow
+def test_native_levels_are_timed_and_leave_the_same_bits() -> None:
+    """A row for what is compiled here, for each level of a wheel's libraries that this CPU has, and for torch."""
+    arguments = ("--numel", "9999", "--tensors", "3", "--rounds", "2", "--threads", "1")
+    command = [sys.executable, str(ROOT / "benchmarks" / "native_levels.py"), *arguments]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=environment, check=True)
+    rows = table(done.stdout)
+    ours = ["native, compiled here", *(f"native, `{name}`" for name in levels.supported())]
+    assert [row["backend"] for row in rows] == [*ours, "torch"]
+    assert [row["same bits"] for row in rows[:-1]] == ["yes"] * len(ours)

@@ -102,7 +102,7 @@ class _Call(NamedTuple):
 
 
 class NativeBackend(TorchDecisions):
-    """See :class:`megascale.kernels.Backend`. Raises UsageError where there is no C compiler."""
+    """See :class:`megascale.kernels.Backend`. Raises UsageError where native.c has no library."""
 
     name = "native"
 

@@ -2,50 +2,79 @@
 
 import ctypes
 import functools
+import logging
+import os
 from collections.abc import Iterator
-from pathlib import Path
 
 from megascale.errors import UsageError
 from megascale.kernels.compiler import CompilerError, CompilerTimeout, find_compiler, machine_flag
 from megascale.kernels.library_build import Recipe, load, share_openmp
+from megascale.kernels.native import levels, prebuilt
+from megascale.utils import validate
 
-SOURCE = Path(__file__).with_name("native.c")
-HEADERS = "".join(Path(__file__).with_name(name).read_text() for name in ("chunks.h", "vector.h"))
-# No fast math and no contraction, so that main params have the reference's bits.
-FLAGS = ("-std=c11", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+SOURCE, HEADERS, FLAGS = levels.SOURCE, levels.HEADERS, levels.FLAGS
+
+ENVIRONMENT_VARIABLE = "MEGASCALE_NATIVE_LIBRARY"
+"""``auto``: compiled here, else the wheel's. ``compiled``: never the wheel's. A name of levels.NAMES: the wheel's."""
+
+logger = logging.getLogger(__name__)
 
 
 def library() -> ctypes.CDLL:
     """Return the library, built if necessary. A process tries to build it only once.
 
     Raises:
-        UsageError: there is no C compiler, or it fails; with its output.
+        ArgumentError: MEGASCALE_NATIVE_LIBRARY has an unknown value.
+        UsageError: there is no library; says how it could be had.
     """
-    outcome = _outcome()
+    choices = ("auto", "compiled", *levels.NAMES)
+    wanted = validate.one_of(ENVIRONMENT_VARIABLE, os.environ.get(ENVIRONMENT_VARIABLE, "auto"), choices)
+    outcome = _outcome(wanted)
     if isinstance(outcome, str):
         raise UsageError(outcome)
     return outcome
 
 
 @functools.cache
-def _outcome() -> ctypes.CDLL | str:
-    """Return the library, or the reason why there is none."""
-    errors = []
+def _outcome(wanted: str) -> ctypes.CDLL | str:
+    """Return the library, or why there is none."""
     try:
-        compiler = find_compiler("CC", ("cc", "gcc", "clang"))
-        if compiler is None:
-            return "the native backend needs a C compiler; install gcc or clang, or set CC"
-        for flags in _flags():
-            try:
-                # Linked without -fopenmp, which would add the compiler's own runtime.
-                return _declare(load(Recipe(compiler, SOURCE, flags, ("-lm",), (HEADERS,)), ctypes.CDLL))
-            except CompilerTimeout:
-                raise
-            except CompilerError as error:
-                errors.append(str(error))
-    except CompilerError as error:
-        errors.append(str(error))
-    return "native.c cannot be built; set CC to a working C compiler:\n" + "\n".join(errors)
+        return _declare(prebuilt.load(wanted) if wanted in levels.NAMES else _compiled())
+    except UsageError as error:
+        return _wheels(error) if wanted == "auto" else str(error)
+
+
+def _compiled() -> ctypes.CDLL:
+    """Return the library, compiled for this very CPU.
+
+    Raises:
+        CompilerError: the compiler fails; with its output.
+        UsageError: there is none.
+    """
+    compiler = find_compiler("CC", ("cc", "gcc", "clang"))
+    if compiler is None:
+        raise UsageError("the native backend needs a C compiler; install gcc or clang, or set CC")
+    errors = []
+    for flags in _flags():
+        try:
+            # Linked without -fopenmp, which would name a runtime of the compiler's own.
+            return load(Recipe(compiler, SOURCE, flags, ("-lm",), (HEADERS,)), ctypes.CDLL)
+        except CompilerError as error:
+            errors.append(str(error))
+            if isinstance(error, CompilerTimeout):
+                break
+    raise CompilerError("native.c cannot be built; set CC to a working C compiler:\n" + "\n".join(errors))
+
+
+def _wheels(error: UsageError) -> ctypes.CDLL | str:
+    """Return the wheel's library in place of one that cannot be compiled, or why there is neither."""
+    try:
+        found = prebuilt.load_highest()
+    except UsageError as other:
+        return f"{error}\n{other}"
+    fails = isinstance(error, CompilerError)
+    logger.log(logging.WARNING if fails else logging.INFO, "%s\nUsing the library that the wheel brought", error)
+    return _declare(found)
 
 
 def _flags() -> Iterator[tuple[str, ...]]:

@@ -84,6 +84,8 @@ INLINE Words widened(Halves h) {
     return (Words)_mm512_cvtepu16_epi32((__m256i)h);
 #elif WIDTH == 8 && defined(__AVX2__)
     return (Words)_mm256_cvtepu16_epi32((__m128i)h);
+#elif WIDTH == 4 && defined(__x86_64__)
+    return (Words)_mm_unpacklo_epi16(_mm_cvtsi64_si128((long long)h), _mm_setzero_si128());
 #else
     return __builtin_convertvector(h, Words);
 #endif
@@ -95,6 +97,9 @@ INLINE Halves narrowed(Words w) {
     return (Halves)_mm512_cvtepi32_epi16((__m512i)w);
 #elif WIDTH == 8 && defined(__SSE4_1__)
     return (Halves)_mm_packus_epi32(_mm256_castsi256_si128((__m256i)w), _mm256_extractf128_si256((__m256i)w, 1));
+#elif WIDTH == 4 && defined(__x86_64__)
+    Ints x = (Ints)(w << 16) >> 16; /* the instruction saturates signed numbers */
+    return (Halves)_mm_cvtsi128_si64(_mm_packs_epi32((__m128i)x, (__m128i)x));
 #else
     return __builtin_convertvector(w, Halves);
 #endif
@@ -106,10 +111,12 @@ INLINE Floats from_half(Halves h) {
 #elif WIDTH == 8 && defined(__F16C__)
     return (Floats)_mm256_cvtph_ps((__m128i)h);
 #else
+    const Words step = (Words){0} + 0x3f000000u;
     Words w = widened(h), sign = (w & 0x8000u) << 16, magnitude = w & 0x7fffu;
-    /* Exponents are moved by a multiplication, which is exact for subnormals; inf and NaN get all exponent bits. */
-    Floats scaled = (Floats)(magnitude << 13) * 0x1p112f;
-    return (Floats)(sign | (Words)scaled | ((Words)(magnitude >= 0x7c00u) & 0x7f800000u));
+    /* No operand is subnormal in fp32: those may be flushed. The product of a NaN is a quiet one, as the CPU's. */
+    Words normal = (Words)((Floats)((magnitude << 13) + 0x70000000u) * 0x1p-112f);
+    Words subnormal = (Words)((Floats)(magnitude | step) - (Floats)step);
+    return (Floats)(sign | words_where((Ints)magnitude < 0x400, subnormal, normal));
 #endif
 }
 
@@ -123,9 +130,9 @@ INLINE Halves to_half(Floats x) {
     Words u = (Words)x, sign = (u >> 16) & 0x8000u, magnitude = u & 0x7fffffffu;
     Words normal = (magnitude + 0xfffu + ((magnitude >> 13) & 1u) - 0x38000000u) >> 13;
     Words subnormal = (Words)((Floats)magnitude + 0.5f) - 0x3f000000u; /* the addition rounds to their step */
-    Words rounded = words_where(magnitude < 0x38800000u, subnormal, normal);
-    rounded = words_where(magnitude >= 0x477ff000u, infinity, rounded);
-    rounded = words_where(magnitude > 0x7f800000u, 0x7e00u | ((magnitude >> 13) & 0x3ffu), rounded);
+    Words rounded = words_where((Ints)magnitude < 0x38800000, subnormal, normal);
+    rounded = words_where((Ints)magnitude >= 0x477ff000, infinity, rounded);
+    rounded = words_where((Ints)magnitude > 0x7f800000, 0x7e00u | ((magnitude >> 13) & 0x3ffu), rounded);
     return narrowed(sign | rounded);
 #endif
 }

@@ -28,18 +28,15 @@ from megascale.kernels import (
 )
 from megascale.kernels.compiler import find_compiler
 from megascale.kernels.native import backend as native_backend
+from megascale.kernels.native import levels
 from megascale.kernels.native import library as native_library
 from tests.cases import cases
 from tests.training import bits_equal
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-FLAGS_OF = {
-    "widest": None,  # what this machine has
-    "256 bits": (*native_library.FLAGS, "-march=native", "-mno-avx512f"),
-    "256 bits without fp16": (*native_library.FLAGS, "-march=native", "-mno-avx512f", "-mno-f16c"),
-    "128 bits": native_library.FLAGS,
-}
-VECTORS = ["widest", *(pytest.param(vectors, marks=pytest.mark.slow) for vectors in list(FLAGS_OF)[1:])]
+WIDEST, NARROW = "widest", "256 bits without fp16"
+EVERY = (WIDEST, NARROW, *levels.NAMES)
+VECTORS = [WIDEST, *(pytest.param(vectors, marks=pytest.mark.slow) for vectors in EVERY[1:])]
 SIZES = st.lists(st.sampled_from([0, 1, 3, 16, 31, 511, 512, 513, 1025, 70_000]), min_size=1, max_size=5)
 
 
@@ -77,18 +74,25 @@ def _operands(
 
 
 @pytest.fixture(scope="module")
-def native(request: pytest.FixtureRequest) -> NativeBackend:
-    """The backend, compiled for vectors of the width that the parameter names."""
-    backend, flags = NativeBackend(), FLAGS_OF[request.param]
-    if flags is None:
+def native(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> NativeBackend:
+    """The backend: compiled here for all that the CPU has, or without fp16, or for a level, as a wheel's library is."""
+    backend, target = NativeBackend(), tmp_path_factory.mktemp("native") / "library.so"
+    if request.param == WIDEST:
         return backend
-    if platform.machine() != "x86_64":
-        pytest.skip("flags of x86-64 compilers")
+    if platform.machine() != "x86_64" if request.param == NARROW else request.param not in levels.supported():
+        pytest.skip(f"{request.param}: not of this CPU")
     compiler = find_compiler("CC", ("cc", "gcc", "clang"))
     assert compiler is not None
-    strict = (*flags, "-Wall", "-Wno-unknown-pragmas", "-Werror")
-    recipe = library_build.Recipe(compiler, native_library.SOURCE, strict, ("-lm",), (native_library.HEADERS,))
-    backend._library = native_library._declare(library_build.load(recipe, ctypes.CDLL))
+    strict = (*compiler, "-Wall", "-Wno-unknown-pragmas", "-Werror")
+    if request.param == NARROW:
+        flags = (*levels.FLAGS, "-march=native", "-mno-avx512f", "-mno-f16c")
+        recipe = library_build.Recipe(strict, levels.SOURCE, flags, ("-lm",), (levels.HEADERS,))
+        loaded = library_build.load(recipe, ctypes.CDLL)
+    else:
+        for command in levels.commands(strict, request.param, target):
+            subprocess.run(command, check=True, timeout=250)
+        loaded = ctypes.CDLL(str(target))
+    backend._library = native_library._declare(loaded)
     return backend
 
 
@@ -174,32 +178,70 @@ def test_bits_are_those_of_the_reference(
         assert _same(ours, theirs)
 
 
+def _halves() -> Tensor:
+    """All 65,536 patterns, int16."""
+    return torch.arange(-32768, 32768, dtype=torch.int16)
+
+
+def _widened(halves: Tensor) -> Tensor:
+    """Return the fp32 bits of 16-bit numbers: torch's, with NaNs quiet and their sign and payload kept."""
+    bits, pattern = halves.float().view(torch.int32), halves.view(torch.int16).int() & 0xFFFF
+    shift = 13 if halves.dtype == torch.float16 else 16
+    payload = (pattern & (1023 if shift == 13 else 127)) << shift
+    return torch.where(halves.isnan(), (pattern >> 15 << 31) | 0x7FC00000 | payload, bits)
+
+
+def _narrowed(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the bits of fp32 numbers in 16 bit: torch's; fp16 NaNs keep sign and payload, quiet, bf16 has one NaN."""
+    bits = numbers.view(torch.int32)
+    sign, payload = (bits >> 16) & 0x8000, (bits >> 13) & 0x3FF
+    nan = sign | 0x7E00 | payload if dtype == torch.float16 else torch.full_like(bits, 0x7FC0)
+    return torch.where(numbers.isnan(), nan.to(torch.int16), numbers.to(dtype).view(torch.int16))
+
+
+def _check_conversions(native: NativeBackend, dtype: torch.dtype, numbers: Tensor) -> None:
+    """Compare conversions in rows too short for vectors and in long ones; gradients widen, main params are rounded."""
+    widened, halves, narrowed = _widened(_halves().view(dtype)), _halves().view(dtype), _narrowed(numbers, dtype)
+    one = _decision(0.0, 1.0)
+    for rows in ([halves], list(halves.split(7))):
+        mains = [torch.zeros(len(row)) for row in rows]
+        native.sgd_(Operands(mains, mains, rows), SgdHyper(-1.0, 0.0, 0.0, 0.0, False, False), one)
+        found = torch.cat(mains).view(torch.int32)
+        assert torch.equal(found, torch.where(widened == -(2**31), 0, widened))  # 0 - -1 * -0 is +0
+    for mains in ([numbers], list(numbers[: 2**16].split(7))):
+        models = [torch.empty(len(main), dtype=dtype) for main in mains]
+        native.write_back_(mains, models)
+        found = torch.cat(models).view(torch.int16)
+        assert torch.equal(found, narrowed[: len(found)])
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("native", FLAGS_OF, indirect=True)
-def test_every_half_is_widened_and_rounded_right(native: NativeBackend) -> None:
-    """All 65,536 fp16 and bf16 patterns as gradients, in rows too short for vectors and in long ones; and fp32 numbers
-    on, between and beside fp16 and bf16 numbers as main params. torch's conversions are the oracle.
+@pytest.mark.parametrize("native", EVERY, indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_half_is_widened_and_rounded_right(dtype: torch.dtype, native: NativeBackend) -> None:
+    """All 65,536 patterns, and fp32 numbers on, between and beside 16-bit numbers, and a million random ones: every
+    bit, a NaN's too, is the same at all levels. torch's conversions are the oracle.
     """
-    patterns = torch.arange(-32768, 32768, dtype=torch.int16)
-    for dtype in (torch.float16, torch.bfloat16):
-        halves = patterns.view(dtype)
-        for rows in ([halves], list(halves.split(7))):
-            mains = [torch.zeros(len(row)) for row in rows]
-            native.sgd_(Operands(mains, mains, rows), SgdHyper(-1.0, 0.0, 0.0, 0.0, False, False), _decision(0.0, 1.0))
-            torch.testing.assert_close(torch.cat(mains), halves.float(), rtol=0, atol=0, equal_nan=True)
-        bits = halves.float().view(torch.int32)
-        beside = torch.cat(
-            [bits + shift for shift in (-1, 0, 1, 1 << 11, 1 << 12, (1 << 12) + 1, 1 << 15, (1 << 15) + 1)]
-        )
-        for mains in ([beside.view(torch.float32)], list(beside.view(torch.float32).split(7))):
-            models = [torch.empty(len(main), dtype=dtype) for main in mains]
-            native.write_back_(mains, models)
-            rounded = torch.cat(models)
-            expected = beside.view(torch.float32).to(dtype)
-            assert torch.equal(rounded.isnan(), expected.isnan())
-            assert torch.equal(
-                rounded.view(torch.int16)[~expected.isnan()], expected.view(torch.int16)[~expected.isnan()]
-            )
+    bits = _halves().view(dtype).float().view(torch.int32)
+    shifts = (-1, 0, 1, 1 << 11, 1 << 12, (1 << 12) + 1, 1 << 15, (1 << 15) + 1)
+    generator = torch.Generator().manual_seed(0)
+    random = torch.randint(-(2**31), 2**31, (1_000_000,), generator=generator).to(torch.int32)
+    numbers = torch.cat([*(bits + shift for shift in shifts), random])[torch.randperm(1_524_288, generator=generator)]
+    _check_conversions(native, dtype, numbers.view(torch.float32))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("native", EVERY, indirect=True)
+def test_halves_live_where_fp32_subnormals_are_flushed(native: NativeBackend) -> None:
+    """fp16's subnormals are normal numbers in fp32: torch.set_flush_denormal touches none of them, at any level."""
+    numbers = _halves().view(torch.float16).float()
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU flushes nothing")
+    try:
+        with _threads(1):
+            _check_conversions(native, torch.float16, numbers)
+    finally:
+        torch.set_flush_denormal(False)
 
 
 @pytest.mark.parametrize("native", VECTORS, indirect=True)
