@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megascale.config import OptimizerConfig
 from megascale.errors import ArgumentError, UsageError
 from megascale.grad_scaler import MegatronGradScaler
-from megascale.grad_sync.sync import GradSync
+from megascale.grad_sync.reduced_grads import ReducedGrads
 from megascale.kernels import Decision, select_backend
 from megascale.main_params.base import MainParams
 from megascale.main_params.replicated import ReplicatedMainParams
@@ -65,7 +65,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         *,
         groups: ParallelGroups | ProcessGroup | DeviceMesh | None = None,
         named_parameters: Iterable[tuple[str, Tensor]] | None = None,
-        grad_sync: GradSync | None = None,
+        grad_sync: ReducedGrads | None = None,
         grads_are_scaled: bool = False,
         replicas_may_differ: bool = False,
     ) -> None:

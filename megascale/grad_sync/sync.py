@@ -227,6 +227,11 @@ class GradSync:
                     self._accumulate(name, param, bucket)
         return added
 
+    @property
+    def compares_replicas(self) -> bool:
+        """Whether a step compares the reduced gradients of ranks that hold the same parameter: not where sharded."""
+        return not self.is_sharded
+
     def main_grad(self, param: nn.Parameter) -> Tensor | None:
         """Return the main grad of ``param``, live, in its shape; None for a parameter that is not synced here."""
         return self._main_grads.get(id(param))

@@ -18,6 +18,7 @@ from megascale.chained import ChainedOptimizer
 from megascale.config import OptimizerConfig
 from megascale.distributed_optimizer import DistributedOptimizer
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
+from megascale.grad_sync.reduced_grads import ReducedGrads
 from megascale.integrations.megatron_checkpoint import load_megatron_checkpoint, megatron_state_dict
 from megascale.integrations.megatron_groups import (
     effective_overrides,
@@ -167,12 +168,14 @@ class MegatronSurface:
         )
 
 
-class MainGrads:
+class MainGrads(ReducedGrads):
     """The gradients that Megatron's DistributedDataParallel has accumulated and reduced: ``param.main_grad``.
 
-    It has the methods of :class:`megascale.grad_sync.GradSync` that an optimizer calls. A parameter without a main grad
-    is updated from ``param.grad``.
+    A parameter without a main grad is updated from ``param.grad``.
     """
+
+    compares_replicas = False
+    """Megatron's own settings say which ranks' gradients are reduced, and when."""
 
     def main_grad(self, param: nn.Parameter) -> Tensor | None:
         """Return the live main grad of ``param``, in its shape."""
@@ -246,9 +249,8 @@ def get_megatron_optimizer(
             inner, ours, scaler, modules=chunks, groups=resolved, overlap_param_gather=overlap
         )
         return MegatronSurface(sharded)
-    main_grads: Any = MainGrads()
     replicated = MixedPrecisionOptimizer(
-        inner, ours, scaler, groups=resolved, named_parameters=names, grad_sync=main_grads
+        inner, ours, scaler, groups=resolved, named_parameters=names, grad_sync=MainGrads()
     )
     return MegatronSurface(replicated)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megascale.errors import ArgumentError, GradientError, MegascaleError, UsageError
 from megascale.grad_sync.grad_hook import owner_of, require_unowned
-from megascale.grad_sync.sync import GradSync
+from megascale.grad_sync.reduced_grads import ReducedGrads
 from megascale.grad_sync.usable_grads import gradient_error
 from megascale.kernels import (
     GradWeights,
@@ -70,7 +70,7 @@ class ReadyGrads:
         self,
         groups: ParallelGroups,
         device: torch.device,
-        grad_sync: GradSync | None = None,
+        grad_sync: ReducedGrads | None = None,
         *,
         sharded: bool = False,
         replicas_may_differ: bool = False,
@@ -226,7 +226,8 @@ class ReadyGrads:
 
     def _is_taken_elsewhere(self, param: MainParam) -> bool:
         """Return whether a live GradSync, not the one that was given, takes the gradients of ``param``."""
-        return owner_of(param.model) not in (None, self._grad_sync)
+        given: object = self._grad_sync
+        return owner_of(param.model) not in (None, given)
 
     def _weigh(self, params: list[MainParam]) -> GradWeights:
         if self._weights is None or not same_objects(self._weights[0], params):
@@ -243,9 +244,8 @@ class ReadyGrads:
         """Whether replicas of the gradient are compared: all but the shards of a reduction."""
         if self._replicas_may_differ:
             return False
-        return self._grad_sync is None or not (
-            self._grad_sync.is_sharded and self._grad_sync.main_grad(param.model) is not None
-        )
+        sync = self._grad_sync
+        return sync is None or sync.compares_replicas or sync.main_grad(param.model) is None
 
     def _column(self, values: list[float]) -> Tensor:
         return staged(torch.tensor(values, dtype=stats_dtype(self._device)), self._device)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megascale.config import OptimizerConfig
 from megascale.errors import MegascaleError
-from megascale.grad_sync.sync import GradSync
+from megascale.grad_sync.reduced_grads import ReducedGrads
 from megascale.kernels import Backend, Decision, TensorList
 from megascale.main_params.base import MainParams
 from megascale.main_params.main_param import MainParam
@@ -57,7 +57,7 @@ class StepMember:
         backend: Backend,
         device: torch.device,
         main_params: MainParams,
-        grad_sync: GradSync | None,
+        grad_sync: ReducedGrads | None,
         *,
         replicas_may_differ: bool = False,
     ) -> None:

@@ -69,7 +69,7 @@ def _hooks_on(module: nn.Module) -> int:
 
 def _buffers_of(optimizer: MixedPrecisionOptimizer) -> list[Any]:
     """Return weak references to what an optimizer holds: itself, its GradSync, main grads, main params, state."""
-    assert optimizer._member.grad_sync is not None
+    assert isinstance(optimizer._member.grad_sync, GradSync)
     held: list[Any] = [optimizer, optimizer._member.grad_sync]
     held += [bucket.memory.flat for bucket in optimizer._member.grad_sync.buckets]
     held += [param.main for param in optimizer._member.main_params if param.is_copy]
@@ -107,7 +107,7 @@ def _until(optimizer: MixedPrecisionOptimizer, module: nn.Module, moment: str) -
             with pytest.raises(ZeroDivisionError):
                 optimizer.step()
     if moment == "detached":
-        assert optimizer._member.grad_sync is not None
+        assert isinstance(optimizer._member.grad_sync, GradSync)
         optimizer._member.grad_sync.detach()
         with pytest.raises(UsageError, match="this GradSync was detached from its parameters"):
             optimizer.step()

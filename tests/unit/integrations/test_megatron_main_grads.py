@@ -12,11 +12,10 @@ from megascale.integrations.megatron import MainGrads
 def _step(main_grad: bool) -> torch.Tensor:
     """Return fp16 weights after one step of SGD, from gradients in ``main_grad`` (fp32) or in ``grad`` (fp16)."""
     param: Any = nn.Parameter(torch.linspace(-1, 1, 6, dtype=torch.float16))
-    main_grads: Any = MainGrads() if main_grad else None
     optimizer = MixedPrecisionOptimizer(
         torch.optim.SGD([param], lr=0.5),
         grad_scaler=ConstantGradScaler(64.0),
-        grad_sync=main_grads,
+        grad_sync=MainGrads() if main_grad else None,
         grads_are_scaled=True,
     )
     scaled = 64.0 * torch.arange(6.0)
