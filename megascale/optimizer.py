@@ -14,6 +14,7 @@ from megascale.grad_scaler import MegatronGradScaler
 from megascale.grad_sync.reduced_grads import ReducedGrads
 from megascale.kernels import Decision, select_backend
 from megascale.main_params.base import MainParams
+from megascale.main_params.replica_check import require_same
 from megascale.main_params.replicated import ReplicatedMainParams
 from megascale.main_params.shard import ParamShard
 from megascale.parallel import ParallelGroups
@@ -52,7 +53,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         replicas_may_differ: True lets ranks that hold the same parameters update them from different gradients.
 
     Raises:
-        ArgumentError, ArgumentTypeError: for an argument that does not fit, naming it.
+        ArgumentError, ArgumentTypeError: for an argument that does not fit, naming it. With ``grad_sync``, which all
+            ranks pass together, also where ranks hold different values of a parameter.
     """
 
     _constructed = False
@@ -98,6 +100,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self.grad_scaler = grad_scaler.to(self.device) if grad_scaler is not None and has_values else grad_scaler
         if self.grad_scaler is not None:
             self.grad_scaler.backend = self.backend
+        if grad_sync is not None and grad_sync.compares_replicas and not replicas_may_differ:
+            require_same(_trainable(optimizer, main_params), self.groups, "pass replicas_may_differ=True")
         self._member.sync_from_model()
         ownership.record(self, optimizer, self.grad_scaler)
 
@@ -358,3 +362,10 @@ def _device_of(optimizer: torch.optim.Optimizer) -> torch.device:
     """Return where decisions live: the first parameter's device."""
     params: list[nn.Parameter] = [param for group in optimizer.param_groups for param in group["params"]]
     return params[0].device if params else torch.device("cpu")
+
+
+def _trainable(optimizer: torch.optim.Optimizer, main_params: MainParams) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters that require grad, with their names."""
+    names = main_params.names(optimizer.param_groups)
+    for group in optimizer.param_groups:
+        yield from ((names[id(param)], param) for param in group["params"] if param.requires_grad)

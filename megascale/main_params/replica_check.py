@@ -9,7 +9,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megascale.errors import ArgumentError, listed
 from megascale.parallel import ParallelGroups, is_expert
-from megascale.utils.collectives import all_gather_object, broadcast_
+from megascale.utils.collectives import all_gather_object, broadcast_, group_size
+
+BROADCAST = "pass broadcast_params=True to take the first rank's"
 
 
 def find_differing(
@@ -25,8 +27,10 @@ def find_differing(
     named = [(name, param) for name, param in named_parameters if not param.is_meta]
     names: dict[str, None] = {}
     for experts in _kinds(named):
-        mine = digests({name: param for name, param in named if is_expert(param) == experts})
         holders = next(resolved.of_param(param).holders for _, param in named if is_expert(param) == experts)
+        if group_size(holders) == 1:
+            continue
+        mine = digests({name: param for name, param in named if is_expert(param) == experts})
         theirs = all_gather_object(mine, holders)
         known = dict.fromkeys(name for digests in theirs for name in digests)
         names |= dict.fromkeys(
@@ -46,13 +50,15 @@ def broadcast_parameters(named_parameters: Iterable[tuple[str, nn.Parameter]], g
             param.copy_(broadcast_(param.detach().contiguous(), holders))
 
 
-def require_same(named_parameters: Iterable[tuple[str, nn.Parameter]], groups: ParallelGroups) -> None:
+def require_same(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], groups: ParallelGroups, remedy: str = BROADCAST
+) -> None:
     """Raise ArgumentError on every rank if a parameter is not the same on all ranks that hold it, naming it."""
     differing = find_differing(named_parameters, groups)
     if differing:
         raise ArgumentError(
             f"parameters differ between data-parallel ranks: {listed(differing)}; seed every rank alike or load the "
-            "same weights, or pass broadcast_params=True to take the first rank's"
+            f"same weights, or {remedy}"
         )
 
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from megascale import ChainedOptimizer, ConstantGradScaler, MixedPrecisionOptimizer, OptimizerConfig, ParallelGroups
-from megascale.errors import UsageError
+from megascale.errors import ArgumentError, UsageError
 from megascale.grad_sync import GradSync
 from megascale.kernels import REPLICA_TOLERANCE
 from megascale.step.grad_stats import contrast_coefficients
@@ -191,6 +191,27 @@ def _synced(kind: str, dtype: torch.dtype) -> list[bool]:
 def test_reduced_gradients_raise_no_alarm(ranks: RankPool, kind: str, dtype: torch.dtype) -> None:
     """Whoever reduces the gradients, replicas pass."""
     assert ranks.run(4, _synced, kind, dtype) == [[True] * 4] * 4
+
+
+def _begun_apart(seeds: list[int], may_differ: bool) -> str:
+    module = model(torch.float16, seeds[dist.get_rank()])
+    try:
+        _wrapped(module, grad_sync=GradSync(module.named_parameters()), replicas_may_differ=may_differ)
+    except ArgumentError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("seeds", [[0, 1], [5, 5, 5, 6]])
+def test_ranks_that_begin_with_different_weights_are_found(ranks: RankPool, seeds: list[int]) -> None:
+    """Their gradients are reduced, and alike, so that no later check would see it."""
+    told = ranks.run(len(seeds), _begun_apart, seeds, False)
+    assert len(set(told)) == 1
+    assert told[0].startswith("parameters differ between data-parallel ranks: ")
+    assert "replicas_may_differ=True" in told[0]
+    assert next(iter(dict(model().named_parameters()))) in told[0]
+    assert ranks.run(len(seeds), _begun_apart, seeds, True) == [""] * len(seeds)
+    assert ranks.run(len(seeds), _begun_apart, [0] * len(seeds), False) == [""] * len(seeds)
 
 
 def _divided(divisors: list[int]) -> list[Any]:
