@@ -52,8 +52,10 @@ def run(given: argparse.Namespace) -> int:
     bandwidth = 2 * PROBE_BYTES / statistics.median(timed.probe)
     step = statistics.median(timed.step)
     low, high = min(timed.step) * 1e3, max(timed.step) * 1e3
-    size = f"{length * given.tensors:,} {given.dtype} parameters in {given.tensors:,} tensors, backend"
-    print(f"AdamW with clipping, {size} {optimizer.backend.name}, on {device} ({torch.get_num_threads()} threads)")
+    print(
+        f"AdamW with clipping, {length * given.tensors:,} {given.dtype} parameters in {given.tensors:,} tensors, "
+        f"backend {optimizer.backend.name}, on {device} ({torch.get_num_threads()} threads)"
+    )
     print(f"step        {step * 1e3:.2f} ms ({low:.2f} to {high:.2f}), median of {len(timed.step)} rounds")
     print(f"moved       {bytes_per_parameter(dtype)} bytes a parameter, {moved / step / 1e9:.1f} GB/s")
     print(f"bandwidth   {bandwidth / 1e9:.1f} GB/s, read and written back in place, in the same rounds")

@@ -70,11 +70,12 @@ def _collectives() -> list[str]:
     return [name for name, there in offered.items() if there]
 
 
-def _devices() -> Iterator[torch.device]:
-    yield torch.device("cpu")
+def _devices() -> list[torch.device]:
     accelerator = torch.accelerator.current_accelerator()
-    for index in range(torch.accelerator.device_count() if accelerator is not None else 0):
-        yield torch.device(accelerator.type, index) if accelerator is not None else torch.device("cpu")
+    if accelerator is None:
+        return [torch.device("cpu")]
+    indices = range(torch.accelerator.device_count())
+    return [torch.device("cpu"), *(torch.device(accelerator.type, index) for index in indices)]
 
 
 def _describe(device: torch.device) -> str:

@@ -6,7 +6,10 @@ from torch import Tensor, nn
 
 
 class ReducedGrads(Protocol):
-    """Main grads and their reduction: :class:`megascale.grad_sync.GradSync`, or another library's main grads."""
+    """Main grads and their reduction: :class:`megascale.grad_sync.GradSync`, or another library's main grads.
+
+    Do not inherit from it: a method that is left out would return None, which means "no main grad".
+    """
 
     @property
     def compares_replicas(self) -> bool:

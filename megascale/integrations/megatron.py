@@ -18,7 +18,6 @@ from megascale.chained import ChainedOptimizer
 from megascale.config import OptimizerConfig
 from megascale.distributed_optimizer import DistributedOptimizer
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
-from megascale.grad_sync.reduced_grads import ReducedGrads
 from megascale.integrations.megatron_checkpoint import load_megatron_checkpoint, megatron_state_dict
 from megascale.integrations.megatron_groups import (
     effective_overrides,
@@ -168,10 +167,11 @@ class MegatronSurface:
         )
 
 
-class MainGrads(ReducedGrads):
+class MainGrads:
     """The gradients that Megatron's DistributedDataParallel has accumulated and reduced: ``param.main_grad``.
 
-    A parameter without a main grad is updated from ``param.grad``.
+    It is a :class:`megascale.grad_sync.reduced_grads.ReducedGrads`. A parameter without a main grad is updated from
+    ``param.grad``.
     """
 
     compares_replicas = False

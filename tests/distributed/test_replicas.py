@@ -14,7 +14,14 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from megascale import ChainedOptimizer, ConstantGradScaler, MixedPrecisionOptimizer, OptimizerConfig, ParallelGroups
+from megascale import (
+    ChainedOptimizer,
+    ConstantGradScaler,
+    DistributedOptimizer,
+    MixedPrecisionOptimizer,
+    OptimizerConfig,
+    ParallelGroups,
+)
 from megascale.errors import ArgumentError, UsageError
 from megascale.grad_sync import GradSync
 from megascale.kernels import REPLICA_TOLERANCE
@@ -193,25 +200,38 @@ def test_reduced_gradients_raise_no_alarm(ranks: RankPool, kind: str, dtype: tor
     assert ranks.run(4, _synced, kind, dtype) == [[True] * 4] * 4
 
 
-def _begun_apart(seeds: list[int], may_differ: bool) -> str:
+def _begun_apart(seeds: list[int], sharded: bool, option: str | None = None) -> str:
+    """Return the error, or a digest of the weights after construction. ``option``: is True."""
+    options: dict[str, Any] = {option: True} if option else {}
     module = model(torch.float16, seeds[dist.get_rank()])
+    inner, scaler = torch.optim.AdamW(module.named_parameters(), lr=1e-2), ConstantGradScaler(8.0)
     try:
-        _wrapped(module, grad_sync=GradSync(module.named_parameters()), replicas_may_differ=may_differ)
+        if sharded:
+            DistributedOptimizer(inner, None, scaler, modules=module, **options)
+        else:
+            sync = GradSync(module.named_parameters())
+            MixedPrecisionOptimizer(inner, None, scaler, grad_sync=sync, **options)
     except ArgumentError as error:
         return str(error)
-    return ""
+    return str(sum(param.double().abs().sum().item() for param in module.parameters()))
 
 
+@pytest.mark.parametrize(("sharded", "option"), [(False, "replicas_may_differ"), (True, "broadcast_params")])
 @pytest.mark.parametrize("seeds", [[0, 1], [5, 5, 5, 6]])
-def test_ranks_that_begin_with_different_weights_are_found(ranks: RankPool, seeds: list[int]) -> None:
+def test_ranks_that_begin_with_different_weights_are_found(
+    ranks: RankPool, seeds: list[int], sharded: bool, option: str
+) -> None:
     """Their gradients are reduced, and alike, so that no later check would see it."""
-    told = ranks.run(len(seeds), _begun_apart, seeds, False)
+    told = ranks.run(len(seeds), _begun_apart, seeds, sharded)
     assert len(set(told)) == 1
     assert told[0].startswith("parameters differ between data-parallel ranks: ")
-    assert "replicas_may_differ=True" in told[0]
+    assert f"{option}=True" in told[0]
     assert next(iter(dict(model().named_parameters()))) in told[0]
-    assert ranks.run(len(seeds), _begun_apart, seeds, True) == [""] * len(seeds)
-    assert ranks.run(len(seeds), _begun_apart, [0] * len(seeds), False) == [""] * len(seeds)
+    alike = ranks.run(len(seeds), _begun_apart, [seeds[0]] * len(seeds), sharded)
+    assert len(set(alike)) == 1
+    begun = ranks.run(len(seeds), _begun_apart, seeds, sharded, option)
+    assert begun[0] == alike[0]
+    assert (set(begun) == set(alike)) == sharded  # broadcast, or left as they were
 
 
 def _divided(divisors: list[int]) -> list[Any]:

@@ -41,7 +41,7 @@ def _outcome(wanted: str) -> ctypes.CDLL | str:
     try:
         return _declare(prebuilt.load(wanted) if wanted in levels.NAMES else _compiled())
     except UsageError as error:
-        return _wheels(error) if wanted == "auto" else str(error)
+        return _from_wheel(error) if wanted == "auto" else str(error)
 
 
 def _compiled() -> ctypes.CDLL:
@@ -66,7 +66,7 @@ def _compiled() -> ctypes.CDLL:
     raise CompilerError("native.c cannot be built; set CC to a working C compiler:\n" + "\n".join(errors))
 
 
-def _wheels(error: UsageError) -> ctypes.CDLL | str:
+def _from_wheel(error: UsageError) -> ctypes.CDLL | str:
     """Return the wheel's library in place of one that cannot be compiled, or why there is neither."""
     try:
         found = prebuilt.load_highest()
