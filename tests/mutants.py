@@ -31,7 +31,7 @@ OUTSIDE = (
     "__init__", "profiling", "program",
 )  # fmt: skip
 SECONDS = 900
-"""After which a run of tests counts as failed: something waits for ever."""
+"""After which a run of tests counts as failed: something waits for ever. A busy machine needs more (``--limit``)."""
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
@@ -153,21 +153,25 @@ def _changes(node: ast.expr | ast.stmt) -> Iterator[str]:
 class Copy:
     """A copy of the repository in which mutants live, one after the other."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, limit: float = SECONDS) -> None:
         self.folder = folder
+        self.limit = limit
         files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
         for name in filter(None, files.split("\0")):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)
 
-    def survives(self, mutant: Mutant) -> bool:
-        """Return whether no test of the default run notices."""
+    def outcome(self, mutant: Mutant) -> str:
+        """Return ``"caught"``, ``"SURVIVED"`` where no default test notices, or ``"waited"`` at the limit."""
         target = self.folder / mutant.file
         original = target.read_bytes()
         target.write_bytes(mutant.applied(original))
         try:
             related, others = self._tests(target)
-            return all(self._passes(tests) for tests in (related, others) if tests)
+            passed = all(self._passes(tests) for tests in (related, others) if tests)
+            return "SURVIVED" if passed else "caught"
+        except subprocess.TimeoutExpired:
+            return "waited"
         finally:
             target.write_bytes(original)
 
@@ -180,12 +184,15 @@ class Copy:
         return [str(path) for path in related], [str(path) for path in files if path not in related]
 
     def _passes(self, tests: list[str]) -> bool:
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--timeout", "100", *tests]
-        environment = os.environ | {"PYTHONPATH": str(self.folder)}
-        try:
-            done = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, timeout=SECONDS)
-        except subprocess.TimeoutExpired:
-            return False
+        options = ["-x", "-q", "-p", "no:cacheprovider", "--timeout", str(self.limit / 9)]
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", *options, *tests],
+            cwd=self.folder,
+            env=os.environ | {"PYTHONPATH": str(self.folder)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=self.limit,
+        )
         return done.returncode in (0, 5)  # 5: nothing to run
 
 
@@ -196,6 +203,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="which mutants (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=2, help="mutants at the same time (default: %(default)s)")
     parser.add_argument("--only", default="", help="only modules whose path contains this")
+    parser.add_argument(
+        "--limit", type=float, default=SECONDS, help="seconds for the tests of a mutant (default: %(default)s)"
+    )
     parser.add_argument("--out", type=Path, help="write a table of survivors there")
     given = parser.parse_args()
     everything = [mutant for path in core() if given.only in str(path) for mutant in mutants_of(path)]
@@ -203,7 +213,7 @@ def main() -> None:
     todo: queue.SimpleQueue[Mutant] = queue.SimpleQueue()
     for mutant in sample:
         todo.put(mutant)
-    survivors: list[Mutant] = []
+    outcomes: dict[Mutant, str] = {}
 
     def work(copy: Copy) -> None:
         while True:
@@ -212,18 +222,24 @@ def main() -> None:
             except queue.Empty:
                 return
             start = time.monotonic()
-            survived = copy.survives(mutant)
-            if survived:
-                survivors.append(mutant)
-            print(f"{'SURVIVED' if survived else 'caught'} in {time.monotonic() - start:.0f} s: {mutant}", flush=True)
+            outcome = copy.outcome(mutant)
+            outcomes[mutant] = outcome
+            print(f"{outcome} in {time.monotonic() - start:.0f} s: {mutant}", flush=True)
 
     with tempfile.TemporaryDirectory() as folder:
-        workers = [threading.Thread(target=work, args=[Copy(Path(folder) / str(job))]) for job in range(given.jobs)]
+        workers = [
+            threading.Thread(target=work, args=[Copy(Path(folder) / str(job), given.limit)])
+            for job in range(given.jobs)
+        ]
         for worker in workers:
             worker.start()
         for worker in workers:
             worker.join()
+    survivors = [mutant for mutant in sample if outcomes.get(mutant) == "SURVIVED"]
+    waited = [mutant for mutant in sample if outcomes.get(mutant) == "waited"]
     caught = f"{len(sample) - len(survivors)} of {len(sample)} mutants caught, of {len(everything)} that there are"
+    if waited:
+        caught += f"; {len(waited)} of them by the limit of {given.limit:g} s"
     print(caught)
     if given.out is not None:
         lines = [
@@ -234,7 +250,8 @@ def main() -> None:
             f"{caught}.",
             "",
         ]
-        given.out.write_text("\n".join([*lines, *(f"- {mutant}" for mutant in survivors)]) + "\n")
+        listed = [f"- {outcomes[mutant]}: {mutant}" for mutant in [*survivors, *waited]]
+        given.out.write_text("\n".join([*lines, *listed]) + "\n")
 
 
 if __name__ == "__main__":
