@@ -265,7 +265,7 @@ def _loaded(load_recipe: Callable[[Recipe, type[ctypes.PyDLL]], ctypes.PyDLL | N
     try:
         compiler = find_compiler("CXX", ("c++", "g++", "clang++"))
         if compiler is None:
-            logger.info("no C++ compiler: many tensors are read from Python, at 3 us each and step")
+            logger.info("no C++ compiler: many tensors are read from Python, at 6 to 10 us a parameter and step")
             return None
         loaded = load_recipe(_recipe(compiler, [*FLAGS, "-fopenmp"] if share_openmp() else FLAGS), ctypes.PyDLL)
     except CompilerError as error:
