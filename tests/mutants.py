@@ -117,6 +117,8 @@ def _unchanged(node: ast.AST) -> Iterator[ast.AST]:
     elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
         yield from node.decorator_list
         yield from filter(None, [node.returns, *(a.annotation for a in ast.walk(node.args) if isinstance(a, ast.arg))])
+    elif isinstance(node, ast.ClassDef):
+        yield from node.decorator_list
     elif isinstance(node, ast.AnnAssign):
         yield node.annotation
     elif isinstance(node, (ast.JoinedStr, ast.Import, ast.ImportFrom)) or _is_for_types(node):

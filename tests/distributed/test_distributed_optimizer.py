@@ -280,14 +280,18 @@ def _counted(tensors: int) -> list[Any]:
         bucket_numel=64 * tensors // 4,
         grads_are_scaled=True,
     )
-    for _ in range(2):
+    counted = []
+    for take_step in (optimizer.step, optimizer.step, optimizer.recipe.rehearse):
         optimizer.zero_grad()
         loss = torch.stack([layer.weight.float().sum() for layer in module]).sum()  # type: ignore[operator]
         with _Messages() as messages, OperatorCounter() as step:
             optimizer.scale_loss(loss).backward()
-            optimizer.step()
-    others = {str(op): n for op, n in step.counts.items() if op.namespace == "c10d" and "allreduce" in str(op)}
-    return [messages.sent, messages.received, others, step.host_reads]
+            take_step()
+        others = {str(op): n for op, n in step.counts.items() if op.namespace == "c10d" and "allreduce" in str(op)}
+        gather = optimizer.recipe.members[0].main_params._gather  # type: ignore[attr-defined]
+        under_way = sum(bucket.is_under_way for bucket in gather.buckets.values())
+        counted.append([messages.sent, messages.received, others, step.host_reads, under_way])
+    return counted[1:]
 
 
 class _Messages:
@@ -317,12 +321,15 @@ class _Messages:
 def test_collectives_do_not_grow_with_tensors(ranks: RankPool, tensors: int) -> None:
     """Invariants 5 and 8: a reduce-scatter and a gather for each of 4 buckets, one all-reduce, no host read.
 
-    On gloo a reduce-scatter or a gather is one message to, and one from, each other rank.
+    On gloo a reduce-scatter or a gather is one message to, and one from, each other rank. A graph's rehearsal sends
+    what a step sends, and ends what it started: a graph can neither make a communicator nor wait for earlier work.
     """
-    for sent, received, others, host_reads in ranks.run(2, _counted, tensors):
-        assert (sent, received) == (8, 8)
-        assert others == {"c10d.allreduce_.default": 1}
-        assert host_reads == 0
+    for step_and_rehearsal in ranks.run(2, _counted, tensors):
+        for sent, received, others, host_reads, under_way in step_and_rehearsal:
+            assert under_way == 0
+            assert (sent, received) == (8, 8)
+            assert others == {"c10d.allreduce_.default": 1}
+            assert host_reads == 0
 
 
 def _bytes() -> dict[str, float]:
