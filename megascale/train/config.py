@@ -99,6 +99,16 @@ class CheckpointConfig:
 
 
 @dataclass
+class DistributedConfig:
+    """How long ranks wait for one another."""
+
+    timeout: float | None = None
+    """Seconds that a rank waits for another one before it ends with an error; null: torch's own, 1800 with gloo."""
+    patience: float = 60.0
+    """Seconds before a rank that waits says for whom; at most a third of the timeout."""
+
+
+@dataclass
 class DigitsConfig:
     """The task ``digits``."""
 
@@ -165,6 +175,7 @@ class TrainConfig:
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
     scaler: ScalerConfig = field(default_factory=ScalerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
     digits: DigitsConfig = field(default_factory=DigitsConfig)
     text: TextConfig = field(default_factory=TextConfig)
 
@@ -187,6 +198,7 @@ FREE_ON_RESUME = (
     "output_dir",
     "wandb",
     "checkpoint",
+    "distributed",
     "optimizer.sharded",
     "optimizer.overlap_param_gather",
     "optimizer.bucket_numel",
@@ -395,6 +407,9 @@ def _check_values(config: TrainConfig) -> None:
     for name in ("beta1", "beta2"):
         validate.fraction(f"optimizer.{name}", getattr(config.optimizer, name))
     _check_scaler(config.scaler)
+    validate.positive("distributed.patience", config.distributed.patience)
+    if config.distributed.timeout is not None:
+        validate.positive("distributed.timeout", config.distributed.timeout)
     for name in ("size", "grid", "patch", "width", "heldout_scenes"):
         validate.integer(f"digits.{name}", getattr(config.digits, name), minimum=1)
     validate.integer("digits.depth", config.digits.depth, minimum=0)

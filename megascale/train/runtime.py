@@ -4,11 +4,15 @@ import gc
 import os
 import signal
 import warnings
+from datetime import timedelta
 from types import FrameType, TracebackType
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+
+from megascale.rank_watch import RankWatch
+from megascale.train.config import DistributedConfig
 
 FORCE_AFTER = 3  # signals; torchrun forwards the terminal's Ctrl-C, so one key press may arrive twice
 
@@ -20,9 +24,11 @@ class Runtime:
 
     Args:
         threads: CPU threads of this rank; 0: the machine's cores divided by its ranks.
+        distributed: how long ranks wait for one another.
     """
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, distributed: DistributedConfig | None = None) -> None:
+        self._distributed = distributed or DistributedConfig()
         self.rank = int(os.environ.get("RANK", 0))
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))
         local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -47,11 +53,21 @@ class Runtime:
         """The group of all ranks; None when alone."""
         return dist.group.WORLD if self.under_torchrun else None
 
+    def rank_watch(self) -> RankWatch:
+        """Return what names the rank for which others wait, before the timeout ends them."""
+        seconds = self._distributed.timeout
+        patience = self._distributed.patience
+        return RankWatch(patience if seconds is None else min(patience, seconds / 3))
+
     def __enter__(self) -> "Runtime":
         if self.under_torchrun:
             if self.is_first:
                 _check_restarts()
-            dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
+            seconds = self._distributed.timeout
+            dist.init_process_group(
+                "nccl" if self.device.type == "cuda" else "gloo",
+                timeout=None if seconds is None else timedelta(seconds=seconds),
+            )
         for number in (signal.SIGINT, signal.SIGTERM):
             self._handlers[number] = signal.signal(number, self._note)
         return self

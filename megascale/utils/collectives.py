@@ -4,6 +4,7 @@ A group of None means "this rank alone": every function then returns without com
 """
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -237,7 +238,7 @@ def broadcast_object(value: T, group: ProcessGroup | None) -> T:
 
 
 def twin_group(group: ProcessGroup | None) -> ProcessGroup | None:
-    """Return a new gloo group of the same ranks, for collectives on the host in another thread.
+    """Return a new gloo group of the same ranks and timeout, for collectives on the host in another thread.
 
     Every rank of ``group`` calls it together. The new group lives until torch.distributed is destroyed.
     """
@@ -245,7 +246,14 @@ def twin_group(group: ProcessGroup | None) -> ProcessGroup | None:
         return None
     ranks = dist.get_process_group_ranks(group)
     partial = len(ranks) != dist.get_world_size()
-    return dist.new_group(ranks, backend="gloo", use_local_synchronization=partial)
+    timeout = timeout_of(group)
+    return dist.new_group(ranks, backend="gloo", timeout=timeout, use_local_synchronization=partial)
+
+
+def timeout_of(group: ProcessGroup) -> timedelta | None:
+    """Return how long a rank of ``group`` waits for another one; None where the backend does not say."""
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    return getattr(options, "_timeout", None)
 
 
 def redistribute_like(tensor: "DTensor", like: "DTensor") -> "DTensor":

@@ -59,6 +59,8 @@ REFUSED = [
     (["scaler.hysteresis=0"], "scaler.hysteresis must be 1 or more, got 0"),
     (["scaler.min_scale=0"], "scaler.min_scale must be above 0"),
     (["scaler.max_scale=2"], "scaler.min_scale <= scaler.scale <= scaler.max_scale must hold"),
+    (["distributed.timeout=0"], "distributed.timeout must be above 0"),
+    (["distributed.patience=-1"], "distributed.patience must be above 0"),
     (["digits.fill=2"], "digits.fill is a probability"),
     (["seed=100000000000000000000"], "seed must be .* or less, got 1"),
     (["wandb_name=["], r"argument 'wandb_name=\[' has no value that YAML can read"),

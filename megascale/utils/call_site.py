@@ -1,0 +1,68 @@
+"""Where a thread is: the line of the user's program, and the library function that this line has called."""
+
+import linecache
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from traceback import walk_stack, walk_tb
+from types import FrameType
+from typing import NamedTuple
+
+import torch
+
+_PACKAGE = Path(__file__).parents[1]
+_PROGRAMS = tuple(f"{_PACKAGE / name}/" for name in ("train", "cli"))
+_WAITING = (f"{_PACKAGE}/", f"{Path(torch.__file__).parent}/")
+_LIBRARIES = (*_WAITING, f"{sysconfig.get_path('stdlib')}/", "<")
+
+
+class CallSite(NamedTuple):
+    """A place in the user's program.
+
+    Attributes:
+        place: file, line and function, such as `train.py:40 in main`.
+        source: the text of that line, "" where it cannot be read.
+        call: the qualified name of the library function that the line has called; "" if it runs by itself.
+        waits: whether that call is inside torch or megascale, where it may wait for other ranks.
+    """
+
+    place: str
+    source: str
+    call: str
+    waits: bool
+
+    def __str__(self) -> str:
+        called = f"{self.call}, called at " if self.call else ""
+        return f"{called}{self.place}" + (f": {self.source}" if self.source else "")
+
+
+def of_thread(thread: int) -> CallSite | None:
+    """Return where the thread with the identifier ``thread`` is; None if it has ended."""
+    frame = sys._current_frames().get(thread)
+    return None if frame is None else _innermost_user_call(list(walk_stack(frame)))
+
+
+def of_error(error: BaseException) -> CallSite | None:
+    """Return where ``error`` was raised; None if it was not."""
+    frames = list(walk_tb(error.__traceback__))[::-1]
+    return _innermost_user_call(frames) if frames else None
+
+
+def _innermost_user_call(frames: Sequence[tuple[FrameType, int]]) -> CallSite:
+    """Return the call site of a stack: frames with their line numbers, the innermost first."""
+    index = next((index for index, (frame, _) in enumerate(frames) if _is_user_code(frame)), len(frames) - 1)
+    frame, line = frames[index]
+    name = frame.f_code.co_filename
+    call = frames[index - 1][0].f_code.co_qualname if index else ""
+    waits = index > 0 and frames[0][0].f_code.co_filename.startswith(_WAITING)
+    return CallSite(
+        f"{Path(name).name}:{line} in {frame.f_code.co_name}", linecache.getline(name, line).strip(), call, waits
+    )
+
+
+def _is_user_code(frame: FrameType) -> bool:
+    """Return whether a frame is the user's: not torch's, the standard library's or megascale's, its programs aside."""
+    name = frame.f_code.co_filename
+    is_installed = "/site-packages/" in name and not name.startswith(_WAITING)
+    return name.startswith(_PROGRAMS) or is_installed or not name.startswith(_LIBRARIES)

@@ -1,0 +1,145 @@
+"""RankWatch names the rank for which others wait, and the call that it has not made."""
+
+import logging
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megascale.errors import RankError
+from megascale.rank_watch import RankWatch
+from megascale.utils.collectives import all_reduce_sum_, timeout_of, twin_group
+from tests.pool import RankPool
+
+PATIENCE_S = 0.8
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def _watched(run: Callable[[], object], patience: float = PATIENCE_S) -> tuple[list[str], str]:
+    """Run under a RankWatch; return its warnings, and the error that ended the block, by name and text."""
+    handler = _Lines()
+    logger = logging.getLogger("megascale.rank_watch")
+    logger.addHandler(handler)
+    try:
+        with RankWatch(patience):
+            run()
+    except Exception as error:
+        return handler.lines, f"{type(error).__name__}: {error}"
+    finally:
+        logger.removeHandler(handler)
+    return handler.lines, ""
+
+
+def _load_batch() -> None:
+    time.sleep(2 * PATIENCE_S)
+
+
+def _late_rank() -> Any:
+    def run() -> None:
+        all_reduce_sum_(torch.ones(2), dist.group.WORLD)
+        if dist.get_rank() == 1:
+            _load_batch()
+        all_reduce_sum_(torch.ones(2), dist.group.WORLD)
+
+    return _watched(run)
+
+
+def test_a_late_rank_is_named_with_its_place(ranks: RankPool) -> None:
+    """The rank that waits says who has not made its call, and what that rank does; the late one says nothing."""
+    (first, error), late = ranks.run(2, _late_rank)
+    assert (error, late) == ("", ([], ""))
+    [line] = first
+    assert line.startswith("rank 0 has waited for ")
+    assert "all_reduce_sum_, called at test_rank_watch.py:" in line
+    assert "Rank 1 has not made this call; it is in test_rank_watch.py:" in line
+    assert "in _load_batch: time.sleep(2 * PATIENCE_S) (process " in line
+
+
+def _clean_steps(patience: float) -> Any:
+    posted: list[str] = []
+    store = dist.distributed_c10d._get_default_store()
+    keys = store.num_keys() if hasattr(store, "num_keys") else 0
+
+    def run() -> None:
+        end = time.monotonic() + 4 * patience
+        going = torch.ones(1)
+        while going.item():  # all ranks leave together
+            time.sleep(patience / 50)
+            going.fill_(float(dist.get_rank() == 0 and time.monotonic() < end))
+            all_reduce_sum_(going, dist.group.WORLD)
+        posted.append(str(store.num_keys() - keys))
+
+    return _watched(run, patience), posted
+
+
+def test_clean_steps_send_nothing(ranks: RankPool) -> None:
+    """No message to the store and no warning in many times the patience, while collectives go on."""
+    assert ranks.run(2, _clean_steps, 0.2) == [(([], ""), ["0"])] * 2
+
+
+def _failing_rank(kind: str) -> Any:
+    def run() -> None:
+        all_reduce_sum_(torch.ones(2), dist.group.WORLD)
+        if dist.get_rank() == 1:
+            if kind == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ValueError("no batch 17")
+        all_reduce_sum_(torch.ones(2), dist.group.WORLD)
+
+    found = _watched(run)
+    if dist.get_rank() == 1:
+        dist.destroy_process_group()
+    return found
+
+
+LEFT = {
+    "raises": r"Rank 1 has ended with ValueError: no batch 17 \(test_rank_watch.py:\d+ in run: raise ValueError",
+    "killed": r"Rank 1 has left no word: its process is dead or stopped, or its host is cut off\.",
+}
+
+
+@pytest.mark.parametrize("kind", list(LEFT))
+def test_loss_of_contact_names_its_cause(ranks: RankPool, kind: str) -> None:
+    """The backend speaks of a closed connection; the error says whose, and why where that rank could tell."""
+    with ranks.spawn(2, _failing_rank, kind) as fresh:
+        [survivor, _] = fresh.outcomes(timeout=30, grace=20)
+    assert survivor.value is not None, survivor.error
+    _, error = survivor.value
+    assert error.startswith("RankError: lost contact with another rank in all_reduce_sum_, called at ")
+
+    assert re.search(LEFT[kind], error), error
+    assert "The backend says: " in error
+
+
+def test_alone_nothing_is_watched() -> None:
+    """Without torch.distributed the block is only a block, and errors pass through."""
+    with pytest.raises(RuntimeError, match="Connection closed"), RankWatch():
+        raise RuntimeError("Connection closed by peer")
+    assert issubclass(RankError, RuntimeError)
+
+
+def _timeouts() -> Any:
+    group = dist.new_group(timeout=timedelta(seconds=71))
+    twin = twin_group(group)
+    assert twin is not None
+    return timeout_of(group), timeout_of(twin)
+
+
+def test_background_saves_wait_as_long_as_training(ranks: RankPool) -> None:
+    """The group of the thread that saves has the timeout of training's, not torch's half an hour."""
+    assert ranks.run(2, _timeouts) == [(timedelta(seconds=71),) * 2] * 2
