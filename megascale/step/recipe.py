@@ -52,6 +52,9 @@ class StepRecipe:
         grad_scaler: of the loss; None: it is not scaled.
         clip_grad: largest norm of the unscaled gradients of all members together; 0: no clipping.
         grads_are_scaled: the caller guarantees gradients of a scaled loss, though the scale is not read here.
+
+    Attributes:
+        last_result: what :meth:`carry_out` returned last; None before the first step.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class StepRecipe:
         self.clip_grad = clip_grad
         self.errors = DeferredErrors(groups, members[0].device)
         self.grads_are_scaled = grads_are_scaled
+        self.last_result: StepResult | None = None
         self.watch = StallWatch(members[0].config.max_consecutive_skips)
         self._backend = members[0].backend
         self._is_held = False  # whether prepare_grads() has returned to the caller since the decision
@@ -152,7 +156,8 @@ class StepRecipe:
         with span("gather"):
             self._end_step()
         self.errors.raise_local()
-        return _result(decision)
+        self.last_result = _result(decision)
+        return self.last_result
 
     def forget_ready(self) -> None:
         """Drop a step that was decided and not taken."""

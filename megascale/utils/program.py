@@ -17,7 +17,10 @@ from megascale.version import VERSION
 INTERRUPTED = 130
 PIPE_CLOSED = 141
 
-EXTRAS = {"omegaconf": "train", "sklearn": "train", "tqdm": "train", "tensorboard": "train", "wandb": "wandb"}
+EXTRAS = {
+    **{"omegaconf": "train", "sklearn": "train", "tqdm": "train", "tensorboard": "train"},
+    **{"wandb": "wandb", "matplotlib": "report"},
+}
 """The extra of megascale that installs a module."""
 
 Statuses = Mapping[type[MegascaleError], int]

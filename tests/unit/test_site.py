@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-LISTED = ("megascale", "megascale.amp", "megascale.checkpoint", "megascale.interop")
+LISTED = ("megascale", "megascale.amp", "megascale.checkpoint", "megascale.interop", "megascale.metrics")
 """Modules whose ``__all__`` is their public surface, and can be imported everywhere."""
 
 

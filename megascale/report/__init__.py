@@ -1,0 +1,1 @@
+"""``python -m megascale report``: runs drawn as one page and one picture."""
