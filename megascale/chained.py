@@ -15,6 +15,7 @@ from megascale.state.hooks import load_with_hooks, pack_with_hooks
 from megascale.state.live_state import LiveState, Plan, load_together
 from megascale.state.schema import SHARED_STATE, VERSION, check_layout, shared_by_optimizer
 from megascale.state.torch_layout import StateDict, StateNames, from_torch_layout, is_read_by_torch, is_torch_layout
+from megascale.step.overflow_report import OverflowReport
 from megascale.step.ownership import shared_scaler
 from megascale.step.recipe import StepRecipe
 from megascale.utils import validate
@@ -102,6 +103,10 @@ class ChainedOptimizer(torch.optim.Optimizer):
     def clip_grad_value_(self, max_value: float) -> None:
         """Clamp every gradient of a prepared step; see :meth:`MixedPrecisionOptimizer.clip_grad_value_`."""
         self.recipe.clip_values_(validate.positive("max_value", max_value))
+
+    def last_overflow(self, *, gather: bool = False) -> OverflowReport | None:
+        """See :meth:`MixedPrecisionOptimizer.last_overflow`; of all optimizers."""
+        return self.recipe.overflows.last(gather=validate.flag("gather", gather))
 
     @property
     def clip_grad(self) -> float:

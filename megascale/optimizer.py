@@ -24,6 +24,7 @@ from megascale.state.torch_layout import StateNames, is_read_by_torch
 from megascale.step import ownership
 from megascale.step.arguments import check_arguments, require_values
 from megascale.step.member import StepMember
+from megascale.step.overflow_report import OverflowReport
 from megascale.step.recipe import StepRecipe
 from megascale.step.recipe import StepResult as StepResult
 from megascale.step.update_selection import check_inner
@@ -198,6 +199,18 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     @clip_grad.setter
     def clip_grad(self, value: float) -> None:
         self.recipe.clip_grad = validate.non_negative("clip_grad", value)
+
+    def last_overflow(self, *, gather: bool = False) -> OverflowReport | None:
+        """Return which gradients held inf or NaN in the last step that was skipped; None if none was.
+
+        Ask between that step and the next backward: inf and NaN are told apart, and the largest finite value is known,
+        while the gradients are there, or under :func:`megascale.debug.report_overflows`. Waits for the device.
+
+        Args:
+            gather: report the gradients of all ranks. All of ``groups.grad_stats`` call it together. False: this
+                rank's; those of all ranks where they are known already.
+        """
+        return self.recipe.overflows.last(gather=validate.flag("gather", gather))
 
     # The loss
 

@@ -16,10 +16,12 @@ from megascale.amp import fused_sgd, rescale, scaler_state
 from megascale.amp.agreement import Agreement, Squares
 from megascale.amp.errors import ScalerArgumentError, ScalerOrderError
 from megascale.amp.local_grads import LocalGrads, found_in, squares_in
+from megascale.amp.overflows import ScalerOverflows
 from megascale.chained import ChainedOptimizer
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.kernels import Backend, select_backend, stats_dtype
 from megascale.optimizer import MixedPrecisionOptimizer
+from megascale.step.overflow_report import OverflowReport
 from megascale.utils import validate
 
 
@@ -111,6 +113,8 @@ class GradScaler(torch.amp.GradScaler):
             self._init_hysteresis_tracker = hysteresis
             self._hysteresis_tracker: Tensor | None = None
             self._backends: dict[torch.device, Backend] = {}
+            self.overflows = ScalerOverflows()
+            self.overflows.group = process_group
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
 
     # A step
@@ -178,10 +182,11 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return
         scale, growth_tracker = self._check_scale_growth_tracker("update")
+        found_infs = [flag for state in self._per_optimizer_states.values() for flag in _flags(state)]
+        self.overflows.observe(found_infs, scale)
         if new_scale is not None:
             self._set_scale(scale, new_scale)
         else:
-            found_infs = [flag for state in self._per_optimizer_states.values() for flag in _flags(state)]
             if not found_infs:
                 raise ScalerOrderError("No inf checks were recorded prior to update.")
             if not self._is_constant:
@@ -196,6 +201,17 @@ class GradScaler(torch.amp.GradScaler):
                     interval=self._growth_interval,
                 )
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+
+    def last_overflow(self, *, gather: bool = False) -> OverflowReport | None:
+        """Return which gradients held inf or NaN in the last iteration that was skipped; None if none was.
+
+        Call it after :meth:`update`, before gradients change; on an accelerator it waits. Parameters have the names
+        with which the optimizer was built, else their positions. Gradients that were unscaled in place are reported so.
+
+        Args:
+            gather: report the gradients of all ranks of ``process_group``, which call it together.
+        """
+        return self.overflows.last(gather=validate.flag("gather", gather)) if self._enabled else None
 
     # For optimizer_step(), beyond torch's API
 
@@ -308,6 +324,7 @@ class GradScaler(torch.amp.GradScaler):
                 f"optimizer is a {type(optimizer).__name__}, which scales by itself; call its scale_loss() and step(), "
                 "or pass the torch optimizer"
             )
+        self.overflows.add(optimizer)
         return self._per_optimizer_states[id(optimizer)]
 
     def _agreement(self, optimizer: torch.optim.Optimizer) -> Agreement:
@@ -401,6 +418,7 @@ class GradScaler(torch.amp.GradScaler):
             "_init_hysteresis_tracker": self._get_hysteresis_tracker(),
             "_hysteresis_tracker": None,
             "_backends": {},
+            "overflows": ScalerOverflows(),
         }
         return state
 

@@ -13,6 +13,7 @@ from megascale.kernels.decision import (
     inverse,
 )
 from megascale.kernels.native.backend import NativeBackend
+from megascale.kernels.non_finite import describe_non_finite
 from megascale.kernels.protocol import AdamHyper, Backend, LionHyper, Operands, SgdHyper
 from megascale.kernels.reference import ReferenceBackend, stats_dtype
 from megascale.kernels.selection import select_backend, why_not
@@ -51,6 +52,7 @@ __all__ = [
     "TensorStats",
     "TorchBackend",
     "TorchDecisions",
+    "describe_non_finite",
     "hold_objects",
     "inverse",
     "is_plain",

@@ -24,6 +24,7 @@ class StepCounter:
     def __init__(self, device: torch.device) -> None:
         self.steps = 0
         self.skips = torch.zeros((), dtype=torch.int64, device=device)
+        self._taken_before = 0
         self._landed_before: int | Tensor = 0
         self._skipped_before: int | Tensor = 0
 
@@ -35,6 +36,11 @@ class StepCounter:
     def rehearse(self, found_inf: Tensor) -> None:
         """Run the device work of :meth:`count` on a copy."""
         self.skips.clone().add_(found_inf.to(torch.int64))
+
+    @property
+    def taken(self) -> int:
+        """All steps, landed or not, those before a load too."""
+        return self.steps + self._taken_before
 
     @property
     def landed(self) -> Tensor:
@@ -52,6 +58,7 @@ class StepCounter:
 
     def load_state_dict(self, counts: Mapping[str, int]) -> None:
         """Continue from counts that :func:`parse_counts` returned."""
+        self._taken_before = counts["landed"] + counts["skipped"] - self.steps
         self._landed_before = counts["landed"] - (self.steps - self.skips)
         self._skipped_before = counts["skipped"] - self.skips
 

@@ -52,12 +52,14 @@ class Collected:
 
     Attributes:
         updates: per param group, what the update needs.
-        grads: all local gradients, in the order of ``updates``.
+        params: those of which this rank has gradients, in the order of ``updates``.
+        grads: their local gradients.
         weights: of each gradient's statistics.
         error: why this rank cannot step; the lists are empty then.
     """
 
     updates: list[PendingUpdate]
+    params: list[MainParam]
     grads: TensorList
     weights: GradWeights
     error: Exception | None
@@ -111,7 +113,14 @@ class ReadyGrads:
         if error is not None:
             return self.failed(error)
         params, grads = self._to_measure(updates)
-        return Collected(updates, grads, self._weigh(params), None)
+        return Collected(updates, params, grads, self._weigh(params), None)
+
+    def grad_of(self, param: MainParam) -> Tensor | None:
+        """Return what this rank has of a gradient, as it is: the main grad, or the local part of ``param.grad``."""
+        grad = self._main_grad(param)
+        if grad is None and param.model.grad is not None:
+            grad = local(param.model.grad)
+        return grad
 
     def finish(self, main_params: MainParams) -> MegascaleError | None:
         """Finish reductions, also on a failed rank, as others wait for it; return the error of an unusable gradient.
@@ -133,7 +142,7 @@ class ReadyGrads:
 
     def failed(self, error: Exception) -> Collected:
         """Return an empty collection with ``error``, for a rank whose step cannot be taken."""
-        return Collected([], TensorList(), self._weigh([]), error)
+        return Collected([], [], TensorList(), self._weigh([]), error)
 
     def _to_measure(self, updates: list[PendingUpdate]) -> tuple[list[MainParam], TensorList]:
         """Return :meth:`_owned_of`; the same list objects while the same gradients are synced."""

@@ -124,6 +124,10 @@ class StepMember:
             device=self.device,
         )
 
+    def grad_of(self, param: MainParam) -> Tensor | None:
+        """See :meth:`megascale.step.local_grads.ReadyGrads.grad_of`."""
+        return self._ready_grads.grad_of(param)
+
     # After it
 
     def hold_grads(self) -> None:

@@ -18,6 +18,7 @@ from megascale.step.grad_stats import GradStats
 from megascale.step.local_grads import Collected
 from megascale.step.member import ReadyStep, StepMember
 from megascale.step.misuse import Statistics, check_usage, unscaled_loss
+from megascale.step.overflows import OverflowRecorder
 from megascale.step.stalls import StallWatch
 from megascale.step.update import Rounded
 from megascale.utils.collectives import group_size, raise_together
@@ -73,6 +74,7 @@ class StepRecipe:
         self.errors = DeferredErrors(groups, members[0].device)
         self.grads_are_scaled = grads_are_scaled
         self.last_result: StepResult | None = None
+        self.overflows = OverflowRecorder(members, groups, members[0].device)
         self.watch = StallWatch(members[0].config.max_consecutive_skips)
         self._backend = members[0].backend
         self._is_held = False  # whether prepare_grads() has returned to the caller since the decision
@@ -83,6 +85,7 @@ class StepRecipe:
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return ``loss * scale`` in at least fp32, as fp16 could overflow. Without a scaler: the loss itself."""
         require_values(self.members[0].device)
+        self.overflows.num_losses += 1
         if not isinstance(loss, Tensor):
             raise ArgumentTypeError(
                 f"loss must be a tensor with its graph, got {loss!r} of type {type(loss).__name__}; scale what the "
@@ -110,7 +113,9 @@ class StepRecipe:
         collected, stats = self._measure(error, scaled=scaled)
         with span("agree"):
             stats = grad_stats.agree(stats, self.groups)
-        self._check(self.errors.raise_agreed(stats))
+        agreed = self.errors.raise_agreed(stats)
+        self.overflows.observe(agreed, collected, stats, self.grad_scaler)
+        self._check(agreed)
         with span("decide"):
             decision = self._decide(stats)
         with span("rescale"):
@@ -198,7 +203,9 @@ class StepRecipe:
         """Raise a replayed step's errors, one step late as on any accelerator."""
         for member in self.members:
             member.counter.steps += 1
-        self._check(self.errors.raise_pending())
+        agreed = self.errors.raise_pending()
+        self.overflows.observe_replay(agreed)
+        self._check(agreed)
 
     def why_not_capturable(self) -> str | None:
         """Return why a step cannot be part of a device's graph; None where it can."""

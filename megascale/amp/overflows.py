@@ -1,0 +1,128 @@
+"""ScalerOverflows: which gradients overflowed in an iteration that a GradScaler skipped."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megascale.host_view import HostView
+from megascale.step.overflow_report import OverflowEntry, OverflowReport, OwnOverflows, merged
+from megascale.step.overflows import GradObserver, SeenGrads, described
+from megascale.utils.collectives import all_gather_object, group_size
+from megascale.utils.dtensors import local
+
+
+class ScalerOverflows:
+    """Records the last iteration that a scaler skipped, as :class:`megascale.step.overflows.OverflowRecorder` does.
+
+    Attributes:
+        observer: looks at gradients in backward; None: nobody does.
+        listener: called when the host knows that an iteration was skipped: at once on a CPU, else one late.
+        group: the ranks whose iterations are skipped together.
+        names: of parameters, by id, in their order; others have the name or the position of their param group.
+    """
+
+    def __init__(self) -> None:
+        self.observer: GradObserver | None = None
+        self.listener: Callable[[], None] | None = None
+        self.group: ProcessGroup | None = None
+        self.names: dict[int, str] = {}
+        self._optimizers: list[ref[torch.optim.Optimizer]] = []
+        self._num_updates = 0
+        self._newest: tuple[int, list[Tensor], SeenGrads | None] | None = None
+        self._own: OwnOverflows | None = None
+        self._report: OverflowReport | None = None
+        self._view = HostView()
+
+    # In an iteration
+
+    def add(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record an optimizer whose gradients are unscaled, or updated from."""
+        if all(known() is not optimizer for known in self._optimizers):
+            self._optimizers = [known for known in self._optimizers if known() is not None]
+            self._optimizers.append(ref(optimizer))
+
+    def observe(self, flags: Sequence[Tensor], scale: Tensor) -> None:
+        """Record the end of an iteration, before the scale changes.
+
+        ``flags``: `found_inf`, by optimizer and device, fp32 and 0-d.
+        """
+        seen = None if self.observer is None else self.observer.take()
+        known, self._newest = self._newest, (self._num_updates, list(flags), seen)
+        self._num_updates += 1
+        if scale.device.type == "cpu":
+            if _is_set(flags):
+                self._read(_number(scale))
+                self._call()
+        elif self.listener is not None:
+            late = self._view.push({str(index): flag for index, flag in enumerate(flags)})
+            if late is not None and known is not None and any(late.values()):
+                step, _, before = known
+                self._keep(step, None, () if before is None else before.entries(), ())
+                self._call()
+
+    def _call(self) -> None:
+        if self.listener is not None:
+            self.listener()
+
+    # Asked by the host
+
+    def last(self, *, gather: bool) -> OverflowReport | None:
+        """Return the report of the last skipped iteration, None before the first. Waits for the device."""
+        if self._newest is not None and _is_set(self._newest[1]):
+            self._read(None)
+        return self.last_known(gather=gather)
+
+    def last_known(self, *, gather: bool) -> OverflowReport | None:
+        """Return the report of the last skipped iteration that the host knows of, without waiting for the device."""
+        if gather and self._report is None:
+            ranks = [one for one in all_gather_object(self._own, self.group) if one is not None]
+            self._report = merged(ranks) if ranks else None
+        return self._report or (None if self._own is None else self._own.report())
+
+    def _read(self, scale: float | None) -> None:
+        """Describe the newest iteration, once, from the gradients that there are."""
+        if self._newest is None or (self._own is not None and self._own.step == self._newest[0]):
+            return
+        step, _, before = self._newest
+        entries = tuple(self._entries())
+        seen = None if before is None else before.entries()
+        if seen is None and group_size(self.group) == 1 and not torch.distributed.is_initialized():
+            seen = entries
+        self._keep(step, scale, seen, entries)
+
+    def _keep(
+        self, step: int, scale: float | None, seen: tuple[OverflowEntry, ...] | None, entries: tuple[OverflowEntry, ...]
+    ) -> None:
+        self._own, self._report = OwnOverflows(step, scale, seen, entries), None
+
+    def _entries(self) -> Iterator[OverflowEntry]:
+        places = {key: place for place, key in enumerate(self.names)}
+        optimizers = (known() for known in self._optimizers)
+        position = 0
+        for group in (group for optimizer in optimizers if optimizer is not None for group in optimizer.param_groups):
+            given = group.get("param_names") or [None] * len(group["params"])
+            for param, name in zip(group["params"], given, strict=True):
+                name = self.names.get(id(param)) or name or str(position)
+                position += 1
+                if param.grad is None:
+                    continue
+                grad = local(param.grad)
+                grad = grad._values() if grad.is_sparse else grad
+                entry = described(name, grad, places.get(id(param), position), None, None, grad.numel())
+                if entry.num_non_finite:
+                    yield entry
+
+
+def _is_set(flags: Sequence[Tensor]) -> bool:
+    """Return whether any flag is not 0. Waits for an accelerator."""
+    return any(_number(flag) != 0 for flag in flags)
+
+
+def _number(value: Tensor) -> float:
+    """Return a 0-d tensor's value. On a CPU ``tolist()`` is no dispatched operator, unlike ``item()``."""
+    number: Any = value.tolist()
+    return float(number)

@@ -1,0 +1,178 @@
+"""GradWatch: looks at each parameter's gradient as backward makes it, before micro-batches and ranks are added up."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from weakref import finalize, ref
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
+
+from megascale.kernels import Backend, describe_non_finite, select_backend
+from megascale.step.overflow_report import OverflowEntry
+from megascale.step.overflows import described, own_rank
+from megascale.utils.dtensors import is_dtensor, local
+
+
+@dataclass(frozen=True)
+class NamedPlace:
+    """A parameter's name, and its place in the order of the parameters."""
+
+    name: str
+    place: int
+
+
+@dataclass(frozen=True)
+class _Look:
+    """One gradient of an accelerator, not read yet: ``numbers`` are those of :func:`describe_non_finite`."""
+
+    at: NamedPlace
+    micro_batch: int
+    numel: int
+    numbers: Tensor
+
+
+class SeenInBackward:
+    """What was seen of the gradients of one step: entries, and looks that the host has not read."""
+
+    def __init__(self) -> None:
+        self._entries: list[OverflowEntry] = []
+        self._looks: list[_Look] = []
+
+    def add(self, at: NamedPlace, micro_batch: int, grad: Tensor, backend: Backend) -> None:
+        """Look at one gradient. The host waits for nothing."""
+        if grad.device.type != "cpu":
+            self._looks.append(_Look(at, micro_batch, grad.numel(), describe_non_finite(grad)))
+        elif backend.measure([grad], False).non_finite.tolist() != [0.0]:
+            self._entries.append(described(at.name, grad, at.place, micro_batch, None, grad.numel()))
+
+    def entries(self) -> tuple[OverflowEntry, ...]:
+        """Return the gradients that held inf or NaN. Waits for the device."""
+        found = list(self._entries)
+        for look in self._looks:
+            num_inf, num_nan, largest = look.numbers.tolist()
+            total = int(num_inf + num_nan)
+            if total:
+                counts = (int(num_inf), int(num_nan), total, look.numel)
+                found.append(OverflowEntry(look.at.name, own_rank(), look.micro_batch, *counts, largest, look.at.place))
+        return tuple(found)
+
+
+class GradWatch:
+    """Hooks that look at the gradient of each parameter, once a backward.
+
+    They see what this rank's own backward has made: before accumulation, DistributedDataParallel, GradSync or FSDP2.
+    The cost is one pass over the gradient, on a CPU while it may still be in cache. They refer to this object weakly.
+
+    Args:
+        places: by id of the parameter.
+        params: plain parameters, to hook now.
+        model: under FSDP2: whose modules own the parameters; they are hooked when a forward has gathered them.
+    """
+
+    def __init__(
+        self, places: Mapping[int, NamedPlace], params: Iterable[nn.Parameter], model: nn.Module | None = None
+    ) -> None:
+        self._seen = SeenInBackward()
+        self._fired: set[str] = set()
+        self._micro_batch = 0
+        self._backends: dict[torch.device, Backend] = {}
+        self._hooked = WeakIdKeyDictionary()
+        self._handles: list[RemovableHandle] = []
+        self._removal = finalize(self, _remove, self._handles)
+        self._removal.atexit = False
+        gathered = _gathered_by_fsdp(places, model) if model is not None else {}
+        late = {id(getattr(holder, attribute)) for all_of in gathered.values() for holder, attribute, _ in all_of}
+        for param in params:
+            if id(param) not in late:
+                self._hook(param, places[id(param)])
+        for module, owned in gathered.items():
+            self._handles.append(module.register_forward_pre_hook(_when_gathered(self, owned)))
+
+    def take(self) -> SeenInBackward:
+        """Return what was seen since the last call, and begin a new step."""
+        seen, self._seen = self._seen, SeenInBackward()
+        self._fired.clear()
+        self._micro_batch = 0
+        return seen
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        self._removal()
+
+    def hook_gathered(self, owned: "Owned") -> None:
+        """Hook the parameters that FSDP2 has put in the place of its shards."""
+        for holder, attribute, at in owned:
+            param = getattr(holder, attribute)
+            if not is_dtensor(param):
+                self._hook(param, at)
+
+    @torch.no_grad()
+    def see(self, grad: Tensor, at: NamedPlace) -> None:
+        """Look at a gradient that backward has just made."""
+        if at.name in self._fired:
+            self._micro_batch += 1
+            self._fired.clear()
+        self._fired.add(at.name)
+        values = local(grad)
+        if values.is_sparse:
+            values = values._values()
+        if values.device not in self._backends:
+            self._backends[values.device] = select_backend("auto", values.device)
+        self._seen.add(at, self._micro_batch, values, self._backends[values.device])
+
+    def _hook(self, param: Tensor, at: NamedPlace) -> None:
+        if param in self._hooked or not param.requires_grad:
+            return
+        self._hooked[param] = True
+        watch = ref(self)
+
+        def see(grad: Tensor) -> None:
+            alive = watch()
+            if alive is not None:
+                alive.see(grad, at)
+
+        self._handles.append(param.register_hook(see))
+
+
+Owned = list[tuple[nn.Module, str, NamedPlace]]
+"""Modules, the names of their attributes, and which parameters these are."""
+
+
+def _gathered_by_fsdp(places: Mapping[int, NamedPlace], model: nn.Module) -> dict[nn.Module, Owned]:
+    """Return the parameters that each module under ``fully_shard`` gathers: its own, and its children's."""
+    found: dict[nn.Module, Owned] = {}
+
+    def visit(module: nn.Module, gatherer: nn.Module | None) -> None:
+        gatherer = module if isinstance(module, FSDPModule) else gatherer
+        if gatherer is not None:
+            for attribute, param in module.named_parameters(recurse=False):
+                if id(param) in places:
+                    found.setdefault(gatherer, []).append((module, attribute, places[id(param)]))
+        for child in module.children():
+            visit(child, gatherer)
+
+    visit(model, None)
+    return found
+
+
+def _when_gathered(watch: GradWatch, owned: Owned) -> Callable[[nn.Module, Any], None]:
+    """Return a forward pre-hook. FSDP2's own come first, so that parameters are whole."""
+    weak = ref(watch)
+
+    def hook(_module: nn.Module, _inputs: Any) -> None:
+        alive = weak()
+        if alive is not None:
+            alive.hook_gathered(owned)
+
+    return hook
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    """Remove hooks. A finalizer: it must not refer to the GradWatch."""
+    for handle in handles:
+        handle.remove()
+    handles.clear()

@@ -1,0 +1,162 @@
+"""report_overflows: what made a step skip, from all ranks, as a line in the log and as JSON lines."""
+
+import json
+import logging
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
+
+from megascale.amp.grad_scaler import GradScaler
+from megascale.amp.overflows import ScalerOverflows
+from megascale.chained import ChainedOptimizer
+from megascale.debug.gradients import GradWatch, NamedPlace
+from megascale.errors import ArgumentError, ArgumentTypeError, MegascaleError, UsageError
+from megascale.optimizer import MixedPrecisionOptimizer
+from megascale.step.overflow_report import OverflowReport
+from megascale.step.overflows import OverflowRecorder
+from megascale.utils import validate
+from megascale.utils.collectives import group_rank, raise_together
+from megascale.utils.dtensors import is_dtensor
+
+LOGGER = logging.getLogger("megascale")
+
+Recorder = OverflowRecorder | ScalerOverflows
+
+
+class OverflowReporter:
+    """Reports every skipped step; :func:`report_overflows` makes it.
+
+    Attributes:
+        num_skips: skipped steps that it has reported.
+    """
+
+    def __init__(self, recorder: Recorder, model: nn.Module | None, path: Path | None, log: bool) -> None:
+        self.num_skips = 0
+        self._recorder = recorder
+        self._path = path
+        self._log = log
+        named = _named_params(recorder, model)
+        self._is_first = group_rank(recorder.group) == 0
+        self._check()
+        places = {id(param): NamedPlace(name, place) for place, (name, param) in enumerate(named)}
+        self._watch = GradWatch(places, [param for _, param in named], model)
+        recorder.observer, recorder.listener = self._watch, self._report
+
+    def remove(self) -> None:
+        """End the reports, and remove the hooks."""
+        self._watch.remove()
+        if self._recorder.observer is self._watch:
+            self._recorder.observer = self._recorder.listener = None
+
+    def _check(self) -> None:
+        """Raise, on every rank alike, where reports exist already or cannot be written."""
+        error: MegascaleError | None = None
+        if self._recorder.listener is not None:
+            error = UsageError(
+                "report_overflows() reports on this optimizer already; call remove() of what it returned"
+            )
+        elif self._path is not None and self._is_first:
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._path.open("a", encoding="utf-8").close()
+            except OSError as caught:
+                error = ArgumentError(f"path={str(self._path)!r} cannot be written: {caught}; name another file")
+        raise_together(error, self._recorder.group)
+
+    def _report(self) -> None:
+        report = self._recorder.last_known(gather=True)
+        self.num_skips += 1
+        if report is None or not self._is_first:
+            return
+        if self._log and self.num_skips.bit_count() == 1:
+            LOGGER.warning("%s", line_of(report, self.num_skips))
+        if self._path is not None:
+            self._write(self._path, report)
+
+    def _write(self, path: Path, report: OverflowReport) -> None:
+        """Append the report. Training goes on where the disk is full: other ranks know nothing of it."""
+        try:
+            with path.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(row, allow_nan=False) + "\n" for row in report.rows())
+        except OSError as error:
+            LOGGER.error("overflows are no longer written to %s: %s", path, error)
+            self._path = None
+
+
+def report_overflows(
+    optimizer: MixedPrecisionOptimizer | ChainedOptimizer | GradScaler,
+    *,
+    model: nn.Module | None = None,
+    path: str | Path | None = None,
+    log: bool = True,
+) -> OverflowReporter:
+    """Look at every gradient as backward makes it, and report each skipped step: parameters, ranks, micro-batches.
+
+    ``last_overflow()`` then tells of all ranks, of gradients before any reduction. While steps are clean this costs one
+    pass over each gradient, and sends, reads and waits for nothing. After a skipped step, one step late on an
+    accelerator, the ranks exchange what they have seen. The reports end with :meth:`OverflowReporter.remove`.
+
+    All ranks that skip together call it together, after the model is wrapped.
+
+    Args:
+        optimizer: whose parameters.
+        model: as it is called, with its wrapper. The order of its parameters, which tells the likely origin, should be
+            that of forward. None: the optimizer's order; FSDP2 and a GradScaler need the model.
+        path: a file to which the first rank appends one JSON object a line for each parameter of a skipped step. Keys:
+            ``step``, ``scale``, ``rank``, ``parameter``, ``kind``, ``num_inf``, ``num_nan``, ``numel``,
+            ``largest_finite``, ``micro_batch``, ``origin``; null: unknown, and for the rank: all ranks alike.
+        log: write a line into the log "megascale" of the first rank at the 1st, 2nd, 4th, 8th, ... skipped step.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: for an argument that does not fit, naming it.
+        UsageError: if this optimizer has a reporter already.
+    """
+    if isinstance(optimizer, GradScaler):
+        recorder: Recorder = optimizer.overflows
+        if model is None:
+            raise ArgumentError("model is None, but a GradScaler does not know its parameters; pass the model")
+    elif isinstance(optimizer, (MixedPrecisionOptimizer, ChainedOptimizer)):
+        recorder = optimizer.recipe.overflows
+    else:
+        raise ArgumentTypeError(
+            "optimizer must be a MixedPrecisionOptimizer, DistributedOptimizer, ChainedOptimizer or "
+            f"megascale.amp.GradScaler, got {type(optimizer).__name__}"
+        )
+    return OverflowReporter(recorder, model, None if path is None else Path(path), validate.flag("log", log))
+
+
+def line_of(report: OverflowReport, num_skips: int) -> str:
+    """Return a report as one line."""
+    head, *_ = str(report).splitlines()
+    origin = report.origin
+    if origin is not None:
+        where = "all ranks" if origin.rank is None else f"rank {origin.rank}"
+        kind = origin.kind or "inf or nan"
+        head += f", likely from {origin.parameter!r} ({where}: {origin.num_non_finite} of {origin.numel} {kind})"
+    return f"{head}; skip {num_skips}, the next line is about skip {2 * num_skips}"
+
+
+def _named_params(recorder: Recorder, model: nn.Module | None) -> list[tuple[str, nn.Parameter]]:
+    """Return names and parameters, in the order of the model if there is one. A scaler learns names and group."""
+    bare = model.module if isinstance(model, DistributedDataParallel) else model
+    if isinstance(recorder, ScalerOverflows):
+        named = [(name, param) for name, param in bare.named_parameters() if param.requires_grad] if bare else []
+        recorder.names = {id(param): name for name, param in named}
+        recorder.group = recorder.group or _group_of(model, named)
+        return named
+    own = list(recorder.named_params())
+    order = {id(param): place for place, param in enumerate(bare.parameters() if bare is not None else ())}
+    return sorted(own, key=lambda one: order.get(id(one[1]), len(order)))
+
+
+def _group_of(model: nn.Module | None, named: list[tuple[str, nn.Parameter]]) -> ProcessGroup | None:
+    """Return the ranks that have the same gradients, and so skip together without a process group of the scaler."""
+    if isinstance(model, DistributedDataParallel):
+        return model.process_group
+    mesh = next((param.device_mesh for _, param in named if is_dtensor(param)), None)
+    if mesh is None:
+        return None
+    return mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD

@@ -1,0 +1,180 @@
+"""OverflowReport: which parameters' gradients made a step skip, on which rank, and how."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+COLUMNS = ("parameter", "rank", "micro-batch", "non-finite", "of", "largest finite")
+
+
+@dataclass(frozen=True)
+class OverflowEntry:
+    """The non-finite elements of one gradient.
+
+    Attributes:
+        parameter: its name.
+        rank: global, of the rank that has them. None: every rank has the same, as after an all-reduce.
+        micro_batch: in which of a step's backward passes they arose, from 0; None: unknown.
+        kind: "inf", "nan" or "inf and nan"; None: unknown, as the gradient was gone when the host learnt of it.
+        num_inf, num_nan: how many elements; None: unknown.
+        num_non_finite: their sum.
+        numel: elements of the gradient, or of the part that the rank keeps.
+        largest_finite: largest magnitude of the other elements, still scaled; 0 without any; None: unknown.
+        place: of the parameter in the order of forward, as far as it is known.
+    """
+
+    parameter: str
+    rank: int | None
+    micro_batch: int | None
+    num_inf: int | None
+    num_nan: int | None
+    num_non_finite: int
+    numel: int
+    largest_finite: float | None
+    place: int
+
+    @property
+    def kind(self) -> str | None:
+        """See the class."""
+        if self.num_inf is None or self.num_nan is None:
+            return None
+        return " and ".join(name for name, count in (("inf", self.num_inf), ("nan", self.num_nan)) if count)
+
+
+@dataclass(frozen=True)
+class OverflowReport:
+    """What is known of one skipped step.
+
+    Attributes:
+        step: which one, from 0, as the optimizer counts: skipped steps count, and those before a load too.
+        scale: the loss scale that its gradients have; None: no longer known.
+        entries: of the gradients that held inf or NaN, in the order of the parameters. Empty if this rank had none, or
+            if all elements were finite and the sum of their squares was not.
+        before_reduction: whether ranks are those on which gradients overflowed, before any reduction. Otherwise those
+            that hold the reduced gradient.
+        all_ranks: whether the entries are those of all ranks.
+    """
+
+    step: int
+    scale: float | None
+    entries: tuple[OverflowEntry, ...]
+    before_reduction: bool = False
+    all_ranks: bool = False
+
+    @property
+    def origin(self) -> OverflowEntry | None:
+        """The likely origin: backward carries inf and NaN towards the input, so it is the latest in the forward order.
+
+        Of several micro-batches, in the first. The order is that of the parameters, which need not be that of
+        forward: :func:`megascale.debug.watch` tells it.
+        """
+
+        def rank_of(entry: OverflowEntry) -> tuple[int, int, int]:
+            return (-(entry.micro_batch or 0), entry.place, -(entry.rank or 0))
+
+        return max(self.entries, key=rank_of, default=None)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one flat dict of JSON's types for each entry."""
+        origin = self.origin
+        return [
+            {
+                "step": self.step,
+                "scale": self.scale,
+                "rank": entry.rank,
+                "parameter": entry.parameter,
+                "kind": entry.kind,
+                "num_inf": entry.num_inf,
+                "num_nan": entry.num_nan,
+                "numel": entry.numel,
+                "largest_finite": entry.largest_finite,
+                "micro_batch": entry.micro_batch,
+                "origin": entry is origin,
+            }
+            for entry in self.entries
+        ]
+
+    def __str__(self) -> str:
+        scale = "unknown" if self.scale is None else f"{self.scale:g}"
+        head = f"step {self.step} was skipped at scale {scale}"
+        if not self.entries:
+            return f"{head}: {self._why_empty()}"
+        count = len({entry.parameter for entry in self.entries})
+        lines = [f"{head}: {count} parameter{'s' if count > 1 else ''} with non-finite gradients"]
+        lines += _table(self.entries, self.origin)
+        if not self.before_reduction:
+            lines.append("(ranks: of gradients as they were at the step; report_overflows() tells where they arose)")
+        return "\n".join(lines)
+
+    def _why_empty(self) -> str:
+        if self.all_ranks:
+            return "all elements of the gradients are finite, the sum of their squares is beyond fp32"
+        return "no gradient of this rank held inf or NaN; last_overflow(gather=True), on every rank, tells of all"
+
+
+@dataclass(frozen=True)
+class OwnOverflows:
+    """What one rank knows of a skipped step.
+
+    Attributes:
+        step, scale: see :class:`OverflowReport`.
+        before_reduction: of the gradients that its own backward made; None: nobody looked at them.
+        at_the_step: of the gradients that the step was given.
+    """
+
+    step: int
+    scale: float | None
+    before_reduction: tuple[OverflowEntry, ...] | None
+    at_the_step: tuple[OverflowEntry, ...]
+
+    def report(self) -> OverflowReport:
+        """Return what this rank can tell alone."""
+        if self.before_reduction is None:
+            return OverflowReport(self.step, self.scale, in_order(self.at_the_step))
+        return OverflowReport(self.step, self.scale, in_order(self.before_reduction), before_reduction=True)
+
+
+def merged(ranks: Sequence[OwnOverflows]) -> OverflowReport:
+    """Return what all ranks know of one step.
+
+    Gradients as the step was given them count where no rank's own overflowed: in a sum over ranks, for example. What
+    every rank has alike becomes one entry of rank None.
+    """
+    scale = next((rank.scale for rank in ranks if rank.scale is not None), None)
+    own = [entry for rank in ranks for entry in rank.before_reduction or ()]
+    if own:
+        return OverflowReport(ranks[0].step, scale, in_order(own), before_reduction=True, all_ranks=True)
+    entries = [entry for rank in ranks for entry in rank.at_the_step]
+    counts = Counter(replace(entry, rank=None) for entry in entries)
+    shared = [entry for entry, count in counts.items() if count == len(ranks) > 1]
+    rest = [entry for entry in entries if replace(entry, rank=None) not in shared]
+    return OverflowReport(ranks[0].step, scale, in_order([*shared, *rest]), all_ranks=True)
+
+
+def in_order(entries: Iterable[OverflowEntry]) -> tuple[OverflowEntry, ...]:
+    """Return entries by parameter, micro-batch and rank."""
+    return tuple(
+        sorted(entries, key=lambda one: (one.place, one.micro_batch or 0, -1 if one.rank is None else one.rank))
+    )
+
+
+def _table(entries: Sequence[OverflowEntry], origin: OverflowEntry | None) -> list[str]:
+    rows = [COLUMNS, *(_cells(entry, entry is origin) for entry in entries)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _cells(entry: OverflowEntry, is_origin: bool) -> tuple[str, ...]:
+    def shown(value: float | None) -> str:
+        return "?" if value is None else f"{value:g}"
+
+    counts = ((entry.num_inf, "inf"), (entry.num_nan, "nan"))
+    return (
+        entry.parameter + (" <- likely origin" if is_origin else ""),
+        "all" if entry.rank is None else str(entry.rank),
+        shown(entry.micro_batch),
+        " and ".join(f"{count} {name}" for count, name in counts if count) or f"{entry.num_non_finite} inf or nan",
+        str(entry.numel),
+        shown(entry.largest_finite),
+    )

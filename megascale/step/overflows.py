@@ -1,0 +1,234 @@
+"""OverflowRecorder: keeps what a report of the last skipped step needs.
+
+A step keeps references to what it has computed anyway, among them the count of non-finite elements of each gradient,
+and reads, sends and waits for nothing more. Gradients themselves are looked at when somebody asks while they are there.
+If somebody listens, a skipped step is described as soon as the host knows of it: at once where statistics lie in host
+memory, one step late on an accelerator, when its gradients are gone.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megascale.grad_scaler import MegatronGradScaler
+from megascale.kernels import Statistic, describe_non_finite
+from megascale.main_params.main_param import MainParam
+from megascale.parallel import ParallelGroups
+from megascale.step.grad_stats import GradStats
+from megascale.step.local_grads import Collected
+from megascale.step.member import StepMember
+from megascale.step.misuse import Statistics, was_skipped
+from megascale.step.overflow_report import OverflowEntry, OverflowReport, OwnOverflows, merged
+from megascale.utils.collectives import all_gather_object, group_size
+from megascale.utils.dtensors import local
+from megascale.utils.graph_capture import is_capturing
+
+Entries = tuple[OverflowEntry, ...]
+
+
+class SeenGrads(Protocol):
+    """What was seen of one step's gradients in backward, before any reduction."""
+
+    def entries(self) -> Entries:
+        """Return those that held inf or NaN. Waits for the device."""
+
+
+class GradObserver(Protocol):
+    """Looks at gradients in backward: :class:`megascale.debug.gradients.GradWatch`."""
+
+    def take(self) -> SeenGrads:
+        """Return what was seen since the last call, without waiting for the device."""
+
+
+@dataclass(frozen=True)
+class _Record:
+    """What is kept of one step.
+
+    Attributes:
+        serial: no other record has it.
+        step: its number; None: that of the last replay, for a step in a graph.
+        params: of which each member has gradients on this rank.
+        counts: shape [all params]: non-finite elements of each gradient; None without gradients.
+        vector: the agreed statistics.
+        scale: of the loss, a number or shape [1]; None: not kept.
+        micro_batch: 0 if there was one backward; None: unknown.
+        seen: None: nobody looked in backward.
+    """
+
+    serial: int
+    step: int | None
+    params: list[list[MainParam]]
+    counts: Tensor | None
+    vector: Tensor
+    scale: Tensor | float | None
+    micro_batch: int | None
+    seen: SeenGrads | None
+
+
+class OverflowRecorder:
+    """Records the last skipped step of a recipe.
+
+    Attributes:
+        observer: looks at gradients in backward; None: nobody does.
+        listener: called on every rank alike when the host knows that a step was skipped. It may communicate.
+        num_losses: how many losses were scaled since the last step.
+        group: the ranks that skip together.
+    """
+
+    def __init__(self, members: Sequence[StepMember], groups: ParallelGroups, device: torch.device) -> None:
+        self.observer: GradObserver | None = None
+        self.listener: Callable[[], None] | None = None
+        self.num_losses = 0
+        self._num_records = 0
+        self.group = groups.grad_stats
+        self._members = list(members)
+        self._device = device
+        self._on_host = device.type == "cpu"
+        self._newest: _Record | None = None
+        self._skipped: _Record | None = None
+        self._own: OwnOverflows | None = None  # on a skipped step that was read
+        self._own_serial = 0
+        self._report: OverflowReport | None = None  # of all ranks, on that step
+
+    # In a step
+
+    def observe(
+        self,
+        agreed: Statistics | None,
+        collected: Sequence[Collected],
+        stats: GradStats,
+        scaler: MegatronGradScaler | None,
+    ) -> None:
+        """Record a step that was agreed on, before its loss scale changes.
+
+        Args:
+            agreed: what the host knows without waiting: this step's statistics where they lie in host memory, else
+                those of the step before, or None.
+            collected: this step's gradients, of each member.
+            stats: agreed; the counts are this rank's.
+            scaler: of the loss.
+        """
+        self._num_records += 1
+        record = _Record(
+            self._num_records,
+            None if is_capturing(self._device) else self._members[0].counter.taken,
+            [own.params for own in collected],
+            stats.non_finite,
+            stats.vector,
+            self._scale_of(scaler),
+            0 if self.num_losses == 1 else None,
+            None if self.observer is None else self.observer.take(),
+        )
+        self.num_losses = 0
+        known, self._newest = record if self._on_host else self._newest, record
+        if agreed is not None and known is not None and was_skipped(agreed):
+            self._keep(known)
+
+    def observe_replay(self, agreed: Statistics | None) -> None:
+        """Record that a step in a graph was skipped. Its counts are those of the newest replay."""
+        if agreed is not None and self._newest is not None and was_skipped(agreed):
+            self._keep(self._newest)
+
+    def _scale_of(self, scaler: MegatronGradScaler | None) -> Tensor | float | None:
+        """Return the scale; on an accelerator, where only a copy would stay as it is, if somebody listens."""
+        if scaler is None:
+            return 1.0
+        if self._on_host:
+            return scaler.live_scale
+        return None if self.listener is None else scaler.live_scale.clone()
+
+    def _keep(self, record: _Record) -> None:
+        """Keep a skipped step. It is read if somebody listens."""
+        self._skipped = replace(record, scale=_on_host(record.scale)) if self._on_host else record
+        if self.listener is not None:
+            self._read(self._skipped, grads_are_there=self._on_host)
+            self.listener()
+
+    # Asked by the host
+
+    def last(self, *, gather: bool) -> OverflowReport | None:
+        """Return the report of the last skipped step, None before the first. Waits for the device.
+
+        ``gather``: of all ranks; every rank calls it together.
+        """
+        newest, skipped = self._newest, self._skipped
+        if newest is not None and was_skipped(dict(zip(Statistic, newest.vector.tolist(), strict=True))):
+            known = skipped is not None and skipped.serial == newest.serial
+            self._read(skipped if known and skipped is not None else newest, grads_are_there=True)
+        elif skipped is not None:
+            self._read(skipped, grads_are_there=False)
+        return self.last_known(gather=gather)
+
+    def last_known(self, *, gather: bool) -> OverflowReport | None:
+        """Return the report of the last skipped step that the host knows of, without waiting for the device."""
+        if gather and self._report is None:
+            ranks = [one for one in all_gather_object(self._own, self.group) if one is not None]
+            self._report = merged(ranks) if ranks else None
+        return self._report or (None if self._own is None else self._own.report())
+
+    def _read(self, record: _Record, *, grads_are_there: bool) -> None:
+        """Describe a skipped step, once; one in a graph each time."""
+        if record.serial == self._own_serial and record.step is not None:
+            return
+        self._own_serial, self._report, self._skipped = record.serial, None, None
+        step = self._members[0].counter.taken - 1 if record.step is None else record.step
+        entries = self._entries(record, grads_are_there)
+        seen = None if record.seen is None else record.seen.entries()
+        if seen is None and group_size(self.group) == 1:
+            seen = entries  # nobody reduces them
+        self._own = OwnOverflows(step, _on_host(record.scale), seen, entries)
+
+    def _entries(self, record: _Record, grads_are_there: bool) -> Entries:
+        """Return the gradients of the step that were not finite."""
+        if record.counts is None:
+            return ()
+        params = [(member, param) for member, own in zip(self._members, record.params, strict=True) for param in own]
+        found = [
+            (member, param, int(count))
+            for (member, param), count in zip(params, record.counts.tolist(), strict=True)
+            if count
+        ]
+        places = {id(param): place for place, (_, param) in enumerate(self.named_params())}
+        entries = []
+        for member, param, count in found:
+            numel = local(param.main).numel()
+            grad = member.grad_of(param) if grads_are_there else None
+            entries.append(described(param.name, grad, places[id(param.model)], record.micro_batch, count, numel))
+        return tuple(entries)
+
+    def named_params(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters of all members, in their order, and their names."""
+        return ((param.name, param.model) for member in self._members for param in member.main_params)
+
+
+def _on_host(scale: Tensor | float | None) -> float | None:
+    return float(scale.tolist()[0]) if isinstance(scale, Tensor) else scale
+
+
+def described(
+    name: str, grad: Tensor | None, place: int, micro_batch: int | None, count: int | None, numel: int
+) -> OverflowEntry:
+    """Return the entry of a gradient of this rank; what cannot be told where it is gone, or has changed, is None.
+
+    Args:
+        name, place, micro_batch, numel: see :class:`OverflowEntry`.
+        grad: None: it is gone.
+        count: its non-finite elements; None: those that it has.
+    """
+    if grad is not None:
+        num_inf, num_nan, largest = describe_non_finite(grad).tolist()
+        if count is None or num_inf + num_nan == count:
+            total = int(num_inf + num_nan)
+            return OverflowEntry(
+                name, own_rank(), micro_batch, int(num_inf), int(num_nan), total, numel, largest, place
+            )
+    return OverflowEntry(name, own_rank(), micro_batch, None, None, count or 0, numel, None, place)
+
+
+def own_rank() -> int:
+    """Return this process's global rank."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0

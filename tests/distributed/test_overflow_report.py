@@ -1,0 +1,88 @@
+"""A planted inf or NaN is named: parameter, rank, kind and count, however ranks share the model."""
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.tensor.debug import CommDebugMode
+
+from megascale.debug import report_overflows
+from tests.cases import cases
+from tests.overflow_cases import POISON, SCALE, SETTINGS, owner_of_scale, rows_of, step
+from tests.pool import RankPool
+
+BACKENDS = ("native", "torch", "reference", "triton")
+
+
+def _plant_on_each_rank(setting: str, backend: str, kinds: list[str], ranks: list[int]) -> list[list[Any]]:
+    """Return, for each skipped step, what the report says."""
+    network, optimizer, model = SETTINGS[setting](backend)
+    reporter = report_overflows(owner_of_scale(optimizer), model=network, log=False)
+    reports = []
+    for rank in ranks:
+        for kind in kinds:
+            assert step(network, optimizer)
+            if dist.get_rank() == rank:
+                model.values = POISON[kind]
+            assert not step(network, optimizer)
+            model.values = []
+            report = optimizer.last_overflow()
+            assert report.before_reduction
+            assert report.all_ranks
+            assert report.origin is report.entries[0]
+            assert report.entries[0].micro_batch == 0
+            reports.append([report.step, report.scale, rows_of(report)])
+    assert reporter.num_skips == len(reports)
+    reporter.remove()
+    return reports
+
+
+def _expected(kinds: list[str], ranks: list[int]) -> list[list[Any]]:
+    expected: list[list[Any]] = []
+    scale = SCALE
+    for rank in ranks:
+        for kind in kinds:
+            num_nan = sum(value != value for value in POISON[kind])
+            row = ("middle.weight", rank, kind, len(POISON[kind]) - num_nan, num_nan)
+            expected.append([2 * len(expected) + 1, scale, [row]])
+            scale = max(1.0, scale / 2)
+    return expected
+
+
+@pytest.mark.parametrize(
+    ("setting", "backend"), cases(SETTINGS, BACKENDS, quick=lambda setting, backend: backend == "native")
+)
+def test_planted_overflow_is_named(ranks: RankPool, setting: str, backend: str) -> None:
+    """inf, NaN or both on one of four ranks: all name that rank's parameter, kind and counts, and nothing else."""
+    kinds, bad = (list(POISON), [0, 1, 2, 3]) if backend != "native" else (["inf and nan"], [2])
+    results = ranks.run(4, _plant_on_each_rank, setting, backend, kinds, bad)
+    assert results == [_expected(kinds, bad)] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_planted_overflow_is_named_on_each_rank(ranks: RankPool, setting: str) -> None:
+    """The same on each of the ranks in turn, with each kind, on the backend of CPUs."""
+    results = ranks.run(4, _plant_on_each_rank, setting, "native", list(POISON), [0, 1, 2, 3])
+    assert results == [_expected(list(POISON), [0, 1, 2, 3])] * 4
+
+
+def _collectives(setting: str) -> list[int]:
+    network, optimizer, _ = SETTINGS[setting]("native")
+    counts = []
+    for _ in range(2):  # DistributedDataParallel arranges its buckets after the first step
+        assert step(network, optimizer)
+    for reports in (False, True):
+        if reports:
+            report_overflows(owner_of_scale(optimizer), model=network)
+        with CommDebugMode() as mode:
+            assert step(network, optimizer)
+        counts.append(mode.get_total_counts())
+    return counts
+
+
+@pytest.mark.parametrize("setting", cases(SETTINGS, quick=lambda setting: setting in ("ddp", "fsdp2")))
+def test_clean_steps_send_nothing_more(ranks: RankPool, setting: str) -> None:
+    """Invariant 8: as many collectives with reports as without, from forward to the end of the step."""
+    for without, with_reports in ranks.run(2, _collectives, setting):
+        assert without == with_reports

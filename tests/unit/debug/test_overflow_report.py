@@ -1,0 +1,268 @@
+"""last_overflow() and report_overflows() on one rank: what they name, when, and what clean steps cost."""
+
+import gc
+import json
+import logging
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megascale import DynamicGradScaler, MixedPrecisionOptimizer, amp
+from megascale.debug import report_overflows
+from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
+from megascale.step.overflow_report import OverflowEntry, OwnOverflows, merged
+from megascale.step.overflows import OverflowRecorder
+from tests.counting import OperatorCounter
+from tests.overflow_cases import AmpLoop, Planted, rows_of, step
+
+KEYS = {
+    *("step", "scale", "rank", "parameter", "kind", "num_inf", "num_nan", "numel", "largest_finite", "micro_batch"),
+    "origin",
+}
+ROW = ("middle.weight", 0, "inf", 2, 0)
+
+
+def _wrapped() -> tuple[Planted, MixedPrecisionOptimizer]:
+    torch.manual_seed(0)
+    model = Planted().half()
+    inner = torch.optim.AdamW(model.named_parameters(), lr=1e-3)
+    return model, MixedPrecisionOptimizer(inner, None, DynamicGradScaler(2.0**4, 1.0, hysteresis=1))
+
+
+def _overflow(model: Planted, optimizer: Any) -> None:
+    model.values = [math.inf, -math.inf]
+    assert not step(model, optimizer)
+    model.values = []
+
+
+def _as_on_an_accelerator(optimizer: MixedPrecisionOptimizer) -> None:
+    """Let the host learn of a step one step late, as where statistics do not lie in its memory."""
+    optimizer.recipe.errors._on_host = optimizer.recipe.overflows._on_host = False
+
+
+def test_the_last_overflow_is_named() -> None:
+    """No report before the first skip. What was asked for while gradients were there stays known."""
+    model, optimizer = _wrapped()
+    assert step(model, optimizer)
+    assert optimizer.last_overflow() is None
+    _overflow(model, optimizer)
+    report = optimizer.last_overflow()
+    assert report is not None
+    assert step(model, optimizer)
+    assert optimizer.last_overflow(gather=True) == replace(report, all_ranks=True)
+    assert rows_of(report) == [ROW]
+    assert (report.step, report.scale, report.entries[0].micro_batch) == (1, 2.0**4, 0)
+    assert 0 < (report.entries[0].largest_finite or 0) < 2.0**4
+    assert "middle.weight <- likely origin" in str(report)
+
+
+def test_steps_are_counted_over_a_load() -> None:
+    """A report's step continues from saved counts."""
+    model, optimizer = _wrapped()
+    for _ in range(3):
+        step(model, optimizer)
+    other_model, other = _wrapped()
+    other.load_state_dict(optimizer.state_dict())
+    _overflow(other_model, other)
+    report = other.last_overflow()
+    assert report is not None
+    assert report.step == 3
+
+
+def test_origin_is_the_latest_parameter_of_the_first_micro_batch() -> None:
+    """Backward carries inf and NaN towards the input, so that the origin is the last in the order of forward."""
+    model, optimizer = _wrapped()
+    report_overflows(optimizer, model=model, log=False)
+    optimizer.zero_grad()
+    inputs = torch.ones(3, 6, dtype=torch.float16)
+    optimizer.scale_loss(model(inputs).float().sum()).backward()
+    model.values = [math.nan]
+    optimizer.scale_loss(model(inputs).float().sum()).backward()
+    optimizer.scale_loss(model.head(torch.full((3, 8), math.inf).half()).float().sum()).backward()
+    optimizer.step()
+    report = optimizer.last_overflow()
+    assert report is not None
+    assert [(one.parameter, one.micro_batch) for one in report.entries] == [("middle.weight", 1), ("head.weight", 2)]
+    assert report.origin is report.entries[0]
+
+
+def test_gradients_given_by_hand_are_reported() -> None:
+    """No backward made them, so no hook has seen them."""
+    model, optimizer = _wrapped()
+    report_overflows(optimizer, log=False)
+    step(model, optimizer)
+    optimizer.get_loss_scale()
+    model.head.bias.grad = torch.full_like(model.head.bias, math.nan)
+    optimizer.step()
+    assert rows_of(optimizer.last_overflow()) == [("head.bias", 0, "nan", 0, 2)]
+
+
+def test_a_sum_of_squares_beyond_fp32_has_no_entries() -> None:
+    """All elements are finite, and the step is skipped."""
+    model = nn.Linear(2, 1)
+    optimizer = MixedPrecisionOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    model.weight.grad = torch.full_like(model.weight, 1e30)
+    assert not bool(optimizer.step().success)
+    report = optimizer.last_overflow(gather=True)
+    assert report is not None
+    assert report.entries == ()
+    assert "the sum of their squares is beyond fp32" in str(report)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_kinds_are_named_between_steps_only(late: bool) -> None:
+    """Right after the step gradients are there. Later their counts are known, and that they are gone."""
+    model, optimizer = _wrapped()
+    if late:
+        _as_on_an_accelerator(optimizer)
+    _overflow(model, optimizer)
+    assert rows_of(optimizer.last_overflow()) == [ROW]
+    _overflow(model, optimizer)
+    assert step(model, optimizer)
+    report = optimizer.last_overflow()
+    assert rows_of(report) == [("middle.weight", 0, None, None, None)]
+    assert report is not None
+    assert (report.step, report.entries[0].num_non_finite, report.scale) == (1, 2, None if late else 2.0**3)
+    assert "2 inf or nan" in str(report)
+
+
+def test_a_reporter_tells_everything_one_step_late() -> None:
+    """On an accelerator too: kinds, counts and scale of the step before."""
+    model, optimizer = _wrapped()
+    _as_on_an_accelerator(optimizer)
+    reporter = report_overflows(optimizer, log=False)
+    _overflow(model, optimizer)
+    assert reporter.num_skips == 0
+    assert step(model, optimizer)
+    assert reporter.num_skips == 1
+    report = optimizer.last_overflow()
+    assert rows_of(report) == [ROW]
+    assert report is not None
+    assert (report.step, report.scale) == (0, 2.0**4)
+
+
+def test_a_line_and_json_for_each_skip(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The log has a line at the 1st, 2nd, 4th skip; the file has a line for each parameter of each."""
+    model, optimizer = _wrapped()
+    path = tmp_path / "run" / "overflows.jsonl"
+    reporter = report_overflows(optimizer, path=path)
+    with caplog.at_level(logging.WARNING, logger="megascale"):
+        for _ in range(5):
+            _overflow(model, optimizer)
+            step(model, optimizer)
+    assert reporter.num_skips == 5
+    assert [record.getMessage().split(";")[1] for record in caplog.records] == [
+        " skip 1, the next line is about skip 2",
+        " skip 2, the next line is about skip 4",
+        " skip 4, the next line is about skip 8",
+    ]
+    assert "likely from 'middle.weight' (rank 0: 2 of 64 inf)" in caplog.records[0].getMessage()
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [set(row) for row in rows] == [KEYS] * 5
+    assert [row["step"] for row in rows] == [0, 2, 4, 6, 8]
+    assert [row["kind"] for row in rows] == ["inf"] * 5
+
+
+def _operators(reports: bool, recorder: bool, monkeypatch: pytest.MonkeyPatch) -> Any:
+    model, optimizer = _wrapped()
+    if reports:
+        report_overflows(optimizer)
+    with monkeypatch.context() as patched:
+        if not recorder:
+            patched.setattr(OverflowRecorder, "observe", lambda *_: None)
+        step(model, optimizer)
+        optimizer.zero_grad()
+        optimizer.scale_loss(model(torch.ones(3, 6, dtype=torch.float16)).float().sum()).backward()
+        with OperatorCounter() as counter:
+            optimizer.step()
+    return counter
+
+
+def test_clean_steps_cost_no_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Invariant 5: a clean step dispatches what it does without a recorder, and reads nothing, with reports too."""
+    without = _operators(False, False, monkeypatch)
+    for reports in (False, True):
+        counter = _operators(reports, True, monkeypatch)
+        assert counter.counts == without.counts
+        assert counter.host_reads == 0
+
+
+def test_removed_reporters_leave_nothing() -> None:
+    """Invariant 11: after remove(), or when the optimizer is gone, gradients have no hooks."""
+    model, optimizer = _wrapped()
+
+    def hooks() -> list[int]:
+        return [len(param._backward_hooks or ()) for param in model.parameters()]
+
+    reporter = report_overflows(optimizer)
+    assert hooks() == [1] * 6
+    reporter.remove()
+    assert hooks() == [0] * 6
+    _overflow(model, optimizer)
+    assert reporter.num_skips == 0
+    report_overflows(optimizer)
+    del optimizer, reporter
+    gc.collect()
+    assert hooks() == [0] * 6
+
+
+def test_bad_arguments_are_refused(tmp_path: Path) -> None:
+    """A second reporter, a path that is a folder, something else than an optimizer, a scaler without its model."""
+    model, optimizer = _wrapped()
+    with pytest.raises(ArgumentError, match="cannot be written"):
+        report_overflows(optimizer, path=tmp_path)
+    with pytest.raises(ArgumentTypeError, match="optimizer must be"):
+        report_overflows(model)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="model is None"):
+        report_overflows(amp.GradScaler("cpu"))
+    report_overflows(optimizer)
+    with pytest.raises(UsageError, match="reports on this optimizer already"):
+        report_overflows(optimizer)
+
+
+def test_a_full_disk_stops_the_file_not_the_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The first rank alone writes: an error there would leave the others waiting."""
+    model, optimizer = _wrapped()
+    path = tmp_path / "overflows.jsonl"
+    reporter = report_overflows(optimizer, path=path)
+    path.unlink()
+    path.mkdir()
+    _overflow(model, optimizer)
+    _overflow(model, optimizer)
+    assert reporter.num_skips == 2
+    assert sum("no longer written" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_amp_names_parameters() -> None:
+    """Names come from the optimizer; gradients were unscaled in place. A disabled scaler has no report."""
+    model = Planted()
+    loop = AmpLoop(model)
+    assert step(model, loop)
+    assert loop.last_overflow() is None
+    _overflow(model, loop)
+    report = loop.last_overflow()
+    assert rows_of(report) == [ROW]
+    assert report is not None
+    assert (report.step, report.scale) == (1, 2.0**4)
+    assert amp.GradScaler("cpu", enabled=False).last_overflow() is None
+
+
+def _entry(name: str, rank: int, place: int) -> OverflowEntry:
+    return OverflowEntry(name, rank, None, 1, 0, 1, 8, 1.0, place)
+
+
+def test_ranks_are_merged() -> None:
+    """Own gradients count before reduced ones, which are told of once where all ranks have them alike."""
+    spread = [OwnOverflows(3, 8.0, None, (_entry("a", rank, 0),)) for rank in range(3)]
+    assert [(one.parameter, one.rank) for one in merged(spread).entries] == [("a", None)]
+    one_rank = [OwnOverflows(3, 8.0, None, (_entry("a", 1, 0),)), OwnOverflows(3, 8.0, None, ())]
+    assert [one.rank for one in merged(one_rank).entries] == [1]
+    own = [OwnOverflows(3, 8.0, (_entry("b", 1, 1),), (_entry("a", 1, 0),)), OwnOverflows(3, 8.0, (), ())]
+    assert [one.parameter for one in merged(own).entries] == ["b"]
+    in_the_sum = [OwnOverflows(3, 8.0, (), (_entry("a", rank, 0),)) for rank in range(2)]
+    assert [(one.parameter, one.rank) for one in merged(in_the_sum).entries] == [("a", None)]
