@@ -2,7 +2,8 @@
 
 Parameters of one kind (same dtype, param group and gradient group) share a flat buffer. A buffer is cut into buckets of
 whole parameters, in the order in which their gradients are expected; a bucket is padded so that ``num_shards`` equal
-shards cut it without regard to parameter boundaries. Positions are elements from the start of the buffer.
+shards cut it without regard to parameter boundaries. :mod:`megascale.grad_sync.owners` makes shards of whole parameters
+of it, which are not equal. Positions are elements from the start of the buffer.
 
 Words: *range* half-open [start, stop); *piece* the part of one parameter inside a range.
 """
@@ -28,11 +29,13 @@ class ParamSize:
         name: unique.
         numel: elements, 0 or more.
         kind: parameters of equal kind share a buffer: (dtype, param group, gradient group).
+        cost: of its update, see :func:`megascale.grad_sync.owners.update_cost`; 0 where nobody asks.
     """
 
     name: str
     numel: int
     kind: Hashable = None
+    cost: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +70,17 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """A range of a buffer that is reduced and gathered at once, and the placements in it (a range of their indices)."""
+    """A range of a buffer that is reduced and gathered at once, and the placements in it (a range of their indices).
+
+    ``borders``: where shards begin and end, one number more than there are shards. Empty: the shards are equal.
+    """
 
     index: int
     start: int
     stop: int
     first_placement: int
     last_placement: int
+    borders: tuple[int, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -107,11 +114,6 @@ class BufferLayout:
         """Number of elements in the buffer, padding included."""
         return self.buckets[-1].stop if self.buckets else 0
 
-    @property
-    def shard_numel(self) -> int:
-        """Elements that one rank owns, over all buckets, padding included. The same for every rank."""
-        return self.numel // self.num_shards
-
     def placement(self, name: str) -> Placement:
         """Return where a parameter lies. Raises ArgumentError for a name that is not here."""
         if name not in self._by_name:
@@ -122,12 +124,14 @@ class BufferLayout:
         """Return the range of ``bucket`` that ``rank`` owns."""
         if not 0 <= rank < self.num_shards:
             raise ArgumentError(f"rank={rank} must be between 0 and {self.num_shards - 1}")
+        if bucket.borders:
+            return bucket.borders[rank], bucket.borders[rank + 1]
         numel = bucket.numel // self.num_shards
         return bucket.start + rank * numel, bucket.start + (rank + 1) * numel
 
-    def shard_start(self, bucket: Bucket) -> int:
-        """Return where a rank's shard of ``bucket`` lies in the rank's own flat shard of all buckets."""
-        return bucket.start // self.num_shards
+    def cuts(self, bucket: Bucket) -> list[int]:
+        """Return where the shards of ``bucket`` begin and end: ``num_shards + 1`` numbers, from its start."""
+        return [0, *(self.shard(bucket, rank)[1] - bucket.start for rank in range(self.num_shards))]
 
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:
         """Yield the pieces of parameters inside a range, in order. Padding yields nothing."""
@@ -163,8 +167,7 @@ class BufferLayout:
         if placement.start == placement.stop:
             return
         bucket = self.bucket_of(placement.start)
-        numel = bucket.numel // self.num_shards
-        for rank in range((placement.start - bucket.start) // numel, (placement.stop - 1 - bucket.start) // numel + 1):
+        for rank in range(self.num_shards):
             for piece in self.pieces(*self.shard(bucket, rank)):
                 if piece.name == name:
                     yield rank, piece
@@ -211,7 +214,7 @@ def _build(kind: Hashable, sizes: list[ParamSize], num_shards: int, bucket_numel
 
     def close() -> None:
         nonlocal position, bucket_start, first
-        position = bucket_start + _rounded_up(position - bucket_start, num_shards * alignment)
+        position = bucket_start + rounded_up(position - bucket_start, num_shards * alignment)
         buckets.append(Bucket(len(buckets), bucket_start, position, first, len(placements)))
         bucket_start, first = position, len(placements)
 
@@ -219,7 +222,7 @@ def _build(kind: Hashable, sizes: list[ParamSize], num_shards: int, bucket_numel
         # A parameter larger than a bucket does not make its neighbours wait for it.
         if size.numel > bucket_numel and len(placements) > first:
             close()
-        position = _rounded_up(position, alignment)
+        position = rounded_up(position, alignment)
         placements.append(Placement(size.name, position, position + size.numel))
         position += size.numel
         if position - bucket_start >= bucket_numel:
@@ -229,5 +232,6 @@ def _build(kind: Hashable, sizes: list[ParamSize], num_shards: int, bucket_numel
     return BufferLayout(kind, num_shards, placements, buckets)
 
 
-def _rounded_up(value: int, multiple: int) -> int:
+def rounded_up(value: int, multiple: int) -> int:
+    """Return the smallest multiple of ``multiple`` that is at least ``value``."""
     return -(-value // multiple) * multiple

@@ -69,7 +69,7 @@ def test_buckets_and_shards_tile_the_buffer(
             used = sum(placement.stop - placement.start for placement in inside)
             assert bucket.numel - used < num_shards * alignment + len(inside) * alignment
         assert all(placement.start % alignment == 0 for placement in layout.placements)
-        assert layout.shard_numel * num_shards == layout.numel
+        assert sum(bucket.numel for bucket in layout.buckets) == layout.numel
 
 
 @settings(max_examples=100, deadline=None)
