@@ -188,6 +188,16 @@ class ChainedOptimizer(torch.optim.Optimizer):
         for optimizer in self.optimizers:
             yield from optimizer.main_params()
 
+    def local_grad(self, name: str) -> Tensor | None:
+        """See :meth:`MixedPrecisionOptimizer.local_grad`; of the optimizer that has the parameter ``name``."""
+        for optimizer, names in zip(self.optimizers, self._names(), strict=True):
+            if name in names:
+                return optimizer.local_grad(name)
+        raise ArgumentError(
+            f"name={name!r} is no parameter of these optimizers; they have "
+            f"{listed([name for names in self._names() for name in names])}"
+        )
+
     def reload_model_params(self) -> None:
         """Set every main param to its model param's value exactly."""
         for optimizer in self.optimizers:

@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from megascale.config import OptimizerConfig
-from megascale.errors import ArgumentError, UsageError
+from megascale.errors import ArgumentError, UsageError, listed
 from megascale.grad_scaler import MegatronGradScaler
 from megascale.grad_sync.reduced_grads import ReducedGrads
 from megascale.kernels import Decision, select_backend
@@ -263,6 +263,22 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         """Yield (name, main param) of every trainable parameter, live. An fp32 model param is its own main param."""
         self._member.sync_from_model()
         return ((param.name, param.main) for param in self._member.main_params)
+
+    def local_grad(self, name: str) -> Tensor | None:
+        """Return this rank's gradient of the parameter ``name``, live and still scaled; None if it has none.
+
+        Between a step's end and the next :meth:`zero_grad` it is the reduced one. With a GradSync it is the main grad,
+        with a DistributedOptimizer this rank's piece of it: 1-D, empty where other ranks own all. Of a DTensor it is
+        the local part. Divide by the scale of that step for the gradient of the loss.
+
+        Raises ArgumentError for a name that no trainable parameter has.
+        """
+        for param in self._member.main_params:
+            if param.name == name:
+                return self._member.grad_of(param)
+        raise ArgumentError(
+            f"name={name!r} is no trainable parameter of this optimizer; it has {listed(self.param_names())}"
+        )
 
     def param_names(self) -> list[str]:
         """Return the names of all parameters, in the order of ``param_groups``."""

@@ -1,5 +1,15 @@
 """Tools for the question "which layer overflowed?". None of them changes a bit of training."""
 
+from megascale.debug.modules import ModuleWatch, NonFiniteModule, TensorStatistics, watch
 from megascale.debug.reporting import OverflowReporter, report_overflows
+from megascale.debug.underflow import UnderflowMeter
 
-__all__ = ["OverflowReporter", "report_overflows"]
+__all__ = [
+    "ModuleWatch",
+    "NonFiniteModule",
+    "OverflowReporter",
+    "TensorStatistics",
+    "UnderflowMeter",
+    "report_overflows",
+    "watch",
+]

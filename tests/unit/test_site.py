@@ -17,7 +17,14 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-LISTED = ("megascale", "megascale.amp", "megascale.checkpoint", "megascale.interop", "megascale.metrics")
+LISTED = (
+    "megascale",
+    "megascale.amp",
+    "megascale.checkpoint",
+    "megascale.debug",
+    "megascale.interop",
+    "megascale.metrics",
+)
 """Modules whose ``__all__`` is their public surface, and can be imported everywhere."""
 
 

@@ -1,0 +1,230 @@
+"""ModuleWatch: names the first module whose output, or whose output's gradient, was not finite."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+from weakref import finalize, ref
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from megascale.errors import ArgumentTypeError
+from megascale.utils.dtensors import local
+
+NUM_STATISTICS = 4
+
+
+@dataclass(frozen=True)
+class TensorStatistics:
+    """Statistics of a module's inputs, or of its outputs, over all their floating-point tensors.
+
+    Attributes:
+        minimum, maximum, mean_abs: of the finite elements; 0 without any.
+        share_non_finite: inf and NaN among all elements.
+        dtype: of the first tensor.
+    """
+
+    minimum: float
+    maximum: float
+    mean_abs: float
+    share_non_finite: float
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return (
+            f"{str(self.dtype).removeprefix('torch.')} between {self.minimum:g} and {self.maximum:g}, mean magnitude "
+            f"{self.mean_abs:g}, {self.share_non_finite:.3%} not finite"
+        )
+
+
+@dataclass(frozen=True)
+class NonFiniteModule:
+    """Where inf or NaN appeared first.
+
+    Attributes:
+        module: its name in the model; the model itself has its class's name.
+        phase: "forward": its output was not finite. "backward": the gradient of its output was not; what follows the
+            module in forward has made it.
+        call: which of the module's calls, from 0, since the last :meth:`ModuleWatch.clear`.
+        inputs: of the module, in that call.
+        found: of its output, or of its output's gradient.
+    """
+
+    module: str
+    phase: str
+    call: int
+    inputs: TensorStatistics
+    found: TensorStatistics
+
+    def __str__(self) -> str:
+        what = "output" if self.phase == "forward" else "gradient of the output"
+        return f"{what} of {self.module!r} (call {self.call}): {self.found}; inputs: {self.inputs}"
+
+
+@dataclass(frozen=True)
+class _Site:
+    """What the host knows of a row: which module, and the dtypes of what was measured."""
+
+    module: str
+    phase: str
+    input_dtype: torch.dtype
+    dtype: torch.dtype
+
+
+class ModuleWatch:
+    """Hooks on all modules of a model; :func:`watch` makes it. A context manager that removes them at its end.
+
+    Each device keeps one row of numbers, that of the first event: nothing is read until :meth:`first`. The hooks refer
+    to this object weakly.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        if not isinstance(model, nn.Module):
+            raise ArgumentTypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        self._handles: list[RemovableHandle] = []
+        self._removal = finalize(self, _remove, self._handles)
+        self._removal.atexit = False
+        self.clear()
+        for name, module in model.named_modules():
+            label = name or type(model).__name__
+            self._handles.append(module.register_forward_hook(_forward_hook(self, label), with_kwargs=True))
+
+    def clear(self) -> None:
+        """Forget what was seen."""
+        self._rows: dict[torch.device, Tensor] = {}
+        self._sites: dict[_Site, int] = {}
+        self._calls: dict[str, int] = {}
+        self._num_events = 0
+
+    def first(self) -> NonFiniteModule | None:
+        """Return where inf or NaN appeared first since the last :meth:`clear`, or None. Waits for the device."""
+        rows = [row.tolist() for row in self._rows.values()]
+        found = min((row for row in rows if row[0] >= 0), default=None)
+        if found is None:
+            return None
+        _, index, call, *numbers = found
+        site = list(self._sites)[int(index)]
+        inputs = _as_statistics(numbers[:NUM_STATISTICS], site.input_dtype)
+        output = _as_statistics(numbers[NUM_STATISTICS:], site.dtype)
+        return NonFiniteModule(site.module, site.phase, int(call), inputs, output)
+
+    def remove(self) -> None:
+        """Remove the hooks. What was seen stays."""
+        self._removal()
+
+    def __enter__(self) -> "ModuleWatch":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.remove()
+
+    # Called by the hooks
+
+    def see_forward(self, label: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        """Record a module's call, and watch the gradients of its outputs."""
+        call = self._calls.get(label, 0)
+        self._calls[label] = call + 1
+        if not outputs:
+            return
+        before = _statistics(inputs or outputs)
+        input_dtype = (inputs or outputs)[0].dtype
+        self._record(_Site(label, "forward", input_dtype, outputs[0].dtype), call, before, _statistics(outputs))
+        watch = ref(self)
+
+        def see_grad(grad: Tensor) -> None:
+            alive = watch()
+            if alive is not None:
+                site = _Site(label, "backward", input_dtype, grad.dtype)
+                alive._record(site, call, before, _statistics([local(grad)]))
+
+        for output in outputs:
+            if output.requires_grad:
+                output.register_hook(see_grad)
+
+    @torch.no_grad()
+    def _record(self, site: _Site, call: int, inputs: Tensor, found: Tensor) -> None:
+        """Keep this event's row if it is the first that is not finite, on the device."""
+        index = self._sites.setdefault(site, len(self._sites))
+        event = found.new_tensor([self._num_events, index, call])
+        self._num_events += 1
+        row = torch.cat([event, inputs.to(found.device, non_blocking=True), found])
+        kept = self._rows.get(found.device)
+        if kept is None:
+            kept = torch.full_like(row, -1.0)
+        is_first = (kept[0] < 0) & (found[-1] > 0)
+        self._rows[found.device] = torch.where(is_first, row, kept)
+
+
+def watch(model: nn.Module) -> ModuleWatch:
+    """Watch all modules of ``model`` until :meth:`ModuleWatch.remove`; :meth:`ModuleWatch.first` tells what was seen.
+
+    Hold on to what is returned: the hooks end with it. Each call of a module costs some passes over its inputs and
+    outputs, and each backward over the gradients of its outputs; nothing waits for the device. Submodules come before
+    the module that calls them. Watch the bare model, before ``torch.compile``.
+
+    Raises ArgumentTypeError for anything but a module.
+    """
+    return ModuleWatch(model)
+
+
+def _forward_hook(watched: ModuleWatch, label: str) -> Callable[..., None]:
+    weak = ref(watched)
+
+    def hook(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        alive = weak()
+        if alive is not None:
+            alive.see_forward(label, list(_floating((args, kwargs))), list(_floating(output)))
+
+    return hook
+
+
+def _floating(tree: Any) -> Iterator[Tensor]:
+    """Yield the floating-point tensors of a nest; of a DTensor's backward the hook must be on the DTensor itself."""
+    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.is_floating_point())
+
+
+def _as_statistics(numbers: list[float], dtype: torch.dtype) -> TensorStatistics:
+    minimum, maximum, mean_abs, share_non_finite = numbers
+    return TensorStatistics(minimum, maximum, mean_abs, share_non_finite, dtype)
+
+
+@torch.no_grad()
+def _statistics(tensors: list[Tensor]) -> Tensor:
+    """Return the numbers of :class:`TensorStatistics`, fp32, shape [4], on the first tensor's device."""
+    device = tensors[0].device
+    parts = [_of_one(local(tensor)).to(device, non_blocking=True) for tensor in tensors if tensor.numel()]
+    if not parts:
+        return torch.zeros(NUM_STATISTICS, device=device)
+    table = torch.stack(parts)
+    finite = table[:, 3].sum().clamp(min=1.0)
+    share = table[:, 4].sum() / (table[:, 3] + table[:, 4]).sum()
+    return torch.stack([table[:, 0].amin(), table[:, 1].amax(), table[:, 2].sum() / finite, share])
+
+
+def _of_one(tensor: Tensor) -> Tensor:
+    """Return minimum, maximum, sum of magnitudes, number of finite and of other elements: fp32, shape [5]."""
+    values = tensor.detach().float()
+    finite = torch.isfinite(values)
+    count = finite.sum()
+    low = values.masked_fill(~finite, torch.inf).amin()
+    high = values.masked_fill(~finite, -torch.inf).amax()
+    none = count == 0
+    return torch.stack(
+        [
+            low.masked_fill(none, 0.0),
+            high.masked_fill(none, 0.0),
+            values.abs().masked_fill(~finite, 0.0).sum(),
+            count.float(),
+            (finite.numel() - count).float(),
+        ]
+    )
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    """Remove hooks. A finalizer: it must not refer to the ModuleWatch."""
+    for handle in handles:
+        handle.remove()
+    handles.clear()

@@ -1,0 +1,134 @@
+"""UnderflowMeter and local_grad(): what fp16 loses of the gradients, and how far they are from overflow."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megascale import ChainedOptimizer, ConstantGradScaler, DistributedOptimizer, MixedPrecisionOptimizer
+from megascale.debug import UnderflowMeter
+from megascale.errors import ArgumentError, ArgumentTypeError
+from megascale.grad_sync import GradSync
+from tests.counting import OperatorCounter
+from tests.pool import RankPool
+
+SCALE = 2.0**10
+
+
+def _wrapped(**options: Any) -> tuple[list[nn.Parameter], MixedPrecisionOptimizer]:
+    params = [nn.Parameter(torch.ones(4).half()), nn.Parameter(torch.ones(8).half())]
+    inner = torch.optim.SGD([{"params": [("a", params[0])]}, {"params": [("b", params[1])]}], lr=0.0)
+    return params, MixedPrecisionOptimizer(inner, None, ConstantGradScaler(SCALE), grads_are_scaled=True, **options)
+
+
+def _give(params: list[nn.Parameter]) -> None:
+    params[0].grad = torch.tensor([0.0, 2.0**-15, 2.0**-14, 1.0]).half()
+    params[1].grad = torch.full((8,), 2.0**12).half()
+
+
+def test_shares_and_headroom() -> None:
+    """Zeros and subnormals of each group, headroom in powers of two, and a scale that uses it."""
+    params, optimizer = _wrapped()
+    meter = UnderflowMeter(optimizer, every=3)
+    for _ in range(2):
+        assert meter.latest == {}
+        _give(params)
+        optimizer.step()
+    assert meter.latest == {
+        "step": 0.0,
+        "scale": SCALE,
+        "group0/zeros": 0.25,
+        "group0/subnormals": 0.25,
+        "group0/headroom": math.log2(65504),
+        "group1/zeros": 0.0,
+        "group1/subnormals": 0.0,
+        "group1/headroom": math.log2(65504) - 12,
+        "suggested_scale": SCALE * 2.0**2,
+    }
+
+
+def test_only_sampled_steps_cost_operators() -> None:
+    """Invariant 5: between two samples a step dispatches what it does without a meter; a sample reads nothing."""
+    params, optimizer = _wrapped()
+    counts = []
+    for every in (None, 4):
+        meter = None if every is None else UnderflowMeter(optimizer, every)
+        for index in range(8):
+            _give(params)
+            with OperatorCounter() as counter:
+                optimizer.step()
+            assert counter.host_reads == 0
+            if index in (2, 3, 6, 7):
+                counts.append(counter.counts)
+        if meter is not None:
+            assert meter.latest["step"] == 4
+            meter.remove()
+            assert not optimizer._optimizer_step_post_hooks
+    assert all(count == counts[0] for count in counts)
+
+
+def test_a_skipped_step_is_no_sample() -> None:
+    """The sample before it stays; flush() waits for the newest."""
+    params, optimizer = _wrapped()
+    meter = UnderflowMeter(optimizer, every=1)
+    _give(params)
+    optimizer.step()
+    assert meter.flush()["step"] == 0
+    _give(params)
+    params[0].grad = torch.full((4,), math.inf).half()
+    optimizer.step()
+    assert meter.flush()["step"] == 0
+
+
+def test_bad_arguments_are_refused() -> None:
+    """Something else than our optimizer, and no steps between samples."""
+    params, optimizer = _wrapped()
+    with pytest.raises(ArgumentTypeError, match="optimizer must be"):
+        UnderflowMeter(torch.optim.SGD(params, lr=0.1))  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="every must be"):
+        UnderflowMeter(optimizer, every=0)
+
+
+def _place(grad: Tensor | None) -> int:
+    assert grad is not None
+    return grad.data_ptr()
+
+
+def test_local_grad_of_plain_and_synced_parameters() -> None:
+    """``param.grad`` as it is, or the main grad; a name that is not there is refused with those that are."""
+    params, optimizer = _wrapped()
+    assert optimizer.local_grad("a") is None
+    _give(params)
+    assert _place(optimizer.local_grad("a")) == _place(params[0].grad)
+    with pytest.raises(ArgumentError, match=r"name='c' is no trainable parameter of this optimizer; it has 'a', 'b'"):
+        optimizer.local_grad("c")
+    model: nn.Module = nn.Linear(2, 1).half()
+    weight = dict(model.named_parameters())["weight"]
+    sync = GradSync(model.named_parameters())
+    inner = torch.optim.SGD(model.named_parameters(), lr=0.0)
+    synced = MixedPrecisionOptimizer(inner, None, ConstantGradScaler(SCALE), grad_sync=sync)
+    assert _place(synced.local_grad("weight")) == _place(sync.main_grad(weight))
+    chain = ChainedOptimizer([synced])
+    assert _place(chain.local_grad("weight")) == _place(sync.main_grad(weight))
+    with pytest.raises(ArgumentError, match="name='c' is no parameter of these optimizers"):
+        chain.local_grad("c")
+
+
+def _pieces() -> dict[str, list[float]]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2, bias=False).half()
+    inner = torch.optim.SGD(model.named_parameters(), lr=0.0)
+    optimizer = DistributedOptimizer(inner, None, ConstantGradScaler(SCALE), modules=model, bucket_numel=1)
+    optimizer.zero_grad()
+    optimizer.scale_loss((model(torch.tensor([[1.0, 2.0, 4.0]]).half())).float().sum()).backward()
+    optimizer.step()
+    grad = optimizer.local_grad("weight")
+    assert grad is not None
+    return {"weight": (grad / SCALE).tolist()}
+
+
+def test_local_grad_of_a_sharded_parameter(ranks: RankPool) -> None:
+    """Each rank has its piece, scaled; together they are the gradient."""
+    assert [part for rank in ranks.run(2, _pieces) for part in rank["weight"]] == [1.0, 2.0, 4.0, 1.0, 2.0, 4.0]
