@@ -55,6 +55,10 @@ class NonFiniteParamError(MegascaleError, ArithmeticError):
     """A main param holds inf or NaN: gradients that depend on it do too, so every later step would be skipped."""
 
 
+class InnerStepError(MegascaleError, RuntimeError):
+    """The wrapped optimizer's own ``step()`` raised an error. Some main params may be updated and others not."""
+
+
 class SkippedStepsError(MegascaleError, RuntimeError):
     """More steps in a row were skipped than ``config.max_consecutive_skips`` allows."""
 

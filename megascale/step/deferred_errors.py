@@ -1,8 +1,8 @@
 """Errors of one rank that every rank must raise: they travel in the statistics vector, so that no collective is added.
 
-Two kinds: a gradient that cannot be used on one rank, and a main param whose rounding into fp16 is not finite. The host
-raises an agreed error as soon as it can without waiting: at once where statistics lie in host memory, one step late on
-an accelerator.
+Three kinds: what cannot be used on one rank, found before the decision; a main param whose rounding into fp16 is not
+finite; and any other error after the decision. The last two travel with the next step. The host raises an agreed error
+as soon as it can without waiting: at once where statistics lie in host memory, one step late on an accelerator.
 """
 
 from collections import deque
@@ -41,6 +41,7 @@ class DeferredErrors:
 
     def clear(self) -> None:
         """Forget all errors; called when main params were replaced."""
+        self._error = None
         self._rounded.clear()
         self._num_overflowed.zero_()
         self._view.flush()
@@ -80,6 +81,10 @@ class DeferredErrors:
         late = self._view.push_vector([field.name for field in Statistic], vector)
         return None if late is None else {field: late[field.name] for field in Statistic}
 
+    def record(self, error: MegascaleError) -> None:
+        """Record an error of this rank after the decision: :meth:`raise_local` or the next step raises it."""
+        self._error = self._error or error
+
     def record_overflows(self, rounded: list[Rounded]) -> None:
         """Record, on the device, which main params did not fit their model params."""
         self._rounded.append(rounded)
@@ -97,13 +102,14 @@ class DeferredErrors:
             torch.sum(together, 0, dtype=out.dtype, out=out)
 
     def raise_local(self) -> None:
-        """Raise at once where this rank is alone and its values lie in host memory."""
+        """Raise at once where this rank is alone, as far as the host knows without waiting."""
+        if self._alone and self._error is not None:
+            self._raise_together()
         if self._alone and self._on_host and self._num_overflowed.reshape(1).tolist() != [0.0]:
             self._raise_together()
 
     def _raise_together(self) -> None:
         error = self._error or self._overflow_error()
-        self._error = None
         self.clear()
         raise_together(error, self._group)
 

@@ -138,7 +138,7 @@ class StepMember:
     def checked_again(self, ready: ReadyStep) -> ReadyStep:
         """Return a ready step whose tensors were checked again, as the caller may have changed them.
 
-        Raises GradientError or UsageError, on this rank alone, if a tensor is no longer the one of the decision.
+        Raises GradientError or UsageError if a tensor is no longer the one of the decision.
         """
         self.sync_from_model()
         checked = []
@@ -150,6 +150,11 @@ class StepMember:
     def apply(self, ready: ReadyStep) -> list[Rounded]:
         """Update where the step lands. Returns which main params did not fit their model params."""
         return self.update.apply(ready.updates, ready.decision, self.main_params.mark_written)
+
+    def leave(self, ready: ReadyStep) -> None:
+        """Update nothing, and let other ranks have what they gather from this one."""
+        for update in ready.updates:
+            self.main_params.mark_written(update.unit, None)
 
     def memory_layout(self) -> list[object]:
         """Return a list that differs once parameters or state have moved. Takes over weights loaded into the model."""

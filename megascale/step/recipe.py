@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megascale.errors import ArgumentTypeError, MegascaleError, UsageError
+from megascale.errors import ArgumentTypeError, InnerStepError, MegascaleError, UsageError
 from megascale.grad_scaler import MegatronGradScaler
 from megascale.kernels import Decision
 from megascale.parallel import ParallelGroups
@@ -149,10 +149,14 @@ class StepRecipe:
     # The second half
 
     def carry_out(self) -> StepResult:
-        """Update and gather, where the step lands. All members are updated before an error is raised."""
+        """Update and gather, where the step lands. All members are updated before an error is raised.
+
+        An error here is this rank's alone. Others wait for its gathers, so it takes part in them, and all ranks raise
+        the error at the next step.
+        """
         ready = self._ready("step_with_ready_grads() needs prepare_grads() first; step() calls both")
         if self._is_held:
-            ready = [member.checked_again(own) for member, own in zip(self.members, ready, strict=True)]
+            ready = self._checked_again(ready)
         self.forget_ready()
         decision = ready[0].decision
         with span("update"):
@@ -258,9 +262,30 @@ class StepRecipe:
         for member in self.members:
             member.counter.count(decision.found_inf, on_host=not is_capturing(member.device))
 
+    def _checked_again(self, ready: list[ReadyStep]) -> list[ReadyStep]:
+        """Return the ready steps with their tensors checked again, or steps that update nothing where one has changed.
+
+        Raises the error at once where this rank is alone. Nothing has changed then.
+        """
+        try:
+            return [member.checked_again(own) for member, own in zip(self.members, ready, strict=True)]
+        except MegascaleError as error:
+            if group_size(self.groups.grad_stats) == 1:
+                raise
+            self.errors.record(error)
+        for member, own in zip(self.members, ready, strict=True):
+            member.leave(own)
+        return [replace(own, updates=[]) for own in ready]
+
     def _apply(self, ready: Sequence[ReadyStep]) -> list[Rounded]:
         """Update all members. Returns which main params did not fit their model params."""
-        return [one for member, own in zip(self.members, ready, strict=True) for one in member.apply(own)]
+        rounded: list[Rounded] = []
+        for member, own in zip(self.members, ready, strict=True):
+            try:
+                rounded += member.apply(own)
+            except InnerStepError as error:
+                self.errors.record(error)
+        return rounded
 
     def _ready(self, without: str) -> list[ReadyStep]:
         """Return the members' ready steps. Raises UsageError saying ``without`` if there are none."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from megascale.errors import UsageError
+from megascale.errors import InnerStepError, UsageError
 from megascale.kernels import (
     Backend,
     Decision,
@@ -18,6 +18,7 @@ from megascale.kernels import (
 )
 from megascale.main_params.main_param import MainParam
 from megascale.step.inner_step import InnerStep, without_grad
+from megascale.step.kernel_state import rate
 from megascale.step.torch_states import state_of, widen, with_tensor_counts
 from megascale.step.update import InnerUpdate, MarkWritten, PendingUpdate, Rounded
 from megascale.utils.dtensors import dtensor_like, local
@@ -54,10 +55,14 @@ class GeneralUpdate(InnerUpdate):
         return []
 
     def prepare(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
-        """See :class:`InnerUpdate`. Of state, only that it has memory is checked.
+        """See :class:`InnerUpdate`. Of state, only that it has memory is checked, and of options the learning rate.
 
-        Raises UsageError, naming the parameter, for state without memory.
+        Raises UsageError, naming the parameter, for state without memory, and ArgumentError for a learning rate
+        that is neither a number nor a tensor of one.
         """
+        for pending in updates:
+            if "lr" in pending.options:
+                rate(pending.options)
         for param in (param for pending in updates for param in pending.params):
             for name, value in state_of(self.optimizer, param).items():
                 if isinstance(value, Tensor) and (fault := memory_fault(local(value))):
@@ -66,14 +71,23 @@ class GeneralUpdate(InnerUpdate):
 
     @override
     def apply(self, updates: Sequence[PendingUpdate], decision: Decision, mark_written: MarkWritten) -> list[Rounded]:
+        """See :class:`InnerUpdate`.
+
+        Raises InnerStepError where the optimizer's ``step()`` raises. Model params are then the roundings of main
+        params nevertheless, and other ranks get what they wait for.
+        """
         if bool(decision.found_inf):
             for pending in updates:
                 mark_written(pending.unit, None)
             return []
         params = [param for pending in updates for param in pending.params]
         grads = [grad for pending in updates for grad in pending.grads]
-        with self._on_main_params(params, grads, decision):
-            self.inner_step()
+        failure: Exception | None = None
+        try:
+            with self._on_main_params(params, grads, decision):
+                self.inner_step()
+        except Exception as error:  # whatever it is: other ranks wait
+            failure = error
         by_device: defaultdict[torch.device, list[MainParam]] = defaultdict(list)
         for param in params:
             if param.is_copy:
@@ -84,6 +98,11 @@ class GeneralUpdate(InnerUpdate):
         ]
         for pending in updates:
             mark_written(pending.unit, None)
+        if failure is not None:
+            raise InnerStepError(
+                f"{type(self.optimizer).__name__}.step() raised {type(failure).__name__}: {failure}; some main params "
+                "may be updated and others not: mend the cause, then load a checkpoint or a state dict"
+            ) from failure
         return rounded
 
     @contextmanager
@@ -106,16 +125,17 @@ class GeneralUpdate(InnerUpdate):
                 group["params"] = [shown[id(p)].main for p in group["params"] if id(p) in shown]
             yield
         finally:
+            state = optimizer.state  # its step may have replaced it
             for param in params:
                 param.main.grad = None
                 if param.main is not param.model and param.main in state:
                     state[param.model] = state.pop(param.main)
-            for param, dtypes in narrow:
-                for name, dtype in dtypes.items():
-                    state[param.model][name] = state[param.model][name].to(dtype)
             for group, originals in zip(optimizer.param_groups, model_params, strict=True):
                 group["params"] = originals
             set_aside.close()
+            for param, dtypes in narrow:
+                own = state.get(param.model, {})
+                own.update({name: own[name].to(dtype) for name, dtype in dtypes.items() if name in own})
 
 
 def _widen(state: dict[str, Any], main: Tensor) -> dict[str, torch.dtype]:
