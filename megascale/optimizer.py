@@ -101,10 +101,20 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self.grad_scaler = grad_scaler.to(self.device) if grad_scaler is not None and has_values else grad_scaler
         if self.grad_scaler is not None:
             self.grad_scaler.backend = self.backend
-        if grad_sync is not None and grad_sync.compares_replicas and not replicas_may_differ:
-            require_same(_trainable(optimizer, main_params), self.groups, "pass replicas_may_differ=True")
+        self._replicas_may_differ = replicas_may_differ
+        self._require_same(optimizer.param_groups)
         self._member.sync_from_model()
         ownership.record(self, optimizer, self.grad_scaler)
+
+    def _require_same(self, param_groups: list[dict[str, Any]]) -> None:
+        """Raise ArgumentError on all ranks if trainable parameters of these groups differ where GradSync reduces."""
+        grad_sync = self._member.grad_sync
+        if grad_sync is None or not grad_sync.compares_replicas or self._replicas_may_differ:
+            return
+        names = self._member.main_params.names(self.optimizer.param_groups)
+        params = [param for group in param_groups for param in group["params"] if param.requires_grad]
+        named = [(names[id(param)], param) for param in params]
+        require_same(named, self.groups, "pass replicas_may_differ=True")
 
     def _make_main_params(self, names: Mapping[int, str]) -> MainParams:
         """Return the MainParams; here every rank has all of them. ``names``: parameter names by ``id(param)``."""
@@ -254,9 +264,18 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             self._member.grad_sync.zero_()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group of model params (or of (name, param) pairs). Main params are made at once."""
+        """Add a param group of model params (or of (name, param) pairs). Main params are made at once.
+
+        Raises ArgumentError, with nothing added, where ``grad_sync`` reduces gradients and ranks, which all call this
+        together, hold different values of a parameter.
+        """
         if self._constructed:
             self.optimizer.add_param_group(param_group)
+            try:
+                self._require_same(self.optimizer.param_groups[-1:])
+            except ArgumentError:
+                self.optimizer.param_groups.pop()
+                raise
             self._member.sync_from_model()
 
     def main_params(self) -> Iterator[tuple[str, Tensor]]:
@@ -391,10 +410,3 @@ def _device_of(optimizer: torch.optim.Optimizer) -> torch.device:
     """Return where decisions live: the first parameter's device."""
     params: list[nn.Parameter] = [param for group in optimizer.param_groups for param in group["params"]]
     return params[0].device if params else torch.device("cpu")
-
-
-def _trainable(optimizer: torch.optim.Optimizer, main_params: MainParams) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters that require grad, with their names."""
-    names = main_params.names(optimizer.param_groups)
-    for group in optimizer.param_groups:
-        yield from ((names[id(param)], param) for param in group["params"] if param.requires_grad)

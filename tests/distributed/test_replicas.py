@@ -234,6 +234,32 @@ def test_ranks_that_begin_with_different_weights_are_found(
     assert (set(begun) == set(alike)) == sharded  # broadcast, or left as they were
 
 
+def _added_apart(seeds: list[int]) -> tuple[str, int, bool]:
+    module = model(torch.float16)
+    sync = GradSync(module.named_parameters())
+    inner = torch.optim.AdamW(module.named_parameters(), lr=1e-2)
+    optimizer = MixedPrecisionOptimizer(inner, None, ConstantGradScaler(8.0), grad_sync=sync)
+    torch.manual_seed(seeds[dist.get_rank()])
+    later = torch.nn.Linear(4, 4).half()
+    named = [(f"later.{name}", param) for name, param in later.named_parameters()]
+    sync.add(named)
+    told = ""
+    try:
+        optimizer.add_param_group({"params": named})
+    except ArgumentError as error:
+        told = str(error)
+    _backward(module, optimizer, 0)
+    return told, len(optimizer.param_groups), bool(optimizer.step().success)
+
+
+def test_parameters_that_are_added_apart_are_found(ranks: RankPool) -> None:
+    """A group whose parameters differ between ranks is not added, and training goes on without it."""
+    for told, num_groups, success in ranks.run(2, _added_apart, [0, 1]):
+        assert told.startswith("parameters differ between data-parallel ranks: 'later.weight', 'later.bias'")
+        assert (num_groups, success) == (1, True)
+    assert ranks.run(2, _added_apart, [3, 3]) == [("", 2, True)] * 2
+
+
 def _divided(divisors: list[int]) -> list[Any]:
     module = model(torch.bfloat16)
     sync = GradSync(module.named_parameters(), reduction="sum")
