@@ -1,7 +1,10 @@
 """Logs a run: to metrics.csv and TensorBoard, on request to Weights & Biases, and with a progress bar."""
 
+import json
+import math
 import sys
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -9,6 +12,7 @@ from tqdm import tqdm
 from megascale.metrics import CsvFile, Sink, TensorBoard, WeightsAndBiases
 from megascale.metrics.sinks import FILE_NAME, close_all, rows_before
 from megascale.train.config import TrainConfig, as_dict
+from megascale.utils.atomic_files import appearing
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,8 @@ class Row:
     """Of this step alone, without evaluation and checkpoints."""
 
 
+OVERFLOWS = "overflows.jsonl"
+"""The file, in a run's folder, of the gradients that made steps skip."""
 COLUMNS = [column.name for column in fields(Row)]
 
 
@@ -117,3 +123,20 @@ def rewrite_last_row(config: TrainConfig, step: int, total_accuracy: float) -> N
         log = RunLog(config, step - 1)
         log.write(replace(Row(**read), total_accuracy=total_accuracy))
         log.close()
+
+
+def keep_overflows_before(path: Path, step: int) -> None:
+    """Remove what the file tells of ``step`` and later ones, which run again, and a line that a kill cut short."""
+    if not path.exists():
+        return
+    kept = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if _step_of(line) < step]
+    with appearing(path, overwrite=True) as unnamed:
+        unnamed.write_text("".join(kept), encoding="utf-8")
+
+
+def _step_of(line: str) -> float:
+    """Return the step of a JSON line, infinity for one that is not whole."""
+    try:
+        return float(json.loads(line)["step"]) if line.endswith("\n") else math.inf
+    except ValueError:
+        return math.inf

@@ -16,11 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 from megascale.checkpoint import Checkpointer
 from megascale.checkpoint.manifest import Manifest
 from megascale.checkpoint.nest import unflatten
+from megascale.debug import report_overflows
 from megascale.errors import ArgumentError, CheckpointError, MegascaleError
 from megascale.host_view import HostView
 from megascale.train.build import DTYPES, build_schedule, build_task, build_wrapped_optimizer
 from megascale.train.config import FREE_ON_RESUME, TrainConfig, as_dict, save_yaml
-from megascale.train.run_log import Row, RunLog, rewrite_last_row
+from megascale.train.run_log import OVERFLOWS, Row, RunLog, keep_overflows_before, rewrite_last_row
 from megascale.train.runtime import Runtime
 from megascale.train.tasks import Batch
 from megascale.utils.collectives import all_reduce_sum_, broadcast_object, raise_together
@@ -102,6 +103,8 @@ class Trainer:
         self._resume()
         self.schedule = build_schedule(self.config, self.optimizer, self.progress.landed)
         self._open_log()
+        overflows = self.config.run_folder / OVERFLOWS
+        self.reporter = report_overflows(self.optimizer, model=self.network, path=overflows)
         self._begun = time.perf_counter()
 
     # One step
@@ -271,6 +274,7 @@ class Trainer:
         if self.runtime.is_first and self.progress.step < self.config.steps:
             try:
                 self.log = RunLog(self.config, self.progress.step)
+                keep_overflows_before(self.config.run_folder / OVERFLOWS, self.progress.step)
                 save_yaml(self.config, self.config.run_folder / "config.yaml")
             except MegascaleError as caught:
                 error = caught

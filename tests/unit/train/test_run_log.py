@@ -4,7 +4,7 @@ import csv
 from pathlib import Path
 
 from megascale.train.config import TrainConfig, load_config
-from megascale.train.run_log import COLUMNS, Row, RunLog
+from megascale.train.run_log import COLUMNS, Row, RunLog, keep_overflows_before
 
 
 def _config(folder: Path) -> TrainConfig:
@@ -48,3 +48,14 @@ def test_killed_again_before_it_saved(tmp_path: Path) -> None:
     last.close()
     assert _steps(tmp_path) == [str(step) for step in range(8)]
     killed.close()
+
+
+def test_overflows_of_steps_that_run_again_are_removed(tmp_path: Path) -> None:
+    """Rows from the first step that runs again are gone, and so is a line that a kill cut short."""
+    path = tmp_path / "overflows.jsonl"
+    keep_overflows_before(path, 3)
+    assert not path.exists()
+    rows = [f'{{"step": {step}}}\n' for step in (0, 2, 2, 3, 11)]
+    path.write_text("".join(rows) + '{"step": 1')
+    keep_overflows_before(path, 3)
+    assert path.read_text() == "".join(rows[:3])

@@ -133,3 +133,14 @@ def test_a_training_step_reads_nothing_on_the_host(tmp_path: Path) -> None:
             for step in range(1, 4):
                 trainer._step(step)
         assert counter.host_reads == 0
+
+
+def test_skipped_steps_name_their_gradients(tmp_path: Path) -> None:
+    """overflows.jsonl has rows for each skipped step of metrics.csv, and for no other, also after a stop."""
+    assert _run(tmp_path, "scaler.scale=1e30", "checkpoint.every=2", stop_at=1) == 128 + signal.SIGTERM
+    assert _run(tmp_path, "scaler.scale=1e30", "checkpoint.every=2") == 0
+    rows = [json.loads(line) for line in (tmp_path / "run" / "overflows.jsonl").read_text().splitlines()]
+    named = {(row["step"], row["scale"]) for row in rows}
+    assert named == {(int(row["step"]), float(row["scale"])) for row in _rows(tmp_path) if row["skipped"] == "1"}
+    assert {row["step"] for row in rows} == {0, 1, 2, 3}
+    assert sum(row["origin"] for row in rows) == 4
