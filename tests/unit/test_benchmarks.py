@@ -291,3 +291,15 @@ def test_native_levels_are_timed_and_leave_the_same_bits() -> None:
     ours = ["native, compiled here", *(f"native, `{name}`" for name in levels.supported())]
     assert [row["backend"] for row in rows] == [*ours, "torch"]
     assert [row["same bits"] for row in rows[:-1]] == ["yes"] * len(ours)
+
+
+@pytest.mark.slow
+def test_overflow_report_has_a_row_for_each_dtype(tmp_path: Path) -> None:
+    """Steps with and without reports of a tiny GPT, in each dtype of gradients."""
+    out = tmp_path / "table.md"
+    sizes = ("--width", "16", "--layers", "1", "--context", "8", "--batch", "2", "--rounds", "2", "--threads", "1")
+    command = [sys.executable, str(ROOT / "benchmarks/overflow_report.py"), *sizes, "--out", str(out)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [row["gradients"] for row in table(out.read_text())] == ["float16", "bfloat16"]
