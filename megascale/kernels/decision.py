@@ -30,7 +30,7 @@ class Statistic(IntEnum):
     ZEROS = 2
     """Elements that are zero; NaN where they are not counted."""
     ERRORS = 3
-    """Errors of a rank that all ranks must raise."""
+    """Errors of a rank that all ranks must raise: not 0 if there are any."""
     CONTRAST = 4
     """Sum of squares, weighted so that the sum over ranks with the same gradients is 0."""
     SCALED = 5
@@ -128,7 +128,7 @@ class TorchDecisions:
         found_inf = (
             (sum_squares <= LARGEST_SUM_SQUARES).logical_not()
             | (agreed[Statistic.NON_FINITE] > 0)
-            | (agreed[Statistic.ERRORS] > 0)
+            | (agreed[Statistic.ERRORS] != 0)
             | (agreed[Statistic.CONTRAST].abs() > REPLICA_TOLERANCE * sum_squares)
             | (agreed[Statistic.SCALED] <= 0)
         )

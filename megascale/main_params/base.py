@@ -150,6 +150,10 @@ class MainParams(ABC):
     def __iter__(self) -> Iterator[MainParam]:
         return (param for group in self.ordered for param in group)
 
+    def everywhere(self) -> Mapping[str, nn.Parameter]:
+        """Return, by name, the model params of which other ranks hold other shards; none where they are not sharded."""
+        return {}
+
     def get(self, param: Tensor) -> MainParam | None:
         """Return the main param of a model param, or None."""
         return self._by_id.get(id(param))

@@ -30,6 +30,8 @@ class GatheredBucket:
         self.memory = synced.memory.twin(dtype)
         self._thread = thread
         self._arrival: Arrival | None = None
+        self.was_started = False
+        """In this step."""
 
     @torch.no_grad()
     def point(self, name: str, param: nn.Parameter) -> None:
@@ -47,6 +49,7 @@ class GatheredBucket:
 
     def start(self) -> None:
         """Start the gather."""
+        self.was_started = True
         shard = self.memory.shard(self.synced.rank)
         group, tag = self.synced.group.shard, self.synced.tag | _GATHER_BIT
         gathering = all_gather_start(self.memory.flat, shard, group, tag)
@@ -104,6 +107,13 @@ class ParamGather:
     def in_forward_order(self) -> list[GatheredBucket]:
         """Return all buckets, in the order in which forward needs them."""
         return [self.buckets[index] for index in sorted(self.buckets, reverse=True)]
+
+    def start_all(self) -> None:
+        """Start the gathers that this step has not started: all ranks gather all buckets, whatever one leaves out."""
+        for bucket in self.in_forward_order():
+            if not bucket.was_started:
+                bucket.start()
+            bucket.was_started = False
 
     def wait(self) -> None:
         """Wait until every parameter is whole."""

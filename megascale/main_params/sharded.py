@@ -57,6 +57,7 @@ class ShardedMainParams(MainParams):
         self._gather = gather
         self._broadcast = broadcast
         self._place = {name: index for index, name in enumerate(names.values())}
+        self._everywhere: dict[str, nn.Parameter] = {}
         self._pieces: dict[int, Piece | None] = {}
         self._buckets: WeakKeyDictionary[UpdateUnit, list[GatheredBucket]] = WeakKeyDictionary()
 
@@ -76,6 +77,7 @@ class ShardedMainParams(MainParams):
         self._gather.add(added)
         shards: dict[str, Tensor] = {}
         for synced in added:
+            self._everywhere |= synced.params
             memory = self._gather.buckets[synced.index].memory
             pieces = memory.pieces(synced.rank)
             self._pieces |= {id(param): pieces.get(name) for name, param in synced.params.items()}
@@ -105,6 +107,10 @@ class ShardedMainParams(MainParams):
         return {id(p.model): ParamShard(p.part, p.model.shape, self.start_of(p.model)) for p in self}
 
     @override
+    def everywhere(self) -> Mapping[str, nn.Parameter]:
+        return self._everywhere
+
+    @override
     def keeps(self, param: nn.Parameter) -> bool:
         """Return False for a frozen parameter: it has no bucket."""
         return id(param) in self._by_id
@@ -115,9 +121,8 @@ class ShardedMainParams(MainParams):
         group_of = {id(param): index for index, group in enumerate(self.ordered) for param in group}
         found: list[UpdateUnit] = []
         for bucket in self._gather.in_forward_order():
-            params = [self._by_id[id(param)] for param in bucket.synced.params.values()]
             by_group: dict[int, list[MainParam]] = {}
-            for param in params:
+            for param in filter(None, map(self.get, bucket.synced.params.values())):
                 if id(param) in group_of:
                     by_group.setdefault(group_of[id(param)], []).append(param)
             found += [UpdateUnit(group, members) for group, members in by_group.items()]
@@ -158,6 +163,7 @@ class ShardedMainParams(MainParams):
     @override
     def end_step(self) -> None:
         """See :class:`MainParams`. With overlap the gather continues during the next forward."""
+        self._gather.start_all()
         if not self._gather.overlap:
             self._gather.end()
 

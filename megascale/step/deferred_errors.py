@@ -6,16 +6,17 @@ as soon as it can without waiting: at once where statistics lie in host memory, 
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megascale.errors import MainParamOverflowError, MegascaleError, NonFiniteParamError, listed
 from megascale.host_view import HostView
 from megascale.kernels import Statistic, stats_dtype
 from megascale.main_params.main_param import MainParam
 from megascale.parallel import ParallelGroups
+from megascale.step.absence import absence, absence_error
 from megascale.step.grad_stats import GradStats
 from megascale.step.update import Rounded
 from megascale.utils.collectives import group_size, raise_together
@@ -27,12 +28,14 @@ class DeferredErrors:
     """Collects this rank's errors, and raises them on all ranks of ``grad_stats`` at the same step."""
 
     def __init__(self, groups: ParallelGroups, device: torch.device) -> None:
+        self._groups = groups
         self._group = groups.grad_stats
         self._alone = group_size(self._group) == 1
         self._on_host = device.type == "cpu"
         self._device = device
         self._view = HostView()
         self._error: Exception | None = None
+        self._absent: Mapping[str, nn.Parameter] = {}
         # The roundings of this step and the one before, as the host learns of an overflow one step late.
         self._rounded: deque[list[Rounded]] = deque(maxlen=2)
         # Updated in place: captured graphs hold this address.
@@ -50,12 +53,19 @@ class DeferredErrors:
         """Forget statistics that the host has not read yet; called for a step that is dropped."""
         self._view.flush()
 
-    def as_statistic(self, error: Exception | None) -> Tensor:
-        """Return this rank's number of errors, 0-d, for the statistics vector. ``error``: found in this step."""
+    def as_statistic(self, error: Exception | None, absent: Mapping[str, nn.Parameter] | None = None) -> Tensor:
+        """Return this rank's number of errors, 0-d, for the statistics vector: not 0 in sum if a rank has one.
+
+        Args:
+            error: found in this step.
+            absent: by name, parameters that this rank leaves out and that other ranks must leave out, too.
+        """
         if error is not None and self._alone:
             raise error
         self._error = self._error or error
-        return self._num_overflowed if self._error is None else self._num_overflowed + 1
+        self._absent = absent or {}
+        count = (self._error is not None) + (absence(absent, self._groups) if absent else 0)
+        return self._num_overflowed + count if count else self._num_overflowed
 
     def raise_agreed(self, agreed: GradStats) -> dict[Statistic, float] | None:
         """Raise on every rank alike if any had an error, as soon as the host can know.
@@ -71,7 +81,7 @@ class DeferredErrors:
         if self._agreed is None:
             return None
         seen = self._read(self._agreed.vector)
-        if seen is not None and seen[Statistic.ERRORS] > 0:
+        if seen is not None and seen[Statistic.ERRORS] != 0:
             self._raise_together()
         return seen
 
@@ -112,6 +122,7 @@ class DeferredErrors:
         error = self._error or self._overflow_error()
         self.clear()
         raise_together(error, self._group)
+        raise_together(absence_error(self._absent.keys()), self._group)
 
     def _overflow_error(self) -> MegascaleError | None:
         found = {

@@ -1,13 +1,13 @@
 """Finishes gradient reduction and collects a step's local gradients, from ``param.grad`` and main grads."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megascale.errors import ArgumentError, GradientError, MegascaleError, UsageError
 from megascale.grad_sync.grad_hook import owner_of, require_unowned
@@ -56,6 +56,7 @@ class Collected:
         grads: their local gradients.
         weights: of each gradient's statistics.
         error: why this rank cannot step; the lists are empty then.
+        absent: by name, parameters that have shards on all ranks, but that this rank leaves out.
     """
 
     updates: list[PendingUpdate]
@@ -63,6 +64,7 @@ class Collected:
     grads: TensorList
     weights: GradWeights
     error: Exception | None
+    absent: Mapping[str, nn.Parameter] = field(default_factory=dict)
 
 
 class ReadyGrads:
@@ -113,7 +115,7 @@ class ReadyGrads:
         if error is not None:
             return self.failed(error)
         params, grads = self._to_measure(updates)
-        return Collected(updates, params, grads, self._weigh(params), None)
+        return Collected(updates, params, grads, self._weigh(params), None, _absent(updates, main_params))
 
     def grad_of(self, param: MainParam) -> Tensor | None:
         """Return what this rank has of a gradient, as it is: the main grad, or the local part of ``param.grad``."""
@@ -258,6 +260,15 @@ class ReadyGrads:
 
     def _column(self, values: list[float]) -> Tensor:
         return staged(torch.tensor(values, dtype=stats_dtype(self._device)), self._device)
+
+
+def _absent(updates: Sequence[PendingUpdate], main_params: MainParams) -> dict[str, nn.Parameter]:
+    """Return, by name, the sharded parameters that are not updated."""
+    everywhere = main_params.everywhere()
+    if not everywhere or sum(len(update.params) for update in updates) == len(everywhere):
+        return {}
+    present = {id(param.model) for update in updates for param in update.params}
+    return {name: param for name, param in everywhere.items() if id(param) not in present}
 
 
 def _misplaced(name: str) -> GradientError:

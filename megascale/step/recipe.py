@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -248,7 +249,7 @@ class StepRecipe:
             collected = [member.collect() for member in self.members]
         with span("measure"):
             found = next((one.error for one in collected if one.error is not None), error)
-            errors = self.errors.as_statistic(found)
+            errors = self.errors.as_statistic(found, dict(chain.from_iterable(one.absent.items() for one in collected)))
             stats = [member.measure(own, errors, scaled) for member, own in zip(self.members, collected, strict=True)]
         return collected, stats[0] if len(stats) == 1 else grad_stats.combined(stats)
 

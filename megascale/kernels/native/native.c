@@ -469,7 +469,7 @@ void decide(const Statistics *agreed, const float *scale, double clip_grad, floa
         double clip = 1.0 / (norm + 1e-6) * clip_grad; /* as torch divides a number by a tensor */
         coefficient *= clip > 1.0 ? 1.0 : clip;
     }
-    decision[0] = !is_finite || agreed->non_finite > 0 || agreed->errors > 0 || !is_alike || agreed->scaled <= 0;
+    decision[0] = !is_finite || agreed->non_finite > 0 || agreed->errors != 0 || !is_alike || agreed->scaled <= 0;
     decision[1] = (float)coefficient;
     decision[2] = (float)norm;
     *num_zeros = rint(agreed->zeros); /* shares such as 1/3 do not add up exactly */

@@ -92,7 +92,7 @@ def decide_kernel(
 ):
     """Write found_inf, coefficient and grad_norm to ``numbers``, fp32, shape [3], and zeros to ``num_zeros``, fp64."""
     sum_squares = tl.load(vector + SUM_SQUARES)
-    found = ((sum_squares <= LARGEST) == 0) | (tl.load(vector + NON_FINITE) > 0) | (tl.load(vector + ERRORS) > 0)
+    found = ((sum_squares <= LARGEST) == 0) | (tl.load(vector + NON_FINITE) > 0) | (tl.load(vector + ERRORS) != 0)
     found = found | (tl.abs(tl.load(vector + CONTRAST)) > tl.full((), TOLERANCE, tl.float64) * sum_squares)
     found = found | (tl.load(vector + SCALED_RANKS) <= 0)
     unscale = tl.full((), 1, tl.float64)

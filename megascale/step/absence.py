@@ -1,0 +1,50 @@
+"""Parameters of a sharded optimizer that a rank leaves out of a step: frozen since, or no longer in a param group.
+
+All ranks may leave out a parameter, but not one alone: its shard would stay as it is while the others are updated. So
+each rank adds numbers to its count of errors that cancel where all ranks leave out the same.
+"""
+
+import functools
+import random
+import zlib
+from collections.abc import Collection, Mapping
+
+from torch import nn
+
+from megascale.errors import UsageError, listed
+from megascale.parallel import ParallelGroups
+from megascale.utils.collectives import group_rank, group_size
+
+_LARGEST = 1023
+"""Of a factor. Sums of their products are exact in the statistics dtype."""
+
+
+@functools.cache
+def cancelling(num_ranks: int) -> tuple[int, ...]:
+    """Return one integer for each of ``num_ranks``: they add up to 0, those of fewer ranks do not, as far as possible.
+
+    They are drawn at random with a fixed seed.
+    """
+    generator = random.Random(0)
+    drawn = [generator.randint(1, _LARGEST) for _ in range(num_ranks - 1)]
+    return (*drawn, -sum(drawn))
+
+
+def absence(params: Mapping[str, nn.Parameter], groups: ParallelGroups) -> int:
+    """Return this rank's number for the parameters that it leaves out: 0 for none. Ranks' numbers are added up."""
+    total = 0
+    for name, param in params.items():
+        holders = groups.of_param(param).holders
+        factor = zlib.crc32(name.encode()) % _LARGEST + 1
+        total += factor * cancelling(group_size(holders))[group_rank(holders)]
+    return total
+
+
+def absence_error(params: Collection[str]) -> UsageError | None:
+    """Return the error of a rank that leaves out parameters, where others do not; None where it leaves out none."""
+    if not params:
+        return None
+    return UsageError(
+        f"parameter {listed(params)} takes no part in the step on this rank, frozen or in no "
+        "param group, but other ranks update their shards of it: freeze it, or take it out, on every rank alike"
+    )
