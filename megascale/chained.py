@@ -13,15 +13,26 @@ from megascale.main_params.shard import ParamShard
 from megascale.optimizer import MixedPrecisionOptimizer, StepResult
 from megascale.state.hooks import load_with_hooks, pack_with_hooks
 from megascale.state.live_state import LiveState, Plan, load_together
-from megascale.state.schema import SHARED_STATE, VERSION, check_layout, shared_by_optimizer
+from megascale.state.schema import SHARED_STATE, check_layout, shared_by_optimizer
 from megascale.state.torch_layout import StateDict, StateNames, from_torch_layout, is_read_by_torch, is_torch_layout
 from megascale.step.overflow_report import OverflowReport
 from megascale.step.ownership import shared_scaler
 from megascale.step.recipe import StepRecipe
 from megascale.utils import validate
 
-SHARED_KEYS = ("grad_scaler", "step_counts", "version")
+SHARED_KEYS = ("grad_scaler", "step_counts", "norm_statistics", "version")
 """Keys of a state dict that have the same value for every optimizer of a chain."""
+SHARED_FIELDS = (
+    "log_num_zeros_in_grad",
+    "max_consecutive_skips",
+    "max_overflows_at_min_scale",
+    "grad_norm_skip_threshold",
+    "zclip",
+    "zclip_z_thresh",
+    "zclip_alpha",
+    "zclip_warmup_steps",
+)
+"""Fields of the config that say how a step is decided, and so must be the same for every optimizer of a chain."""
 
 
 class ChainedOptimizer(torch.optim.Optimizer):
@@ -32,9 +43,10 @@ class ChainedOptimizer(torch.optim.Optimizer):
 
     Args:
         optimizers: one or more, that share one grad scaler object (or have none), ``groups.grad_stats``, device,
-            ``clip_grad`` and ``config.log_num_zeros_in_grad``. Parameter names must differ, so pass
-            named parameters. Any order, the same on all ranks. Where optimizers have a GradSync each and the backend is
-            not gloo, backward must reach their parameters in the same order on all ranks; else switch overlap off.
+            ``clip_grad`` and the fields of their configs that say how a step is decided. Parameter names must differ,
+            so pass named parameters. Any order, the same on all ranks. Where optimizers have a GradSync each and the
+            backend is not gloo, backward must reach their parameters in the same order on all ranks; else switch
+            overlap off.
 
     Raises:
         ArgumentError, ArgumentTypeError: for optimizers that cannot step as one, saying in what they differ.
@@ -55,6 +67,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
         for optimizer in self.optimizers:
             # Loading into one member clears the errors of the whole chain.
             optimizer.recipe.errors, optimizer.recipe.watch = self.recipe.errors, self.recipe.watch
+            optimizer.recipe.spikes = self.recipe.spikes
         super().__init__(self.param_groups, {})
         self._constructed = True
         self._names()
@@ -171,7 +184,8 @@ class ChainedOptimizer(torch.optim.Optimizer):
     def state(self) -> Any:
         """The state of all optimizers, by model param; a new dict of live entries."""
         state = {param: state for own in self.optimizers for param, state in own.optimizer.state.items()}
-        return StateNames(state) if is_read_by_torch() else state
+        has_norms = self.recipe.norm_statistics is not None
+        return StateNames(state, has_norms=has_norms) if is_read_by_torch() else state
 
     @state.setter
     def state(self, value: Any) -> None:
@@ -223,9 +237,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
             }
             | ({SHARED_STATE: shared} if any(shared) else {}),
             main_params={name: main for part in parts for name, main in part["main_params"].items()},
-            grad_scaler=parts[0]["grad_scaler"],
-            step_counts=parts[0]["step_counts"],
-            version=VERSION,
+            **{key: parts[0][key] for key in SHARED_KEYS if key in parts[0]},
         )
 
     @torch.no_grad()
@@ -329,10 +341,9 @@ def _check(optimizers: Sequence[Any]) -> None:
         for what, mine, theirs in (
             ("device", optimizer.device, first.device),
             ("clip_grad", optimizer.clip_grad, first.clip_grad),
-            (
-                "config.log_num_zeros_in_grad",
-                optimizer.config.log_num_zeros_in_grad,
-                first.config.log_num_zeros_in_grad,
+            *(
+                (f"config.{name}", getattr(optimizer.config, name), getattr(first.config, name))
+                for name in SHARED_FIELDS
             ),
         ):
             if mine != theirs:

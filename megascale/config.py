@@ -1,5 +1,6 @@
 """OptimizerConfig: Megatron-Core's field names, validated once, frozen."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ from megascale.utils import validate
 BACKENDS = ("auto", "reference", "torch", "native", "triton", "apex")
 HYSTERESIS_RESETS = ("growth", "clean_step")
 OPTIMIZERS = ("adam", "sgd", "lion")
+ZCLIP_MODES = ("clip", "skip")
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLAGS = (
     "fp16",
@@ -71,9 +73,24 @@ class OptimizerConfig:
     """Largest global L2 norm of the unscaled gradients. 0: no clipping, as without a config."""
     log_num_zeros_in_grad: bool = False
     """Count zero elements of the gradients. Otherwise ``num_zeros_in_grad`` is NaN."""
+    grad_norm_skip_threshold: float = math.inf
+    """Skip a step whose gradient norm, unscaled and not clipped, is above it (Megatron-Core 0.20). inf: none. The loss
+    scale moves as after a clean step."""
+    zclip: str | None = None
+    """Treat spikes of the gradient norm by ZClip (arXiv 2504.02507; ours): "clip" them, or "skip" their steps. None:
+    neither. See :class:`megascale.step.spikes.NormStatistics`."""
+    zclip_z_thresh: float = 2.5
+    """A norm so many standard deviations above the running mean is a spike (ours; ZClip's default)."""
+    zclip_alpha: float = 0.97
+    """Weight of the old running mean and variance in the new ones (ours; ZClip's default)."""
+    zclip_warmup_steps: int = 25
+    """Norms from which the first mean and variance are taken; until then none is a spike (ours; ZClip's default)."""
     max_consecutive_skips: int | None = None
     """More skips in a row than this raise SkippedStepsError (ours). None: only warnings, after 32 and at each
     doubling."""
+    max_overflows_at_min_scale: int | None = None
+    """More overflows in a row than this, while the dynamic loss scale is at its minimum, raise MinScaleError (ours).
+    None: only warnings, after 8 and at each doubling."""
     backend: str = "auto"
     """Kernels (ours): a name of :data:`megascale.config.BACKENDS`. "auto": the environment variable MEGASCALE_BACKEND,
     else what is fastest here, see :func:`megascale.kernels.select_backend`."""
@@ -121,8 +138,10 @@ class OptimizerConfig:
             raise ArgumentError("fp16 and bf16 are both True; choose one")
         self._validate_loss_scale()
         validate.non_negative("clip_grad", self.clip_grad)
-        if self.max_consecutive_skips is not None:
-            validate.integer("max_consecutive_skips", self.max_consecutive_skips, minimum=1)
+        for name in ("max_consecutive_skips", "max_overflows_at_min_scale"):
+            if getattr(self, name) is not None:
+                validate.integer(name, getattr(self, name), minimum=1)
+        self._validate_spikes()
         validate.one_of("backend", self.backend, BACKENDS)
         for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
             if getattr(self, name) not in STATE_DTYPES:
@@ -137,6 +156,15 @@ class OptimizerConfig:
             validate.fraction(name, getattr(self, name))
         validate.positive("adam_eps", self.adam_eps)
         validate.non_negative("sgd_momentum", self.sgd_momentum)
+
+    def _validate_spikes(self) -> None:
+        if self.grad_norm_skip_threshold != math.inf:
+            validate.positive("grad_norm_skip_threshold", self.grad_norm_skip_threshold)
+        if self.zclip is not None:
+            validate.one_of("zclip", self.zclip, ZCLIP_MODES)
+        validate.positive("zclip_z_thresh", self.zclip_z_thresh)
+        validate.fraction("zclip_alpha", self.zclip_alpha)
+        validate.integer("zclip_warmup_steps", self.zclip_warmup_steps, minimum=2)
 
     def _validate_loss_scale(self) -> None:
         if self.loss_scale is not None:

@@ -63,6 +63,10 @@ class SkippedStepsError(MegascaleError, RuntimeError):
     """More steps in a row were skipped than ``config.max_consecutive_skips`` allows."""
 
 
+class MinScaleError(SkippedStepsError):
+    """More overflows in a row came at the smallest loss scale than ``config.max_overflows_at_min_scale`` allows."""
+
+
 class CheckpointError(MegascaleError, RuntimeError):
     """A checkpoint could not be written or read. Nothing that was live has changed, or the message says what has."""
 

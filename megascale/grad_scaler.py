@@ -74,6 +74,11 @@ class MegatronGradScaler(ABC):
         return True
 
     @property
+    def lowest_scale(self) -> float | None:
+        """The scale never falls below it; None: it never falls."""
+        return None
+
+    @property
     def inv_scale(self) -> Tensor:
         """The reciprocal of the scale, taken in fp64 and rounded once: fp32, shape [1]."""
         return inverse(self._scale)
@@ -212,6 +217,11 @@ class DynamicGradScaler(MegatronGradScaler):
         self.hysteresis_reset = validate.one_of("hysteresis_reset", hysteresis_reset, HYSTERESIS_RESETS)
         self._growth_tracker = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._hysteresis_tracker = torch.full_like(self._growth_tracker, self.hysteresis)
+
+    @property
+    @override
+    def lowest_scale(self) -> float:
+        return self.min_scale
 
     def to(self, device: torch.device | str) -> "DynamicGradScaler":
         """Move the state to ``device`` and return self."""

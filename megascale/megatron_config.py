@@ -1,5 +1,6 @@
 """From Megatron-Core's ``OptimizerConfig`` to ours, by field names: nothing of Megatron is imported."""
 
+import math
 from collections.abc import Callable
 from dataclasses import MISSING, Field, fields
 from typing import Any
@@ -30,7 +31,7 @@ SAME = (
 )
 """Fields that mean the same in both and are taken as they are."""
 
-TRANSLATED = ("loss_scale", "loss_scale_window", "clip_grad", "overlap_param_gather")
+TRANSLATED = ("loss_scale", "loss_scale_window", "clip_grad", "grad_norm_skip_threshold", "overlap_param_gather")
 """Fields that mean the same but are written differently: see :func:`from_megatron_config`."""
 
 PRECISION_AWARE = (
@@ -88,7 +89,6 @@ REMEDIES = {
     "optimizer_cpu_offload": "main params and state stay on the parameters' device: set it False, or shard them with "
     "use_distributed_optimizer=True",
     "fp8_recipe": "parameters are fp16, bf16 or fp32 here: leave it None",
-    "grad_norm_skip_threshold": "steps are skipped where a gradient is not finite: leave it inf",
     "optimizer_cuda_graph": "leave it False; megascale.StepGraph captures the step of any of our optimizers",
     "use_layer_wise_distributed_optimizer": "leave it False; use_distributed_optimizer=True shards by elements",
     "reuse_grad_buf_for_mxfp8_param_ag": "parameters are fp16, bf16 or fp32 here: leave it False",
@@ -163,6 +163,7 @@ def _translated(config: Any) -> dict[str, Any]:
     """Return the fields of :data:`TRANSLATED` in our form."""
     scales = config.fp16 or config.bf16 or config.use_distributed_optimizer
     window = config.loss_scale_window
+    threshold = getattr(config, "grad_norm_skip_threshold", math.inf)
     return {
         # Megatron: any false value is "dynamic", and its FP32Optimizer never scales.
         "loss_scale": float(config.loss_scale) if config.loss_scale and scales else None,
@@ -170,6 +171,8 @@ def _translated(config: Any) -> dict[str, Any]:
         "loss_scale_window": int(window) if isinstance(window, float) and window.is_integer() else window,
         # Megatron clips where it is above 0.
         "clip_grad": max(config.clip_grad, 0.0),
+        # 0.20's. Megatron skips where it is finite.
+        "grad_norm_skip_threshold": threshold if math.isfinite(threshold) else math.inf,
         "overlap_param_gather": bool(config.overlap_param_gather and config.use_distributed_optimizer),
     }
 

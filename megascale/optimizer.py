@@ -250,7 +250,9 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     @property
     def state(self) -> Any:
         """The wrapped optimizer's state, shared, keyed by model param."""
-        return StateNames(self.optimizer.state) if is_read_by_torch() else self.optimizer.state
+        if not is_read_by_torch():
+            return self.optimizer.state
+        return StateNames(self.optimizer.state, has_norms=self.recipe.norm_statistics is not None)
 
     @state.setter
     def state(self, value: Any) -> None:
@@ -377,6 +379,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             member.update,
             self.grad_scaler,
             member.counter,
+            self.recipe.norm_statistics,
         )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -48,6 +48,11 @@ class PerBatchScaler(MegatronGradScaler):
 
     @property
     @override
+    def lowest_scale(self) -> float | None:
+        return self.scaler.lowest_scale
+
+    @property
+    @override
     def inv_scale(self) -> Tensor:
         return self.scaler.inv_scale
 

@@ -14,6 +14,7 @@ from megascale.main_params.base import MainParams
 from megascale.state import schema as portable_state
 from megascale.state.torch_layout import StateDict, from_torch_layout, is_torch_layout
 from megascale.step.counter import StepCounter, parse_counts
+from megascale.step.spikes import NormStatistics, parse_norm_statistics
 from megascale.step.torch_states import is_per_element
 from megascale.step.update import InnerUpdate
 from megascale.utils.collectives import raise_together
@@ -31,6 +32,7 @@ class Plan:
     shared: dict[Any, Any] = field(default_factory=dict)
     scaler: Mapping[str, Any] | None = None
     step_counts: Mapping[str, int] | None = None
+    norm_statistics: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class LiveState:
     update: InnerUpdate
     grad_scaler: MegatronGradScaler | None
     counter: StepCounter
+    norm_statistics: NormStatistics | None
 
     def pack(self, *, copy: bool) -> dict[str, Any]:
         """Return the state dict; see :mod:`megascale.state.schema`."""
@@ -70,6 +73,7 @@ class LiveState:
             main_params=mains,
             grad_scaler={} if self.grad_scaler is None else self.grad_scaler.state_dict(),
             step_counts=self.counter.state_dict(),
+            **({} if self.norm_statistics is None else {"norm_statistics": self.norm_statistics.state_dict()}),
             version=portable_state.VERSION,
         )
 
@@ -113,6 +117,7 @@ class LiveState:
             portable_state.loadable_options(group, index)
         self._plan_scaler(state_dict["grad_scaler"], strict)
         _planned_counts(state_dict)
+        self._planned_norms(state_dict)
 
     def _options(self) -> dict[int, dict[str, Any]]:
         """Return the param group of each parameter, by id."""
@@ -142,7 +147,11 @@ class LiveState:
         states, groups = state_dict["optimizer"]["state"], state_dict["optimizer"]["param_groups"]
         mains = state_dict["main_params"]
         scaler = self._plan_scaler(state_dict["grad_scaler"], strict)
-        plan = Plan(scaler=scaler, step_counts=_planned_counts(state_dict))
+        plan = Plan(
+            scaler=scaler,
+            step_counts=_planned_counts(state_dict),
+            norm_statistics=self._planned_norms(state_dict),
+        )
         if len(groups) == len(self.param_groups):
             plan.options = [
                 (live, portable_state.loadable_options(given, index))
@@ -197,6 +206,12 @@ class LiveState:
         self.grad_scaler.parse_state_dict(given)
         return dict(given)
 
+    def _planned_norms(self, state_dict: Mapping[str, Any]) -> Mapping[str, float] | None:
+        """Return the saved statistics of the gradient norm; None where there are none, or nobody here reads them."""
+        if self.norm_statistics is None or "norm_statistics" not in state_dict:
+            return None
+        return parse_norm_statistics(state_dict["norm_statistics"])
+
     @torch.no_grad()
     def apply(self, plan: Plan) -> None:
         """Carry out the plan. All ranks call it together."""
@@ -226,6 +241,8 @@ class LiveState:
             self.grad_scaler.load_state_dict(plan.scaler)
         if plan.step_counts is not None:
             self.counter.load_state_dict(plan.step_counts)
+        if plan.norm_statistics is not None and self.norm_statistics is not None:
+            self.norm_statistics.load_state_dict(plan.norm_statistics)
 
     def _trained(self) -> Sequence[Sequence[Any]]:
         self.main_params.sync_from_model(self.param_groups)

@@ -11,6 +11,7 @@ ours goes into every parameter's state, next to the moments, as they carry that 
   entries that the live optimizer lacks; this number reveals it.
 - ``step_counts_landed``, ``step_counts_skipped``: 0-d int64. An older checkpoint lacks them: read it with
   ``DefaultLoadPlanner(allow_partial_load=True)``.
+- ``norm_statistics_mean``, ``norm_statistics_variance`` (fp64), ``norm_statistics_count``: 0-d, with ``config.zclip``.
 """
 
 import sys
@@ -32,12 +33,16 @@ SCALER_KEYS = ("scale", "growth_tracker", "hysteresis_tracker")
 SCALER_PREFIX = "grad_scaler_"
 COUNT_KEYS = ("landed", "skipped")
 COUNT_PREFIX = "step_counts_"
+NORM_KEYS = ("mean", "variance", "count")
+NORM_PREFIX = "norm_statistics_"
 ADDED = (
     MAIN_PARAM,
     NUM_STATES,
     *(SCALER_PREFIX + key for key in SCALER_KEYS),
     *(COUNT_PREFIX + key for key in COUNT_KEYS),
 )
+NORMS = tuple(NORM_PREFIX + key for key in NORM_KEYS)
+"""Beside ADDED, where the optimizer keeps statistics of the gradient norm."""
 
 
 class StateDict(dict[str, Any]):
@@ -68,16 +73,21 @@ class StateNames:
     """A view of ``optimizer.state`` for torch's functions: that there is state, and the names of its entries.
 
     If ``state`` were empty they would step the optimizer, and its scaler, with gradients of zeros.
+
+    Args:
+        state: of the optimizer, by parameter.
+        has_norms: whether the optimizer keeps statistics of the gradient norm.
     """
 
-    def __init__(self, state: Mapping[Any, Any]) -> None:
+    def __init__(self, state: Mapping[Any, Any], *, has_norms: bool = False) -> None:
         self._state = state
+        self._added = (*ADDED, *NORMS) if has_norms else ADDED
 
     def __bool__(self) -> bool:
         return True
 
     def __getitem__(self, param: Tensor) -> tuple[str, ...]:
-        return (*self._state.get(param, ()), *ADDED)
+        return (*self._state.get(param, ()), *self._added)
 
 
 def is_read_by_torch() -> bool:
@@ -110,12 +120,16 @@ def to_torch_layout(own: Mapping[str, Any]) -> dict[str, Any]:
         SCALER_PREFIX + key: torch.as_tensor(value).reshape(()).cpu() for key, value in own["grad_scaler"].items()
     }
     counts = {COUNT_PREFIX + key: torch.tensor(value) for key, value in own.get("step_counts", {}).items()}
+    norms = {
+        NORM_PREFIX + key: torch.tensor(value, dtype=torch.int64 if key == "count" else torch.float64)
+        for key, value in own.get("norm_statistics", {}).items()
+    }
     state: dict[int, Any] = {}
     for name, position in positions.items():
         entries = own["optimizer"]["state"][name]
-        if taken := sorted(set(entries) & set(ADDED)):
+        if taken := sorted(set(entries) & {*ADDED, *NORMS}):
             raise StateDictError(f"optimizer state of {name!r} has entries called {taken}, names that megascale needs")
-        state[position] = dict(entries) | scaler | counts | {NUM_STATES: torch.tensor(len(entries))}
+        state[position] = dict(entries) | scaler | counts | norms | {NUM_STATES: torch.tensor(len(entries))}
         if name in own["main_params"]:
             state[position][MAIN_PARAM] = own["main_params"][name]
     groups = [
@@ -151,31 +165,35 @@ def from_torch_layout(given: Mapping[str, Any], live: Mapping[str, Any], *, stri
     states, mains = dict(live["optimizer"]["state"]), dict(live["main_params"])
     scalers: list[dict[str, Any]] = []
     counts: list[dict[str, Any]] = []
+    norms: list[dict[str, Any]] = []
     for key, entries in given["state"].items():
         if key in shared:
             continue
         name = names[key]
         # torch's functions make an empty dict of an entry that a flattened state dict lacks.
         there = {what: value for what, value in entries.items() if not (isinstance(value, Mapping) and not value)}
-        states[name] = {what: value for what, value in there.items() if what not in ADDED}
+        states[name] = {what: value for what, value in there.items() if what not in ADDED + NORMS}
         _check_whole(name, states[name], there.get(NUM_STATES))
-        scalers.append({what: there[SCALER_PREFIX + what] for what in SCALER_KEYS if SCALER_PREFIX + what in there})
-        counts.append({what: there[COUNT_PREFIX + what] for what in COUNT_KEYS if COUNT_PREFIX + what in there})
+        scalers.append(_with_prefix(there, SCALER_PREFIX, SCALER_KEYS))
+        counts.append(_with_prefix(there, COUNT_PREFIX, COUNT_KEYS))
+        norms.append(_with_prefix(there, NORM_PREFIX, NORM_KEYS))
         if MAIN_PARAM in there:
             mains[name] = there[MAIN_PARAM]
         elif strict and name in mains:
             raise _plain(f"no {MAIN_PARAM!r} of {name!r}")
     scaler = _common_value(scalers, SCALER_PREFIX, live["grad_scaler"])
     step_counts = _common_value(counts, COUNT_PREFIX, live["step_counts"])
+    norm_statistics = _common_value(norms, NORM_PREFIX, live.get("norm_statistics", {}))
     if strict and scalers and live["grad_scaler"] and not scaler:
         raise _plain("no state of the grad scaler")
+    optional = {"step_counts": step_counts, "norm_statistics": norm_statistics}
     return {
         "optimizer": {"state": states, "param_groups": [_group(group, names) for group in given["param_groups"]]}
         | ({SHARED_STATE: [shared]} if shared else {}),
         "main_params": mains,
         "grad_scaler": scaler if scalers else live["grad_scaler"],
         "version": live["version"],
-    } | ({"step_counts": step_counts} if step_counts else {})
+    } | {key: value for key, value in optional.items() if value}
 
 
 def _check(given: Mapping[str, Any]) -> None:
@@ -233,6 +251,11 @@ def _check_whole(name: str, entries: Mapping[str, Any], expected: Any) -> None:
             "torch.distributed.checkpoint reads only names that the live one has. Build it with the same options. If it"
             " makes its state at its first step: give load_state_dict() a full state dict, or use megascale.checkpoint"
         )
+
+
+def _with_prefix(entries: Mapping[str, Any], prefix: str, keys: Sequence[str]) -> dict[str, Any]:
+    """Return the entries called ``prefix`` and a key, by key."""
+    return {key: entries[prefix + key] for key in keys if prefix + key in entries}
 
 
 def _common_value(every: Sequence[Mapping[str, Any]], prefix: str, live: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megascale.errors import MOST_NAMES
+
 COLUMNS = ("parameter", "rank", "micro-batch", "non-finite", "of", "largest finite")
 
 
@@ -74,6 +76,13 @@ class OverflowReport:
             return (-(entry.micro_batch or 0), entry.place, -(entry.rank or 0))
 
         return max(self.entries, key=rank_of, default=None)
+
+    def worst(self) -> str:
+        """Return, as a message shows them, the parameters with most non-finite elements, each with its worst rank."""
+        found: dict[str, OverflowEntry] = {}
+        for entry in sorted(self.entries, key=lambda one: -one.num_non_finite):
+            found.setdefault(entry.parameter, entry)
+        return ", ".join(_counted(entry) for entry in list(found.values())[:MOST_NAMES])
 
     def rows(self) -> list[dict[str, Any]]:
         """Return one flat dict of JSON's types for each entry."""
@@ -157,6 +166,11 @@ def in_order(entries: Iterable[OverflowEntry]) -> tuple[OverflowEntry, ...]:
     return tuple(
         sorted(entries, key=lambda one: (one.place, one.micro_batch or 0, -1 if one.rank is None else one.rank))
     )
+
+
+def _counted(entry: OverflowEntry) -> str:
+    where = "all ranks" if entry.rank is None else f"rank {entry.rank}"
+    return f"{entry.parameter!r} ({entry.num_non_finite} of {entry.numel} elements, {where})"
 
 
 def _table(entries: Sequence[OverflowEntry], origin: OverflowEntry | None) -> list[str]:

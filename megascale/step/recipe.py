@@ -20,6 +20,7 @@ from megascale.step.local_grads import Collected
 from megascale.step.member import ReadyStep, StepMember
 from megascale.step.misuse import Statistics, check_usage, unscaled_loss
 from megascale.step.overflows import OverflowRecorder
+from megascale.step.spikes import NormStatistics, SpikeJudge
 from megascale.step.stalls import StallWatch
 from megascale.step.update import Rounded
 from megascale.utils.collectives import group_size, raise_together
@@ -76,7 +77,8 @@ class StepRecipe:
         self.grads_are_scaled = grads_are_scaled
         self.last_result: StepResult | None = None
         self.overflows = OverflowRecorder(members, groups, members[0].device)
-        self.watch = StallWatch(members[0].config.max_consecutive_skips)
+        self.watch = StallWatch(members[0].config)
+        self.spikes = SpikeJudge.of(members[0].config, members[0].device)
         self._backend = members[0].backend
         self._is_held = False  # whether prepare_grads() has returned to the caller since the decision
         self._times_asked = 0
@@ -114,14 +116,16 @@ class StepRecipe:
         collected, stats = self._measure(error, scaled=scaled)
         with span("agree"):
             stats = grad_stats.agree(stats, self.groups)
+        with span("decide"):
+            overflow, decision = self._decide(stats)
         agreed = self.errors.raise_agreed(stats)
         self.overflows.observe(agreed, collected, stats, self.grad_scaler)
         self._check(agreed)
-        with span("decide"):
-            decision = self._decide(stats)
+        if self.spikes is not None:
+            self.spikes.commit()
         with span("rescale"):
             if self.grad_scaler is not None:
-                self.grad_scaler.update(decision.found_inf)
+                self.grad_scaler.update(overflow.found_inf)
                 self._times_asked = self.grad_scaler.times_asked()
         for member, own in zip(self.members, collected, strict=True):
             member.ready = ReadyStep(own.updates, decision)
@@ -180,6 +184,11 @@ class StepRecipe:
         self.errors.clear()
         self.watch.clear()
 
+    @property
+    def norm_statistics(self) -> NormStatistics | None:
+        """The statistics of the gradient norm, where ``config.zclip`` keeps them."""
+        return None if self.spikes is None else self.spikes.statistics
+
     # For a graph that holds the step
 
     @torch.no_grad()
@@ -189,7 +198,9 @@ class StepRecipe:
         This compiles and loads kernels and creates buffers, which is impossible while a graph is captured.
         """
         collected, stats = self._measure(None, scaled=True)
-        decision = self._decide(grad_stats.agree(stats, self.groups))
+        _, decision = self._decide(grad_stats.agree(stats, self.groups))
+        if self.spikes is not None:
+            self.spikes.rehearse()
         skip = replace(decision, found_inf=torch.ones_like(decision.found_inf))
         if self.grad_scaler is not None:
             self.grad_scaler.rehearse(skip.found_inf)
@@ -230,18 +241,24 @@ class StepRecipe:
 
     def _check(self, agreed: Statistics | None) -> None:
         """Raise for misuse or stalls that the host now knows of."""
+        skipped = self.spikes is not None and self.spikes.was_skipped()
         if agreed is not None:
             try:
                 check_usage(agreed)
             except UsageError:
                 self.errors.drop_pending()
                 raise
-            self.watch.observe(agreed, self._raise_damage)
+            self.watch.observe(agreed, skipped=skipped, scaler=self.grad_scaler, witness=self)
 
-    def _raise_damage(self) -> None:
+    def raise_damage(self) -> None:
         """Raise on every rank alike if a main param of any holds inf or NaN."""
         params = (param for member in self.members for param in member.main_params)
         raise_together(non_finite_params(params), self.groups.grad_stats)
+
+    def worst_params(self) -> str:
+        """See :class:`megascale.step.stalls.Witness`."""
+        report = self.overflows.last(gather=True)
+        return "" if report is None or not report.entries else f"; most inf or NaN: {report.worst()}"
 
     def _measure(self, error: Exception | None, *, scaled: bool) -> tuple[list[Collected], GradStats]:
         """Return what each member will update, and this rank's statistics of all of it."""
@@ -253,10 +270,11 @@ class StepRecipe:
             stats = [member.measure(own, errors, scaled) for member, own in zip(self.members, collected, strict=True)]
         return collected, stats[0] if len(stats) == 1 else grad_stats.combined(stats)
 
-    def _decide(self, stats: GradStats) -> Decision:
-        """Decide with the scale that scaled this step's loss."""
+    def _decide(self, stats: GradStats) -> tuple[Decision, Decision]:
+        """Return the decision on overflow, and that of the step. Taken with the scale that scaled this step's loss."""
         scale = None if self.grad_scaler is None else self.grad_scaler.live_scale
-        return self._backend.decide(stats.vector, scale, self.clip_grad)
+        overflow = self._backend.decide(stats.vector, scale, self.clip_grad)
+        return overflow, overflow if self.spikes is None else self.spikes.judge(overflow, scale)
 
     def _count(self, decision: Decision) -> None:
         """Count this step. A captured one is counted on the device only; its replays are counted on the host."""

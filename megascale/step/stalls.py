@@ -4,57 +4,74 @@ It reads the agreed statistics that the host has anyway, so that every rank noti
 """
 
 import warnings
-from collections.abc import Callable
+from typing import Protocol
 
-from megascale.errors import SkippedStepsError
+from megascale.config import OptimizerConfig
+from megascale.errors import MinScaleError, SkippedStepsError
+from megascale.grad_scaler import MegatronGradScaler
 from megascale.step.misuse import Statistics, has_only_zeros, was_skipped
+from megascale.step.scale_floor import ScaleFloor
 
 FIRST_LOOK = 8
 """Steps skipped in a row after which main params are searched for what is not finite; then at each doubling. By then a
 loss scale of 2**16 has fallen to 2**9."""
 FIRST_WARNING = 32
 """Steps in a row, skipped or with gradients of zeros, after which there is a warning; then at each doubling."""
+FIRST_FLOOR_WARNING = 8
+"""Overflows in a row at the smallest loss scale after which there is a warning; then at each doubling."""
+
+
+class Witness(Protocol):
+    """Tells more of what the statistics show. Each method waits for the device and communicates: all ranks call it."""
+
+    def raise_damage(self) -> None:
+        """Raise NonFiniteParamError, on every rank alike, for main params that are not finite."""
+
+    def worst_params(self) -> str:
+        """Return a clause that names the parameters with most non-finite gradient elements, on every rank alike."""
 
 
 class StallWatch:
-    """Counts skipped steps in a row, and steps in a row with gradients of zeros.
+    """Counts skipped steps in a row, overflows at the smallest loss scale, and steps with gradients of zeros.
 
     Args:
-        max_consecutive_skips: more skipped steps in a row than this raise; None: no limit.
+        config: its ``max_consecutive_skips`` and ``max_overflows_at_min_scale``.
     """
 
-    def __init__(self, max_consecutive_skips: int | None) -> None:
-        self._max_consecutive_skips = max_consecutive_skips
-        self._skips = 0
-        self._zeros = 0
+    def __init__(self, config: OptimizerConfig) -> None:
+        self._most_skips = config.max_consecutive_skips
+        self._most_at_floor = config.max_overflows_at_min_scale
+        self._floor = ScaleFloor()
+        self.clear()
 
     def clear(self) -> None:
         """Reset the counts; called when other weights were loaded."""
-        self._skips = self._zeros = 0
+        self._skips = self._spikes = self._zeros = 0
+        self._floor.clear()
 
-    def observe(self, agreed: Statistics, raise_damage: Callable[[], None]) -> None:
+    def observe(
+        self, agreed: Statistics, *, skipped: bool, scaler: MegatronGradScaler | None, witness: Witness
+    ) -> None:
         """Count one step; warn or raise.
 
         Args:
             agreed: the step's statistics.
-            raise_damage: raises NonFiniteParamError, on every rank alike, for main params that are not finite. Costs a
-                host sync, so it is called rarely.
+            skipped: whether it was skipped, for whatever reason, if the statistics alone do not tell.
+            scaler: of the loss, before this step has changed its scale.
+            witness: asked rarely.
 
         Raises:
             SkippedStepsError: for more skips in a row than were allowed.
+            MinScaleError: for more overflows in a row at the smallest loss scale than were allowed.
             NonFiniteParamError: for a main param that is not finite, if steps are skipped.
         """
-        self._skips = self._skips + 1 if was_skipped(agreed) else 0
+        overflowed = was_skipped(agreed)
+        if overflowed or skipped:
+            self._observe_skip(overflowed, scaler, witness)
+        elif self._skips:
+            self._skips = self._spikes = 0
+            self._floor.clear()
         self._zeros = self._zeros + 1 if has_only_zeros(agreed) else 0
-        if _is_time(self._skips, FIRST_LOOK) or self._has_skipped_too_many():
-            raise_damage()
-        if self._has_skipped_too_many():
-            raise SkippedStepsError(
-                f"{self._skips} steps in a row were skipped, config.max_consecutive_skips allows "
-                f"{self._max_consecutive_skips}: {_WHY_SKIPPED}"
-            )
-        if _is_time(self._skips, FIRST_WARNING):
-            warnings.warn(f"{self._skips} steps in a row were skipped: {_WHY_SKIPPED}", RuntimeWarning, stacklevel=2)
         if _is_time(self._zeros, FIRST_WARNING):
             warnings.warn(
                 f"no gradient, or none but zeros, in {self._zeros} steps in a row: small gradients are lost below the "
@@ -64,14 +81,60 @@ class StallWatch:
                 stacklevel=2,
             )
 
-    def _has_skipped_too_many(self) -> bool:
-        return self._max_consecutive_skips is not None and self._skips > self._max_consecutive_skips
+    def _observe_skip(self, overflowed: bool, scaler: MegatronGradScaler | None, witness: Witness) -> None:
+        self._skips += 1
+        self._spikes += not overflowed
+        at_floor = self._floor.observe(overflowed, scaler)
+        too_many = _is_above(self._skips, self._most_skips)
+        too_low = _is_above(at_floor, self._most_at_floor)
+        if _is_time(self._skips, FIRST_LOOK) or too_many or too_low:
+            witness.raise_damage()
+        lowest = None if scaler is None else scaler.lowest_scale
+        if too_low:
+            raise MinScaleError(
+                f"{at_floor} steps in a row overflowed at the smallest loss scale, {lowest}, "
+                f"config.max_overflows_at_min_scale allows {self._most_at_floor}: "
+                f"{_WHY_AT_FLOOR}{witness.worst_params()}"
+            )
+        if too_many:
+            raise SkippedStepsError(
+                f"{self._skips} steps in a row were skipped, config.max_consecutive_skips allows {self._most_skips}: "
+                f"{self._why_skipped()}{witness.worst_params() if self._spikes < self._skips else ''}"
+            )
+        if _is_time(at_floor, FIRST_FLOOR_WARNING):
+            warnings.warn(
+                f"{at_floor} steps in a row overflowed at the smallest loss scale, {lowest}: {_WHY_AT_FLOOR}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        if _is_time(self._skips, FIRST_WARNING):
+            warnings.warn(
+                f"{self._skips} steps in a row were skipped: {self._why_skipped()}", RuntimeWarning, stacklevel=3
+            )
+
+    def _why_skipped(self) -> str:
+        if self._spikes == 0:
+            return _WHY_SKIPPED
+        return f"the gradient norm was a spike in {self._spikes} of them; {_WHY_SPIKES}"
 
 
 _WHY_SKIPPED = (
     "the gradients hold inf or NaN, and nothing is learnt; look at the loss and the data, lower the learning rate, and "
     "go back to a checkpoint from before"
 )
+_WHY_SPIKES = (
+    "look at result.grad_norm, raise config.grad_norm_skip_threshold or config.zclip_z_thresh if it is sound, or else "
+    "lower the learning rate, and go back to a checkpoint from before"
+)
+_WHY_AT_FLOOR = (
+    "the gradients hold inf or NaN at any scale that it may take; look at the loss and the data, lower the learning "
+    "rate, go back to a checkpoint from before, or train in bf16; if gradients are sound but large, average the loss "
+    "instead of summing it, or lower config.min_loss_scale"
+)
+
+
+def _is_above(count: int, limit: int | None) -> bool:
+    return limit is not None and count > limit
 
 
 def _is_time(count: int, first: int) -> bool:

@@ -2,13 +2,22 @@
 
 import math
 import warnings
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megascale import ConstantGradScaler, DistributedOptimizer
-from megascale.errors import NonFiniteParamError, SkippedStepsError
+from megascale import (
+    ChainedOptimizer,
+    ConstantGradScaler,
+    DistributedOptimizer,
+    DynamicGradScaler,
+    MixedPrecisionOptimizer,
+    OptimizerConfig,
+)
+from megascale.errors import MinScaleError, NonFiniteParamError, SkippedStepsError
+from megascale.grad_sync import GradSync
 from tests.pool import RankPool
 from tests.training import INNER, Tiny, grad_of, model, set_grads, wrap
 
@@ -63,3 +72,102 @@ def test_skips_for_long_are_told_on_all(ranks: RankPool) -> None:
     for told, message in ranks.run(2, _skipped_for_long):
         assert told == ["32 steps in a row were skipped: the grad"]
         assert str(message).startswith("41 steps in a row were skipped, config.max_consecutive_skips allows 40")
+
+
+def _build(kind: str, module: Tiny, scale: float, **options: Any) -> Any:
+    """Return an optimizer of which ranks reduce their gradients: whole, sharded, or a chain of two that are sharded."""
+    config = OptimizerConfig(fp16=True, clip_grad=0.0, **options)
+    scaler = DynamicGradScaler(scale, 1.0, hysteresis=1)
+    named = list(module.named_parameters())
+    if kind == "replicated":
+        inner = torch.optim.AdamW(named)
+        return MixedPrecisionOptimizer(inner, config, scaler, grad_sync=GradSync(module.named_parameters()))
+    parts = [named] if kind == "sharded" else [named[:3], named[3:]]
+    sharded = [DistributedOptimizer(torch.optim.AdamW(part), config, scaler, modules=module) for part in parts]
+    return sharded[0] if kind == "sharded" else ChainedOptimizer(sharded)
+
+
+def _backward(optimizer: Any, module: Tiny, factor: float) -> None:
+    """One step's gradients: of a loss that one rank may multiply by ``factor``."""
+    optimizer.zero_grad()
+    loss = module(torch.ones(3, 4, dtype=torch.float16)).float().square().mean()
+    optimizer.scale_loss(loss * factor).backward()
+
+
+def _collapse(kind: str) -> list[list[object]]:
+    """Overflows without end on each rank in turn: where each rank stops, with what, and what has been counted."""
+    ends: list[list[object]] = []
+    for bad_rank in range(dist.get_world_size()):
+        module = model()
+        optimizer = _build(kind, module, 4.0, max_overflows_at_min_scale=3)
+        for step in range(20):
+            _backward(optimizer, module, math.inf if dist.get_rank() == bad_rank else 1.0)
+            try:
+                optimizer.step()
+            except MinScaleError as error:
+                ends.append([step, str(error), int(optimizer.num_skipped_steps), float(optimizer.get_loss_scale())])
+                break
+    return ends
+
+
+COLLAPSES = [(1, "replicated"), (2, "chained"), (4, "sharded")]
+MORE = [(2, "replicated"), (4, "replicated"), (1, "sharded"), (2, "sharded"), (1, "chained"), (4, "chained")]
+SLOW = [pytest.param(*one, marks=pytest.mark.slow) for one in MORE]
+
+
+@pytest.mark.parametrize(("world", "kind"), [*COLLAPSES, *SLOW])
+def test_collapse_ends_alike_on_all(ranks: RankPool, world: int, kind: str) -> None:
+    """Gradients that always overflow, on one rank: two steps take the scale from 4 to 1, three are allowed there, and
+    all ranks end the next one with the same error. It names the parameters and the ranks that hold their gradients.
+    """
+    results = ranks.run(world, _collapse, kind)
+    assert results == [results[0]] * world
+    assert len(results[0]) == world
+    for step, message, skipped, scale in results[0]:
+        assert (step, skipped, scale) == (5, 5, 1.0)
+        assert str(message).startswith(
+            "4 steps in a row overflowed at the smallest loss scale, 1.0, config.max_overflo"
+        )
+        assert "most inf or NaN: '" in str(message)
+        assert "elements, " in str(message)
+
+
+def _spikes(kind: str, mode: str) -> list[Any]:
+    """A spike of each rank in turn, after steps without one; the decisions and the statistics, bit by bit."""
+    module = model()
+    options = {"zclip": mode, "zclip_warmup_steps": 4, "grad_norm_skip_threshold": 25.0}
+    optimizer = _build(kind, module, 1.0, **options)
+    seen: list[Any] = []
+    ranks = dist.get_world_size()
+    for step in range(4 + 3 * ranks):
+        bad_rank, phase = divmod(step - 4, 3)
+        factor = [50.0, 4000.0, 1.0][phase] if dist.get_rank() == bad_rank else 1.0
+        before = [param.detach().clone() for param in module.parameters()]
+        _backward(optimizer, module, factor + step / 64)
+        result = optimizer.step()
+        changed = any(not one.equal(param) for one, param in zip(before, module.parameters(), strict=True))
+        seen.append([bool(result.success), changed, float(result.grad_norm), float(optimizer.get_loss_scale())])
+    counts = [int(optimizer.num_landed_steps), int(optimizer.num_skipped_steps)]
+    return [seen, counts, optimizer.state_dict()["norm_statistics"]]
+
+
+SPIKES = [(4, "sharded", "skip"), (2, "chained", "clip")]
+OTHERS = [(1, "sharded", "skip"), (2, "replicated", "skip"), (4, "replicated", "clip"), (2, "sharded", "clip")]
+
+
+@pytest.mark.parametrize(
+    ("world", "kind", "mode"), [*SPIKES, *(pytest.param(*one, marks=pytest.mark.slow) for one in OTHERS)]
+)
+def test_spike_of_one_rank_is_one_of_all(ranks: RankPool, world: int, kind: str, mode: str) -> None:
+    """Each rank's batch spikes in turn: all ranks skip or clip the same steps, change nothing in those they skip, leave
+    the scale alone, and hold the same statistics.
+    """
+    results = ranks.run(world, _spikes, kind, mode)
+    assert results == [results[0]] * world
+    seen, counts, statistics = results[0]
+    for step, (landed, changed, norm, scale) in enumerate(seen):
+        phase = (step - 4) % 3 if step >= 4 else 2
+        assert landed == changed == (phase == 2 or (phase == 0 and mode == "clip")), (step, norm)
+        assert scale == 1.0
+    assert counts[1] == world * (1 if mode == "clip" else 2)
+    assert statistics["count"] == len(seen) - world

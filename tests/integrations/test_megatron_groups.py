@@ -164,7 +164,6 @@ DECLARED = {field.name for field in fields(runs.OptimizerConfig)}
 @pytest.mark.parametrize(
     ("field", "value", "remedy"),
     [
-        ("grad_norm_skip_threshold", 10.0, "leave it inf"),
         ("optimizer_cuda_graph", True, "megascale.StepGraph"),
         ("use_layer_wise_distributed_optimizer", True, "use_distributed_optimizer=True"),
     ],

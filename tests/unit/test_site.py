@@ -95,6 +95,7 @@ def test_every_invariant_is_proved() -> None:
 
 EXPLAINED = {
     *("UsageError", "GradientError", "MainParamOverflowError", "NonFiniteParamError", "SkippedStepsError", "RunError"),
+    *("MinScaleError",),
     *("ScalerOrderError", "ScalerArgumentError", "EmptyScalerStateError", "warning"),
 }
 """Kinds of messages of which docs/troubleshooting.md explains each; of the others, those that need it."""

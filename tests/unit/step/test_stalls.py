@@ -8,8 +8,20 @@ import pytest
 import torch
 from torch import nn
 
-from megascale import ChainedOptimizer, ConstantGradScaler, MixedPrecisionOptimizer, OptimizerConfig
-from megascale.errors import ArgumentError, MainParamOverflowError, NonFiniteParamError, SkippedStepsError
+from megascale import (
+    ChainedOptimizer,
+    ConstantGradScaler,
+    DynamicGradScaler,
+    MixedPrecisionOptimizer,
+    OptimizerConfig,
+)
+from megascale.errors import (
+    ArgumentError,
+    MainParamOverflowError,
+    MinScaleError,
+    NonFiniteParamError,
+    SkippedStepsError,
+)
 from megascale.host_view import HostView
 from megascale.kernels import Statistic
 from tests.training import INNER, Tiny, constant, grad_of, model, set_grads, wrap
@@ -46,7 +58,8 @@ def _with_inf(module: Tiny, seed: int) -> None:
 
 
 def _wrapped(module: Tiny, **options: object) -> MixedPrecisionOptimizer:
-    scale = 2.0**10 if next(module.parameters()).dtype == torch.float16 else None
+    """Wrap with a scale that no test here takes to its minimum."""
+    scale = 2.0**120 if next(module.parameters()).dtype == torch.float16 else None
     return wrap(module, INNER["adamw_fused"], scale, **options)
 
 
@@ -75,13 +88,74 @@ def test_more_skips_than_are_allowed_are_an_error(dtype: torch.dtype) -> None:
     optimizer = _wrapped(module, max_consecutive_skips=3)
     _skip(module, optimizer, 3)
     for _ in range(2):
-        with pytest.raises(SkippedStepsError, match=r"steps in a row were skipped, .*max_consecutive_skips allows 3"):
+        with pytest.raises(
+            SkippedStepsError,
+            match=r"steps in a row were skipped, .*max_consecutive_skips allows 3.* NaN: 'head.weight' \(1 of 4 ",
+        ):
             optimizer.step()
     assert optimizer.num_skipped_steps.item() == 3
     set_grads(module, 0)
     assert optimizer.step().success
     with pytest.raises(ArgumentError, match="max_consecutive_skips must be"):
         OptimizerConfig(max_consecutive_skips=0)
+
+
+def _at_low_scale(module: Tiny, **options: object) -> MixedPrecisionOptimizer:
+    """Wrap with a scale that is at its minimum, 1, after two overflows."""
+    return wrap(module, INNER["adamw_fused"], 4.0, **options)
+
+
+def test_overflows_at_the_smallest_scale_are_warned_of() -> None:
+    """At the 8th in a row, and at the 16th; only those at the minimum count; a clean step begins the count anew."""
+    module = model()
+    optimizer = _at_low_scale(module)
+    _skip(module, optimizer, 2 + 7)
+    set_grads(module, 0)
+    optimizer.step()
+    for count in range(1, 18):
+        _with_inf(module, count)
+        if count in (8, 16):
+            with pytest.warns(RuntimeWarning, match=f"^{count} steps in a row overflowed at the smallest .*, 1.0: the"):
+                optimizer.step()
+        else:
+            optimizer.step()
+
+
+def test_more_overflows_at_the_smallest_scale_than_are_allowed() -> None:
+    """An error, before the step is counted; it names the worst parameters, the worst first, with their counts."""
+    module = model()
+    optimizer = _at_low_scale(module, max_overflows_at_min_scale=3)
+    _skip(module, optimizer, 2 + 3)
+    _with_inf(module, 0)
+    grad_of(module.second.weight)[:2] = math.nan
+    message = r"^4 steps in a row overflowed at the smallest loss scale, 1.0, .*max_overflows_at_min_scale allows 3"
+    with pytest.raises(MinScaleError, match=message) as error:
+        optimizer.step()
+    worst = "most inf or NaN: 'second.weight' (12 of 24 elements, rank 0), 'head.weight' (1 of 4 elements, rank 0)"
+    assert str(error.value).endswith(worst)
+    assert optimizer.num_skipped_steps.item() == 5
+    optimizer.load_state_dict(optimizer.state_dict())
+    _skip(module, optimizer, 3)
+    with pytest.raises(ArgumentError, match="max_overflows_at_min_scale must be"):
+        OptimizerConfig(max_overflows_at_min_scale=0)
+
+
+def test_scale_that_never_falls_is_at_no_minimum() -> None:
+    """A constant scale, or none: ``max_consecutive_skips`` is for them."""
+    module, other = model(), model(torch.bfloat16)
+    _skip(module, constant(module, INNER["sgd"], 1.0, max_overflows_at_min_scale=2), 20)
+    _skip(other, wrap(other, INNER["sgd"], None, max_overflows_at_min_scale=2), 20)
+
+
+def test_smallest_scale_of_any_fp32_number() -> None:
+    """0.1 is no fp32 number: the scale that it is rounded to counts as the minimum."""
+    module = model()
+    scaler = DynamicGradScaler(0.1, 0.1, 2.0, 0.5, 4, 1)
+    config = OptimizerConfig(fp16=True, max_overflows_at_min_scale=2)
+    optimizer = MixedPrecisionOptimizer(INNER["sgd"](module), config, scaler, grads_are_scaled=True)
+    _skip(module, optimizer, 2)
+    with pytest.raises(MinScaleError, match="3 steps in a row"):
+        _skip(module, optimizer, 1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,0 +1,203 @@
+"""Spikes of the gradient norm: steps that are skipped, or clipped harder, because their norm is far too large.
+
+The judgement is made on the device after that on overflow, from the norm that all ranks share, so that it needs no
+collective and no host read.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megascale.config import OptimizerConfig
+from megascale.errors import ArgumentError, StateDictError
+from megascale.host_view import HostView
+from megascale.kernels import CLIP_EPSILON, Decision, inverse, stats_dtype
+from megascale.utils import validate
+from megascale.utils.graph_capture import is_capturing
+
+STD_EPSILON = 1e-6
+"""Added to the standard deviation that a z-score divides by: ZClip's."""
+KEYS = ("mean", "variance", "count")
+
+
+@dataclass(frozen=True)
+class ZClip:
+    """The constants of ZClip (arXiv 2504.02507), by the names of its code; see :meth:`NormStatistics.judge`.
+
+    Attributes:
+        skips: a spike skips the step; else it is clipped.
+        z_thresh: a z-score above it is a spike.
+        alpha: weight of the old mean and variance in the new ones.
+        warmup_steps: norms from which the first mean and variance are taken.
+    """
+
+    skips: bool
+    z_thresh: float
+    alpha: float
+    warmup_steps: int
+
+
+@dataclass(frozen=True)
+class NormJudgement:
+    """What ZClip says of one norm: 0-d tensors.
+
+    Attributes:
+        is_spike: bool.
+        bound: statistics dtype, what a spike is clipped to.
+        moved: statistics dtype, shape [3]: mean, variance and count, after this norm.
+    """
+
+    is_spike: Tensor
+    bound: Tensor
+    moved: Tensor
+
+
+class NormStatistics:
+    """The running mean and variance of the gradient norm, on the device.
+
+    Attributes:
+        state: mean, variance, and the number of norms that they were taken from: statistics dtype, shape [3]. Updated
+            in place: captured graphs hold this address.
+    """
+
+    def __init__(self, rule: ZClip, device: torch.device) -> None:
+        self.rule = rule
+        self.state = torch.zeros(len(KEYS), dtype=stats_dtype(device), device=device)
+
+    def judge(self, grad_norm: Tensor) -> NormJudgement:
+        """Judge a norm, fp32, 0-d. Changes nothing.
+
+        In the first ``warmup_steps`` no norm is a spike, and mean and variance are those of all norms so far. Later::
+
+            z     = (norm - mean) / (deviation + 1e-6)
+            spike = z > z_thresh
+            bound = mean + z_thresh * deviation / (z / z_thresh)
+
+        and the mean and variance move by ``1 - alpha`` to ``norm``, or to ``bound`` if it is a spike, so that a norm
+        that stays high is no spike for ever. ``deviation`` is the root of the variance, rounded to fp32. Source:
+        ``zclip.py`` of github.com/bluorion-com/ZClip, mode "zscore" with adaptive scaling.
+        """
+        rule = self.rule
+        norm = grad_norm.to(self.state.dtype)
+        mean, variance, count = self.state.unbind()
+        # torch's fp64 root is not correctly rounded on every CPU; rounded to fp32, that of an fp32 number is.
+        deviation = variance.float().to(norm.dtype).sqrt().float().to(norm.dtype)
+        is_warm = count >= rule.warmup_steps
+        z = (norm - mean) / (deviation + STD_EPSILON)
+        is_spike = (z > rule.z_thresh) & is_warm
+        bound = mean + deviation * rule.z_thresh / (z / rule.z_thresh)
+        seen = count + 1
+        weight = torch.where(is_warm, 1 - rule.alpha, seen.reciprocal())
+        off = torch.where(is_spike, bound, norm) - mean
+        mean = mean + off * weight
+        still_off = off - off * weight
+        square = torch.where(is_warm, still_off, off) * still_off
+        return NormJudgement(is_spike, bound, torch.stack((mean, variance + (square - variance) * weight, seen)))
+
+    def state_dict(self) -> dict[str, float | int]:
+        """Return ``mean``, ``variance`` and ``count`` as numbers. Waits for the device."""
+        mean, variance, count = self.state.tolist()
+        return {"mean": mean, "variance": variance, "count": int(count)}
+
+    def load_state_dict(self, given: Mapping[str, float]) -> None:
+        """Continue from numbers that :func:`parse_norm_statistics` returned."""
+        self.state.copy_(torch.tensor([given[key] for key in KEYS], dtype=self.state.dtype))
+
+
+def parse_norm_statistics(given: Any) -> dict[str, float]:
+    """Return saved statistics of the norm, checked. Raises StateDictError."""
+    if not isinstance(given, Mapping) or not set(KEYS) <= set(given):
+        raise StateDictError(f"state dict's 'norm_statistics' must hold {', '.join(map(repr, KEYS))}, got {given!r}")
+    try:
+        numbers = {key: validate.non_negative(f"state dict's norm_statistics[{key!r}]", given[key]) for key in KEYS}
+        validate.integer("state dict's norm_statistics['count']", given["count"], minimum=0)
+    except ArgumentError as error:
+        raise StateDictError(str(error)) from None
+    return numbers
+
+
+class SpikeJudge:
+    """Turns the decision on overflow into the decision of a step: also spikes are skipped, or clipped.
+
+    Two rules, of which ``config`` asks for one or both:
+
+    - ``grad_norm_skip_threshold``: a step with ``norm > threshold`` is skipped; compared in fp32. Megatron-Core's rule
+      (``ChainedOptimizer.step`` of its main branch, version 0.20; 0.16.1 has none).
+    - ``zclip``: see :class:`NormStatistics`. Norms of steps that are skipped for another reason do not count.
+
+    As in Megatron, a spike is no overflow: the scaler counts the step as a clean one.
+
+    Args:
+        config: with at least one rule, see :meth:`of`.
+        device: of the decision.
+
+    Attributes:
+        statistics: None without ``zclip``.
+    """
+
+    def __init__(self, config: OptimizerConfig, device: torch.device) -> None:
+        self._threshold = config.grad_norm_skip_threshold
+        self._view = HostView()
+        self._device = device
+        self._skipped: Tensor | None = None
+        self._moved: Tensor | None = None
+        self.statistics: NormStatistics | None = None
+        if config.zclip is not None:
+            rule = ZClip(config.zclip == "skip", config.zclip_z_thresh, config.zclip_alpha, config.zclip_warmup_steps)
+            self.statistics = NormStatistics(rule, device)
+
+    @classmethod
+    def of(cls, config: OptimizerConfig, device: torch.device) -> "SpikeJudge | None":
+        """Return the judge that ``config`` asks for; None if it asks for none."""
+        is_asked = math.isfinite(config.grad_norm_skip_threshold) or config.zclip is not None
+        return cls(config, device) if is_asked else None
+
+    def judge(self, decision: Decision, scale: Tensor | None) -> Decision:
+        """Return the decision of the step. Statistics move with :meth:`commit` only.
+
+        Args:
+            decision: on overflow.
+            scale: the loss scale that it was taken with, fp32, shape [1]; None: 1.
+        """
+        found, coefficient = decision.found_inf, decision.coefficient
+        if math.isfinite(self._threshold):
+            found = torch.maximum(found, (decision.grad_norm > self._threshold).float())
+        if self.statistics is not None:
+            judged = self.statistics.judge(decision.grad_norm)
+            self._moved = torch.where(found == 0, judged.moved, self.statistics.state)
+            if self.statistics.rule.skips:
+                found = torch.maximum(found, judged.is_spike.float())
+            else:
+                clip = judged.bound / (decision.grad_norm.to(judged.bound.dtype) + CLIP_EPSILON)
+                clipped = clip if scale is None else clip * inverse(scale).reshape(())
+                least = torch.minimum(coefficient, clipped.float())
+                coefficient = torch.where(judged.is_spike, least, coefficient)
+        self._skipped = found
+        return replace(decision, found_inf=found, coefficient=coefficient)
+
+    def commit(self) -> None:
+        """Take over the statistics of the norm that was judged last."""
+        if self.statistics is not None and self._moved is not None:
+            self.statistics.state.copy_(self._moved)
+
+    def rehearse(self) -> None:
+        """Run the device work of :meth:`commit` on a copy."""
+        if self.statistics is not None and self._moved is not None:
+            self.statistics.state.clone().copy_(self._moved)
+
+    def was_skipped(self) -> bool:
+        """Return whether the step was skipped, of which the host knows: this one on a CPU, else the one before.
+
+        Call it once for each step, also for a replayed one. False while a graph is captured.
+        """
+        if self._skipped is None or is_capturing(self._device):
+            return False
+        skipped = self._skipped.reshape(1)
+        if self._device.type == "cpu":
+            return skipped.tolist() != [0.0]
+        late = self._view.push_vector(["skipped"], skipped)
+        return late is not None and late["skipped"] != 0
