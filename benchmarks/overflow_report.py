@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--context", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--dtypes", default="float16,bfloat16")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

@@ -118,17 +118,17 @@ class GradWatch:
             if not is_dtensor(param):
                 self._hook(param, at)
 
-    @torch.no_grad()
     def see(self, grad: Tensor, at: NamedPlace) -> None:
         """Look at a gradient that backward has just made."""
         if at.name in self._fired:
             self._micro_batch += 1
             self._fired.clear()
         self._fired.add(at.name)
-        values = local(grad)
-        if values.is_sparse:
-            values = values._values()
-        self._seen.add(at, self._micro_batch, values)
+        if type(grad) is not Tensor or grad.requires_grad or grad.is_sparse:
+            with torch.no_grad():
+                grad = local(grad)
+            grad = grad._values() if grad.is_sparse else grad
+        self._seen.add(at, self._micro_batch, grad)
 
     def _hook(self, param: Tensor, at: NamedPlace) -> None:
         if param in self._hooked or not param.requires_grad:

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megascale.errors import ArgumentTypeError
 from megascale.utils.dtensors import local
+from megascale.utils.staging import staged
 
 NUM_STATISTICS = 4
 
@@ -148,7 +149,7 @@ class ModuleWatch:
     def _record(self, site: _Site, call: int, inputs: Tensor, found: Tensor) -> None:
         """Keep this event's row if it is the first that is not finite, on the device."""
         index = self._sites.setdefault(site, len(self._sites))
-        event = found.new_tensor([self._num_events, index, call])
+        event = staged(torch.tensor([self._num_events, index, call], dtype=found.dtype), found.device)
         self._num_events += 1
         row = torch.cat([event, inputs.to(found.device, non_blocking=True), found])
         kept = self._rows.get(found.device)

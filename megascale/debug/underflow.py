@@ -134,5 +134,5 @@ def _measure(grad: Tensor) -> Tensor:
     size = grad.detach().abs()
     zeros, small = (size == 0).sum(), (size < SMALLEST_NORMAL_FP16).sum()
     return torch.stack(
-        [zeros.to(exact), small.to(exact), size.new_tensor(grad.numel(), dtype=exact), size.amax().to(exact)]
+        [zeros.to(exact), small.to(exact), torch.full_like(zeros, grad.numel(), dtype=exact), size.amax().to(exact)]
     )
