@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig, kernels
-from megascale.errors import ArgumentError, UsageError
+from megascale.errors import ArgumentError, MainParamOverflowError, UsageError
 from megascale.kernels import Backend, Decision, blocks, select_backend
+from megascale.lion import Lion
 from tests.cases import cases
 from tests.counting import OperatorCounter
-from tests.training import INNER, Bag, Sign, bits_equal, constant, grad_of, model, same_bits, set_grads, snapshot
+from tests.training import INNER, Bag, Inner, Sign, bits_equal, constant, grad_of, model, same_bits, set_grads, snapshot
 
 BACKENDS = ["reference", "torch", "native"]
 # Triton's interpreter takes minutes over these.
@@ -367,3 +368,25 @@ def test_selection(monkeypatch: pytest.MonkeyPatch) -> None:
     if importlib.util.find_spec("amp_C") is None and importlib.util.find_spec("transformer_engine") is None:
         with pytest.raises(UsageError, match="apex"):
             select_backend("apex")
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(
+    "inner",
+    [
+        lambda bag: torch.optim.AdamW(bag.named_parameters(), lr=100.0, weight_decay=0.0),
+        lambda bag: torch.optim.SGD(bag.named_parameters(), lr=100.0),
+        lambda bag: torch.optim.SGD(bag.named_parameters(), lr=100.0, momentum=0.9),
+        lambda bag: torch.optim.SGD(bag.named_parameters(), lr=100.0, momentum=0.9, dampening=0.5),
+        lambda bag: Lion(bag.named_parameters(), lr=100.0),
+    ],
+    ids=["adamw", "sgd", "momentum", "dampening", "lion"],
+)
+def test_update_tells_which_main_param_outgrows_fp16(name: str, inner: Inner) -> None:
+    """Each rule on each backend: the second of three tensors, and none before it moves."""
+    module = Bag([torch.zeros(3, 3).half(), torch.full((5,), 65504.0).half(), torch.zeros(7).half()])
+    optimizer = constant(module, inner, 4.0, backend=name)
+    for param in module.parameters():
+        param.grad = torch.full_like(param, -4.0)
+    with pytest.raises(MainParamOverflowError, match=r"main param of 'params\.1' is 65520 or more"):
+        optimizer.step()
