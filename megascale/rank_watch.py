@@ -1,5 +1,6 @@
 """RankWatch: names the rank for which the others wait, and the call that it has not made."""
 
+import contextlib
 import itertools
 import logging
 import os
@@ -72,9 +73,10 @@ class RankWatch:
             return
         site = call_site.of_error(error)
         first_line = str(error).partition("\n")[0]
-        rounds.say_last_words(f"has ended with {type(error).__name__}: {first_line} ({site})", lost=is_loss(error))
-        if is_loss(error):
-            told = rounds.last_words_of_others()
+        if not is_loss(error):
+            rounds.say_last_words(f"has ended with {type(error).__name__}: {first_line} ({site})")
+        else:
+            told = rounds.after_loss(site)
             raise RankError(
                 f"lost contact with another rank in {site}. {told} The backend says: {first_line}"
             ) from error
@@ -107,6 +109,7 @@ class _Rounds:
         self._state: tuple[int, CallSite | None] = (-1, None)
         self._since = 0.0
         self._beat = 0
+        self._is_posted = False
         self._seen: dict[int, Notice | None] = {}
         self._told = ""
 
@@ -115,6 +118,7 @@ class _Rounds:
         state, now = (calls_begun(), call_site.of_thread(self._watched)), time.monotonic()
         if state != self._state:
             self._state, self._since, self._seen, self._told = state, now, {}, ""
+            self._withdraw()
             return
         still = now - self._since
         calls, site = state
@@ -122,6 +126,7 @@ class _Rounds:
             return
         try:
             self._beat += 1
+            self._is_posted = True
             self._board.post({"beat": self._beat, "calls": calls, "site": list(site), "process": _process()})
             if not site.waits:
                 return
@@ -134,20 +139,30 @@ class _Rounds:
             self._told = told
             logger.warning("rank %d has waited for %.0f s in %s. %s", self._rank, still, site, told)
 
-    def say_last_words(self, words: str, *, lost: bool = False) -> None:
-        """Let other ranks know how this one has left. ``lost``: because of another one."""
-        try:
-            self._board.post({"words": words, "lost": lost, "process": _process()})
-        except NoAnswer:
-            logger.debug("nobody can read that rank %d %s", self._rank, words)
+    def say_last_words(self, words: str) -> None:
+        """Let other ranks know how this one has left."""
+        self._post_if_heard({"words": words})
 
-    def last_words_of_others(self) -> str:
-        """Return what is known of the other ranks after contact was lost."""
+    def after_loss(self, site: CallSite | None) -> str:
+        """Let other ranks know where this one has lost contact; return what is known of them."""
+        self._post_if_heard({"lost": True, "calls": self._state[0], "site": site and list(site)})
         time.sleep(GRACE_S)
         try:
-            return _after_loss(self._look(None))
+            return _told_after_loss(site, self._look(None))
         except NoAnswer:
             return "The store of the process group does not answer either: its host has ended or is cut off."
+
+    def _withdraw(self) -> None:
+        if self._is_posted:
+            with contextlib.suppress(NoAnswer):  # then at the next round
+                self._board.withdraw()
+                self._is_posted = False
+
+    def _post_if_heard(self, notice: Notice) -> None:
+        try:
+            self._board.post(notice | {"process": _process()})
+        except NoAnswer:
+            logger.debug("the store of the process group does not take the last notice of rank %d", self._rank)
 
     def _look(self, site: CallSite | None) -> dict[int, Notice | None]:
         """Return other ranks' notices; none if a lower rank waits in the same call ``site``, and so looks itself."""
@@ -180,7 +195,7 @@ def _process() -> str:
 
 
 def _site(notice: Notice | None) -> CallSite | None:
-    return CallSite(*notice["site"]) if notice is not None and "site" in notice else None
+    return CallSite(*notice["site"]) if notice is not None and notice.get("site") else None
 
 
 def _told(site: CallSite, calls: int, seen: dict[int, Notice | None], before: dict[int, Notice | None]) -> str:
@@ -198,6 +213,8 @@ def _told(site: CallSite, calls: int, seen: dict[int, Notice | None], before: di
             absent.append(f"Rank {rank} {notice['words']}.")
         elif notice is None or notice == before.get(rank):
             absent.append(f"Rank {rank} gives no sign: its process is dead or stopped, or its host is cut off.")
+        elif "lost" in notice:
+            absent.append(f"Rank {rank} has lost contact in {_site(notice)} ({notice['process']}).")
         elif _site(notice) != site:
             absent.append(f"Rank {rank} has not made this call; it is in {_site(notice)} ({notice['process']}).")
         elif notice["calls"] < calls:
@@ -207,24 +224,18 @@ def _told(site: CallSite, calls: int, seen: dict[int, Notice | None], before: di
     return _few(absent)
 
 
-def _after_loss(seen: dict[int, Notice | None]) -> str:
-    """Return what is known of the ranks that have caused the loss of contact, from all others' notices."""
-    ended = [
-        f"Rank {rank} {notice['words']}." for rank, notice in seen.items() if notice and not notice.get("lost", True)
-    ]
-    if ended:
-        return _few(ended)
-    still = [
-        f"Rank {rank} is in {_site(notice)} ({notice['process']})."
-        for rank, notice in seen.items()
-        if notice and "site" in notice
-    ]
-    silent = [
-        f"Rank {rank} has left no word: its process is dead or stopped, or its host is cut off."
-        for rank, notice in seen.items()
-        if notice is None
-    ]
-    return _few(silent + still) or "No rank knows why."
+def _told_after_loss(site: CallSite | None, seen: dict[int, Notice | None]) -> str:
+    """Return which ranks have caused the loss of contact in ``site``, from the other ranks' notices."""
+    ended, elsewhere, silent = [], [], []
+    for rank, notice in seen.items():
+        if notice is None:
+            silent.append(f"Rank {rank} has left no word: its process is dead or stopped, or its host is cut off.")
+        elif "words" in notice:
+            ended.append(f"Rank {rank} {notice['words']}.")
+        elif _site(notice) != site:
+            doing = "has lost contact" if "lost" in notice else "is"
+            elsewhere.append(f"Rank {rank} {doing} in {_site(notice)} ({notice['process']}).")
+    return _few(ended or elsewhere + silent) or "All ranks are in this call."
 
 
 def _few(sentences: list[str]) -> str:

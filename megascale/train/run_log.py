@@ -108,7 +108,7 @@ class RunLog:
             sink.flush()
 
     def close(self) -> None:
-        """Finish all files."""
+        """Finish all files, and the line of the progress bar."""
         self._bar.close()
         close_all(self._sinks)
 

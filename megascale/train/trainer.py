@@ -80,6 +80,13 @@ class Trainer:
     def run(self) -> int:
         """Train to the last step, or until a signal. Returns the exit status."""
         self.start()
+        try:
+            return self._train()
+        finally:
+            if self.log is not None:
+                self.log.close()
+
+    def _train(self) -> int:
         started, stopped = self.progress.step, False
         while self.progress.step < self.config.steps and not stopped:
             self._step(self.progress.step)
@@ -93,8 +100,6 @@ class Trainer:
             self._complete_last_row()
         self.checkpointer.wait()
         self._summarise(stopped)
-        if self.log is not None:
-            self.log.close()
         return 128 + (self.runtime.stop_signal or 2) if stopped else 0
 
     def start(self) -> None:

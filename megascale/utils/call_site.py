@@ -54,7 +54,9 @@ def _innermost_user_call(frames: Sequence[tuple[FrameType, int]]) -> CallSite:
     index = next((index for index, (frame, _) in enumerate(frames) if _is_user_code(frame)), len(frames) - 1)
     frame, line = frames[index]
     name = frame.f_code.co_filename
-    call = frames[index - 1][0].f_code.co_qualname if index else ""
+    inwards = [frame.f_code.co_qualname for frame, _ in frames[:index][::-1]]
+    # Not a decorator's wrapper, which has no name of its own.
+    call = next((name for name in inwards if "<locals>" not in name), "".join(inwards[:1]))
     waits = index > 0 and frames[0][0].f_code.co_filename.startswith(_WAITING)
     return CallSite(
         f"{Path(name).name}:{line} in {frame.f_code.co_name}", linecache.getline(name, line).strip(), call, waits

@@ -1,7 +1,7 @@
 """Short notices between ranks through torch.distributed's store, outside all collectives.
 
 A store's connection cannot be told to give up: a read from a host that is cut off lasts for minutes. So each exchange
-runs in a thread of its own, for which its caller waits a limited time.
+runs in a thread of its own, for which its caller waits a limited time. While one hangs there is no other.
 """
 
 import json
@@ -43,16 +43,22 @@ class NoticeBoard:
         self._within_limit(lambda store: store.set(self._key(self._rank), json.dumps(notice)))
 
     def read(self, rank: int) -> Notice | None:
-        """Return the notice of ``rank``; None if it has posted none. Raises NoAnswer."""
+        """Return the notice of ``rank``; None if there is none. Raises NoAnswer."""
         key = self._key(rank)
         # get() waits for a key that is missing.
         text = self._within_limit(lambda store: store.get(key) if store.check([key]) else None)
-        return None if text is None else json.loads(text)
+        return (json.loads(text) or None) if text else None
+
+    def withdraw(self) -> None:
+        """Take this rank's notice back. Raises NoAnswer."""
+        self.post({})  # a FileStore does not forget a key for good
 
     def _key(self, rank: int) -> str:
         return f"megascale/{self._name}/{rank}"
 
     def _within_limit(self, exchange: Callable[[Any], T]) -> T:
+        if not self._last.done():
+            raise NoAnswer(f"no answer to the last one after {LIMIT_S:g} s and more")
         future: Future[T] = Future()
 
         def run() -> None:
@@ -64,8 +70,6 @@ class NoticeBoard:
                 future.set_exception(error)
 
         try:
-            if not self._last.done():
-                self._last.exception(LIMIT_S)  # one thread at a time, though the store is cut off
             self._last = future
             Thread(target=run, name="megascale notices", daemon=True).start()
             return future.result(LIMIT_S)

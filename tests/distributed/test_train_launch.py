@@ -51,6 +51,16 @@ def test_several_nodes_meet(tmp_path: Path) -> None:
     assert _ranks_of(tmp_path) == 2
 
 
+def test_options_of_several_nodes(tmp_path: Path) -> None:
+    """Options with two dashes go to torchrun, other arguments to the program; INTERFACE to gloo and NCCL."""
+    arguments = ["2", "4", "node1:29400", "--max-restarts=3", "steps=3", "--rdzv-conf=is_host=1", "wandb_name=a b"]
+    assert _output("multi_node.sh", *arguments, DRY_RUN="1", INTERFACE="eth1") == (
+        f"+ env GLOO_SOCKET_IFNAME=eth1 NCCL_SOCKET_IFNAME=eth1 {sys.executable} -m torch.distributed.run --nnodes 2 "
+        "--nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint node1:29400 --rdzv-id megascale --max-restarts=3 "
+        "--rdzv-conf=is_host=1 -m megascale.train steps=3 wandb_name=a\\ b\n"
+    )
+
+
 @pytest.mark.slow
 def test_elastic_goes_on_when_a_node_is_lost(tmp_path: Path) -> None:
     """One of two nodes dies without a word: the other starts again from the latest checkpoint and finishes alone."""

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from megascale.checkpoint import latest
+from megascale.errors import UsageError
 from megascale.train.config import load_config
 from megascale.train.runtime import Runtime
 from megascale.train.tasks import Batch
@@ -144,3 +145,19 @@ def test_skipped_steps_name_their_gradients(tmp_path: Path) -> None:
     assert named == {(int(row["step"]), float(row["scale"])) for row in _rows(tmp_path) if row["skipped"] == "1"}
     assert {row["step"] for row in rows} == {0, 1, 2, 3}
     assert sum(row["origin"] for row in rows) == 4
+
+
+def test_an_error_has_a_line_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that fails ends the line of its progress bar, so that the error after it can be found."""
+    with Runtime(threads=1) as runtime:
+        trainer = Trainer(load_config([*TINY, f"output_dir={tmp_path}"]), runtime)
+
+        def no_data(step: int) -> Batch:
+            raise UsageError("no data")
+
+        trainer._own_part = no_data  # type: ignore[method-assign]
+        with pytest.raises(UsageError):
+            trainer.run()
+        bar = capsys.readouterr().err
+        assert bar.startswith("\rrun: ")
+        assert bar.endswith("\n")
