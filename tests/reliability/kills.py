@@ -1,0 +1,156 @@
+"""SIGKILL of one rank, or of all, at random moments: the run goes on to the bits of one that was never killed."""
+
+import contextlib
+import os
+import random
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from megascale import MixedPrecisionOptimizer
+from megascale.checkpoint import load
+from megascale.checkpoint.directory import complete, left, named
+from megascale.checkpoint.listing import listing
+from tests.distributed.test_distributed_optimizer import INNER, config_of, net, scaler
+from tests.jobs import Job, job, wait_until
+from tests.pool import Outcome, RankPool
+from tests.reliability.faults import Fault
+from tests.reliability.tiny_run import train
+
+RANKS = 2
+KILLS_A_RUN = 2
+KILLS_BELOW_TORCHRUN = 3
+"""The same, where each costs a new start of Python."""
+SURVIVES_S = 30.0
+"""By then the rank that was not killed has ended."""
+LOST = re.compile(r"(?:RankError|CheckpointError): .*?(Rank \d [^:.]*|The store [^:.]*|All ranks [^.]*)", re.DOTALL)
+
+
+def kill_ranks(kills: int, seed: int, folder: Path, ranks: RankPool) -> Iterator[Fault]:
+    """Kill ``kills`` times in runs of forked ranks, half of them with saves in the background. Yields each kill."""
+    dice = random.Random(seed)
+    ends, seconds = {}, {}
+    for asynchronous in (False, True):
+        place = folder / f"whole_{asynchronous}"
+        [(_, ends[asynchronous]), _] = _run(ranks, place, asynchronous)
+        seconds[asynchronous] = time.time() - (place / "begun_0").stat().st_mtime
+    run = 0
+    while kills > 0:
+        asynchronous = run % 2 == 1
+        place = folder / f"run_{run}"
+        found: list[Fault] = []
+        while len(found) < min(KILLS_A_RUN, kills):
+            fault = _killed(ranks, place, asynchronous, dice, seconds[asynchronous])
+            if fault is None:  # it was at its end before
+                break
+            found.append(fault)
+        outcome = _run(ranks, place, asynchronous)
+        same = outcome[0][1] == ends[asynchronous] and not left(place) and _all_load(place)
+        for kill in found:
+            seen = kill.seen + ("; goes on, same bits" if same else "; OTHER BITS")
+            yield replace(kill, seen=seen, as_promised=kill.as_promised and same)
+        kills -= len(found)
+        run += 1
+
+
+def _run(ranks: RankPool, place: Path, asynchronous: bool) -> list[tuple[int, str]]:
+    with ranks.spawn(RANKS, train, place, asynchronous) as fresh:
+        return fresh.results(timeout=60)
+
+
+def _killed(ranks: RankPool, place: Path, asynchronous: bool, dice: random.Random, seconds: float) -> Fault | None:
+    """Start the run, kill at a random moment, wait for the others' end. Returns None if the run was faster."""
+    victims = dice.choice([[0], [1], [0, 1]])
+    for mark in place.glob("begun_*"):
+        mark.unlink()
+    with ranks.spawn(RANKS, train, place, asynchronous) as fresh:
+        while len(list(place.glob("begun_*"))) < RANKS:
+            time.sleep(0.01)
+        time.sleep(dice.uniform(0.05, 0.95) * seconds)
+        doing = _doing(place, asynchronous)
+        for victim in victims:
+            fresh.kill(victim)
+        outcomes = fresh.outcomes(timeout=SURVIVES_S, grace=SURVIVES_S)
+    if not any("exit code -9" in str(outcomes[victim].error) for victim in victims):
+        return None
+    survivors = [outcome for outcome in outcomes if outcome.rank not in victims]
+    who = "all ranks" if len(victims) == RANKS else "a rank"
+    held = all(_ended(outcome) for outcome in survivors) and _all_load(place)
+    seen = "; ".join(_seen(outcome) for outcome in survivors) or "the processes are gone"
+    return Fault("SIGKILL", f"{who}, while {doing}", seen, held)
+
+
+def _doing(place: Path, asynchronous: bool) -> str:
+    if left(place):
+        return "saving in the background" if asynchronous else "saving"
+    return "training" if named(place) else "starting"
+
+
+def _ended(outcome: Outcome[object]) -> bool:
+    """Return whether a survivor has finished, or ended with a named error."""
+    return outcome.error is None or LOST.search(outcome.error) is not None
+
+
+def _seen(outcome: Outcome[object]) -> str:
+    if outcome.error is None:
+        return "the other had finished"
+    told = LOST.findall(outcome.error)
+    return f"RankError on the other: {re.sub(r'[0-9]+', 'N', told[-1])}" if told else outcome.error[-300:]
+
+
+def _all_load(place: Path) -> bool:
+    """Return whether every folder with a checkpoint's name is whole, and loads."""
+    for each in listing(place):
+        if each.step is None:
+            continue
+        if each.damage is not None:
+            return False
+        module = net()
+        optimizer = MixedPrecisionOptimizer(
+            INNER["adamw"](module), config_of(module.first.weight.dtype), scaler(module.first.weight.dtype)
+        )
+        load(each.path, module, optimizer)
+    return complete(place).keys() == named(place).keys()
+
+
+def kill_under_torchrun(kills: int, seed: int, folder: Path, ranks: RankPool) -> Iterator[Fault]:
+    """Kill a rank again and again below torchrun, which starts all anew: the end is that of forked, unharmed ranks."""
+    dice = random.Random(seed)
+    end = [digest for _, digest in _run(ranks, folder / "whole", False)] if kills else []
+    run_number = 0
+    while kills > 0:
+        place = folder / f"torchrun_{run_number}"
+        mine = min(KILLS_BELOW_TORCHRUN, kills)
+        with _torchrun(place, mine) as run:
+            done = _kill_each_attempt(run, mine, dice)
+            output = run.finish()
+        same = [(place / f"end_{rank}").read_text() for rank in range(RANKS)] == end
+        seen = f"torchrun starts all ranks again; {'goes on, same bits' if same else 'OTHER BITS'}"
+        yield from [Fault("SIGKILL", "a rank below torchrun", seen, same and "resumed at" in output)] * done
+        kills -= done
+        run_number += 1
+
+
+def _torchrun(place: Path, restarts: int) -> contextlib.AbstractContextManager[Job]:
+    place.mkdir(parents=True)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    command = [*launcher, "--max-restarts", str(restarts), "-m", "tests.reliability.tiny_run", str(place)]
+    return job([sys.executable, *command], {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
+
+
+def _kill_each_attempt(run: Job, kills: int, dice: random.Random) -> int:
+    """Kill one rank of each of torchrun's attempts at a random moment. Returns how many were killed."""
+    done = 0
+    for attempt in range(1, kills + 1):
+        wait_until(lambda attempt=attempt: run.output.count("begun") >= attempt or run.status is not None, run)  # type: ignore[misc]
+        time.sleep(dice.uniform(0.0, 0.6))
+        victim = run.ranks().get(dice.randrange(RANKS))
+        if victim is None:
+            break
+        os.kill(victim, signal.SIGKILL)
+        done += 1
+    return done

@@ -1,0 +1,79 @@
+"""A part of the fault campaign; `python -m tests.reliability.campaign` is the whole of it."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from tests.pool import RankPool
+from tests.reliability import disk_faults, host_faults
+from tests.reliability.faults import Fault, table
+from tests.reliability.file_faults import flipped_bytes, wrong_contents
+from tests.reliability.kills import kill_ranks, kill_under_torchrun
+from tests.reliability.rank_faults import misdeeds, poisons
+
+
+def _check(faults: Iterable[Fault], least: int) -> None:
+    found = list(faults)
+    assert [fault for fault in found if not fault.as_promised] == []
+    assert len(found) >= least
+
+
+@pytest.mark.slow
+def test_killed_runs_end_with_the_same_bits(tmp_path: Path, ranks: RankPool) -> None:
+    """SIGKILL of a rank or of all at random moments of training and saving: each survivor ends with a named error, each
+    checkpoint loads, and the run goes on to the bits of the one that was never killed.
+    """
+    _check(kill_ranks(10, 1, tmp_path, ranks), 10)
+
+
+@pytest.mark.slow
+def test_killed_runs_below_torchrun(tmp_path: Path, ranks: RankPool) -> None:
+    """Torchrun starts all ranks again, twice, and the end is the same."""
+    _check(kill_under_torchrun(2, 2, tmp_path, ranks), 2)
+
+
+@pytest.mark.slow
+def test_misdeeds_of_a_rank_are_named(tmp_path: Path, ranks: RankPool) -> None:
+    """A rank that hangs, raises, has fewer batches or saves alone: the other's error names it, and what it did."""
+    _check(misdeeds(tmp_path, ranks), 4)
+
+
+@pytest.mark.slow
+def test_nan_is_skipped_or_named_on_all_ranks(ranks: RankPool) -> None:
+    """NaN in data or gradients of one rank skips the step on all; NaN in a parameter is named on all."""
+    _check(poisons(ranks), 3)
+
+
+@pytest.mark.slow
+def test_any_content_of_any_file(tmp_path: Path) -> None:
+    """Flipped bits; missing, cut, foreign and pickled files in the place of each: a CheckpointError and no live bit
+    changes, or the very values that were saved.
+    """
+    _check(flipped_bytes(tmp_path / "flipped", 23), 1000)
+    _check(wrong_contents(tmp_path / "contents"), 29)
+
+
+@pytest.mark.slow
+def test_disks_that_fail(tmp_path: Path, ranks: RankPool) -> None:
+    """Full, read-only or gone during a save: one error on both ranks; the checkpoint before stays; later saves work."""
+    if missing := disk_faults.why_not(tmp_path):
+        pytest.skip(missing)
+    _check(disk_faults.broken_disks(tmp_path / "disks", ranks), 6)
+
+
+@pytest.mark.slow
+def test_link_between_hosts_is_cut(tmp_path: Path) -> None:
+    """Two network namespaces train through launch/multi_node.sh. Cut off, each ends and says so."""
+    if missing := host_faults.why_not():
+        pytest.skip(missing)
+    _check(host_faults.cut_link(tmp_path), 2)
+
+
+def test_table_counts_what_was_seen() -> None:
+    """Equal faults are one row, without what differs between machines; a broken promise shows."""
+    seen = "CheckpointError: cannot write step_2.incomplete-0ab1 (process 7 on vm)"
+    faults = [Fault("disk", "full", seen, True), Fault("disk", "full", seen.replace("0ab1", "77"), False)]
+    assert table(faults).splitlines()[2:] == [
+        "| disk: full | CheckpointError: cannot write step_2.incomplete-… (process … on …) | 1 of 2 |"
+    ]
