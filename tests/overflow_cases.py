@@ -101,10 +101,7 @@ def sharded(backend: str) -> Setting:
 def fsdp2(backend: str) -> Setting:
     """FSDP2 shards parameters."""
     model = Planted().half()
-    mesh = mesh_of((dist.get_world_size(),), ("dp",))
-    for layer in (model.first, model.head):
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    _fully_sharded(model)
     config = OptimizerConfig(fp16=True, backend=backend)
     return model, MixedPrecisionOptimizer(_adamw(model), config, _scaler()), model
 
@@ -122,6 +119,13 @@ def chained(backend: str) -> Setting:
     return model, ChainedOptimizer(parts), model
 
 
+def _fully_sharded(model: Planted) -> None:
+    mesh = mesh_of((dist.get_world_size(),), ("dp",))
+    for layer in (model.first, model.head):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
 class AmpLoop:
     """torch.amp's loop, with an optimizer's methods."""
 
@@ -134,10 +138,9 @@ class AmpLoop:
 
     def step(self) -> StepResult:
         """Step and update."""
-        before = self.scaler.get_scale()
         self.scaler.step(self.optimizer)
+        landed = torch.stack(list(self.scaler._found_inf_per_device(self.optimizer).values())).sum() == 0
         self.scaler.update()
-        landed = torch.tensor(self.scaler.get_scale() == before)
         return StepResult(landed, landed, landed)
 
 
@@ -145,6 +148,13 @@ def torch_amp(backend: str) -> Setting:
     """DistributedDataParallel under torch.amp's loop; the backend is that of the machine."""
     model = Planted()
     return DistributedDataParallel(model), AmpLoop(model), model
+
+
+def amp_fsdp2(backend: str) -> Setting:
+    """FSDP2 under torch.amp's loop."""
+    model = Planted()
+    _fully_sharded(model)
+    return model, AmpLoop(model), model
 
 
 SETTINGS: dict[str, Callable[[str], Setting]] = {
@@ -155,6 +165,7 @@ SETTINGS: dict[str, Callable[[str], Setting]] = {
     "fsdp2": fsdp2,
     "chained": chained,
     "amp": torch_amp,
+    "amp_fsdp2": amp_fsdp2,
 }
 
 

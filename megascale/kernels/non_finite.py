@@ -11,7 +11,8 @@ def describe_non_finite(tensor: Tensor) -> Tensor:
     On the tensor's device, without a host sync. The magnitude is 0 where no element is finite.
     """
     exact = torch.float32 if tensor.device.type == "mps" else torch.float64
-    inf, nan = torch.isinf(tensor), torch.isnan(tensor)
-    finite = tensor.abs().masked_fill(inf | nan, 0.0)
+    size = tensor.abs()
+    num_inf, num_nan = (size == torch.inf).sum(dtype=exact), (size != size).sum(dtype=exact)
+    finite = torch.nan_to_num(size, nan=0.0, posinf=0.0)
     largest = finite.amax() if tensor.numel() else finite.new_zeros(())
-    return torch.stack([inf.sum().to(exact), nan.sum().to(exact), largest.to(exact)])
+    return torch.stack([num_inf, num_nan, largest.to(exact)])

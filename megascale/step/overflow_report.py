@@ -8,6 +8,8 @@ from typing import Any
 from megascale.errors import MOST_NAMES
 
 COLUMNS = ("parameter", "rank", "micro-batch", "non-finite", "of", "largest finite")
+MOST_ROWS = 32
+"""Most entries that a printed report shows; the origin is among them."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,13 @@ class OverflowReport:
             return f"{head}: {self._why_empty()}"
         count = len({entry.parameter for entry in self.entries})
         lines = [f"{head}: {count} parameter{'s' if count > 1 else ''} with non-finite gradients"]
-        lines += _table(self.entries, self.origin)
+        origin = self.origin
+        shown = list(self.entries[:MOST_ROWS])
+        if origin not in shown:
+            shown[-1:] = filter(None, [origin])
+        lines += _table(shown, origin)
+        if len(self.entries) > len(shown):
+            lines.append(f"and {len(self.entries) - len(shown)} more")
         if not self.before_reduction:
             lines.append("(ranks: of gradients as they were at the step; report_overflows() tells where they arose)")
         return "\n".join(lines)

@@ -266,3 +266,43 @@ def test_ranks_are_merged() -> None:
     assert [one.parameter for one in merged(own).entries] == ["b"]
     in_the_sum = [OwnOverflows(3, 8.0, (), (_entry("a", rank, 0),)) for rank in range(2)]
     assert [(one.parameter, one.rank) for one in merged(in_the_sum).entries] == [("a", None)]
+
+
+def test_long_reports_are_cut() -> None:
+    """A table of many rows is cut, and shows the origin all the same."""
+    report = merged([OwnOverflows(3, 8.0, tuple(_entry(f"p{place}", 0, place) for place in range(100)), ())])
+    lines = str(report).splitlines()
+    assert len(lines) == 2 + 32 + 1
+    assert lines[-2].startswith("p99 <- likely origin")
+    assert lines[-1] == "and 68 more"
+
+
+def test_micro_batches_that_nobody_looked_at_are_unknown() -> None:
+    """One loss: its backward made the gradients. Of two, either may have."""
+    model, optimizer = _wrapped()
+    optimizer.zero_grad()
+    for _ in range(2):
+        optimizer.scale_loss(model(torch.full((3, 6), math.inf).half()).float().sum()).backward()
+    optimizer.step()
+    report = optimizer.last_overflow()
+    assert report is not None
+    assert {entry.micro_batch for entry in report.entries} == {None}
+    _overflow(model, optimizer)
+    report = optimizer.last_overflow()
+    assert report is not None
+    assert {entry.micro_batch for entry in report.entries} == {0}
+
+
+def test_steps_of_a_graph_are_reported_as_they_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensors of a captured step are written anew by each replay: a report is about the last one."""
+    model, optimizer = _wrapped()
+    with monkeypatch.context() as patched:
+        patched.setattr("megascale.step.overflows.is_capturing", lambda _: True)
+        _overflow(model, optimizer)
+    reporter = report_overflows(optimizer, log=False)
+    for replays in range(1, 3):
+        report = optimizer.last_overflow()
+        assert report is not None
+        assert report.step == replays - 1
+        optimizer.recipe.after_replay()
+        assert reporter.num_skips == replays

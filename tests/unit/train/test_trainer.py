@@ -139,6 +139,8 @@ def test_a_training_step_reads_nothing_on_the_host(tmp_path: Path) -> None:
 def test_skipped_steps_name_their_gradients(tmp_path: Path) -> None:
     """overflows.jsonl has rows for each skipped step of metrics.csv, and for no other, also after a stop."""
     assert _run(tmp_path, "scaler.scale=1e30", "checkpoint.every=2", stop_at=1) == 128 + signal.SIGTERM
+    with open(tmp_path / "run" / "overflows.jsonl", "a") as stream:
+        stream.write('{"step": 3, "scale": 1.0}\n{"st')  # as a process that was killed leaves it
     assert _run(tmp_path, "scaler.scale=1e30", "checkpoint.every=2") == 0
     rows = [json.loads(line) for line in (tmp_path / "run" / "overflows.jsonl").read_text().splitlines()]
     named = {(row["step"], row["scale"]) for row in rows}
