@@ -257,6 +257,12 @@ def _param_shared(at: Place) -> None:
     at.param.share_memory_()
 
 
+def _param_for_inference(at: Place) -> None:
+    with torch.inference_mode():
+        data = at.param.detach().clone()
+    at.param.data = data
+
+
 def _param_strided(at: Place) -> Undo:
     return _replace_data(at, torch.empty(*at.param.shape, 2, dtype=at.param.dtype)[..., 0].copy_(at.param.data))
 
@@ -309,6 +315,7 @@ PARAMS: dict[str, Callable[[Place], Undo | None]] = {
     "parameter beyond fp16": _beyond_fp16,
     "parameter not finite": _not_finite,
     "parameter in shared memory": _param_shared,
+    "parameter for inference": _param_for_inference,
     "parameter strided": _param_strided,
     "parameter grown": _param_grown,
     "parameter much grown": _param_much_grown,
@@ -420,6 +427,26 @@ def _reordered_mapping(at: Place) -> None:
     at.inner.state.update(entries)
 
 
+def _one_tensor(at: Place) -> Undo:
+    """Make all moments of a parameter one tensor."""
+    state, before = at.state, dict(at.state)
+    moments = at.moments()
+    state.update({name: moments[0][1] for name, _ in moments})
+
+    def undo() -> None:
+        state.update(before)
+
+    return undo
+
+
+def _overlapping_state(at: Place) -> Undo:
+    """Let the moments of a parameter be views of one memory, one element apart."""
+    numel = at.param.numel()
+    memory = torch.rand(numel + len(at.moments()))
+    views = iter(memory[first:][:numel].view(at.param.shape) for first in range(len(at.moments())))
+    return _replace_entries(at, lambda value: next(views))
+
+
 def _state_freed(at: Place) -> Undo:
     return _change_data(at, lambda value: _resized(value.clone()))
 
@@ -455,6 +482,8 @@ STATE: dict[str, Callable[[Place], Undo | None]] = {
     "data of state as fp64": lambda at: _change_data(at, Tensor.double),
     "data of state and step as fp64": lambda at: _change_data(at, Tensor.double, steps=True),
     "data of state freed": _state_freed,
+    "state all one tensor": _one_tensor,
+    "state that overlaps": _overlapping_state,
     "state emptied": _empty_entries,
     "state without one": _without_one,
     "all state cleared": _clear,

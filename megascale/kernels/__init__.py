@@ -18,7 +18,14 @@ from megascale.kernels.non_finite import describe_non_finite
 from megascale.kernels.protocol import AdamHyper, Backend, LionHyper, Operands, SgdHyper
 from megascale.kernels.reference import ReferenceBackend, stats_dtype
 from megascale.kernels.selection import select_backend, why_not
-from megascale.kernels.tensors.checked_memory import MemoryRecord, is_plain, memory_fault, plain, shares_elements
+from megascale.kernels.tensors.checked_memory import (
+    MemoryRecord,
+    is_plain,
+    memory_fault,
+    overlapping,
+    plain,
+    shares_elements,
+)
 from megascale.kernels.tensors.tensor_list import GradList, ParamList, TensorList
 from megascale.kernels.tensors.tensor_reader import (
     Room,
@@ -60,6 +67,7 @@ __all__ = [
     "is_plain",
     "memory_fault",
     "new_tags",
+    "overlapping",
     "plain",
     "read_versions",
     "same_objects",

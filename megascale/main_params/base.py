@@ -77,10 +77,13 @@ class MainParams(ABC):
         return made, snapshot
 
     def _make_plain(self, params: Sequence[MainParam]) -> None:
-        """Copy parameters whose bytes are not their values, as after ``param.data = x.conj().imag``."""
+        """Copy parameters whose bytes are not their values, as after ``param.data = x.conj().imag``, and those that
+        torch lets nobody write, as ``x`` was created in inference mode.
+        """
         for param in params:
             if not is_dtensor(param.model):
-                param.model.data = plain(param.model.data)
+                data = plain(param.model.data)
+                param.model.data = data.clone() if data.is_inference() else data
 
     def _is_unchanged(self, param_groups: Sequence[dict[str, Any]], snapshot: TensorList) -> bool:
         """Whether the groups hold the same parameters as before, and the same of them are frozen."""
@@ -92,6 +95,7 @@ class MainParams(ABC):
 
     def _add_new(self, param_groups: Sequence[dict[str, Any]]) -> list[MainParam]:
         """Create main params for parameters that have none, and order all of them."""
+        self._check_listed_once(param_groups)
         names: dict[int, str] = {}
         unseen: dict[str, nn.Parameter] = {}
         group_of: dict[str, int] = {}
@@ -115,6 +119,20 @@ class MainParams(ABC):
         self._units = None
         return made
 
+    def _check_listed_once(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        """Raise ArgumentError, naming it, for a parameter that several updates of one step would write."""
+        seen: set[int] = set()
+        for index, group in enumerate(param_groups):
+            for param in group["params"]:
+                if id(param) in seen:
+                    known = self._by_id.get(id(param))
+                    name = known.name if known is not None else self._explicit_names.get(id(param))
+                    story = "a parameter" if name is None else repr(name)
+                    raise ArgumentError(
+                        f"param_groups[{index}] holds {story} that param_groups held before; list each parameter once"
+                    )
+                seen.add(id(param))
+
     def _rebuild_tracker(self, param_groups: Sequence[dict[str, Any]]) -> None:
         """Make a new tracker of all model params, keeping what was recorded of each, and remember the groups."""
         self._known = [list(group["params"]) for group in param_groups]
@@ -129,12 +147,16 @@ class MainParams(ABC):
     def names(self, param_groups: Sequence[dict[str, Any]]) -> dict[int, str]:
         """Return the name of every parameter by id: as given, else its group's ``param_names``, else its position.
 
-        Raises ArgumentError if two parameters share a name.
+        Raises ArgumentError if two parameters share a name, or if a group has more or fewer names than parameters.
         """
         names: dict[int, str] = {}
         position = 0
         for group in param_groups:
             given = group.get("param_names") or [None] * len(group["params"])
+            if len(given) != len(group["params"]):
+                raise ArgumentError(
+                    f"a param group has {len(group['params'])} params and {len(given)} param_names; give one to each"
+                )
             for param, name in zip(group["params"], given, strict=True):
                 names[id(param)] = self._explicit_names.get(id(param)) or name or str(position)
                 position += 1

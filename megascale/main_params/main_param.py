@@ -102,8 +102,13 @@ class MainParam:
 
 def check_trainable(name: str, model: Tensor) -> None:
     """Raise ArgumentTypeError, naming it, for a parameter of a dtype or layout that no step can update; UsageError for
-    one whose elements share memory.
+    one whose elements share memory, or that was created in inference mode.
     """
+    if model.is_inference():
+        raise UsageError(
+            f"parameter {name!r} is an inference tensor, which torch lets nobody update; create it outside "
+            "torch.inference_mode()"
+        )
     if model.dtype not in MODEL_DTYPES:
         raise ArgumentTypeError(
             f"parameter {name!r} has dtype {model.dtype}; train fp16, bf16, fp32 or fp64 parameters"

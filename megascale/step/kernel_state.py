@@ -11,7 +11,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megascale.errors import ArgumentError, UsageError
-from megascale.kernels import MemoryRecord, hold_objects, is_plain, memory_fault, new_tags, plain, shares_elements
+from megascale.kernels import (
+    MemoryRecord,
+    hold_objects,
+    is_plain,
+    memory_fault,
+    new_tags,
+    overlapping,
+    plain,
+    shares_elements,
+)
 from megascale.main_params.main_param import MainParam
 from megascale.main_params.slab import SLAB, Slabs
 from megascale.step.torch_states import state_of
@@ -89,7 +98,7 @@ class KernelState:
     def columns(self, params: Sequence[MainParam], names: Sequence[str], optional: Collection[str]) -> StateColumns:
         """Return the state of ``params``, checked. Missing state is created as at a first step.
 
-        A tensor that is the state of several parameters, as one ``step`` for all, becomes one for each.
+        State that shares memory with other state here, as one ``step`` for all, or with a main param becomes a copy.
 
         Args:
             params: all of one param group.
@@ -99,23 +108,20 @@ class KernelState:
         Raises UsageError, before anything has changed, naming the parameter whose state does not fit.
         """
         wanting: list[MainParam] = []
-        seen: set[int] = set()
         for param in params:
             entry = self._entry(param)
-            own = {id(entry[name]) for name in names if entry.get(name) is not None}
-            is_shared = not seen.isdisjoint(own)
-            seen |= own
             lacks = [name for name in names if entry.get(name) is None]
             if entry and not set(lacks) <= set(optional):
                 raise UsageError(
                     f"the optimizer's state of {param.name!r} has {sorted(map(str, entry))} and lacks {lacks}; load "
                     "state that is whole, or clear it, so that the parameter starts anew"
                 )
-            if lacks or is_shared or any(not self._fits(name, entry[name], param) for name in names):
+            if lacks or any(not self._fits(name, entry[name], param) for name in names):
                 wanting.append(param)
         if wanting:
             self.create(wanting, names)
         entries = [self._entry(param) for param in params]
+        _separate(entries, names, [param.main for param in params])
         columns = [[entry[name] for entry in entries] for name in names]
         watched = [part for param in params for part in (param.main, param.shard) if _needs_check(part, param)]
         parts = [_part(tensor) for tensor in (*watched, *(tensor for column in columns for tensor in column))]
@@ -197,6 +203,15 @@ def _check(name: str, value: Any, param: MainParam) -> None:
         )
     if not value.dtype.is_floating_point:
         raise UsageError(f"{story} has dtype {value.dtype}; it must be floating point")
+
+
+def _separate(entries: Sequence[dict[str, Any]], names: Sequence[str], mains: Sequence[Tensor]) -> None:
+    """Replace state that shares memory with other state of ``entries``, or with a main param, by copies."""
+    keys = [(entry, name) for name in names for entry in entries]
+    for index in overlapping([_part(tensor) for tensor in (*mains, *(entry[name] for entry, name in keys))]):
+        if index >= len(mains):
+            entry, name = keys[index - len(mains)]
+            entry[name] = entry[name].clone()
 
 
 def _with_own_memory(value: Tensor) -> Tensor:

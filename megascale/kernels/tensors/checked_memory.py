@@ -68,6 +68,27 @@ def shares_elements(tensor: Tensor) -> bool:
     return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
+def overlapping(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the indices of tensors whose memory, from first to last element, meets that of another of them."""
+    ranges = sorted((tensor.data_ptr(), _extent(tensor), i) for i, tensor in enumerate(tensors) if tensor.numel())
+    found: set[int] = set()
+    reached, furthest = 0, -1  # the end of the memory before, and whose it is
+    for start, extent, index in ranges:
+        if start < reached:
+            found |= {index, furthest}
+        if start + extent > reached:
+            reached, furthest = start + extent, index
+    return sorted(found)
+
+
+def _extent(tensor: Tensor) -> int:
+    """Return the bytes from a tensor's first element to its last. It is not empty."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (steps + 1) * tensor.element_size()
+
+
 def is_plain(tensor: Tensor) -> bool:
     """Return whether the bytes of a tensor are its values. If not, use :func:`plain`."""
     return not (tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor())

@@ -1,0 +1,136 @@
+"""Parameters that are listed twice, state that shares memory, and tensors that torch lets nobody write."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megascale import ConstantGradScaler, MixedPrecisionOptimizer, OptimizerConfig
+from megascale.errors import ArgumentError, UsageError
+from megascale.kernels import overlapping
+from tests.training import bits_equal
+
+BACKENDS = ("native", "reference", "torch")
+
+
+class _Training:
+    """Two steps of AdamW on one backend."""
+
+    def __init__(self, backend: str, dtype: torch.dtype = torch.float16) -> None:
+        torch.manual_seed(0)
+        self.params = [nn.Parameter(torch.randn(8).to(dtype)) for _ in range(3)]
+        self.inner = torch.optim.AdamW([(f"p{i}", param) for i, param in enumerate(self.params)], lr=1e-2)
+        config = OptimizerConfig(fp16=dtype == torch.float16, clip_grad=0.0, backend=backend)
+        self.optimizer = MixedPrecisionOptimizer(self.inner, config, ConstantGradScaler(4.0))
+        self.step()
+
+    def step(self) -> None:
+        """Take a step with gradients of 1, 2 and 3."""
+        self.optimizer.zero_grad()
+        losses = [param.float().sum() * (i + 1) for i, param in enumerate(self.params)]
+        self.optimizer.scale_loss(torch.stack(losses).sum()).backward()
+        self.optimizer.step()
+
+    def state(self, index: int) -> dict[str, Any]:
+        """Return the state of a parameter."""
+        state: dict[str, Any] = self.inner.state[self.params[index]]
+        return state
+
+
+def _both_moments(training: _Training) -> None:
+    training.state(1)["exp_avg"] = training.state(1)["exp_avg_sq"]
+
+
+def _a_neighbours_moment(training: _Training) -> None:
+    training.state(1)["exp_avg"] = training.state(0)["exp_avg"]
+
+
+def _a_neighbours_step(training: _Training) -> None:
+    training.state(1)["step"] = training.state(0)["step"]
+
+
+def _views(training: _Training) -> None:
+    memory = torch.linspace(0, 1, 12)
+    training.state(0)["exp_avg"], training.state(1)["exp_avg"] = memory[:8], memory[4:]
+
+
+def _the_parameter(training: _Training) -> None:
+    training.state(1)["exp_avg"] = training.params[1].data
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("share", [_both_moments, _a_neighbours_moment, _a_neighbours_step, _views, _the_parameter])
+def test_state_that_shares_memory_becomes_separate(share: Callable[[_Training], None], dtype: torch.dtype) -> None:
+    """Invariant 13: no update reads what another update of the step has written; each backend has the same bits."""
+    found: list[list[Tensor]] = []
+    for backend in BACKENDS:
+        copied, shared = _Training(backend, dtype), _Training(backend, dtype)
+        share(copied)
+        for index in range(3):
+            state = copied.state(index)
+            state.update({name: value.clone() for name, value in state.items()})
+        share(shared)
+        for training in (copied, shared):
+            training.step()
+            found.append([*training.params, *(value for i in range(3) for value in training.state(i).values())])
+    for other in found[1:]:
+        assert all(torch.allclose(one, two, rtol=1e-5) for one, two in zip(found[0], other, strict=True))
+    for copied_values, shared_values in zip(found[::2], found[1::2], strict=True):
+        assert all(bits_equal(one, two) for one, two in zip(copied_values, shared_values, strict=True))
+
+
+def test_overlapping_names_all_that_meet() -> None:
+    """Ranges of bytes, in any order: what lies inside another, what begins in it, and nothing that only touches it."""
+    memory = torch.zeros(40)
+    tensors = [memory[30:], memory[:10], memory[2:4], memory[8:12], memory[12:14], memory[20:29:4], memory[21:22]]
+    assert overlapping(tensors) == [1, 2, 3, 5, 6]
+    assert overlapping([memory[:0], memory[:4], memory[4:8]]) == []
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_parameter_that_is_listed_twice_is_refused(backend: str) -> None:
+    """Invariant 10: in one group or in two, before anything has changed."""
+    for groups in (1, 2):
+        training = _Training(backend)
+        before = [param.detach().clone() for param in training.params]
+        if groups == 1:
+            training.inner.param_groups[0]["params"].append(training.params[1])
+        else:
+            group = {**training.inner.param_groups[0], "params": [training.params[1]], "param_names": ["p1"]}
+            training.inner.param_groups.append(group)
+        with pytest.raises(
+            ArgumentError, match=rf"param_groups\[{groups - 1}\] holds 'p1' that param_groups held before"
+        ):
+            training.step()
+        assert all(bits_equal(p.detach(), old) for p, old in zip(training.params, before, strict=True))
+
+
+def test_group_with_too_few_names_is_refused() -> None:
+    """A parameter that was put into a group by hand has no name there."""
+    training = _Training("reference")
+    training.inner.param_groups[0]["params"].append(nn.Parameter(torch.zeros(4).half()))
+    with pytest.raises(ArgumentError, match="a param group has 4 params and 3 param_names"):
+        training.step()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_data_of_inference_mode_is_copied(backend: str) -> None:
+    """Torch lets nobody write such data in place; the step gives the parameter a copy."""
+    training, plain = _Training(backend), _Training(backend)
+    with torch.inference_mode():
+        data = training.params[1].detach().clone()
+    training.params[1].data = data
+    for one in (training, plain):
+        one.step()
+    assert not training.params[1].is_inference()
+    assert all(bits_equal(a.detach(), b.detach()) for a, b in zip(training.params, plain.params, strict=True))
+
+
+def test_parameter_of_inference_mode_is_refused() -> None:
+    """Such a parameter counts no writes, and torch lets nobody write it."""
+    with torch.inference_mode():
+        param = nn.Parameter(torch.ones(4).half())
+    with pytest.raises(UsageError, match="parameter 'p' is an inference tensor"):
+        MixedPrecisionOptimizer(torch.optim.SGD([("p", param)], lr=0.1), None, ConstantGradScaler(4.0))
