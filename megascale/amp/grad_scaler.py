@@ -17,6 +17,7 @@ from megascale.amp.agreement import Agreement, Squares
 from megascale.amp.errors import ScalerArgumentError, ScalerOrderError
 from megascale.amp.local_grads import LocalGrads, found_in, squares_in
 from megascale.amp.overflows import ScalerOverflows
+from megascale.amp.skip_budget import SkipBudget
 from megascale.chained import ChainedOptimizer
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.kernels import Backend, select_backend, stats_dtype
@@ -72,6 +73,8 @@ class GradScaler(torch.amp.GradScaler):
         min_scale: the scale never falls below it. The default, 2**-126, is the smallest normal fp32 number: a smaller
             scale, and then its gradients, would be subnormal. Above it torch's scale is the same.
         max_scale: the scale never grows above it. None: only fp32 limits it, as in torch.
+        max_consecutive_skips: more skipped steps in a row than this raise SkippedStepsError in :meth:`update`, when the
+            scale has been updated; on an accelerator one step later. None: no limit.
         process_group: ranks that decide together. None: this rank alone, except that the ranks of a DTensor's mesh
             always agree. DistributedDataParallel needs none; FSDP1 (as with ShardedGradScaler), pipeline stages and
             different losses on different ranks need one.
@@ -95,6 +98,7 @@ class GradScaler(torch.amp.GradScaler):
         hysteresis_reset: str = "growth",
         min_scale: float = validate.SMALLEST_SCALE,
         max_scale: float | None = None,
+        max_consecutive_skips: int | None = None,
         process_group: ProcessGroup | None = None,
     ) -> None:
         if enabled and device == "cuda" and amp_definitely_not_available():
@@ -113,6 +117,7 @@ class GradScaler(torch.amp.GradScaler):
             self._init_hysteresis_tracker = hysteresis
             self._hysteresis_tracker: Tensor | None = None
             self._backends: dict[torch.device, Backend] = {}
+            self._budget = None if max_consecutive_skips is None else SkipBudget(max_consecutive_skips)
             self.overflows = ScalerOverflows()
             self.overflows.group = process_group
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
@@ -178,6 +183,7 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             ScalerOrderError: an AssertionError: no step was taken, or nothing was scaled.
             ArgumentError: for a number outside the limits, or a tensor that does not fit.
+            SkippedStepsError: for more skips in a row than ``max_consecutive_skips``.
         """
         if not self._enabled:
             return
@@ -201,6 +207,8 @@ class GradScaler(torch.amp.GradScaler):
                     interval=self._growth_interval,
                 )
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        if self._budget is not None and found_infs:
+            self._budget.observe(_any(found_infs, scale.device), lambda: self.last_overflow(gather=True))
 
     def last_overflow(self, *, gather: bool = False) -> OverflowReport | None:
         """Return which gradients held inf or NaN in the last iteration that was skipped; None if none was.
@@ -418,6 +426,7 @@ class GradScaler(torch.amp.GradScaler):
             "_init_hysteresis_tracker": self._get_hysteresis_tracker(),
             "_hysteresis_tracker": None,
             "_backends": {},
+            "_budget": None if self._budget is None else SkipBudget(self._budget.most),
             "overflows": ScalerOverflows(),
         }
         return state

@@ -80,11 +80,12 @@ class OverflowReport:
         return max(self.entries, key=rank_of, default=None)
 
     def worst(self) -> str:
-        """Return, as a message shows them, the parameters with most non-finite elements, each with its worst rank."""
+        """Return the end of a message: the parameters with most non-finite elements, each with its worst rank."""
         found: dict[str, OverflowEntry] = {}
         for entry in sorted(self.entries, key=lambda one: -one.num_non_finite):
             found.setdefault(entry.parameter, entry)
-        return ", ".join(_counted(entry) for entry in list(found.values())[:MOST_NAMES])
+        shown = ", ".join(_counted(entry) for entry in list(found.values())[:MOST_NAMES])
+        return f"; most inf or NaN: {shown}" if shown else ""
 
     def rows(self) -> list[dict[str, Any]]:
         """Return one flat dict of JSON's types for each entry."""

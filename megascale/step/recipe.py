@@ -258,7 +258,7 @@ class StepRecipe:
     def worst_params(self) -> str:
         """See :class:`megascale.step.stalls.Witness`."""
         report = self.overflows.last(gather=True)
-        return "" if report is None or not report.entries else f"; most inf or NaN: {report.worst()}"
+        return "" if report is None else report.worst()
 
     def _measure(self, error: Exception | None, *, scaled: bool) -> tuple[list[Collected], GradStats]:
         """Return what each member will update, and this rank's statistics of all of it."""

@@ -86,11 +86,16 @@ def build_wrapped_optimizer(config: TrainConfig, model: nn.Module) -> MixedPreci
             betas=(options.beta1, options.beta2),
             weight_decay=options.weight_decay,
         )
+    threshold = options.grad_norm_skip_threshold
     step_config = OptimizerConfig(
         fp16=config.precision == "fp16",
         bf16=config.precision == "bf16",
         clip_grad=options.clip_grad,
         log_num_zeros_in_grad=True,
+        grad_norm_skip_threshold=math.inf if threshold is None else threshold,
+        zclip=options.zclip,
+        max_consecutive_skips=options.max_consecutive_skips,
+        max_overflows_at_min_scale=options.max_overflows_at_min_scale,
     )
     grad_scaler = build_grad_scaler(config.scaler)
     if not options.sharded:

@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megascale.config import HYSTERESIS_RESETS
+from megascale.config import HYSTERESIS_RESETS, ZCLIP_MODES
 from megascale.errors import ArgumentError
 from megascale.grad_scaler import LARGEST_TRACKER
 from megascale.utils import validate
@@ -72,6 +72,14 @@ class OptimizerOptions:
     """Weight decay: decoupled with adamw, added to the gradient with sgd and adam."""
     clip_grad: float = 0.01
     """Largest global gradient norm; 0 does not clip."""
+    grad_norm_skip_threshold: float | None = None
+    """Skip steps whose gradient norm is above it; null: none."""
+    zclip: str | None = None
+    """Spikes of the gradient norm, by ZClip: clip them, skip their steps, or null."""
+    max_consecutive_skips: int | None = None
+    """More skipped steps in a row than this end the run with an error; null: no limit."""
+    max_overflows_at_min_scale: int | None = None
+    """More overflows in a row than this at the smallest dynamic scale end the run with an error; null: no limit."""
     warmup_steps: int = 50
     """Steps of linear warm-up. Warm-up and schedule count landed steps only: a skipped one does not advance them."""
     schedule: str = "cosine"
@@ -202,6 +210,8 @@ FREE_ON_RESUME = (
     "optimizer.sharded",
     "optimizer.overlap_param_gather",
     "optimizer.bucket_numel",
+    "optimizer.max_consecutive_skips",
+    "optimizer.max_overflows_at_min_scale",
 )
 
 
@@ -404,6 +414,7 @@ def _check_values(config: TrainConfig) -> None:
         raise ArgumentError("optimizer.overlap_param_gather=true needs optimizer.sharded=true: nothing is gathered")
     for name in ("lr", "momentum", "weight_decay", "clip_grad"):
         validate.non_negative(f"optimizer.{name}", getattr(config.optimizer, name))
+    _check_budgets(config.optimizer)
     for name in ("beta1", "beta2"):
         validate.fraction(f"optimizer.{name}", getattr(config.optimizer, name))
     _check_scaler(config.scaler)
@@ -424,6 +435,16 @@ def _check_values(config: TrainConfig) -> None:
         raise ArgumentError(
             f"wandb_name must be a plain name without '/', got {config.run_name!r}; set output_dir for folders"
         )
+
+
+def _check_budgets(options: OptimizerOptions) -> None:
+    for name in ("max_consecutive_skips", "max_overflows_at_min_scale"):
+        if getattr(options, name) is not None:
+            validate.integer(f"optimizer.{name}", getattr(options, name), minimum=1)
+    if options.grad_norm_skip_threshold is not None:
+        validate.positive("optimizer.grad_norm_skip_threshold", options.grad_norm_skip_threshold)
+    if options.zclip is not None:
+        validate.one_of("optimizer.zclip", options.zclip, ZCLIP_MODES)
 
 
 def _check_scaler(scaler: ScalerConfig) -> None:

@@ -1,5 +1,6 @@
 """GradScaler's surface beside torch's: what it takes, tells, saves and refuses."""
 
+import math
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from megascale.amp import GradScaler
+from megascale.errors import ArgumentError, SkippedStepsError
 from tests.training import bits_equal
 
 Scaler = torch.amp.GradScaler
@@ -246,3 +248,29 @@ def test_defaults(kind: type[Scaler]) -> None:
         with pytest.warns(UserWarning, match="CUDA is not available") as caught:
             assert not kind().is_enabled()
         assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_more_skips_in_a_row_than_are_allowed(fused: bool) -> None:
+    """An error after the scale has moved, and at each further skip; it names the worst parameter. A clean step begins
+    the count anew. A copy has the budget, too.
+    """
+    layer = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(layer.named_parameters(), fused=fused)
+    scaler = pickle.loads(pickle.dumps(GradScaler("cpu", init_scale=2.0**10, max_consecutive_skips=2)))
+
+    def step(factor: float) -> None:
+        optimizer.zero_grad()
+        scaler.scale(layer(torch.ones(1, 3)).sum() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    for factor in (math.inf, math.inf, 1.0, math.inf, math.inf):
+        step(factor)
+    for count in (3, 4):
+        with pytest.raises(SkippedStepsError, match=rf"^{count} steps .* allows 2: .* inf or NaN: 'weight' \(6 of"):
+            step(math.inf)
+    assert scaler.get_scale() == 2.0**4
+    step(1.0)
+    with pytest.raises(ArgumentError, match="max_consecutive_skips must be 1 or more, got 0"):
+        GradScaler("cpu", max_consecutive_skips=0)

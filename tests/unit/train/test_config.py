@@ -1,10 +1,13 @@
 """Options of the training program: what is understood, and what is refused with which words."""
 
+import math
 from pathlib import Path
 
 import pytest
+import torch
 
 from megascale.errors import ArgumentError
+from megascale.train.build import build_wrapped_optimizer
 from megascale.train.config import TrainConfig, as_dict, load_config, save_yaml, usage
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -61,6 +64,10 @@ REFUSED = [
     (["scaler.max_scale=2"], "scaler.min_scale <= scaler.scale <= scaler.max_scale must hold"),
     (["distributed.timeout=0"], "distributed.timeout must be above 0"),
     (["distributed.patience=-1"], "distributed.patience must be above 0"),
+    (["optimizer.max_consecutive_skips=0"], "optimizer.max_consecutive_skips must be 1 or more, got 0"),
+    (["optimizer.max_overflows_at_min_scale=0"], "optimizer.max_overflows_at_min_scale must be 1 or more, got 0"),
+    (["optimizer.grad_norm_skip_threshold=0"], "optimizer.grad_norm_skip_threshold must be above 0"),
+    (["optimizer.zclip=off"], "optimizer.zclip must be one of 'clip', 'skip', got 'False'"),
     (["digits.fill=2"], "digits.fill is a probability"),
     (["seed=100000000000000000000"], "seed must be .* or less, got 1"),
     (["wandb_name=["], r"argument 'wandb_name=\[' has no value that YAML can read"),
@@ -121,3 +128,15 @@ def test_bad_file_is_refused(text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=message) as caught:
         load_config([f"config={path}"])
     assert "bad.yaml" in str(caught.value) or "config file" in str(caught.value)
+
+
+def test_budgets_and_spikes_reach_the_optimizer() -> None:
+    """As they are typed; null is no rule and no limit."""
+    names = ["grad_norm_skip_threshold", "zclip", "max_consecutive_skips", "max_overflows_at_min_scale"]
+    for values, expected in (
+        ("10 skip 50 20", [10.0, "skip", 50, 20]),
+        ("null null null null", [math.inf, *[None] * 3]),
+    ):
+        keys = [f"optimizer.{name}={value}" for name, value in zip(names, values.split(), strict=True)]
+        optimizer = build_wrapped_optimizer(load_config(keys), torch.nn.Linear(2, 1).half())
+        assert [getattr(optimizer.config, name) for name in names] == expected
