@@ -38,9 +38,9 @@ class Checkpointer:
     Args:
         directory: holds the checkpoints, `step_00000040` and so on; created at the first save.
         keep_last: how many complete checkpoints to keep, 1 or more; None keeps all.
-        async_save: copy what this rank writes to host memory, then write it in a background thread. An error of that
-            write is raised by the next `save` or `wait`. Call `wait` (or leave the ``with`` block) before
-            torch.distributed is destroyed.
+        async_save: copy what this rank writes to host memory, then write it in a background thread. That memory is
+            kept for the next save. An error of the write is raised by the next `save` or `wait`. Call `wait` (or leave
+            the ``with`` block) before torch.distributed is destroyed.
         check_replicas: before each save, compare checksums of tensors that every rank holds whole (parameters, main
             params, optimizer state), and raise if ranks differ, as only the first rank's are saved. Costs one pass over
             them; only checksums are communicated. False: save the first rank's.
@@ -64,6 +64,7 @@ class Checkpointer:
         self._groups = ParallelGroups.of(groups)
         self._group = self._groups.grad_stats
         self._background = _Background()
+        self._staging = storage.Staging()
         # The background thread has its own group, as its collectives must not interleave with training's.
         self._background_group: ProcessGroup | None = None
 
@@ -103,7 +104,7 @@ class Checkpointer:
                 if not self.async_save:
                     return self._finish(step, planned, contents.trees, rank_trees, self._group)
                 with together("copy the checkpoint to host memory", self._group):
-                    planned.stage()
+                    planned.stage(self._staging)
         group = self._thread_group()
         self._background.start(lambda: self._finish_in_background(step, planned, contents.trees, rank_trees, group))
         return folders.path_of(self.directory, step)

@@ -14,7 +14,8 @@ from megascale.checkpoint.nest import Tree
 from megascale.errors import CheckpointError
 
 FORMAT = 1
-_CHUNK_BYTES = 1 << 24
+CHUNK_BYTES = 1 << 22
+"""Of a file that are read at a time."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def mark_of(path: Path) -> FileMark:
     """Read a file and return its size and checksum."""
     size = crc = 0
     with open(path, "rb") as stream:
-        while chunk := stream.read(_CHUNK_BYTES):
+        while chunk := stream.read(CHUNK_BYTES):
             size += len(chunk)
             crc = zlib.crc32(chunk, crc)
     return FileMark(size, crc)

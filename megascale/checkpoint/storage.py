@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megascale.checkpoint.agreement import together
 from megascale.checkpoint.manifest import FileMark, mark_of
+from megascale.checkpoint.marking import Marker
 from megascale.checkpoint.metadata import METADATA_NAME
 from megascale.errors import CheckpointError
 from megascale.utils.collectives import all_gather_object, broadcast_object, group_rank
@@ -46,13 +47,19 @@ class _Writer(FileSystemWriter):
     """Writes torch's format, one tensor after another.
 
     torch's own writer keeps its copies of views and device tensors until the whole file is written.
+
+    Attributes:
+        marks: size and checksum of the files that were written, by name.
     """
 
+    marks: dict[str, FileMark]
+
     def write_tensors(self, plan: SavePlan, planner: _SavePlanner) -> list[WriteResult]:
-        """Write one file, and wait until it is on disk."""
+        """Write one file, and wait until it is on disk. Its checksum is taken meanwhile."""
         name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
         results: list[WriteResult] = []
-        with open(Path(self.path) / name, "xb") as stream:
+        path = Path(self.path) / name
+        with open(path, "xb") as stream, Marker(path) as marker:
             for item in plan.items:
                 tensor = planner.lookup_object(item.index).detach().cpu()
                 if tensor.untyped_storage().nbytes() != tensor.nbytes:
@@ -63,9 +70,31 @@ class _Writer(FileSystemWriter):
                 length = stream.tell() - start
                 results.append(WriteResult(item.index, length, _StorageInfo(name, start, length)))
                 del tensor
-            stream.flush()
+                stream.flush()
+                marker.written(start + length)
             os.fsync(stream.fileno())
+            self.marks = {name: marker.mark()}
         return results
+
+
+class Staging:
+    """Host memory for copies of tensors, kept from one save to the next: fresh pages cost more than the copies."""
+
+    def __init__(self) -> None:
+        self._held: dict[MetadataIndex, Tensor] = {}
+
+    def copied(self, live: Mapping[MetadataIndex, Tensor]) -> dict[MetadataIndex, Tensor]:
+        """Return copies, valid until the next call. Memory of tensors that are not in ``live`` is freed."""
+        held = {index: self._held.get(index) for index in live}
+        self._held = {
+            index: there
+            if there is not None and (there.shape, there.dtype) == (tensor.shape, tensor.dtype)
+            else torch.empty(tensor.shape, dtype=tensor.dtype)
+            for (index, tensor), there in zip(live.items(), held.values(), strict=True)
+        }
+        for index, tensor in live.items():
+            self._held[index].copy_(tensor)
+        return dict(self._held)
 
 
 @dataclass
@@ -79,16 +108,16 @@ class PlannedWrite:
     plan: SavePlan
     metadata: Metadata = field(repr=False)
 
-    def stage(self) -> None:
-        """Copy the tensors that this rank will write to host memory, and release the live ones."""
-        for item in self.plan.items:
-            self.planner.staged[item.index] = self.planner.lookup_object(item.index).detach().to("cpu", copy=True)
+    def stage(self, memory: Staging) -> None:
+        """Copy the tensors that this rank will write to host ``memory``, and release the live ones."""
+        live = {item.index: self.planner.lookup_object(item.index).detach() for item in self.plan.items}
+        self.planner.staged = memory.copied(live)
         self.planner.state_dict = {}
 
     def write(self) -> tuple[list[WriteResult], dict[str, FileMark]]:
         """Write this rank's file and wait until it is on disk. Returns the write results and the file's mark."""
         results = self.writer.write_tensors(self.plan, self.planner)
-        return results, {path.name: mark_of(path) for path in sorted(self.folder.glob(f"__{self.rank}_*"))}
+        return results, self.writer.marks
 
     def write_metadata(self, results: list[list[WriteResult]]) -> dict[str, FileMark]:
         """Write, on the first rank, the index of all files. ``results``: all ranks' write results."""
