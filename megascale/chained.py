@@ -217,6 +217,11 @@ class ChainedOptimizer(torch.optim.Optimizer):
         for optimizer in self.optimizers:
             optimizer.reload_model_params()
 
+    def share_state_forms(self) -> None:
+        """See :meth:`MixedPrecisionOptimizer.share_state_forms`."""
+        for optimizer in self.optimizers:
+            optimizer.share_state_forms()
+
     def model_shards(self) -> dict[int, ParamShard]:
         """See :meth:`DistributedOptimizer.model_shards`."""
         return {key: shard for optimizer in self.optimizers for key, shard in optimizer.model_shards().items()}

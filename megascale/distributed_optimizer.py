@@ -15,10 +15,11 @@ from megascale.config import OptimizerConfig
 from megascale.errors import ArgumentError, ArgumentTypeError
 from megascale.grad_scaler import MegatronGradScaler
 from megascale.grad_sync.layout import DEFAULT_BUCKET_NUMEL
-from megascale.grad_sync.sync import ShardedGradSync
+from megascale.grad_sync.sharded_sync import ShardedGradSync
 from megascale.lion import Lion
 from megascale.main_params.base import MainParams
 from megascale.main_params.gather import ParamGather
+from megascale.main_params.owned import OwnedMainParams
 from megascale.main_params.shard import ParamShard
 from megascale.main_params.sharded import ShardedMainParams
 from megascale.optimizer import MixedPrecisionOptimizer
@@ -43,6 +44,9 @@ ELEMENTWISE = (
 """Optimizers that update each element from its own gradient and state, so that a parameter can be cut anywhere."""
 
 
+SHARDS = ("auto", "elements", "parameters")
+
+
 class DistributedOptimizer(MixedPrecisionOptimizer):
     """MixedPrecisionOptimizer with ZeRO stage 1 (arXiv 1910.02054), after Megatron-Core's ``DistributedOptimizer``.
 
@@ -54,11 +58,17 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
     Parameters belong to one such optimizer (or GradSync) at a time. When it is garbage-collected its hooks are removed
     and all parameters are whole; they stay views of the buckets.
 
-    ``state`` holds this rank's 1-D pieces, :meth:`main_params` yields them. :meth:`state_dict` is whole: gathered into
-    host memory, it loads into a MixedPrecisionOptimizer too. :mod:`megascale.checkpoint` gathers nothing.
+    Shards are cut in one of two ways. By elements: all are equal, and cut parameters anywhere; for an optimizer whose
+    update of an element reads no other element. By parameters: each parameter has one owner, whose optimizer sees it
+    whole; for Muon, Adafactor, LAMB, Shampoo and any other whose update of a parameter reads no other parameter.
+    Owners are chosen longest first by a cost that is a function of the shape: :mod:`megascale.grad_sync.owners`.
+
+    ``state`` holds this rank's 1-D pieces or whole parameters, :meth:`main_params` yields them. :meth:`state_dict` is
+    whole: gathered into host memory, it loads into a MixedPrecisionOptimizer too. :mod:`megascale.checkpoint` gathers
+    nothing.
 
     Args:
-        optimizer: elementwise: its update of an element reads no other element. LAMB, Adafactor and Muon are not.
+        optimizer: see ``shard``.
         config, grad_scaler, groups: see :class:`MixedPrecisionOptimizer`. ``groups.data_shard`` ranks share one copy.
         modules: the model, or its chunks, that own the optimizer's parameters; they give the names.
         grad_dtype, reduce_dtype: dtype of the main grads (None: fp32), and of messages (None: the same); see GradSync.
@@ -69,6 +79,7 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
             for models in which a module reads another module's parameters without calling it.
         broadcast_params: take the first rank's values of parameters that differ between ranks. False: raise.
         elementwise: True: you guarantee it, for an optimizer that is not torch's.
+        shard: "elements", "parameters", or "auto": elements where the optimizer is known to be elementwise.
         grads_are_scaled: see :class:`MixedPrecisionOptimizer`.
 
     Raises:
@@ -91,6 +102,7 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
         overlap_param_gather: bool = False,
         broadcast_params: bool = False,
         elementwise: bool | None = None,
+        shard: str = "auto",
         grads_are_scaled: bool = False,
     ) -> None:
         check_arguments(optimizer, config, grad_scaler, sharded=True)
@@ -99,7 +111,7 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
                 "config.overlap_param_gather=True has no effect: the argument overlap_param_gather is False; pass it "
                 "too, or let megascale.build_optimizer(config, model) build everything from the config"
             )
-        check_elementwise(optimizer, elementwise)
+        by_parameter = is_sharded_by_parameter(optimizer, shard, elementwise)
         chunks = [modules] if isinstance(modules, nn.Module) else list(modules)
         names = _names(chunks, optimizer)
         resolved = ParallelGroups.of(groups)
@@ -111,9 +123,10 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
             reduction=reduction,
             bucket_numel=bucket_numel,
             overlap=validate.flag("overlap_grad_reduce", overlap_grad_reduce),
+            by_parameter=by_parameter,
         )
         self._gather = ParamGather(chunks, overlap=validate.flag("overlap_param_gather", overlap_param_gather))
-        self._shards = ShardedMainParams(
+        self._shards = (OwnedMainParams if by_parameter else ShardedMainParams)(
             {id(param): name for name, param in names.items()},
             resolved,
             self.grad_sync,
@@ -157,19 +170,23 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
         return self._shards
 
 
-def check_elementwise(optimizer: Any, vouched: bool | None) -> None:
-    """Raise ArgumentError, naming it, for an optimizer that cannot work on pieces of parameters."""
+def is_sharded_by_parameter(optimizer: Any, shard: str, vouched: bool | None) -> bool:
+    """Return whether shards hold whole parameters. ``vouched``: the caller says that the optimizer is elementwise.
+
+    Raises ArgumentError, naming it, for an optimizer that shall work on pieces of parameters and cannot.
+    """
+    validate.one_of("shard", shard, SHARDS)
     if vouched is not None:
         validate.flag("elementwise", vouched)
     known = isinstance(optimizer, MixedPrecisionOptimizer) or type(optimizer) in ELEMENTWISE
-    if known or vouched or not isinstance(optimizer, torch.optim.Optimizer):
-        return
-    name = type(optimizer).__name__
-    raise ArgumentError(
-        f"optimizer {name} is not known to be elementwise, and a shard holds pieces of parameters: use "
-        "MixedPrecisionOptimizer with GradSync, which keeps them whole on every rank; or, if each element is updated "
-        "from itself alone, pass elementwise=True"
-    )
+    is_elementwise = known or vouched or not isinstance(optimizer, torch.optim.Optimizer)
+    if shard == "elements" and not is_elementwise:
+        raise ArgumentError(
+            f"optimizer {type(optimizer).__name__} is not known to be elementwise, and with shard='elements' a shard "
+            "holds pieces of parameters: pass shard='parameters', which keeps each parameter whole on one rank; or, if "
+            "each element is updated from itself alone, pass elementwise=True"
+        )
+    return shard == "parameters" or not is_elementwise
 
 
 def _names(chunks: Sequence[nn.Module], optimizer: Any) -> dict[str, nn.Parameter]:

@@ -364,6 +364,16 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self._member.sync_from_model()
         self.live_state().check(state_dict, strict=strict)
 
+    def share_state_forms(self) -> None:
+        """Prepare ``state_dict(copy=False)`` where a rank alone has all state of a parameter; all ranks call it.
+
+        With ``shard="parameters"`` ranks tell each other the names, shapes and dtypes of the state that they hold.
+        Otherwise it does nothing.
+
+        Raises StateDictError on every rank alike, naming it, for state that a state dict cannot hold.
+        """
+        self.live_state().share_forms()
+
     def model_shards(self) -> dict[int, ParamShard]:
         """Return, by id of the parameter, the part that this rank keeps of each sharded model param; here none."""
         return {}

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from megascale.checkpoint import directory as folders
 from megascale.checkpoint import storage
 from megascale.checkpoint.agreement import named, together
-from megascale.checkpoint.contents import Contents, SavedOptimizer, collect
+from megascale.checkpoint.contents import Contents, SavedOptimizer, check_types, collect
 from megascale.checkpoint.loading import Groups, LoadedCheckpoint, load
 from megascale.checkpoint.manifest import Manifest
 from megascale.checkpoint.nest import Tree
@@ -148,6 +148,10 @@ class Checkpointer:
         """Return this rank's contents, and all ranks' own trees. Raises on all ranks if their contents do not fit."""
         with together("collect the state", self._group):
             validate.integer("step", step, minimum=0)
+            check_types(model, optimizer)
+        if optimizer is not None:
+            optimizer.share_state_forms()
+        with together("collect the state", self._group):
             rank = group_rank(self._group)
             contents = collect(model, optimizer, user_state, rank_state, rank, self._groups)
             compares = self.check_replicas and group_size(self._group) > 1

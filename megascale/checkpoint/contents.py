@@ -29,6 +29,9 @@ class SavedOptimizer(Protocol):
     def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
         """Return tensors and primitives, the same keys on every rank; ``copy=False``: live tensors."""
 
+    def share_state_forms(self) -> None:
+        """Tell other ranks what ``state_dict(copy=False)`` needs to know of them. All ranks call it together."""
+
     def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
         """Load on all ranks, or raise the same error on all with nothing changed."""
 

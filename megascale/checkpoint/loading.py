@@ -106,6 +106,7 @@ def load(
         if optimizer is not None and staged.optimizer_state is not None:
             _load_optimizer(folder, optimizer, staged.optimizer_state, staged.in_place, strict, group)
             if not strict:
+                optimizer.share_state_forms()
                 skipped += left_out(staged.optimizer_state, optimizer.state_dict(copy=False))
         with together("load the weights into the model", group):
             bare(model).load_state_dict(staged.weights, strict=False)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from megascale.grad_sync.layout import Bucket, BufferLayout, Piece
+from megascale.grad_sync.layout import Bucket, BufferLayout, Piece, Placement
 from megascale.utils.streams import WriteOrder
 
 
@@ -37,9 +37,14 @@ class FlatBucket:
         self.flat = torch.zeros(bucket.numel, dtype=dtype, device=device)
         self.order = WriteOrder(self.flat)
         self.views: dict[str, Tensor] = {}
-        for placement in layout.placements[bucket.first_placement : bucket.last_placement]:
+        for placement in self.placements:
             part = self.flat[placement.start - bucket.start : placement.stop - bucket.start]
             self.views[placement.name] = part.view(shapes[placement.name])
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """Where the parameters inside lie, in order."""
+        return self.layout.placements[self.bucket.first_placement : self.bucket.last_placement]
 
     def twin(self, dtype: torch.dtype) -> "FlatBucket":
         """Return new memory of the same layout in another dtype."""
@@ -48,8 +53,14 @@ class FlatBucket:
 
     def shard(self, rank: int) -> Tensor:
         """Return the part that ``rank`` owns."""
-        numel = self.bucket.numel // self.layout.num_shards
-        return self.flat[rank * numel : (rank + 1) * numel]
+        start, stop = self.layout.shard(self.bucket, rank)
+        return self.flat[start - self.bucket.start : stop - self.bucket.start]
+
+    def uneven_shards(self) -> list[Tensor] | None:
+        """Return the parts of all ranks, in order; None where they are equal."""
+        if not self.bucket.borders:
+            return None
+        return [self.shard(rank) for rank in range(self.layout.num_shards)]
 
     def pieces(self, rank: int) -> dict[str, Piece]:
         """Return the piece of each parameter that ``rank`` owns, by name: at most one, as shards are contiguous."""
@@ -61,6 +72,16 @@ class FlatBucket:
         return self.flat[start : start + piece.numel]
 
     def parts(self, rank: int) -> dict[str, Tensor]:
-        """Return the memory of what ``rank`` owns of each parameter, by name: 1-D, empty where it owns nothing."""
+        """Return the memory of what ``rank`` owns of each parameter, by name: 1-D, empty where it owns nothing.
+
+        Where parameters have owners, those of ``rank`` are whole, in their shapes.
+        """
         pieces = self.pieces(rank)
-        return {name: self.part(pieces[name]) if name in pieces else self.flat[:0] for name in self.views}
+        return {
+            placement.name: self.views[placement.name]
+            if placement.owner == rank
+            else self.part(pieces[placement.name])
+            if placement.name in pieces
+            else self.flat[:0]
+            for placement in self.placements
+        }

@@ -40,11 +40,12 @@ class ParamSize:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A parameter's range in its buffer."""
+    """A parameter's range in its buffer. ``owner``: the rank that owns all of it; None: shards cut it."""
 
     name: str
     start: int
     stop: int
+    owner: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

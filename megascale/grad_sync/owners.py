@@ -76,10 +76,10 @@ def group_by_owner(
         for placement in inside:
             by_owner[_checked(owners.get(placement.name), placement.name, layout.num_shards)].append(placement)
         borders = [position]
-        for owned in by_owner:
+        for owner, owned in enumerate(by_owner):
             for placement in owned:
                 stop = position + placement.stop - placement.start
-                placements.append(Placement(placement.name, position, stop))
+                placements.append(Placement(placement.name, position, stop, owner))
                 position = rounded_up(stop, alignment)
             borders.append(position)
         first, last = bucket.first_placement, bucket.last_placement

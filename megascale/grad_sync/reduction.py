@@ -9,7 +9,9 @@ alike.
 
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -85,14 +87,23 @@ class ReduceThread(MessageThread):
 
 
 def bucket_reduction(
-    flat: Tensor, group: GradGroup, travel_dtype: torch.dtype, thread: ReduceThread, tag: int, *, sharded: bool
+    flat: Tensor,
+    group: GradGroup,
+    travel_dtype: torch.dtype,
+    thread: ReduceThread,
+    tag: int,
+    *,
+    cuts: Sequence[int] | None,
 ) -> BucketReduction:
-    """Return the reduction of the bucket ``flat``; ``tag``: of its messages."""
-    if not sharded:
+    """Return the reduction of the bucket ``flat``.
+
+    ``tag``: of its messages. ``cuts``: where the ranks' shards begin and end; None: every rank keeps the whole bucket.
+    """
+    if cuts is None:
         return AllReduced(flat, group, travel_dtype)
     if is_message_passing(group.shard):
-        return P2PReduceScatter(flat, group, travel_dtype, thread, tag)
-    return ReduceScattered(flat, group, travel_dtype)
+        return P2PReduceScatter(flat, group, travel_dtype, cuts, thread, tag)
+    return ReduceScattered(flat, group, travel_dtype, cuts)
 
 
 class _Reduction(BucketReduction, ABC):
@@ -178,19 +189,22 @@ class AllReduced(_Reduction):
 class _Sharded(_Reduction):
     """Every rank keeps its shard. The rest of the bucket is undefined until the next step's gradients fill it."""
 
-    def __init__(self, flat: Tensor, group: GradGroup, travel_dtype: torch.dtype) -> None:
+    def __init__(self, flat: Tensor, group: GradGroup, travel_dtype: torch.dtype, cuts: Sequence[int]) -> None:
         self.rank = group_rank(group.shard)
         self.num_shards = group_size(group.shard)
+        self.cuts = list(pairwise(cuts))
         super().__init__(flat, self.own_part(flat), group, travel_dtype)
         self._over_replicas: Work | None = None
 
     def own_part(self, flat: Tensor) -> Tensor:
         """Return this rank's shard."""
-        return flat.view(self.num_shards, -1)[self.rank]
+        begin, end = self.cuts[self.rank]
+        return flat[begin:end]
 
     def sum_over_replicas(self) -> None:
-        """Start to add the other copies of this shard."""
-        self._over_replicas = all_reduce_start(self.kept, self.group.replicate, average=self._averages)
+        """Start to add the other copies of this shard, where it is not empty: the copies are as large."""
+        if self.kept.numel():
+            self._over_replicas = all_reduce_start(self.kept, self.group.replicate, average=self._averages)
 
     @override
     def finish(self, divisor: Divisor) -> None:
@@ -211,7 +225,9 @@ class ReduceScattered(_Sharded):
     def begin(self) -> None:
         self._payload = self.packed()
         own = self.own_part(self._payload)
-        self._work = reduce_scatter_start(own, self._payload, self.group.shard, average=self._averages)
+        are_equal = len({end - begin for begin, end in self.cuts}) == 1
+        shards = None if are_equal else [self._payload[begin:end] for begin, end in self.cuts]
+        self._work = reduce_scatter_start(own, self._payload, self.group.shard, average=self._averages, shards=shards)
 
     @override
     def wait(self) -> None:
@@ -232,9 +248,15 @@ class P2PReduceScatter(_Sharded):
     """Sharded, by point-to-point messages, summed on arrival: in at least fp32, in the order of ranks."""
 
     def __init__(
-        self, flat: Tensor, group: GradGroup, travel_dtype: torch.dtype, thread: ReduceThread, tag: int
+        self,
+        flat: Tensor,
+        group: GradGroup,
+        travel_dtype: torch.dtype,
+        cuts: Sequence[int],
+        thread: ReduceThread,
+        tag: int,
     ) -> None:
-        super().__init__(flat, group, travel_dtype)
+        super().__init__(flat, group, travel_dtype, cuts)
         self.has_scratch = False
         self._thread = thread
         self._tag = tag
@@ -255,26 +277,28 @@ class P2PReduceScatter(_Sharded):
     @torch.no_grad()
     def _carry(self) -> None:
         with span("reduce_bucket"):
-            shards = self.packed().view(self.num_shards, -1)
-            parts = [slice(begin, begin + MESSAGE) for begin in range(0, shards.size(1), MESSAGE)]
-            memory = self._thread.memory(2 * (self.num_shards - 1) * min(MESSAGE, shards.size(1)), shards)
-            places = memory.view(2, self.num_shards - 1, -1)
-            under_way: deque[tuple[Pending, Tensor, slice]] = deque()
+            flat = self.packed()
+            width = min(MESSAGE, self.kept.numel())
+            memory = self._thread.memory(2 * (self.num_shards - 1) * width, flat)
+            places = memory.view(2, self.num_shards - 1, width)
+            under_way: deque[tuple[Pending, Tensor, Tensor, Tensor]] = deque()
             errors: list[Exception] = []
-            for index, part in enumerate(parts):
+            longest = max(end - begin for begin, end in self.cuts)
+            for index, start in enumerate(range(0, longest, MESSAGE)):
                 # The next message is exchanged while this one is summed.
-                sent = shards[:, part]
-                arrived = places[index % 2, :, : sent.size(1)]
-                under_way.append((exchange_start(arrived, sent, self.group.shard, self._tag), arrived, part))
+                sent = [flat[begin:end][start : start + MESSAGE] for begin, end in self.cuts]
+                own, kept = sent[self.rank], self.kept[start : start + MESSAGE]
+                arrived = places[index % 2, :, : own.numel()]
+                under_way.append((exchange_start(arrived, sent, self.group.shard, self._tag), arrived, own, kept))
                 if len(under_way) == 2:
-                    self._sum(*under_way.popleft(), shards, errors)
+                    self._sum(*under_way.popleft(), errors)
             for exchange in under_way:
-                self._sum(*exchange, shards, errors)
+                self._sum(*exchange, errors)
             if errors:
                 raise errors[0]
 
-    def _sum(self, exchange: Pending, arrived: Tensor, part: slice, shards: Tensor, errors: list[Exception]) -> None:
-        """Wait for one message from every other rank, sum them and this rank's own, and divide.
+    def _sum(self, exchange: Pending, arrived: Tensor, own: Tensor, kept: Tensor, errors: list[Exception]) -> None:
+        """Wait for one message from every other rank, sum them and this rank's ``own`` into ``kept``, and divide.
 
         If a rank is lost the error goes into ``errors``: the others still wait for this rank's messages.
         """
@@ -284,8 +308,8 @@ class P2PReduceScatter(_Sharded):
             errors.append(error)
             return
         others = list(arrived.unbind())
-        sources = [*others[: self.rank], shards[self.rank, part], *others[self.rank :]]
-        kept, left = self.kept[part], self.left_to_divide()
+        sources = [*others[: self.rank], own, *others[self.rank :]]
+        left = self.left_to_divide()
         for begin in range(0, kept.numel(), CHUNK):
             chunk = slice(begin, begin + CHUNK)
             sum_in_order([source[chunk] for source in sources], kept[chunk], self.rank)

@@ -9,7 +9,7 @@ The hooks refer to their GradSync weakly: when it is freed, so are its hooks, ma
 """
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -25,7 +25,8 @@ from torch.utils.hooks import RemovableHandle
 from megascale.errors import ArgumentError, ArgumentTypeError, GradientError, UsageError, sparse_gradient
 from megascale.grad_sync.bucket import FlatBucket
 from megascale.grad_sync.grad_hook import GradHook, find_under_ddp, require_unowned
-from megascale.grad_sync.layout import DEFAULT_BUCKET_NUMEL, ParamSize, build_layouts
+from megascale.grad_sync.layout import DEFAULT_BUCKET_NUMEL, BufferLayout, ParamSize, build_layouts
+from megascale.grad_sync.owners import update_cost
 from megascale.grad_sync.reduction import BucketReduction, Divisor, ReduceThread, bucket_reduction
 from megascale.grad_sync.usable_grads import memory_error
 from megascale.parallel import GradGroup, ParallelGroups, is_expert
@@ -332,12 +333,16 @@ class GradSync:
         built: list[tuple[int, SyncedBucket]] = []
         for expert, group in groups.items():
             sizes = [
-                ParamSize(name, param.numel(), (param.dtype, param.device, param_groups.get(name)))
+                ParamSize(
+                    name,
+                    param.numel(),
+                    (param.dtype, param.device, param_groups.get(name)),
+                    update_cost(param.shape),
+                )
                 for name, param in params.items()
                 if is_expert(param) == expert
             ]
-            num_shards = group_size(group.shard) if self.is_sharded else 1
-            for layout in build_layouts(sizes, num_shards, bucket_numel=self._bucket_numel):
+            for layout in self.layouts(sizes, group, expert=expert):
                 first = params[layout.placements[0].name]
                 dtype = self._dtype_for(first)
                 for bucket in layout.buckets:
@@ -345,7 +350,8 @@ class GradSync:
                     own = {name: params[name] for name in memory.views}
                     travel = self._reduce_dtype or dtype
                     tag = tag_of(own)
-                    reduction = bucket_reduction(memory.flat, group, travel, self._thread, tag, sharded=self.is_sharded)
+                    cuts = layout.cuts(bucket) if self.is_sharded else None
+                    reduction = bucket_reduction(memory.flat, group, travel, self._thread, tag, cuts=cuts)
                     synced = SyncedBucket(0, memory, group, own, reduction, tag)
                     built.append((min(place[name] for name in own), synced))
         # Backward fills a bucket when it reaches the bucket's earliest parameter, and reaches late layers first.
@@ -353,6 +359,10 @@ class GradSync:
         for index, (_, synced) in enumerate(built, start=len(self.buckets)):
             synced.index = index
         return [synced for _, synced in built]
+
+    def layouts(self, sizes: Sequence[ParamSize], group: GradGroup, *, expert: bool) -> list[BufferLayout]:
+        """Return the buffers of parameters that ``group`` reduces; ``expert``: whether they are experts'."""
+        return build_layouts(sizes, 1, bucket_numel=self._bucket_numel)
 
     def _dtype_for(self, param: nn.Parameter) -> torch.dtype:
         """Return the dtype of a main grad: ``grad_dtype`` where it can hold the parameter's gradients."""
@@ -432,16 +442,6 @@ class GradSync:
 
     def _current_divisor(self) -> Divisor:
         return self._usual_divisor if self._divisor is None else self._divisor
-
-
-class ShardedGradSync(GradSync):
-    """A GradSync that reduces only each rank's own shard of every bucket, by reduce-scatter.
-
-    It may start without parameters.
-    """
-
-    owner_kind = "DistributedOptimizer"
-    is_sharded = True
 
 
 def why_not_taken(name: str, param: nn.Parameter, bucket: SyncedBucket) -> GradientError | None:

@@ -4,7 +4,7 @@ How they are stored is a strategy: :mod:`megascale.main_params.replicated` or :m
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -239,6 +239,23 @@ class MainParams(ABC):
 
         With ``copy`` all ranks call it together.
         """
+
+    def share_state_forms(self, states: Callable[[], Mapping[int, Any]]) -> None:
+        """Tell other ranks what state this rank alone holds, before :meth:`export_state`. All ranks call it together.
+
+        Here no rank holds any. ``states``: returns portable state, by id of the parameter. If it raises on one rank,
+        all raise that error.
+        """
+        return
+
+    def export_state(self, param: MainParam, state: Mapping[str, Any], *, copy: bool) -> dict[str, Any]:
+        """Return the optimizer's state of ``param`` with its tensors as :meth:`export` returns them."""
+        tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+        return {**state, **self.export(param, tensors, copy=copy)}
+
+    def own_state(self, param: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return what this rank keeps of a saved state; None where each tensor's shape tells: :meth:`to_local`."""
+        return None
 
 
 def _list_params(param_groups: Sequence[dict[str, Any]]) -> None:

@@ -29,6 +29,7 @@ class GatheredBucket:
         self.synced = synced
         self.memory = synced.memory.twin(dtype)
         self._thread = thread
+        self._uneven = self.memory.uneven_shards()
         self._arrival: Arrival | None = None
         self.was_started = False
         """In this step."""
@@ -52,7 +53,7 @@ class GatheredBucket:
         self.was_started = True
         shard = self.memory.shard(self.synced.rank)
         group, tag = self.synced.group.shard, self.synced.tag | _GATHER_BIT
-        gathering = all_gather_start(self.memory.flat, shard, group, tag)
+        gathering = all_gather_start(self.memory.flat, shard, group, tag, self._uneven)
         wait = self._in_thread(gathering) if is_message_passing(group) else gathering.wait
         self._arrival = Arrival(wait, self.memory.flat.device)
 

@@ -39,9 +39,11 @@ class MainParam:
     Attributes:
         name: of the model param.
         model: the whole model param, key of the optimizer's state.
-        main: replicated: shape, strides and placements of ``model``. Sharded: 1-D, the part that this rank owns.
+        main: replicated: shape, strides and placements of ``model``. Sharded by elements: 1-D, the part that this rank
+            owns. Sharded by parameters: the owner's has the shape of ``model``, others' are 1-D and empty.
         shard: sharded: the same part of ``model``, a live view; None if replicated.
         is_copy: whether the main param has memory of its own.
+        is_owned: False where sharded by parameters and another rank owns it.
         tracker, slot: the tracker, and the model param's index in it; None until it is admitted.
         form: of the model param; must not change.
     """
@@ -51,6 +53,7 @@ class MainParam:
     main: Tensor
     shard: Tensor | None
     is_copy: bool
+    is_owned: bool = True
     tracker: WriteTracker | None = None
     slot: int = 0
     form: ParamForm = field(init=False)

@@ -1,8 +1,8 @@
 """Main params sharded over data-parallel ranks (ZeRO stage 1, arXiv 1910.02054).
 
 Each rank keeps one contiguous 1-D piece of every parameter, often empty, in the main params and in the optimizer's
-state. It updates its pieces from its shard of the reduced gradients, writes them into flat buckets that the model's
-parameters are views of, and gathers those buckets.
+state; or whole parameters, each of one owner: :mod:`megascale.main_params.owned`. It updates them from its shard of the
+reduced gradients, writes them into flat buckets that the model's parameters are views of, and gathers those buckets.
 """
 
 from collections.abc import Mapping
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from typing_extensions import override
 
 from megascale.errors import MegascaleError, StateDictError
@@ -76,14 +77,16 @@ class ShardedMainParams(MainParams):
         added = self._grad_sync.add(in_order, group_of)
         self._gather.add(added)
         shards: dict[str, Tensor] = {}
+        owned: set[str] = set()
         for synced in added:
             self._everywhere |= synced.params
             memory = self._gather.buckets[synced.index].memory
             pieces = memory.pieces(synced.rank)
             self._pieces |= {id(param): pieces.get(name) for name, param in synced.params.items()}
             shards |= memory.parts(synced.rank)
+            owned |= {place.name for place in memory.placements if place.owner in (None, synced.rank)}
         slabs = Slabs(shards.values())
-        made = {name: _make(name, params[name], shard, slabs) for name, shard in shards.items()}
+        made = {name: _make(name, params[name], shard, slabs, name in owned) for name, shard in shards.items()}
         return [made[name] for name in params]
 
     def _check(self, params: Mapping[str, nn.Parameter]) -> None:
@@ -104,7 +107,7 @@ class ShardedMainParams(MainParams):
 
     def model_shards(self) -> dict[int, ParamShard]:
         """Return, by id of the parameter, this rank's piece of every sharded model param, live."""
-        return {id(p.model): ParamShard(p.part, p.model.shape, self.start_of(p.model)) for p in self}
+        return {id(p.model): ParamShard(p.part.view(-1), p.model.shape, self.start_of(p.model)) for p in self}
 
     @override
     def everywhere(self) -> Mapping[str, nn.Parameter]:
@@ -179,31 +182,33 @@ class ShardedMainParams(MainParams):
         main = self._by_id[id(param)].main
         start = self.start_of(param)
         if not isinstance(value, ParamShard):
-            return value.detach().reshape(-1)[start : start + main.numel()].to(main.device, dtype, copy=True)
+            piece = value.detach().reshape(-1)[start : start + main.numel()]
+            return piece.to(main.device, dtype, copy=True).view(main.shape)
         if value.piece.numel() != main.numel() or (value.start != start and main.numel()):
             raise StateDictError(
                 f"a ParamShard holds elements from {value.start} of {self._by_id[id(param)].name!r}, this rank owns "
                 f"those from {start}; read the checkpoint with megascale.checkpoint, which reshards"
             )
-        return value.piece.to(main.device, dtype)
+        return value.piece.to(main.device, dtype).view(main.shape)
 
     @override
     def local_part(self, param: MainParam, value: Tensor) -> Tensor:
         start = self.start_of(param.model)
-        return value.detach().reshape(-1)[start : start + param.main.numel()].clone()
+        return value.detach().reshape(-1)[start : start + param.main.numel()].clone().view(param.main.shape)
 
     @override
     def export(self, param: MainParam, values: Mapping[str, Tensor], *, copy: bool) -> dict[str, Tensor]:
         """See :class:`MainParams`. Whole tensors are in host memory."""
         shape, start = param.model.shape, self.start_of(param.model)
+        group = self._bucket_of(param).synced.group.shard
         exported: dict[str, Tensor] = {}
         for key, value in values.items():
             if value.shape != param.main.shape:
                 exported[key] = value.detach().clone() if copy else value.detach()
             elif copy:
-                exported[key] = self._whole(param, value)
+                exported[key] = self._sum_of_pieces(value, shape, start, group)
             else:
-                exported[key] = ParamShard(value.detach(), shape, start)
+                exported[key] = ParamShard(value.detach().reshape(-1), shape, start)
         return exported
 
     def _bucket_of(self, param: MainParam) -> GatheredBucket:
@@ -212,16 +217,15 @@ class ShardedMainParams(MainParams):
             raise KeyError(param.name)
         return bucket
 
-    def _whole(self, param: MainParam, piece: Tensor) -> Tensor:
+    def _sum_of_pieces(self, piece: Tensor, shape: torch.Size, start: int, group: ProcessGroup | None) -> Tensor:
         """Return the whole tensor on the host: an all-reduce of bytes, to which each rank adds its own piece."""
-        whole = piece.new_zeros(param.model.numel())
-        start = self.start_of(param.model)
-        whole[start : start + piece.numel()] = piece
-        all_reduce_sum_(whole.view(torch.uint8), self._bucket_of(param).synced.group.shard)
-        return whole.view(param.model.shape).cpu()
+        whole = piece.new_zeros(shape.numel())
+        whole[start : start + piece.numel()] = piece.reshape(-1)
+        all_reduce_sum_(whole.view(torch.uint8), group)
+        return whole.view(shape).cpu()
 
 
-def _make(name: str, model: nn.Parameter, shard: Tensor, slabs: Slabs) -> MainParam:
+def _make(name: str, model: nn.Parameter, shard: Tensor, slabs: Slabs, is_owned: bool) -> MainParam:
     is_copy = model.dtype in HALF_DTYPES
     main = slabs.zeros(shard, torch.float32, "main").copy_(shard) if is_copy else shard
-    return MainParam(name, model, main, shard, is_copy)
+    return MainParam(name, model, main, shard, is_copy, is_owned)

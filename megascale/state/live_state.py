@@ -20,6 +20,7 @@ from megascale.step.update import InnerUpdate
 from megascale.utils.collectives import raise_together
 from megascale.utils.dtensors import local
 from megascale.utils.dtypes import HALF_DTYPES
+from megascale.utils.nests import map_tensors
 
 
 @dataclass
@@ -49,21 +50,24 @@ class LiveState:
 
     def pack(self, *, copy: bool) -> dict[str, Any]:
         """Return the state dict; see :mod:`megascale.state.schema`."""
+        if copy:
+            self.share_forms()
         names = self.main_params.names(self.param_groups)
         states: dict[str, Any] = {}
         mains: dict[str, Tensor] = {}
         for param in self._params():
             name, main = names[id(param)], self.main_params.get(param)
+            where = f"state[{name!r}]"
             state = dict(self.state.get(param, {}))
-            tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
             if main is not None:
-                whole = {"": main.main} if main.is_copy else {}
-                exported = self.main_params.export(main, tensors | whole, copy=copy)
+                inner = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
+                state |= portable_state.portable(inner, where, copy=copy)
                 if main.is_copy:
-                    mains[name] = exported.pop("")
-                states[name] = portable_state.portable(state | exported, f"state[{name!r}]", copy=False)
+                    mains[name] = self.main_params.export(main, {"": main.main}, copy=copy)[""]
+                exported = self.main_params.export_state(main, state, copy=copy)
+                states[name] = portable_state.portable(exported, where, copy=False)
             else:
-                states[name] = portable_state.portable(state, f"state[{name!r}]", copy=copy)
+                states[name] = portable_state.portable(state, where, copy=copy)
         groups = [
             portable_state.pack_group(group, [names[id(p)] for p in group["params"]], index, copy=copy)
             for index, group in enumerate(self.param_groups)
@@ -76,6 +80,20 @@ class LiveState:
             **({} if self.norm_statistics is None else {"norm_statistics": self.norm_statistics.state_dict()}),
             version=portable_state.VERSION,
         )
+
+    def share_forms(self) -> None:
+        """Tell other ranks the form of the state that only this rank holds. All ranks call it together.
+
+        Raises StateDictError on every rank alike, naming it, for state that a state dict cannot hold.
+        """
+        self.main_params.share_state_forms(self._portable_states)
+
+    def _portable_states(self) -> dict[int, Any]:
+        names = self.main_params.names(self.param_groups)
+        return {
+            id(param): portable_state.portable(self.state.get(param, {}), f"state[{names[id(param)]!r}]", copy=False)
+            for param in self._params()
+        }
 
     def check(self, state_dict: Any, *, strict: bool) -> None:
         """Raise StateDictError for a state dict that does not fit; tensor values are not read."""
@@ -174,15 +192,21 @@ class LiveState:
 
     def _placed_state(self, name: str, param: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return one parameter's state: of per-element tensors this rank's part, others copied to its device."""
+        device = local(param).device
         placed = portable_state.portable(state, f"state[{name!r}]", copy=False)
+        own = self.main_params.own_state(param, placed)
+        if own is not None:
+            return own
         is_cut = self.main_params.keeps(param)
         for key, value in placed.items():
             if isinstance(value, Tensor):
                 placed[key] = (
                     self.main_params.to_local(param, value, value.dtype)
                     if is_cut and self._is_per_element(key, value, param)
-                    else value.to(local(param).device, copy=True)
+                    else value.to(device, copy=True)
                 )
+            else:
+                placed[key] = map_tensors(lambda inner: inner.to(device, copy=True), value)
         return dict(placed)
 
     def _is_per_element(self, key: str, value: Tensor, param: nn.Parameter) -> bool:

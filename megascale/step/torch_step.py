@@ -34,8 +34,13 @@ class GeneralUpdate(InnerUpdate):
         self.inner_step = InnerStep(optimizer)
 
     def create_states(self, options: dict[str, Any], params: Sequence[MainParam]) -> None:
-        """Widen state to the main param's dtype. New state is the optimizer's own affair."""
+        """Widen state to the main param's dtype, and drop that of parameters that other ranks own.
+
+        New state is the optimizer's own affair.
+        """
         for param in params:
+            if not param.is_owned:
+                self.optimizer.state.pop(param.model, None)
             if param.is_copy:
                 widen(self.optimizer, options, param)
 
@@ -80,8 +85,9 @@ class GeneralUpdate(InnerUpdate):
             for pending in updates:
                 mark_written(pending.unit, None)
             return []
-        params = [param for pending in updates for param in pending.params]
-        grads = [grad for pending in updates for grad in pending.grads]
+        pairs = [pair for pending in updates for pair in zip(pending.params, pending.grads, strict=True)]
+        owned = [(param, grad) for param, grad in pairs if param.is_owned]
+        params, grads = [param for param, _ in owned], [grad for _, grad in owned]
         failure: Exception | None = None
         try:
             with self._on_main_params(params, grads, decision):

@@ -158,38 +158,57 @@ def can_be_captured(group: ProcessGroup | None) -> bool:
 
 
 def reduce_scatter_start(
-    output: Tensor, tensor: Tensor, group: ProcessGroup | None, *, average: bool = False
+    output: Tensor,
+    tensor: Tensor,
+    group: ProcessGroup | None,
+    *,
+    average: bool = False,
+    shards: Sequence[Tensor] | None = None,
 ) -> Work | None:
     """Start to sum, or to average, ``tensor`` over ``group`` into ``output``: this rank's shard, shape [numel / ranks].
 
     ``output`` may be this rank's own shard of ``tensor``; the rest of ``tensor`` is then undefined.
+
+    ``shards``: the shards of ``tensor``, one per rank, where they are not equal. NCCL then groups one reduction to each
+    rank into one call. Together they carry the bytes of a reduce-scatter of ``tensor``; nothing is padded.
     """
     if group_size(group) == 1:
         return None
+    if shards is not None:
+        return dist.reduce_scatter(output, list(shards), op=_reduction(average), group=group, async_op=True)
     return _reduce_scatter(output, tensor, op=_reduction(average), group=group, async_op=True)
 
 
-def exchange_start(received: Tensor, shards: Tensor, group: ProcessGroup | None, tag: int) -> Pending:
-    """Start to send every other rank its row of ``shards``, shape [ranks, numel].
+def exchange_start(
+    received: Tensor, shards: Tensor | Sequence[Tensor], group: ProcessGroup | None, tag: int
+) -> Pending:
+    """Start to send every other rank its one of ``shards``, 1-D or a row; nothing is sent for an empty one.
 
-    ``received``, shape [ranks - 1, numel], gets the others' rows for this rank, in the order of ranks. ``tag``
+    ``received``, shape [ranks - 1, numel], gets the others' shards for this rank, in the order of ranks. ``tag``
     distinguishes concurrent exchanges; those with the same tag keep their order.
     """
     others = _others(group)
     receive = [(other, place) for other, place in zip(others, received.unbind(), strict=True)]
-    return _messages(receive, [(other, shards[other]) for other in others], group, tag, [shards, received])
+    return _messages(receive, [(other, shards[other]) for other in others], group, tag, [*shards, received])
 
 
-def all_gather_start(tensor: Tensor, shard: Tensor, group: ProcessGroup | None, tag: int) -> Pending:
+def all_gather_start(
+    tensor: Tensor, shard: Tensor, group: ProcessGroup | None, tag: int, shards: Sequence[Tensor] | None = None
+) -> Pending:
     """Start to fill ``tensor`` with every rank's ``shard``, which is this rank's own part of ``tensor``.
 
-    ``tag`` distinguishes concurrent gathers.
+    ``tag`` distinguishes concurrent gathers. ``shards``: the parts of ``tensor``, one per rank, where they are not
+    equal. Nothing is sent for an empty one; NCCL groups one broadcast from each rank into one call.
     """
     if group_size(group) == 1:
         return Pending([])
     if not is_message_passing(group):
-        return Pending([(None, partial(_all_gather, tensor, shard, group=group, async_op=True))], [tensor])
-    places = tensor.view(group_size(group), -1).unbind()
+        if shards is not None:
+            start = partial(dist.all_gather, list(shards), shard, group=group, async_op=True)
+        else:
+            start = partial(_all_gather, tensor, shard, group=group, async_op=True)
+        return Pending([(None, start)], [tensor])
+    places = shards or tensor.view(group_size(group), -1).unbind()
     others = _others(group)
     receive = [(other, places[other]) for other in others]
     return _messages(receive, [(other, shard) for other in others], group, tag, [tensor])
@@ -202,9 +221,11 @@ def _messages(
     tag: int,
     tensors: Sequence[Tensor],
 ) -> Pending:
-    """Start all receives, then all sends."""
-    starts = [(peer, partial(dist.irecv, place, group=group, group_src=peer, tag=tag)) for peer, place in receive]
-    starts += [(peer, partial(dist.isend, part, group=group, group_dst=peer, tag=tag)) for peer, part in send]
+    """Start all receives, then all sends. What is empty does not travel: both sides know its size."""
+    full = [(peer, place) for peer, place in receive if place.numel()]
+    starts = [(peer, partial(dist.irecv, place, group=group, group_src=peer, tag=tag)) for peer, place in full]
+    full = [(peer, part) for peer, part in send if part.numel()]
+    starts += [(peer, partial(dist.isend, part, group=group, group_dst=peer, tag=tag)) for peer, part in full]
     return Pending(starts, tensors, group)
 
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from megascale import ParallelGroups
 from megascale.grad_sync import reduction
-from megascale.grad_sync.sync import GradSync, ShardedGradSync
+from megascale.grad_sync.sharded_sync import ShardedGradSync
+from megascale.grad_sync.sync import GradSync
 from megascale.utils import collectives
 from tests.counting import OperatorCounter
 from tests.pool import RankPool

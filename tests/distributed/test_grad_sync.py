@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.errors import ArgumentError, UsageError
 from megascale.grad_sync import reduction
-from megascale.grad_sync.sync import GradSync, ShardedGradSync
+from megascale.grad_sync.sharded_sync import ShardedGradSync
+from megascale.grad_sync.sync import GradSync
 from megascale.main_params.replica_check import find_differing
 from megascale.utils.collectives import exchange_start
 from tests.pool import RankPool

@@ -107,7 +107,7 @@ def _reduce(victim: _Victim) -> Callable[[], None]:
     flat = torch.ones(2 * NUMEL)
     group = GradGroup(holders=victim.group, shard=victim.group, replicate=None)
     arriving = thread.memory(2 * NUMEL, flat).zero_()[:NUMEL]
-    reduction = P2PReduceScatter(flat, group, torch.float32, thread, TAG)
+    reduction = P2PReduceScatter(flat, group, torch.float32, [0, NUMEL, 2 * NUMEL], thread, TAG)
     reduction.start(1)
     victim.is_killed_while(arriving)
     return reduction.wait
@@ -119,7 +119,8 @@ def _gather(victim: _Victim) -> Callable[[], None]:
     memory = FlatBucket(layout, layout.buckets[0], shape, torch.float32, torch.device("cpu"))
     group = GradGroup(holders=victim.group, shard=victim.group, replicate=None)
     thread = ReduceThread()
-    synced = SyncedBucket(0, memory, group, {}, P2PReduceScatter(memory.flat, group, torch.float32, thread, 0), 0)
+    reduction = P2PReduceScatter(memory.flat, group, torch.float32, layout.cuts(layout.buckets[0]), thread, 0)
+    synced = SyncedBucket(0, memory, group, {}, reduction, 0)
     gathered = GatheredBucket(synced, torch.float32, thread)
     gathered.start()
     victim.is_killed_while(gathered.memory.shard(1))

@@ -42,23 +42,22 @@ def _not_elementwise() -> dict[str, str]:
         "Adafactor": lambda: torch.optim.Adafactor(module.parameters()),
         "Muon": lambda: torch.optim.Muon([p for p in module.parameters() if p.dim() == 2]),
         "Sign": lambda: Sign(module.parameters()),
-        "LBFGS": lambda: torch.optim.LBFGS(module.parameters()),
     }
     messages = {}
     for name, make in kinds.items():
         with pytest.raises(ArgumentError) as caught:
-            DistributedOptimizer(make(), config_of(FP16), scaler(FP16), modules=module)
+            DistributedOptimizer(make(), config_of(FP16), scaler(FP16), modules=module, shard="elements")
         messages[name] = str(caught.value)
         assert not any(param._post_accumulate_grad_hooks for param in module.parameters())
     return messages
 
 
 def test_optimizers_that_need_whole_parameters_are_refused_by_name(ranks: RankPool) -> None:
-    """Adafactor and Muon look at whole matrices; an unknown optimizer may. The error names it and the way out."""
+    """Adafactor and Muon look at whole matrices; an unknown optimizer may. By elements, an error names the way out."""
     for messages in ranks.run(2, _not_elementwise):
         for name, message in messages.items():
             assert f"optimizer {name} is not known to be elementwise" in message
-            assert "use MixedPrecisionOptimizer with GradSync" in message
+            assert "pass shard='parameters'" in message
 
 
 def _vouched() -> list[bool]:
@@ -92,6 +91,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"overlap_grad_reduce": 1}, ArgumentTypeError, r"overlap_grad_reduce must be True or False, got 1"),
     ({"overlap_param_gather": None}, ArgumentTypeError, r"overlap_param_gather must be True or False, got None"),
     ({"broadcast_params": "yes"}, ArgumentTypeError, r"broadcast_params must be True or False, got 'yes'"),
+    ({"shard": "rows"}, ArgumentError, r"shard must be one of 'auto', 'elements', 'parameters', got 'rows'"),
     ({"elementwise": 1}, ArgumentTypeError, r"elementwise must be True or False, got 1"),
     ({"grad_dtype": torch.int32}, ArgumentError, r"grad_dtype and reduce_dtype must be floating point"),
     ({"groups": "world"}, ArgumentTypeError, r"groups must be None, a ParallelGroups"),

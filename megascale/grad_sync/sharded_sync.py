@@ -1,0 +1,50 @@
+"""GradSync that keeps this rank's shard of every bucket only."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import nn
+from typing_extensions import override
+
+from megascale.grad_sync.layout import BufferLayout, ParamSize, build_layouts
+from megascale.grad_sync.owners import OwnerLoads, group_by_owner
+from megascale.grad_sync.sync import GradSync
+from megascale.parallel import GradGroup
+from megascale.utils.collectives import group_size
+
+
+class ShardedGradSync(GradSync):
+    """A GradSync that reduces only each rank's own shard of every bucket, by reduce-scatter.
+
+    It may start without parameters.
+
+    Args:
+        named_parameters, options: see :class:`GradSync`.
+        by_parameter: a shard holds whole parameters, whose owners :mod:`megascale.grad_sync.owners` chooses. False:
+            shards are equal, and cut parameters anywhere.
+    """
+
+    owner_kind = "DistributedOptimizer"
+    is_sharded = True
+
+    def __init__(
+        self, named_parameters: Iterable[tuple[str, nn.Parameter]], *, by_parameter: bool = False, **options: Any
+    ) -> None:
+        self._by_parameter = by_parameter
+        self._loads: dict[bool, OwnerLoads] = {}
+        super().__init__(named_parameters, **options)
+
+    @override
+    def layouts(self, sizes: Sequence[ParamSize], group: GradGroup, *, expert: bool) -> list[BufferLayout]:
+        num_shards = group_size(group.shard)
+        even = build_layouts(sizes, num_shards, bucket_numel=self._bucket_numel)
+        if not self._by_parameter:
+            return even
+        by_name = {size.name: size for size in sizes}
+        inside = [
+            [by_name[placement.name] for placement in layout.placements[bucket.first_placement : bucket.last_placement]]
+            for layout in even
+            for bucket in layout.buckets
+        ]
+        owners = self._loads.setdefault(expert, OwnerLoads(num_shards)).assign(inside)
+        return [group_by_owner(layout, owners) for layout in even]

@@ -1,0 +1,93 @@
+"""Main params of which each rank owns some, whole: for optimizers that read whole parameters.
+
+Their state has whatever form the optimizer gives it: tensors of any shape, lists of them, numbers. Only the owner has
+it. So that all ranks can name it in a state dict, they tell each other its form before they pack one.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from megascale.errors import MegascaleError, StateDictError
+from megascale.main_params.main_param import MainParam
+from megascale.main_params.shard import ParamShard
+from megascale.main_params.sharded import ShardedMainParams
+from megascale.parallel import is_expert
+from megascale.utils.collectives import all_gather_object, raise_together
+from megascale.utils.nests import map_tensors
+
+
+class TensorForm(NamedTuple):
+    """What other ranks know of a tensor that its owner holds."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class OwnedMainParams(ShardedMainParams):
+    """Every rank keeps the parameters that it owns, whole, and nothing of others. See :class:`ShardedMainParams`."""
+
+    _forms: Mapping[str, Any] = {}
+    """State of all parameters, by name, with a TensorForm for each tensor: as of the last exchange."""
+
+    @override
+    def share_state_forms(self, states: Callable[[], Mapping[int, Any]]) -> None:
+        forms: dict[str, Any] = {}
+        held: Mapping[int, Any] = {}
+        error: Exception | None = None
+        try:
+            held = states()
+        except MegascaleError as caught:
+            error = caught
+        groups = {is_expert(param.model): self._groups.of_param(param.model) for param in self}
+        for experts in sorted(groups):
+            raise_together(error, groups[experts].shard)
+            mine = {
+                param.name: map_tensors(
+                    lambda value: TensorForm(value.shape, value.dtype), held.get(id(param.model), {})
+                )
+                for param in self
+                if param.is_owned and is_expert(param.model) == experts
+            }
+            for theirs in all_gather_object(mine, groups[experts].shard):
+                forms |= theirs
+        self._forms = forms
+
+    @override
+    def export_state(self, param: MainParam, state: Mapping[str, Any], *, copy: bool) -> dict[str, Any]:
+        group = self._bucket_of(param).synced.group.shard
+
+        def export(leaf: Any) -> Tensor:
+            value = leaf.detach() if param.is_owned else torch.empty(0, dtype=leaf.dtype, device=param.main.device)
+            if copy:
+                return self._sum_of_pieces(value, leaf.shape, 0, group)
+            return ParamShard(value.reshape(-1), leaf.shape, 0)
+
+        nest = state if param.is_owned else self._forms.get(param.name, {})
+        exported: dict[str, Any] = map_tensors(export, nest, (Tensor, TensorForm))
+        return exported
+
+    @override
+    def own_state(self, param: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any] | None:
+        """See :class:`MainParams`. Of parameters that others own this rank keeps nothing."""
+        main = self._by_id.get(id(param))
+        if main is None:
+            return None
+        if not main.is_owned:
+            return {}
+
+        def take(value: Tensor) -> Tensor:
+            if not isinstance(value, ParamShard):
+                return value.detach().to(main.main.device, copy=True)
+            if value.piece.numel() != value.numel():
+                raise StateDictError(
+                    f"a ParamShard holds elements from {value.start} of {main.name!r}, all of which this rank owns; "
+                    "read the checkpoint with megascale.checkpoint, which reshards"
+                )
+            return value.piece.to(main.main.device).view(value.shape)
+
+        taken: dict[str, Any] = map_tensors(take, state)
+        return taken
