@@ -59,6 +59,7 @@ def test_the_last_overflow_is_named() -> None:
     assert (report.step, report.scale, report.entries[0].micro_batch) == (1, 2.0**4, 0)
     assert 0 < (report.entries[0].largest_finite or 0) < 2.0**4
     assert "middle.weight <- likely origin" in str(report)
+    assert report.before_reduction
 
 
 def test_steps_are_counted_over_a_load() -> None:
@@ -89,6 +90,10 @@ def test_origin_is_the_latest_parameter_of_the_first_micro_batch() -> None:
     assert report is not None
     assert [(one.parameter, one.micro_batch) for one in report.entries] == [("middle.weight", 1), ("head.weight", 2)]
     assert report.origin is report.entries[0]
+    _overflow(model, optimizer)
+    report = optimizer.last_overflow()
+    assert report is not None
+    assert [one.micro_batch for one in report.entries] == [0]
 
 
 def test_gradients_given_by_hand_are_reported() -> None:
@@ -131,6 +136,14 @@ def test_kinds_are_named_between_steps_only(late: bool) -> None:
     assert "2 inf or nan" in str(report)
 
 
+def test_other_gradients_are_not_taken_for_those_of_the_step() -> None:
+    """Gradients that hold another number of inf and NaN than the step has counted are newer ones."""
+    model, optimizer = _wrapped()
+    _overflow(model, optimizer)
+    model.middle.weight.grad = torch.full_like(model.middle.weight, math.nan)
+    assert rows_of(optimizer.last_overflow()) == [("middle.weight", 0, None, None, None)]
+
+
 def test_a_reporter_tells_everything_one_step_late() -> None:
     """On an accelerator too: kinds, counts and scale of the step before."""
     model, optimizer = _wrapped()
@@ -165,7 +178,7 @@ def test_a_line_and_json_for_each_skip(tmp_path: Path, caplog: pytest.LogCapture
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [set(row) for row in rows] == [KEYS] * 5
     assert [row["step"] for row in rows] == [0, 2, 4, 6, 8]
-    assert [row["kind"] for row in rows] == ["inf"] * 5
+    assert [(row["kind"], row["micro_batch"]) for row in rows] == [("inf", 0)] * 5
 
 
 def _operators(reports: bool, recorder: bool, monkeypatch: pytest.MonkeyPatch) -> Any:
