@@ -1,6 +1,7 @@
 """Where a thread is: the line of the user's program, and the library function that this line has called."""
 
 import linecache
+import re
 import sys
 import sysconfig
 from collections.abc import Sequence
@@ -15,6 +16,8 @@ _PACKAGE = Path(__file__).parents[1]
 _PROGRAMS = tuple(f"{_PACKAGE / name}/" for name in ("train", "cli"))
 _WAITING = (f"{_PACKAGE}/", f"{Path(torch.__file__).parent}/")
 _LIBRARIES = (*_WAITING, f"{sysconfig.get_path('stdlib')}/", "<")
+_READING = re.compile(r"\.(item|tolist|cpu|numpy|wait|synchronize)\(")
+"""Calls that wait for a device or for other ranks, and which Python's stack does not show, as they are not Python."""
 
 
 class CallSite(NamedTuple):
@@ -24,7 +27,7 @@ class CallSite(NamedTuple):
         place: file, line and function, such as `train.py:40 in main`.
         source: the text of that line, "" where it cannot be read.
         call: the qualified name of the library function that the line has called; "" if it runs by itself.
-        waits: whether that call is inside torch or megascale, where it may wait for other ranks.
+        waits: whether the thread may wait for other ranks: it is inside torch or megascale, or the line reads a tensor.
     """
 
     place: str
@@ -57,10 +60,10 @@ def _innermost_user_call(frames: Sequence[tuple[FrameType, int]]) -> CallSite:
     inwards = [frame.f_code.co_qualname for frame, _ in frames[:index][::-1]]
     # Not a decorator's wrapper, which has no name of its own.
     call = next((name for name in inwards if "<locals>" not in name), "".join(inwards[:1]))
-    waits = index > 0 and frames[0][0].f_code.co_filename.startswith(_WAITING)
-    return CallSite(
-        f"{Path(name).name}:{line} in {frame.f_code.co_name}", linecache.getline(name, line).strip(), call, waits
-    )
+    source = linecache.getline(name, line).strip()
+    is_inside = frames[0][0].f_code.co_filename.startswith(_WAITING)
+    waits = is_inside if index else _READING.search(source) is not None
+    return CallSite(f"{Path(name).name}:{line} in {frame.f_code.co_name}", source, call, waits)
 
 
 def _is_user_code(frame: FrameType) -> bool:

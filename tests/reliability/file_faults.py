@@ -59,7 +59,7 @@ class Damage:
             load(self.folder, *self.live)
         except CheckpointError as error:
             named = str(error).replace(str(self.folder), "…").replace(f"…/{path.name}", "…")
-            shown = re.sub(r"\d+ bytes", "N bytes", re.sub(r"(is damaged) .*", r"\1 …", named, flags=re.DOTALL))
+            shown = re.sub(r"\d+ (bytes|were)", r"N \1", re.sub(r"(is damaged) .*", r"\1 …", named, flags=re.DOTALL))
             return f"CheckpointError: {shown}", same(self._before, self._state(self.live))
         finally:
             path.write_bytes(whole)

@@ -87,7 +87,7 @@ def _killed(ranks: RankPool, place: Path, asynchronous: bool, dice: random.Rando
 def _doing(place: Path, asynchronous: bool) -> str:
     if left(place):
         return "saving in the background" if asynchronous else "saving"
-    return "training" if named(place) else "starting"
+    return "training" if named(place) else "training, before the first checkpoint"
 
 
 def _ended(outcome: Outcome[object]) -> bool:
