@@ -1,0 +1,189 @@
+"""Time the saving of a checkpoint: ours, torch.save with fsync, torch.distributed.checkpoint, and the bare bytes.
+
+    python benchmarks/checkpoint.py --numel 50_000_000 --tensors 200 --rounds 8 --folder /tmp \
+        --out benchmarks/results/checkpoint_cpu.md
+
+fp16 parameters with fp32 main params and AdamW's moments: 14 bytes a parameter. All contenders save the same state on
+one rank, one after the other in every round, each into an empty folder after all earlier writes have reached the disk,
+and each waits until its own bytes have. Ours adds checksums. An asynchronous save is timed until it returns: training
+goes on then. A ratio is taken within each round: what slows the disk slows both. ``--out FILE.md`` also writes every
+round to FILE.csv.
+"""
+
+import argparse
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from peers.report import place
+from torch import Tensor, nn
+
+from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
+from megascale.checkpoint import Checkpointer
+
+RIVAL = "torch.save, fsync"
+TARGETS = {"megascale": 1.1, "megascale, asynchronous: until it returns": 0.15}
+
+
+class Saved:
+    """A model and its optimizer, after one step."""
+
+    def __init__(self, numel: int, tensors: int) -> None:
+        self.model = nn.Module()
+        for index in range(tensors):
+            start, stop = numel * index // tensors, numel * (index + 1) // tensors
+            self.model.register_parameter(f"weight{index}", nn.Parameter(torch.randn(stop - start).half()))
+        inner = torch.optim.AdamW(self.model.named_parameters(), lr=1e-3)
+        self.optimizer = MixedPrecisionOptimizer(inner, OptimizerConfig(fp16=True), DynamicGradScaler())
+        for param in self.model.parameters():
+            param.grad = torch.zeros_like(param)
+        self.optimizer.get_loss_scale()
+        self.optimizer.step()
+
+    def state(self) -> dict[str, Any]:
+        """Return the live state of both."""
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(copy=False)}
+
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors of it."""
+        return list(_tensors(self.state()))
+
+
+def _tensors(nest: Any) -> Iterator[Tensor]:
+    if isinstance(nest, Tensor):
+        yield nest.detach()
+    elif isinstance(nest, (dict, list, tuple)):
+        for value in nest.values() if isinstance(nest, dict) else nest:
+            yield from _tensors(value)
+
+
+@contextmanager
+def synced(path: Path) -> Iterator[Any]:
+    """Open a file for writing; wait until it is on disk."""
+    with open(path, "wb") as stream:
+        yield stream
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def contenders(saved: Saved) -> dict[str, tuple[Callable[[Path], Any], Callable[[], Any]]]:
+    """Return by name what saves into a folder and is timed, and what follows untimed."""
+
+    def by_torch(folder: Path) -> None:
+        with synced(folder / "checkpoint.pt") as stream:
+            torch.save(saved.state(), stream)
+
+    def by_dcp(folder: Path) -> None:
+        dcp.save(saved.state(), checkpoint_id=folder / "dcp", no_dist=True)
+
+    def bytes_alone(folder: Path) -> None:
+        with synced(folder / "bytes") as stream:
+            for tensor in saved.tensors():
+                stream.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+    def ours(folder: Path) -> None:
+        Checkpointer(folder).save(1, saved.model, saved.optimizer)
+
+    held: dict[str, Checkpointer] = {}
+
+    def ours_asynchronous(folder: Path) -> None:
+        if not held:
+            held["one"] = Checkpointer(folder, async_save=True)
+        held["one"].save(1, saved.model, saved.optimizer)
+
+    return {
+        "megascale": (ours, lambda: None),
+        RIVAL: (by_torch, lambda: None),
+        "torch.distributed.checkpoint.save": (by_dcp, lambda: None),
+        "bytes alone, fsync": (bytes_alone, lambda: None),
+        "megascale, asynchronous: until it returns": (ours_asynchronous, lambda: held["one"].wait()),
+    }
+
+
+def measure(saved: Saved, folder: Path, rounds: int) -> dict[str, list[float]]:
+    """Return seconds by contender, one of each round. A round before the first is not counted."""
+    times: dict[str, list[float]] = {}
+    target = folder / "save"
+    for number in range(rounds + 1):
+        for name, (save, afterwards) in contenders_of(saved).items():
+            shutil.rmtree(target, ignore_errors=True)
+            target.mkdir()
+            os.sync()
+            start = time.perf_counter()
+            save(target)
+            spent = time.perf_counter() - start
+            afterwards()
+            if number:
+                times.setdefault(name, []).append(spent)
+    return times
+
+
+_made: dict[int, Any] = {}
+
+
+def contenders_of(saved: Saved) -> dict[str, tuple[Callable[[Path], Any], Callable[[], Any]]]:
+    """Return :func:`contenders`, the same objects for the same state: an asynchronous saver lives on."""
+    return _made.setdefault(id(saved), contenders(saved))
+
+
+def table(times: dict[str, list[float]]) -> Iterator[str]:
+    """Yield the rows: seconds, the ratio within rounds, and what was asked for."""
+    yield "| save | s, median (min to max) | of torch.save's, median of rounds (middle half) | asked for |"
+    yield "|---|---|---|---|"
+    for name, own in times.items():
+        ratios = sorted(mine / other for mine, other in zip(own, times[RIVAL], strict=True))
+        middle = f"{ratios[len(ratios) // 4]:.2f} to {ratios[-1 - len(ratios) // 4]:.2f}"
+        asked = f"at most {TARGETS[name]}" if name in TARGETS else "-"
+        seconds = f"{statistics.median(own):.2f} ({min(own):.2f} to {max(own):.2f})"
+        yield f"| {name} | {seconds} | {statistics.median(ratios):.2f} ({middle}) | {asked} |"
+
+
+def arguments_of_command() -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--numel", type=int, default=50_000_000)
+    parser.add_argument("--tensors", default="200", help="numbers of tensors, separated by commas")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to be measured")
+    parser.add_argument("--out", type=Path, help="write the tables to this file too, and every round beside it as .csv")
+    given = parser.parse_args()
+    if given.rounds < 1:
+        parser.error(f"--rounds must be at least 1, got {given.rounds}")
+    return given
+
+
+def main() -> None:
+    """Measure, print, and write the tables where asked."""
+    given = arguments_of_command()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(given.threads)
+    lines = ["## Saving a checkpoint", "", f"{place(torch.device('cpu'), given.threads)}; {given.rounds} rounds.", ""]
+    lines += [f"`python benchmarks/checkpoint.py {' '.join(sys.argv[1:])}`", ""]
+    rows = ["tensors,contender,round,s"]
+    for tensors in map(int, given.tensors.split(",")):
+        saved = Saved(given.numel, tensors)
+        megabytes = sum(tensor.nbytes for tensor in saved.tensors()) / 1e6
+        with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+            times = measure(saved, Path(folder), given.rounds)
+        lines += [f"### {megabytes:,.0f} MB, {tensors:,} parameters' tensors", "", *table(times), ""]
+        rows += [f'{tensors},"{name}",{i},{s:.3f}' for name, own in times.items() for i, s in enumerate(own)]
+    text = "\n".join(lines)
+    print(text)
+    if given.out is not None:
+        given.out.write_text(text)
+        given.out.with_suffix(".csv").write_text("\n".join(rows) + "\n")
+
+
+if __name__ == "__main__":
+    main()
