@@ -193,6 +193,7 @@ class _Sharded(_Reduction):
         self.rank = group_rank(group.shard)
         self.num_shards = group_size(group.shard)
         self.cuts = list(pairwise(cuts))
+        self.are_equal = len({end - begin for begin, end in self.cuts}) == 1
         super().__init__(flat, self.own_part(flat), group, travel_dtype)
         self._over_replicas: Work | None = None
 
@@ -225,8 +226,7 @@ class ReduceScattered(_Sharded):
     def begin(self) -> None:
         self._payload = self.packed()
         own = self.own_part(self._payload)
-        are_equal = len({end - begin for begin, end in self.cuts}) == 1
-        shards = None if are_equal else [self._payload[begin:end] for begin, end in self.cuts]
+        shards = None if self.are_equal else [self._payload[begin:end] for begin, end in self.cuts]
         self._work = reduce_scatter_start(own, self._payload, self.group.shard, average=self._averages, shards=shards)
 
     @override

@@ -122,7 +122,7 @@ def _hybrid() -> ParallelGroups:
 
 
 def _is_quick(inner: str, world: int) -> bool:
-    return (inner, world) in {("muon", 2), ("adafactor", 3), ("adamw", 2)}
+    return (inner, world) in {("muon", 2), ("adafactor", 2)}
 
 
 @pytest.mark.parametrize(
@@ -274,11 +274,12 @@ OTHERS = [(2, "parameters"), (3, "parameters"), (1, "replicated"), (2, "paramete
 @pytest.mark.parametrize(
     ("inner", "ways"),
     [
-        ("soap", OTHERS),
+        ("soap", [(2, "parameters"), (1, "replicated"), (2, "parameters")]),
         *(
             pytest.param(inner, ways, marks=pytest.mark.slow)
             for inner, ways in [
                 ("adamw", ELEMENTWISE),
+                ("soap", OTHERS),
                 ("muon", OTHERS),
                 ("adafactor", OTHERS),
                 ("shampoo", OTHERS),

@@ -31,7 +31,7 @@ def test_cost_is_a_function_of_the_shape(shape: Shape, cost: int) -> None:
     assert update_cost(shape) == cost
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(shapes=SHAPES, num_shards=st.integers(1, 7), bucket_numel=st.integers(1, 300), alignment=st.sampled_from([1, 8]))
 def test_no_parameter_crosses_a_border(shapes: list[Shape], num_shards: int, bucket_numel: int, alignment: int) -> None:
     """Shards tile each bucket; each parameter lies whole in its owner's; a bucket keeps its parameters."""
@@ -62,7 +62,7 @@ def test_no_parameter_crosses_a_border(shapes: list[Shape], num_shards: int, buc
         assert whole == {(owners[size.name], size.name, size.numel) for size in sizes if size.numel}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(first=SHAPES, second=SHAPES, num_shards=st.integers(1, 5))
 def test_load_is_carried_on(first: list[Shape], second: list[Shape], num_shards: int) -> None:
     """Loads are what owners own, over all calls; no rank is ahead of the idlest by more than one parameter."""
