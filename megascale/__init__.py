@@ -4,6 +4,7 @@ from megascale.builder import build_optimizer
 from megascale.chained import ChainedOptimizer
 from megascale.config import OptimizerConfig
 from megascale.distributed_optimizer import DistributedOptimizer
+from megascale.estimation import estimate
 from megascale.grad_scaler import ConstantGradScaler, DynamicGradScaler, MegatronGradScaler
 from megascale.lion import Lion
 from megascale.optimizer import MixedPrecisionOptimizer, StepResult
@@ -26,4 +27,5 @@ __all__ = [
     "StepGraph",
     "StepResult",
     "build_optimizer",
+    "estimate",
 ]

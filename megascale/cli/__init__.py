@@ -5,10 +5,11 @@ An error of megascale ends a command with status 1 and one line; wrong usage wit
 """
 
 import argparse
+import sys
 from collections.abc import Sequence
 from typing import Protocol
 
-from megascale.cli import bench, convert, info
+from megascale.cli import bench, convert, estimate, info
 from megascale.utils.program import run_program
 
 
@@ -27,12 +28,14 @@ class Command(Protocol):
         """Run the command. Returns the exit status."""
 
 
-COMMANDS: tuple[Command, ...] = (convert, info, bench)
+COMMANDS: tuple[Command, ...] = (convert, info, bench, estimate)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit status."""
-    as_typed = {said: typed for command in COMMANDS for said, typed in command.AS_TYPED.items()}
+    words = sys.argv[1:] if arguments is None else arguments
+    chosen = [command for command in COMMANDS if command.NAME in words]
+    as_typed = {said: typed for command in chosen for said, typed in command.AS_TYPED.items()}
     return run_program(_run, arguments, as_typed=as_typed)
 
 

@@ -11,6 +11,7 @@ import torch
 
 from megascale.config import OptimizerConfig
 from megascale.errors import ArgumentError
+from megascale.estimation.traffic import traffic_per_element
 from megascale.grad_scaler import DynamicGradScaler
 from megascale.optimizer import MixedPrecisionOptimizer
 
@@ -21,6 +22,8 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 WARM_UP = 3
 PROBE_BYTES = 1 << 28
 """Size of the probe's buffer, larger than any cache."""
+PROBE_SECONDS = 2.0
+"""How long bandwidth alone is measured."""
 
 
 class Timed(NamedTuple):
@@ -65,11 +68,14 @@ def run(given: argparse.Namespace) -> int:
 
 def bytes_per_parameter(dtype: torch.dtype) -> int:
     """Return the bytes that AdamW's step with clipping reads and writes per parameter, with fp32 moments."""
-    gradient = 2 * dtype.itemsize  # read for the norm, and for the update
-    main = 8
-    moments = 16
-    model = dtype.itemsize if dtype.itemsize < 4 else 0  # a parameter of 32 bit is its own main param
-    return gradient + main + moments + model
+    return sum(traffic_per_element(dtype, dtype, (torch.float32, torch.float32)))
+
+
+def measured_bandwidth(device: torch.device) -> float:
+    """Return bytes a second that are read and written in place on ``device``: the median of a few seconds."""
+    probe = torch.zeros(PROBE_BYTES // 4, device=device)
+    timed = _timed(lambda: None, lambda: probe.mul_(1.0), device, PROBE_SECONDS)
+    return 2 * PROBE_BYTES / statistics.median(timed.probe)
 
 
 def _optimizer(lengths: list[int], dtype: torch.dtype, device: torch.device) -> MixedPrecisionOptimizer:

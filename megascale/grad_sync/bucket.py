@@ -5,6 +5,7 @@ so that moving parameters into flat memory needs the memory of one more bucket, 
 """
 
 from collections.abc import Mapping
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -85,3 +86,9 @@ class FlatBucket:
             else self.flat[:0]
             for placement in self.placements
         }
+
+
+@lru_cache
+def main_grad_dtype(asked: torch.dtype, param_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a main grad: ``asked`` where it can hold the gradients of a ``param_dtype`` parameter."""
+    return asked if torch.promote_types(asked, param_dtype) == asked else param_dtype

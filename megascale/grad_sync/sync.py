@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from megascale.errors import ArgumentError, ArgumentTypeError, GradientError, UsageError, sparse_gradient
-from megascale.grad_sync.bucket import FlatBucket
+from megascale.grad_sync.bucket import FlatBucket, main_grad_dtype
 from megascale.grad_sync.grad_hook import GradHook, find_under_ddp, require_unowned
 from megascale.grad_sync.layout import DEFAULT_BUCKET_NUMEL, BufferLayout, ParamSize, build_layouts
 from megascale.grad_sync.owners import update_cost
@@ -344,7 +344,7 @@ class GradSync:
             ]
             for layout in self.layouts(sizes, group, expert=expert):
                 first = params[layout.placements[0].name]
-                dtype = self._dtype_for(first)
+                dtype = main_grad_dtype(self._grad_dtype, first.dtype)
                 for bucket in layout.buckets:
                     memory = FlatBucket(layout, bucket, shapes, dtype, first.device)
                     own = {name: params[name] for name in memory.views}
@@ -363,11 +363,6 @@ class GradSync:
     def layouts(self, sizes: Sequence[ParamSize], group: GradGroup, *, expert: bool) -> list[BufferLayout]:
         """Return the buffers of parameters that ``group`` reduces; ``expert``: whether they are experts'."""
         return build_layouts(sizes, 1, bucket_numel=self._bucket_numel)
-
-    def _dtype_for(self, param: nn.Parameter) -> torch.dtype:
-        """Return the dtype of a main grad: ``grad_dtype`` where it can hold the parameter's gradients."""
-        asked = self._grad_dtype
-        return asked if torch.promote_types(asked, param.dtype) == asked else param.dtype
 
     @torch.no_grad()
     def take_grad(self, param: nn.Parameter, name: str, bucket_index: int) -> None:

@@ -85,6 +85,7 @@ class KernelUpdate(InnerUpdate, ABC):
             for params, _, operands in prepared:
                 device = operands.main[0].device
                 rounded.append(Rounded(params, self.run(operands, hyper, decision.to(device))))
+                operands.grad = ()  # cached operands must not keep gradients that the caller drops
             mark_written(pending.unit, prepared[0].operands.written if len(prepared) == 1 else None)
         # Tells an LR scheduler that was built on the inner optimizer that a step was taken.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]

@@ -27,6 +27,7 @@ PROGRAMS = [
     ["megascale", "convert"],
     ["megascale", "bench"],
     ["megascale", "info"],
+    ["megascale", "estimate"],
     ["megascale.checkpoint"],
     ["megascale.train"],
     ["megascale.train.experiment"],

@@ -1,0 +1,162 @@
+"""``python -m megascale estimate MODEL``: what a run will need, from sizes alone."""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from megascale.cli.bench import measured_bandwidth
+from megascale.errors import ArgumentError
+from megascale.estimation import Estimate, Setup, estimate
+from megascale.estimation.setup import COMMUNICATION, MOMENTS, SHARDINGS
+from megascale.estimation.sizes import AS_IS, PRECISIONS
+
+NAME = "estimate"
+HELP = "print what a run will need: bytes per rank by kind, checkpoint, collectives, time; nothing is allocated"
+FIELDS = [field.name for field in fields(Setup) if field.name != "rank"]
+AS_TYPED = {
+    f"{name} must": f"--{name.replace('_', '-')} must" for name in (*FIELDS, "memory_bandwidth", "link_bandwidth")
+}
+DTYPES = PRECISIONS
+MEASURE = "measure"
+LABEL = 26
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument(
+        "model",
+        help="package.module:callable that returns a module (called without arguments, on the meta device); a JSON "
+        "file of shapes, as a list or by name; or a number of parameters, such as 7e9",
+    )
+    parser.add_argument("--precision", choices=(*PRECISIONS, AS_IS), default="fp16", help="of the model (default fp16)")
+    parser.add_argument("--ranks", type=int, default=1, help="data-parallel ranks (default 1)")
+    parser.add_argument("--sharding", choices=SHARDINGS, default="replicated", help="default: replicated")
+    parser.add_argument("--optimizer", choices=MOMENTS, default="adamw", help="momentum: SGD with it (default adamw)")
+    parser.add_argument("--exp-avg-dtype", choices=DTYPES, default="fp32", help="of the first moment (default fp32)")
+    parser.add_argument("--exp-avg-sq-dtype", choices=DTYPES, default="fp32", help="of the second (default fp32)")
+    parser.add_argument("--grad-dtype", choices=DTYPES, default="fp32", help="of main grads (default fp32)")
+    parser.add_argument("--reduce-dtype", choices=DTYPES, help="of gradients in messages (default: as main grads)")
+    parser.add_argument("--bucket-numel", type=int, default=Setup.bucket_numel, help="elements of a bucket")
+    parser.add_argument("--communication", choices=COMMUNICATION, default="nccl", help="default: nccl")
+    parser.add_argument(
+        "--memory-bandwidth", metavar="GB/S", help=f"of the device; {MEASURE!r} measures that of this machine"
+    )
+    parser.add_argument("--link-bandwidth", metavar="GB/S", help="that leave one rank")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw bytes per rank against the number of ranks")
+
+
+def run(given: argparse.Namespace) -> int:
+    """Print the estimate, and draw it where asked."""
+    setup: dict[str, Any] = {name: getattr(given, name) for name in FIELDS}
+    for name in ("exp_avg_dtype", "exp_avg_sq_dtype", "grad_dtype", "reduce_dtype"):
+        setup[name] = DTYPES.get(setup[name])
+    found = estimate(
+        model_of(given.model),
+        precision=given.precision,
+        memory_bandwidth=_bandwidth("memory_bandwidth", given.memory_bandwidth),
+        link_bandwidth=_bandwidth("link_bandwidth", given.link_bandwidth),
+        **setup,
+    )
+    print("\n".join(lines(found)))
+    if given.png is not None:
+        from megascale.estimation.picture import draw  # needs matplotlib
+
+        try:
+            draw(found, given.png)
+        except (OSError, ValueError) as error:
+            raise ArgumentError(f"--png {given.png} cannot be written: {error}") from None
+    return 0
+
+
+def model_of(text: str) -> nn.Module | dict[str, Any] | list[Any] | int:
+    """Return the model that ``text`` names, see the command's help. Raises ArgumentError, naming it, for none."""
+    try:
+        numel = float(text)
+    except ValueError:
+        return _built(text) if ":" in text else _shapes_in(Path(text))
+    if not 1 <= numel < math.inf:
+        raise ArgumentError(f"model {text!r} must be a number of parameters, 1 or more and finite")
+    return int(numel)
+
+
+def _built(text: str) -> nn.Module:
+    module, _, name = text.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # a module in the current folder
+    try:
+        make: Any = import_module(module)
+        for part in name.split("."):
+            make = getattr(make, part)
+        with torch.device("meta"):
+            made = make()
+    except Exception as error:  # whatever the user's module raises
+        raise ArgumentError(f"model {text!r} cannot be built: {type(error).__name__}: {error}") from error
+    if not isinstance(made, nn.Module):
+        raise ArgumentError(f"model {text!r} must return a torch.nn.Module, got {type(made).__name__}")
+    return made
+
+
+def _shapes_in(path: Path) -> dict[str, Any] | list[Any]:
+    try:
+        shapes = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ArgumentError(
+            f"model {str(path)!r} is not package.module:callable, a JSON file of shapes, or a number: {error}"
+        ) from None
+    if not isinstance(shapes, (dict, list)):
+        raise ArgumentError(f"model {str(path)!r} must hold a list of shapes, or shapes by name")
+    return shapes
+
+
+def _bandwidth(name: str, text: str | None) -> float | None:
+    """Return bytes a second."""
+    if text is None:
+        return None
+    if text == MEASURE and name == "memory_bandwidth":
+        return measured_bandwidth(torch.accelerator.current_accelerator() or torch.device("cpu"))
+    try:
+        return float(text) * 1e9
+    except ValueError:
+        raise ArgumentError(f"{name} must be a number of GB a second, got {text!r}") from None
+
+
+def lines(found: Estimate) -> Iterator[str]:
+    """Yield the lines of the table."""
+    setup = found.setup
+    ranks = f"{setup.ranks:,} rank{'s' * (setup.ranks > 1)}"
+    yield f"{found.sizes.numel:,} parameters in {len(found.sizes.params):,} tensors"
+    yield f"{setup.sharding}, {setup.optimizer}, {ranks}, {setup.communication}"
+    yield ""
+    yield "Bytes a rank, without activations"
+    yield from (_row(kind, nbytes) for kind, nbytes in found.held.items() if nbytes)
+    yield _row("total", found.total)
+    yield from (_row(f"for a time: {purpose}", nbytes) for purpose, nbytes in found.transient.items() if nbytes)
+    yield _row("peak", found.peak)
+    yield ""
+    yield _row("Checkpoint, all ranks", found.checkpoint)
+    yield ""
+    yield "Memory read and written a step"
+    yield from (_row(name, nbytes) for name, nbytes in found.moved.items() if nbytes)
+    if found.collectives:
+        yield ""
+        yield "Sent by a rank a step"
+        yield from (_row(f"{c.purpose}: {c.count:,} {c.operation}", c.sent) for c in found.collectives)
+    if found.seconds:
+        yield ""
+        yield "Time of a step, as if nothing overlapped"
+        yield from (f"  {name:<{LABEL}}{seconds * 1e3:>22,.2f} ms" for name, seconds in found.seconds.items())
+        yield f"  {'sum':<{LABEL}}{sum(found.seconds.values()) * 1e3:>22,.2f} ms"
+
+
+def _row(label: str, nbytes: int) -> str:
+    text = f"{label:<{LABEL}}"
+    return f"  {text:<40}{nbytes:>22,}{nbytes / 1e9:>12,.3f} GB"

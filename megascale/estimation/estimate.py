@@ -1,0 +1,92 @@
+"""``megascale.estimate``: memory, checkpoint, messages and time of a run, from sizes alone."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from megascale.estimation.collectives import Collective, collectives
+from megascale.estimation.memory import checkpoint_bytes, held_bytes, transient_bytes
+from megascale.estimation.partition import Partition
+from megascale.estimation.setup import Setup
+from megascale.estimation.sizes import ModelSizes, Shapes, sizes_of
+from megascale.estimation.traffic import moved_bytes
+from megascale.utils import validate
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What one rank of a run needs. Sizes in bytes, times in seconds.
+
+    Attributes:
+        sizes, setup: what was estimated.
+        held: between backward and the step, by kind, without activations.
+        transient: on top of that for a time, by purpose.
+        checkpoint: model and optimizer on disk, of all ranks together.
+        moved: read and written in memory in a step, by pass.
+        collectives: what the rank calls in a step.
+        seconds: of a step, by pass and purpose, as if nothing overlapped; without those whose bandwidth is unknown.
+    """
+
+    sizes: ModelSizes
+    setup: Setup
+    held: dict[str, int]
+    transient: dict[str, int]
+    checkpoint: int
+    moved: dict[str, int]
+    collectives: list[Collective]
+    seconds: dict[str, float]
+
+    @property
+    def total(self) -> int:
+        """Bytes held between backward and the step, without activations."""
+        return sum(self.held.values())
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that are held at once, without activations."""
+        return self.total + sum(self.transient.values())
+
+
+def estimate(
+    model: nn.Module | Shapes | int,
+    *,
+    precision: str = "fp16",
+    memory_bandwidth: float | None = None,
+    link_bandwidth: float | None = None,
+    **setup: Any,
+) -> Estimate:
+    """Estimate memory by kind, checkpoint, messages and time of a step, for one rank. Allocates no tensor.
+
+    Args:
+        model: a module, best built under ``torch.device("meta")``; shapes, by name or in the order of the forward pass;
+            or a number of parameters, which is split into equal tensors.
+        precision: of the model, "fp16", "bf16" or "fp32"; for a module also "as_is".
+        memory_bandwidth: bytes a second that a kernel reads and writes; ``python -m megascale bench`` measures it.
+        link_bandwidth: bytes a second that leave a rank.
+        setup: fields of :class:`Setup`, such as ``ranks=8, sharding="distributed", optimizer="lion"``.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: naming the argument, its value and what it may be.
+    """
+    for name in setup:
+        validate.one_of("argument of estimate()", name, tuple(Setup.__dataclass_fields__))
+    partition = Partition(sizes_of(model, precision), Setup(**setup))
+    moved, calls = moved_bytes(partition), collectives(partition)
+    seconds: dict[str, float] = {}
+    if memory_bandwidth is not None:
+        rate = validate.positive("memory_bandwidth", memory_bandwidth)
+        seconds |= {name: nbytes / rate for name, nbytes in moved.items() if nbytes}
+    if link_bandwidth is not None:
+        rate = validate.positive("link_bandwidth", link_bandwidth)
+        seconds |= {call.purpose: call.sent / rate for call in calls}
+    return Estimate(
+        partition.sizes,
+        partition.setup,
+        held_bytes(partition),
+        transient_bytes(partition),
+        checkpoint_bytes(partition),
+        moved,
+        calls,
+        seconds,
+    )

@@ -1,0 +1,101 @@
+"""Bytes that one rank holds, by kind; bytes of a checkpoint."""
+
+from megascale.estimation.partition import Partition, dtype_of, main_dtype_of
+from megascale.estimation.setup import COUNTS_STEPS
+from megascale.estimation.sizes import ParamSpec
+from megascale.grad_sync.layout import rounded_up
+from megascale.grad_sync.reduction import MESSAGE
+from megascale.grad_sync.sync import MOST_PENDING
+from megascale.main_params.slab import ALIGNMENT, SMALL
+from megascale.utils.dtypes import HALF_DTYPES
+
+STEP_BYTES = 4
+"""A step count is one fp32 number."""
+PIECE_BYTES = 1900
+"""A saved piece beside its elements: torch.save's container 1,550, its rows of the index and of the manifest 350."""
+
+
+def held_bytes(partition: Partition) -> dict[str, int]:
+    """Return the bytes between backward and the step, by kind.
+
+    Activations are not among them. Kinds are those of the glossary; "messages" is memory that receives messages, or
+    the buckets of DistributedDataParallel.
+    """
+    sizes, setup = partition.sizes, partition.setup
+    buckets = partition.buckets()
+    bucketed = sum(bucket.numel * dtype.itemsize for dtype, bucket in buckets)
+    whole = sum(param.nbytes for param in sizes.params)
+    counted = STEP_BYTES * len(sizes.params) if setup.optimizer in COUNTS_STEPS else 0
+    return {
+        "model params": (bucketed if setup.is_sharded else whole) + sum(sizes.frozen),
+        "model buffers": sum(sizes.buffers) + sum(sizes.other_buffers),
+        "gradients": 0 if setup.has_main_grads else whole,
+        "main grads": sum(bucket.numel * setup.grad_dtype_of(dtype).itemsize for dtype, bucket in buckets),
+        "main params": sum(_slot(partition, p) * 4 for p in sizes.params if p.dtype in HALF_DTYPES),
+        "moments": sum(_slot(partition, param) * moment_itemsize(partition, param) for param in sizes.params) + counted,
+        "messages": _message_bytes(partition),
+    }
+
+
+def transient_bytes(partition: Partition) -> dict[str, int]:
+    """Return the most that backward and the reductions hold for a time, by purpose.
+
+    Backward makes one gradient after another. Each is added to its main grad while buckets before it are reduced; those
+    hold payloads where these have another dtype.
+    """
+    setup = partition.setup
+    if not setup.has_main_grads:
+        return {}
+    payloads, gradients = [0], []
+    for layout in partition.layouts:
+        dtype = dtype_of(layout)
+        travel = setup.travel_dtype_of(dtype)
+        converts = setup.ranks > 1 and travel != setup.grad_dtype_of(dtype)
+        for bucket in layout.buckets:
+            places = layout.placements[bucket.first_placement : bucket.last_placement]
+            payloads.append(bucket.numel * travel.itemsize * converts)
+            gradients.append(max(place.stop - place.start for place in places) * dtype.itemsize)
+    pending = 1 if setup.sends_messages else MOST_PENDING
+    held = [sum(payloads[max(0, last - pending + 1) : last + 1]) for last in range(len(payloads))]
+    reducing, gradient = max(zip(held, [*gradients, 0], strict=True), key=sum)
+    return {"one gradient": gradient, "payloads of reductions": reducing}
+
+
+def checkpoint_bytes(partition: Partition) -> int:
+    """Return the bytes of a checkpoint of model and optimizer on disk, of all ranks together."""
+    sizes, setup = partition.sizes, partition.setup
+    other = [*sizes.frozen, *sizes.buffers]
+    total = sum(other) + PIECE_BYTES * len(other)
+    for param in sizes.params:
+        copies = 1 if param.dtype in HALF_DTYPES else 0
+        moments = setup.moment_dtypes(main_dtype_of(param.dtype))
+        total += param.nbytes + param.numel * (4 * copies + sum(dtype.itemsize for dtype in moments))
+        total += PIECE_BYTES * partition.num_pieces[param.name] * (1 + copies + len(moments))
+        if setup.optimizer in COUNTS_STEPS:
+            total += STEP_BYTES + PIECE_BYTES
+    return total
+
+
+def moment_itemsize(partition: Partition, param: ParamSpec) -> int:
+    """Return the bytes of all moments of one element of ``param``."""
+    return sum(dtype.itemsize for dtype in partition.setup.moment_dtypes(main_dtype_of(param.dtype)))
+
+
+def _slot(partition: Partition, param: ParamSpec) -> int:
+    """Return the elements that the rank's part of a main param or a moment takes: small ones are aligned in slabs."""
+    numel = partition.kept[param.name]
+    return rounded_up(numel, ALIGNMENT) if ALIGNMENT <= numel <= SMALL else numel
+
+
+def _message_bytes(partition: Partition) -> int:
+    setup = partition.setup
+    if setup.ranks == 1:
+        return 0
+    if not setup.has_main_grads:
+        return sum(param.nbytes for param in partition.sizes.params)
+    if not setup.sends_messages:
+        return 0
+    return max(
+        2 * (setup.ranks - 1) * min(MESSAGE, bucket.numel // setup.ranks) * setup.travel_dtype_of(dtype).itemsize
+        for dtype, bucket in partition.buckets()
+    )

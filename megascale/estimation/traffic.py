@@ -1,0 +1,40 @@
+"""Bytes of memory that the passes of one step read and write."""
+
+from collections.abc import Iterable
+
+import torch
+
+from megascale.estimation.partition import Partition, main_dtype_of
+from megascale.utils.dtypes import HALF_DTYPES
+
+ACCUMULATE, MEASURE, UPDATE = "accumulate gradients", "measure", "update"
+
+
+def traffic_per_element(
+    model_dtype: torch.dtype, grad_dtype: torch.dtype, moments: Iterable[torch.dtype]
+) -> tuple[int, int]:
+    """Return the bytes that the statistics and the update read and write for each element.
+
+    The first pass reads the gradient. The second reads it again, reads and writes the main param and the ``moments``,
+    and writes the model param where that is a copy.
+    """
+    main = 2 * main_dtype_of(model_dtype).itemsize
+    model = model_dtype.itemsize if model_dtype in HALF_DTYPES else 0
+    state = sum(2 * dtype.itemsize for dtype in moments)
+    return grad_dtype.itemsize, grad_dtype.itemsize + main + state + model
+
+
+def moved_bytes(partition: Partition) -> dict[str, int]:
+    """Return bytes by pass, of this rank, in a step of one backward: kernels, and the sum into main grads."""
+    setup = partition.setup
+    moved = {ACCUMULATE: 0, MEASURE: 0, UPDATE: 0}
+    for param in partition.sizes.params:
+        grad_dtype = setup.grad_dtype_of(param.dtype)
+        moments = setup.moment_dtypes(main_dtype_of(param.dtype))
+        kept = partition.kept[param.name]
+        measure, update = traffic_per_element(param.dtype, grad_dtype, moments)
+        moved[MEASURE] += kept * measure
+        moved[UPDATE] += kept * update
+        if setup.has_main_grads:
+            moved[ACCUMULATE] += param.numel * (param.dtype.itemsize + grad_dtype.itemsize)
+    return moved

@@ -1,0 +1,128 @@
+"""Estimates from sizes alone: of huge models, of every form of a model, on the command line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megascale import estimate
+from megascale.cli import main
+from megascale.errors import ArgumentError
+from tests.counting import OperatorCounter
+
+
+def make() -> nn.Module:
+    """Return the model that the command line is given."""
+    return nn.Linear(64, 32)
+
+
+def test_huge_model_on_many_ranks_allocates_nothing() -> None:
+    """1e12 parameters on 1,024 ranks: no operator makes a tensor; bytes are what arithmetic says, within 0.1 %."""
+    with OperatorCounter() as operators:
+        found = estimate(10**12, ranks=1024, sharding="distributed", memory_bandwidth=3e12, link_bandwidth=1e11)
+    assert set(operators.counts) <= {torch.ops.aten.promote_types.default}
+    expected = {"model params": 2e12, "main grads": 4e12, "main params": 4e12 / 1024, "moments": 8e12 / 1024}
+    for kind, nbytes in expected.items():
+        assert found.held[kind] == pytest.approx(nbytes, rel=1e-3)
+    assert found.checkpoint == pytest.approx(14e12, rel=3e-3)
+    assert found.seconds["update"] == pytest.approx(30e12 / 1024 / 3e12, rel=1e-3)
+    reduce, agree, gather = found.collectives
+    assert reduce.sent == pytest.approx(4e12 * 1023 / 1024, rel=1e-3)
+    assert (agree.count, agree.payload) == (1, 48)
+    assert found.seconds[gather.purpose] == pytest.approx(2e12 * 1023 / 1024 / 1e11, rel=1e-3)
+
+
+def test_forms_of_a_model_agree() -> None:
+    """A module on the meta device, its shapes by name or in order, and its number of parameters give the same bytes."""
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(256, 128), nn.Linear(128, 64))
+    shapes = {name: list(param.shape) for name, param in module.named_parameters()}
+    options: dict[str, Any] = {"precision": "bf16", "ranks": 4, "sharding": "distributed"}
+    found = [estimate(model, **options) for model in (module, shapes, list(shapes.values()))]
+    assert found[0].held == found[1].held == found[2].held
+    count = sum(param.numel() for param in module.parameters())
+    assert estimate(count, precision="bf16").held["model params"] == 2 * count
+
+
+def test_frozen_parameters_and_buffers_count() -> None:
+    """A frozen parameter has no gradient and no state; integer buffers keep their dtype."""
+    module = nn.Sequential(layer := nn.Linear(64, 32), nn.BatchNorm1d(32))
+    layer.weight.requires_grad_(False)
+    found = estimate(module)
+    trained = 32 * 3
+    assert found.held["model params"] == 2 * (trained + 64 * 32)
+    assert found.held["model buffers"] == 2 * 64 + 8
+    assert found.held["gradients"] == 2 * trained
+    assert estimate(module, precision="as_is").held["model params"] == 4 * (trained + 64 * 32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"model": 0}, "number of parameters must be 1 or more, got 0"),
+        ({"model": [[2, -1]]}, "shape of 0 must be a list of integers"),
+        ({"model": {"a": 3}}, "shape of 'a' must be a list of integers"),
+        ({"model": []}, "no parameter that is trained"),
+        ({"model": 1.5}, "model must be a torch.nn.Module, shapes, or a number"),
+        ({"precision": "fp8"}, "precision must be one of"),
+        ({"precision": "as_is"}, "needs a module"),
+        ({"sharding": "zero3"}, "sharding must be one of"),
+        ({"ranks": 0}, "ranks must be 1 or more"),
+        ({"ranks": 2, "rank": 2}, "rank must be 1 or less"),
+        ({"optimizer": "muon"}, "optimizer must be one of"),
+        ({"exp_avg_dtype": torch.int8}, "exp_avg_dtype must be one of"),
+        ({"reduce_dtype": "bf16"}, "reduce_dtype must be a floating point"),
+        ({"memory_bandwidth": 0.0}, "memory_bandwidth must be above 0"),
+        ({"link_bandwidth": -1.0}, "link_bandwidth must be above 0"),
+        ({"shards": 2}, r"argument of estimate\(\) must be one of"),
+    ],
+)
+def test_wrong_argument_is_named(arguments: dict[str, Any], message: str) -> None:
+    """Every argument that cannot be used is named, with its value and what it may be."""
+    with pytest.raises((ArgumentError, TypeError), match=message):
+        estimate(**({"model": 100} | arguments))
+
+
+def test_command_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model by import path, on the meta device, and shapes in a file give the same table; a picture is drawn."""
+    options = ["--ranks", "4", "--sharding", "distributed", "--memory-bandwidth", "50"]
+    options += ["--png", str(tmp_path / "a.png")]
+    assert main(["estimate", f"{__name__}:make", *options]) == 0
+    printed = capsys.readouterr().out
+    assert "2,080 parameters in 2 tensors" in printed
+    assert "1 all_gather" in printed
+    (tmp_path / "shapes.json").write_text(json.dumps([[32, 64], [32]]))
+    assert main(["estimate", str(tmp_path / "shapes.json"), *options]) == 0
+    assert capsys.readouterr().out == printed
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nosuch.module:make"], "'nosuch.module:make' cannot be built: ModuleNotFoundError"),
+        ([f"{__name__}:json"], "cannot be built: TypeError"),
+        (["os:getcwd"], "must return a torch.nn.Module, got str"),
+        (["nosuch.json"], "'nosuch.json' is not package.module:callable"),
+        (["nan"], "must be a number of parameters"),
+        (["100", "--ranks", "0"], "--ranks must be 1 or more"),
+        (["100", "--bucket-numel", "0"], "--bucket-numel must be 1 or more"),
+        (["100", "--link-bandwidth", "fast"], "--link-bandwidth must be a number of GB a second, got 'fast'"),
+        (["100", "--png", "/nosuch/a.png"], "--png /nosuch/a.png cannot be written"),
+    ],
+)
+def test_command_names_what_is_wrong(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line names the argument as it was typed."""
+    assert main(["estimate", *arguments]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_command_measures_bandwidth(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """``--memory-bandwidth measure`` times this machine's memory, as ``bench`` does."""
+    monkeypatch.setattr("megascale.cli.bench.PROBE_BYTES", 1 << 16)
+    monkeypatch.setattr("megascale.cli.bench.PROBE_SECONDS", 0.01)
+    assert main(["estimate", "1000000", "--memory-bandwidth", "measure"]) == 0
+    assert "as if nothing overlapped" in capsys.readouterr().out
