@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol
 
-from megascale.cli import bench, convert, estimate, info
+from megascale.cli import bench, convert, estimate, info, report
 from megascale.utils.program import run_program
 
 
@@ -28,7 +28,7 @@ class Command(Protocol):
         """Run the command. Returns the exit status."""
 
 
-COMMANDS: tuple[Command, ...] = (convert, info, bench, estimate)
+COMMANDS: tuple[Command, ...] = (convert, info, bench, estimate, report)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m megascale", description="Tools around megascale: its state, and this machine."
+        prog="python -m megascale", description="Tools around megascale: its state, its runs, and this machine."
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -107,7 +107,7 @@ def rows_before(path: Path, step: int | None) -> list[dict[str, str]]:
     if step == 0 or not path.is_file():
         return []
     with open(path, newline="", encoding="utf-8") as stream:
-        reader = csv.DictReader(_whole_lines(stream))
+        reader = csv.DictReader(whole_lines(stream))
         if STEP not in (reader.fieldnames or ()):
             raise ArgumentError(
                 f"path={path} exists and is no table of steps: it has no column {STEP!r}; choose another file"
@@ -115,7 +115,7 @@ def rows_before(path: Path, step: int | None) -> list[dict[str, str]]:
         return [row for row in reader if _is_whole(row) and (step is None or int(row[STEP]) < step)]
 
 
-def _whole_lines(stream: TextIO) -> Iterator[str]:
+def whole_lines(stream: TextIO) -> Iterator[str]:
     """Yield lines, but not a last one without its end: a killed process may leave a part of a line."""
     return (line for line in stream if line.endswith("\n"))
 

@@ -28,6 +28,7 @@ PROGRAMS = [
     ["megascale", "bench"],
     ["megascale", "info"],
     ["megascale", "estimate"],
+    ["megascale", "report"],
     ["megascale.checkpoint"],
     ["megascale.train"],
     ["megascale.train.experiment"],

@@ -1,0 +1,86 @@
+"""Which pictures a report has, and which column each shows."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from megascale.metrics.sinks import STEP
+from megascale.metrics.step_metrics import PHASE
+from megascale.report.runs import Run
+
+Kind = Literal["line", "noisy", "scale", "skips", "phases", "parameters"]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One picture.
+
+    Attributes:
+        title: what it shows, with the unit.
+        column: of the runs' tables; empty where several are shown.
+        kind: "line" joins points; "noisy" is a faint line with means over it; "scale" has powers of two; "skips" has a
+            tick for each skipped step; "phases" and "parameters" have bars.
+        log: whether values grow upwards by factors.
+        note: what a reader should know, below the picture.
+    """
+
+    title: str
+    column: str = ""
+    kind: Kind = "line"
+    log: bool = False
+    note: str = ""
+
+
+KNOWN = (
+    Panel("Loss", "loss", "noisy", log=True, note="Bold: mean of a span. A cross at the top: inf or NaN."),
+    Panel("Accuracy", "accuracy", "noisy"),
+    Panel("Accuracy on the batch", "batch_accuracy", "noisy"),
+    Panel("Accuracy on all held-out data", "total_accuracy"),
+    Panel("Gradient norm, unscaled, before clipping", "grad_norm", "noisy", log=True, note="A cross: inf or NaN."),
+    Panel("Loss scale", "scale", "scale", log=True),
+    Panel("Skipped steps", "skipped", "skips", note="A tick for each, and their number."),
+    Panel("Share of gradient elements that are zero", "zero_grad_fraction", "noisy"),
+    Panel("Learning rate", "lr"),
+    Panel("Samples per second", "samples_per_second", "noisy"),
+    Panel("Wall time of a step, s", "seconds", "noisy", log=True),
+)
+PARAMETERS = Panel(
+    "Steps in which a gradient overflowed, by parameter", kind="parameters", note="The eight parameters with most."
+)
+PHASES = Panel("Mean wall time by phase, ms", kind="phases")
+
+
+def panels_of(runs: Sequence[Run]) -> Iterator[Panel]:
+    """Yield the panels for which any run has a value, those of unknown columns after the known ones."""
+    names = list(dict.fromkeys(name for run in runs for name in run.series))
+    known = {panel.column: panel for panel in KNOWN}
+    shown = [name for name in names if any(not np.isnan(run.get(name)).all() for run in runs)]
+    yield from (panel for panel in KNOWN if panel.column in shown)
+    for name in shown:
+        if name not in known and name != STEP and not name.startswith(PHASE):
+            yield Panel(name, name, "noisy")
+    if any(name.startswith(PHASE) for name in shown):
+        yield PHASES
+    if any(run.overflows for run in runs):
+        yield PARAMETERS
+
+
+def phase_means(run: Run) -> dict[str, float]:
+    """Return the mean seconds of each phase of a step."""
+    names = [name for name in run.series if name.startswith(PHASE) and np.isfinite(run.get(name)).any()]
+    return {name.removeprefix(PHASE): float(np.nanmean(run.get(name))) for name in names}
+
+
+def steps_by_parameter(run: Run) -> dict[str, int]:
+    """Return in how many steps each parameter's gradient overflowed, most first."""
+    steps: dict[str, set[int]] = {}
+    for overflow in run.overflows:
+        steps.setdefault(overflow["parameter"], set()).add(overflow["step"])
+    return dict(sorted(((name, len(of)) for name, of in steps.items()), key=lambda one: -one[1]))
+
+
+def is_positive(runs: Sequence[Run], column: str) -> bool:
+    """Return whether all finite values of a column are above 0, as a logarithm needs them."""
+    return not any(bool((np.isfinite(run.get(column)) & (run.get(column) <= 0)).any()) for run in runs)

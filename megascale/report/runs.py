@@ -1,0 +1,140 @@
+"""Reads what runs leave in their folders: `metrics.csv`, and `overflows.jsonl` where there is one."""
+
+import csv
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megascale.errors import ArgumentError
+from megascale.metrics.sinks import FILE_NAME, STEP, whole_lines
+
+Series = npt.NDArray[np.float64]
+OVERFLOWS = "overflows.jsonl"
+OVERFLOW_KEYS = ("step", "parameter", "num_inf", "num_nan")
+"""What every line of it has, beside what is optional."""
+REMEDY = "give the folder of a run of python -m megascale.train, or one that megascale.metrics.CsvFile wrote"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run, read.
+
+    Attributes:
+        label: what the report calls it. Runs with the same label are drawn alike.
+        series: columns of its table by name, each fp64 of shape [steps], in the order of ``series["step"]``; NaN where
+            a cell was empty.
+        overflows: one dict for each gradient that overflowed in a skipped step.
+    """
+
+    label: str
+    series: dict[str, Series]
+    overflows: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def steps(self) -> Series:
+        """Step numbers, increasing."""
+        return self.series[STEP]
+
+    def get(self, name: str) -> Series:
+        """Return a column, all NaN if the run does not have it."""
+        return self.series.get(name, np.full(len(self.steps), np.nan))
+
+
+def read_runs(paths: Sequence[str | os.PathLike[str]]) -> list[Run]:
+    """Return the runs of folders or `metrics.csv` files, labelled by the shortest paths that tell them apart.
+
+    Of a folder without a table, all runs below it.
+
+    Raises ArgumentError, naming the file, for one that is missing or is no table of steps.
+    """
+    tables = [table for path in paths for table in _tables(Path(path))]
+    tables = list(dict.fromkeys(tables))
+    runs = [read_run(table) for table in tables]
+    return [replace(run, label=label) for run, label in zip(runs, _labels(tables), strict=True)]
+
+
+def read_run(table: Path) -> Run:
+    """Return one run, labelled by its folder. A last line that a killed process left half-written is left out."""
+    try:
+        with open(table, newline="", encoding="utf-8") as stream:
+            rows = list(csv.reader(whole_lines(stream)))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ArgumentError(f"{table} cannot be read as a table of steps: {error}; {REMEDY}") from None
+    header = rows.pop(0) if rows else []
+    if STEP not in header:
+        raise ArgumentError(f"{table} is no table of steps: its first line has no column {STEP!r}; {REMEDY}")
+    if not rows:
+        raise ArgumentError(f"{table} has no step yet; wait until the run has written one, or leave it out")
+    for number, row in enumerate(rows, 2):
+        if len(row) != len(header):
+            raise ArgumentError(
+                f"{table}, line {number} has {len(row)} cells, its first line {len(header)}; remove that line"
+            )
+    columns = {name: _numbers([row[i] for row in rows], table, name) for i, name in enumerate(header)}
+    # A step that ran again counts as it ran last.
+    _, last = np.unique(columns[STEP][::-1], return_index=True)
+    order = len(rows) - 1 - last
+    series = {name: values[order] for name, values in columns.items()}
+    return Run(table.parent.name or str(table), series, _read_overflows(table.parent / OVERFLOWS))
+
+
+def _tables(path: Path) -> list[Path]:
+    """Return the tables that ``path`` means."""
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise ArgumentError(f"there is no {path}; {REMEDY}")
+    found = [path / FILE_NAME] if (path / FILE_NAME).is_file() else sorted(path.rglob(FILE_NAME))
+    if not found:
+        raise ArgumentError(f"{path} holds no {FILE_NAME}; {REMEDY}")
+    return found
+
+
+def _labels(tables: Sequence[Path]) -> list[str]:
+    """Return the ends of the folders' paths, as long as needed to differ."""
+    folders = [table.resolve().parent.parts for table in tables]
+    if len(set(tables)) < len(tables) or len({*folders}) < len(folders):
+        return [str(table) for table in tables]
+    length = next(n for n in range(1, 1000) if len({parts[-n:] for parts in folders}) == len(folders))
+    return ["/".join(parts[-length:]) for parts in folders]
+
+
+def _numbers(cells: Sequence[str], table: Path, name: str) -> Series:
+    try:
+        return np.array([cell or "nan" for cell in cells], dtype=np.float64)
+    except ValueError as error:
+        raise ArgumentError(f"{table}, column {name}: {error}; a table of steps has numbers only. {REMEDY}") from None
+
+
+def _read_overflows(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a file of overflows; none if it is not there."""
+    if not path.is_file():
+        return []
+    try:
+        with open(path, encoding="utf-8") as stream:
+            return [_overflow(line, path, number) for number, line in enumerate(whole_lines(stream), 1)]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArgumentError(f"{path} cannot be read: {error}; move it away to report the run without it") from None
+
+
+def _overflow(line: str, path: Path, number: int) -> dict[str, Any]:
+    try:
+        read = json.loads(line)
+    except (ValueError, RecursionError):
+        read = None
+    if not isinstance(read, dict) or not _has(read, OVERFLOW_KEYS):
+        raise ArgumentError(
+            f"{path}, line {number} is no overflow, an object with {', '.join(OVERFLOW_KEYS)}; move the file away to "
+            "report the run without it"
+        )
+    return read
+
+
+def _has(read: dict[str, Any], keys: Iterable[str]) -> bool:
+    return all(isinstance(read.get(key), str if key == "parameter" else (int, float)) for key in keys)
