@@ -151,8 +151,8 @@ def overflow_rows(run: Run) -> Iterator[list[str]]:
             f"{steps:,}",
             f"{own[0]['step']:,}",
             f"{last['step']:,}",
-            f"{sum(one['num_inf'] for one in own):,}",
-            f"{sum(one['num_nan'] for one in own):,}",
+            _total(own, "num_inf"),
+            _total(own, "num_nan"),
             f"{len(origins):,}",
             ", ".join(map(str, ranks[:8])) + (" …" if len(ranks) > 8 else "") or NONE,
             _power(last.get("scale")),
@@ -181,6 +181,12 @@ def _last(run: Run, column: str) -> float:
 
 def _number(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, (int, float)) and not np.isnan(value) else NONE
+
+
+def _total(overflows: Sequence[dict[str, Any]], key: str) -> str:
+    """Return the sum of counts that are known; a run on an accelerator may not know them."""
+    counts = [one[key] for one in overflows if one.get(key) is not None]
+    return f"{sum(counts):,}" if counts else NONE
 
 
 def _share(values: Series) -> str:

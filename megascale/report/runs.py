@@ -3,7 +3,7 @@
 import csv
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,6 @@ from megascale.metrics.sinks import FILE_NAME, STEP, whole_lines
 
 Series = npt.NDArray[np.float64]
 OVERFLOWS = "overflows.jsonl"
-OVERFLOW_KEYS = ("step", "parameter", "num_inf", "num_nan")
-"""What every line of it has, beside what is optional."""
 REMEDY = "give the folder of a run of python -m megascale.train, or one that megascale.metrics.CsvFile wrote"
 
 
@@ -128,13 +126,11 @@ def _overflow(line: str, path: Path, number: int) -> dict[str, Any]:
         read = json.loads(line)
     except (ValueError, RecursionError):
         read = None
-    if not isinstance(read, dict) or not _has(read, OVERFLOW_KEYS):
+    known = isinstance(read, dict) and isinstance(read.get("step"), int) and isinstance(read.get("parameter"), str)
+    if not known or not all(isinstance(read.get(key), int | None) for key in ("num_inf", "num_nan")):
         raise ArgumentError(
-            f"{path}, line {number} is no overflow, an object with {', '.join(OVERFLOW_KEYS)}; move the file away to "
-            "report the run without it"
+            f"{path}, line {number} is no overflow, an object with step, parameter, num_inf and num_nan; move the file "
+            "away to report the run without it"
         )
-    return read
-
-
-def _has(read: dict[str, Any], keys: Iterable[str]) -> bool:
-    return all(isinstance(read.get(key), str if key == "parameter" else (int, float)) for key in keys)
+    overflow: dict[str, Any] = read
+    return overflow

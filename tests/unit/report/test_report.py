@@ -25,13 +25,16 @@ def test_page_and_picture_of_two_runs(tmp_path: Path, capsys: pytest.CaptureFixt
     one = _run(tmp_path / "one", ["0,2.5,1.0,65536,0,0.1"])
     many = _run(tmp_path / "many", [f"{i},nan,inf,{2.0 ** (16 - i)},1,0.1" for i in range(9)])
     keys = {"step": 3, "scale": 8.0, "rank": 1, "parameter": "a<b", "kind": "inf", "num_inf": 2, "num_nan": 0}
-    (many / "overflows.jsonl").write_text(json.dumps(keys) + "\n" + '{"step": 4, "par')
+    unknown = keys | {"num_inf": None, "num_nan": None, "parameter": "c"}
+    (many / "overflows.jsonl").write_text(f"{json.dumps(keys)}\n{json.dumps(unknown)}\n" + '{"step": 4, "par')
     out, png = tmp_path / "report.html", tmp_path / "report.png"
     assert main(["report", str(one), str(many), "--out", str(out), "--png", str(png)]) == 0
     assert capsys.readouterr().out.split() == [str(out), str(png)]
     page = out.read_text()
     assert "://" not in page
     assert all(text in page for text in (">one<", ">many<", "all 9 steps were skipped", "a&lt;b", "Mean wall time"))
+    assert "<td>2</td><td>0</td>" in page
+    assert "<td>-</td><td>-</td>" in page
     assert len(page) < 2_000_000
     assert png.read_bytes().startswith(b"\x89PNG")
 
