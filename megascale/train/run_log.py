@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import torch.utils.tensorboard as _  # noqa: F401  the program names its own extra where this is missing
 from tqdm import tqdm
 
 from megascale.metrics import CsvFile, Sink, TensorBoard, WeightsAndBiases
@@ -54,6 +55,7 @@ class RunLog:
 
     def __init__(self, config: TrainConfig, start: int) -> None:
         folder = config.run_folder
+        folder.mkdir(parents=True, exist_ok=True)
         self._sinks: list[Sink] = [CsvFile(folder / FILE_NAME, COLUMNS), TensorBoard(folder / "tensorboard")]
         if config.wandb != "disabled":
             self._sinks.append(
