@@ -86,6 +86,7 @@ def test_wrong_argument_is_named(arguments: dict[str, Any], message: str) -> Non
         estimate(**({"model": 100} | arguments))
 
 
+@pytest.mark.slow
 def test_command_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A model by import path, on the meta device, and shapes in a file give the same table; a picture is drawn."""
     options = ["--ranks", "4", "--sharding", "distributed", "--memory-bandwidth", "50"]

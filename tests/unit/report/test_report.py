@@ -19,6 +19,7 @@ def _run(folder: Path, lines: list[str]) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_page_and_picture_of_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Runs of one step and of many over one another: a page that fetches nothing, with both names, and a PNG."""
     pytest.importorskip("matplotlib")
