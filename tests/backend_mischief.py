@@ -442,7 +442,7 @@ def _one_tensor(at: Place) -> Undo:
 def _overlapping_state(at: Place) -> Undo:
     """Let the moments of a parameter be views of one memory, one element apart."""
     numel = at.param.numel()
-    memory = torch.rand(numel + len(at.moments()))
+    memory = torch.rand(numel + len(at.moments()), generator=torch.Generator().manual_seed(at.seed))
     views = iter(memory[first:][:numel].view(at.param.shape) for first in range(len(at.moments())))
     return _replace_entries(at, lambda value: next(views))
 

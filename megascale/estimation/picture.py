@@ -6,7 +6,7 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
-from megascale.estimation.estimate import Estimate
+from megascale.estimation.estimates import Estimate
 from megascale.estimation.memory import held_bytes
 from megascale.estimation.partition import Partition
 
