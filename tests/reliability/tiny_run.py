@@ -51,9 +51,9 @@ def train(folder: Path, asynchronous: bool, steps: int = STEPS) -> tuple[int, st
             done += 1
             if done % SAVE_EVERY == 0:
                 checkpointer.save(done, module, optimizer, rank_state={"rng": torch.get_rng_state()})
-    optimizer.finish_param_gather()
-    state = optimizer.state_dict()
-    tensors = flat(state) | weights(module) | {"scale": state["grad_scaler"]["scale"], "rng": torch.get_rng_state()}
+        optimizer.finish_param_gather()
+        state = optimizer.state_dict()
+        tensors = flat(state) | weights(module) | {"scale": state["grad_scaler"]["scale"], "rng": torch.get_rng_state()}
     digest = hashlib.sha256(repr((state["grad_scaler"]["growth_tracker"], optimizer.num_skipped_steps)).encode())
     for name in sorted(tensors):
         digest.update(name.encode() + tensors[name].reshape(-1).view(torch.uint8).numpy().tobytes())
