@@ -4,8 +4,11 @@ A group of None means "this rank alone": every function then returns without com
 """
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from threading import Thread
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -262,13 +265,38 @@ def twin_group(group: ProcessGroup | None) -> ProcessGroup | None:
     """Return a new gloo group of the same ranks and timeout, for collectives on the host in another thread.
 
     Every rank of ``group`` calls it together. The new group lives until torch.distributed is destroyed.
+
+    Raises:
+        torch.distributed.DistNetworkError: another rank has not joined it within the group's timeout.
     """
     if group is None or group.size() == 1:
         return None
     ranks = dist.get_process_group_ranks(group)
-    partial = len(ranks) != dist.get_world_size()
+    is_part = len(ranks) != dist.get_world_size()
     timeout = timeout_of(group)
-    return dist.new_group(ranks, backend="gloo", timeout=timeout, use_local_synchronization=partial)
+    make = partial(dist.new_group, ranks, backend="gloo", timeout=timeout, use_local_synchronization=is_part)
+    return make() if timeout is None else _joined(make, timeout)
+
+
+def _joined(make: Callable[[], ProcessGroup], timeout: timedelta) -> ProcessGroup:
+    """Return what ``make`` returns. Where a rank dies while a group is made, torch and gloo wait for many timeouts."""
+    made: Future[ProcessGroup] = Future()
+
+    def run() -> None:
+        try:
+            made.set_result(make())
+        except BaseException as error:  # result() raises it
+            made.set_exception(error)
+
+    Thread(target=run, name="megascale new group", daemon=True).start()
+    with suppress(TimeoutError):  # of this wait, not of what is waited for
+        made.exception(timeout.total_seconds())
+    if not made.done():
+        raise dist.DistNetworkError(
+            f"Timed out waiting {timeout.total_seconds() * 1000:.0f}ms for the other ranks to join a new process "
+            "group: one of them has ended or stands still"
+        )
+    return made.result()
 
 
 def timeout_of(group: ProcessGroup) -> timedelta | None:

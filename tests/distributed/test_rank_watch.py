@@ -175,3 +175,25 @@ def _timeouts() -> Any:
 def test_background_saves_wait_as_long_as_training(ranks: RankPool) -> None:
     """The group of the thread that saves has the timeout of training's, not torch's half an hour."""
     assert ranks.run(2, _timeouts) == [(timedelta(seconds=71),) * 2] * 2
+
+
+def _joins_alone() -> Any:
+    group = dist.new_group(timeout=timedelta(seconds=1))
+
+    def run(watch: RankWatch) -> None:
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        twin_group(group)
+
+    return _watched(run)
+
+
+def test_rank_that_dies_while_a_group_is_made(ranks: RankPool) -> None:
+    """The others know after the group's timeout, where torch waits for many of them."""
+    with ranks.spawn(2, _joins_alone) as fresh:
+        [survivor, _] = fresh.outcomes(timeout=20, grace=20)
+    assert survivor.value is not None, survivor.error
+    _, error = survivor.value
+    assert "in twin_group" in error
+    assert "Rank 1 has left no word" in error
+    assert "Timed out waiting 1000ms for the other ranks to join a new process group" in error
