@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
+from tests.cases import cases
 from tests.fsdp2_cases import ByHand, Case, Row, train, whole
 from tests.pool import RankPool
 from tests.training import grad_of
@@ -76,7 +77,10 @@ FSDP2 = {
 }
 
 
-@pytest.mark.parametrize("name", FSDP2)
+QUICK = ("fp16_params", "fp32_params_fp16_compute", "kept_whole_after_forward", "its_own_step")
+
+
+@pytest.mark.parametrize("name", cases(FSDP2, quick=lambda name: name in QUICK))
 def test_fsdp2_is_one_process(ranks: RankPool, name: str) -> None:
     """Two ranks, gradients reduced in fp32, an overflow in each quarter of the data: as fp32 masters by hand."""
     _check(ranks, FSDP2[name], 2, 18, EXACT, data_parallel=2)
@@ -88,18 +92,11 @@ def test_fsdp2_accumulates_without_reducing(ranks: RankPool, name: str) -> None:
     _check(ranks, FSDP2[name], 2, 18, EXACT, data_parallel=2, micro=2)
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["fp16_params", "fp32_params_fp16_compute"])
-def test_fsdp2_fifty_steps(ranks: RankPool, name: str, world: int) -> None:
-    """Fifty steps with overflows on each rank in turn: skips and scales exactly, main params within 2e-5."""
-    _check(ranks, FSDP2[name], world, 50, FIFTY, data_parallel=world)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", FSDP2)
-def test_fsdp2_fifty_steps_in_every_precision(ranks: RankPool, name: str, world: int) -> None:
-    """The same for every case."""
+def test_fsdp2_fifty_steps(ranks: RankPool, name: str, world: int) -> None:
+    """Fifty steps with overflows on each rank in turn: skips and scales exactly, main params within 2e-5."""
     _check(ranks, FSDP2[name], world, 50, FIFTY, data_parallel=world)
 
 
@@ -111,7 +108,7 @@ def test_fsdp2_reduces_in_fp16(ranks: RankPool) -> None:
     _check(ranks, Case(reduce=None), 4, 18, Within(2e-3, 1e-4), data_parallel=4)
 
 
-@pytest.mark.parametrize("name", ["fp16_params", "fp32_params_fp16_compute"])
+@pytest.mark.parametrize("name", ["fp16_params", pytest.param("fp32_params_fp16_compute", marks=pytest.mark.slow)])
 def test_hsdp(ranks: RankPool, name: str) -> None:
     """Two copies of two shards each: copies count once in norm and zeros, and an overflow in one copy skips both."""
     case = FSDP2[name]
@@ -120,7 +117,11 @@ def test_hsdp(ranks: RankPool, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "world", "data_parallel"), [(TP, 2, 1), (FSDP_AND_TP, 4, 2)], ids=["tensor_parallel", "with_fsdp2"]
+    ("mesh", "world", "data_parallel"),
+    [
+        pytest.param(TP, 2, 1, id="tensor_parallel"),
+        pytest.param(FSDP_AND_TP, 4, 2, id="with_fsdp2", marks=pytest.mark.slow),
+    ],
 )
 def test_parallelize_module(ranks: RankPool, mesh: Any, world: int, data_parallel: int) -> None:
     """``parallelize_module`` alone and under FSDP2: DTensors of one and two dimensions and, alone, plain parameters.

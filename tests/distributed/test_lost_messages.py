@@ -223,11 +223,6 @@ raise SystemExit(3)
 """
 
 
-def test_a_stuck_thread_keeps_no_process_alive() -> None:
-    """The process ends with its own status."""
-    assert subprocess.run([sys.executable, "-c", STUCK], timeout=60).returncode == 3
-
-
 ENDS = """
 import time
 from megascale.grad_sync.message_thread import MessageThread
@@ -236,7 +231,26 @@ thread.submit(lambda: (time.sleep(0.3), print("done")))
 """
 
 
-def test_a_process_ends_after_the_task_under_way() -> None:
+@pytest.fixture(scope="module")
+def ended() -> dict[str, tuple[int, str]]:
+    """Status and output of both programs. They start together: that takes seconds."""
+    started = {
+        code: subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        for code in (STUCK, ENDS)
+    }
+    try:
+        outputs = {code: process.communicate(timeout=60)[0] for code, process in started.items()}
+    finally:
+        for process in started.values():
+            process.kill()
+    return {code: (process.returncode, outputs[code]) for code, process in started.items()}
+
+
+def test_a_stuck_thread_keeps_no_process_alive(ended: dict[str, tuple[int, str]]) -> None:
+    """The process ends with its own status."""
+    assert ended[STUCK] == (3, "")
+
+
+def test_a_process_ends_after_the_task_under_way(ended: dict[str, tuple[int, str]]) -> None:
     """No task is cut by the interpreter's end where it would have ended by itself."""
-    end = subprocess.run([sys.executable, "-c", ENDS], timeout=60, capture_output=True, text=True)
-    assert (end.returncode, end.stdout) == (0, "done\n"), end.stderr
+    assert ended[ENDS] == (0, "done\n")

@@ -107,7 +107,11 @@ def _alone(made: nn.Module) -> None:
 
 
 def _is_quick(made: tuple[str, type[nn.Module]], how: str) -> bool:
-    return made == ("overlapped", Net) or how in {"deepcopy", "pickle"}
+    return (
+        made == ("overlapped", Net)
+        or (made[1] is _Own and how == "pickle")
+        or (made[0] == "sync" and how == "deepcopy")
+    )
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def _hybrid(overlap: bool) -> list[Any]:
     return [logs[::2], logs[1::2], numels, apart, mine, weights(module), buckets]
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_hybrid_sharding(ranks: RankPool, overlap: bool) -> None:
     """2 nodes of 2: shards inside a node, copies across. Skips, zeros, norm and weights are those of 4 shards."""
     results = ranks.run(4, _hybrid, overlap)

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megascale import ChainedOptimizer, DistributedOptimizer, MixedPrecisionOptimizer, ParallelGroups
 from megascale.checkpoint import Checkpointer, storage
 from megascale.errors import CheckpointError, StateDictError
+from tests.cases import cases
 from tests.checkpoint_cases import differences, message_of, state_of
 from tests.distributed.test_distributed_optimizer import INNER, SIZES, batch, config_of, scaler
 from tests.pool import RankPool
@@ -401,7 +402,7 @@ def _broken_read(directory: Path, late: bool) -> tuple[str, list[str], list[str]
     return message, changed, differences(full(model, optimizer), full(fresh, loaded))
 
 
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("late", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_failed_read_of_one_rank(ranks: RankPool, tmp_path: Path, late: bool) -> None:
     """One error on all ranks. Nothing has changed; or the error says what has, and loading again mends it."""
     ranks.run(2, _save, tmp_path, FP16, "adamw")
@@ -540,7 +541,7 @@ def _trained_scalars(inner: str) -> list[dict[str, Any]]:
     return [*states, shards.state_dict(), loaded.state_dict()]
 
 
-@pytest.mark.parametrize("inner", SCALAR_KEEPERS)
+@pytest.mark.parametrize("inner", cases(SCALAR_KEEPERS, quick=lambda inner: inner in ("adamw", "asgd", "rmsprop")))
 def test_state_of_scalar_parameters_is_sharded(ranks: RankPool, inner: str) -> None:
     """State of a 0-d parameter lies on the rank that holds it, a step count on each: trained before, and loaded."""
     for plain, shards, loaded, *later in ranks.run(2, _trained_scalars, inner):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from megascale.amp import GradScaler
+from tests.cases import cases
 from tests.training import bits_equal
 
 Scaler = torch.amp.GradScaler
@@ -340,10 +341,17 @@ CASES = [(name, True) for name in SCENARIOS] + [
 
 
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize(("scenario", "enabled"), CASES)
-def test_same_bits_as_torch(scenario: str, optimizer: str, enabled: bool) -> None:
+@pytest.mark.parametrize(
+    ("case", "optimizer"),
+    cases(
+        CASES,
+        OPTIMIZERS,
+        quick=lambda case, optimizer: case[0] == "typical" or optimizer in ("adamw_foreach", "sgd_fused"),
+    ),
+)
+def test_same_bits_as_torch(case: tuple[str, bool], optimizer: str) -> None:
     """Every training pattern of the torch.amp examples gives torch's bits: params, gradients, state, scale, tracker."""
+    scenario, enabled = case
     traces = []
     for kind in BOTH:
         scaler = kind(
@@ -399,16 +407,31 @@ def _schedule(kind: type[Scaler], settings: dict[str, Any], steps: list[dict[str
     return trace
 
 
-@settings(max_examples=150, deadline=None)
-@given(
+ANY_SCHEDULE = given(
     init_scale=st.sampled_from([1.0, 2.0**16, 1.3, 2.0**127, 2.0**-100]),
     growth_factor=st.sampled_from([2.0, 1.7, 1.001, 3.3]),
     backoff_factor=st.sampled_from([0.5, 0.3, 0.9]),
     growth_interval=st.integers(1, 4),
     steps=st.lists(STEP, min_size=1, max_size=20),
 )
-def test_any_schedule_gives_torchs_bits(steps: list[dict[str, Any]], **settings: Any) -> None:
-    """Two optimizers, inf and NaN at random, unscaled apart or not, new scales, odd factors: torch's bits."""
+
+
+def _check_schedule(steps: list[dict[str, Any]], **settings: Any) -> None:
     ours = _schedule(GradScaler, settings, steps)
     theirs = _schedule(torch.amp.GradScaler, settings, steps)
     assert all(_same(left, right) for left, right in zip(ours, theirs, strict=True)), (ours, theirs)
+
+
+@settings(max_examples=40, deadline=None)
+@ANY_SCHEDULE
+def test_any_schedule_gives_torchs_bits(steps: list[dict[str, Any]], **settings: Any) -> None:
+    """Two optimizers, inf and NaN at random, unscaled apart or not, new scales, odd factors: torch's bits."""
+    _check_schedule(steps, **settings)
+
+
+@pytest.mark.slow
+@settings(max_examples=1000, deadline=None)
+@ANY_SCHEDULE
+def test_many_schedules_give_torchs_bits(steps: list[dict[str, Any]], **settings: Any) -> None:
+    """The same, for more of them."""
+    _check_schedule(steps, **settings)

@@ -20,6 +20,7 @@ from megascale import (
 )
 from megascale.amp import GradScaler, optimizer_step
 from megascale.errors import ArgumentError, ArgumentTypeError, GradientError, UsageError
+from tests.cases import cases
 from tests.counting import OperatorCounter
 from tests.training import INNER, Bag, Inner, Sign, Tiny, bits_equal, grad_of, model, same_bits, snapshot
 
@@ -127,8 +128,10 @@ def test_torchs_own_scaler_runs_torchs_own_loop(clipping: str) -> None:
     _check_same(ours, _looped(INNER["adamw_fused"], *CLIPPINGS[clipping], _torchs()), bitwise=True)
 
 
-@pytest.mark.parametrize("clipping", CLIPPINGS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "clipping"),
+    cases(KINDS, CLIPPINGS, quick=lambda kind, clipping: clipping == "both" or kind == "adamw_fused"),
+)
 def test_reads_nothing_with_optimizers_that_skip_on_the_device(kind: str, clipping: str) -> None:
     """With a fused optimizer the host reads nothing, and no pass unscales; any other costs the one read to skip."""
     module = model(torch.float32)
@@ -144,8 +147,14 @@ def test_reads_nothing_with_optimizers_that_skip_on_the_device(kind: str, clippi
         assert kind not in FUSED or own.host_reads == 0
 
 
-@pytest.mark.parametrize("scaler", [None, GradScaler("cpu", enabled=False), torch.amp.GradScaler("cpu", enabled=False)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "scaler"),
+    cases(
+        KINDS,
+        [None, GradScaler("cpu", enabled=False), torch.amp.GradScaler("cpu", enabled=False)],
+        quick=lambda kind, scaler: scaler is None or kind == "adamw_fused",
+    ),
+)
 def test_without_a_scaler_overflows_are_skipped_all_the_same(kind: str, scaler: torch.amp.GradScaler | None) -> None:
     """None or a disabled scaler: the loss is not scaled; a NaN leaves every bit alone, where torch's loop is lost."""
     module, reference = model(torch.float32), model(torch.float32)
@@ -273,8 +282,10 @@ Wrapper = MixedPrecisionOptimizer | ChainedOptimizer
 WRAPPERS: dict[str, Callable[[nn.Module], Wrapper]] = {"mixed": _mixed, "distributed": _sharded, "chained": _chained}
 
 
-@pytest.mark.parametrize("clipping", CLIPPINGS)
-@pytest.mark.parametrize("kind", WRAPPERS)
+@pytest.mark.parametrize(
+    ("kind", "clipping"),
+    cases(WRAPPERS, CLIPPINGS, quick=lambda kind, clipping: clipping in ("none", "both") or kind == "mixed"),
+)
 def test_wrapped_optimizers(kind: str, clipping: str) -> None:
     """Bitwise what their own calls do, without a host read; the norm of the config counts again afterwards."""
     norm, value = CLIPPINGS[clipping]

@@ -2,9 +2,8 @@
 
 import contextlib
 import pickle
+import resource
 import struct
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from megascale import MixedPrecisionOptimizer
 from megascale.checkpoint import save
 from megascale.checkpoint.metadata import METADATA_NAME, read_metadata
 from megascale.errors import CheckpointError
+from tests.pool import RankPool
 
 
 @pytest.fixture(scope="module")
@@ -137,40 +137,28 @@ def test_values_that_no_checkpoint_has(folder: Path, tmp_path: Path, kind: str) 
         _read(tmp_path, pickle.dumps(metadata))
 
 
-FLIPS = """
-import resource, sys
-from pathlib import Path
-import torch
-from megascale.checkpoint.metadata import METADATA_NAME, read_metadata
-from megascale.errors import CheckpointError
-source, target, stride = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-data = (source / METADATA_NAME).read_bytes()
-used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (used + 2**27, used + 2**27))
-named = 0
-for bit in range(0, 8 * len(data), stride):
-    changed = bytearray(data)
-    changed[bit // 8] ^= 1 << bit % 8
-    (target / METADATA_NAME).write_bytes(changed)
-    try:
-        read_metadata(target)
-    except CheckpointError:
-        named += 1
-print(named)
-"""
-
-
-def _named(folder: Path, target: Path, stride: int) -> int:
-    command = [sys.executable, "-c", FLIPS, str(folder), str(target), str(stride)]
-    found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
-    assert found.returncode == 0, found.stderr
-    return int(found.stdout)
+def _flip_bits(source: Path, target: Path, stride: int) -> int:
+    """Flip every ``stride``-th bit, one at a time, in 128 MiB of memory; return how many were named errors."""
+    data = (source / METADATA_NAME).read_bytes()
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**27, used + 2**27))
+    named = 0
+    for bit in range(0, 8 * len(data), stride):
+        changed = bytearray(data)
+        changed[bit // 8] ^= 1 << bit % 8
+        try:
+            _read(target, bytes(changed))
+        except CheckpointError:
+            named += 1
+    return named
 
 
 @pytest.mark.parametrize("stride", [53, pytest.param(1, marks=pytest.mark.slow)])
-def test_bit_flips_in_little_memory(folder: Path, tmp_path: Path, stride: int) -> None:
+def test_bit_flips_in_little_memory(folder: Path, tmp_path: Path, ranks: RankPool, stride: int) -> None:
     """Each flipped bit is a named error or harmless, in 128 MiB: a length or a memo index asked for all memory."""
-    assert _named(folder, tmp_path, stride) > 10
+    with ranks.spawn(1, _flip_bits, folder, tmp_path, stride, process_group=False) as fresh:
+        [named] = fresh.results(timeout=240)
+    assert named > 10
 
 
 @settings(max_examples=60, deadline=None)

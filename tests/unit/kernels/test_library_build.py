@@ -12,11 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from filelock import FileLock
 
 from megascale.kernels import compiler, library_build
 from megascale.kernels.compiler import CompilerError, CompilerTimeout, find_compiler
 from megascale.kernels.library_build import Recipe, load
+from tests.pool import RankPool
 
 NOBODY = 65534
 SOURCE = "int answer(void) { return 42; }\n" + "const char filler[20000] = {1};\n"
@@ -378,23 +380,16 @@ def test_where_files_cannot_be_locked_code_is_built(make: Callable[[Path], objec
     assert build.times_compiled == 1
 
 
-def test_processes_that_begin_together_compile_once(build: Build) -> None:
+def _load_together(build: Build) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(library_build.CACHE_VARIABLE, str(build.cache))
+        dist.barrier()
+        return build.load()
+
+
+def test_processes_that_begin_together_compile_once(build: Build, ranks: RankPool) -> None:
     """Ranks of a machine start at the same moment; one compiles, the others wait and load the same file."""
-    code = (
-        "import ctypes, sys; from pathlib import Path; from megascale.kernels.library_build import Recipe, load\n"
-        "print('ready', flush=True); sys.stdin.readline()\n"
-        "recipe = Recipe((sys.argv[1],), Path(sys.argv[2]), ('-fPIC',))\n"
-        "print(load(recipe, ctypes.CDLL).answer())\n"
-    )
-    command = [sys.executable, "-c", code, str(build.compiler), str(build.source)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    ranks = [subprocess.Popen(command, text=True, **pipes) for _ in range(3)]  # type: ignore[call-overload]
-    for rank in ranks:
-        assert rank.stdout.readline() == "ready\n"
-    for rank in ranks:
-        rank.stdin.write("\n")
-        rank.stdin.flush()
-    assert [rank.communicate(timeout=120)[0] for rank in ranks] == ["42\n"] * 3
+    assert ranks.run(3, _load_together, build) == [42] * 3
     assert build.times_compiled == 1
 
 

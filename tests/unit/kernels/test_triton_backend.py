@@ -22,6 +22,7 @@ from megascale.kernels import AdamHyper, Decision, LionHyper, Operands, Referenc
 from megascale.kernels.tensors import tensor_list, tensor_reader
 from megascale.kernels.triton import device_table, grad_addresses
 from megascale.kernels.triton.backend import TritonBackend
+from tests.cases import cases
 from tests.counting import OperatorCounter
 from tests.training import bits_equal
 
@@ -127,7 +128,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 LONG = [pytest.param(name, 100, marks=pytest.mark.slow) for name in ("adamw", "sgd_nesterov", "lion")]
 
 
-@pytest.mark.parametrize(("name", "steps"), [*((name, 6) for name in HYPERS), *LONG])
+@pytest.mark.parametrize(("name", "steps"), [*((name, 4) for name in HYPERS), *LONG])
 def test_update_has_the_bits_of_the_reference(name: str, steps: int) -> None:
     """Invariant 3: main and model params, state and step counts are bitwise the reference's, with skips between.
 
@@ -144,7 +145,7 @@ def test_update_has_the_bits_of_the_reference(name: str, steps: int) -> None:
     assert _same(ours, theirs)
 
 
-@pytest.mark.parametrize("name", HYPERS)
+@pytest.mark.parametrize("name", cases(HYPERS, quick=lambda name: name in ("adamw", "sgd_nesterov", "lion")))
 def test_skipped_step_writes_nothing(name: str) -> None:
     """Invariant 2: NaN and inf gradients leave every bit alone, also in the very first step and beside NaN payloads."""
     backend = TritonBackend()
@@ -295,8 +296,8 @@ def test_lr_as_a_tensor_is_read_on_the_device() -> None:
 
 
 def test_launches_do_not_grow_with_tensors(launches: Counter[str]) -> None:
-    """Invariant 8: one launch for statistics and one for the update, for 8 and 300 tensors."""
-    for count in (8, 300):
+    """Invariant 8: one launch for statistics and one for the update, for 8 and 60 tensors."""
+    for count in (8, 60):
         operands = _operands([(1 + index % 3, HALF, HALF, SINGLE) for index in range(count)])
         backend = TritonBackend()
         launches.clear()
