@@ -3,17 +3,19 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from megascale.chained import ChainedOptimizer
 from megascale.config import OptimizerConfig
 from megascale.distributed_optimizer import DistributedOptimizer
 from megascale.errors import ArgumentError, ArgumentTypeError
 from megascale.grad_scaler import ConstantGradScaler, DynamicGradScaler, MegatronGradScaler
+from megascale.kernels.newton_schulz import POLAR_EXPRESS, QUINTIC
 from megascale.lion import Lion
 from megascale.megatron_config import check_grouping, from_megatron_config, is_megatron_config
 from megascale.optimizer import MixedPrecisionOptimizer
@@ -24,7 +26,26 @@ from megascale.utils import validate
 Overrides = Mapping[str, Mapping[str, Any]]
 Options = dict[str, Any]
 
-OVERRIDABLE = ("lr", "lr_mult", "weight_decay", "betas", "eps", "momentum")
+OVERRIDABLE = ("lr", "lr_mult", "weight_decay", "betas", "eps", "momentum", "optimizer")
+NOT_HIDDEN = ("*embed*", "*wte*", "*wpe*", "*head*", "*output_layer*", "*classifier*")
+"""Names of matrices that Muon leaves to Adam, beside those of embedding modules: a model's first and last layers."""
+
+MUON_MEMBERS = ("muon", "adam")
+MUON_COEFFICIENTS: dict[str, Any] = {"quintic": QUINTIC, "polar_express": POLAR_EXPRESS}
+
+
+class NamedParam(NamedTuple):
+    """A parameter, and what follows from where it is.
+
+    Attributes:
+        is_exempt: from weight decay.
+        is_hidden_matrix: whether Muon updates it, unless ``overrides`` say otherwise.
+    """
+
+    name: str
+    param: nn.Parameter
+    is_exempt: bool
+    is_hidden_matrix: bool
 
 
 def build_optimizer(
@@ -35,12 +56,16 @@ def build_optimizer(
     overrides: Overrides | None = None,
     grads_are_scaled: bool = False,
     replicas_may_differ: bool = False,
-) -> MixedPrecisionOptimizer:
+) -> MixedPrecisionOptimizer | ChainedOptimizer:
     """Build param groups, torch optimizer, grad scaler and wrapper: Megatron-Core's ``get_megatron_optimizer``.
 
     Biases and the parameters of norm layers get no weight decay: names that end in "bias", and parameters owned by a
     module whose class name contains "Norm". ``config.use_distributed_optimizer`` makes it a DistributedOptimizer; the
     modules must then not be wrapped in DistributedDataParallel.
+
+    ``config.optimizer="muon"`` gives hidden matrices to torch.optim.Muon and all else to Adam or AdamW, in one
+    ChainedOptimizer: one scaler, one decision, one norm. Not hidden are parameters without two dimensions, those of
+    modules whose class name contains "Embedding", and names that match :data:`NOT_HIDDEN`.
 
     Args:
         config: an :class:`OptimizerConfig`, or Megatron-Core's, whose unsupported fields are refused; see
@@ -49,11 +74,13 @@ def build_optimizer(
         groups: see :class:`MixedPrecisionOptimizer`.
         overrides: shell-style name patterns (``fnmatch``, case matters) to options of their param group, applied in
             order on top of the default: ``{"*embed*": {"lr_mult": 0.1}, "*.bias": {"weight_decay": 0.01}}``. Options:
-            lr, lr_mult (a factor on lr), weight_decay, betas, eps, momentum.
+            lr, lr_mult (a factor on lr), weight_decay, betas, eps, momentum; and optimizer, "muon" or "adam", where
+            the config's is "muon".
         grads_are_scaled, replicas_may_differ: see :class:`MixedPrecisionOptimizer`.
 
     Raises:
-        ArgumentError, ArgumentTypeError: for a config without lr, a pattern that matches nothing, an unknown option.
+        ArgumentError, ArgumentTypeError: for a config without lr, a pattern that matches nothing, an unknown option;
+            for "muon" without a hidden matrix.
     """
     if is_megatron_config(config):
         check_grouping(config)
@@ -62,27 +89,65 @@ def build_optimizer(
         raise ArgumentTypeError(f"config must be an OptimizerConfig, got {type(config).__name__}")
     if config.lr is None:
         raise ArgumentError("config.lr is None; give the learning rate, e.g. OptimizerConfig(lr=1e-4)")
-    param_groups = _param_groups(config, _named_parameters(modules), overrides or {})
-    inner, grad_scaler = build_inner_optimizer(config, param_groups), build_grad_scaler(config)
-    config = effective_config(config, inner, grad_scaler)
-    if config.use_distributed_optimizer:
-        return DistributedOptimizer(
+    named, overrides = _named_parameters(modules), overrides or {}
+    _check_overrides(overrides, [one.name for one in named], config.optimizer)
+    grad_scaler = build_grad_scaler(config)
+
+    def build(kind: str) -> MixedPrecisionOptimizer:
+        own = _config_of(config, kind)
+        chosen = [one for one in named if _kind_of(config, one, overrides) == kind]
+        inner = build_inner_optimizer(own, _param_groups(own, chosen, overrides))
+        own = effective_config(own, inner, grad_scaler)
+        if own.use_distributed_optimizer:
+            return DistributedOptimizer(
+                inner,
+                own,
+                grad_scaler,
+                modules=modules,
+                groups=groups,
+                overlap_param_gather=own.overlap_param_gather,
+                grads_are_scaled=grads_are_scaled,
+            )
+        return MixedPrecisionOptimizer(
             inner,
-            config,
+            own,
             grad_scaler,
-            modules=modules,
             groups=groups,
-            overlap_param_gather=config.overlap_param_gather,
             grads_are_scaled=grads_are_scaled,
+            replicas_may_differ=replicas_may_differ,
         )
-    return MixedPrecisionOptimizer(
-        inner,
-        config,
-        grad_scaler,
-        groups=groups,
-        grads_are_scaled=grads_are_scaled,
-        replicas_may_differ=replicas_may_differ,
-    )
+
+    kinds = list(dict.fromkeys(_kind_of(config, one, overrides) for one in named))
+    if config.optimizer != "muon":
+        return build(config.optimizer)
+    if "muon" not in kinds:
+        raise ArgumentError(
+            "config.optimizer='muon', but modules have no hidden matrix: every parameter is an embedding, a head, or "
+            'has not two dimensions; take "adam", or name matrices in overrides: {"*.weight": {"optimizer": "muon"}}'
+        )
+    return ChainedOptimizer([build(kind) for kind in kinds])
+
+
+def _kind_of(config: OptimizerConfig, param: NamedParam, overrides: Overrides) -> str:
+    """Return the optimizer of a parameter: "muon" or "adam" where the config says "muon", else what the config says."""
+    if config.optimizer != "muon":
+        return config.optimizer
+    kind = "muon" if param.is_hidden_matrix else "adam"
+    for pattern, changes in overrides.items():
+        if fnmatchcase(param.name, pattern):
+            kind = changes.get("optimizer", kind)
+    if kind == "muon" and param.param.dim() != 2:
+        raise ArgumentError(
+            f"overrides give parameter {param.name!r} of shape {tuple(param.param.shape)} to Muon, which takes matrices"
+        )
+    return kind
+
+
+def _config_of(config: OptimizerConfig, kind: str) -> OptimizerConfig:
+    """Return the config of one member of the chain that "muon" makes; ``config`` itself for other optimizers."""
+    if config.optimizer != "muon" or kind == "muon":
+        return config
+    return replace(config, optimizer=kind, lr=config.lr if config.muon_adam_lr is None else config.muon_adam_lr)
 
 
 def effective_config(
@@ -123,43 +188,53 @@ def build_inner_optimizer(config: OptimizerConfig, param_groups: list[Options]) 
     if config.optimizer == "lion":
         betas = (config.lion_beta1, config.lion_beta2)
         return Lion(param_groups, lr=lr, betas=betas, weight_decay=config.weight_decay)
+    if config.optimizer == "muon":
+        return torch.optim.Muon(
+            param_groups,
+            lr=lr,
+            weight_decay=config.weight_decay,
+            momentum=config.muon_momentum,
+            nesterov=config.muon_nesterov,
+            ns_coefficients=MUON_COEFFICIENTS[config.muon_coefficient_type],
+            ns_steps=config.muon_num_ns_steps,
+            adjust_lr_fn=config.muon_adjust_lr_fn,
+        )
     kind = torch.optim.AdamW if config.decoupled_weight_decay else torch.optim.Adam
     betas = (config.adam_beta1, config.adam_beta2)
     return kind(param_groups, lr=lr, betas=betas, eps=config.adam_eps, weight_decay=config.weight_decay)
 
 
-def _named_parameters(modules: nn.Module | Sequence[nn.Module]) -> list[tuple[str, nn.Parameter, bool]]:
-    """Return (name, parameter, exempt from weight decay) of every distinct parameter."""
+def _named_parameters(modules: nn.Module | Sequence[nn.Module]) -> list[NamedParam]:
+    """Return every distinct parameter."""
     chunks = [modules] if isinstance(modules, nn.Module) else list(modules)
     if not chunks or not all(isinstance(chunk, nn.Module) for chunk in chunks):
         raise ArgumentTypeError(f"modules must be a module or a list of modules, got {modules!r}")
-    named: list[tuple[str, nn.Parameter, bool]] = []
+    named: list[NamedParam] = []
     seen: set[int] = set()
     for index, chunk in enumerate(chunks):
         prefix = f"{index}." if len(chunks) > 1 else ""
         for path, module in chunk.named_modules():
-            is_norm = "Norm" in type(module).__name__
+            kind = type(module).__name__
             for leaf, param in module.named_parameters(recurse=False):
                 if id(param) not in seen:
                     seen.add(id(param))
                     name = f"{prefix}{path}.{leaf}" if path else f"{prefix}{leaf}"
-                    named.append((name, param, is_norm or leaf.endswith("bias")))
+                    is_outer = "Embedding" in kind or any(fnmatchcase(name.lower(), one) for one in NOT_HIDDEN)
+                    is_exempt = "Norm" in kind or leaf.endswith("bias")
+                    named.append(NamedParam(name, param, is_exempt, param.dim() == 2 and not is_outer))
     if not named:
         raise ArgumentError("modules have no parameters")
     return named
 
 
-def _param_groups(
-    config: OptimizerConfig, named: list[tuple[str, nn.Parameter, bool]], overrides: Overrides
-) -> list[Options]:
+def _param_groups(config: OptimizerConfig, named: Sequence[NamedParam], overrides: Overrides) -> list[Options]:
     """Group parameters by their options, in the order of their first parameter."""
-    _check_overrides(overrides, [name for name, _, _ in named])
     groups: dict[tuple[tuple[str, Any], ...], Options] = {}
-    for name, param, exempt in named:
-        options: Options = {"weight_decay": 0.0 if exempt else config.weight_decay}
+    for name, param, is_exempt, _ in named:
+        options: Options = {"weight_decay": 0.0 if is_exempt else config.weight_decay}
         for pattern, changes in overrides.items():
             if fnmatchcase(name, pattern):
-                options.update(changes)
+                options.update((option, value) for option, value in changes.items() if option != "optimizer")
         if "lr_mult" in options:
             options["lr"] = options.get("lr", config.lr) * options["lr_mult"]
         key = tuple(
@@ -169,7 +244,7 @@ def _param_groups(
     return list(groups.values())
 
 
-def _check_overrides(overrides: Overrides, names: list[str]) -> None:
+def _check_overrides(overrides: Overrides, names: list[str], optimizer: str) -> None:
     for pattern, changes in overrides.items():
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ArgumentError(
@@ -180,7 +255,11 @@ def _check_overrides(overrides: Overrides, names: list[str]) -> None:
         for option, value in changes.items():
             where = f"overrides[{pattern!r}][{option!r}]"
             validate.one_of(f"option of overrides[{pattern!r}]", option, OVERRIDABLE)
-            if option == "betas":
+            if option == "optimizer":
+                if optimizer != "muon":
+                    raise ArgumentError(f"{where} needs config.optimizer='muon', got {optimizer!r}; leave it out")
+                validate.one_of(where, value, MUON_MEMBERS)
+            elif option == "betas":
                 if not isinstance(value, (tuple, list)) or len(value) != 2:
                     raise ArgumentError(f"{where} must be two numbers in [0, 1), got {value!r}")
                 for beta in value:

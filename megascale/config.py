@@ -10,7 +10,10 @@ from megascale.utils import validate
 
 BACKENDS = ("auto", "reference", "torch", "native", "triton", "apex")
 HYSTERESIS_RESETS = ("growth", "clean_step")
-OPTIMIZERS = ("adam", "sgd", "lion")
+OPTIMIZERS = ("adam", "sgd", "lion", "muon")
+MUON_COEFFICIENT_TYPES = ("quintic", "polar_express")
+MUON_ADJUST_LR_FNS = ("original", "match_rms_adamw")
+MUON_NS_DTYPES = (None, torch.bfloat16, torch.float32)
 ZCLIP_MODES = ("clip", "skip")
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLAGS = (
@@ -20,6 +23,8 @@ FLAGS = (
     "decoupled_weight_decay",
     "use_distributed_optimizer",
     "overlap_param_gather",
+    "muon_nesterov",
+    "muon_batched",
 )
 
 
@@ -109,7 +114,8 @@ class OptimizerConfig:
 
     # Inner optimizer, read by build_optimizer
     optimizer: str = "adam"
-    """"adam" (AdamW where ``decoupled_weight_decay``), "sgd" or "lion"."""
+    """"adam" (AdamW where ``decoupled_weight_decay``), "sgd", "lion", or "muon": hidden matrices by Muon, all else by
+    adam, in one ChainedOptimizer."""
     lr: float | None = None
     """Learning rate. build_optimizer requires it."""
     weight_decay: float = 0.01
@@ -128,6 +134,27 @@ class OptimizerConfig:
     """Weight of the old momentum in the step's direction."""
     lion_beta2: float = 0.99
     """Weight of the old momentum in the new one."""
+    muon_momentum: float = 0.95
+    """Weight of the old momentum in the new one."""
+    muon_nesterov: bool = True
+    """Orthogonalize the mean of gradient and momentum (Megatron-Core 0.20), not the momentum."""
+    muon_num_ns_steps: int = 5
+    """Newton-Schulz iterations."""
+    muon_coefficient_type: str = "quintic"
+    """Coefficients of the iterations: "quintic" (torch's) or "polar_express" (arXiv 2505.16932)."""
+    muon_adjust_lr_fn: str = "original"
+    """How lr follows a matrix's shape, by torch's names: "original", or "match_rms_adamw", which takes AdamW's lr and
+    weight decay (ours)."""
+    muon_adam_lr: float | None = None
+    """Learning rate of what Muon does not update. None: ``lr`` (ours)."""
+
+    # Muon's arithmetic
+    muon_ns_dtype: torch.dtype | None = None
+    """Dtype of the iterations: bfloat16, torch's, or float32 (ours). None: bfloat16, but float32 on a CPU that has
+    neither AVX512-BF16 nor AMX."""
+    muon_batched: bool = False
+    """Iterate on all matrices of a shape at once (ours): fewer and larger products, but the last bits of an update may
+    depend on how many there are, and so on the number of ranks."""
 
     def __post_init__(self) -> None:
         for name in FLAGS:
@@ -156,6 +183,19 @@ class OptimizerConfig:
             validate.fraction(name, getattr(self, name))
         validate.positive("adam_eps", self.adam_eps)
         validate.non_negative("sgd_momentum", self.sgd_momentum)
+        self._validate_muon()
+
+    def _validate_muon(self) -> None:
+        validate.non_negative("muon_momentum", self.muon_momentum)
+        validate.integer("muon_num_ns_steps", self.muon_num_ns_steps, minimum=1, maximum=99)
+        validate.one_of("muon_coefficient_type", self.muon_coefficient_type, MUON_COEFFICIENT_TYPES)
+        validate.one_of("muon_adjust_lr_fn", self.muon_adjust_lr_fn, MUON_ADJUST_LR_FNS)
+        if self.muon_adam_lr is not None:
+            validate.non_negative("muon_adam_lr", self.muon_adam_lr)
+        if self.muon_ns_dtype not in MUON_NS_DTYPES:
+            raise ArgumentError(
+                f"muon_ns_dtype must be torch.bfloat16, torch.float32 or None, got {self.muon_ns_dtype!r}"
+            )
 
     def _validate_spikes(self) -> None:
         if self.grad_norm_skip_threshold != math.inf:

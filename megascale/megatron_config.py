@@ -10,6 +10,8 @@ import torch
 from megascale.config import OPTIMIZERS, OptimizerConfig
 from megascale.errors import ArgumentError, ArgumentTypeError
 
+OF_MEGATRON = tuple(name for name in OPTIMIZERS if name != "muon")
+"""Optimizers that Megatron and this library name alike and compute alike. Its Muon scales updates in other ways."""
 SAME = (
     "fp16",
     "bf16",
@@ -126,10 +128,10 @@ def from_megatron_config(config: Any) -> OptimizerConfig:
     for name, field in declared.items():
         if name not in KNOWN or name in REMEDIES:
             _refuse_unless_default(config, field)
-    if config.optimizer not in OPTIMIZERS:
+    if config.optimizer not in OF_MEGATRON:
         raise ArgumentError(
             f"config.optimizer is {config.optimizer!r}, which has no counterpart here; choose one of "
-            f"{', '.join(map(repr, OPTIMIZERS))}"
+            f"{', '.join(map(repr, OF_MEGATRON))}"
         )
     taken = {name: getattr(config, name) for name in SAME if name in declared}
     return OptimizerConfig(**taken, **_translated(config), **_moments(config))

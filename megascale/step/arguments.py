@@ -11,6 +11,7 @@ from torch import Tensor
 from megascale.config import OptimizerConfig
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.grad_scaler import ConstantGradScaler, MegatronGradScaler
+from megascale.kernels.newton_schulz import POLAR_EXPRESS, QUINTIC
 from megascale.lion import Lion
 
 
@@ -139,16 +140,26 @@ def _option(name: str, index: int | None = None) -> Callable[[torch.optim.Optimi
 
 def _kind(optimizer: torch.optim.Optimizer) -> list[Any]:
     name = type(optimizer).__name__.lower()
-    return [next((known for known in ("sgd", "lion", "adam") if known in name), name)]
+    return [next((known for known in ("sgd", "lion", "muon", "adam") if known in name), name)]
 
 
 def _decoupled(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [bool(optimizer.defaults.get("decoupled_weight_decay", isinstance(optimizer, (torch.optim.AdamW, Lion))))]
 
 
+def _of_muon(values: Callable[[torch.optim.Optimizer], list[Any]]) -> Callable[[torch.optim.Optimizer], list[Any]]:
+    """Return a function that lists what ``values`` does of a Muon, and nothing of other optimizers."""
+    return lambda optimizer: values(optimizer) if isinstance(optimizer, torch.optim.Muon) else []
+
+
+def _coefficient_type(optimizer: torch.optim.Optimizer) -> list[Any]:
+    kinds = {QUINTIC: "quintic", POLAR_EXPRESS: "polar_express"}
+    return [kinds.get(value, value) for value in _option("ns_coefficients")(optimizer)]
+
+
 def _second_moment(optimizer: torch.optim.Optimizer) -> list[Any]:
     """Return the dtypes that a second moment may have here: none if there is none. Others check what they support."""
-    return [] if isinstance(optimizer, (torch.optim.SGD, Lion)) else list(_ANY_DTYPE)
+    return [] if isinstance(optimizer, (torch.optim.SGD, torch.optim.Muon, Lion)) else list(_ANY_DTYPE)
 
 
 _ANY_DTYPE = (torch.float32, torch.bfloat16, torch.float16)
@@ -165,6 +176,14 @@ _OF_OPTIMIZER: dict[str, Callable[[torch.optim.Optimizer], list[Any]]] = {
     "lion_beta1": _option("betas", 0),
     "lion_beta2": _option("betas", 1),
     "exp_avg_sq_dtype": _second_moment,
+    "muon_momentum": _of_muon(_option("momentum")),
+    "muon_nesterov": _of_muon(_option("nesterov")),
+    "muon_num_ns_steps": _of_muon(_option("ns_steps")),
+    "muon_coefficient_type": _of_muon(_coefficient_type),
+    "muon_adjust_lr_fn": _of_muon(_option("adjust_lr_fn")),
+    "muon_adam_lr": lambda optimizer: [] if isinstance(optimizer, torch.optim.Muon) else _option("lr")(optimizer),
+    "muon_ns_dtype": _of_muon(lambda optimizer: [torch.bfloat16, torch.float32]),
+    "muon_batched": _of_muon(lambda optimizer: [True]),
 }
 _OF_SCALER = {
     "loss_scale": "initial_scale",

@@ -38,7 +38,7 @@ class _CachedOperands(NamedTuple):
 
 
 class KernelUpdate(InnerUpdate, ABC):
-    """Base of the Adam, SGD and Lion updates: state made at once, one kernel call per unit and device.
+    """Base of the Adam, SGD, Lion and Muon updates: state made at once, one kernel call per unit and device.
 
     With step hooks, or options that are tensors, the optimizer's own ``step()`` runs instead.
     """
@@ -145,7 +145,7 @@ class KernelUpdate(InnerUpdate, ABC):
     """The options that are numbers, without the rate."""
 
     flags: tuple[str, ...]
-    """The options that are true or false."""
+    """The other options."""
 
     @abstractmethod
     def hyper(self, options: dict[str, Any]) -> Any:

@@ -9,6 +9,7 @@ from megascale.kernels import (
 )
 from megascale.lion import Lion
 from megascale.step.kernel_update import AdamUpdate, KernelUpdate, LionUpdate, SgdUpdate
+from megascale.step.muon_update import MuonUpdate
 from megascale.step.torch_step import GeneralUpdate
 from megascale.step.update import InnerUpdate
 
@@ -44,6 +45,7 @@ def select_update(optimizer: torch.optim.Optimizer, backend: Backend, config: Op
         torch.optim.AdamW: AdamUpdate,
         torch.optim.SGD: SgdUpdate,
         Lion: LionUpdate,
+        torch.optim.Muon: MuonUpdate,
     }
     kind = kinds.get(type(optimizer))
     if kind is not None:
@@ -51,7 +53,7 @@ def select_update(optimizer: torch.optim.Optimizer, backend: Backend, config: Op
     for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
         if getattr(config, name) != torch.float32:
             raise ArgumentError(
-                f"config.{name}={getattr(config, name)} needs Adam, AdamW, SGD or Lion, not "
+                f"config.{name}={getattr(config, name)} needs Adam, AdamW, SGD, Lion or Muon, not "
                 f"{type(optimizer).__name__}; leave it at torch.float32"
             )
     return GeneralUpdate(optimizer, backend)

@@ -432,6 +432,7 @@ def _built() -> list[Any]:
     module = net()
     config = OptimizerConfig(fp16=True, lr=1e-2, use_distributed_optimizer=True, overlap_param_gather=True)
     optimizer = build_optimizer(config, module)
+    assert isinstance(optimizer, DistributedOptimizer)
     _step(optimizer, module, 0)
     return [type(optimizer).__name__, optimizer.param_names()[:2], len(optimizer.param_groups)]
 

@@ -31,11 +31,11 @@ def train(folder: Path, asynchronous: bool, steps: int = STEPS) -> tuple[int, st
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"begun_{rank}").touch()
     message_thread.PROBE_INTERVAL_S = 0.5  # a lost message is known after two of these: 1 s here, else 10
-    module = net()
-    optimizer = sharded(module, overlap_param_gather=True)
-    torch.manual_seed(rank)
-    done = 0
     with RankWatch(20.0), Checkpointer(folder, keep_last=2, async_save=asynchronous) as checkpointer:
+        module = net()
+        optimizer = sharded(module, overlap_param_gather=True)
+        torch.manual_seed(rank)
+        done = 0
         if checkpointer.latest() is not None:
             loaded = checkpointer.load(module, optimizer)
             done = loaded.step

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from megascale import ConstantGradScaler, DynamicGradScaler, OptimizerConfig, build_optimizer
+from megascale import ConstantGradScaler, DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig, build_optimizer
 from megascale.errors import ArgumentError
 from tests.training import model
 
@@ -35,7 +35,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
         {"backend": "fast"},
         "backend must be one of 'auto', 'reference', 'torch',",
     ),
-    ({"optimizer": "adamw"}, "optimizer must be one of 'adam', 'sgd', 'lion', got 'adamw'"),
+    ({"optimizer": "adamw"}, "optimizer must be one of 'adam', 'sgd', 'lion', 'muon', got 'adamw'"),
     *(({name: -1.0}, f"{name} must be 0 or more") for name in ("lr", "weight_decay", "sgd_momentum")),
     *(({name: value}, f"{name} must be in") for name in ("adam_beta1", "adam_beta2") for value in (1.0, -0.1)),
     ({"adam_eps": 0.0}, "adam_eps must be above 0"),
@@ -67,6 +67,7 @@ def test_biases_and_norms_are_not_decayed() -> None:
     decay = {name: group["weight_decay"] for group in optimizer.param_groups for name in group["param_names"]}
     assert {name for name, value in decay.items() if value} == {"0.weight", "4.weight"}
     assert set(decay) == {name for name, _ in module.named_parameters()}
+    assert isinstance(optimizer, MixedPrecisionOptimizer)
     assert isinstance(optimizer.optimizer, torch.optim.AdamW)
 
 
@@ -96,12 +97,13 @@ def test_scaler_follows_the_config() -> None:
 
 def test_kinds_and_chunks() -> None:
     """Adam without decoupled decay, SGD with momentum; chunks have prefixed names, tied weights are taken once."""
-    assert type(build_optimizer(OptimizerConfig(lr=0.1, decoupled_weight_decay=False), nn.Linear(2, 2)).optimizer) is (
-        torch.optim.Adam
-    )
+    adam = build_optimizer(OptimizerConfig(lr=0.1, decoupled_weight_decay=False), nn.Linear(2, 2))
+    assert isinstance(adam, MixedPrecisionOptimizer)
+    assert type(adam.optimizer) is torch.optim.Adam
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     second.weight = first.weight
     optimizer = build_optimizer(OptimizerConfig(lr=0.1, optimizer="sgd"), [first, second])
+    assert isinstance(optimizer, MixedPrecisionOptimizer)
     assert isinstance(optimizer.optimizer, torch.optim.SGD)
     assert optimizer.param_groups[0]["momentum"] == 0.9
     assert sorted(name for name, _ in optimizer.main_params()) == ["0.bias", "0.weight", "1.bias"]

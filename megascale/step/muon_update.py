@@ -1,0 +1,166 @@
+"""Muon, with the decision read on the device: a step that is skipped changes nothing, and the host does not wait."""
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from megascale.config import MUON_ADJUST_LR_FNS, OptimizerConfig
+from megascale.errors import ArgumentError
+from megascale.kernels import Backend, Decision, Operands
+from megascale.kernels.newton_schulz import Coefficients, iteration_dtype, iterations, orthogonalize
+from megascale.step.kernel_state import number, rate
+from megascale.step.kernel_update import KernelUpdate
+from megascale.step.update import PendingUpdate
+from megascale.utils import validate
+from megascale.utils.dtensors import is_dtensor
+
+MOST_ITERATIONS = 99
+
+
+@dataclass(frozen=True)
+class MuonHyper:
+    """Hyperparameters of Muon, by the names of torch.optim.Muon.
+
+    Attributes:
+        coefficients: one triple per iteration.
+    """
+
+    lr: float | Tensor
+    weight_decay: float
+    momentum: float
+    nesterov: bool
+    coefficients: tuple[Coefficients, ...]
+    eps: float
+    adjust_lr_fn: str | None
+
+    def lr_of(self, shape: torch.Size) -> float | Tensor:
+        """Return the learning rate of a matrix: torch's adjustment of it to the matrix's shape."""
+        rows, columns = shape
+        if self.adjust_lr_fn == "match_rms_adamw":
+            return self.lr * (0.2 * math.sqrt(max(rows, columns)))
+        return self.lr * math.sqrt(max(1, rows / columns))
+
+
+class MuonUpdate(KernelUpdate):
+    """torch.optim.Muon, and Muon with coefficients for each iteration.
+
+    Where parameters are DTensors, or the optimizer has step hooks, its own ``step()`` runs instead.
+    """
+
+    numbers = ("momentum", "weight_decay", "eps")
+    flags = ("nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")
+
+    def __init__(self, optimizer: torch.optim.Optimizer, backend: Backend, config: OptimizerConfig) -> None:
+        super().__init__(optimizer, backend, config)
+        self._dtype, self._is_batched = config.muon_ns_dtype, config.muon_batched
+
+    @override
+    def prepare(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
+        if any(is_dtensor(param.main) for pending in updates for param in pending.params):
+            return self._general.prepare(updates)
+        return super().prepare(updates)
+
+    @override
+    def state_names(self, options: dict[str, Any]) -> list[str]:
+        return ["momentum_buffer"]
+
+    @override
+    def counts_steps(self, options: dict[str, Any]) -> bool:
+        return False
+
+    @override
+    def hyper(self, options: dict[str, Any]) -> MuonHyper:
+        if options["adjust_lr_fn"] is not None:
+            validate.one_of("adjust_lr_fn of a param group", options["adjust_lr_fn"], MUON_ADJUST_LR_FNS)
+        steps = validate.integer("ns_steps of a param group", options["ns_steps"], minimum=0, maximum=MOST_ITERATIONS)
+        return MuonHyper(
+            lr=rate(options),
+            weight_decay=number(options, "weight_decay"),
+            momentum=number(options, "momentum"),
+            nesterov=bool(options["nesterov"]),
+            coefficients=iterations(_triples(options), steps),
+            eps=number(options, "eps"),
+            adjust_lr_fn=options["adjust_lr_fn"],
+        )
+
+    @override
+    def run(self, operands: Operands, hyper: MuonHyper, decision: Decision) -> Tensor:
+        """Update matrix by matrix, or batch by batch."""
+        overflowed = torch.zeros(len(operands.main), dtype=torch.bool, device=decision.found_inf.device)
+        skipped = (decision.found_inf != 0).reshape(())
+        if skipped.device.type == "cpu" and skipped.item():
+            return overflowed
+        for indices in self._batches(operands.main):
+            self._update(operands.pick(indices), hyper, decision, skipped)
+        copies = [index for index, main in enumerate(operands.main) if main is not operands.model[index]]
+        if copies:
+            flags = self.backend.write_back_([operands.main[i] for i in copies], [operands.model[i] for i in copies])
+            if len(copies) == len(operands.main):
+                return flags
+            overflowed[copies] = flags
+        return overflowed
+
+    def _batches(self, mains: Sequence[Tensor]) -> list[list[int]]:
+        """Return which matrices are orthogonalized together. Those without elements, of which others own, are left."""
+        held = [index for index, main in enumerate(mains) if main.numel()]
+        if not self._is_batched:
+            return [[index] for index in held]
+        by_shape: defaultdict[tuple[torch.Size, torch.dtype], list[int]] = defaultdict(list)
+        for index in held:
+            by_shape[mains[index].shape, mains[index].dtype].append(index)
+        return list(by_shape.values())
+
+    def _update(self, operands: Operands, hyper: MuonHyper, decision: Decision, skipped: Tensor) -> None:
+        """Update matrices of one shape, in the order of operations of torch.optim.Muon."""
+        mains, buffers = operands.main, operands.state["momentum_buffer"]
+        grads = self.backend.unscale(list(operands.grad), mains, decision.coefficient)
+        moved = [
+            buffer.to(grad.dtype).lerp(grad, 1 - hyper.momentum) for buffer, grad in zip(buffers, grads, strict=True)
+        ]
+        if hyper.nesterov:
+            moving = [grad.lerp(momentum, hyper.momentum) for grad, momentum in zip(grads, moved, strict=True)]
+        else:
+            moving = moved
+        dtype = self._dtype or iteration_dtype(mains[0].device)
+        several = moving[0] if len(moving) == 1 else torch.stack(moving)
+        directions = orthogonalize(several, hyper.coefficients, hyper.eps, dtype)
+        lr = hyper.lr_of(mains[0].shape)
+        for main, direction in zip(mains, directions if len(mains) > 1 else [directions], strict=True):
+            shrunk = main * (1 - hyper.lr * hyper.weight_decay)
+            _write_unless(skipped, main, _minus(shrunk, direction, lr))
+        for buffer, momentum in zip(buffers, moved, strict=True):
+            _write_unless(skipped, buffer, momentum.to(buffer.dtype))
+
+
+def _minus(main: Tensor, direction: Tensor, lr: float | Tensor) -> Tensor:
+    """Return ``main - lr * direction``, with torch's bits but where the rate is a tensor that the host may not read."""
+    if isinstance(lr, Tensor) and lr.device.type != "cpu":
+        return main.add_(direction.to(main.dtype) * -lr)
+    return main.add_(direction, alpha=-float(lr))
+
+
+def _write_unless(skipped: Tensor, target: Tensor, value: Tensor) -> None:
+    """Copy ``value`` into ``target`` where the step lands. On a CPU the caller knows that it does."""
+    target.copy_(value if skipped.device.type == "cpu" else torch.where(skipped, target, value))
+
+
+def _triples(options: Mapping[str, Any]) -> list[Coefficients]:
+    """Return ``ns_coefficients``: three numbers, or such a triple for each iteration."""
+    value = options["ns_coefficients"]
+    rows = [value] if isinstance(value, Collection) and all(isinstance(one, int | float) for one in value) else value
+    if not isinstance(rows, Collection) or not rows or not all(_is_triple(row) for row in rows):
+        raise ArgumentError(
+            "ns_coefficients of a param group must be three numbers, or a list of such triples, one for each "
+            f"iteration; got {value!r}"
+        )
+    return [(float(a), float(b), float(c)) for a, b, c in rows]
+
+
+def _is_triple(row: Any) -> bool:
+    return isinstance(row, Collection) and len(row) == 3 and all(isinstance(one, int | float) for one in row)

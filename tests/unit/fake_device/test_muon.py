@@ -1,0 +1,41 @@
+"""Muon on a device that is not there: nobody waits for the decision, in a step or in a graph of one."""
+
+import pytest
+import torch
+from torch import nn
+
+from megascale import StepGraph
+from tests.fake_device.device import FakeDevice
+from tests.fake_device.process import OnDevice
+from tests.fake_device.record import Record
+from tests.fake_device.training import give_grads, take_steps, wrap
+
+
+def _matrices(count: int) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(6, 8, dtype=torch.float16, device="cuda")) for _ in range(count)]
+
+
+def _train(device: FakeDevice, batched: bool) -> tuple[list[Record], list[Record], Record]:
+    few, many, others = _matrices(3), _matrices(6), _matrices(3)
+    records = [
+        take_steps(device, wrap(torch.optim.Muon(params), muon_batched=batched), params) for params in (few, many)
+    ]
+    give_grads(others)
+    graph = StepGraph(wrap(torch.optim.Muon(others), muon_batched=batched))
+    with device.watch() as replays:
+        graph.replay()
+    return records[0], records[1], replays
+
+
+@pytest.mark.slow
+def test_muon_waits_for_nothing(on_device: OnDevice) -> None:
+    """Invariant 5: no host sync in any step, nor in a graph. A batch's products do not grow with its matrices."""
+    products = {}
+    for batched in (False, True):
+        few, many, graph = on_device(_train, batched)
+        assert [seen.syncs() for seen in (*few, *many, graph)] == [[]] * 9
+        counts = [
+            sum(n for name, n in seen[-1].operators().items() if "mm" in name.partition(".")[0]) for seen in (few, many)
+        ]
+        products[batched] = counts
+    assert products == {False: [3 * 15, 6 * 15], True: [15, 15]}
