@@ -142,6 +142,14 @@ INEFFECTIVE: list[tuple[dict[str, Any], MegatronGradScaler, str]] = [
         r"loss_scale=128.0 has no effect: the Constant.* has 64.0",
     ),
     ({"hysteresis": 3}, ConstantGradScaler(64.0), r"hysteresis=3 has no effect: the Constant.* has no such option"),
+    ({"muon_momentum": 0.9}, DYNAMIC, r"muon_momentum=0.9 has no effect: the AdamW has no such option"),
+    ({"muon_nesterov": False}, DYNAMIC, r"muon_nesterov=False has no effect"),
+    ({"muon_num_ns_steps": 6}, DYNAMIC, r"muon_num_ns_steps=6 has no effect"),
+    ({"muon_coefficient_type": "polar_express"}, DYNAMIC, r"muon_coefficient_type='polar_express' has no effect"),
+    ({"muon_adjust_lr_fn": "match_rms_adamw"}, DYNAMIC, r"muon_adjust_lr_fn='match_rms_adamw' has no effect"),
+    ({"muon_adam_lr": 0.5}, DYNAMIC, r"muon_adam_lr=0.5 has no effect: the AdamW has 0.001"),
+    ({"muon_ns_dtype": torch.float32}, DYNAMIC, r"muon_ns_dtype=torch.float32 has no effect"),
+    ({"muon_batched": True}, DYNAMIC, r"muon_batched=True has no effect"),
     ({"use_distributed_optimizer": True}, DYNAMIC, r"use_distributed_optimizer=True has no effect: a MixedPrecision"),
 ]
 
