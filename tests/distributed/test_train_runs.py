@@ -1,4 +1,8 @@
-"""The training program as users start it: processes of its own, under torchrun and alone."""
+"""The training program, alone and on several ranks, each run in new processes.
+
+How users start those is tested where a run is alone, where it is interrupted, and by test_train_launch.py. Elsewhere
+they are forked from a process that has imported torch already, with the variables that torchrun would set.
+"""
 
 import csv
 import json
@@ -7,6 +11,10 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from multiprocessing import current_process
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +22,12 @@ import pytest
 import torch
 
 from megascale.checkpoint import load
+from megascale.train.__main__ import main
 from megascale.train.build import DTYPES, build_task, build_wrapped_optimizer
 from megascale.train.config import load_config
 from megascale.train.run_log import COLUMNS
-from tests.jobs import job, wait_until
+from tests.jobs import free_port, job, wait_until
+from tests.pool import RankPool
 from tests.training import same_bits, snapshot
 
 TINY = [
@@ -44,9 +54,35 @@ def _command(ranks: int, folder: Path, *arguments: str) -> list[str]:
     return [*program, "-m", "megascale.train", *TINY, f"output_dir={folder}", *arguments]
 
 
-def _train(ranks: int, folder: Path, *arguments: str, status: int = 0) -> str:
-    with job(_command(ranks, folder, *arguments)) as run:
-        return run.finish(timeout=150, status=status)
+def _run_main(world_size: int, port: int, arguments: list[str]) -> tuple[int, str]:
+    """Run the program in this process; return its exit status, and what it printed."""
+    if world_size > 1:
+        rank = current_process().name.split()[1]  # the pool calls it "rank 0 of 2"
+        os.environ |= {"RANK": rank, "LOCAL_RANK": rank}
+        os.environ |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    printed = StringIO()
+    with redirect_stdout(printed), redirect_stderr(printed):
+        status = main(arguments)
+    return status, printed.getvalue()
+
+
+Train = Callable[..., str]
+
+
+@pytest.fixture
+def train(ranks: RankPool) -> Train:
+    """Return what runs the program on new ranks: ``train(2, folder, "steps=4", status=0)``, with what they print."""
+
+    def run(world_size: int, folder: Path, *arguments: str, status: int = 0) -> str:
+        given = [*TINY, f"output_dir={folder}", *arguments]
+        with ranks.spawn(world_size, _run_main, world_size, free_port(), given, process_group=False) as fresh:
+            results = fresh.results(timeout=150)
+        output = "\n".join(printed for _, printed in results)
+        assert [ended for ended, _ in results] == [status] * world_size, output
+        return output
+
+    return run
 
 
 def _rows(folder: Path) -> list[dict[str, str]]:
@@ -68,11 +104,11 @@ def _without_speed(rows: list[dict[str, str]]) -> list[dict[str, str]]:
 
 
 @pytest.mark.slow
-def test_resume_is_bitwise_on_two_ranks(tmp_path: Path) -> None:
+def test_resume_is_bitwise_on_two_ranks(train: Train, tmp_path: Path) -> None:
     """40 steps straight equal 20, save, new processes and 20 more: params, main params, moments, scaler, data, log."""
-    _train(2, tmp_path / "straight", "steps=40")
-    _train(2, tmp_path / "halves", "steps=20")
-    output = _train(2, tmp_path / "halves", "steps=40")
+    train(2, tmp_path / "straight", "steps=40")
+    train(2, tmp_path / "halves", "steps=20")
+    output = train(2, tmp_path / "halves", "steps=40")
     assert "resumed at step 20" in output
     straight, straight_scaler, straight_user = _state(tmp_path / "straight")
     halves, halves_scaler, halves_user = _state(tmp_path / "halves")
@@ -86,12 +122,12 @@ def test_resume_is_bitwise_on_two_ranks(tmp_path: Path) -> None:
     assert _without_speed(rows) == _without_speed(_rows(tmp_path / "halves"))
     assert [int(row["step"]) for row in rows] == list(range(40))
     assert sum(int(row["skipped"]) for row in rows) == straight_user["progress"]["skipped"] > 0
-    _train(1, tmp_path / "alone", "steps=1")
+    train(1, tmp_path / "alone", "steps=1")
     [alone] = _rows(tmp_path / "alone")
     # The ranks share one global batch: the first step sees what a single process sees, up to fp16 rounding.
     for name in ("loss", "batch_accuracy", "grad_norm"):
         assert float(rows[0][name]) == pytest.approx(float(alone[name]), rel=2e-3)
-    output = _train(2, tmp_path / "halves", "steps=40")
+    output = train(2, tmp_path / "halves", "steps=40")
     assert "resumed at step 40" in output
     assert "done: step 40 of 40" in output
     assert _without_speed(rows) == _without_speed(_rows(tmp_path / "halves"))
@@ -101,14 +137,14 @@ SHARDED = ["optimizer.sharded=true", "optimizer.overlap_param_gather=true", "opt
 
 
 @pytest.mark.slow
-def test_sharded_run_goes_on_replicated(tmp_path: Path) -> None:
+def test_sharded_run_goes_on_replicated(train: Train, tmp_path: Path) -> None:
     """optimizer.sharded=true: the same skips and scales; its checkpoint goes on on one rank, not sharded, and back."""
-    _train(2, tmp_path, *SHARDED, "steps=12")
-    assert "resumed at step 12" in _train(1, tmp_path, "steps=16")
-    assert "resumed at step 16" in _train(2, tmp_path, *SHARDED, "steps=20")
+    train(2, tmp_path, *SHARDED, "steps=12")
+    assert "resumed at step 12" in train(1, tmp_path, "steps=16")
+    assert "resumed at step 16" in train(2, tmp_path, *SHARDED, "steps=20")
     rows = _rows(tmp_path)
     assert [int(row["step"]) for row in rows] == list(range(20))
-    _train(2, tmp_path / "replicated", "steps=12")
+    train(2, tmp_path / "replicated", "steps=12")
     replicated = _rows(tmp_path / "replicated")
     first = rows[:12]
     assert [(row["skipped"], row["scale"]) for row in first] == [(row["skipped"], row["scale"]) for row in replicated]
@@ -118,24 +154,24 @@ def test_sharded_run_goes_on_replicated(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_sharded_resume_is_bitwise_on_two_ranks(tmp_path: Path) -> None:
+def test_sharded_resume_is_bitwise_on_two_ranks(train: Train, tmp_path: Path) -> None:
     """Shards saved and read back by new processes: params, main params, moments, scaler and log as without a break."""
-    _train(2, tmp_path / "straight", *SHARDED, "steps=40")
-    _train(2, tmp_path / "halves", *SHARDED, "steps=20")
-    assert "resumed at step 20" in _train(2, tmp_path / "halves", *SHARDED, "steps=40")
+    train(2, tmp_path / "straight", *SHARDED, "steps=40")
+    train(2, tmp_path / "halves", *SHARDED, "steps=20")
+    assert "resumed at step 20" in train(2, tmp_path / "halves", *SHARDED, "steps=40")
     straight, straight_scaler, _ = _state(tmp_path / "straight")
     halves, halves_scaler, _ = _state(tmp_path / "halves")
     assert same_bits(straight, halves)
     assert straight_scaler == halves_scaler
     assert _without_speed(_rows(tmp_path / "straight")) == _without_speed(_rows(tmp_path / "halves"))
-    assert "resumed at step 40" in _train(4, tmp_path / "halves", *SHARDED, "steps=44")
+    assert "resumed at step 40" in train(4, tmp_path / "halves", *SHARDED, "steps=44")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_interrupt_saves_and_the_next_run_goes_on(tmp_path: Path, ranks: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_interrupt_saves_and_the_next_run_goes_on(train: Train, tmp_path: Path, world_size: int) -> None:
     """Ctrl-C (a SIGINT to everybody) saves the step and ends; the same command then finishes the run, bit for bit."""
-    command = _command(ranks, tmp_path / "cut", "steps=300")
+    command = _command(world_size, tmp_path / "cut", "steps=300")
     events = tmp_path / "cut" / "run" / "tensorboard"
     with job(command) as run:
         wait_until(lambda: events.is_dir() and any(events.iterdir()), run)
@@ -145,25 +181,30 @@ def test_interrupt_saves_and_the_next_run_goes_on(tmp_path: Path, ranks: int) ->
         output = run.output
         returncode = run.process.returncode
     assert "stopped by a signal; run the same command to go on" in output
-    if ranks == 1:
+    if world_size == 1:
         assert returncode == 128 + signal.SIGINT
     summary = json.loads((tmp_path / "cut" / "run" / "summary.json").read_text())
     stopped = summary["step"]
     assert 0 < stopped < 300
     assert [int(row["step"]) for row in _rows(tmp_path / "cut")] == list(range(stopped))
-    assert f"resumed at step {stopped}" in _train(ranks, tmp_path / "cut", "steps=300")
-    _train(ranks, tmp_path / "straight", "steps=300")
+    assert f"resumed at step {stopped}" in train(world_size, tmp_path / "cut", "steps=300")
+    train(world_size, tmp_path / "straight", "steps=300")
     assert same_bits(_state(tmp_path / "cut")[0], _state(tmp_path / "straight")[0])
 
 
 @pytest.mark.parametrize(
     "precision", ["fp16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bf16", "fp32"))]
 )
-def test_alone_in_each_precision(tmp_path: Path, precision: str) -> None:
+def test_alone_in_each_precision(train: Train, tmp_path: Path, precision: str) -> None:
     """A run without torchrun: the loss falls, everything is logged each step, and the parameters have the dtype asked
     for.
     """
-    _train(1, tmp_path, f"precision={precision}", "steps=60", "checkpoint.async_save=true", "checkpoint.every=20")
+    options = [f"precision={precision}", "steps=60", "checkpoint.async_save=true", "checkpoint.every=20"]
+    if precision == "fp16":
+        with job(_command(1, tmp_path, *options)) as run:
+            run.finish()
+    else:
+        train(1, tmp_path, *options)
     rows = _rows(tmp_path)
     assert list(rows[0]) == COLUMNS
     losses = [float(row["loss"]) for row in rows]
@@ -179,28 +220,28 @@ def test_alone_in_each_precision(tmp_path: Path, precision: str) -> None:
 
 
 @pytest.mark.slow
-def test_refusals_of_a_run(tmp_path: Path) -> None:
+def test_refusals_of_a_run(train: Train, tmp_path: Path) -> None:
     """Another configuration in the same folder, an odd batch, a bad key: exit status 2 and a message with the
     remedy.
     """
-    _train(1, tmp_path, "steps=2")
-    output = _train(1, tmp_path, "steps=4", "seed=1", status=2)
+    train(1, tmp_path, "steps=2")
+    output = train(1, tmp_path, "steps=4", "seed=1", status=2)
     assert "holds a run with other options: seed=0 there, 1 here. Give another wandb_name or output_dir" in output
-    output = _train(1, tmp_path, "steps=3", "seed=1", "checkpoint.resume=restart")
+    output = train(1, tmp_path, "steps=3", "seed=1", "checkpoint.resume=restart")
     assert "done: step 3 of 3" in output
-    assert "unknown key 'step'; did you mean 'steps'" in _train(1, tmp_path, "step=4", status=2)
-    output = _train(2, tmp_path / "odd", "batch_size=5", status=1)
+    assert "unknown key 'step'; did you mean 'steps'" in train(1, tmp_path, "step=4", status=2)
+    output = train(2, tmp_path / "odd", "batch_size=5", status=2)
     assert "batch_size=5 must be a multiple of the 2 ranks" in output
 
 
 @pytest.mark.slow
-def test_weights_and_biases_is_optional(tmp_path: Path) -> None:
+def test_weights_and_biases_is_optional(train: Train, tmp_path: Path) -> None:
     """Asked for and not installed: a message with the pip line. Installed: the offline run is written."""
     try:
         import wandb  # noqa: F401
     except ModuleNotFoundError:
-        output = _train(1, tmp_path, "steps=2", "wandb=offline", status=2)
+        output = train(1, tmp_path, "steps=2", "wandb=offline", status=2)
         assert "wandb=offline needs Weights & Biases: pip install 'megascale[wandb]'" in output
     else:
-        _train(1, tmp_path, "steps=2", "wandb=offline")
+        train(1, tmp_path, "steps=2", "wandb=offline")
         assert any((tmp_path / "run" / "wandb").glob("offline-run-*"))
