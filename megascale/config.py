@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -16,6 +17,10 @@ MUON_ADJUST_LR_FNS = ("original", "match_rms_adamw")
 MUON_NS_DTYPES = (None, torch.bfloat16, torch.float32)
 ZCLIP_MODES = ("clip", "skip")
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MOMENT_DTYPES = {
+    "exp_avg_dtype": (*STATE_DTYPES, torch.int8),
+    "exp_avg_sq_dtype": (*STATE_DTYPES, torch.uint8),
+}
 FLAGS = (
     "fp16",
     "bf16",
@@ -100,11 +105,12 @@ class OptimizerConfig:
     """Kernels (ours): a name of :data:`megascale.config.BACKENDS`. "auto": the environment variable MEGASCALE_BACKEND,
     else what is fastest here, see :func:`megascale.kernels.select_backend`."""
     exp_avg_dtype: torch.dtype = torch.float32
-    """Dtype of Adam's and Lion's first moment and of SGD's momentum buffer: float32, bfloat16 or float16. Arithmetic is
-    fp32; fp64 parameters keep fp64 moments."""
+    """Dtype of Adam's and Lion's first moment and of SGD's momentum buffer: float32, bfloat16 or float16;
+    int8 for Adam's. Arithmetic is fp32; fp64 parameters keep fp64 moments. int8, and uint8 for the second moment, are
+    codes (ours), see :mod:`megascale.kernels.compact_moments`."""
     exp_avg_sq_dtype: torch.dtype = torch.float32
     """Dtype of Adam's second moment. bfloat16 cannot follow changes below 0.4%, which beta2=0.999 makes; float16 loses
-    gradients below 2.4e-4. Measure before you train with either."""
+    gradients below 2.4e-4. Measure before you train with either. uint8 follows both."""
 
     # Sharding, read by build_optimizer
     use_distributed_optimizer: bool = False
@@ -170,11 +176,7 @@ class OptimizerConfig:
                 validate.integer(name, getattr(self, name), minimum=1)
         self._validate_spikes()
         validate.one_of("backend", self.backend, BACKENDS)
-        for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
-            if getattr(self, name) not in STATE_DTYPES:
-                raise ArgumentError(
-                    f"{name} must be one of {', '.join(map(str, STATE_DTYPES))}, got {getattr(self, name)!r}"
-                )
+        check_moment_dtypes(self)
         validate.one_of("optimizer", self.optimizer, OPTIMIZERS)
         if self.lr is not None:
             validate.non_negative("lr", self.lr)
@@ -228,3 +230,10 @@ class OptimizerConfig:
             raise ArgumentError(f"loss_scale_growth_factor must be above 1, got {self.loss_scale_growth_factor!r}")
         if validate.positive("loss_scale_backoff_factor", self.loss_scale_backoff_factor) >= 1:
             raise ArgumentError(f"loss_scale_backoff_factor must be below 1, got {self.loss_scale_backoff_factor!r}")
+
+
+def check_moment_dtypes(options: Any) -> None:
+    """Raise ArgumentError for ``exp_avg_dtype`` or ``exp_avg_sq_dtype`` of ``options`` that no moment may have."""
+    for name, dtypes in MOMENT_DTYPES.items():
+        if getattr(options, name) not in dtypes:
+            raise ArgumentError(f"{name} must be one of {', '.join(map(str, dtypes))}, got {getattr(options, name)!r}")

@@ -68,7 +68,7 @@ def run(given: argparse.Namespace) -> int:
 
 def bytes_per_parameter(dtype: torch.dtype) -> int:
     """Return the bytes that AdamW's step with clipping reads and writes per parameter, with fp32 moments."""
-    return sum(traffic_per_element(dtype, dtype, (torch.float32, torch.float32)))
+    return int(sum(traffic_per_element(dtype, dtype, (torch.float32, torch.float32))))
 
 
 def measured_bandwidth(device: torch.device) -> float:

@@ -26,6 +26,7 @@ AS_TYPED = {
     f"{name} must": f"--{name.replace('_', '-')} must" for name in (*FIELDS, "memory_bandwidth", "link_bandwidth")
 }
 DTYPES = PRECISIONS
+FIRST_DTYPES, SECOND_DTYPES = {**PRECISIONS, "int8": torch.int8}, {**PRECISIONS, "uint8": torch.uint8}
 MEASURE = "measure"
 LABEL = 26
 
@@ -41,8 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, default=1, help="data-parallel ranks (default 1)")
     parser.add_argument("--sharding", choices=SHARDINGS, default="replicated", help="default: replicated")
     parser.add_argument("--optimizer", choices=MOMENTS, default="adamw", help="momentum: SGD with it (default adamw)")
-    parser.add_argument("--exp-avg-dtype", choices=DTYPES, default="fp32", help="of the first moment (default fp32)")
-    parser.add_argument("--exp-avg-sq-dtype", choices=DTYPES, default="fp32", help="of the second (default fp32)")
+    parser.add_argument(
+        "--exp-avg-dtype", choices=FIRST_DTYPES, default="fp32", help="of the first moment (default fp32)"
+    )
+    parser.add_argument(
+        "--exp-avg-sq-dtype", choices=SECOND_DTYPES, default="fp32", help="of the second (default fp32)"
+    )
     parser.add_argument("--grad-dtype", choices=DTYPES, default="fp32", help="of main grads (default fp32)")
     parser.add_argument("--reduce-dtype", choices=DTYPES, help="of gradients in messages (default: as main grads)")
     parser.add_argument("--bucket-numel", type=int, default=Setup.bucket_numel, help="elements of a bucket")
@@ -58,7 +63,7 @@ def run(given: argparse.Namespace) -> int:
     """Print the estimate, and draw it where asked."""
     setup: dict[str, Any] = {name: getattr(given, name) for name in FIELDS}
     for name in ("exp_avg_dtype", "exp_avg_sq_dtype", "grad_dtype", "reduce_dtype"):
-        setup[name] = DTYPES.get(setup[name])
+        setup[name] = (FIRST_DTYPES | SECOND_DTYPES).get(setup[name])
     found = estimate(
         model_of(given.model),
         precision=given.precision,

@@ -1,16 +1,23 @@
 """Bytes that one rank holds, by kind; bytes of a checkpoint."""
 
+from collections.abc import Iterable
+
+import torch
+
 from megascale.estimation.partition import Partition, dtype_of, main_dtype_of
 from megascale.estimation.setup import COUNTS_STEPS
 from megascale.estimation.sizes import ParamSpec
 from megascale.grad_sync.layout import rounded_up
 from megascale.grad_sync.reduction import MESSAGE
 from megascale.grad_sync.sync import MOST_PENDING
+from megascale.kernels.compact_moments import CODE_DTYPES, num_groups
 from megascale.main_params.slab import ALIGNMENT, SMALL
 from megascale.utils.dtypes import HALF_DTYPES
 
 STEP_BYTES = 4
 """A step count is one fp32 number."""
+SCALE_BYTES = 4
+"""A scale of a group of codes is one fp32 number."""
 PIECE_BYTES = 1900
 """A saved piece beside its elements: torch.save's container 1,550, its rows of the index and of the manifest 350."""
 
@@ -32,7 +39,7 @@ def held_bytes(partition: Partition) -> dict[str, int]:
         "gradients": 0 if setup.has_main_grads else whole,
         "main grads": sum(bucket.numel * setup.grad_dtype_of(dtype).itemsize for dtype, bucket in buckets),
         "main params": sum(_slot(partition, p) * 4 for p in sizes.params if p.dtype in HALF_DTYPES),
-        "moments": sum(_slot(partition, param) * moment_itemsize(partition, param) for param in sizes.params) + counted,
+        "moments": sum(_moment_bytes(partition, param) for param in sizes.params) + counted,
         "messages": _message_bytes(partition),
     }
 
@@ -69,8 +76,10 @@ def checkpoint_bytes(partition: Partition) -> int:
     for param in sizes.params:
         copies = 1 if param.dtype in HALF_DTYPES else 0
         moments = setup.moment_dtypes(main_dtype_of(param.dtype))
+        scales = _scales(moments)
         total += param.nbytes + param.numel * (4 * copies + sum(dtype.itemsize for dtype in moments))
-        total += PIECE_BYTES * partition.num_pieces[param.name] * (1 + copies + len(moments))
+        total += scales * SCALE_BYTES * num_groups(param.numel)
+        total += PIECE_BYTES * partition.num_pieces[param.name] * (1 + copies + len(moments) + scales)
         if setup.optimizer in COUNTS_STEPS:
             total += STEP_BYTES + PIECE_BYTES
     return total
@@ -79,6 +88,18 @@ def checkpoint_bytes(partition: Partition) -> int:
 def moment_itemsize(partition: Partition, param: ParamSpec) -> int:
     """Return the bytes of all moments of one element of ``param``."""
     return sum(dtype.itemsize for dtype in partition.setup.moment_dtypes(main_dtype_of(param.dtype)))
+
+
+def _scales(moments: Iterable[torch.dtype]) -> int:
+    """Return how many of these moments have scales: those that are held as codes of 8 bits."""
+    return sum(dtype in CODE_DTYPES for dtype in moments)
+
+
+def _moment_bytes(partition: Partition, param: ParamSpec) -> int:
+    """Return the bytes of the rank's part of all moments of ``param``, with the scales of those that are codes."""
+    moments = partition.setup.moment_dtypes(main_dtype_of(param.dtype))
+    scales = _scales(moments) * SCALE_BYTES * num_groups(partition.kept[param.name])
+    return _slot(partition, param) * moment_itemsize(partition, param) + scales
 
 
 def _slot(partition: Partition, param: ParamSpec) -> int:

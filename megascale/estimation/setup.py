@@ -4,10 +4,11 @@ from dataclasses import dataclass
 
 import torch
 
-from megascale.config import STATE_DTYPES
+from megascale.config import check_moment_dtypes
 from megascale.errors import ArgumentError, ArgumentTypeError
 from megascale.grad_sync.bucket import main_grad_dtype
 from megascale.grad_sync.layout import DEFAULT_BUCKET_NUMEL
+from megascale.kernels.compact_moments import CODE_DTYPES
 from megascale.utils import validate
 
 SHARDINGS = ("replicated", "grad_sync", "distributed")
@@ -61,10 +62,12 @@ class Setup:
         validate.one_of("communication", self.communication, COMMUNICATION)
         validate.integer("bucket_numel", self.bucket_numel, minimum=1)
         validate.integer("rank", self.rank, minimum=0, maximum=self.ranks - 1)
+        check_moment_dtypes(self)
         for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
-            if getattr(self, name) not in STATE_DTYPES:
-                choices = ", ".join(map(str, STATE_DTYPES))
-                raise ArgumentError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
+            if getattr(self, name) in CODE_DTYPES and "exp_avg_sq" not in MOMENTS[self.optimizer]:
+                raise ArgumentError(
+                    f"{name}={getattr(self, name)} needs Adam or AdamW, not {self.optimizer}; leave it at torch.float32"
+                )
         for name in ("grad_dtype", "reduce_dtype"):
             dtype = getattr(self, name)
             if dtype is None and name == "reduce_dtype":
@@ -92,7 +95,11 @@ class Setup:
         if main_dtype == torch.float64:
             return [main_dtype] * len(MOMENTS[self.optimizer])
         names = MOMENTS[self.optimizer]
-        return [self.exp_avg_sq_dtype if name in SECOND_MOMENTS else self.exp_avg_dtype for name in names]
+        second = self.exp_avg_sq_dtype
+        dtypes = {name: second if name in SECOND_MOMENTS else self.exp_avg_dtype for name in names}
+        if second in CODE_DTYPES and "max_exp_avg_sq" in dtypes:
+            dtypes["max_exp_avg_sq"] = main_dtype
+        return list(dtypes.values())
 
     def grad_dtype_of(self, model_dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of the gradients that the step reads, for model params of ``model_dtype``."""

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import torch
 
 from megascale.estimation.partition import Partition, main_dtype_of
+from megascale.kernels.compact_moments import held_bytes
 from megascale.utils.dtypes import HALF_DTYPES
 
 ACCUMULATE, MEASURE, UPDATE = "accumulate gradients", "measure", "update"
@@ -12,7 +13,7 @@ ACCUMULATE, MEASURE, UPDATE = "accumulate gradients", "measure", "update"
 
 def traffic_per_element(
     model_dtype: torch.dtype, grad_dtype: torch.dtype, moments: Iterable[torch.dtype]
-) -> tuple[int, int]:
+) -> tuple[float, float]:
     """Return the bytes that the statistics and the update read and write for each element.
 
     The first pass reads the gradient. The second reads it again, reads and writes the main param and the ``moments``,
@@ -20,7 +21,7 @@ def traffic_per_element(
     """
     main = 2 * main_dtype_of(model_dtype).itemsize
     model = model_dtype.itemsize if model_dtype in HALF_DTYPES else 0
-    state = sum(2 * dtype.itemsize for dtype in moments)
+    state = sum(2 * held_bytes(dtype) for dtype in moments)
     return grad_dtype.itemsize, grad_dtype.itemsize + main + state + model
 
 
@@ -33,8 +34,8 @@ def moved_bytes(partition: Partition) -> dict[str, int]:
         moments = setup.moment_dtypes(main_dtype_of(param.dtype))
         kept = partition.kept[param.name]
         measure, update = traffic_per_element(param.dtype, grad_dtype, moments)
-        moved[MEASURE] += kept * measure
-        moved[UPDATE] += kept * update
+        moved[MEASURE] += round(kept * measure)
+        moved[UPDATE] += round(kept * update)
         if setup.has_main_grads:
             moved[ACCUMULATE] += param.numel * (param.dtype.itemsize + grad_dtype.itemsize)
     return moved

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megascale.kernels.compact_moments import is_scale
 from megascale.kernels.decision import Decision, GradWeights, ScaleRule, TensorStats
 
 FP16_OVERFLOW = 65520.0
@@ -26,8 +27,12 @@ class Operands:
         grad: gradients, still scaled, in any floating dtype. Never written.
         state: optimizer state by torch's names (``exp_avg``, ``momentum_buffer``, ...), each a list like ``main``, in a
             dtype of its own: that of ``main``, or fp16 or bf16 beside fp32. The arithmetic is in the dtype of ``main``.
+            Adam's moments may be codes of 8 bits: their scales are state too, see
+            :mod:`megascale.kernels.compact_moments`.
         step: landed steps of each parameter before this one: 0-d fp32 tensors. Empty where the optimizer counts none.
         written: the versions of ``model`` after the update, set by a backend that has told autograd of its writes.
+        start: of each parameter, the index of its first element in the whole parameter, a multiple of 32: codes of 8
+            bits depend on it. Empty: 0.
     """
 
     model: list[Tensor] = field(default_factory=list)
@@ -36,6 +41,12 @@ class Operands:
     state: dict[str, list[Tensor]] = field(default_factory=dict)
     step: list[Tensor] = field(default_factory=list)
     written: NDArray[np.int64] | None = None
+    start: list[int] = field(default_factory=list)
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether a state is held as codes of 8 bits."""
+        return any(map(is_scale, self.state))
 
     def pick(self, indices: list[int]) -> "Operands":
         """Return the operands of the parameters at ``indices``."""
@@ -44,6 +55,7 @@ class Operands:
             main=[self.main[i] for i in indices],
             grad=[self.grad[i] for i in indices],
             state={name: [tensors[i] for i in indices] for name, tensors in self.state.items()},
+            start=[self.start[i] for i in indices] if self.start else [],
             step=[self.step[i] for i in indices] if self.step else [],
         )
 

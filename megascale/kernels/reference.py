@@ -3,11 +3,12 @@
 Statistics accumulate in fp64 (fp32 where the device has no fp64). The update's arithmetic is in the main param's dtype.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from megascale.kernels.compact_moments import decode_moments, encode_moments, exact_root
 from megascale.kernels.decision import Decision, TensorStats, TorchDecisions
 from megascale.kernels.protocol import FP16_OVERFLOW, AdamHyper, LionHyper, Operands, SgdHyper
 
@@ -49,13 +50,17 @@ class ReferenceBackend(TorchDecisions):
             t = (step + 1).to(stats_dtype(step.device))
             correction1 = 1 - hyper.beta1**t
             inv_correction2_sqrt = 1 / (1 - hyper.beta2**t).sqrt()
-            exp_avg = hyper.beta1 * state["exp_avg"].to(main.dtype) + (1 - hyper.beta1) * g
-            exp_avg_sq = hyper.beta2 * state["exp_avg_sq"].to(main.dtype) + (1 - hyper.beta2) * g * g
+            held = decode_moments(state) if operands.has_codes else state
+            exp_avg = hyper.beta1 * held["exp_avg"].to(main.dtype) + (1 - hyper.beta1) * g
+            exp_avg_sq = hyper.beta2 * held["exp_avg_sq"].to(main.dtype) + (1 - hyper.beta2) * g * g
             new = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+            if operands.has_codes:
+                start = operands.start[index] if operands.start else 0
+                new = encode_moments(exp_avg, exp_avg_sq, _dtypes(state), start, step + 1)
             second = exp_avg_sq
             if hyper.amsgrad:
                 second = new["max_exp_avg_sq"] = torch.maximum(state["max_exp_avg_sq"].to(main.dtype), exp_avg_sq)
-            denominator = _sqrt(second) * inv_correction2_sqrt.to(main.dtype) + hyper.eps
+            denominator = exact_root(second) * inv_correction2_sqrt.to(main.dtype) + hyper.eps
             p = p - (hyper.lr / correction1).to(main.dtype) * exp_avg / denominator
             for name, value in new.items():
                 _land_(state[name], value, found)
@@ -112,9 +117,8 @@ class ReferenceBackend(TorchDecisions):
         return torch.stack(flags)
 
 
-def _sqrt(value: Tensor) -> Tensor:
-    """Return the correctly rounded square root. torch's own fp32 root is an ulp off on some processors."""
-    return value.to(stats_dtype(value.device)).sqrt().to(value.dtype)
+def _dtypes(state: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
+    return {name: tensor.dtype for name, tensor in state.items()}
 
 
 def _gradient(grad: Tensor, main: Tensor, maximize: bool, decision: Decision) -> Tensor:

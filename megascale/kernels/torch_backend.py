@@ -1,8 +1,8 @@
 """The torch backend: torch's own fused kernels over cache-sized blocks. Works everywhere and needs no compiler.
 
 A gradient is converted into scratch and used, and its main param is rounded back, while all of it is in cache. Operands
-that do not share one dense memory layout, and options that torch's kernels do not honour on the device, are updated by
-the reference's arithmetic.
+that do not share one dense memory layout, moments of 8 bits, and options that torch's kernels do not honour on the
+device, are updated by the reference's arithmetic.
 """
 
 from collections.abc import Sequence
@@ -51,6 +51,8 @@ class TorchBackend(TorchDecisions):
 
     def adam_(self, operands: Operands, hyper: AdamHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
+        if operands.has_codes:
+            return self._reference.adam_(operands, hyper, decision)
         names = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if hyper.amsgrad else [])
         split = Split(operands, names)
         steps = [operands.step[index] for index in split.taken]

@@ -226,8 +226,11 @@ class MainParams(ABC):
         return None
 
     @abstractmethod
-    def to_local(self, param: nn.Parameter, value: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return this rank's part of ``value``, a saved tensor of the parameter's shape, as ``dtype``."""
+    def to_local(self, param: nn.Parameter, value: Tensor, dtype: torch.dtype, *, group: int = 1) -> Tensor:
+        """Return this rank's part of ``value``, a saved tensor of the parameter's shape, as ``dtype``.
+
+        ``group``: the elements of the flattened parameter that one element of a 1-D ``value`` stands for.
+        """
 
     @abstractmethod
     def local_part(self, param: MainParam, value: Tensor) -> Tensor:

@@ -44,6 +44,7 @@ class MainParam:
         shard: sharded: the same part of ``model``, a live view; None if replicated.
         is_copy: whether the main param has memory of its own.
         is_owned: False where sharded by parameters and another rank owns it.
+        start: where the main param begins in the flattened parameter, in elements.
         tracker, slot: the tracker, and the model param's index in it; None until it is admitted.
         form: of the model param; must not change.
     """
@@ -54,6 +55,7 @@ class MainParam:
     shard: Tensor | None
     is_copy: bool
     is_owned: bool = True
+    start: int = 0
     tracker: WriteTracker | None = None
     slot: int = 0
     form: ParamForm = field(init=False)

@@ -46,7 +46,9 @@ class ReplicatedMainParams(MainParams):
         """Do nothing: replicated model params are always whole."""
 
     @override
-    def to_local(self, param: nn.Parameter, value: Tensor, dtype: torch.dtype) -> Tensor:
+    def to_local(self, param: nn.Parameter, value: Tensor, dtype: torch.dtype, *, group: int = 1) -> Tensor:
+        if group > 1:
+            return value.detach().to(param.device, dtype, copy=True)
         return place_like(value, param, dtype)
 
     @override

@@ -18,6 +18,7 @@ from typing_extensions import override
 from megascale.errors import MegascaleError, StateDictError
 from megascale.grad_sync.layout import Piece
 from megascale.grad_sync.sync import GradSync, check_syncable
+from megascale.kernels.compact_moments import GROUP, is_scale, num_groups
 from megascale.main_params.base import MainParams
 from megascale.main_params.gather import GatheredBucket, ParamGather
 from megascale.main_params.main_param import MainParam
@@ -87,6 +88,8 @@ class ShardedMainParams(MainParams):
             owned |= {place.name for place in memory.placements if place.owner in (None, synced.rank)}
         slabs = Slabs(shards.values())
         made = {name: _make(name, params[name], shard, slabs, name in owned) for name, shard in shards.items()}
+        for main in made.values():
+            main.start = self.start_of(main.model)
         return [made[name] for name in params]
 
     def _check(self, params: Mapping[str, nn.Parameter]) -> None:
@@ -177,19 +180,20 @@ class ShardedMainParams(MainParams):
         return None
 
     @override
-    def to_local(self, param: nn.Parameter, value: Tensor, dtype: torch.dtype) -> Tensor:
+    def to_local(self, param: nn.Parameter, value: Tensor, dtype: torch.dtype, *, group: int = 1) -> Tensor:
         """See :class:`MainParams`. Returns the live piece itself for its own ParamShard in the same dtype."""
         main = self._by_id[id(param)].main
-        start = self.start_of(param)
+        start, numel = self.start_of(param) // group, -(-main.numel() // group)
+        shape = main.shape if group == 1 else torch.Size([numel])
         if not isinstance(value, ParamShard):
-            piece = value.detach().reshape(-1)[start : start + main.numel()]
-            return piece.to(main.device, dtype, copy=True).view(main.shape)
-        if value.piece.numel() != main.numel() or (value.start != start and main.numel()):
+            piece = value.detach().reshape(-1)[start : start + numel]
+            return piece.to(main.device, dtype, copy=True).view(shape)
+        if value.piece.numel() != numel or (value.start != start and numel):
             raise StateDictError(
                 f"a ParamShard holds elements from {value.start} of {self._by_id[id(param)].name!r}, this rank owns "
                 f"those from {start}; read the checkpoint with megascale.checkpoint, which reshards"
             )
-        return value.piece.to(main.device, dtype).view(main.shape)
+        return value.piece.to(main.device, dtype).view(shape)
 
     @override
     def local_part(self, param: MainParam, value: Tensor) -> Tensor:
@@ -199,13 +203,16 @@ class ShardedMainParams(MainParams):
     @override
     def export(self, param: MainParam, values: Mapping[str, Tensor], *, copy: bool) -> dict[str, Tensor]:
         """See :class:`MainParams`. Whole tensors are in host memory."""
-        shape, start = param.model.shape, self.start_of(param.model)
         group = self._bucket_of(param).synced.group.shard
         exported: dict[str, Tensor] = {}
         for key, value in values.items():
-            if value.shape != param.main.shape:
+            shape, start = param.model.shape, self.start_of(param.model)
+            if is_scale(key):
+                shape, start = torch.Size([num_groups(shape.numel())]), start // GROUP
+            elif value.shape != param.main.shape:
                 exported[key] = value.detach().clone() if copy else value.detach()
-            elif copy:
+                continue
+            if copy:
                 exported[key] = self._sum_of_pieces(value, shape, start, group)
             else:
                 exported[key] = ParamShard(value.detach().reshape(-1), shape, start)

@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup
 
 from megascale.errors import StateDictError, listed
 from megascale.grad_scaler import MegatronGradScaler
+from megascale.kernels.compact_moments import GROUP, is_scale
 from megascale.main_params.base import MainParams
 from megascale.state import schema as portable_state
 from megascale.state.torch_layout import StateDict, from_torch_layout, is_torch_layout
@@ -199,7 +200,9 @@ class LiveState:
             return own
         is_cut = self.main_params.keeps(param)
         for key, value in placed.items():
-            if isinstance(value, Tensor):
+            if is_scale(key) and is_cut:
+                placed[key] = self.main_params.to_local(param, value, value.dtype, group=GROUP)
+            elif isinstance(value, Tensor):
                 placed[key] = (
                     self.main_params.to_local(param, value, value.dtype)
                     if is_cut and self._is_per_element(key, value, param)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megascale.errors import MainParamOverflowError, StateDictError
+from megascale.kernels.compact_moments import FIRST_DTYPE, SCALE_SUFFIX, SECOND_DTYPE, num_groups
 from megascale.kernels.protocol import FP16_OVERFLOW
 from megascale.utils.dtensors import local
 
@@ -25,6 +26,8 @@ KEYS = ("optimizer", "main_params", "grad_scaler", "version")
 IMPLEMENTATION_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
 # Key, beside "state", of state that belongs to no parameter: a list with one dict per wrapped optimizer.
 SHARED_STATE = "shared_state"
+MOMENT_CODES = {"exp_avg": FIRST_DTYPE, "exp_avg_sq": SECOND_DTYPE}
+"""The dtypes of moments held as codes of 8 bits, see :mod:`megascale.kernels.compact_moments`."""
 PRIMITIVES = (bool, int, float, str, type(None))
 
 
@@ -182,7 +185,9 @@ def check_state(name: str, state: Any, param: Tensor, required: Collection[str])
     for key in required:
         if key not in state:
             raise StateDictError(f"optimizer state of {name!r} lacks {key!r}; it has {sorted(map(str, state))}")
-        if key != "step":
+        if key != "step" and is_held_as_codes(key, state[key]):
+            check_codes(name, key, state, param)
+        elif key != "step":
             check_tensor(name, key, state[key], param)
         elif not isinstance(state[key], (int, float)) and not (
             isinstance(state[key], Tensor) and state[key].numel() == 1
@@ -191,6 +196,26 @@ def check_state(name: str, state: Any, param: Tensor, required: Collection[str])
                 f"optimizer state of {name!r} has a step that is not one number: {_described(state[key])}"
             )
     portable(state, f"state[{name!r}]", copy=False)
+
+
+def is_held_as_codes(key: str, value: Any) -> bool:
+    """Return whether a saved state is a moment held as codes of 8 bits."""
+    return isinstance(value, Tensor) and value.dtype == MOMENT_CODES.get(key)
+
+
+def check_codes(name: str, key: str, state: Mapping[str, Any], param: Tensor) -> None:
+    """Raise StateDictError unless a moment held as codes has the parameter's shape, and a scale for each group."""
+    codes, scale = state[key], state.get(f"{key}{SCALE_SUFFIX}")
+    if codes.shape != param.shape:
+        raise StateDictError(
+            f"{key} of {name!r} has shape {tuple(codes.shape)}, the parameter has {tuple(param.shape)}"
+        )
+    groups = num_groups(param.numel())
+    if not isinstance(scale, Tensor) or scale.dtype != torch.float32 or scale.shape != (groups,):
+        raise StateDictError(
+            f"{key} of {name!r} is held as {codes.dtype} codes and needs {key}{SCALE_SUFFIX}, a torch.float32 tensor "
+            f"of shape ({groups},); save the whole state"
+        )
 
 
 def check_tensor(name: str, what: str, value: Any, like: Tensor) -> None:

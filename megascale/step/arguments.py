@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascale.config import OptimizerConfig
+from megascale.config import MOMENT_DTYPES, OptimizerConfig
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.grad_scaler import ConstantGradScaler, MegatronGradScaler
 from megascale.kernels.newton_schulz import POLAR_EXPRESS, QUINTIC
@@ -162,7 +162,7 @@ def _second_moment(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [] if isinstance(optimizer, (torch.optim.SGD, torch.optim.Muon, Lion)) else list(_ANY_DTYPE)
 
 
-_ANY_DTYPE = (torch.float32, torch.bfloat16, torch.float16)
+_ANY_DTYPE = MOMENT_DTYPES["exp_avg_sq_dtype"]
 _OF_OPTIMIZER: dict[str, Callable[[torch.optim.Optimizer], list[Any]]] = {
     "optimizer": _kind,
     # A schedule that was built first has changed the rate already.

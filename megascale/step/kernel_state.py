@@ -21,8 +21,10 @@ from megascale.kernels import (
     plain,
     shares_elements,
 )
+from megascale.kernels.compact_moments import CODE_DTYPES, is_scale
 from megascale.main_params.main_param import MainParam
 from megascale.main_params.slab import SLAB, Slabs
+from megascale.step.compact_state import convert_, holds_codes, is_code, require_holdable, shape_of, with_scales
 from megascale.step.torch_states import state_of
 from megascale.utils.dtensors import is_dtensor, local
 from megascale.utils.dtypes import HALF_DTYPES
@@ -68,6 +70,7 @@ class KernelState:
     def __init__(self, optimizer: torch.optim.Optimizer, dtypes: Mapping[str, torch.dtype]) -> None:
         self._optimizer = optimizer
         self._dtypes = dict(dtypes)
+        self._is_compact = any(dtype in CODE_DTYPES for dtype in dtypes.values())
 
     def create(self, params: Sequence[MainParam], names: Sequence[str]) -> None:
         """Create missing state of ``params`` and convert what exists, in the configured dtypes; values are kept.
@@ -77,20 +80,28 @@ class KernelState:
 
         Raises UsageError, before anything has changed, for existing state that does not fit.
         """
+        names = with_scales(names, self._dtypes)
         entries = [self._entry(param) for param in params]
         for entry, param in zip(entries, params, strict=True):
-            for name in names:
+            if self._is_compact:
+                require_holdable(param)
+            for name in {*names, *filter(is_scale, entry)}:
                 if entry.get(name) is not None:
                     _check(name, entry[name], param)
         if "step" in names:
             self._create_steps(entries, params)
         slabs = Slabs(param.main for param in params)
         for entry, param in zip(entries, params, strict=True):
+            if self._is_compact or holds_codes(entry):
+                convert_(entry, self._dtypes, param)
             for name in names:
                 if name == "step":
                     continue
                 dtype = self._dtype(name, param)
-                if entry.get(name) is None:
+                if is_scale(name):
+                    if entry.get(name) is None:
+                        entry[name] = torch.zeros(shape_of(name, param), dtype=dtype, device=param.main.device)
+                elif entry.get(name) is None:
                     entry[name] = slabs.zeros(param.main, dtype, name)
                 else:
                     entry[name] = slabs.moved_in(_with_own_memory(entry[name]).to(dtype), param.main, name)
@@ -111,7 +122,7 @@ class KernelState:
         for param in params:
             entry = self._entry(param)
             lacks = [name for name in names if entry.get(name) is None]
-            if entry and not set(lacks) <= set(optional):
+            if entry and not set(lacks) <= {*optional, *filter(is_scale, names)}:
                 raise UsageError(
                     f"the optimizer's state of {param.name!r} has {sorted(map(str, entry))} and lacks {lacks}; load "
                     "state that is whole, or clear it, so that the parameter starts anew"
@@ -134,6 +145,8 @@ class KernelState:
         return state_of(self._optimizer, param)
 
     def _dtype(self, name: str, param: MainParam) -> torch.dtype:
+        if is_scale(name):
+            return torch.float32
         return param.main.dtype if param.main.dtype == torch.float64 else self._dtypes[name]
 
     def _fits(self, name: str, value: Any, param: MainParam) -> bool:
@@ -189,19 +202,19 @@ def _check(name: str, value: Any, param: MainParam) -> None:
     fault = memory_fault(_part(value))
     if fault is not None:
         raise UsageError(f"{story} {fault}; load the state anew")
-    part, main = local(value), local(param.main)
+    part, main, shape = local(value), local(param.main), shape_of(name, param)
     if is_dtensor(value) and not is_plain(part):
         raise UsageError(f"{story} is a DTensor of negated values; give it values of its own")
     if name == "step":
         if value.numel() != 1 or value.dtype.is_complex:
             raise UsageError(f"{story} has shape {tuple(value.shape)} and dtype {value.dtype}; it must be one number")
         return
-    if part.shape != main.shape or part.device != main.device:
+    if part.shape != shape or part.device != main.device:
         raise UsageError(
             f"{story} is {tuple(part.shape)} on {part.device}, its main param {tuple(main.shape)} on {main.device}; "
             "load state of the same parameters, in the same order"
         )
-    if not value.dtype.is_floating_point:
+    if not value.dtype.is_floating_point and not is_code(name, value):
         raise UsageError(f"{story} has dtype {value.dtype}; it must be floating point")
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from megascale.config import OptimizerConfig
+from megascale.errors import UsageError
 from megascale.kernels import (
     AdamHyper,
     Backend,
@@ -22,8 +23,10 @@ from megascale.kernels import (
     new_tags,
     same_values,
 )
+from megascale.kernels.compact_moments import CODE_DTYPES
 from megascale.main_params.main_param import MainParam
 from megascale.main_params.update_unit import UpdateUnit
+from megascale.step.compact_state import require_supported, with_scales
 from megascale.step.kernel_state import KernelState, StateColumns, has_tensors, number, pair, rate, require_options
 from megascale.step.torch_step import GeneralUpdate
 from megascale.step.update import InnerUpdate, KernelCall, MarkWritten, PendingUpdate, Prepared, Rounded
@@ -55,6 +58,10 @@ class KernelUpdate(InnerUpdate, ABC):
         self._prepared: WeakKeyDictionary[UpdateUnit, _CachedOperands] = WeakKeyDictionary()
         dtypes = dict.fromkeys(("exp_avg", "momentum_buffer"), config.exp_avg_dtype)
         dtypes |= dict.fromkeys(("exp_avg_sq", "max_exp_avg_sq"), config.exp_avg_sq_dtype)
+        if config.exp_avg_sq_dtype in CODE_DTYPES:
+            dtypes["max_exp_avg_sq"] = torch.float32
+        require_supported(dtypes, optimizer, backend)
+        self._dtypes = dtypes
         self._state = KernelState(optimizer, dtypes)
 
     @override
@@ -67,6 +74,7 @@ class KernelUpdate(InnerUpdate, ABC):
         for pending in updates:
             require_options(pending.options, ("lr", *self.numbers, *self.flags))
         if self._hooked() or not all(self.fits(pending.options) for pending in updates):
+            self._require_readable()
             return self._general.prepare(updates)
         self._drop_stale_operands()
         hypers = [self.hyper(pending.options) for pending in updates]
@@ -108,6 +116,16 @@ class KernelUpdate(InnerUpdate, ABC):
             return f"{type(self.optimizer).__name__} has options that are tensors: give numbers"
         return None
 
+    def _require_readable(self) -> None:
+        """Raise UsageError if the optimizer's own step() is to run on moments held as codes."""
+        codes = [f"{name}={dtype}" for name, dtype in self._dtypes.items() if dtype in CODE_DTYPES]
+        if codes:
+            raise UsageError(
+                f"{type(self.optimizer).__name__} has step hooks, or options that are tensors, so that its own step() "
+                f"must run, which cannot read {', '.join(codes)}; remove the hooks and give numbers, or keep the "
+                "moments in torch.float32"
+            )
+
     def _hooked(self) -> bool:
         return self._general.inner_step.is_hooked
 
@@ -119,7 +137,7 @@ class KernelUpdate(InnerUpdate, ABC):
 
     def _operands(self, pending: PendingUpdate) -> list[Prepared]:
         """Return operands by device: the cached ones with this step's gradients, while all else is the same."""
-        names = self.required_state(pending.options)
+        names = with_scales(self.required_state(pending.options), self._dtypes)
         kept = self._prepared.get(pending.unit)
         if kept is None or not kept.state.hold(names):
             state = self._state.columns(pending.params, names, self.optional_state)
@@ -174,6 +192,7 @@ def _prepare(params: Sequence[MainParam], state: Mapping[str, Sequence[Tensor]])
                     for name, column in state.items()
                     if name != "step"
                 },
+                start=[params[index].start for index in indices],
                 step=[state["step"][index] for index in indices] if "step" in state else [],
             ),
         )

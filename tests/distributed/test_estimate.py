@@ -72,6 +72,14 @@ def test_estimate_knows_the_optimizers(ranks: RankPool, tmp_path: Path, sharding
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_estimate_knows_moments_of_8_bits(ranks: RankPool, tmp_path: Path, sharding: str) -> None:
+    """Codes and their scales."""
+    options = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.uint8}
+    compare(ranks, tmp_path, "fp16", sharding, "adamw", 2, **options)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["grad_sync", "distributed"])
 @pytest.mark.parametrize(
     "options", [{"reduce_dtype": BF16}, {"grad_dtype": BF16}, {"grad_dtype": BF16, "reduce_dtype": torch.float32}]

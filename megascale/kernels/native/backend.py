@@ -23,6 +23,7 @@ from megascale.kernels.decision import (
     TensorStats,
     TorchDecisions,
 )
+from megascale.kernels.native.compact import compact_rows, numels_of
 from megascale.kernels.native.library import library
 from megascale.kernels.protocol import AdamHyper, LionHyper, Operands, SgdHyper
 from megascale.kernels.split import Split
@@ -110,6 +111,7 @@ class NativeBackend(TorchDecisions):
         self._library = library()
         self._torch = TorchBackend()
         self._kept: WeakKeyDictionary[Operands, tuple[list[str], _Table | None]] = WeakKeyDictionary()
+        self._kept_codes: WeakKeyDictionary[Operands, _Table | None] = WeakKeyDictionary()
         self._measured = _Lengths(np.empty(0, dtype=np.int64))
 
     def measure(self, grads: Sequence[Tensor], count_zeros: bool) -> TensorStats:
@@ -183,8 +185,33 @@ class NativeBackend(TorchDecisions):
             amsgrad=hyper.amsgrad,
             maximize=hyper.maximize,
         )
+        if operands.has_codes:
+            return self._adam_codes_(operands, hyper, constants, decision)
         call = _Call(ADAM, constants, decision)
         return self._update(operands, names, call, lambda rest: self._torch.adam_(rest, hyper, decision))
+
+    def _adam_codes_(self, operands: Operands, hyper: AdamHyper, constants: _Hyper, decision: Decision) -> Tensor:
+        """Run compact.h, or the torch backend on what it does not support: amsgrad, and odd memory layouts."""
+        if operands not in self._kept_codes:
+            rows = compact_rows(operands, TYPES)
+            self._kept_codes[operands] = rows if rows is None else _Table(_Lengths(numels_of(operands.main)), rows)
+        table, grads = self._kept_codes[operands], TensorList.of(operands.grad)
+        operands.written = None
+        if table is None or hyper.amsgrad or not _all_known(grads):
+            return self._torch.adam_(operands, hyper, decision)
+        operands.written = increment_versions(operands.model)
+        overflowed = torch.empty(len(table.rows), dtype=torch.bool)
+        self._library.update_compact(
+            ctypes.byref(table.lengths),
+            ctypes.byref(_Grads(grads)),
+            table.rows.ctypes.data,
+            ctypes.byref(constants),
+            decision.found_inf.data_ptr(),
+            decision.coefficient.data_ptr(),
+            overflowed.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return overflowed
 
     def sgd_(self, operands: Operands, hyper: SgdHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""

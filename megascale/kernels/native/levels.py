@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 SOURCE = Path(__file__).with_name("native.c")
-HEADERS = "".join(Path(__file__).with_name(name).read_text() for name in ("chunks.h", "vector.h"))
+HEADER_NAMES = ("chunks.h", "codes.h", "compact.h", "decision.h", "vector.h")
+HEADERS = "".join(Path(__file__).with_name(name).read_text() for name in HEADER_NAMES)
 FOLDER = Path(__file__).with_name("prebuilt")
 """Where a wheel has the libraries; a clone has no such folder."""
 CPUINFO = Path("/proc/cpuinfo")

@@ -91,6 +91,8 @@ def _declare(loaded: ctypes.CDLL) -> ctypes.CDLL:
     loaded.measure.restype = None
     loaded.update.argtypes = [pointer, pointer, pointer, count, pointer, pointer, pointer, pointer, ctypes.c_int]
     loaded.update.restype = None
+    loaded.update_compact.argtypes = [*[pointer] * 7, ctypes.c_int]
+    loaded.update_compact.restype = None
     loaded.total.argtypes = [*[pointer] * 5, count, pointer, ctypes.c_double, pointer]
     loaded.total.restype = None
     loaded.decide.argtypes = [pointer, pointer, ctypes.c_double, pointer, pointer]

@@ -5,8 +5,6 @@
  * vectors of fp32, and back. The order of operations is the reference backend's: compile without contraction and
  * without fast math, so that main params have its bits.
  */
-#include <float.h>
-
 #include "chunks.h"
 #include "vector.h"
 
@@ -436,64 +434,7 @@ void update(const Lengths *all, const Grads *grads, const Row *rows, int64_t rul
         if (!is_one_chunk(all, r) && rows[r].step) *rows[r].step += 1.0f;
 }
 
-/* ---- the decision ---- */
+/* ---- the other entry points, which use the above ---- */
 
-/* The vector that is summed over all ranks in a step; see Statistic in decision.py. */
-typedef struct {
-    double sum_squares, non_finite, zeros, errors, contrast, scaled;
-} Statistics;
-
-/* Sum n tensors' statistics into a rank's; zeros are NaN if they were not counted. */
-void total(const double *sum_squares, const double *non_finite, const double *zeros, const double *shares,
-           const double *contrasts, int64_t n, const double *errors, double scaled, Statistics *out) {
-    Statistics sums = {.zeros = zeros ? 0 : (double)NAN, .errors = *errors, .scaled = scaled};
-    for (int64_t i = 0; i < n; i++) {
-        sums.sum_squares += sum_squares[i] * shares[i];
-        sums.non_finite += non_finite[i];
-        if (zeros) sums.zeros += zeros[i] * shares[i];
-        if (contrasts) sums.contrast += sum_squares[i] * contrasts[i];
-    }
-    *out = sums;
-}
-
-#define REPLICA_TOLERANCE 1e-4
-
-/* Write {found_inf, coefficient, grad_norm} and the zeros from agreed statistics. scale: null for an unscaled loss. */
-void decide(const Statistics *agreed, const float *scale, double clip_grad, float *decision, double *num_zeros) {
-    double squares = agreed->sum_squares;
-    int is_finite = squares <= (double)FLT_MAX; /* false for NaN */
-    int is_alike = !(fabs(agreed->contrast) > REPLICA_TOLERANCE * squares);
-    double unscale = scale ? (double)(float)(1.0 / (double)*scale) : 1.0;
-    double norm = sqrt(squares) * unscale, coefficient = unscale;
-    if (clip_grad > 0) {
-        double clip = 1.0 / (norm + 1e-6) * clip_grad; /* as torch divides a number by a tensor */
-        coefficient *= clip > 1.0 ? 1.0 : clip;
-    }
-    decision[0] = !is_finite || agreed->non_finite > 0 || agreed->errors != 0 || !is_alike || agreed->scaled <= 0;
-    decision[1] = (float)coefficient;
-    decision[2] = (float)norm;
-    *num_zeros = rint(agreed->zeros); /* shares such as 1/3 do not add up exactly */
-}
-
-typedef struct {
-    double min_scale, max_scale, growth_factor, backoff_factor;
-    int64_t growth_interval, hysteresis, each_clean_step;
-} ScaleRule;
-
-/* Update the loss scale after one step. */
-void rescale(const float *found_inf, float *scale, int64_t *growth, int64_t *hysteresis, const ScaleRule *rule) {
-    if (*found_inf != 0) { /* or NaN */
-        *growth = 0;
-        *hysteresis = *hysteresis > 1 ? *hysteresis - 1 : 0;
-        if (*hysteresis) return;
-        float least = (float)rule->min_scale, backed_off = *scale * (float)rule->backoff_factor;
-        *scale = backed_off < least ? least : backed_off;
-        return;
-    }
-    int grows = ++*growth >= rule->growth_interval;
-    if (grows || rule->each_clean_step) *hysteresis = rule->hysteresis;
-    if (!grows) return;
-    *growth = 0;
-    float most = (float)rule->max_scale, grown = *scale * (float)rule->growth_factor;
-    if (grown <= FLT_MAX) *scale = grown > most ? most : grown;
-}
+#include "compact.h"
+#include "decision.h"

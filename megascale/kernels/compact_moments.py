@@ -1,0 +1,173 @@
+"""8-bit moments: Adam's ``exp_avg`` as int8, ``exp_avg_sq`` as uint8, and an fp32 scale for each group of 32 elements.
+
+Groups are cut from the flattened parameter, so that they are the same on any number of ranks. All functions take and
+return 1-D tensors that begin with a whole group; the last group may be shorter. Every operation is an IEEE one on fp32
+or exact on integers: backends have the same bits.
+
+``exp_avg_sq`` is held as its root. The bit pattern of a positive fp32 number, cut to its upper bits, is a logarithmic
+code: code ``q`` of a group stands for the number with the bits ``floor + (q << shift)``. The shift, 16 to 19, is the
+smallest with which 255 codes reach from the group's largest root to its smallest: over 2 to 16 octaves, with 128 to 16
+codes in each. What lies below is raised to the floor, so that no root becomes 0 beside one that is not: an update never
+divides by less than it would in fp32. A finer shift has all codes of a coarser one. The scale is the fp32 number
+``floor`` with ``shift - 16`` in its two lowest bits, which the floor does not need; a group of zeros has scale 0.
+
+With ``beta2`` near 1 a root moves by less than a code in a step, and rounding to nearest would leave it where it is. So
+a *dither*, a number between 0 and 1 code that depends on the element's index and the step alone, is added before the
+lower bits are cut off. Its values in successive steps are spread evenly (a Weyl sequence): codes follow, with the right
+mean.
+
+``exp_avg`` is held as its quotient by the root of ``exp_avg_sq`` as held, which is bounded and of like size for all
+elements: ``q * scale`` with ``q`` from -127 to 127, rounded to nearest.
+"""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+GROUP = 32
+"""Elements that share a scale."""
+FIRST_DTYPE, SECOND_DTYPE = torch.int8, torch.uint8
+CODE_DTYPES = (FIRST_DTYPE, SECOND_DTYPE)
+SCALE_SUFFIX = "_scale"
+"""Added to the name of a moment: the name of its scales."""
+LEAST_QUOTIENT = 2.0**-100
+"""A group whose quotients are all smaller has scale 0: the reciprocal of its scale could overflow."""
+_FINEST, _COARSEST = 16, 19
+_TOP_CODE = 255
+_INDEX_STRIDE, _STEP_STRIDE = 0x9E3779B1, 0x85EBCA77  # odd; the first is 2**32 divided by the golden ratio
+_WORD = 0xFFFFFFFF
+
+
+def num_groups(numel: int) -> int:
+    """Return how many scales ``numel`` elements have."""
+    return -(-numel // GROUP)
+
+
+def is_scale(name: str) -> bool:
+    """Whether a state of this name holds the scales of a moment."""
+    return name in (f"exp_avg{SCALE_SUFFIX}", f"exp_avg_sq{SCALE_SUFFIX}")
+
+
+def held_bytes(dtype: torch.dtype) -> float:
+    """Return the bytes of an element of a moment in ``dtype``, scales included."""
+    return dtype.itemsize + (4 / GROUP if dtype in CODE_DTYPES else 0)
+
+
+def dither(start: int, numel: int, step: Tensor) -> Tensor:
+    """Return ``index * 0x9E3779B1 + step * 0x85EBCA77`` modulo 2**32 as int64, shape [numel].
+
+    Args:
+        start: of the first element in the flattened parameter, whose indices count from 0.
+        numel: elements.
+        step: 0-d: landed steps of the parameter, with the one being taken.
+    """
+    index = torch.arange(start, start + numel, dtype=torch.int64, device=step.device)
+    return (index * _INDEX_STRIDE + step.to(torch.int64) * _STEP_STRIDE) & _WORD
+
+
+def encode_root(root: Tensor, dithers: Tensor) -> tuple[Tensor, Tensor]:
+    """Return uint8 codes, shape [n], and fp32 scales, shape [groups], of roots of second moments.
+
+    Args:
+        root: fp32, shape [n], 0 or above. Inf and NaN are held exactly.
+        dithers: int64, shape [n], 0 to 2**32 - 1.
+    """
+    bits = root.view(torch.int32).to(torch.int64) & 0x7FFFFFFF
+    highest, lowest = _grouped(bits, 0).amax(1, keepdim=True), _grouped(bits, 0x7FFFFFFF).amin(1, keepdim=True)
+    shift = torch.full_like(highest, _FINEST)
+    for finer in range(_FINEST, _COARSEST):
+        shift += (highest >> finer) - (lowest >> finer) > _TOP_CODE - 1
+    floor = ((highest >> shift) + 1 - _TOP_CODE).clamp_(min=0)
+    dithered = _grouped(bits, 0) + (_grouped(dithers, 0) >> (32 - shift))
+    codes = ((dithered >> shift) - floor).clamp_(0, _TOP_CODE)
+    scale = (floor << shift) + (shift - _FINEST)
+    return _flat(codes, root).to(SECOND_DTYPE), scale.view(-1).to(torch.int32).view(torch.float32)
+
+
+def decode_root(codes: Tensor, scale: Tensor) -> Tensor:
+    """Return the roots, fp32, shape [n], of what :func:`encode_root` returned."""
+    bits = scale.view(torch.int32).to(torch.int64).unsqueeze(1)
+    shift = _FINEST + (bits & 3)
+    decoded = (bits & ~3) + (_grouped(codes.to(torch.int64), 0) << shift)
+    return _flat(decoded, codes).to(torch.int32).view(torch.float32)
+
+
+def encode_quotient(exp_avg: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
+    """Return int8 codes, shape [n], and fp32 scales, shape [groups], of first moments.
+
+    Args:
+        exp_avg: fp32, shape [n]. One that is not finite makes its group NaN.
+        root: fp32, shape [n]: roots of the second moments as held. Where it is 0, the first moment is held as 0.
+    """
+    quotient = torch.where(root == 0, 0.0, exp_avg / root)
+    magnitude = quotient.view(torch.int32) & 0x7FFFFFFF
+    largest = _grouped(magnitude, 0).amax(1, keepdim=True).view(torch.float32)
+    scale = torch.where(largest < LEAST_QUOTIENT, 0.0, largest / 127)
+    inverse = torch.where(scale == 0, 0.0, 1 / scale)
+    codes = (_grouped(quotient, 0) * inverse).round_().nan_to_num_(0.0, 0.0, 0.0)
+    return _flat(codes, exp_avg).to(FIRST_DTYPE), scale.view(-1)
+
+
+def decode_quotient(codes: Tensor, scale: Tensor, root: Tensor) -> Tensor:
+    """Return the first moments, fp32, shape [n]. ``root``: as :func:`encode_quotient` took it."""
+    return _flat(_grouped(codes.to(torch.float32), 0) * scale.unsqueeze(1), codes) * root
+
+
+def decode_moments(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return ``exp_avg`` and ``exp_avg_sq`` as fp32 in the parameter's shape. ``state``: may hold either as codes."""
+    first, second = state["exp_avg"], state["exp_avg_sq"]
+    if second.dtype == SECOND_DTYPE:
+        root = decode_root(second.reshape(-1), state[f"exp_avg_sq{SCALE_SUFFIX}"])
+        second = root.square().view(second.shape)
+    else:
+        second = second.to(torch.float32)
+        root = exact_root(second.reshape(-1))
+    if first.dtype == FIRST_DTYPE:
+        quotients = decode_quotient(first.reshape(-1), state[f"exp_avg{SCALE_SUFFIX}"], root)
+        return {"exp_avg": quotients.view(first.shape), "exp_avg_sq": second}
+    return {"exp_avg": first.to(torch.float32), "exp_avg_sq": second}
+
+
+def encode_moments(
+    exp_avg: Tensor, exp_avg_sq: Tensor, dtypes: Mapping[str, torch.dtype], start: int, step: Tensor
+) -> dict[str, Tensor]:
+    """Return the state that holds fp32 moments in ``dtypes``: both in their shape, and scales of those held as codes.
+
+    Args:
+        exp_avg, exp_avg_sq: fp32, alike in shape.
+        dtypes: of ``exp_avg`` and ``exp_avg_sq``.
+        start, step: see :func:`dither`.
+    """
+    made: dict[str, Tensor] = {}
+    root = exact_root(exp_avg_sq.reshape(-1))
+    if dtypes["exp_avg_sq"] == SECOND_DTYPE:
+        codes, scale = encode_root(root, dither(start, root.numel(), step))
+        root = decode_root(codes, scale)
+        made |= {"exp_avg_sq": codes.view(exp_avg_sq.shape), f"exp_avg_sq{SCALE_SUFFIX}": scale}
+    else:
+        made["exp_avg_sq"] = exp_avg_sq
+    if dtypes["exp_avg"] == FIRST_DTYPE:
+        codes, scale = encode_quotient(exp_avg.reshape(-1), root)
+        made |= {"exp_avg": codes.view(exp_avg.shape), f"exp_avg{SCALE_SUFFIX}": scale}
+    else:
+        made["exp_avg"] = exp_avg
+    return made
+
+
+def exact_root(value: Tensor) -> Tensor:
+    """Return the correctly rounded square root. torch's own fp32 root is an ulp off on some processors."""
+    exact = torch.float32 if value.device.type == "mps" else torch.float64
+    return value.to(exact).sqrt().to(value.dtype)
+
+
+def _grouped(values: Tensor, fill: float) -> Tensor:
+    """Return values of shape [n] as [groups, GROUP], the last group filled up."""
+    return pad(values, (0, num_groups(values.numel()) * GROUP - values.numel()), value=fill).view(-1, GROUP)
+
+
+def _flat(grouped: Tensor, like: Tensor) -> Tensor:
+    """Return the elements of groups without those that filled up the last one, in the shape [n] of ``like``."""
+    return grouped.reshape(-1)[: math.prod(like.shape)]

@@ -1,0 +1,271 @@
+/* Adam on moments held as codes of 8 bits, which compact_moments.py specifies.
+ *
+ * A block of some groups goes through short loops whose values stay in the first-level cache: a group's scales depend on
+ * all its elements, and work on the scales of many groups at once hides how long each takes. Included by native.c.
+ */
+#ifndef MEGASCALE_COMPACT_H
+#define MEGASCALE_COMPACT_H
+
+#include "codes.h"
+
+#define GROUP 32 /* elements that share a scale */
+#define BLOCK 16 /* groups */
+#define VECTORS (GROUP / WIDTH)
+#define FINEST 16 /* the smallest shift */
+#define TOP_CODE 255
+#define LEAST_QUOTIENT 0x1p-100f
+#define INDEX_STRIDE 0x9E3779B1u
+#define STEP_STRIDE 0x85EBCA77u
+
+/* The tensors of a parameter. Scales are 0 where a moment is fp32. */
+typedef struct {
+    char *main, *model, *first, *second;
+    float *first_scale, *second_scale, *step;
+    int64_t model_type, start; /* start: the index of the first element in the whole parameter */
+} CompactRow;
+
+/* All that branches depend on. first, second: whether a moment is codes. */
+typedef struct { int64_t grad, model; int first, second, l2; } CompactKind;
+
+/* The addresses of up to BLOCK groups, n elements. dither: of the first element. */
+typedef struct {
+    const char *grad;
+    char *main, *model, *first, *second;
+    float *first_scale, *second_scale;
+    uint32_t dither;
+    int64_t n;
+} Span;
+
+typedef union { uint32_t bits[BLOCK]; float values[BLOCK]; } PerGroup;
+
+/* What is known of a block's elements and groups between the loops. */
+typedef struct {
+    Floats first[BLOCK * VECTORS], root[BLOCK * VECTORS]; /* the new moments; then quotients */
+    PerGroup highest, lowest, floor, shift, largest, inverse;
+} Work;
+
+INLINE uint32_t bits_of(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+/* Compute the new moments of group t, and its highest and lowest root. fp32 moments are stored. */
+INLINE void new_moments(Span at, CompactKind kind, AdamScalars s, float coefficient, Work *work, int64_t t) {
+    uint32_t scale = kind.second ? bits_of(at.second_scale[t]) : 0, floor = scale & ~3u;
+    int shift = FINEST + (int)(scale & 3);
+    Words high = {0}, low = {0}; /* low: of complements */
+    for (int k = 0; k < VECTORS; k++) {
+        int64_t o = t * GROUP + k * WIDTH;
+        Floats gradient = load(at.grad + o * size_of(kind.grad), kind.grad, WIDTH) * coefficient, root_before = {0};
+        if (kind.l2) gradient = gradient + s.wd * load(at.main + 4 * o, F32, WIDTH);
+        Floats square, average;
+        if (kind.second) {
+            root_before = (Floats)(((Words)load_u8(at.second + o) << shift) + floor);
+            square = root_before * root_before;
+        } else {
+            square = load(at.second + 4 * o, F32, WIDTH);
+            if (kind.first) root_before = root(square);
+        }
+        if (kind.first) average = floats_of(load_i8(at.first + o)) * at.first_scale[t] * root_before;
+        else average = load(at.first + 4 * o, F32, WIDTH);
+        average = s.beta1 * average + s.one_beta1 * gradient;
+        square = s.beta2 * square + s.one_beta2 * gradient * gradient;
+        if (!kind.first) store(at.first + 4 * o, average, F32, WIDTH);
+        if (!kind.second) store(at.second + 4 * o, square, F32, WIDTH);
+        Floats now = root(square);
+        Words bits = (Words)now & 0x7fffffffu, complement = bits ^ 0x7fffffffu;
+        if (__builtin_expect(o + WIDTH > at.n, 0)) {
+            bits &= (Words)before(at.n - o);
+            complement &= (Words)before(at.n - o);
+        }
+        high = larger(high, bits);
+        low = larger(low, complement);
+        work->first[t * VECTORS + k] = average;
+        work->root[t * VECTORS + k] = now;
+    }
+    if (!kind.second) return;
+    work->highest.bits[t] = largest(high);
+    work->lowest.bits[t] = largest(low) ^ 0x7fffffffu;
+}
+
+/* Update group t's main params and model params. Returns -1 for elements whose rounding into fp16 is not finite. */
+INLINE Ints new_params(Span at, CompactKind kind, AdamScalars s, const Work *work, int64_t t, int streamed) {
+    Ints beyond = {0};
+    for (int k = 0; k < VECTORS; k++) {
+        int64_t o = t * GROUP + k * WIDTH;
+        Floats value = load(at.main + 4 * o, F32, WIDTH);
+        if (!kind.l2) value = value * s.lr_wd;
+        Floats denominator = work->root[t * VECTORS + k] * s.inv_correction2_sqrt + s.eps;
+        value = value - s.step_size * work->first[t * VECTORS + k] / denominator;
+        store(at.main + 4 * o, value, F32, WIDTH);
+        if (kind.model == NONE) continue;
+        if (streamed) stream(at.model + 2 * o, value, kind.model);
+        else store(at.model + 2 * o, value, kind.model, WIDTH);
+        if (kind.model == F16) beyond |= rounds_beyond(value) & before(at.n - o);
+    }
+    return beyond;
+}
+
+/* Choose the codes' shift and floor, and store them as scales. */
+INLINE void new_floors(Span at, Work *work, int64_t groups) {
+    for (int64_t t = 0; t < groups; t++) {
+        int32_t high = (int32_t)work->highest.bits[t], low = (int32_t)work->lowest.bits[t], shift = FINEST;
+        for (int finer = FINEST; finer < FINEST + 3; finer++) shift += (high >> finer) - (low >> finer) > TOP_CODE - 1;
+        int32_t lowest_code = (high >> shift) + 1 - TOP_CODE;
+        work->floor.bits[t] = (uint32_t)(lowest_code < 0 ? 0 : lowest_code) << shift;
+        work->shift.bits[t] = (uint32_t)shift;
+        uint32_t scale = work->floor.bits[t] + (uint32_t)(shift - FINEST);
+        memcpy(at.second_scale + t, &scale, sizeof scale);
+    }
+}
+
+/* Store the codes of group t's roots, and compute the quotients by the roots as held. */
+INLINE void new_roots(Span at, CompactKind kind, Work *work, int64_t t, Words weyl) {
+    uint32_t floor = work->floor.bits[t];
+    int shift = (int)work->shift.bits[t];
+    Words most = {0};
+    for (int k = 0; k < VECTORS; k++) {
+        int64_t o = t * GROUP + k * WIDTH;
+        Floats held = work->root[t * VECTORS + k];
+        if (kind.second) {
+            Words dither = (weyl + (uint32_t)o * INDEX_STRIDE) >> (32 - shift);
+            Words code = ((((Words)held & 0x7fffffffu) + dither) >> shift) - (floor >> shift);
+            code = larger(code, (Words){0});
+            store_8(at.second + o, (Ints)code);
+            held = (Floats)((code << shift) + floor);
+        }
+        if (!kind.first) continue;
+        Floats quotient = where(held == 0, (Floats){0}, work->first[t * VECTORS + k] / held);
+        most = larger(most, (Words)quotient & 0x7fffffffu);
+        work->first[t * VECTORS + k] = quotient;
+    }
+    if (kind.first) work->largest.bits[t] = largest(most);
+}
+
+INLINE void new_quotients(Span at, Work *work, int64_t groups) {
+    for (int64_t t = 0; t < groups; t++) {
+        float scale = work->largest.values[t] < LEAST_QUOTIENT ? 0 : work->largest.values[t] / 127;
+        at.first_scale[t] = scale;
+        work->inverse.values[t] = scale == 0 ? 0 : 1 / scale;
+    }
+    for (int64_t t = 0; t < groups; t++)
+        for (int k = 0; k < VECTORS; k++)
+            store_8(at.first + t * GROUP + k * WIDTH, rounded(work->first[t * VECTORS + k] * work->inverse.values[t]));
+}
+
+INLINE int update_block(Span at, CompactKind kind, AdamScalars s, float coefficient, int64_t groups, int streamed) {
+    Work work;
+    Ints beyond = {0};
+    Words weyl;
+    for (int j = 0; j < WIDTH; j++) weyl[j] = (uint32_t)j * INDEX_STRIDE + at.dither;
+    for (int64_t t = 0; t < groups; t++) {
+        if (groups == BLOCK) {
+            const int64_t ahead = t * GROUP + BLOCK * GROUP;
+            __builtin_prefetch(at.grad + ahead * size_of(kind.grad));
+            __builtin_prefetch(at.first + (kind.first ? ahead : 4 * ahead));
+            __builtin_prefetch(at.second + (kind.second ? ahead : 4 * ahead));
+        }
+        new_moments(at, kind, s, coefficient, &work, t);
+    }
+    for (int64_t t = 0; t < groups; t++) {
+        for (int64_t line = 0; groups == BLOCK && line < 4 * GROUP; line += 64)
+            __builtin_prefetch(at.main + 4 * (t + BLOCK) * GROUP + line);
+        beyond |= new_params(at, kind, s, &work, t, streamed);
+    }
+    if (kind.second) new_floors(at, &work, groups);
+    for (int64_t t = 0; t < groups; t++) new_roots(at, kind, &work, t, weyl);
+    if (kind.first) new_quotients(at, &work, groups);
+    return any(beyond);
+}
+
+INLINE Span span_of(const CompactRow *row, const char *grad, CompactKind kind, uint32_t dither, int64_t i, int64_t n) {
+    return (Span){grad + i * size_of(kind.grad), row->main + 4 * i, row->model + 2 * i,
+                  row->first + (kind.first ? i : 4 * i), row->second + (kind.second ? i : 4 * i),
+                  row->first_scale + i / GROUP, row->second_scale + i / GROUP,
+                  dither + (uint32_t)i * INDEX_STRIDE, n};
+}
+
+/* Update a last group that is not whole, for all kinds, in a copy that is. */
+static __attribute__((noinline)) int update_last_group(Span at, CompactKind kind, AdamScalars s, float coefficient) {
+    char grad[4 * GROUP] = {0}, main[4 * GROUP] = {0}, model[2 * GROUP] = {0};
+    char first[4 * GROUP] = {0}, second[4 * GROUP] = {0};
+    size_t n = (size_t)at.n, first_bytes = kind.first ? n : 4 * n, second_bytes = kind.second ? n : 4 * n;
+    memcpy(grad, at.grad, n * (size_t)size_of(kind.grad));
+    memcpy(main, at.main, 4 * n);
+    memcpy(first, at.first, first_bytes);
+    memcpy(second, at.second, second_bytes);
+    Span copy = {grad, main, model, first, second, at.first_scale, at.second_scale, at.dither, at.n};
+    int beyond = update_block(copy, kind, s, coefficient, 1, 0);
+    memcpy(at.main, main, 4 * n);
+    if (kind.model != NONE) memcpy(at.model, model, 2 * n);
+    memcpy(at.first, first, first_bytes);
+    memcpy(at.second, second, second_bytes);
+    return beyond;
+}
+
+INLINE int update_groups(const CompactRow *row, const char *grad, CompactKind kind, AdamScalars s, float coefficient,
+                         uint32_t dither, Chunk chunk, int streamed) {
+    int beyond = 0;
+    int64_t i = chunk.start, whole = chunk.end - (chunk.end - i) % GROUP;
+    for (; i + BLOCK * GROUP <= whole; i += BLOCK * GROUP)
+        beyond |= update_block(span_of(row, grad, kind, dither, i, BLOCK * GROUP), kind, s, coefficient, BLOCK, streamed);
+    for (; i < whole; i += GROUP)
+        beyond |= update_block(span_of(row, grad, kind, dither, i, GROUP), kind, s, coefficient, 1, streamed);
+    if (i < chunk.end)
+        beyond |= update_last_group(span_of(row, grad, kind, dither, i, chunk.end - i), kind, s, coefficient);
+    return beyond;
+}
+
+/* Update a chunk of a row. The usual kinds, both moments codes and 16-bit columns of one type, have a loop each. */
+static int update_compact_chunk(const CompactRow *row, const char *grad, CompactKind kind, AdamScalars s,
+                                float coefficient, Chunk chunk, int streamed) {
+    uint32_t dither = (uint32_t)row->start * INDEX_STRIDE + (uint32_t)(*row->step + 1.0f) * STEP_STRIDE;
+    int usual = kind.first && kind.second && !kind.l2 && kind.grad == kind.model;
+    if (((uintptr_t)row->model & 63) || kind.model == NONE) streamed = 0;
+#define GROUPS(...) update_groups(row, grad, (CompactKind){__VA_ARGS__}, s, coefficient, dither, chunk, streamed)
+    if (usual && kind.grad == F16) return GROUPS(F16, F16, 1, 1, 0);
+    if (usual && kind.grad == BF16) return GROUPS(BF16, BF16, 1, 1, 0);
+    return GROUPS(kind.grad, kind.model, kind.first, kind.second, kind.l2);
+#undef GROUPS
+}
+
+/* Update all rows by Adam. If *found_inf is set only `overflowed`, shape [rows], is written. */
+void update_compact(const Lengths *all, const Grads *grads, const CompactRow *rows, const Hyper *hyper,
+                    const float *found_inf, const float *coefficient, uint8_t *overflowed, int threads) {
+    int64_t n = all->num_rows, total = 0;
+    int skip = *found_inf != 0, l2 = (options_of(ADAM, hyper) & L2) != 0;
+    float factor = hyper->maximize ? -*coefficient : *coefficient;
+    Share shares[MOST_THREADS];
+    for (int64_t r = 0; r < n; r++) total += all->numels[r];
+    memset(overflowed, 0, (size_t)n);
+    if (threads > MOST_THREADS) threads = MOST_THREADS;
+    share_out(all->num_chunks, shares, threads);
+#pragma omp parallel for schedule(static) num_threads(threads) if (all->num_chunks > 1)
+    for (int part = 0; part < threads; part++) {
+        int64_t first, last;
+        while (take_next(shares, part, threads, all->num_chunks, &first, &last)) {
+            Chunk chunk = {row_of(all, first), 0, 0};
+            for (int64_t c = first; c < last; c++) {
+                chunk = chunk_after(all, chunk.row, c);
+                const CompactRow *row = rows + chunk.row;
+                const Row plain = {.main = row->main};
+                CompactKind kind = {grads->types[chunk.row], row->model ? row->model_type : NONE, row->first_scale != 0,
+                                    row->second_scale != 0, l2};
+                int beyond = skip ? kind.model == F16 && chunk_rounds_beyond(&plain, chunk)
+                                  : update_compact_chunk(row, grads->addresses[chunk.row], kind,
+                                                         adam_scalars(hyper, *row->step), factor, chunk,
+                                                         total > STREAMED);
+                if (beyond) {
+#pragma omp atomic write
+                    overflowed[chunk.row] = 1;
+                }
+            }
+        }
+        finish_streams();
+    }
+    if (skip) return;
+    for (int64_t r = 0; r < n; r++) *rows[r].step += 1.0f;
+}
+
+#endif

@@ -1,0 +1,53 @@
+"""The table of pointers for compact.h: Adam on moments held as codes of 8 bits.
+
+See :mod:`megascale.kernels.compact_moments`.
+"""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megascale.kernels.compact_moments import CODE_DTYPES, SCALE_SUFFIX
+from megascale.kernels.protocol import Operands
+from megascale.kernels.tensors.tensor_list import TensorList
+
+# The columns of compact.h's CompactRow, all 8 bytes wide.
+MAIN, MODEL, FIRST, SECOND, FIRST_SCALE, SECOND_SCALE, STEP, MODEL_TYPE, START = range(9)
+COLUMNS = 9
+MOMENTS = {"exp_avg": (FIRST, FIRST_SCALE), "exp_avg_sq": (SECOND, SECOND_SCALE)}
+CPU = torch.device("cpu")
+
+
+def compact_rows(operands: Operands, types: dict[torch.dtype, int]) -> NDArray[np.int64] | None:
+    """Return compact.h's rows; None unless all operands are contiguous, on the CPU and of supported dtypes.
+
+    Args:
+        operands: at least one, with moments of which one or both are codes.
+        types: native.c's codes of dtypes.
+    """
+    moments = {name: TensorList(operands.state[name]) for name in MOMENTS}
+    mains, models = TensorList(operands.main), TensorList(operands.model)
+    lists = [mains, models, *moments.values()]
+    if not all(one.contiguous and one.devices <= {CPU} for one in lists) or mains.dtypes != {torch.float32}:
+        return None
+    dtypes = [one.dtypes for one in moments.values()]
+    if not all(len(found) == 1 and found <= {torch.float32, *CODE_DTYPES} for found in dtypes):
+        return None
+    rows: NDArray[np.int64] = np.zeros((len(operands.main), COLUMNS), dtype=np.int64)
+    rows[:, MAIN] = mains.pointers
+    # An fp32 model param is its own main param.
+    rows[:, MODEL] = np.where(models.pointers == mains.pointers, 0, models.pointers)
+    rows[:, MODEL_TYPE] = models.dtype_codes(types)
+    for name, (column, scale) in MOMENTS.items():
+        rows[:, column] = moments[name].pointers
+        if moments[name].dtypes <= set(CODE_DTYPES):
+            rows[:, scale] = TensorList(operands.state[name + SCALE_SUFFIX]).pointers
+    rows[:, STEP] = TensorList(operands.step).pointers
+    rows[:, START] = operands.start or 0
+    return rows
+
+
+def numels_of(mains: list[Tensor]) -> NDArray[np.int64]:
+    """Return the number of elements of each main param."""
+    return TensorList(mains).numels

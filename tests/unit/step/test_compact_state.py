@@ -1,0 +1,232 @@
+"""Optimizers whose moments are codes of 8 bits: backends agree, state travels, and what cannot be held is refused."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megascale import Lion, MixedPrecisionOptimizer
+from megascale.errors import ArgumentError, StateDictError, UsageError
+from tests.training import INNER, Bag, Inner, bits_equal, constant, grad_of, same_bits, set_grads, snapshot
+
+BOTH = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.uint8, "clip_grad": 0.0}
+KINDS = [BOTH, {**BOTH, "exp_avg_sq_dtype": torch.float32}, {**BOTH, "exp_avg_dtype": torch.float32}]
+ADAM: dict[str, Inner] = {
+    "adamw": INNER["adamw_fused"],
+    "adam": lambda m: torch.optim.Adam(m.named_parameters(), lr=1e-2, weight_decay=0.1, maximize=True),
+    "amsgrad": INNER["adam_amsgrad"],
+}
+
+
+def odd(dtype: torch.dtype, strided: bool = False) -> Bag:
+    """Return tensors of 0 to 2,112 elements, with whole and cut groups, and several blocks."""
+    torch.manual_seed(0)
+    shapes = [(3, 5), (33, 64), (), (0,), (1,), (64,), (1100,)]
+    tensors = [torch.randn(shape).to(dtype) for shape in shapes]
+    if strided:
+        tensors.append(torch.randn(8, 40).to(dtype).t())
+    return Bag(tensors)
+
+
+def trained(make: Callable[[], Bag], inner: Inner, steps: int, **options: Any) -> dict[str, Tensor]:
+    """Return everything after some steps, one of which overflows and changes nothing."""
+    module = make()
+    optimizer = constant(module, inner, 256.0, **options)
+    for step in range(steps):
+        set_grads(module, seed=step, scale=256.0)
+        before = snapshot(optimizer, module)
+        if step == 2:
+            grad_of(next(iter(module.parameters())))[0, 0] = math.inf
+        optimizer.step()
+        assert (step == 2) == same_bits(before, snapshot(optimizer, module))
+    return snapshot(optimizer, module)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("kind", "inner"), [(0, "adamw"), (0, "adam"), (0, "amsgrad"), (1, "adamw"), (2, "adam")], ids=str
+)
+def test_backends_have_the_same_bits(dtype: torch.dtype, kind: int, inner: str) -> None:
+    """Codes, scales, main and model params of native and torch are the reference's. Skips change no bit."""
+    found = [
+        trained(lambda: odd(dtype), ADAM[inner], 5, backend=backend, **KINDS[kind])
+        for backend in ("reference", "native", "torch")
+    ]
+    assert {found[0]["state.params.0.exp_avg"].dtype, found[0]["state.params.0.exp_avg_sq"].dtype} >= {
+        option for option in KINDS[kind].values() if option in (torch.int8, torch.uint8)
+    }
+    assert same_bits(found[0], found[1])
+    assert same_bits(found[0], found[2])
+
+
+@pytest.mark.slow
+def test_rows_of_several_chunks() -> None:
+    """Rows that several threads update have the reference's bits, and count one step."""
+
+    def make() -> Bag:
+        return Bag(
+            [torch.randn(shape, generator=torch.Generator().manual_seed(0)).half() for shape in ((3, 5), (200_001,))]
+        )
+
+    found = [trained(make, ADAM["adamw"], 4, backend=backend, **BOTH) for backend in ("reference", "native")]
+    assert same_bits(*found)
+
+
+def test_strided_parameters() -> None:
+    """Groups are cut in row-major order, however a parameter lies in memory."""
+    found = [
+        trained(lambda: odd(torch.float16, True), ADAM["adamw"], 4, backend=b, **BOTH) for b in ("reference", "native")
+    ]
+    assert same_bits(*found)
+
+
+def optimizer_of(module: Bag, **options: Any) -> MixedPrecisionOptimizer:
+    """Return a native AdamW."""
+    return constant(module, ADAM["adamw"], 256.0, backend="native", **options)
+
+
+def steps(module: Bag, optimizer: MixedPrecisionOptimizer, first: int, last: int) -> dict[str, Tensor]:
+    """Take some steps and return everything."""
+    for step in range(first, last):
+        set_grads(module, seed=step, scale=256.0)
+        optimizer.step()
+    return snapshot(optimizer, module)
+
+
+def loaded(saved: dict[str, Any], source: Bag, **options: Any) -> tuple[Bag, MixedPrecisionOptimizer]:
+    """Return a new optimizer that has loaded a state dict."""
+    module = odd(torch.float16)
+    module.load_state_dict(source.state_dict())
+    optimizer = optimizer_of(module, **options)
+    optimizer.load_state_dict(saved)
+    return module, optimizer
+
+
+def test_state_dicts_hold_codes_and_go_on_with_the_same_bits() -> None:
+    """A run that is saved and loaded is the run that was not. The step count, which the dither needs, is saved."""
+    module = odd(torch.float16)
+    optimizer = optimizer_of(module, **BOTH)
+    steps(module, optimizer, 0, 3)
+    saved = optimizer.state_dict()
+    entry = saved["optimizer"]["state"]["params.1"]
+    assert {key: (value.dtype, tuple(value.shape)) for key, value in entry.items()} == {
+        "step": (torch.float32, ()),
+        "exp_avg": (torch.int8, (33, 64)),
+        "exp_avg_sq": (torch.uint8, (33, 64)),
+        "exp_avg_scale": (torch.float32, (66,)),
+        "exp_avg_sq_scale": (torch.float32, (66,)),
+    }
+    twin, other = loaded(saved, module, **BOTH)
+    assert same_bits(steps(module, optimizer, 3, 6), steps(twin, other, 3, 6))
+
+
+def test_state_in_fp32_is_encoded_and_codes_become_fp32() -> None:
+    """Both ways keep the values: exactly into fp32, and as a step rounds them into codes; other state stays."""
+    module = odd(torch.float16)
+    optimizer = optimizer_of(module, **BOTH)
+    steps(module, optimizer, 0, 3)
+    codes = optimizer.state_dict()
+    wide, other = loaded(codes, module, clip_grad=0.0)
+    plain = other.state_dict()
+    entry = plain["optimizer"]["state"]["params.1"]
+    assert set(entry) == {"step", "exp_avg", "exp_avg_sq"}
+    assert {value.dtype for value in entry.values()} == {torch.float32}
+    first, second = entry["exp_avg"], entry["exp_avg_sq"]
+    assert (first != 0).float().mean() > 0.9
+    assert (second > 0).all()
+    _, back = loaded(plain, wide, **BOTH)
+    _, again = loaded(back.state_dict(), wide, clip_grad=0.0)
+    returned = again.state_dict()["optimizer"]["state"]["params.1"]
+    torch.testing.assert_close(returned["exp_avg_sq"], second, rtol=0.14, atol=0)
+    torch.testing.assert_close(returned["exp_avg"], first, rtol=0.14, atol=float(first.abs().max()) / 50)
+    assert returned["step"] == 3
+
+
+def _given(inner: torch.optim.Optimizer, _: object) -> torch.optim.Optimizer:
+    return inner
+
+
+def test_torchs_own_state_is_encoded() -> None:
+    """State that the inner optimizer had before it was wrapped is kept: the next step is that of fp32 state, nearly."""
+    modules = [odd(torch.float32) for _ in range(2)]
+    inners = [torch.optim.AdamW(module.named_parameters(), lr=1e-2, betas=(0.9, 0.9)) for module in modules]
+    every: list[dict[str, Any]] = [BOTH, {}]
+    for module, inner, options in zip(modules, inners, every, strict=True):
+        set_grads(module, 0)
+        inner.step()
+        optimizer = constant(module, partial(_given, inner), 256.0, **options)
+        set_grads(module, 1, 256.0)
+        optimizer.step()
+    assert [inner.state[module[1]]["exp_avg"].dtype for inner, module in zip(inners, modules, strict=True)] == [
+        torch.int8,
+        torch.float32,
+    ]
+    codes, plain = (module[1].detach() for module in modules)
+    torch.testing.assert_close(codes, plain, rtol=0, atol=1e-3)
+
+
+def test_damaged_state_is_refused() -> None:
+    """Codes without their scales, or of another shape, are an error before anything has changed."""
+    module = odd(torch.float16)
+    optimizer = optimizer_of(module, **BOTH)
+    before = steps(module, optimizer, 0, 2)
+    for key, value, message in (
+        ("exp_avg_scale", None, r"exp_avg of 'params.1' is held as torch.int8 codes and needs exp_avg_scale"),
+        ("exp_avg_sq_scale", torch.zeros(3), r"exp_avg_sq of 'params.1' is held as torch.uint8 codes .* shape \(66,\)"),
+        (
+            "exp_avg",
+            torch.zeros(3, dtype=torch.int8),
+            r"exp_avg of 'params.1' has shape \(3,\), the parameter has \(33, 64\)",
+        ),
+        ("exp_avg", torch.zeros(33, 64, dtype=torch.int32), r"must be a floating point tensor"),
+    ):
+        saved = optimizer.state_dict()
+        saved["optimizer"]["state"]["params.1"] |= {key: value} if value is not None else {}
+        if value is None:
+            del saved["optimizer"]["state"]["params.1"][key]
+        with pytest.raises(StateDictError, match=message):
+            optimizer.load_state_dict(saved)
+        assert same_bits(before, snapshot(optimizer, module))
+    for name in ("exp_avg_scale", "exp_avg_sq"):
+        module = odd(torch.float16)
+        optimizer = optimizer_of(module, **BOTH)
+        steps(module, optimizer, 0, 1)
+        state = optimizer.state[module[1]]
+        del state[name]
+        state["exp_avg_sq" if name == "exp_avg_scale" else "exp_avg"] = torch.zeros(33, 64)
+        set_grads(module, 1, 256.0)
+        with pytest.raises(UsageError, match="lacks"):
+            optimizer.step()
+
+
+def test_what_cannot_be_held_is_refused() -> None:
+    """Other optimizers, backends without these kernels, fp64 parameters, and the optimizer's own step()."""
+    half = odd(torch.float16)
+    with pytest.raises(ArgumentError, match=r"exp_avg_dtype=torch.int8 needs Adam or AdamW, not Lion"):
+        constant(half, lambda m: Lion(m.parameters()), 256.0, exp_avg_dtype=torch.int8)
+    with pytest.raises(ArgumentError, match=r"exp_avg_dtype=torch.int8 needs one of the backends .*, not triton"):
+        constant(half, ADAM["adamw"], 256.0, backend="triton", exp_avg_dtype=torch.int8)
+    with pytest.raises(ArgumentError, match=r"parameter 'params.0' has dtype torch.float64, and moments of 8 bits"):
+        constant(odd(torch.float64), ADAM["adamw"], 256.0, **BOTH)
+    with pytest.raises(ArgumentError, match=r"exp_avg_dtype must be one of .*torch.int8, got torch.uint8"):
+        constant(half, ADAM["adamw"], 256.0, exp_avg_dtype=torch.uint8)
+    optimizer = optimizer_of(half, **BOTH)
+    optimizer.optimizer.register_step_pre_hook(lambda *_: None)
+    set_grads(half, 0, 256.0)
+    with pytest.raises(UsageError, match=r"its own step\(\) must run, which cannot read exp_avg=torch.int8"):
+        optimizer.step()
+
+
+def test_what_is_held_is_counted() -> None:
+    """2.25 bytes of moments an element."""
+    module = Bag([torch.randn(64, 32).half()])
+    optimizer = optimizer_of(module, **BOTH)
+    steps(module, optimizer, 0, 1)
+    [entry] = optimizer.state.values()
+    held = sum(value.nbytes for key, value in entry.items() if key != "step")
+    assert held == 2.25 * 64 * 32
+    assert bits_equal(entry["step"], torch.tensor(1.0))
