@@ -214,7 +214,9 @@ def test_moments_in_16_bit_travel_and_meet_others() -> None:
     optimizer.step()
     assert seen == [{torch.float32}]
     assert optimizer.state[module.head.weight]["exp_avg"].dtype == torch.bfloat16
-    with pytest.raises(ArgumentError, match=r"exp_avg_dtype=torch.bfloat16 needs Adam, AdamW, SGD or Lion, not Sign"):
+    with pytest.raises(
+        ArgumentError, match=r"exp_avg_dtype=torch.bfloat16 needs Adam, AdamW, SGD, Lion or Muon, not Sign"
+    ):
         constant(model(), lambda m: Sign(m.named_parameters()), 256.0, exp_avg_dtype=torch.bfloat16)
     with pytest.raises(ArgumentError, match="exp_avg_sq_dtype must be one of"):
         OptimizerConfig(exp_avg_sq_dtype=torch.float64)
