@@ -15,12 +15,13 @@ from megascale.config import OptimizerConfig
 from megascale.distributed_optimizer import DistributedOptimizer
 from megascale.errors import ArgumentError, ArgumentTypeError
 from megascale.grad_scaler import ConstantGradScaler, DynamicGradScaler, MegatronGradScaler
+from megascale.grad_sync.layout import DEFAULT_BUCKET_NUMEL
 from megascale.kernels.newton_schulz import POLAR_EXPRESS, QUINTIC
 from megascale.lion import Lion
 from megascale.megatron_config import check_grouping, from_megatron_config, is_megatron_config
 from megascale.optimizer import MixedPrecisionOptimizer
 from megascale.parallel import ParallelGroups
-from megascale.step.arguments import ineffective
+from megascale.step.arguments import SCALER_FIELDS, ineffective
 from megascale.utils import validate
 
 Overrides = Mapping[str, Mapping[str, Any]]
@@ -54,6 +55,8 @@ def build_optimizer(
     *,
     groups: ParallelGroups | ProcessGroup | DeviceMesh | None = None,
     overrides: Overrides | None = None,
+    grad_scaler: MegatronGradScaler | None = None,
+    bucket_numel: int = DEFAULT_BUCKET_NUMEL,
     grads_are_scaled: bool = False,
     replicas_may_differ: bool = False,
 ) -> MixedPrecisionOptimizer | ChainedOptimizer:
@@ -76,11 +79,13 @@ def build_optimizer(
             order on top of the default: ``{"*embed*": {"lr_mult": 0.1}, "*.bias": {"weight_decay": 0.01}}``. Options:
             lr, lr_mult (a factor on lr), weight_decay, betas, eps, momentum; and optimizer, "muon" or "adam", where
             the config's is "muon".
+        grad_scaler: None: the one that the config asks for. The config must not ask for another.
+        bucket_numel: see :class:`DistributedOptimizer`.
         grads_are_scaled, replicas_may_differ: see :class:`MixedPrecisionOptimizer`.
 
     Raises:
         ArgumentError, ArgumentTypeError: for a config without lr, a pattern that matches nothing, an unknown option;
-            for "muon" without a hidden matrix.
+            for "muon" without a hidden matrix; for a config that asks for another scaler than ``grad_scaler``.
     """
     if is_megatron_config(config):
         check_grouping(config)
@@ -91,27 +96,31 @@ def build_optimizer(
         raise ArgumentError("config.lr is None; give the learning rate, e.g. OptimizerConfig(lr=1e-4)")
     named, overrides = _named_parameters(modules), overrides or {}
     _check_overrides(overrides, [one.name for one in named], config.optimizer)
-    grad_scaler = build_grad_scaler(config)
+    scaler = build_grad_scaler(config) if grad_scaler is None else grad_scaler
 
     def build(kind: str) -> MixedPrecisionOptimizer:
         own = _config_of(config, kind)
         chosen = [one for one in named if _kind_of(config, one, overrides) == kind]
         inner = build_inner_optimizer(own, _param_groups(own, chosen, overrides))
-        own = effective_config(own, inner, grad_scaler)
+        for field in ineffective(own, inner, scaler):
+            if grad_scaler is not None and field.name in SCALER_FIELDS:
+                raise field.error()
+        own = effective_config(own, inner, scaler)
         if own.use_distributed_optimizer:
             return DistributedOptimizer(
                 inner,
                 own,
-                grad_scaler,
+                scaler,
                 modules=modules,
                 groups=groups,
+                bucket_numel=bucket_numel,
                 overlap_param_gather=own.overlap_param_gather,
                 grads_are_scaled=grads_are_scaled,
             )
         return MixedPrecisionOptimizer(
             inner,
             own,
-            grad_scaler,
+            scaler,
             groups=groups,
             grads_are_scaled=grads_are_scaled,
             replicas_may_differ=replicas_may_differ,

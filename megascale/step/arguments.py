@@ -197,6 +197,8 @@ _OF_SCALER = {
     "loss_scale_backoff_factor": "backoff_factor",
 }
 """The scaler's attribute for each field."""
+SCALER_FIELDS = frozenset(_OF_SCALER)
+"""Fields of the config that say what the scaler is."""
 
 
 def _scaler_values(name: str, grad_scaler: MegatronGradScaler | None) -> list[Any]:

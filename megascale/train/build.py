@@ -1,23 +1,27 @@
 """Builds the objects of a run from its options: task, optimizer, scaler, learning rate schedule."""
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from megascale import (
+    ChainedOptimizer,
     ConstantGradScaler,
     DistributedOptimizer,
     DynamicGradScaler,
     MegatronGradScaler,
     MixedPrecisionOptimizer,
     OptimizerConfig,
+    build_optimizer,
 )
 from megascale.schedules import LandedLRScheduler
 from megascale.train.config import OptimizerOptions, ScalerConfig, TrainConfig
 from megascale.train.tasks import Task
 
+AnyOptimizer = MixedPrecisionOptimizer | ChainedOptimizer
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -39,14 +43,16 @@ def lr_factor(options: OptimizerOptions, landed: int, steps: int) -> float:
     return warmup * decay
 
 
-def build_schedule(config: TrainConfig, optimizer: MixedPrecisionOptimizer, landed: int = 0) -> LandedLRScheduler:
+def build_schedule(config: TrainConfig, optimizer: AnyOptimizer, landed: int = 0) -> LandedLRScheduler:
     """Return the schedule of ``config`` after ``landed`` steps, and set the rate of the param groups.
 
     The rate depends only on the number of landed steps, so a resumed run needs nothing else of its past, and may have
     another total number of steps.
     """
+    options = config.optimizer
     for group in optimizer.param_groups:
-        group["lr"] = group["initial_lr"] = config.optimizer.lr
+        is_adams = options.adam_lr is not None and "betas" in group
+        group["lr"] = group["initial_lr"] = options.adam_lr if is_adams else options.lr
     return LandedLRScheduler(
         LambdaLR(optimizer, lambda done: lr_factor(config.optimizer, done, config.steps), last_epoch=landed - 1)
     )
@@ -70,9 +76,13 @@ def build_grad_scaler(config: ScalerConfig) -> MegatronGradScaler | None:
     )
 
 
-def build_wrapped_optimizer(config: TrainConfig, model: nn.Module) -> MixedPrecisionOptimizer:
+def build_wrapped_optimizer(config: TrainConfig, model: nn.Module) -> AnyOptimizer:
     """Return the optimizer of ``config`` over ``model``'s parameters."""
     options = config.optimizer
+    step_config = _step_config(config)
+    grad_scaler = build_grad_scaler(config.scaler)
+    if options.name == "muon":
+        return _muon(options, step_config, model, grad_scaler)
     inner: torch.optim.Optimizer
     if options.name == "sgd":
         inner = torch.optim.SGD(
@@ -86,18 +96,6 @@ def build_wrapped_optimizer(config: TrainConfig, model: nn.Module) -> MixedPreci
             betas=(options.beta1, options.beta2),
             weight_decay=options.weight_decay,
         )
-    threshold = options.grad_norm_skip_threshold
-    step_config = OptimizerConfig(
-        fp16=config.precision == "fp16",
-        bf16=config.precision == "bf16",
-        clip_grad=options.clip_grad,
-        log_num_zeros_in_grad=True,
-        grad_norm_skip_threshold=math.inf if threshold is None else threshold,
-        zclip=options.zclip,
-        max_consecutive_skips=options.max_consecutive_skips,
-        max_overflows_at_min_scale=options.max_overflows_at_min_scale,
-    )
-    grad_scaler = build_grad_scaler(config.scaler)
     if not options.sharded:
         return MixedPrecisionOptimizer(inner, step_config, grad_scaler)
     return DistributedOptimizer(
@@ -108,3 +106,37 @@ def build_wrapped_optimizer(config: TrainConfig, model: nn.Module) -> MixedPreci
         bucket_numel=options.bucket_numel,
         overlap_param_gather=options.overlap_param_gather,
     )
+
+
+def _step_config(config: TrainConfig) -> OptimizerConfig:
+    """Return how a step scales, clips and counts."""
+    options = config.optimizer
+    threshold = options.grad_norm_skip_threshold
+    return OptimizerConfig(
+        fp16=config.precision == "fp16",
+        bf16=config.precision == "bf16",
+        clip_grad=options.clip_grad,
+        log_num_zeros_in_grad=True,
+        grad_norm_skip_threshold=math.inf if threshold is None else threshold,
+        zclip=options.zclip,
+        max_consecutive_skips=options.max_consecutive_skips,
+        max_overflows_at_min_scale=options.max_overflows_at_min_scale,
+    )
+
+
+def _muon(
+    options: OptimizerOptions, step_config: OptimizerConfig, model: nn.Module, grad_scaler: MegatronGradScaler | None
+) -> AnyOptimizer:
+    config = replace(
+        step_config,
+        optimizer="muon",
+        lr=options.lr,
+        muon_adam_lr=options.adam_lr,
+        muon_momentum=options.momentum,
+        adam_beta1=options.beta1,
+        adam_beta2=options.beta2,
+        weight_decay=options.weight_decay,
+        use_distributed_optimizer=options.sharded,
+        overlap_param_gather=options.sharded and options.overlap_param_gather,
+    )
+    return build_optimizer(config, model, grad_scaler=grad_scaler, bucket_numel=options.bucket_numel)

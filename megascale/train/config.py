@@ -21,7 +21,7 @@ from megascale.utils import validate
 TASKS = ("digits", "text")
 PRECISIONS = ("fp16", "bf16", "fp32")
 SCALERS = ("dynamic", "static", "none")
-OPTIMIZERS = ("sgd", "adamw", "adam")
+OPTIMIZERS = ("sgd", "adamw", "adam", "muon")
 SCHEDULES = ("cosine", "constant")
 WANDB_MODES = ("disabled", "offline", "online")
 RESUMES = ("auto", "restart")
@@ -59,11 +59,13 @@ class OptimizerOptions:
     """The wrapped optimizer and its schedule."""
 
     name: str = "sgd"
-    """sgd, adamw or adam."""
+    """sgd, adamw, adam, or muon: hidden matrices by Muon, all else by adamw."""
     lr: float = 20.0
     """The peak learning rate."""
+    adam_lr: float | None = None
+    """With muon: the peak learning rate of adamw's part; null: lr."""
     momentum: float = 0.9
-    """Momentum of sgd."""
+    """Momentum of sgd and of muon."""
     beta1: float = 0.9
     """Decay of the first moment, of adamw and adam."""
     beta2: float = 0.95
@@ -414,6 +416,10 @@ def _check_values(config: TrainConfig) -> None:
         raise ArgumentError("optimizer.overlap_param_gather=true needs optimizer.sharded=true: nothing is gathered")
     for name in ("lr", "momentum", "weight_decay", "clip_grad"):
         validate.non_negative(f"optimizer.{name}", getattr(config.optimizer, name))
+    if config.optimizer.adam_lr is not None:
+        validate.non_negative("optimizer.adam_lr", config.optimizer.adam_lr)
+        if config.optimizer.name != "muon":
+            raise ArgumentError("optimizer.adam_lr goes with optimizer.name=muon; leave it null, and set optimizer.lr")
     _check_budgets(config.optimizer)
     for name in ("beta1", "beta2"):
         validate.fraction(f"optimizer.{name}", getattr(config.optimizer, name))

@@ -95,6 +95,14 @@ def test_scaler_follows_the_config() -> None:
     assert build_optimizer(OptimizerConfig(lr=0.1, bf16=True), model(torch.bfloat16)).grad_scaler is None
 
 
+def test_given_scaler_is_taken_and_not_contradicted() -> None:
+    """One object may serve several optimizers; a config that asks for another scale is refused."""
+    scaler = ConstantGradScaler(8.0)
+    assert build_optimizer(OptimizerConfig(lr=0.1, fp16=True), model(), grad_scaler=scaler).grad_scaler is scaler
+    with pytest.raises(ArgumentError, match=r"config.loss_scale=16.0 has no effect"):
+        build_optimizer(OptimizerConfig(lr=0.1, fp16=True, loss_scale=16.0), model(), grad_scaler=scaler)
+
+
 def test_kinds_and_chunks() -> None:
     """Adam without decoupled decay, SGD with momentum; chunks have prefixed names, tied weights are taken once."""
     adam = build_optimizer(OptimizerConfig(lr=0.1, decoupled_weight_decay=False), nn.Linear(2, 2))
