@@ -317,3 +317,16 @@ def test_checkpoint_benchmark_saves_all_ways(tmp_path: Path) -> None:
     assert [row[0] for row in rows[1:6]] == [row[0] for row in rows[7:]]
     assert [float(row[2].split()[0]) for row in rows if "torch.save" in row[0]] == [1.0, 1.0]
     assert len(out.with_suffix(".csv").read_text().splitlines()) == 1 + 2 * 5 * 2
+
+
+@pytest.mark.slow
+def test_muon_benchmark_has_the_same_weights_by_hand(tmp_path: Path) -> None:
+    """Every contender has a row, and ends with the parameters of torch's own Muon by hand."""
+    out = tmp_path / "table.md"
+    command = [sys.executable, str(ROOT / "benchmarks/muon.py"), "--layers", "1", "--width", "16", "--rounds", "2"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, timeout=100, env=environment)
+    assert done.returncode == 0, done.stderr
+    rows = table(out.read_text())
+    assert len(rows) == 4
+    assert {row["difference"] for row in rows} == {"0"}
