@@ -248,9 +248,9 @@ def test_weights_and_biases_is_optional(train: Train, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_muon_run_goes_on_replicated(tmp_path: Path) -> None:
+def test_muon_run_goes_on_replicated(train: Train, tmp_path: Path) -> None:
     """optimizer.name=muon, sharded: its checkpoint goes on on one rank, not sharded; both parts follow their rates."""
     muon = ["optimizer.name=muon", "optimizer.adam_lr=0.002"]
-    _train(2, tmp_path, *SHARDED, *muon, "steps=6")
-    assert "resumed at step 6" in _train(1, tmp_path, *muon, "steps=10")
+    train(2, tmp_path, *SHARDED, *muon, "steps=6")
+    assert "resumed at step 6" in train(1, tmp_path, *muon, "steps=10")
     assert [int(row["step"]) for row in _rows(tmp_path)] == list(range(10))
