@@ -67,30 +67,30 @@ inline void fetch(const void* object, size_t begin, size_t end) {
 void fetch_object(const PyObject* object) { fetch(object, 8, 24); }  // its type, and the pointer to its tensor
 
 /* Prefetch the fields after the shape: offset, elements, dtype, device, keys. */
-void fetch_end(const TensorImpl* tensor) { fetch(tensor, sizeof(TensorImpl) - 32, sizeof(TensorImpl)); }
+inline void fetch_end(const TensorImpl* tensor) { fetch(tensor, sizeof(TensorImpl) - 32, sizeof(TensorImpl)); }
 
 /* Prefetch all but shape and strides. */
-void fetch_ends(const TensorImpl* tensor) {
+inline void fetch_ends(const TensorImpl* tensor) {
   fetch(tensor, 16, 48);  // pointers to its parts
   fetch_end(tensor);
 }
 
-void fetch_whole(const TensorImpl* tensor) {
+inline void fetch_whole(const TensorImpl* tensor) {
   for (size_t at = 16; at < sizeof(TensorImpl); at += 64) fetch(reinterpret_cast<const char*>(tensor) + at);
   fetch_end(tensor);
 }
 
-void fetch_storage(const TensorImpl* tensor) {
+inline void fetch_storage(const TensorImpl* tensor) {
   fetch(tensor->unsafe_storage().unsafeGetStorageImpl(), 16, 64);  // the data pointer, and whether it may be written
 }
 
-void fetch_version(const TensorImpl* tensor) {
+inline void fetch_version(const TensorImpl* tensor) {
   const void* counter;
   std::memcpy(&counter, &tensor->version_counter(), sizeof counter);
   fetch(static_cast<const char*>(counter) + 16);
 }
 
-void fetch_autograd(const TensorImpl* tensor) {
+inline void fetch_autograd(const TensorImpl* tensor) {
   const auto* meta = reinterpret_cast<const char*>(tensor->autograd_meta());
   if (meta == nullptr) return;
   fetch(meta, 0, 48);  // its vtable, and the gradient
@@ -107,16 +107,19 @@ bool is_plain(TensorImpl* tensor) {
   const auto special = c10::DispatchKeySet({
       DispatchKey::Python, DispatchKey::Functionalize, DispatchKey::Negative, DispatchKey::Conjugate,
       DispatchKey::ZeroTensor});
-  return tensor != nullptr && tensor->layout() == c10::kStrided && tensor->has_storage() &&
-      !tensor->is_inference() && !tensor->key_set().has_any(special);
+  return tensor != nullptr && tensor->layout() == c10::kStrided &&
+      tensor->unsafe_storage().unsafeGetStorageImpl() != nullptr && !tensor->is_inference() &&
+      !tensor->key_set().has_any(special);
 }
 
-/* Return a number, not negative, that is equal for two tensors of the same dtype, device and contiguity. */
-int64_t kind_of(const TensorImpl* tensor) {
+/* Return a number, not negative, that is equal for two tensors of the same dtype, device and contiguity.
+ * in_a_row: whether it is contiguous.
+ */
+inline int64_t kind_of(const TensorImpl* tensor, bool in_a_row) {
   const auto device = tensor->device();
   return static_cast<int64_t>(c10::typeMetaToScalarType(tensor->dtype())) |
       static_cast<int64_t>(device.type()) << 8 | static_cast<int64_t>(device.index() + 1) << 16 |
-      static_cast<int64_t>(tensor->is_contiguous()) << 32;
+      static_cast<int64_t>(in_a_row) << 32;
 }
 
 /* Return a hash, of 64 bits, of shape and strides. */
@@ -131,9 +134,9 @@ int64_t layout_of(const TensorImpl* tensor) {
   return static_cast<int64_t>(mixed);
 }
 
-/* Return the end of a non-empty tensor in its storage, in elements. */
-int64_t end_of(const TensorImpl* tensor) {
-  if (tensor->is_contiguous()) return tensor->storage_offset() + tensor->numel();
+/* Return the end of a non-empty tensor in its storage, in elements. in_a_row: whether it is contiguous. */
+inline int64_t end_of(const TensorImpl* tensor, bool in_a_row) {
+  if (in_a_row) return tensor->storage_offset() + tensor->numel();
   int64_t last = tensor->storage_offset();
   for (int64_t dim = 0; dim < tensor->dim(); dim++) last += (tensor->sizes()[dim] - 1) * tensor->strides()[dim];
   return last + 1;
@@ -147,21 +150,22 @@ void put(int64_t& place, int64_t number, bool& changed) {
 }
 
 /* Return whether the tensor could be read; if not, its kind is -1. changed: set if it differs from the last walk. */
-bool read_memory(TensorImpl* tensor, const Memory& out, Py_ssize_t at, bool& changed) {
+[[gnu::flatten]] inline bool read_memory(TensorImpl* tensor, const Memory& out, Py_ssize_t at, bool& changed) {
   const auto unread = [&] {
     put(out.kind[at], -1, changed);
     return false;
   };
   if (!is_plain(tensor)) return unread();
+  const bool in_a_row = tensor->is_contiguous();
   const auto numel = tensor->numel(), itemsize = static_cast<int64_t>(tensor->itemsize());
   // As Tensor.data_ptr(): null for an empty tensor. Throws for memory that may not be written.
   auto* storage = tensor->unsafe_storage().unsafeGetStorageImpl();
   auto* data = numel == 0 ? nullptr : static_cast<char*>(storage->mutable_data());
-  if (numel != 0 && (data == nullptr || end_of(tensor) * itemsize > static_cast<int64_t>(storage->nbytes()))) return unread();
+  if (numel != 0 && (data == nullptr || end_of(tensor, in_a_row) * itemsize > static_cast<int64_t>(storage->nbytes()))) return unread();
   const auto* first = data == nullptr ? nullptr : data + tensor->storage_offset() * itemsize;
   put(out.pointer[at], reinterpret_cast<int64_t>(first), changed);
   put(out.numel[at], numel, changed);
-  put(out.kind[at], kind_of(tensor), changed);
+  put(out.kind[at], kind_of(tensor, in_a_row), changed);
   put(out.layout[at], layout_of(tensor), changed);
   return true;
 }
@@ -173,7 +177,12 @@ void read_status(TensorImpl* tensor, const Status& out, Py_ssize_t at, bool& cha
 
 /* ---- walking ---- */
 
-/* The tensors of a list; null for an item that is none. */
+/* A tensor on its way through a walk, null for an item that is none, and its gradient once a stage has looked it up. */
+struct Visited {
+  TensorImpl *tensor, *grad;
+};
+
+/* The tensors of a list. */
 struct Listed {
   PyObject** items;
 
@@ -186,7 +195,7 @@ template <typename Source, typename Read, typename... Fetch>
 int64_t walk_part(const Source& source, Py_ssize_t begin, Py_ssize_t end, const Read& read, const Fetch&... fetch) {
   constexpr Py_ssize_t ahead = (sizeof...(fetch) + 1) * AHEAD;
   static_assert(ahead < WINDOW);
-  TensorImpl* window[WINDOW];
+  Visited window[WINDOW];
   int64_t sum = 0;
   // Prefetches check their bounds only near the edges.
   const auto visit = [&](Py_ssize_t i, auto at_edge) {
@@ -194,9 +203,9 @@ int64_t walk_part(const Source& source, Py_ssize_t begin, Py_ssize_t end, const 
     auto at = i + ahead;
     if (is_inside(at)) source.fetch_at(at);
     at -= AHEAD;
-    if (is_inside(at)) window[at % WINDOW] = source.at(at);
+    if (is_inside(at)) window[at % WINDOW] = {source.at(at), nullptr};
     const auto run = [&](const auto& stage) {
-      if (is_inside(at) && window[at % WINDOW] != nullptr) stage(window[at % WINDOW]);
+      if (is_inside(at) && window[at % WINDOW].tensor != nullptr) stage(window[at % WINDOW]);
       at -= AHEAD;
     };
     (run(fetch), ...);
@@ -214,7 +223,7 @@ int64_t walk_part(const Source& source, Py_ssize_t begin, Py_ssize_t end, const 
   return sum;
 }
 
-/* Call read(tensor, i) for each of n tensors. Returns the sum of its results.
+/* Call read(visited, i) for each of n tensors. Returns the sum of its results.
  *
  * Each stage of `fetch` prefetches, for a tensor some places ahead, what the next stage or read() needs. The first runs
  * as soon as the tensor's address is known.
@@ -229,11 +238,16 @@ int64_t walk(const Source& source, Py_ssize_t n, int threads, const Read& read, 
   return sum;
 }
 
+/* The stages of a walk over versions. */
+constexpr auto fetch_counted = [](const Visited& at) { fetch_ends(at.tensor); };
+constexpr auto fetch_counter = [](const Visited& at) { fetch_version(at.tensor); };
+
 /* ---- expecting ---- */
 
 /* Return the kind of a tensor, combined with its layout if it is not contiguous. */
-int64_t form_of(const TensorImpl* tensor, bool in_a_row) {
-  return in_a_row ? kind_of(tensor) : kind_of(tensor) ^ layout_of(tensor);
+inline int64_t form_of(const TensorImpl* tensor, bool in_a_row) {
+  const auto kind = kind_of(tensor, in_a_row);
+  return in_a_row ? kind : kind ^ layout_of(tensor);
 }
 
 /* A tensor, kept alive, and the values that it is expected to have. */
@@ -242,7 +256,7 @@ struct Expected {
   int64_t pointer, numel, form;
   uint64_t keys;  // dispatch keys: they also tell whether it is plain
 
-  bool holds() const {
+  [[gnu::flatten]] bool holds() const {
     const bool in_a_row = tensor->is_contiguous();
     if (tensor->key_set().raw_repr() != keys || tensor->numel() != numel) return false;
     if (form_of(tensor.get(), in_a_row) != form) return false;
@@ -327,10 +341,17 @@ int64_t read_tensors(
   const auto n = PyList_GET_SIZE(list);
   const Memory out(memory, n), out_of_grads(grads, n);
   const Status out_of_status(status, n);
-  const auto fetch_parts = [](TensorImpl* tensor) {
-    fetch_storage(tensor);
-    fetch_version(tensor);
-    fetch_autograd(tensor);
+  const auto fetch_parts = [](const Visited& at) {
+    fetch_storage(at.tensor);
+    fetch_version(at.tensor);
+    fetch_autograd(at.tensor);
+  };
+  const auto fetch_grad = [](Visited& at) {
+    at.grad = grad_of(at.tensor);
+    if (at.grad != nullptr) fetch_whole(at.grad);
+  };
+  const auto fetch_storage_of_grad = [](const Visited& at) {
+    if (at.grad != nullptr) fetch_storage(at.grad);
   };
   // The upper half of a walk's sum counts changed tensors, the lower half unreadable ones.
   constexpr auto CHANGED = int64_t{1} << 32;
@@ -343,27 +364,21 @@ int64_t read_tensors(
     if (is_read) read_status(tensor, out_of_status, i, is_other);
     return !is_read;
   };
-  const auto read = [=](TensorImpl* tensor, Py_ssize_t i) {
+  const auto read = [=](const Visited& at, Py_ssize_t i) {
     bool is_other = false;
-    const bool is_unread = read_one(tensor, i, is_other);
+    const bool is_unread = read_one(at.tensor, i, is_other);
+    return is_unread + CHANGED * is_other;
+  };
+  const auto read_both = [=](const Visited& at, Py_ssize_t i) {
+    bool is_other = false;
+    read_memory(at.grad, out_of_grads, i, is_other);
+    const bool is_unread = read_one(at.tensor, i, is_other);
     return is_unread + CHANGED * is_other;
   };
   const Listed tensors{items_of(list)};
-  if (grads == nullptr) return told(walk(tensors, n, threads, read, fetch_whole, fetch_parts));
-  const auto of_grad = [](auto fetch_it) {
-    return [fetch_it](TensorImpl* tensor) {
-      auto* grad = grad_of(tensor);
-      if (grad != nullptr) fetch_it(grad);
-    };
-  };
-  const auto read_both = [=](TensorImpl* tensor, Py_ssize_t i) {
-    bool is_other = false;
-    read_memory(tensor == nullptr ? nullptr : grad_of(tensor), out_of_grads, i, is_other);
-    const bool is_unread = read_one(tensor, i, is_other);
-    return is_unread + CHANGED * is_other;
-  };
-  return told(
-      walk(tensors, n, threads, read_both, fetch_whole, fetch_parts, of_grad(fetch_whole), of_grad(fetch_storage)));
+  const auto fetch_tensor = [](const Visited& at) { fetch_whole(at.tensor); };
+  if (grads == nullptr) return told(walk(tensors, n, threads, read, fetch_tensor, fetch_parts));
+  return told(walk(tensors, n, threads, read_both, fetch_tensor, fetch_parts, fetch_grad, fetch_storage_of_grad));
 }
 
 /* Return a capsule of the tensors' present values for hold_tensors(); None if one of them could not be read. */
@@ -400,35 +415,38 @@ PyObject* expect_tensors(PyObject* list) {
  */
 int64_t hold_tensors(PyObject* capsule, int threads) {
   const auto& kept = *static_cast<Expectations*>(PyCapsule_GetPointer(capsule, EXPECTATIONS));
-  const auto is_wrong = [&kept](TensorImpl*, Py_ssize_t i) { return !kept.all[i].holds(); };
-  const auto fetch_looked_at = [](TensorImpl* tensor) {
-    fetch(&tensor->unsafe_storage());
-    fetch_end(tensor);
+  const auto is_wrong = [&kept](const Visited&, Py_ssize_t i) { return !kept.all[i].holds(); };
+  const auto fetch_looked_at = [](const Visited& at) {
+    fetch(&at.tensor->unsafe_storage());
+    fetch_end(at.tensor);
   };
-  return walk(kept, kept.all.size(), threads, is_wrong, fetch_looked_at, fetch_storage) == 0;
+  const auto fetch_its_storage = [](const Visited& at) { fetch_storage(at.tensor); };
+  return walk(kept, kept.all.size(), threads, is_wrong, fetch_looked_at, fetch_its_storage) == 0;
 }
 
 /* versions: [n]. */
 int64_t read_versions(PyObject* list, int64_t* versions, int threads) {
-  const auto read = [=](TensorImpl* tensor, Py_ssize_t i) {
+  const auto read = [=](const Visited& at, Py_ssize_t i) {
+    auto* tensor = at.tensor;
     const bool counts = tensor != nullptr && !tensor->is_inference();
     if (counts) versions[i] = tensor->version_counter().current_version();
     return !counts;
   };
-  return walk(Listed{items_of(list)}, PyList_GET_SIZE(list), threads, read, fetch_ends, fetch_version);
+  return walk(Listed{items_of(list)}, PyList_GET_SIZE(list), threads, read, fetch_counted, fetch_counter);
 }
 
 /* Tell autograd that all tensors have been written, or all that can be. versions: [n], the new ones; 0 if a tensor has
  * none.
  */
 int64_t increment_versions(PyObject* list, int64_t* versions, int threads) {
-  const auto increment = [=](TensorImpl* tensor, Py_ssize_t i) {
+  const auto increment = [=](const Visited& at, Py_ssize_t i) {
+    auto* tensor = at.tensor;
     const bool counts = tensor != nullptr && !tensor->is_inference();
     if (counts) tensor->bump_version();
     versions[i] = counts ? tensor->version_counter().current_version() : 0;
     return tensor == nullptr;
   };
-  return walk(Listed{items_of(list)}, PyList_GET_SIZE(list), threads, increment, fetch_ends, fetch_version);
+  return walk(Listed{items_of(list)}, PyList_GET_SIZE(list), threads, increment, fetch_counted, fetch_counter);
 }
 
 /* Whether two lists hold the same objects. */

@@ -27,7 +27,7 @@ from megascale.kernels.compiler import Command, CompilerError, find_compiler
 from megascale.kernels.library_build import Recipe, load, load_kept, share_openmp
 
 SOURCE = Path(__file__).with_name("tensor_reader.cpp")
-FLAGS = ("-std=c++20", "-O2", "-fPIC")
+FLAGS = ("-std=c++20", "-O3", "-fPIC")
 LIBRARIES = ("torch_python", "torch_cpu", "c10")
 
 MANY = 4096
