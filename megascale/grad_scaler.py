@@ -18,6 +18,7 @@ from megascale.config import HYSTERESIS_RESETS, OptimizerConfig
 from megascale.errors import ArgumentError, ArgumentTypeError, StateDictError
 from megascale.kernels import Backend, ScaleRule, TorchDecisions, inverse
 from megascale.utils import validate
+from megascale.utils.autograd import without_grad
 from megascale.utils.staging import staged
 
 LARGEST_TRACKER = 2**62  # int64 with room to count on
@@ -230,7 +231,7 @@ class DynamicGradScaler(MegatronGradScaler):
         self._hysteresis_tracker = staged(self._hysteresis_tracker, torch.device(device))
         return self
 
-    @torch.no_grad()
+    @without_grad
     def update(self, found_inf: bool | Tensor) -> None:
         """Apply the rule to one step. A tensor `found_inf` is never read on the host."""
         rule = ScaleRule(

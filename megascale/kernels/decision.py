@@ -86,8 +86,7 @@ class Decision:
         return Decision(*moved)
 
 
-@dataclass(frozen=True)
-class ScaleRule:
+class ScaleRule(NamedTuple):
     """The constants of a dynamic loss scale; see :class:`megascale.DynamicGradScaler`.
 
     Attributes:

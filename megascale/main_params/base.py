@@ -18,6 +18,7 @@ from megascale.kernels import TensorList, plain, same_objects
 from megascale.main_params.main_param import MainParam, check_trainable
 from megascale.main_params.update_unit import UpdateUnit
 from megascale.main_params.write_tracker import WriteTracker
+from megascale.utils.autograd import without_grad
 from megascale.utils.dtensors import is_dtensor
 
 # An attrgetter, as map() then runs in C: at every step, over every parameter without a main param.
@@ -44,7 +45,7 @@ class MainParams(ABC):
         self._units: list[UpdateUnit] | None = None
         self.ordered: list[list[MainParam]] = []
 
-    @torch.no_grad()
+    @without_grad
     def sync_from_model(self, param_groups: Sequence[dict[str, Any]]) -> tuple[list[MainParam], TensorList]:
         """Take over changes of ``param_groups`` and outside writes to model params.
 

@@ -23,6 +23,8 @@ from megascale.utils.collectives import group_size, raise_together
 from megascale.utils.dtensors import local
 from megascale.utils.graph_capture import is_capturing
 
+_NAMES = [field.name for field in Statistic]
+
 
 class DeferredErrors:
     """Collects this rank's errors, and raises them on all ranks of ``grad_stats`` at the same step."""
@@ -67,7 +69,7 @@ class DeferredErrors:
         count = (self._error is not None) + (absence(absent, self._groups) if absent else 0)
         return self._num_overflowed + count if count else self._num_overflowed
 
-    def raise_agreed(self, agreed: GradStats) -> dict[Statistic, float] | None:
+    def raise_agreed(self, agreed: GradStats) -> list[float] | None:
         """Raise on every rank alike if any had an error, as soon as the host can know.
 
         Returns the statistics that the host can know without waiting: of this step, or of the one before, or None.
@@ -76,7 +78,7 @@ class DeferredErrors:
         self._agreed = agreed
         return None if is_capturing(self._device) else self.raise_pending()
 
-    def raise_pending(self) -> dict[Statistic, float] | None:
+    def raise_pending(self) -> list[float] | None:
         """Raise for the errors that were agreed on last, as soon as the host can know. Returns the statistics."""
         if self._agreed is None:
             return None
@@ -85,11 +87,13 @@ class DeferredErrors:
             self._raise_together()
         return seen
 
-    def _read(self, vector: Tensor) -> dict[Statistic, float] | None:
+    def _read(self, vector: Tensor) -> list[float] | None:
+        """Return the statistics that the host can know without waiting, by :class:`Statistic`."""
         if self._on_host:
-            return dict(zip(Statistic, vector.tolist(), strict=True))
-        late = self._view.push_vector([field.name for field in Statistic], vector)
-        return None if late is None else {field: late[field.name] for field in Statistic}
+            numbers: list[float] = vector.tolist()
+            return numbers
+        late = self._view.push_vector(_NAMES, vector)
+        return None if late is None else [late[name] for name in _NAMES]
 
     def record(self, error: MegascaleError) -> None:
         """Record an error of this rank after the decision: :meth:`raise_local` or the next step raises it."""

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from operator import is_
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -40,6 +40,13 @@ class _CachedOperands(NamedTuple):
     prepared: list[Prepared]
 
 
+class _CachedHyper(NamedTuple):
+    """A group's hyperparameters, and the values of the options that they were made of."""
+
+    values: list[Any]
+    hyper: Any
+
+
 class KernelUpdate(InnerUpdate, ABC):
     """Base of the Adam, SGD, Lion and Muon updates: state made at once, one kernel call per unit and device.
 
@@ -56,6 +63,9 @@ class KernelUpdate(InnerUpdate, ABC):
         self._entries: list[dict[str, Any]] = []
         self._tag = new_tags(1)
         self._prepared: WeakKeyDictionary[UpdateUnit, _CachedOperands] = WeakKeyDictionary()
+        self._hypers: dict[int, _CachedHyper] = {}
+        self._option_names = ("lr", *self.numbers, *self.flags)
+        self._read_names = (*self._option_names, "decoupled_weight_decay")
         dtypes = dict.fromkeys(("exp_avg", "momentum_buffer"), config.exp_avg_dtype)
         dtypes |= dict.fromkeys(("exp_avg_sq", "max_exp_avg_sq"), config.exp_avg_sq_dtype)
         if config.exp_avg_sq_dtype in CODE_DTYPES:
@@ -66,20 +76,22 @@ class KernelUpdate(InnerUpdate, ABC):
 
     @override
     def create_states(self, options: dict[str, Any], params: Sequence[MainParam]) -> None:
-        require_options(options, ("lr", *self.numbers, *self.flags))
+        require_options(options, self._option_names)
         self._state.create(params, self.required_state(options))
 
     @override
     def prepare(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
-        for pending in updates:
-            require_options(pending.options, ("lr", *self.numbers, *self.flags))
-        if self._hooked() or not all(self.fits(pending.options) for pending in updates):
+        known = [self._cached_hyper(pending) for pending in updates]
+        changed = [pending for pending, hyper in zip(updates, known, strict=True) if hyper is None]
+        for pending in changed:
+            require_options(pending.options, self._option_names)
+        if self._hooked() or not all(self.fits(pending.options) for pending in changed):
             self._require_readable()
             return self._general.prepare(updates)
         self._drop_stale_operands()
-        hypers = [self.hyper(pending.options) for pending in updates]
+        hypers = [self._new_hyper(one) if hyper is None else hyper for one, hyper in zip(updates, known, strict=True)]
         return [
-            replace(pending, call=KernelCall(self._operands(pending), hyper))
+            PendingUpdate(pending.options, pending.unit, pending.grads, KernelCall(self._operands(pending), hyper))
             for pending, hyper in zip(updates, hypers, strict=True)
         ]
 
@@ -125,6 +137,22 @@ class KernelUpdate(InnerUpdate, ABC):
                 f"must run, which cannot read {', '.join(codes)}; remove the hooks and give numbers, or keep the "
                 "moments in torch.float32"
             )
+
+    def _cached_hyper(self, pending: PendingUpdate) -> Any:
+        """Return the hyperparameters of a group whose options are the same objects as when they were read; or None."""
+        cached = self._hypers.get(pending.unit.group)
+        if cached is not None and all(map(is_, cached.values, map(pending.options.get, self._read_names))):
+            return cached.hyper
+        return None
+
+    def _new_hyper(self, pending: PendingUpdate) -> Any:
+        """Return the hyperparameters of a group, and cache them if its options are numbers, which nobody can change."""
+        hyper, values = self.hyper(pending.options), [pending.options.get(name) for name in self._read_names]
+        if all(map(_is_constant, values)):
+            self._hypers[pending.unit.group] = _CachedHyper(values, hyper)
+        else:
+            self._hypers.pop(pending.unit.group, None)
+        return hyper
 
     def _hooked(self) -> bool:
         return self._general.inner_step.is_hooked
@@ -172,6 +200,13 @@ class KernelUpdate(InnerUpdate, ABC):
     @abstractmethod
     def run(self, operands: Operands, hyper: Any, decision: Decision) -> Tensor:
         """Call the kernel and return its overflow flags, one per parameter."""
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether a value of an option stays what it is as long as it is the same object."""
+    if type(value) is tuple:
+        return all(map(_is_constant, value))
+    return value is None or type(value) in (float, int, bool, str)
 
 
 def _prepare(params: Sequence[MainParam], state: Mapping[str, Sequence[Tensor]]) -> list[Prepared]:

@@ -20,6 +20,7 @@ from megascale.step.local_grads import Collected, ReadyGrads, checked_grads
 from megascale.step.torch_states import is_per_element
 from megascale.step.update import PendingUpdate, Rounded
 from megascale.step.update_selection import select_update
+from megascale.utils.autograd import without_grad
 from megascale.utils.dtensors import local
 
 
@@ -76,7 +77,7 @@ class StepMember:
 
     # Before the decision
 
-    @torch.no_grad()
+    @without_grad
     def sync_from_model(self) -> TensorList:
         """Take over changes of ``param_groups`` and writes to model params. Returns a snapshot of the model params."""
         param_groups, state = self.optimizer.param_groups, self.optimizer.state

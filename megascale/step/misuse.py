@@ -1,12 +1,12 @@
 """Detects misuse in a step's agreed statistics. Every rank has the same numbers, so that all raise alike."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 from megascale.errors import UsageError
 from megascale.kernels import LARGEST_SUM_SQUARES, REPLICA_TOLERANCE, Statistic
 
-Statistics = Mapping[Statistic, float]
-"""Agreed statistics as host numbers."""
+Statistics = Sequence[float]
+"""Agreed statistics as host numbers, by :class:`megascale.kernels.Statistic`."""
 
 
 def was_skipped(agreed: Statistics) -> bool:

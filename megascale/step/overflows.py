@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megascale.grad_scaler import MegatronGradScaler
-from megascale.kernels import Statistic, describe_non_finite
+from megascale.kernels import describe_non_finite
 from megascale.main_params.main_param import MainParam
 from megascale.parallel import ParallelGroups
 from megascale.step.grad_stats import GradStats
@@ -156,7 +156,7 @@ class OverflowRecorder:
         ``gather``: of all ranks; every rank calls it together.
         """
         newest, skipped = self._newest, self._skipped
-        if newest is not None and was_skipped(dict(zip(Statistic, newest.vector.tolist(), strict=True))):
+        if newest is not None and was_skipped(newest.vector.tolist()):
             known = skipped is not None and skipped.serial == newest.serial
             self._read(skipped if known and skipped is not None else newest, grads_are_there=True)
         elif skipped is not None:

@@ -164,7 +164,7 @@ class NativeBackend(TorchDecisions):
         if not _is_on_cpu(found_inf, *state):
             super().rescale_(found_inf, *state, rule)
             return
-        constants = _ScaleRule(**vars(rule))
+        constants = _ScaleRule(*rule)
         self._library.rescale(found_inf.data_ptr(), *map(Tensor.data_ptr, state), ctypes.byref(constants))
         torch.autograd.graph.increment_version(state)
 

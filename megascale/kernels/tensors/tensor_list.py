@@ -131,8 +131,8 @@ class TensorList(Sequence[Tensor]):
     def findings(self, owner: object) -> dict[str, Any]:
         """Return a cache, as a dict, of what ``owner`` has derived from the tensors' memory.
 
-        It is empty after any change but of versions, and where changes cannot be detected. It outlives this list: never
-        put arrays of this list, or tensors, into it.
+        It is empty after any change but of versions and of gradients' addresses, and where changes cannot be detected.
+        It outlives this list: never put arrays of this list, or tensors, into it.
         """
         found = None if self._facts is None else self._facts.findings
         return {} if found is None else found.setdefault(owner, {})

@@ -149,8 +149,12 @@ void put(int64_t& place, int64_t number, bool& changed) {
   changed = true;
 }
 
-/* Return whether the tensor could be read; if not, its kind is -1. changed: set if it differs from the last walk. */
-[[gnu::flatten]] inline bool read_memory(TensorImpl* tensor, const Memory& out, Py_ssize_t at, bool& changed) {
+/* Return whether the tensor could be read; if not, its kind is -1.
+ *
+ * moved, changed: set if its address, or its form, differs from the last walk.
+ */
+[[gnu::flatten]] inline bool read_memory(
+    TensorImpl* tensor, const Memory& out, Py_ssize_t at, bool& moved, bool& changed) {
   const auto unread = [&] {
     put(out.kind[at], -1, changed);
     return false;
@@ -163,7 +167,7 @@ void put(int64_t& place, int64_t number, bool& changed) {
   auto* data = numel == 0 ? nullptr : static_cast<char*>(storage->mutable_data());
   if (numel != 0 && (data == nullptr || end_of(tensor, in_a_row) * itemsize > static_cast<int64_t>(storage->nbytes()))) return unread();
   const auto* first = data == nullptr ? nullptr : data + tensor->storage_offset() * itemsize;
-  put(out.pointer[at], reinterpret_cast<int64_t>(first), changed);
+  put(out.pointer[at], reinterpret_cast<int64_t>(first), moved);
   put(out.numel[at], numel, changed);
   put(out.kind[at], kind_of(tensor, in_a_row), changed);
   put(out.layout[at], layout_of(tensor), changed);
@@ -334,7 +338,7 @@ extern "C" {
 /* memory: [4][n]. status: [2][n]. grads: [4][n], the memory of their gradients, or null. A gradient that is missing or
  * cannot be read has kind -1; its tensor counts as read.
  *
- * changed: whether anything but a version differs from what the arrays held. Only valid if all tensors could be read.
+ * changed: whether anything but a version or a gradient's address differs from what the arrays held. Only valid if all tensors could be read.
  */
 int64_t read_tensors(
     PyObject* list, int64_t* memory, int64_t* status, int64_t* grads, int64_t* changed, int threads) {
@@ -360,7 +364,7 @@ int64_t read_tensors(
     return sum % CHANGED;
   };
   const auto read_one = [=](TensorImpl* tensor, Py_ssize_t i, bool& is_other) {
-    const bool is_read = read_memory(tensor, out, i, is_other);
+    const bool is_read = read_memory(tensor, out, i, is_other, is_other);
     if (is_read) read_status(tensor, out_of_status, i, is_other);
     return !is_read;
   };
@@ -370,8 +374,8 @@ int64_t read_tensors(
     return is_unread + CHANGED * is_other;
   };
   const auto read_both = [=](const Visited& at, Py_ssize_t i) {
-    bool is_other = false;
-    read_memory(at.grad, out_of_grads, i, is_other);
+    bool is_other = false, has_moved = false;
+    read_memory(at.grad, out_of_grads, i, has_moved, is_other);
     const bool is_unread = read_one(at.tensor, i, is_other);
     return is_unread + CHANGED * is_other;
   };
@@ -392,7 +396,7 @@ PyObject* expect_tensors(PyObject* list) {
       auto* tensor = tensor_of(PyList_GET_ITEM(list, i));
       const Memory out(memory.data(), 1);
       bool changed;
-      if (!read_memory(tensor, out, 0, changed)) Py_RETURN_NONE;
+      if (!read_memory(tensor, out, 0, changed, changed)) Py_RETURN_NONE;
       const auto& owner = THPVariable_Unpack(PyList_GET_ITEM(list, i)).getIntrusivePtr();
       const auto form = form_of(tensor, tensor->is_contiguous());
       all.push_back({owner, *out.pointer, *out.numel, form, tensor->key_set().raw_repr()});

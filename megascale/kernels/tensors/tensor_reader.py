@@ -78,8 +78,8 @@ class Facts(NamedTuple):
 
     Attributes:
         grads: the memory of their gradients, if requested.
-        findings: caches, by owner, of what was derived from all this but the versions: kept while nothing else changes,
-            else emptied. None: nothing is cached.
+        findings: caches, by owner, of what was derived from all this but versions and gradients' addresses: kept while
+            nothing else changes, else emptied. None: nothing is cached.
     """
 
     memory: Memory
@@ -137,12 +137,12 @@ def read(
         return None
     rows, findings = (Room() if room is None else room).take(10 if grads else 6, len(tensors))
     changed = ctypes.c_int64()
-    memory, status, of_grads = rows[:4], rows[4:6], rows[6:]
+    at, row = rows.ctypes.data, 8 * len(tensors)
     unread = native.read_tensors(
         tensors,
-        memory.ctypes.data,
-        status.ctypes.data,
-        of_grads.ctypes.data if grads else None,
+        at,
+        at + 4 * row,
+        at + 6 * row if grads else None,
         ctypes.byref(changed),
         torch.get_num_threads(),
     )
@@ -150,7 +150,9 @@ def read(
         findings.clear()
     if unread:
         return None
-    return Facts(Memory(*memory), status[0], status[1], Memory(*of_grads) if grads else None, findings)
+    pointers, numels, kinds, layouts, versions, requires_grad, *of_grads = rows
+    memory = Memory(pointers, numels, kinds, layouts)
+    return Facts(memory, versions, requires_grad, Memory(*of_grads) if grads else None, findings)
 
 
 def expect_memory(tensors: list[Tensor]) -> Callable[[], bool]:
