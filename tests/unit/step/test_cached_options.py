@@ -60,12 +60,17 @@ def test_options_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     param = nn.Parameter(torch.ones(8))
     optimizer = MixedPrecisionOptimizer(torch.optim.AdamW([param], lr=0.1))
     update: Any = optimizer._member.update
-    counted, read = [], update.hyper
-    monkeypatch.setattr(update, "hyper", lambda options: (counted.append(1), read(options))[1])
+    counted, read = list[float](), update.hyper
+
+    def counting(options: dict[str, Any]) -> Any:
+        counted.append(options["lr"])
+        return read(options)
+
+    monkeypatch.setattr(update, "hyper", counting)
     for _ in range(4):
         param.grad = torch.ones(8)
         optimizer.step()
-    assert len(counted) == 1
+    assert counted == [0.1]
     optimizer.param_groups[0]["lr"] = 0.2
     optimizer.step()
-    assert len(counted) == 2
+    assert counted == [0.1, 0.2]
