@@ -141,24 +141,24 @@ static uint64_t run(int threads, int64_t rule) {
 }
 
 /* Many threads for few chunks each: they take one another's all the time. */
-static int share(int threads, int64_t chunks);
+static int share(int threads, int64_t chunks, int backwards);
 
 typedef struct {
     Share *shares;
-    int *taken, parts;
+    int *taken, parts, backwards;
     int64_t chunks;
 } Sharing;
 
 static void take_all(void *given) {
     Sharing *sharing = given;
     int64_t first, last;
-    while (take_next(sharing->shares, thread_index, sharing->parts, sharing->chunks, &first, &last))
+    while (take_next(sharing->shares, thread_index, sharing->parts, sharing->chunks, sharing->backwards, &first, &last))
         for (int64_t chunk = first; chunk < last; chunk++) sharing->taken[chunk]++; /* a race, were it taken twice */
 }
 
-static int share(int threads, int64_t chunks) {
+static int share(int threads, int64_t chunks, int backwards) {
     Share shares[MOST_THREADS];
-    Sharing sharing = {shares, calloc((size_t)chunks, sizeof(int)), threads, chunks};
+    Sharing sharing = {shares, calloc((size_t)chunks, sizeof(int)), threads, backwards, chunks};
     share_out(chunks, shares, threads);
     GOMP_parallel(take_all, &sharing, (unsigned)threads, 0);
     int wrong = 0;
@@ -170,7 +170,7 @@ static int share(int threads, int64_t chunks) {
 int main(void) {
     int wrong = 0;
     for (int round = 0; round < 20; round++)
-        for (int threads = 1; threads <= 16; threads *= 2) wrong |= share(threads, 1 + 997 * (round % 5));
+        for (int threads = 1; threads <= 16; threads *= 2) wrong |= share(threads, 1 + 997 * (round % 5), round % 2);
     for (int64_t rule = ADAM; rule <= NOTHING; rule++) {
         uint64_t expected = run(1, rule);
         for (int threads = 2; threads <= 8; threads *= 2) wrong |= run(threads, rule) != expected;

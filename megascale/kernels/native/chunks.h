@@ -48,7 +48,7 @@ static void share_out(int64_t num_chunks, Share *shares, int parts) {
         shares[part].left = (uint64_t)(num_chunks * part / parts) << 32 | (uint64_t)(num_chunks * (part + 1) / parts);
 }
 
-/* Take up to `most` chunks off a share, [*first, *last): its owner from the front, others from the back. */
+/* Take up to `most` chunks off a share, [*first, *last): its owner from one end, others from the other. */
 static int take(Share *share, int64_t most, int from_back, int64_t *first, int64_t *last) {
     uint64_t left = __atomic_load_n(&share->left, __ATOMIC_RELAXED), rest;
     do {
@@ -62,11 +62,16 @@ static int take(Share *share, int64_t most, int from_back, int64_t *first, int64
     return 1;
 }
 
-/* Take the next chunks: a thread's own and, when there are none, another's, so that no thread waits for a slow one. */
-static int take_next(Share *shares, int part, int parts, int64_t num_chunks, int64_t *first, int64_t *last) {
+/* Take the next chunks: a thread's own and, when there are none, another's, so that no thread waits for a slow one.
+ *
+ * backwards: each thread begins at the end of its share. An update that follows the statistics then finds in the cache
+ * the gradients that were measured last.
+ */
+static int take_next(Share *shares, int part, int parts, int64_t num_chunks, int backwards, int64_t *first,
+                     int64_t *last) {
     int64_t most = 1 + num_chunks / (TAKES * parts);
     for (int other = 0; other < parts; other++)
-        if (take(shares + (part + other) % parts, most, other > 0, first, last)) return 1;
+        if (take(shares + (part + other) % parts, most, (other > 0) != backwards, first, last)) return 1;
     return 0;
 }
 

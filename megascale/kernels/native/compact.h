@@ -244,7 +244,7 @@ void update_compact(const Lengths *all, const Grads *grads, const CompactRow *ro
 #pragma omp parallel for schedule(static) num_threads(threads) if (all->num_chunks > 1)
     for (int part = 0; part < threads; part++) {
         int64_t first, last;
-        while (take_next(shares, part, threads, all->num_chunks, &first, &last)) {
+        while (take_next(shares, part, threads, all->num_chunks, 1, &first, &last)) {
             Chunk chunk = {row_of(all, first), 0, 0};
             for (int64_t c = first; c < last; c++) {
                 chunk = chunk_after(all, chunk.row, c);

@@ -127,7 +127,7 @@ void measure(const Lengths *all, const Grads *grads, int64_t count_zeros, double
 #pragma omp parallel for schedule(static) num_threads(threads) if (all->num_chunks > 1)
     for (int part = 0; part < threads; part++) {
         int64_t first, last;
-        while (take_next(shares, part, threads, all->num_chunks, &first, &last))
+        while (take_next(shares, part, threads, all->num_chunks, 0, &first, &last))
             measure_chunks(all, grads, first, last, (int)count_zeros, partial, out);
     }
     for (int64_t r = 0; r < n; r++) {
@@ -425,7 +425,7 @@ void update(const Lengths *all, const Grads *grads, const Row *rows, int64_t rul
     for (int part = 0; part < threads; part++) {
         int64_t first, last;
         Scalars scalars = {.coefficient = factor};
-        while (take_next(shares, part, threads, all->num_chunks, &first, &last))
+        while (take_next(shares, part, threads, all->num_chunks, 1, &first, &last))
             update_chunks(&u, first, last, &scalars, overflowed);
         if (u.streamed) finish_streams();
     }
