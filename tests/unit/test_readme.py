@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,14 +15,37 @@ def _blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", README.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize(
-    "index", [0, *(pytest.param(index, marks=pytest.mark.slow) for index in range(1, len(_blocks("python"))))]
+OPTIONAL = [
+    *("omegaconf", "sklearn", "tqdm", "tensorboard", "wandb", "triton", "matplotlib"),
+    *("lightning", "accelerate", "transformers", "megatron", "deepspeed"),
+    *("amp_C", "apex", "transformer_engine", "megascale.kernels.apex_backend"),
+    *("torch.distributed.tensor", "torch.distributed.checkpoint", "torch._dynamo", "sympy"),  # slow
+]
+IMPORT = (
+    "import sys, torch; before = set(sys.modules); import megascale.kernels; "
+    f"print([m for m in {OPTIONAL} if m in sys.modules and m not in before])"
 )
-def test_example_runs_as_pasted(index: int, tmp_path: Path) -> None:
-    """Every Python example of the page runs in a fresh interpreter, alone."""
-    code = _blocks("python")[index]
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What programs print that each run alone in a fresh interpreter; both at once, as they take seconds to start."""
+    programs = [*_blocks("python"), IMPORT]
+    with ThreadPoolExecutor(len(programs)) as pool:
+        folders = [tmp_path_factory.mktemp("program") for _ in programs]
+        return dict(zip(programs, pool.map(_run, programs, folders), strict=True))
+
+
+def _run(code: str, folder: Path) -> str:
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("index", range(len(_blocks("python"))))
+def test_example_runs_as_pasted(index: int, printed: dict[str, str]) -> None:
+    """Every Python example of the page runs in a fresh interpreter, alone."""
+    assert printed[_blocks("python")[index]].startswith("loss ")
 
 
 def test_first_example_is_short() -> None:
@@ -65,17 +89,6 @@ def test_tree_names_what_exists() -> None:
     assert missing == []
 
 
-def test_core_imports_nothing_optional() -> None:
+def test_core_imports_nothing_optional(printed: dict[str, str]) -> None:
     """`import megascale` brings no optional library, no backend that needs one, and no slow part of torch."""
-    optional = [
-        *("omegaconf", "sklearn", "tqdm", "tensorboard", "wandb", "triton", "matplotlib"),
-        *("lightning", "accelerate", "transformers", "megatron", "deepspeed"),
-        *("amp_C", "apex", "transformer_engine", "megascale.kernels.apex_backend"),
-        *("torch.distributed.tensor", "torch.distributed.checkpoint", "torch._dynamo", "sympy"),  # slow
-    ]
-    code = (
-        "import sys, torch; before = set(sys.modules); import megascale.kernels; "
-        f"print([m for m in {optional} if m in sys.modules and m not in before])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.strip() == "[]"
+    assert printed[IMPORT] == "[]\n"

@@ -219,7 +219,7 @@ def test_torch_does_not_warn(on: str) -> None:
     cases(
         [0, 1, 3, 5],
         ["optimizer_first", "schedule_first"],
-        quick=lambda cut, order: order == "optimizer_first" or cut == 3,
+        quick=lambda cut, order: cut == 3 or (cut, order) == (0, "optimizer_first"),
     ),
 )
 def test_resume_is_bitwise(name: str, cut: int, order: str) -> None:
