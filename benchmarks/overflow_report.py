@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.debug import report_overflows
-from megascale.debug.gradients import GradWatch, NamedPlace
+from megascale.debug.gradients import GradWatch, WatchedParam
 from megascale.train.config import TextConfig
 from megascale.train.text import Gpt, TextTask
 
@@ -31,7 +31,7 @@ class TimedWatch(GradWatch):
 
     seconds = 0.0
 
-    def see(self, grad: Tensor, at: NamedPlace) -> None:
+    def see(self, grad: Tensor, at: WatchedParam) -> None:
         """Look at a gradient."""
         start = time.perf_counter()
         super().see(grad, at)

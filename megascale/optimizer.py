@@ -268,8 +268,11 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group of model params (or of (name, param) pairs). Main params are made at once.
 
-        Raises ArgumentError, with nothing added, where ``grad_sync`` reduces gradients and ranks, which all call this
-        together, hold different values of a parameter.
+        With a GradSync, as in a DistributedOptimizer, all ranks call it together. One that calls it alone waits for the
+        others; :class:`megascale.rank_watch.RankWatch` names them.
+
+        Raises ArgumentError, with nothing added, where ranks that reduce gradients together hold different values of a
+        parameter.
         """
         if self._constructed:
             self.optimizer.add_param_group(param_group)

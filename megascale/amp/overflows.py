@@ -100,7 +100,7 @@ class ScalerOverflows:
         self._own, self._report = OwnOverflows(step, scale, seen, entries), None
 
     def _entries(self) -> Iterator[OverflowEntry]:
-        places = {key: place for place, key in enumerate(self.names)}
+        indices = {key: index for index, key in enumerate(self.names)}
         optimizers = (known() for known in self._optimizers)
         position = 0
         for group in (group for optimizer in optimizers if optimizer is not None for group in optimizer.param_groups):
@@ -112,7 +112,7 @@ class ScalerOverflows:
                     continue
                 grad = local(param.grad)
                 grad = grad._values() if grad.is_sparse else grad
-                entry = described(name, grad, places.get(id(param), position), None, None, grad.numel())
+                entry = described(name, grad, indices.get(id(param), position), None, None, grad.numel())
                 if entry.num_non_finite:
                     yield entry
 

@@ -19,46 +19,48 @@ from megascale.utils.dtensors import is_dtensor, local
 
 
 @dataclass(frozen=True)
-class NamedPlace:
-    """A parameter's name, and its place in the order of the parameters."""
+class WatchedParam:
+    """A parameter's name, and its index in the order of the parameters."""
 
     name: str
-    place: int
+    index: int
 
 
 @dataclass(frozen=True)
-class _Look:
-    """One gradient of an accelerator, not read yet: ``numbers`` are those of :func:`describe_non_finite`."""
+class _Unread:
+    """One gradient on an accelerator, not read yet: ``numbers`` are those of :func:`describe_non_finite`."""
 
-    at: NamedPlace
+    param: WatchedParam
     micro_batch: int
     numel: int
     numbers: Tensor
 
 
 class SeenInBackward:
-    """What was seen of the gradients of one step: entries, and looks that the host has not read."""
+    """What was seen of the gradients of one step: entries, and numbers that the host has not read."""
 
     def __init__(self) -> None:
         self._entries: list[OverflowEntry] = []
-        self._looks: list[_Look] = []
+        self._unread: list[_Unread] = []
 
-    def add(self, at: NamedPlace, micro_batch: int, grad: Tensor) -> None:
+    def add(self, at: WatchedParam, micro_batch: int, grad: Tensor) -> None:
         """Look at one gradient. The host waits for nothing."""
         if grad.device.type != "cpu":
-            self._looks.append(_Look(at, micro_batch, grad.numel(), describe_non_finite(grad)))
+            self._unread.append(_Unread(at, micro_batch, grad.numel(), describe_non_finite(grad)))
         elif not _is_finite(grad):
-            self._entries.append(described(at.name, grad, at.place, micro_batch, None, grad.numel()))
+            self._entries.append(described(at.name, grad, at.index, micro_batch, None, grad.numel()))
 
     def entries(self) -> tuple[OverflowEntry, ...]:
         """Return the gradients that held inf or NaN. Waits for the device."""
         found = list(self._entries)
-        for look in self._looks:
-            num_inf, num_nan, largest = look.numbers.tolist()
+        for one in self._unread:
+            num_inf, num_nan, largest = one.numbers.tolist()
             total = int(num_inf + num_nan)
             if total:
-                counts = (int(num_inf), int(num_nan), total, look.numel)
-                found.append(OverflowEntry(look.at.name, own_rank(), look.micro_batch, *counts, largest, look.at.place))
+                counts = (int(num_inf), int(num_nan), total, one.numel)
+                found.append(
+                    OverflowEntry(one.param.name, own_rank(), one.micro_batch, *counts, largest, one.param.index)
+                )
         return tuple(found)
 
 
@@ -74,16 +76,17 @@ class GradWatch:
     """Hooks that look at the gradient of each parameter, once a backward.
 
     They see what this rank's own backward has made: before accumulation, DistributedDataParallel, GradSync or FSDP2.
-    The cost is one pass over the gradient, on a CPU while it may still be in cache. They refer to this object weakly.
+    On a CPU the cost is one pass over the gradient while it may still be in cache, on an accelerator the operators of
+    :func:`describe_non_finite`. The hooks refer to this object weakly.
 
     Args:
-        places: by id of the parameter.
+        watched: by id of the parameter.
         params: plain parameters, to hook now.
         model: under FSDP2: whose modules own the parameters; they are hooked when a forward has gathered them.
     """
 
     def __init__(
-        self, places: Mapping[int, NamedPlace], params: Iterable[nn.Parameter], model: nn.Module | None = None
+        self, watched: Mapping[int, WatchedParam], params: Iterable[nn.Parameter], model: nn.Module | None = None
     ) -> None:
         self._seen = SeenInBackward()
         self._fired: set[str] = set()
@@ -92,11 +95,11 @@ class GradWatch:
         self._handles: list[RemovableHandle] = []
         self._removal = finalize(self, _remove, self._handles)
         self._removal.atexit = False
-        gathered = _gathered_by_fsdp(places, model) if model is not None else {}
+        gathered = _gathered_by_fsdp(watched, model) if model is not None else {}
         late = {id(getattr(holder, attribute)) for all_of in gathered.values() for holder, attribute, _ in all_of}
         for param in params:
             if id(param) not in late:
-                self._hook(param, places[id(param)])
+                self._hook(param, watched[id(param)])
         for module, owned in gathered.items():
             self._handles.append(module.register_forward_pre_hook(_when_gathered(self, owned)))
 
@@ -118,7 +121,7 @@ class GradWatch:
             if not is_dtensor(param):
                 self._hook(param, at)
 
-    def see(self, grad: Tensor, at: NamedPlace) -> None:
+    def see(self, grad: Tensor, at: WatchedParam) -> None:
         """Look at a gradient that backward has just made."""
         if at.name in self._fired:
             self._micro_batch += 1
@@ -130,7 +133,7 @@ class GradWatch:
             grad = grad._values() if grad.is_sparse else grad
         self._seen.add(at, self._micro_batch, grad)
 
-    def _hook(self, param: Tensor, at: NamedPlace) -> None:
+    def _hook(self, param: Tensor, at: WatchedParam) -> None:
         if param in self._hooked or not param.requires_grad:
             return
         self._hooked[param] = True
@@ -144,11 +147,11 @@ class GradWatch:
         self._handles.append(param.register_hook(see))
 
 
-Owned = list[tuple[nn.Module, str, NamedPlace]]
+Owned = list[tuple[nn.Module, str, WatchedParam]]
 """Modules, the names of their attributes, and which parameters these are."""
 
 
-def _gathered_by_fsdp(places: Mapping[int, NamedPlace], model: nn.Module) -> dict[nn.Module, Owned]:
+def _gathered_by_fsdp(watched: Mapping[int, WatchedParam], model: nn.Module) -> dict[nn.Module, Owned]:
     """Return the parameters that each module under ``fully_shard`` gathers: its own, and its children's."""
     found: dict[nn.Module, Owned] = {}
 
@@ -156,8 +159,8 @@ def _gathered_by_fsdp(places: Mapping[int, NamedPlace], model: nn.Module) -> dic
         gatherer = module if isinstance(module, FSDPModule) else gatherer
         if gatherer is not None:
             for attribute, param in module.named_parameters(recurse=False):
-                if id(param) in places:
-                    found.setdefault(gatherer, []).append((module, attribute, places[id(param)]))
+                if id(param) in watched:
+                    found.setdefault(gatherer, []).append((module, attribute, watched[id(param)]))
         for child in module.children():
             visit(child, gatherer)
 

@@ -67,7 +67,8 @@ class WeightsAndBiases:
             if error.name != "wandb":
                 raise
             raise ArgumentError(
-                f"wandb={self.mode} needs Weights & Biases: pip install 'megascale[wandb]', or set wandb=disabled"
+                f"WeightsAndBiases(mode={self.mode!r}) needs wandb, which is not installed: pip install "
+                "'megascale[wandb]', or leave the sink out; in the training program, set wandb=disabled"
             ) from None
         self._run = wandb.init(mode=self.mode, **self.options)
 

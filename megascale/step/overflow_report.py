@@ -25,7 +25,7 @@ class OverflowEntry:
         num_non_finite: their sum.
         numel: elements of the gradient, or of the part that the rank keeps.
         largest_finite: largest magnitude of the other elements, still scaled; 0 without any; None: unknown.
-        place: of the parameter in the order of forward, as far as it is known.
+        index: of the parameter in the order of forward, as far as it is known.
     """
 
     parameter: str
@@ -36,7 +36,7 @@ class OverflowEntry:
     num_non_finite: int
     numel: int
     largest_finite: float | None
-    place: int
+    index: int
 
     @property
     def kind(self) -> str | None:
@@ -75,7 +75,7 @@ class OverflowReport:
         """
 
         def rank_of(entry: OverflowEntry) -> tuple[int, int, int]:
-            return (-(entry.micro_batch or 0), entry.place, -(entry.rank or 0))
+            return (-(entry.micro_batch or 0), entry.index, -(entry.rank or 0))
 
         return max(self.entries, key=rank_of, default=None)
 
@@ -173,7 +173,7 @@ def merged(ranks: Sequence[OwnOverflows]) -> OverflowReport:
 def in_order(entries: Iterable[OverflowEntry]) -> tuple[OverflowEntry, ...]:
     """Return entries by parameter, micro-batch and rank."""
     return tuple(
-        sorted(entries, key=lambda one: (one.place, one.micro_batch or 0, -1 if one.rank is None else one.rank))
+        sorted(entries, key=lambda one: (one.index, one.micro_batch or 0, -1 if one.rank is None else one.rank))
     )
 
 

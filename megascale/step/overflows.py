@@ -192,12 +192,12 @@ class OverflowRecorder:
             for (member, param), count in zip(params, record.counts.tolist(), strict=True)
             if count
         ]
-        places = {id(param): place for place, (_, param) in enumerate(self.named_params())}
+        indices = {id(param): index for index, (_, param) in enumerate(self.named_params())}
         entries = []
         for member, param, count in found:
             numel = local(param.main).numel()
             grad = member.grad_of(param) if grads_are_there else None
-            entries.append(described(param.name, grad, places[id(param.model)], record.micro_batch, count, numel))
+            entries.append(described(param.name, grad, indices[id(param.model)], record.micro_batch, count, numel))
         return tuple(entries)
 
     def named_params(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -210,12 +210,12 @@ def _on_host(scale: Tensor | float | None) -> float | None:
 
 
 def described(
-    name: str, grad: Tensor | None, place: int, micro_batch: int | None, count: int | None, numel: int
+    name: str, grad: Tensor | None, index: int, micro_batch: int | None, count: int | None, numel: int
 ) -> OverflowEntry:
     """Return the entry of a gradient of this rank; what cannot be told where it is gone, or has changed, is None.
 
     Args:
-        name, place, micro_batch, numel: see :class:`OverflowEntry`.
+        name, index, micro_batch, numel: see :class:`OverflowEntry`.
         grad: None: it is gone.
         count: its non-finite elements; None: those that it has.
     """
@@ -224,9 +224,9 @@ def described(
         if count is None or num_inf + num_nan == count:
             total = int(num_inf + num_nan)
             return OverflowEntry(
-                name, own_rank(), micro_batch, int(num_inf), int(num_nan), total, numel, largest, place
+                name, own_rank(), micro_batch, int(num_inf), int(num_nan), total, numel, largest, index
             )
-    return OverflowEntry(name, own_rank(), micro_batch, None, None, count or 0, numel, None, place)
+    return OverflowEntry(name, own_rank(), micro_batch, None, None, count or 0, numel, None, index)
 
 
 def own_rank() -> int:

@@ -237,7 +237,7 @@ def test_weights_and_biases_is_optional(train: Train, tmp_path: Path) -> None:
         import wandb  # noqa: F401
     except ModuleNotFoundError:
         output = train(1, tmp_path, "steps=2", "wandb=offline", status=2)
-        assert "wandb=offline needs Weights & Biases: pip install 'megascale[wandb]'" in output
+        assert "(mode='offline') needs wandb, which is not installed: pip install 'megascale[wandb]'" in output
     else:
         train(1, tmp_path, "steps=2", "wandb=offline")
         assert any((tmp_path / "run" / "wandb").glob("offline-run-*"))
