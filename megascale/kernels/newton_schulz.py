@@ -31,23 +31,20 @@ POLAR_EXPRESS: tuple[Coefficients, ...] = (
 1e-3 to 1, and a safety factor of 1.01 for the rounding of bf16. Further iterations repeat the last."""
 
 
-def orthogonalize(matrices: Tensor, coefficients: Sequence[Coefficients], eps: float, dtype: torch.dtype) -> Tensor:
+def orthogonalize(matrices: Tensor, coefficients: Sequence[Coefficients], eps: float) -> Tensor:
     """Return U V^T of each matrix U S V^T, up to what the coefficients leave of S.
 
-    A single matrix has the bits of torch.optim.Muon, where ``dtype`` is bf16. In a batch every matrix is treated alike,
+    A single bf16 matrix has the bits of torch.optim.Muon. In a batch every matrix is treated alike,
     but the bits of its products may depend on the batch, as the library that multiplies may choose another kernel.
 
     Args:
-        matrices: shape [m, n], or [batch, m, n] for several at once.
+        matrices: shape [m, n], or [batch, m, n] for several at once; the iterations are in their dtype.
         coefficients: one triple per iteration.
         eps: the smallest norm that a matrix is divided by.
-        dtype: of the iterations, and of the result.
     """
     is_tall = matrices.size(-2) > matrices.size(-1)
     product = torch.addmm if matrices.dim() == 2 else torch.baddbmm
-    found = matrices.to(dtype)
-    if is_tall:
-        found = found.mT
+    found = matrices.mT if is_tall else matrices
     norm = found.norm() if matrices.dim() == 2 else found.flatten(1).norm(dim=1).view(-1, 1, 1)
     found = found / norm.clamp(min=eps)
     for a, b, c in coefficients:

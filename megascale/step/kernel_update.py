@@ -102,10 +102,10 @@ class KernelUpdate(InnerUpdate, ABC):
         rounded = []
         for pending in updates:
             prepared, hyper = pending.call or ([], None)
-            for params, _, operands in prepared:
-                device = operands.main[0].device
-                rounded.append(Rounded(params, self.run(operands, hyper, decision.to(device))))
-                operands.grad = ()  # cached operands must not keep gradients that the caller drops
+            for one in prepared:
+                device = one.operands.main[0].device
+                rounded.append(Rounded(one.params, self.run(one, hyper, decision.to(device))))
+                one.operands.grad = ()  # cached operands must not keep gradients that the caller drops
             mark_written(pending.unit, prepared[0].operands.written if len(prepared) == 1 else None)
         # Tells an LR scheduler that was built on the inner optimizer that a step was taken.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -198,7 +198,7 @@ class KernelUpdate(InnerUpdate, ABC):
         """Return the hyperparameters. Raises ArgumentError for an option of a wrong type, naming it."""
 
     @abstractmethod
-    def run(self, operands: Operands, hyper: Any, decision: Decision) -> Tensor:
+    def run(self, prepared: Prepared, hyper: Any, decision: Decision) -> Tensor:
         """Call the kernel and return its overflow flags, one per parameter."""
 
 
@@ -264,9 +264,9 @@ class AdamUpdate(KernelUpdate):
             maximize=bool(options["maximize"]),
         )
 
-    def run(self, operands: Operands, hyper: AdamHyper, decision: Decision) -> Tensor:
+    def run(self, prepared: Prepared, hyper: AdamHyper, decision: Decision) -> Tensor:
         """One kernel call."""
-        return self.backend.adam_(operands, hyper, decision)
+        return self.backend.adam_(prepared.operands, hyper, decision)
 
 
 class SgdUpdate(KernelUpdate):
@@ -295,9 +295,9 @@ class SgdUpdate(KernelUpdate):
             maximize=bool(options["maximize"]),
         )
 
-    def run(self, operands: Operands, hyper: SgdHyper, decision: Decision) -> Tensor:
+    def run(self, prepared: Prepared, hyper: SgdHyper, decision: Decision) -> Tensor:
         """One kernel call."""
-        return self.backend.sgd_(operands, hyper, decision)
+        return self.backend.sgd_(prepared.operands, hyper, decision)
 
 
 class LionUpdate(KernelUpdate):
@@ -320,6 +320,6 @@ class LionUpdate(KernelUpdate):
         beta1, beta2 = pair(options, "betas")
         return LionHyper(rate(options), beta1, beta2, number(options, "weight_decay"), bool(options["maximize"]))
 
-    def run(self, operands: Operands, hyper: LionHyper, decision: Decision) -> Tensor:
+    def run(self, prepared: Prepared, hyper: LionHyper, decision: Decision) -> Tensor:
         """One kernel call."""
-        return self.backend.lion_(operands, hyper, decision)
+        return self.backend.lion_(prepared.operands, hyper, decision)

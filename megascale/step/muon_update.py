@@ -2,12 +2,13 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from typing_extensions import override
 
 from megascale.config import MUON_ADJUST_LR_FNS, OptimizerConfig
@@ -16,9 +17,13 @@ from megascale.kernels import Backend, Decision, Operands
 from megascale.kernels.newton_schulz import Coefficients, iteration_dtype, iterations, orthogonalize
 from megascale.step.kernel_state import number, rate
 from megascale.step.kernel_update import KernelUpdate
-from megascale.step.update import PendingUpdate
+from megascale.step.matrix_exchange import MatrixExchange, cut_dims
+from megascale.step.update import PendingUpdate, Prepared
 from megascale.utils import validate
 from megascale.utils.dtensors import is_dtensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 MOST_ITERATIONS = 99
 
@@ -50,7 +55,9 @@ class MuonHyper:
 class MuonUpdate(KernelUpdate):
     """torch.optim.Muon, and Muon with coefficients for each iteration.
 
-    Where parameters are DTensors, or the optimizer has step hooks, its own ``step()`` runs instead.
+    DTensors that are cut along one dimension of their mesh keep their momentum where it is; directions travel to one
+    owner of each whole matrix and back, in the dtype of the iterations. Where DTensors are cut in other ways, or the
+    optimizer has step hooks, its own ``step()`` runs instead.
     """
 
     numbers = ("momentum", "weight_decay", "eps")
@@ -62,7 +69,7 @@ class MuonUpdate(KernelUpdate):
 
     @override
     def prepare(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
-        if any(is_dtensor(param.main) for pending in updates for param in pending.params):
+        if not all(_is_movable(param.main) for pending in updates for param in pending.params):
             return self._general.prepare(updates)
         return super().prepare(updates)
 
@@ -90,14 +97,20 @@ class MuonUpdate(KernelUpdate):
         )
 
     @override
-    def run(self, operands: Operands, hyper: MuonHyper, decision: Decision) -> Tensor:
-        """Update matrix by matrix, or batch by batch."""
+    def run(self, prepared: Prepared, hyper: MuonHyper, decision: Decision) -> Tensor:
+        """Update matrix by matrix, or batch by batch; those that are cut over the same ranks together."""
+        operands = prepared.operands
         overflowed = torch.zeros(len(operands.main), dtype=torch.bool, device=decision.found_inf.device)
         skipped = (decision.found_inf != 0).reshape(())
         if skipped.device.type == "cpu" and skipped.item():
             return overflowed
-        for indices in self._batches(operands.main):
-            self._update(operands.pick(indices), hyper, decision, skipped)
+        mains = [param.main for param in prepared.params]
+        for indices in self._whole(mains):
+            whole = [mains[index].shape for index in indices]
+            self._update(operands.pick(indices), whole, hyper, decision, skipped, None)
+        for exchange, indices in _exchanges(mains):
+            whole = [mains[index].shape for index in indices]
+            self._update(operands.pick(indices), whole, hyper, decision, skipped, exchange)
         copies = [index for index, main in enumerate(operands.main) if main is not operands.model[index]]
         if copies:
             flags = self.backend.write_back_([operands.main[i] for i in copies], [operands.model[i] for i in copies])
@@ -106,36 +119,85 @@ class MuonUpdate(KernelUpdate):
             overflowed[copies] = flags
         return overflowed
 
-    def _batches(self, mains: Sequence[Tensor]) -> list[list[int]]:
-        """Return which matrices are orthogonalized together. Those without elements, of which others own, are left."""
-        held = [index for index, main in enumerate(mains) if main.numel()]
-        if not self._is_batched:
-            return [[index] for index in held]
-        by_shape: defaultdict[tuple[torch.Size, torch.dtype], list[int]] = defaultdict(list)
-        for index in held:
-            by_shape[mains[index].shape, mains[index].dtype].append(index)
-        return list(by_shape.values())
+    def _whole(self, mains: Sequence[Tensor]) -> list[list[int]]:
+        """Return which of the matrices that are whole here are updated together. Others own those without elements."""
+        held = [index for index, main in enumerate(mains) if main.numel() and cut_dims(main) is None]
+        return _by_shape(mains, held) if self._is_batched else [[index] for index in held]
 
-    def _update(self, operands: Operands, hyper: MuonHyper, decision: Decision, skipped: Tensor) -> None:
-        """Update matrices of one shape, in the order of operations of torch.optim.Muon."""
+    def _update(
+        self,
+        operands: Operands,
+        shapes: Sequence[torch.Size],
+        hyper: MuonHyper,
+        decision: Decision,
+        skipped: Tensor,
+        exchange: MatrixExchange | None,
+    ) -> None:
+        """Update matrices, in the order of operations of torch.optim.Muon.
+
+        Args:
+            shapes: of the whole matrices.
+            exchange: makes them whole where this rank has a piece of each.
+        """
         mains, buffers = operands.main, operands.state["momentum_buffer"]
         grads = self.backend.unscale(list(operands.grad), mains, decision.coefficient)
         moved = [
             buffer.to(grad.dtype).lerp(grad, 1 - hyper.momentum) for buffer, grad in zip(buffers, grads, strict=True)
         ]
+        moving = moved
         if hyper.nesterov:
             moving = [grad.lerp(momentum, hyper.momentum) for grad, momentum in zip(grads, moved, strict=True)]
-        else:
-            moving = moved
         dtype = self._dtype or iteration_dtype(mains[0].device)
-        several = moving[0] if len(moving) == 1 else torch.stack(moving)
-        directions = orthogonalize(several, hyper.coefficients, hyper.eps, dtype)
-        lr = hyper.lr_of(mains[0].shape)
-        for main, direction in zip(mains, directions if len(mains) > 1 else [directions], strict=True):
+        rounded = [direction.to(dtype) for direction in moving]
+        if exchange is None:
+            directions = self._orthogonalize(rounded, hyper)
+        else:
+            wholes = self._orthogonalize(exchange.collect(rounded), hyper)
+            directions = exchange.give_back(wholes, rounded[0])
+        for main, direction, shape in zip(mains, directions, shapes, strict=True):
             shrunk = main * (1 - hyper.lr * hyper.weight_decay)
-            _write_unless(skipped, main, _minus(shrunk, direction, lr))
+            _write_unless(skipped, main, _minus(shrunk, direction, hyper.lr_of(shape)))
         for buffer, momentum in zip(buffers, moved, strict=True):
             _write_unless(skipped, buffer, momentum.to(buffer.dtype))
+
+    def _orthogonalize(self, matrices: Sequence[Tensor], hyper: MuonHyper) -> list[Tensor]:
+        """Return the orthogonal factor of each, one by one or by batches of a shape."""
+        if not self._is_batched:
+            return [orthogonalize(matrix, hyper.coefficients, hyper.eps) for matrix in matrices]
+        found: dict[int, Tensor] = {}
+        for indices in _by_shape(matrices, range(len(matrices))):
+            together = torch.stack([matrices[index] for index in indices])
+            found |= zip(indices, orthogonalize(together, hyper.coefficients, hyper.eps).unbind(), strict=True)
+        return [found[index] for index in range(len(matrices))]
+
+
+def _is_movable(main: Tensor) -> bool:
+    """Return whether a matrix is whole here, or cut in a way that :class:`MatrixExchange` can send."""
+    try:
+        cut_dims(main)
+    except ValueError:
+        return False
+    return True
+
+
+def _exchanges(mains: Sequence[Tensor]) -> list[tuple[MatrixExchange, list[int]]]:
+    """Return an exchange for each group of ranks over which matrices are cut, and which these are."""
+    together: defaultdict[ProcessGroup, list[tuple[int, DTensor, int]]] = defaultdict(list)
+    for index, main in enumerate(mains):
+        if is_dtensor(main) and (cut := cut_dims(main)) is not None:
+            together[main.device_mesh.get_group(cut[1])].append((index, main, cut[0]))
+    return [
+        (MatrixExchange([main for _, main, _ in held], [dim for _, _, dim in held], group), [i for i, _, _ in held])
+        for group, held in together.items()
+    ]
+
+
+def _by_shape(matrices: Sequence[Tensor], indices: Iterable[int]) -> list[list[int]]:
+    """Return the indices of matrices of the same shape and dtype together."""
+    by_shape: defaultdict[tuple[torch.Size, torch.dtype], list[int]] = defaultdict(list)
+    for index in indices:
+        by_shape[matrices[index].shape, matrices[index].dtype].append(index)
+    return list(by_shape.values())
 
 
 def _minus(main: Tensor, direction: Tensor, lr: float | Tensor) -> Tensor:

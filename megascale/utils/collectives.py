@@ -50,6 +50,16 @@ def all_reduce_sum_(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
     return tensor
 
 
+def all_to_all(message: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
+    """Send ``sent[rank]`` elements of ``message``, 1-D, to each rank in turn.
+
+    Returns what arrives, ``received[rank]`` elements of each, in a new tensor of the message's dtype and device.
+    """
+    arrived = message.new_empty(sum(received))
+    dist.all_to_all_single(arrived, message, received, sent, group=group)
+    return arrived
+
+
 def can_average_exactly(group: ProcessGroup | None) -> bool:
     """Return whether the backend's average over ``group`` has the same bits as a sum that is divided.
 

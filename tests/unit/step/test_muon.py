@@ -88,11 +88,11 @@ def test_singular_values_end_near_one(coefficients: list[tuple[float, float, flo
     generator = torch.Generator().manual_seed(0)
     left, right = (torch.linalg.qr(torch.randn(32, 32, generator=generator)).Q for _ in range(2))
     matrix = (left * torch.logspace(-2, 0, 32)) @ right.T
-    found = orthogonalize(matrix, iterations(coefficients, 8), 1e-7, torch.float32)
+    found = orthogonalize(matrix, iterations(coefficients, 8), 1e-7)
     apart = (torch.linalg.svdvals(found) - 1).abs().max()
     assert apart < (0.05 if len(coefficients) > 1 else 0.35)
-    tall = orthogonalize(matrix[:, :5], iterations(coefficients, 8), 1e-7, torch.float32)
-    wide = orthogonalize(matrix[:, :5].T, iterations(coefficients, 8), 1e-7, torch.float32)
+    tall = orthogonalize(matrix[:, :5], iterations(coefficients, 8), 1e-7)
+    wide = orthogonalize(matrix[:, :5].T, iterations(coefficients, 8), 1e-7)
     assert torch.equal(tall, wide.T)
 
 

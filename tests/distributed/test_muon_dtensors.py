@@ -1,0 +1,195 @@
+"""Muon on DTensors: whole matrices travel to their owners and back, with the bits of the unsharded optimizer."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from megascale import ConstantGradScaler, MixedPrecisionOptimizer, OptimizerConfig
+from megascale.checkpoint import Checkpointer
+from tests.meshes import mesh_of
+from tests.pool import RankPool
+from tests.training import same_bits
+
+SHAPES = [(8, 6), (7, 5), (1, 9), (3, 3), (8, 6), (6, 8)]
+LAYOUTS: dict[str, tuple[tuple[int, ...], list[list[Placement]]]] = {
+    "rows": ((-1,), [[Shard(0)]]),
+    "columns": ((-1,), [[Shard(1)], [Shard(-1)]]),
+    "some whole": ((-1,), [[Replicate()], [Shard(0)], [Shard(1)]]),
+    "2x2, copies": ((2, 2), [[Replicate(), Shard(0)]]),
+    "2x2, other copies": ((2, 2), [[Shard(1), Replicate()], [Replicate(), Shard(0)]]),
+}
+STEPS = 5
+
+
+def _matrices(layout: str | None, dtype: torch.dtype) -> list[nn.Parameter]:
+    """Return the matrices, spread as ``layout`` says; None: whole."""
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+    return [nn.Parameter(_spread(value, index, layout)) for index, value in enumerate(values)]
+
+
+def _spread(value: Tensor, index: int, layout: str | None) -> Tensor:
+    if layout is None:
+        return value
+    sizes, placements = LAYOUTS[layout]
+    sizes = tuple(dist.get_world_size() if size < 0 else size for size in sizes)
+    mesh = mesh_of(sizes, ("a", "b")[: len(sizes)])
+    return distribute_tensor(value, mesh, placements[index % len(placements)], src_data_rank=None)
+
+
+def _wrap(params: list[nn.Parameter], dtype: torch.dtype, batched: bool = False) -> MixedPrecisionOptimizer:
+    inner = torch.optim.Muon([(f"w{index}", param) for index, param in enumerate(params)], lr=0.05)
+    fp16 = dtype == torch.float16
+    config = OptimizerConfig(fp16=fp16, bf16=not fp16, clip_grad=0.5, muon_batched=batched)
+    return MixedPrecisionOptimizer(
+        inner, config, ConstantGradScaler(64.0), grads_are_scaled=True, replicas_may_differ=True
+    )
+
+
+def _train(
+    optimizer: MixedPrecisionOptimizer, params: list[nn.Parameter], layout: str | None, begin: int = 0
+) -> list[bool]:
+    """Step on gradients that are the same whole tensors in every layout; in odd steps one of each rank is infinite."""
+    landed = []
+    for step in range(begin, begin + STEPS):
+        generator = torch.Generator().manual_seed(step)
+        for index, (param, shape) in enumerate(zip(params, SHAPES, strict=True)):
+            grad = torch.randn(shape, generator=generator).to(param.dtype)
+            if step % 2 and index == step // 2:
+                grad[-1, -1] = math.inf  # on the last ranks
+            param.grad = _spread(grad, index, layout)
+        landed.append(bool(optimizer.step().success))
+    return landed
+
+
+def _whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _state(optimizer: MixedPrecisionOptimizer, params: list[nn.Parameter]) -> dict[str, Tensor]:
+    found = {f"main {name}": _whole(main).clone() for name, main in optimizer.main_params()}
+    found |= {f"model {index}": _whole(param.detach()).clone() for index, param in enumerate(params)}
+    buffers = {index: optimizer.state[param]["momentum_buffer"] for index, param in enumerate(params)}
+    return found | {f"momentum {index}": _whole(buffer).clone() for index, buffer in buffers.items()}
+
+
+def _both(layout: str, dtype: torch.dtype, batched: bool) -> tuple[bool, list[bool], dict[str, int]]:
+    """Train spread and whole. Returns whether all bits agree, what landed, and the collectives of a step."""
+    spread, whole = _matrices(layout, dtype), _matrices(None, dtype)
+    ours, theirs = _wrap(spread, dtype, batched), _wrap(whole, dtype, batched)
+    landed = _train(ours, spread, layout)
+    assert landed == _train(theirs, whole, None)
+    agree = same_bits(_state(ours, spread), _state(theirs, whole))
+    for index, param in enumerate(spread):
+        param.grad = _spread(torch.ones(SHAPES[index], dtype=dtype), index, layout)
+    with CommDebugMode() as seen:
+        ours.step()
+    return agree, landed, {str(name).rpartition(".")[2]: count for name, count in seen.get_comm_counts().items()}
+
+
+CASES = [("rows", 2), ("columns", 2), ("some whole", 2), *((layout, 4) for layout in LAYOUTS)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "world"),
+    [pytest.param(*case, marks=() if case == ("rows", 2) else pytest.mark.slow) for case in CASES],
+)
+@pytest.mark.parametrize("batched", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_bits_of_whole_matrices(ranks: RankPool, layout: str, world: int, batched: bool) -> None:
+    """However matrices are cut, also with pieces that are empty: main params, momentum and weights have the bits of
+    whole ones; an overflow of any piece skips the step everywhere; two messages for each group that shares matrices.
+    """
+    for dtype in (torch.float16, torch.bfloat16):
+        for agree, landed, counts in ranks.run(world, _both, layout, dtype, batched):
+            assert agree
+            assert landed == [True, False, True, False, True]
+            groups = 2 if layout == "2x2, other copies" else 1
+            assert counts == {"allreduce_": 1, "alltoall_base_": 2 * groups}
+
+
+def _cut_twice() -> float:
+    mesh = mesh_of((2, 2), ("a", "b"))
+    spread, whole = (
+        [nn.Parameter(distribute_tensor(torch.ones(8, 6), mesh, [Shard(0), Shard(1)], src_data_rank=None))],
+        [nn.Parameter(torch.ones(8, 6))],
+    )
+    grad = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+    spread[0].grad = distribute_tensor(grad, mesh, [Shard(0), Shard(1)], src_data_rank=None)
+    whole[0].grad = grad
+    for params in (spread, whole):
+        inner = torch.optim.Muon([("w", params[0])], lr=0.05)
+        MixedPrecisionOptimizer(inner, OptimizerConfig(), replicas_may_differ=True).step()
+    return float((_whole(spread[0].detach()) - whole[0].detach()).abs().max())
+
+
+@pytest.mark.slow
+def test_matrices_cut_twice_take_torchs_own_step(ranks: RankPool) -> None:
+    """Over two dimensions of a mesh: torch multiplies the DTensors, and updates agree to bf16's rounding."""
+    assert max(ranks.run(4, _cut_twice)) < 2e-3
+
+
+def _resumed(folder: Path, layout: str | None, load: bool) -> dict[str, Tensor]:
+    module = nn.Module()
+    params = _matrices(layout, torch.float16)
+    for index, param in enumerate(params):
+        module.register_parameter(f"w{index}", param)
+    optimizer = _wrap(params, torch.float16)
+    checkpointer = Checkpointer(folder)
+    if load:
+        checkpointer.load(module, optimizer)
+    found = _state(optimizer, params) if load else {}
+    _train(optimizer, params, layout, STEPS if load else 0)
+    if not load:
+        checkpointer.save(1, module, optimizer)
+        found = _state(optimizer, params)
+    return found | {f"end {key}": value for key, value in _state(optimizer, params).items() if load}
+
+
+@pytest.mark.slow
+def test_checkpoints_load_in_every_layout(ranks: RankPool, tmp_path: Path) -> None:
+    """Saved by four ranks, loaded by two by two, by two, and by one that holds everything: the same bits go on."""
+    [saved, *_] = ranks.run(4, _resumed, tmp_path, "rows", False)
+    ends = []
+    for world, layout in ((4, "2x2, copies"), (2, "columns"), (1, None)):
+        for found in ranks.run(world, _resumed, tmp_path, layout, True):
+            assert same_bits(saved, {key: value for key, value in found.items() if not key.startswith("end ")})
+            ends.append({key: value for key, value in found.items() if key.startswith("end ")})
+    assert all(same_bits(ends[0], end) for end in ends)
+
+
+def _fsdp2(sizes: tuple[int, ...]) -> tuple[dict[str, Tensor], list[bool]]:
+    torch.manual_seed(0)
+    module = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(3))).half()
+    if sizes:
+        for layer in module:
+            fully_shard(layer, mesh=mesh_of(sizes, ("copies", "shards")[-len(sizes) :]))
+        fully_shard(module, mesh=mesh_of(sizes, ("copies", "shards")[-len(sizes) :]))
+    optimizer = MixedPrecisionOptimizer(
+        torch.optim.Muon(module.named_parameters(), lr=0.05), OptimizerConfig(fp16=True), ConstantGradScaler(256.0)
+    )
+    landed = []
+    for step in range(4):
+        optimizer.zero_grad()
+        batch = torch.randn(8, 6, generator=torch.Generator().manual_seed(step)).half()  # all ranks': its mean is exact
+        factor = math.inf if step == 2 and dist.get_rank() == dist.get_world_size() - 1 else 1.0
+        (optimizer.scale_loss(module(batch).float().square().mean()) * factor).backward()
+        landed.append(bool(optimizer.step().success))
+    return {name: _whole(main).clone() for name, main in optimizer.main_params()}, landed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(2,), (4,), (2, 2)], ids=["2", "4", "2x2"])
+def test_fsdp2_in_fp16(ranks: RankPool, sizes: tuple[int, ...]) -> None:
+    """fully_shard, with and without copies: main params and skips of one process that holds everything."""
+    [(expected, alone)] = ranks.run(1, _fsdp2, ())
+    assert alone == [True, True, False, True]
+    for found, landed in ranks.run(math.prod(sizes), _fsdp2, sizes):
+        assert landed == alone
+        assert same_bits(found, expected)
