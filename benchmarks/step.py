@@ -12,7 +12,8 @@ round to FILE.csv. `--list` shows the contenders and how to install them.
     python benchmarks/step.py --matrix --rounds 8 --out benchmarks/results/step_matrix_cpu.md
 
 times megascale's step under every rule, dtype of parameters and dtypes of moments instead, each beside AdamW on fp16
-parameters. `--rules`, `--dtypes` and `--moments` choose; moments of two dtypes are written bfloat16/float32.
+parameters. `--rules`, `--dtypes` and `--moments` choose; moments of two dtypes are written bfloat16/float32,
+those of 8 bits int8/uint8 (for adamw, adam and adam-l2).
 """
 
 import argparse
@@ -30,6 +31,7 @@ from peers.rules import RULES
 from peers.work import given_work
 
 DTYPES = ("float16", "bfloat16", "float32")
+MOMENT_DTYPES = (*DTYPES, "int8", "uint8")
 
 
 # The table
@@ -177,8 +179,9 @@ def arguments_of_command() -> argparse.Namespace:
         parser.error(f"--dtypes are {', '.join(DTYPES)}; --rounds is at least 1")
     if not set(arguments.rules.split(",")) <= RULES.keys():
         parser.error(f"--rules are {', '.join(RULES)}, not {arguments.rules}")
-    if not {dtype for moments in arguments.moments.split(",") for dtype in moments.split("/")} <= {*DTYPES}:
-        parser.error(f"--moments are {', '.join(DTYPES)}, or two of them with a slash between, not {arguments.moments}")
+    if not {dtype for moments in arguments.moments.split(",") for dtype in moments.split("/")} <= {*MOMENT_DTYPES}:
+        known = ", ".join(MOMENT_DTYPES)
+        parser.error(f"--moments are {known}, or two of them with a slash between, not {arguments.moments}")
     return arguments
 
 

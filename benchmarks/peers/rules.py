@@ -1,5 +1,6 @@
 """The rules of update that megascale's step is timed with, and what each has to move."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megascale import Lion
+from megascale.kernels.compact_moments import held_bytes
 from peers.given import EPS, LR, WEIGHT_DECAY
 from peers.work import Traffic
 
@@ -43,9 +45,9 @@ class Rule:
 
         An fp32 model param is its own main param.
         """
-        states = sum(count * dtype.itemsize for count, dtype in zip(self.states, moments, strict=True))
+        states = sum(count * held_bytes(dtype) for count, dtype in zip(self.states, moments, strict=True))
         copy = model if model < 4 else 0
-        return {"statistics": grad, "update and write back": grad + 2 * 4 + 2 * states + copy}
+        return {"statistics": grad, "update and write back": grad + 2 * 4 + math.ceil(2 * states) + copy}
 
 
 ADAMW = "adamw"

@@ -14,7 +14,9 @@ from megascale.errors import ArgumentError, UsageError
 from megascale.kernels import Backend
 from megascale.kernels.compact_moments import (
     CODE_DTYPES,
+    FIRST_DTYPE,
     SCALE_SUFFIX,
+    SECOND_DTYPE,
     decode_moments,
     encode_moments,
     is_scale,
@@ -25,7 +27,8 @@ from megascale.utils.dtensors import is_dtensor, local
 
 BACKENDS = ("native", "torch", "reference")
 """The backends that update moments of 8 bits."""
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = {"exp_avg": FIRST_DTYPE, "exp_avg_sq": SECOND_DTYPE}
+"""The moments that may be codes, and the dtype of these."""
 
 
 def require_supported(dtypes: Mapping[str, torch.dtype], optimizer: torch.optim.Optimizer, backend: Backend) -> None:
@@ -74,7 +77,7 @@ def shape_of(name: str, param: MainParam) -> torch.Size:
 
 def is_code(name: str, value: Tensor) -> bool:
     """Whether a state is a moment held as codes."""
-    return value.dtype in CODE_DTYPES and name in MOMENTS
+    return value.dtype == MOMENTS.get(name)
 
 
 def convert_(entry: dict[str, Any], dtypes: Mapping[str, torch.dtype], param: MainParam) -> None:

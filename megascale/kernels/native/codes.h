@@ -91,4 +91,26 @@ INLINE uint32_t largest(Words x) {
 #endif
 }
 
+/* Write the largest element of each of 16 vectors of signed numbers. */
+INLINE void largest_of_16(const Words *x, uint32_t *out) {
+#if WIDTH == 16
+#define MAX(a, b) _mm512_max_epi32(a, b)
+    __m512i pairs[8], fours[4];
+    for (int i = 0; i < 8; i++) {
+        __m512i a = (__m512i)x[2 * i], b = (__m512i)x[2 * i + 1];
+        pairs[i] = MAX(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+    }
+    for (int i = 0; i < 4; i++) {
+        __m512i a = pairs[2 * i], b = pairs[2 * i + 1];
+        fours[i] = MAX(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
+    }
+    __m512i low = MAX(_mm512_shuffle_i32x4(fours[0], fours[1], 0x44), _mm512_shuffle_i32x4(fours[0], fours[1], 0xee));
+    __m512i high = MAX(_mm512_shuffle_i32x4(fours[2], fours[3], 0x44), _mm512_shuffle_i32x4(fours[2], fours[3], 0xee));
+    _mm512_storeu_si512(out, MAX(_mm512_shuffle_i32x4(low, high, 0x88), _mm512_shuffle_i32x4(low, high, 0xdd)));
+#undef MAX
+#else
+    for (int i = 0; i < 16; i++) out[i] = largest(x[i]);
+#endif
+}
+
 #endif

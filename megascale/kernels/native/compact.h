@@ -24,8 +24,8 @@ typedef struct {
     int64_t model_type, start; /* start: the index of the first element in the whole parameter */
 } CompactRow;
 
-/* All that branches depend on. first, second: whether a moment is codes. */
-typedef struct { int64_t grad, model; int first, second, l2; } CompactKind;
+/* All that branches depend on. first, second: whether a moment is codes. cut: whether the last group is not whole. */
+typedef struct { int64_t grad, model; int first, second, l2, cut; } CompactKind;
 
 /* The addresses of up to BLOCK groups, n elements. dither: of the first element. */
 typedef struct {
@@ -36,12 +36,13 @@ typedef struct {
     int64_t n;
 } Span;
 
-typedef union { uint32_t bits[BLOCK]; float values[BLOCK]; } PerGroup;
+typedef union { uint32_t bits[BLOCK]; float values[BLOCK]; Words words[BLOCK / WIDTH]; } PerGroup;
 
 /* What is known of a block's elements and groups between the loops. */
 typedef struct {
     Floats first[BLOCK * VECTORS], root[BLOCK * VECTORS]; /* the new moments; then quotients */
-    PerGroup highest, lowest, floor, shift, largest, inverse;
+    Words high[BLOCK], low[BLOCK]; /* of each group: maxima of roots and of their complements; then of quotients */
+    PerGroup floor, shift;
 } Work;
 
 INLINE uint32_t bits_of(float x) {
@@ -75,7 +76,7 @@ INLINE void new_moments(Span at, CompactKind kind, AdamScalars s, float coeffici
         if (!kind.second) store(at.second + 4 * o, square, F32, WIDTH);
         Floats now = root(square);
         Words bits = (Words)now & 0x7fffffffu, complement = bits ^ 0x7fffffffu;
-        if (__builtin_expect(o + WIDTH > at.n, 0)) {
+        if (kind.cut) {
             bits &= (Words)before(at.n - o);
             complement &= (Words)before(at.n - o);
         }
@@ -84,9 +85,8 @@ INLINE void new_moments(Span at, CompactKind kind, AdamScalars s, float coeffici
         work->first[t * VECTORS + k] = average;
         work->root[t * VECTORS + k] = now;
     }
-    if (!kind.second) return;
-    work->highest.bits[t] = largest(high);
-    work->lowest.bits[t] = largest(low) ^ 0x7fffffffu;
+    work->high[t] = high;
+    work->low[t] = low;
 }
 
 /* Update group t's main params and model params. Returns -1 for elements whose rounding into fp16 is not finite. */
@@ -102,22 +102,31 @@ INLINE Ints new_params(Span at, CompactKind kind, AdamScalars s, const Work *wor
         if (kind.model == NONE) continue;
         if (streamed) stream(at.model + 2 * o, value, kind.model);
         else store(at.model + 2 * o, value, kind.model, WIDTH);
-        if (kind.model == F16) beyond |= rounds_beyond(value) & before(at.n - o);
+        if (kind.model == F16) beyond |= kind.cut ? rounds_beyond(value) & before(at.n - o) : rounds_beyond(value);
     }
     return beyond;
 }
 
+INLINE void largest_of_each(const Words *x, int64_t groups, uint32_t *out) {
+    if (groups == BLOCK) largest_of_16(x, out);
+    else
+        for (int64_t t = 0; t < groups; t++) out[t] = largest(x[t]);
+}
+
 /* Choose the codes' shift and floor, and store them as scales. */
 INLINE void new_floors(Span at, Work *work, int64_t groups) {
-    for (int64_t t = 0; t < groups; t++) {
-        int32_t high = (int32_t)work->highest.bits[t], low = (int32_t)work->lowest.bits[t], shift = FINEST;
-        for (int finer = FINEST; finer < FINEST + 3; finer++) shift += (high >> finer) - (low >> finer) > TOP_CODE - 1;
-        int32_t lowest_code = (high >> shift) + 1 - TOP_CODE;
-        work->floor.bits[t] = (uint32_t)(lowest_code < 0 ? 0 : lowest_code) << shift;
-        work->shift.bits[t] = (uint32_t)shift;
-        uint32_t scale = work->floor.bits[t] + (uint32_t)(shift - FINEST);
-        memcpy(at.second_scale + t, &scale, sizeof scale);
+    PerGroup highest = {{0}}, complement = {{0}}, scale; /* what is beyond the groups is computed with, not stored */
+    largest_of_each(work->high, groups, highest.bits);
+    largest_of_each(work->low, groups, complement.bits);
+    for (int v = 0; v < BLOCK / WIDTH; v++) {
+        Ints high = (Ints)highest.words[v], low = (Ints)(complement.words[v] ^ 0x7fffffffu), shift = (Ints){0} + FINEST;
+        for (int finer = FINEST; finer < FINEST + 3; finer++) shift -= (high >> finer) - (low >> finer) > TOP_CODE - 1;
+        Words lowest_code = larger((Words)((high >> shift) + (1 - TOP_CODE)), (Words){0});
+        work->shift.words[v] = (Words)shift;
+        work->floor.words[v] = lowest_code << (Words)shift;
+        scale.words[v] = work->floor.words[v] + (Words)(shift - FINEST);
     }
+    memcpy(at.second_scale, scale.bits, (size_t)groups * sizeof(uint32_t));
 }
 
 /* Store the codes of group t's roots, and compute the quotients by the roots as held. */
@@ -140,18 +149,23 @@ INLINE void new_roots(Span at, CompactKind kind, Work *work, int64_t t, Words we
         most = larger(most, (Words)quotient & 0x7fffffffu);
         work->first[t * VECTORS + k] = quotient;
     }
-    if (kind.first) work->largest.bits[t] = largest(most);
+    work->high[t] = most;
 }
 
+/* Store the codes of quotients and their scales. */
 INLINE void new_quotients(Span at, Work *work, int64_t groups) {
-    for (int64_t t = 0; t < groups; t++) {
-        float scale = work->largest.values[t] < LEAST_QUOTIENT ? 0 : work->largest.values[t] / 127;
-        at.first_scale[t] = scale;
-        work->inverse.values[t] = scale == 0 ? 0 : 1 / scale;
+    PerGroup most = {{0}}, scale, inverse;
+    largest_of_each(work->high, groups, most.bits);
+    for (int v = 0; v < BLOCK / WIDTH; v++) {
+        Floats largest = (Floats)most.words[v];
+        Floats of_code = where(largest < LEAST_QUOTIENT, (Floats){0}, largest / 127);
+        scale.words[v] = (Words)of_code;
+        inverse.words[v] = (Words)where(of_code == 0, (Floats){0}, 1 / of_code);
     }
+    memcpy(at.first_scale, scale.bits, (size_t)groups * sizeof(uint32_t));
     for (int64_t t = 0; t < groups; t++)
         for (int k = 0; k < VECTORS; k++)
-            store_8(at.first + t * GROUP + k * WIDTH, rounded(work->first[t * VECTORS + k] * work->inverse.values[t]));
+            store_8(at.first + t * GROUP + k * WIDTH, rounded(work->first[t * VECTORS + k] * inverse.values[t]));
 }
 
 INLINE int update_block(Span at, CompactKind kind, AdamScalars s, float coefficient, int64_t groups, int streamed) {
@@ -195,6 +209,7 @@ static __attribute__((noinline)) int update_last_group(Span at, CompactKind kind
     memcpy(main, at.main, 4 * n);
     memcpy(first, at.first, first_bytes);
     memcpy(second, at.second, second_bytes);
+    kind.cut = 1;
     Span copy = {grad, main, model, first, second, at.first_scale, at.second_scale, at.dither, at.n};
     int beyond = update_block(copy, kind, s, coefficient, 1, 0);
     memcpy(at.main, main, 4 * n);
@@ -224,9 +239,9 @@ static int update_compact_chunk(const CompactRow *row, const char *grad, Compact
     int usual = kind.first && kind.second && !kind.l2 && kind.grad == kind.model;
     if (((uintptr_t)row->model & 63) || kind.model == NONE) streamed = 0;
 #define GROUPS(...) update_groups(row, grad, (CompactKind){__VA_ARGS__}, s, coefficient, dither, chunk, streamed)
-    if (usual && kind.grad == F16) return GROUPS(F16, F16, 1, 1, 0);
-    if (usual && kind.grad == BF16) return GROUPS(BF16, BF16, 1, 1, 0);
-    return GROUPS(kind.grad, kind.model, kind.first, kind.second, kind.l2);
+    if (usual && kind.grad == F16) return GROUPS(F16, F16, 1, 1, 0, 0);
+    if (usual && kind.grad == BF16) return GROUPS(BF16, BF16, 1, 1, 0, 0);
+    return GROUPS(kind.grad, kind.model, kind.first, kind.second, kind.l2, 0);
 #undef GROUPS
 }
 
@@ -251,7 +266,7 @@ void update_compact(const Lengths *all, const Grads *grads, const CompactRow *ro
                 const CompactRow *row = rows + chunk.row;
                 const Row plain = {.main = row->main};
                 CompactKind kind = {grads->types[chunk.row], row->model ? row->model_type : NONE, row->first_scale != 0,
-                                    row->second_scale != 0, l2};
+                                    row->second_scale != 0, l2, 0};
                 int beyond = skip ? kind.model == F16 && chunk_rounds_beyond(&plain, chunk)
                                   : update_compact_chunk(row, grads->addresses[chunk.row], kind,
                                                          adam_scalars(hyper, *row->step), factor, chunk,
