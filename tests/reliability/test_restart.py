@@ -111,28 +111,37 @@ def test_the_other_rank_ends_and_one_rank_goes_on(tmp_path: Path, victim: int, a
     _check_log(tmp_path, steps, resumed)
 
 
+TWO_RANKS = (*TORCHRUN, "--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
+STEPS = 400
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that nothing happened to."""
+    folder = tmp_path_factory.mktemp("whole")
+    with _train(folder, f"steps={STEPS}", launcher=TWO_RANKS) as run:
+        assert _resumed_at(run.finish()) == []
+    return folder
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
-def test_killed_rank_leaves_no_trace(tmp_path: Path, victim: int) -> None:
+def test_killed_rank_leaves_no_trace(tmp_path: Path, whole: Path, victim: int) -> None:
     """A rank is killed in mid-run and torchrun starts both again: the end is that of a run that nothing happened to.
 
     To the bit: params, main params, moments, scaler, counts and every row of the log. Each rank had half of the state.
     """
-    launcher = (*TORCHRUN, "--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    with _train(broken, "steps=400", launcher=launcher) as run:
-        wait_until(lambda: _checkpoints(broken), run)
+    with _train(tmp_path, f"steps={STEPS}", launcher=TWO_RANKS) as run:
+        wait_until(lambda: _checkpoints(tmp_path), run)
         os.kill(run.ranks()[victim], signal.SIGKILL)
         [resumed] = _resumed_at(run.finish())
-    with _train(whole, "steps=400", launcher=launcher) as run:
-        assert _resumed_at(run.finish()) == []
-    state, scaler, progress = _end(broken)
+    state, scaler, progress = _end(tmp_path)
     whole_state, whole_scaler, whole_progress = _end(whole)
     assert same_bits(state, whole_state)
     assert scaler == whole_scaler
     assert progress == whole_progress
-    assert _rows(broken) == _rows(whole)
-    _check_log(broken, 400, resumed)
+    assert _rows(tmp_path) == _rows(whole)
+    _check_log(tmp_path, STEPS, resumed)
 
 
 @pytest.mark.slow
