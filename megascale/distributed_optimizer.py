@@ -106,11 +106,7 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
         grads_are_scaled: bool = False,
     ) -> None:
         check_arguments(optimizer, config, grad_scaler, sharded=True)
-        if config is not None and config.overlap_param_gather and not overlap_param_gather:
-            raise ArgumentError(
-                "config.overlap_param_gather=True has no effect: the argument overlap_param_gather is False; pass it "
-                "too, or let megascale.build_optimizer(config, model) build everything from the config"
-            )
+        _check_overlap(config, overlap_param_gather)
         by_parameter = is_sharded_by_parameter(optimizer, shard, elementwise)
         chunks = [modules] if isinstance(modules, nn.Module) else list(modules)
         names = _names(chunks, optimizer)
@@ -187,6 +183,15 @@ def is_sharded_by_parameter(optimizer: Any, shard: str, vouched: bool | None) ->
             "each element is updated from itself alone, pass elementwise=True"
         )
     return shard == "parameters" or not is_elementwise
+
+
+def _check_overlap(config: OptimizerConfig | None, overlap_param_gather: bool) -> None:
+    """Raise ArgumentError where the config asks for an overlap that the argument does not."""
+    if config is not None and config.overlap_param_gather and not overlap_param_gather:
+        raise ArgumentError(
+            "config.overlap_param_gather=True has no effect: the argument overlap_param_gather is False; pass it "
+            "too, or let megascale.build_optimizer(config, model) build everything from the config"
+        )
 
 
 def _names(chunks: Sequence[nn.Module], optimizer: Any) -> dict[str, nn.Parameter]:
