@@ -30,6 +30,7 @@ FLAGS = (
     "overlap_param_gather",
     "muon_nesterov",
     "muon_batched",
+    "muon_split_work",
 )
 
 
@@ -161,6 +162,9 @@ class OptimizerConfig:
     muon_batched: bool = False
     """Iterate on all matrices of a shape at once (ours): fewer and larger products, but the last bits of an update may
     depend on how many there are, and so on the number of ranks."""
+    muon_split_work: bool = False
+    """Without sharding: each data-parallel rank iterates on its share of the matrices and sends the results to the
+    others, which hold the same gradients (ours). Every rank keeps all main params and momentum."""
 
     def __post_init__(self) -> None:
         for name in FLAGS:

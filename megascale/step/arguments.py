@@ -110,7 +110,9 @@ def ineffective(
         value = getattr(config, name)
         if value == defaults[name]:
             continue
-        if name in _OF_OPTIMIZER:
+        if name == "muon_split_work" and sharded:
+            found, holder, remedy = [False], "a DistributedOptimizer", "whose ranks own matrices already"
+        elif name in _OF_OPTIMIZER:
             found, holder = _OF_OPTIMIZER[name](optimizer), inner
             remedy = "build the optimizer with it"
         elif name in _OF_SCALER:
@@ -184,6 +186,7 @@ _OF_OPTIMIZER: dict[str, Callable[[torch.optim.Optimizer], list[Any]]] = {
     "muon_adam_lr": lambda optimizer: [] if isinstance(optimizer, torch.optim.Muon) else _option("lr")(optimizer),
     "muon_ns_dtype": _of_muon(lambda optimizer: [torch.bfloat16, torch.float32]),
     "muon_batched": _of_muon(lambda optimizer: [True]),
+    "muon_split_work": _of_muon(lambda optimizer: [True]),
 }
 _OF_SCALER = {
     "loss_scale": "initial_scale",

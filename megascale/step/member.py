@@ -68,7 +68,7 @@ class StepMember:
         self.device = device
         self.main_params = main_params
         self.grad_sync = grad_sync
-        self.update = select_update(optimizer, backend, config)
+        self.update = select_update(optimizer, backend, config, groups.data_parallel)
         self.counter = StepCounter(device)
         self.ready: ReadyStep | None = None
         self._ready_grads = ReadyGrads(

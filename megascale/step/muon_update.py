@@ -15,11 +15,13 @@ from megascale.config import MUON_ADJUST_LR_FNS, OptimizerConfig
 from megascale.errors import ArgumentError
 from megascale.kernels import Backend, Decision, Operands
 from megascale.kernels.newton_schulz import Coefficients, iteration_dtype, iterations, orthogonalize
+from megascale.parallel import is_expert
 from megascale.step.kernel_state import number, rate
 from megascale.step.kernel_update import KernelUpdate
-from megascale.step.matrix_exchange import MatrixExchange, cut_dims
+from megascale.step.matrix_exchange import Exchange, MatrixExchange, WorkSplit, cut_dims
 from megascale.step.update import PendingUpdate, Prepared
 from megascale.utils import validate
+from megascale.utils.collectives import group_size
 from megascale.utils.dtensors import is_dtensor
 
 if TYPE_CHECKING:
@@ -63,8 +65,15 @@ class MuonUpdate(KernelUpdate):
     numbers = ("momentum", "weight_decay", "eps")
     flags = ("nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")
 
-    def __init__(self, optimizer: torch.optim.Optimizer, backend: Backend, config: OptimizerConfig) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        backend: Backend,
+        config: OptimizerConfig,
+        data_parallel: ProcessGroup | None = None,
+    ) -> None:
         super().__init__(optimizer, backend, config)
+        self._split_over = data_parallel if config.muon_split_work and group_size(data_parallel) > 1 else None
         self._dtype, self._is_batched = config.muon_ns_dtype, config.muon_batched
 
     @override
@@ -105,10 +114,15 @@ class MuonUpdate(KernelUpdate):
         if skipped.device.type == "cpu" and skipped.item():
             return overflowed
         mains = [param.main for param in prepared.params]
-        for indices in self._whole(mains):
+        held = [index for index, main in enumerate(mains) if main.numel() and cut_dims(main) is None]
+        split = [i for i in held if self._split_over is not None and not is_expert(prepared.params[i].model)]
+        for indices in self._together(mains, sorted({*held} - {*split})):
             whole = [mains[index].shape for index in indices]
             self._update(operands.pick(indices), whole, hyper, decision, skipped, None)
-        for exchange, indices in _exchanges(mains):
+        exchanges: list[tuple[Exchange, list[int]]] = [*_exchanges(mains)]
+        if self._split_over is not None and split:
+            exchanges.append((WorkSplit([mains[index].shape for index in split], self._split_over), split))
+        for exchange, indices in exchanges:
             whole = [mains[index].shape for index in indices]
             self._update(operands.pick(indices), whole, hyper, decision, skipped, exchange)
         copies = [index for index, main in enumerate(operands.main) if main is not operands.model[index]]
@@ -119,10 +133,9 @@ class MuonUpdate(KernelUpdate):
             overflowed[copies] = flags
         return overflowed
 
-    def _whole(self, mains: Sequence[Tensor]) -> list[list[int]]:
-        """Return which of the matrices that are whole here are updated together. Others own those without elements."""
-        held = [index for index, main in enumerate(mains) if main.numel() and cut_dims(main) is None]
-        return _by_shape(mains, held) if self._is_batched else [[index] for index in held]
+    def _together(self, mains: Sequence[Tensor], indices: list[int]) -> list[list[int]]:
+        """Return which of the matrices that are whole here are updated together."""
+        return _by_shape(mains, indices) if self._is_batched else [[index] for index in indices]
 
     def _update(
         self,
@@ -131,13 +144,13 @@ class MuonUpdate(KernelUpdate):
         hyper: MuonHyper,
         decision: Decision,
         skipped: Tensor,
-        exchange: MatrixExchange | None,
+        exchange: Exchange | None,
     ) -> None:
         """Update matrices, in the order of operations of torch.optim.Muon.
 
         Args:
             shapes: of the whole matrices.
-            exchange: makes them whole where this rank has a piece of each.
+            exchange: makes them whole where this rank has a piece of each, or has others share the work.
         """
         mains, buffers = operands.main, operands.state["momentum_buffer"]
         grads = self.backend.unscale(list(operands.grad), mains, decision.coefficient)

@@ -1,6 +1,7 @@
 """Selects how main params are updated. Both ways keep state in torch's own layout, keyed by model param."""
 
 import torch
+from torch.distributed import ProcessGroup
 
 from megascale.config import OptimizerConfig
 from megascale.errors import ArgumentError
@@ -35,8 +36,12 @@ def check_inner(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
-def select_update(optimizer: torch.optim.Optimizer, backend: Backend, config: OptimizerConfig) -> InnerUpdate:
+def select_update(
+    optimizer: torch.optim.Optimizer, backend: Backend, config: OptimizerConfig, data_parallel: ProcessGroup | None
+) -> InnerUpdate:
     """Return how ``optimizer`` is run. Exact types only: a subclass may have changed ``step()``.
+
+    ``data_parallel``: ranks that hold the same parameters, and may share the work of an update.
 
     Raises ArgumentError for 16-bit moments of an optimizer that runs its own ``step()``.
     """
@@ -45,8 +50,9 @@ def select_update(optimizer: torch.optim.Optimizer, backend: Backend, config: Op
         torch.optim.AdamW: AdamUpdate,
         torch.optim.SGD: SgdUpdate,
         Lion: LionUpdate,
-        torch.optim.Muon: MuonUpdate,
     }
+    if type(optimizer) is torch.optim.Muon:
+        return MuonUpdate(optimizer, backend, config, data_parallel)
     kind = kinds.get(type(optimizer))
     if kind is not None:
         return kind(optimizer, backend, config)

@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor.debug import CommDebugMode
 
-from megascale import ChainedOptimizer, OptimizerConfig, build_optimizer
+from megascale import ChainedOptimizer, ConstantGradScaler, MixedPrecisionOptimizer, OptimizerConfig, build_optimizer
 from megascale.checkpoint import Checkpointer
 from tests.distributed.test_distributed_optimizer import same
 from tests.pool import RankPool
@@ -95,3 +96,34 @@ def test_muon_and_adam_step_as_one(ranks: RankPool, world: int, tmp_path: Path) 
             assert same(loaded, state)
             ends.append(end)
     assert all(same(ends[0], end) for end in ends)
+
+
+def _split(split: bool) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """Train replicated matrices; return the end, and the collectives of the last step."""
+    generator = torch.Generator().manual_seed(0)
+    params = [
+        nn.Parameter(torch.randn(shape, generator=generator).half()) for shape in [(4, 6), (3, 3), (4, 6), (8, 2)]
+    ]
+    inner = torch.optim.Muon([(f"w{index}", param) for index, param in enumerate(params)], lr=0.05)
+    config = OptimizerConfig(fp16=True, muon_split_work=split)
+    optimizer = MixedPrecisionOptimizer(inner, config, ConstantGradScaler(8.0), grads_are_scaled=True)
+    for step in range(3):
+        for param in params:
+            param.grad = torch.randn(param.shape, generator=generator).half()
+        if step == 1 and dist.get_rank() == dist.get_world_size() - 1:
+            for param in params:
+                param.grad = torch.full_like(param, torch.nan)
+        with CommDebugMode() as seen:
+            assert bool(optimizer.step().success) == (step != 1)
+    counts = {str(name).rpartition(".")[2]: count for name, count in seen.get_comm_counts().items()}
+    return dict(optimizer.main_params()), counts
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_replicas_may_share_the_work(ranks: RankPool, world: int) -> None:
+    """muon_split_work: the bits of every rank for itself, for one more message to each other rank."""
+    for (shared, counts), (alone, _) in zip(
+        ranks.run(world, _split, True), ranks.run(world, _split, False), strict=True
+    ):
+        assert same(shared, alone)
+        assert counts == {"allreduce_": 1, "alltoall_base_": 1}

@@ -149,6 +149,7 @@ INEFFECTIVE: list[tuple[dict[str, Any], MegatronGradScaler, str]] = [
     ({"muon_adjust_lr_fn": "match_rms_adamw"}, DYNAMIC, r"muon_adjust_lr_fn='match_rms_adamw' has no effect"),
     ({"muon_adam_lr": 0.5}, DYNAMIC, r"muon_adam_lr=0.5 has no effect: the AdamW has 0.001"),
     ({"muon_ns_dtype": torch.float32}, DYNAMIC, r"muon_ns_dtype=torch.float32 has no effect"),
+    ({"muon_split_work": True}, DYNAMIC, r"muon_split_work=True has no effect"),
     ({"muon_batched": True}, DYNAMIC, r"muon_batched=True has no effect"),
     ({"use_distributed_optimizer": True}, DYNAMIC, r"use_distributed_optimizer=True has no effect: a MixedPrecision"),
 ]
