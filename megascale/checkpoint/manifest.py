@@ -46,7 +46,9 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Write the manifest into ``folder`` and wait until it is on disk."""
-        body = {**asdict(self), "torch": torch.__version__}
+        marks = {name: asdict(mark) for name, mark in self.files.items()}
+        # asdict(self) would copy every leaf of the trees.
+        body = {**vars(self), "files": marks, "torch": torch.__version__}
         text = json.dumps({"format": FORMAT, "crc32": _json_crc32(body), "body": body})
         with open(folder / MANIFEST_NAME, "w", encoding="utf-8") as stream:
             stream.write(text)

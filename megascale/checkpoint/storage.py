@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megascale.checkpoint.agreement import together
-from megascale.checkpoint.manifest import FileMark, mark_of
+from megascale.checkpoint.manifest import CHUNK_BYTES, FileMark, mark_of
 from megascale.checkpoint.marking import Marker
 from megascale.checkpoint.metadata import METADATA_NAME
 from megascale.errors import CheckpointError
@@ -58,6 +58,7 @@ class _Writer(FileSystemWriter):
         """Write one file, and wait until it is on disk. Its checksum is taken meanwhile."""
         name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
         results: list[WriteResult] = []
+        unread = 0  # bytes that the checksum's thread has not been told of: waking it for each small tensor costs more
         path = Path(self.path) / name
         with open(path, "xb") as stream, Marker(path) as marker:
             for item in plan.items:
@@ -70,8 +71,13 @@ class _Writer(FileSystemWriter):
                 length = stream.tell() - start
                 results.append(WriteResult(item.index, length, _StorageInfo(name, start, length)))
                 del tensor
-                stream.flush()
-                marker.written(start + length)
+                unread += length
+                if unread >= CHUNK_BYTES:
+                    stream.flush()
+                    marker.written(start + length)
+                    unread = 0
+            stream.flush()
+            marker.written(stream.tell())
             os.fsync(stream.fileno())
             self.marks = {name: marker.mark()}
         return results

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from megascale.checkpoint.manifest import CHUNK_BYTES, FileMark, mark_of
+from megascale.checkpoint.manifest import CHUNK_BYTES, FileMark, Manifest, mark_of
 from megascale.checkpoint.marking import Marker
-from megascale.checkpoint.storage import Staging
+from megascale.checkpoint.storage import Staging, plan_write
 
 
 @given(parts=st.lists(st.binary(max_size=99), max_size=9))
@@ -72,3 +72,39 @@ def test_staging_copies_into_the_same_memory() -> None:
     assert torch.equal(after[first], live)
     assert after[second].dtype == torch.float16
     assert set(staging._held) == {first, second}
+
+
+class _Uncopied(str):
+    """A leaf of a tree that must not be copied."""
+
+    def __deepcopy__(self, memo: object) -> "_Uncopied":
+        raise RuntimeError("copied")
+
+
+def test_manifest_is_written_without_copies_of_its_trees(tmp_path: Path) -> None:
+    """A copy of every leaf costs as much as all else of the manifest; what is read is what was written."""
+    manifest = Manifest(3, 1, {"model": {"b": _Uncopied("x"), "a": 1}}, [None], {"file": FileMark(5, 7)})
+    manifest.write(tmp_path)
+    read = Manifest.read(tmp_path)
+    assert read == manifest
+    assert list(read.trees["model"]) == ["b", "a"]
+
+
+def test_checksum_is_woken_by_the_chunk_not_by_the_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """100 small tensors wake its thread once, and a tensor of a chunk once more; the mark covers the whole file."""
+    ends: list[int] = []
+    written = Marker.written
+
+    def counted(marker: Marker, end: int) -> None:
+        ends.append(end)
+        written(marker, end)
+
+    monkeypatch.setattr(Marker, "written", counted)
+    for name, large, wakes in (("small", 0, 1), ("large", CHUNK_BYTES, 2)):
+        ends.clear()
+        tensors = {f"t{index:03}": torch.zeros(4) for index in range(100)}
+        planned = plan_write(tensors | {"a": torch.zeros(large, dtype=torch.uint8)}, tmp_path / name, None)
+        _, marks = planned.write()
+        ((file, mark),) = marks.items()
+        assert len(ends) == wakes
+        assert mark == mark_of(tmp_path / name / file)
