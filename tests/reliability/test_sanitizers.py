@@ -161,7 +161,7 @@ FAULTS = [
         f"int64_t index = chunk.row, {SOON} {OVERFLOW}",
         "signed integer",
     ),
-    ("tensor_reader.cpp", "window[at % WINDOW] = {source", "window[at] = {source", "out of bounds"),
+    ("tensor_reader.cpp", "window[at % WINDOW] = {source", "window[at] = {source", "stack-buffer-overflow"),
 ]
 
 
