@@ -68,6 +68,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
             # Loading into one member clears the errors of the whole chain.
             optimizer.recipe.errors, optimizer.recipe.watch = self.recipe.errors, self.recipe.watch
             optimizer.recipe.spikes = self.recipe.spikes
+            optimizer.recipe.overflows.is_chained = True
         super().__init__(self.param_groups, {})
         self._constructed = True
         self._names()

@@ -54,7 +54,11 @@ class OverflowReporter:
     def _check(self) -> None:
         """Raise, on every rank alike, where reports exist already or cannot be written."""
         error: MegascaleError | None = None
-        if self._recorder.listener is not None:
+        if isinstance(self._recorder, OverflowRecorder) and self._recorder.is_chained:
+            error = ArgumentError(
+                "optimizer belongs to a ChainedOptimizer, which steps and skips for it; pass the ChainedOptimizer"
+            )
+        elif self._recorder.listener is not None:
             error = UsageError(
                 "report_overflows() reports on this optimizer already; call remove() of what it returned"
             )

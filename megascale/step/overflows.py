@@ -77,12 +77,14 @@ class OverflowRecorder:
         listener: called on every rank alike when the host knows that a step was skipped. It may communicate.
         num_losses: how many losses were scaled since the last step.
         group: the ranks that skip together.
+        is_chained: the recipe is that of one optimizer in a chain, whose steps the chain's own recorder records.
     """
 
     def __init__(self, members: Sequence[StepMember], groups: ParallelGroups, device: torch.device) -> None:
         self.observer: GradObserver | None = None
         self.listener: Callable[[], None] | None = None
         self.num_losses = 0
+        self.is_chained = False
         self._num_records = 0
         self.group = groups.grad_stats
         self._members = list(members)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from megascale import DynamicGradScaler, MixedPrecisionOptimizer, amp
+from megascale import ChainedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer, amp
 from megascale.debug import report_overflows
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.step.overflow_report import OverflowEntry, OwnOverflows, merged
@@ -236,6 +236,17 @@ def test_bad_arguments_are_refused(tmp_path: Path) -> None:
     report_overflows(optimizer)
     with pytest.raises(UsageError, match="reports on this optimizer already"):
         report_overflows(optimizer)
+
+
+def test_an_optimizer_in_a_chain_is_refused() -> None:
+    """The chain steps in its place, so that it would never report; the chain's reporter does."""
+    model, optimizer = _wrapped()
+    chain = ChainedOptimizer([optimizer])
+    with pytest.raises(ArgumentError, match="pass the ChainedOptimizer"):
+        report_overflows(optimizer)
+    reporter = report_overflows(chain, log=False)
+    _overflow(model, chain)
+    assert reporter.num_skips == 1
 
 
 def test_a_full_disk_stops_the_file_not_the_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
