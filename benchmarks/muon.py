@@ -3,26 +3,33 @@
     python benchmarks/muon.py --ranks 2 --layers 16 --width 512 --rounds 6 --out benchmarks/results/muon_cpu.md
 
 The parameters are the matrices of a transformer: for each layer four of width x width and two of width x 4 width, in
-fp16, with fp32 main params. Each rank has gradients of its own, already multiplied by the loss scale. All contenders
-reduce them, decide together whether the step lands, update by Muon, and end with every 16-bit parameter up to date on
-every rank. `step` begins when gradients are reduced. `by hand` is what one writes without a library: torch's Muon on
-each rank over a share of the matrices of about equal work, a read of `found_inf` on the host, and a broadcast from each
-owner. `difference` is the largest between a parameter and that of `by hand` after the last round.
+fp16 or bf16 (``--dtype``), with fp32 main params. Each rank has gradients of its own, already multiplied by the loss
+scale. All contenders reduce them, decide together whether the step lands, update by Muon, and end with every 16-bit
+parameter up to date on every rank. `step` begins when gradients are reduced. `by hand` is what one writes without a
+library: torch's Muon on each rank over a share of the matrices of about equal work, a read of `found_inf` on the host,
+and a broadcast from each owner. Megatron-Core's LayerWiseDistributedOptimizer, where it is installed, takes bf16 only;
+it gets torch's Muon too, and gradients that are reduced as by hand. `difference` is the largest between a parameter and
+that of `by hand` after the last round.
 """
 
 import argparse
 import os
 import platform
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from peers import megatron_core
+from peers.given import Setup
+from peers.work import UnavailableError
 from torch import Tensor, nn
 
 from megascale import ConstantGradScaler, DistributedOptimizer, MixedPrecisionOptimizer, OptimizerConfig
@@ -38,7 +45,8 @@ class Contender:
 
     def __init__(self, shapes: list[tuple[int, int]], grads: list[Tensor]) -> None:
         generator = torch.Generator().manual_seed(0)
-        self.params = nn.ParameterList(nn.Parameter(torch.randn(s, generator=generator).half() * 0.02) for s in shapes)
+        values = [(torch.randn(shape, generator=generator) * 0.02).to(grads[0].dtype) for shape in shapes]
+        self.params = nn.ParameterList(nn.Parameter(value) for value in values)
         self.grads = grads
         self.optimizer: Any = None
         self.sync: Any = None
@@ -59,7 +67,7 @@ class Sharded(Contender):
 
     def __init__(self, shapes: list[tuple[int, int]], grads: list[Tensor], batched: bool = False) -> None:
         super().__init__(shapes, grads)
-        config = OptimizerConfig(fp16=True, clip_grad=0.0, muon_ns_dtype=NS_DTYPE, muon_batched=batched)
+        config = _config(grads[0].dtype, muon_batched=batched)
         self.optimizer = DistributedOptimizer(
             torch.optim.Muon(self.params), config, ConstantGradScaler(SCALE), modules=self.params, grads_are_scaled=True
         )
@@ -76,9 +84,11 @@ class Batched(Sharded):
 class Replicated(Contender):
     """MixedPrecisionOptimizer with GradSync: every rank updates all."""
 
+    options: ClassVar[dict[str, Any]] = {}
+
     def __init__(self, shapes: list[tuple[int, int]], grads: list[Tensor]) -> None:
         super().__init__(shapes, grads)
-        config = OptimizerConfig(fp16=True, clip_grad=0.0, muon_ns_dtype=NS_DTYPE)
+        config = _config(grads[0].dtype, **self.options)
         self.sync = GradSync(self.params.named_parameters())
         self.optimizer = MixedPrecisionOptimizer(
             torch.optim.Muon(self.params),
@@ -87,6 +97,12 @@ class Replicated(Contender):
             grad_sync=self.sync,
             grads_are_scaled=True,
         )
+
+
+class SplitWork(Replicated):
+    """The same with ``muon_split_work``."""
+
+    options: ClassVar[dict[str, Any]] = {"muon_split_work": True}
 
 
 class ByHand(Contender):
@@ -131,12 +147,50 @@ class ByHand(Contender):
             work.wait()
 
 
+class MegatronLayerWise(ByHand):
+    """Megatron-Core's LayerWiseDistributedOptimizer around torch's Muon."""
+
+    def __init__(self, shapes: list[tuple[int, int]], grads: list[Tensor]) -> None:
+        Contender.__init__(self, shapes, grads)
+        if grads[0].dtype != torch.bfloat16:
+            raise UnavailableError("its layer-wise optimizer takes bf16 only")
+        megatron_core.prepare(Setup(_rank(), dist.get_world_size(), torch.device("cpu"), torch.bfloat16, None, {}))
+        parallel_state = import_module("megatron.core.parallel_state")
+        parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+        optimizers = import_module("megatron.core.optimizer")
+        layer_wise = import_module("megatron.core.optimizer.layer_wise_optimizer")
+        collection = import_module("megatron.core.process_groups_config").ProcessGroupCollection
+        groups = collection.use_mpu_process_groups(["dp_cp", "expt_dp", "mp", "tp"])
+        config = optimizers.OptimizerConfig(
+            bf16=True, lr=1e-3, params_dtype=torch.bfloat16, loss_scale=SCALE, clip_grad=0.0
+        )
+        muon = torch.optim.Muon(list(self.params))
+        self.optimizer = layer_wise.LayerWiseDistributedOptimizer([muon], config, groups)
+
+    def reduce(self) -> None:
+        """As by hand; its mean is taken here, as Megatron's DDP does."""
+        super().reduce()
+        for param, grad in zip(self.params, self.reduced, strict=True):
+            param.main_grad = grad.div_(dist.get_world_size())
+
+    def step(self) -> None:
+        """Its own step, which gathers the parameters."""
+        self.optimizer.step()
+
+
 CONTENDERS: dict[str, Callable[[list[tuple[int, int]], list[Tensor]], Contender]] = {
     "megascale sharded": Sharded,
     "megascale sharded, batched": Batched,
     "megascale replicated": Replicated,
+    "megascale replicated, split work": SplitWork,
     "by hand": ByHand,
+    "Megatron-Core layer-wise": MegatronLayerWise,
 }
+
+
+def _config(dtype: torch.dtype, **options: bool) -> OptimizerConfig:
+    half = dtype == torch.float16
+    return OptimizerConfig(fp16=half, bf16=not half, clip_grad=0.0, muon_ns_dtype=NS_DTYPE, **options)
 
 
 def _rank() -> int:
@@ -155,8 +209,14 @@ def serve(rank: int, given: argparse.Namespace, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=given.ranks)
     shapes = shapes_of(given.layers, given.width)
     generator = torch.Generator().manual_seed(1 + rank)
-    grads = [(torch.randn(shape, generator=generator) * SCALE * 1e-3).half() for shape in shapes]
-    contenders = {name: build(shapes, grads) for name, build in CONTENDERS.items()}
+    dtype = getattr(torch, given.dtype)
+    grads = [(torch.randn(shape, generator=generator) * SCALE * 1e-3).to(dtype) for shape in shapes]
+    contenders: dict[str, Contender] = {}
+    for name, build in CONTENDERS.items():
+        try:
+            contenders[name] = build(shapes, grads)
+        except (UnavailableError, ImportError) as reason:
+            print(f"rank {rank}: no {name}: {reason}", file=sys.stderr)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
     for turn in range(WARM_UP + given.rounds):
         for name, contender in contenders.items():
@@ -181,13 +241,14 @@ def _write(
     contenders: dict[str, Contender],
     times: dict[str, list[tuple[float, float]]],
 ) -> None:
-    command = f"python benchmarks/muon.py --ranks {given.ranks} --layers {given.layers} --width {given.width}"
+    model = f"--ranks {given.ranks} --layers {given.layers} --width {given.width} --dtype {given.dtype}"
     numel = sum(rows * columns for rows, columns in shapes)
     lines = [
-        f"`{command} --rounds {given.rounds} --threads {given.threads}`",
+        f"`python benchmarks/muon.py {model} --rounds {given.rounds} --threads {given.threads}`",
         "",
-        f"{numel:,} parameters in {len(shapes)} matrices, fp16; {given.ranks} gloo ranks of {given.threads} thread(s); "
-        f"torch {torch.__version__}, {platform.machine()}. Median (min to max) of {given.rounds} interleaved rounds.",
+        f"{numel:,} parameters in {len(shapes)} matrices, {given.dtype}; {given.ranks} gloo ranks of {given.threads} "
+        f"thread(s); torch {torch.__version__}, {platform.machine()}. Median (min to max) of {given.rounds} "
+        "interleaved rounds.",
         "",
         "| contender | reduce, s | step, s | step / replicated | difference |",
         "|---|---|---|---|---|",
@@ -216,6 +277,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2, help="gloo ranks on this machine (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=16, help="layers of the transformer (default: %(default)s)")
     parser.add_argument("--width", type=int, default=512, help="its width (default: %(default)s)")
+    parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16", help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=6, help="rounds that are timed (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="threads of each rank (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="write the table there")

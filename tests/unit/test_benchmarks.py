@@ -328,5 +328,5 @@ def test_muon_benchmark_has_the_same_weights_by_hand(tmp_path: Path) -> None:
     done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, timeout=100, env=environment)
     assert done.returncode == 0, done.stderr
     rows = table(out.read_text())
-    assert len(rows) == 4
+    assert len(rows) == 5
     assert {row["difference"] for row in rows} == {"0"}
