@@ -131,8 +131,8 @@ INLINE void new_floors(Span at, Work *work, int64_t groups) {
 
 /* Store the codes of group t's roots, and compute the quotients by the roots as held. */
 INLINE void new_roots(Span at, CompactKind kind, Work *work, int64_t t, Words weyl) {
-    uint32_t floor = work->floor.bits[t];
-    int shift = (int)work->shift.bits[t];
+    uint32_t floor = kind.second ? work->floor.bits[t] : 0;
+    int shift = kind.second ? (int)work->shift.bits[t] : FINEST;
     Words most = {0};
     for (int k = 0; k < VECTORS; k++) {
         int64_t o = t * GROUP + k * WIDTH;
