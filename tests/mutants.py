@@ -4,7 +4,8 @@
 
 Each mutant is one operator, comparison, constant, condition or statement of one module, changed in a copy of the
 repository. The tests that name the module run first, then all others of the default run; the first failure ends it.
-What survives is printed: either a test is missing, or the change makes no difference.
+What survives is printed: either a test is missing, or the change makes no difference. What is caught is printed with the
+test that failed, so that a failure by chance can be told.
 """
 
 import argparse
@@ -24,11 +25,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-# What the project exists for: the step and what it stands on. Programs, adapters and file formats are not in it, nor is
-# what runs on a GPU only.
+# What the project exists for: the step and what it stands on. Programs, adapters, file formats and pages are not in it,
+# nor is what runs on a GPU only.
 OUTSIDE = (
     "amp", "checkpoint", "cli", "integrations", "interop", "train", "apex_backend", "triton", "step_graph", "__main__",
-    "__init__", "profiling", "program",
+    "__init__", "profiling", "program", "report", "metrics", "estimation",
 )  # fmt: skip
 SECONDS = 900
 """After which a run of tests counts as failed: something waits for ever. A busy machine needs more (``--limit``)."""
@@ -164,14 +165,15 @@ class Copy:
             shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)
 
     def outcome(self, mutant: Mutant) -> str:
-        """Return ``"caught"``, ``"SURVIVED"`` where no default test notices, or ``"waited"`` at the limit."""
+        """Return ``"caught"`` and the test that did it, ``"SURVIVED"`` where none did, or ``"waited"`` at the limit."""
         target = self.folder / mutant.file
         original = target.read_bytes()
         target.write_bytes(mutant.applied(original))
         try:
             related, others = self._tests(target)
-            passed = all(self._passes(tests) for tests in (related, others) if tests)
-            return "SURVIVED" if passed else "caught"
+            failures = (self._failure(tests) for tests in (related, others) if tests)
+            failure = next(filter(None, failures), None)
+            return f"caught by {failure}" if failure else "SURVIVED"
         except subprocess.TimeoutExpired:
             return "waited"
         finally:
@@ -185,17 +187,22 @@ class Copy:
         related = [path for path in files if named.search(path.read_text())]
         return [str(path) for path in related], [str(path) for path in files if path not in related]
 
-    def _passes(self, tests: list[str]) -> bool:
+    def _failure(self, tests: list[str]) -> str | None:
         options = ["-x", "-q", "-p", "no:cacheprovider", "--timeout", str(self.limit / 9)]
         done = subprocess.run(
             [sys.executable, "-m", "pytest", *options, *tests],
             cwd=self.folder,
             env=os.environ | {"PYTHONPATH": str(self.folder)},
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            text=True,
+            errors="replace",
             timeout=self.limit,
         )
-        return done.returncode in (0, 5)  # 5: nothing to run
+        if done.returncode in (0, 5):  # 5: nothing to run
+            return None
+        failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+        return failed[1] if failed else f"an exit with {done.returncode}"
 
 
 def main() -> None:
