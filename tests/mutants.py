@@ -4,8 +4,8 @@
 
 Each mutant is one operator, comparison, constant, condition or statement of one module, changed in a copy of the
 repository. The tests that name the module run first, then all others of the default run; the first failure ends it.
-What survives is printed: either a test is missing, or the change makes no difference. What is caught is printed with the
-test that failed, so that a failure by chance can be told.
+What survives is printed: either a test is missing, or the change makes no difference. What is caught is printed with
+the test that failed, so that a failure by chance can be told.
 """
 
 import argparse
