@@ -80,23 +80,36 @@ def is_code(name: str, value: Tensor) -> bool:
     return value.dtype == MOMENTS.get(name)
 
 
+def require_uncast(entry: Mapping[str, Any], param: MainParam) -> None:
+    """Raise UsageError for codes that are no longer integers: torch's ``load_state_dict`` casts them to numbers."""
+    for name, dtype in MOMENTS.items():
+        moment, scale = entry.get(name), entry.get(name + SCALE_SUFFIX)
+        if isinstance(moment, Tensor) and scale is not None and moment.dtype.is_floating_point:
+            raise UsageError(
+                f"the optimizer's state of {param.name!r} has {name} of {moment.dtype} beside {name + SCALE_SUFFIX}: "
+                f"codes of {dtype}, which load_state_dict() of the inner optimizer has cast; load the state dict of "
+                "the wrapped optimizer"
+            )
+
+
 def convert_(entry: dict[str, Any], dtypes: Mapping[str, torch.dtype], param: MainParam) -> None:
     """Convert the moments of one parameter's state, some of which are codes or are to be, to ``dtypes``.
 
     State that is missing stays missing. Raises UsageError for codes without scales, or without the other moment.
     """
-    if all(entry.get(name) is None or entry[name].dtype == dtypes[name] for name in MOMENTS):
-        return
-    lacks = [name for name in MOMENTS if entry.get(name) is None]
-    lacks += [
+    unscaled = [
         name + SCALE_SUFFIX
         for name in MOMENTS
-        if name not in lacks and is_code(name, entry[name]) and entry.get(name + SCALE_SUFFIX) is None
+        if isinstance(entry.get(name), Tensor) and is_code(name, entry[name]) and entry.get(name + SCALE_SUFFIX) is None
     ]
+    fits = all(entry.get(name) is None or entry[name].dtype == dtypes[name] for name in MOMENTS)
+    lacks = unscaled if fits else [name for name in MOMENTS if entry.get(name) is None] + unscaled
     if lacks:
         raise UsageError(
             f"the optimizer's state of {param.name!r} holds codes of 8 bits and lacks {lacks}; load state that is whole"
         )
+    if fits:
+        return
     decoded = decode_moments(entry)
     for name in filter(is_scale, list(entry)):
         del entry[name]

@@ -24,7 +24,15 @@ from megascale.kernels import (
 from megascale.kernels.compact_moments import CODE_DTYPES, is_scale
 from megascale.main_params.main_param import MainParam
 from megascale.main_params.slab import SLAB, Slabs
-from megascale.step.compact_state import convert_, holds_codes, is_code, require_holdable, shape_of, with_scales
+from megascale.step.compact_state import (
+    convert_,
+    holds_codes,
+    is_code,
+    require_holdable,
+    require_uncast,
+    shape_of,
+    with_scales,
+)
 from megascale.step.torch_states import state_of
 from megascale.utils.dtensors import is_dtensor, local
 from megascale.utils.dtypes import HALF_DTYPES
@@ -85,6 +93,7 @@ class KernelState:
         for entry, param in zip(entries, params, strict=True):
             if self._is_compact:
                 require_holdable(param)
+            require_uncast(entry, param)
             for name in {*names, *filter(is_scale, entry)}:
                 if entry.get(name) is not None:
                     _check(name, entry[name], param)
@@ -121,6 +130,7 @@ class KernelState:
         wanting: list[MainParam] = []
         for param in params:
             entry = self._entry(param)
+            require_uncast(entry, param)
             lacks = [name for name in names if entry.get(name) is None]
             if entry and not set(lacks) <= {*optional, *filter(is_scale, names)}:
                 raise UsageError(

@@ -197,10 +197,38 @@ def test_damaged_state_is_refused() -> None:
         steps(module, optimizer, 0, 1)
         state = optimizer.state[module[1]]
         del state[name]
-        state["exp_avg_sq" if name == "exp_avg_scale" else "exp_avg"] = torch.zeros(33, 64)
+        other = "exp_avg_sq" if name == "exp_avg_scale" else "exp_avg"
+        state[other] = torch.zeros(33, 64)
+        del state[f"{other}_scale"]
         set_grads(module, 1, 256.0)
         with pytest.raises(UsageError, match="lacks"):
             optimizer.step()
+
+
+@pytest.mark.parametrize("options", [BOTH, {}], ids=["codes", "fp32"])
+def test_codes_that_torch_has_cast_are_refused(options: dict[str, Any]) -> None:
+    """``load_state_dict`` of the inner optimizer casts codes to the parameter's dtype: they would count as moments."""
+    for dtype in (torch.float16, torch.float32):
+        source, target = odd(dtype), odd(dtype)
+        compact, optimizer = optimizer_of(source, **BOTH), optimizer_of(target, **options)
+        steps(source, compact, 0, 1)
+        optimizer.optimizer.load_state_dict(compact.optimizer.state_dict())
+        set_grads(target, 1, 256.0)
+        before = [main.clone() for _, main in optimizer.main_params()]
+        with pytest.raises(UsageError, match=r"beside exp_avg_scale: codes of torch.int8, which load_state_dict"):
+            optimizer.step()
+        assert all(bits_equal(one, main) for one, (_, main) in zip(before, optimizer.main_params(), strict=True))
+
+
+def test_codes_whose_scales_are_gone_are_refused() -> None:
+    """They would count as zeros."""
+    module = odd(torch.float16)
+    optimizer = optimizer_of(module, **BOTH)
+    steps(module, optimizer, 0, 1)
+    del optimizer.state[module[1]]["exp_avg_scale"]
+    set_grads(module, 1, 256.0)
+    with pytest.raises(UsageError, match=r"of 'params.1' holds codes of 8 bits and lacks \['exp_avg_scale'\]"):
+        optimizer.step()
 
 
 def test_what_cannot_be_held_is_refused() -> None:
