@@ -4,7 +4,8 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -15,10 +16,12 @@ from megascale.config import MUON_ADJUST_LR_FNS, OptimizerConfig
 from megascale.errors import ArgumentError
 from megascale.kernels import Backend, Decision, Operands
 from megascale.kernels.newton_schulz import Coefficients, iteration_dtype, iterations, orthogonalize
+from megascale.main_params.main_param import MainParam
+from megascale.main_params.update_unit import UpdateUnit
 from megascale.parallel import is_expert
 from megascale.step.kernel_state import number, rate
 from megascale.step.kernel_update import KernelUpdate
-from megascale.step.matrix_exchange import Exchange, MatrixExchange, WorkSplit, cut_dims
+from megascale.step.matrix_exchange import Cut, Exchange, MatrixExchange, WorkSplit, cuts_of
 from megascale.step.update import PendingUpdate, Prepared
 from megascale.utils import validate
 from megascale.utils.collectives import group_size
@@ -54,12 +57,26 @@ class MuonHyper:
         return self.lr * math.sqrt(max(1, rows / columns))
 
 
+class _Together(NamedTuple):
+    """Matrices that are updated together.
+
+    Attributes:
+        indices: of their main params in the call.
+        shapes: of the whole matrices.
+        exchange: makes them whole where this rank has a piece of each, or has others share the work.
+    """
+
+    indices: list[int]
+    shapes: list[torch.Size]
+    exchange: Exchange | None
+
+
 class MuonUpdate(KernelUpdate):
     """torch.optim.Muon, and Muon with coefficients for each iteration.
 
-    DTensors that are cut along one dimension of their mesh keep their momentum where it is; directions travel to one
-    owner of each whole matrix and back, in the dtype of the iterations. Where DTensors are cut in other ways, or the
-    optimizer has step hooks, its own ``step()`` runs instead.
+    DTensors keep their momentum where it is; directions travel to one owner of each whole matrix and back, in the dtype
+    of the iterations. Where DTensors are cut in ways that :func:`cuts_of` refuses, or the optimizer has step hooks, its
+    own ``step()`` runs instead.
     """
 
     numbers = ("momentum", "weight_decay", "eps")
@@ -75,10 +92,15 @@ class MuonUpdate(KernelUpdate):
         super().__init__(optimizer, backend, config)
         self._split_over = data_parallel if config.muon_split_work and group_size(data_parallel) > 1 else None
         self._dtype, self._is_batched = config.muon_ns_dtype, config.muon_batched
+        self._movable: WeakKeyDictionary[UpdateUnit, bool] = WeakKeyDictionary()
+        self._plans: WeakKeyDictionary[Operands, list[_Together]] = WeakKeyDictionary()
 
     @override
     def prepare(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
-        if not all(_is_movable(param.main) for pending in updates for param in pending.params):
+        for unit in (pending.unit for pending in updates):
+            if unit not in self._movable:
+                self._movable[unit] = all(_is_movable(param.main) for param in unit.params)
+        if not all(self._movable[pending.unit] for pending in updates):
             return self._general.prepare(updates)
         return super().prepare(updates)
 
@@ -113,18 +135,10 @@ class MuonUpdate(KernelUpdate):
         skipped = (decision.found_inf != 0).reshape(())
         if skipped.device.type == "cpu" and skipped.item():
             return overflowed
-        mains = [param.main for param in prepared.params]
-        held = [index for index, main in enumerate(mains) if main.numel() and cut_dims(main) is None]
-        split = [i for i in held if self._split_over is not None and not is_expert(prepared.params[i].model)]
-        for indices in self._together(mains, sorted({*held} - {*split})):
-            whole = [mains[index].shape for index in indices]
-            self._update(operands.pick(indices), whole, hyper, decision, skipped, None)
-        exchanges: list[tuple[Exchange, list[int]]] = [*_exchanges(mains)]
-        if self._split_over is not None and split:
-            exchanges.append((WorkSplit([mains[index].shape for index in split], self._split_over), split))
-        for exchange, indices in exchanges:
-            whole = [mains[index].shape for index in indices]
-            self._update(operands.pick(indices), whole, hyper, decision, skipped, exchange)
+        if operands not in self._plans:
+            self._plans[operands] = self._plan(prepared.params)
+        for together in self._plans[operands]:
+            self._update(operands.pick(together.indices), together, hyper, decision, skipped)
         copies = [index for index, main in enumerate(operands.main) if main is not operands.model[index]]
         if copies:
             flags = self.backend.write_back_([operands.main[i] for i in copies], [operands.model[i] for i in copies])
@@ -133,25 +147,23 @@ class MuonUpdate(KernelUpdate):
             overflowed[copies] = flags
         return overflowed
 
-    def _together(self, mains: Sequence[Tensor], indices: list[int]) -> list[list[int]]:
-        """Return which of the matrices that are whole here are updated together."""
-        return _by_shape(mains, indices) if self._is_batched else [[index] for index in indices]
+    def _plan(self, params: Sequence[MainParam]) -> list["_Together"]:
+        """Return which matrices are updated together: those that travel together, else one by one or by shape."""
+        mains = [param.main for param in params]
+        held = [index for index, main in enumerate(mains) if main.numel() and not cuts_of(main)]
+        split = [i for i in held if self._split_over is not None and not is_expert(params[i].model)]
+        alone = sorted({*held} - {*split})
+        lists = _by_shape(mains, alone) if self._is_batched else [[index] for index in alone]
+        found: list[tuple[list[int], Exchange | None]] = [(indices, None) for indices in lists]
+        found += [(indices, exchange) for exchange, indices in _exchanges(mains)]
+        if self._split_over is not None and split:
+            found.append((split, WorkSplit([mains[index].shape for index in split], self._split_over)))
+        return [_Together(indices, [mains[index].shape for index in indices], exchange) for indices, exchange in found]
 
     def _update(
-        self,
-        operands: Operands,
-        shapes: Sequence[torch.Size],
-        hyper: MuonHyper,
-        decision: Decision,
-        skipped: Tensor,
-        exchange: Exchange | None,
+        self, operands: Operands, together: "_Together", hyper: MuonHyper, decision: Decision, skipped: Tensor
     ) -> None:
-        """Update matrices, in the order of operations of torch.optim.Muon.
-
-        Args:
-            shapes: of the whole matrices.
-            exchange: makes them whole where this rank has a piece of each, or has others share the work.
-        """
+        """Update matrices, in the order of operations of torch.optim.Muon."""
         mains, buffers = operands.main, operands.state["momentum_buffer"]
         grads = self.backend.unscale(list(operands.grad), mains, decision.coefficient)
         moved = [
@@ -162,12 +174,12 @@ class MuonUpdate(KernelUpdate):
             moving = [grad.lerp(momentum, hyper.momentum) for grad, momentum in zip(grads, moved, strict=True)]
         dtype = self._dtype or iteration_dtype(mains[0].device)
         rounded = [direction.to(dtype) for direction in moving]
-        if exchange is None:
+        if together.exchange is None:
             directions = self._orthogonalize(rounded, hyper)
         else:
-            wholes = self._orthogonalize(exchange.collect(rounded), hyper)
-            directions = exchange.give_back(wholes, rounded[0])
-        for main, direction, shape in zip(mains, directions, shapes, strict=True):
+            wholes = self._orthogonalize(together.exchange.collect(rounded), hyper)
+            directions = together.exchange.give_back(wholes, rounded[0])
+        for main, direction, shape in zip(mains, directions, together.shapes, strict=True):
             shrunk = main * (1 - hyper.lr * hyper.weight_decay)
             _write_unless(skipped, main, _minus(shrunk, direction, hyper.lr_of(shape)))
         for buffer, momentum in zip(buffers, moved, strict=True):
@@ -187,21 +199,22 @@ class MuonUpdate(KernelUpdate):
 def _is_movable(main: Tensor) -> bool:
     """Return whether a matrix is whole here, or cut in a way that :class:`MatrixExchange` can send."""
     try:
-        cut_dims(main)
+        cuts_of(main)
     except ValueError:
         return False
     return True
 
 
 def _exchanges(mains: Sequence[Tensor]) -> list[tuple[MatrixExchange, list[int]]]:
-    """Return an exchange for each group of ranks over which matrices are cut, and which these are."""
-    together: defaultdict[ProcessGroup, list[tuple[int, DTensor, int]]] = defaultdict(list)
+    """Return an exchange for all matrices that are cut over the same dimensions of a mesh, and which these are."""
+    together: defaultdict[tuple[ProcessGroup, ...], list[tuple[int, DTensor, list[Cut]]]] = defaultdict(list)
     for index, main in enumerate(mains):
-        if is_dtensor(main) and (cut := cut_dims(main)) is not None:
-            together[main.device_mesh.get_group(cut[1])].append((index, main, cut[0]))
+        if is_dtensor(main) and (cuts := cuts_of(main)):
+            groups = tuple(main.device_mesh.get_group(cut.mesh_dim) for cut in cuts)
+            together[groups].append((index, main, cuts))
     return [
-        (MatrixExchange([main for _, main, _ in held], [dim for _, _, dim in held], group), [i for i, _, _ in held])
-        for group, held in together.items()
+        (MatrixExchange([main for _, main, _ in held], [cuts for _, _, cuts in held]), [index for index, _, _ in held])
+        for held in together.values()
     ]
 
 

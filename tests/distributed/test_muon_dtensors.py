@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from megascale import ConstantGradScaler, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.checkpoint import Checkpointer
 from tests.meshes import mesh_of
 from tests.pool import RankPool
-from tests.training import same_bits
+from tests.training import bits_equal, same_bits
 
 SHAPES = [(8, 6), (7, 5), (1, 9), (3, 3), (8, 6), (6, 8)]
 LAYOUTS: dict[str, tuple[tuple[int, ...], list[list[Placement]]]] = {
@@ -24,7 +25,14 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], list[list[Placement]]]] = {
     "some whole": ((-1,), [[Replicate()], [Shard(0)], [Shard(1)]]),
     "2x2, copies": ((2, 2), [[Replicate(), Shard(0)]]),
     "2x2, other copies": ((2, 2), [[Shard(1), Replicate()], [Replicate(), Shard(0)]]),
+    "2x2, cut twice": (
+        (2, 2),
+        [[Shard(0), Shard(1)], [Shard(0), Shard(0)], [Shard(1), Shard(0)], [Shard(1), Shard(1)]],
+    ),
+    "2x2, cut once or twice": ((2, 2), [[Shard(0), Shard(1)], [Replicate(), Shard(0)], [Replicate(), Replicate()]]),
 }
+MESSAGES = {"2x2, other copies": 4, "2x2, cut twice": 4, "2x2, cut once or twice": 6}
+"""Packed messages of a step: two for each dimension of the mesh that matrices are joined along; else 2."""
 STEPS = 5
 
 
@@ -104,17 +112,16 @@ CASES = [("rows", 2), ("columns", 2), ("some whole", 2), *((layout, 4) for layou
 @pytest.mark.parametrize("batched", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_bits_of_whole_matrices(ranks: RankPool, layout: str, world: int, batched: bool) -> None:
     """However matrices are cut, also with pieces that are empty: main params, momentum and weights have the bits of
-    whole ones; an overflow of any piece skips the step everywhere; two messages for each group that shares matrices.
+    whole ones; an overflow of any piece skips the step everywhere; messages do not grow with the matrices.
     """
     for dtype in (torch.float16, torch.bfloat16):
         for agree, landed, counts in ranks.run(world, _both, layout, dtype, batched):
             assert agree
             assert landed == [True, False, True, False, True]
-            groups = 2 if layout == "2x2, other copies" else 1
-            assert counts == {"allreduce_": 1, "alltoall_base_": 2 * groups}
+            assert counts == {"allreduce_": 1, "alltoall_base_": MESSAGES.get(layout, 2)}
 
 
-def _cut_twice() -> float:
+def _hooked() -> float:
     mesh = mesh_of((2, 2), ("a", "b"))
     spread, whole = (
         [nn.Parameter(distribute_tensor(torch.ones(8, 6), mesh, [Shard(0), Shard(1)], src_data_rank=None))],
@@ -125,14 +132,72 @@ def _cut_twice() -> float:
     whole[0].grad = grad
     for params in (spread, whole):
         inner = torch.optim.Muon([("w", params[0])], lr=0.05)
+        inner.register_step_post_hook(lambda *_: None)
         MixedPrecisionOptimizer(inner, OptimizerConfig(), replicas_may_differ=True).step()
     return float((_whole(spread[0].detach()) - whole[0].detach()).abs().max())
 
 
 @pytest.mark.slow
-def test_matrices_cut_twice_take_torchs_own_step(ranks: RankPool) -> None:
-    """Over two dimensions of a mesh: torch multiplies the DTensors, and updates agree to bf16's rounding."""
-    assert max(ranks.run(4, _cut_twice)) < 2e-3
+def test_step_hooks_take_torchs_own_step(ranks: RankPool) -> None:
+    """With step hooks torch multiplies the DTensors, and updates agree to bf16's rounding."""
+    assert max(ranks.run(4, _hooked)) < 2e-3
+
+
+def _fsdp2_over_tp() -> tuple[bool, set[str]]:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 6, bias=False), nn.Linear(5, 7, bias=False))
+    whole = [nn.Parameter(layer.weight.detach().clone()) for layer in module]
+    mesh = mesh_of((2, 2), ("data", "tensor"))
+    parallelize_module(module, mesh["tensor"], {"0": ColwiseParallel(), "1": RowwiseParallel(), "2": ColwiseParallel()})
+    for layer in module:
+        fully_shard(layer, mesh=mesh["data"])
+    spread = [layer.weight for layer in module]
+    optimizers = [
+        MixedPrecisionOptimizer(
+            torch.optim.Muon([(f"w{index}", param) for index, param in enumerate(params)], lr=0.05),
+            OptimizerConfig(),
+            replicas_may_differ=True,
+        )
+        for params in (spread, whole)
+    ]
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        for cut_param, param in zip(spread, whole, strict=True):
+            param.grad = torch.randn(param.shape, generator=generator)
+            cut_param.grad = _as_cut_by_fsdp2(param.grad, cut_param)
+        for optimizer in optimizers:
+            optimizer.step()
+    agree = all(
+        bits_equal(_as_cut_by_fsdp2(b.data, a).to_local(), a.to_local()) for a, b in zip(spread, whole, strict=True)
+    )
+    return agree, {type(placement).__name__ for param in spread for placement in param.placements}
+
+
+def _as_cut_by_fsdp2(value: Tensor, like: DTensor) -> DTensor:
+    """Cut by tensor parallelism first, then along rows by FSDP2."""
+    data, tensor = (like.device_mesh.get_local_rank(dim) for dim in range(2))
+    part = _chunk(value, like.placements[1].dim, tensor)
+    return DTensor.from_local(
+        _chunk(part, 0, data),
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+
+
+def _chunk(value: Tensor, dim: int, index: int) -> Tensor:
+    parts = value.chunk(2, dim)
+    return parts[index] if index < len(parts) else value.narrow(dim, 0, 0)
+
+
+@pytest.mark.slow
+def test_fsdp2_over_tensor_parallelism(ranks: RankPool) -> None:
+    """Rows that tensor parallelism cuts before FSDP2 does, in strides, an odd number of rows too: the same bits."""
+    for agree, kinds in ranks.run(4, _fsdp2_over_tp):
+        assert agree
+        assert "_StridedShard" in kinds
 
 
 def _resumed(folder: Path, layout: str | None, load: bool) -> dict[str, Tensor]:
@@ -157,7 +222,7 @@ def test_checkpoints_load_in_every_layout(ranks: RankPool, tmp_path: Path) -> No
     """Saved by four ranks, loaded by two by two, by two, and by one that holds everything: the same bits go on."""
     [saved, *_] = ranks.run(4, _resumed, tmp_path, "rows", False)
     ends = []
-    for world, layout in ((4, "2x2, copies"), (2, "columns"), (1, None)):
+    for world, layout in ((4, "2x2, copies"), (4, "2x2, cut twice"), (2, "columns"), (1, None)):
         for found in ranks.run(world, _resumed, tmp_path, layout, True):
             assert same_bits(saved, {key: value for key, value in found.items() if not key.startswith("end ")})
             ends.append({key: value for key, value in found.items() if key.startswith("end ")})
