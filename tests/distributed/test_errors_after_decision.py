@@ -5,10 +5,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from megascale import ChainedOptimizer, DistributedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer
 from megascale.errors import GradientError, InnerStepError, MegascaleError
 from megascale.grad_sync import GradSync
+from tests.meshes import mesh_of
 from tests.pool import RankPool
 from tests.training import Bag, bits_equal
 
@@ -79,6 +82,38 @@ def test_error_of_the_optimizers_own_step_is_every_ranks(ranks: RankPool, kind: 
             assert message.startswith(f"rank {culprit}: RMSprop.step() raised KeyError: 'momentum_buffer'")
             assert "load a checkpoint" in message
             assert all(is_right)
+
+
+def _dtensor_step_fails(culprit: int) -> tuple[str, list[bool]]:
+    torch.manual_seed(0)
+    module = fully_shard(nn.Linear(6, 5).half(), mesh=mesh_of((dist.get_world_size(),)))
+    inner = torch.optim.RMSprop(module.named_parameters(), lr=1e-2)
+    optimizer = MixedPrecisionOptimizer(inner, None, DynamicGradScaler(4.0, 1.0, 2.0, 0.5, 3, 1))
+
+    def step() -> bool:
+        optimizer.zero_grad()
+        optimizer.scale_loss(module(torch.ones(2, 6).half()).float().square().mean()).backward()
+        return bool(optimizer.step().success)
+
+    landed = [step(), step()]
+    saved = optimizer.state_dict()
+    if dist.get_rank() == culprit:
+        optimizer.param_groups[0]["momentum"] = 0.9
+    step()
+    with pytest.raises(InnerStepError) as caught:
+        step()
+    optimizer.param_groups[0]["momentum"] = 0
+    optimizer.load_state_dict(saved)
+    return str(caught.value), [*landed, step()]
+
+
+@pytest.mark.slow
+def test_error_of_the_optimizers_own_step_on_dtensors(ranks: RankPool) -> None:
+    """Invariant 7, with FSDP2: one rank's step() raises, the next step raises on all, and a load makes it good."""
+    for culprit in range(2):
+        for message, landed in ranks.run(2, _dtensor_step_fails, culprit):
+            assert message.startswith(f"rank {culprit}: RMSprop.step() raised KeyError: 'momentum_buffer'")
+            assert landed == [True, True, True]
 
 
 def _load_forgets(culprit: int) -> bool:
