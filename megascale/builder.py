@@ -213,11 +213,24 @@ def build_inner_optimizer(config: OptimizerConfig, param_groups: list[Options]) 
     return kind(param_groups, lr=lr, betas=betas, eps=config.adam_eps, weight_decay=config.weight_decay)
 
 
+def is_hidden_matrix(name: str, shape: Sequence[int], module_kind: str = "") -> bool:
+    """Return whether Muon updates a parameter, unless overrides say otherwise. ``module_kind``: its module's class."""
+    is_outer = "Embedding" in module_kind or any(fnmatchcase(name.lower(), pattern) for pattern in NOT_HIDDEN)
+    return len(shape) == 2 and not is_outer
+
+
+def _described(value: Any) -> str:
+    """Return what was given in place of modules, without the values of tensors."""
+    if isinstance(value, (list, tuple)) and value:
+        return f"a {type(value).__name__} of {', '.join(sorted({type(one).__name__ for one in value}))}"
+    return repr(value) if not isinstance(value, torch.Tensor) else type(value).__name__
+
+
 def _named_parameters(modules: nn.Module | Sequence[nn.Module]) -> list[NamedParam]:
     """Return every distinct parameter."""
     chunks = [modules] if isinstance(modules, nn.Module) else list(modules)
     if not chunks or not all(isinstance(chunk, nn.Module) for chunk in chunks):
-        raise ArgumentTypeError(f"modules must be a module or a list of modules, got {modules!r}")
+        raise ArgumentTypeError(f"modules must be a module or a list of modules, got {_described(modules)}")
     named: list[NamedParam] = []
     seen: set[int] = set()
     for index, chunk in enumerate(chunks):
@@ -228,9 +241,8 @@ def _named_parameters(modules: nn.Module | Sequence[nn.Module]) -> list[NamedPar
                 if id(param) not in seen:
                     seen.add(id(param))
                     name = f"{prefix}{path}.{leaf}" if path else f"{prefix}{leaf}"
-                    is_outer = "Embedding" in kind or any(fnmatchcase(name.lower(), one) for one in NOT_HIDDEN)
                     is_exempt = "Norm" in kind or leaf.endswith("bias")
-                    named.append(NamedParam(name, param, is_exempt, param.dim() == 2 and not is_outer))
+                    named.append(NamedParam(name, param, is_exempt, is_hidden_matrix(name, param.shape, kind)))
     if not named:
         raise ArgumentError("modules have no parameters")
     return named

@@ -5,6 +5,7 @@ import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,13 +13,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from megascale import DistributedOptimizer, DynamicGradScaler, Lion, MixedPrecisionOptimizer, OptimizerConfig
+from megascale import (
+    ChainedOptimizer,
+    DistributedOptimizer,
+    DynamicGradScaler,
+    Lion,
+    MixedPrecisionOptimizer,
+    OptimizerConfig,
+    build_optimizer,
+)
 from megascale.checkpoint import save
 from megascale.estimation.sizes import PRECISIONS
 from megascale.grad_sync import GradSync
 from tests.training import Bag
 
 NUMELS = (300_000, 1_000, 250_000, 7, 123_457, 4_096, 64, 500_000, 333_333, 100, 16_000, 3)
+MATRICES = ((500, 600), (1_000,), (250, 1_000), (7,), (351, 353), (64, 64), (64,), (1_000, 500), (3, 100), (3,))
+"""Shapes of a model for Muon."""
 BUCKET = 400_000
 TRAINING = "training"
 INNER: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
@@ -65,6 +76,11 @@ class GivenGrads(Bag):
         return loss
 
 
+def shapes_for(optimizer: str) -> list[tuple[int, ...]]:
+    """Return the shapes of the model that is measured with an optimizer."""
+    return list(MATRICES) if optimizer == "muon" else [(numel,) for numel in NUMELS]
+
+
 def measure(precision: str, sharding: str, optimizer: str, options: dict[str, Any], folder: str) -> Measured:
     """Train two steps on this rank, and return what they held, sent and wrote."""
     gc.collect()  # the profiler would count what others free
@@ -77,8 +93,8 @@ def measure(precision: str, sharding: str, optimizer: str, options: dict[str, An
                 payload.clear()
                 wrapped.zero_grad()
                 wrapped.scale_loss(forward()).backward()
-                if wrapped_sync(wrapped) is not None:
-                    wrapped_sync(wrapped).finish()
+                for sync in _syncs(wrapped):
+                    sync.finish()
                 held = _held(module, wrapped, forward)
                 wrapped.step()
     path = save(folder, 1, module, wrapped)
@@ -86,19 +102,30 @@ def measure(precision: str, sharding: str, optimizer: str, options: dict[str, An
     return Measured(held, _peak(profile) + held["messages"], checkpoint, dict(calls), dict(payload))
 
 
-def wrapped_sync(wrapped: MixedPrecisionOptimizer) -> Any:
-    """Return the optimizer's GradSync, or None."""
-    return getattr(wrapped, "grad_sync", None)
+def _syncs(wrapped: MixedPrecisionOptimizer | ChainedOptimizer) -> list[Any]:
+    """Return the GradSync of the optimizer, or of each of a chain, where there is one."""
+    members = wrapped.optimizers if isinstance(wrapped, ChainedOptimizer) else [wrapped]
+    found = [getattr(member, "grad_sync", None) for member in members]
+    return [sync for sync in found if sync is not None]
 
 
 def _build(
     precision: str, sharding: str, optimizer: str, options: dict[str, Any]
-) -> tuple[nn.Module, MixedPrecisionOptimizer, Callable[[], Tensor]]:
+) -> tuple[nn.Module, MixedPrecisionOptimizer | ChainedOptimizer, Callable[[], Tensor]]:
     dtype = PRECISIONS[precision]
-    module = GivenGrads(torch.zeros(numel, dtype=dtype) for numel in NUMELS)
+    module = GivenGrads(torch.zeros(shape, dtype=dtype) for shape in shapes_for(optimizer))
     state = {key: value for key, value in options.items() if key.startswith("exp_avg")}
     grads = {key: value for key, value in options.items() if key not in state}
     config = OptimizerConfig(fp16=precision == "fp16", bf16=precision == "bf16", **state)
+    if optimizer == "muon":
+        config = replace(
+            config,
+            optimizer="muon",
+            lr=1e-3,
+            muon_ns_dtype=torch.bfloat16,
+            use_distributed_optimizer=sharding == "distributed",
+        )
+        return module, build_optimizer(config, module, bucket_numel=BUCKET), module
     inner, scaler = INNER[optimizer](module), DynamicGradScaler()
     if sharding == "distributed":
         sharded = DistributedOptimizer(inner, config, scaler, modules=module, bucket_numel=BUCKET, **grads)
@@ -115,17 +142,18 @@ def _build(
     return module, MixedPrecisionOptimizer(inner, config, scaler), forward
 
 
-def _held(module: nn.Module, wrapped: MixedPrecisionOptimizer, forward: Any) -> dict[str, int]:
+def _held(module: nn.Module, wrapped: MixedPrecisionOptimizer | ChainedOptimizer, forward: Any) -> dict[str, int]:
     params = list(module.parameters())
-    sync = wrapped_sync(wrapped)
+    syncs = _syncs(wrapped)
     state = [value for entry in wrapped.state.values() for value in entry.values() if isinstance(value, Tensor)]
-    mains = [main for (_, main), param in zip(wrapped.main_params(), params, strict=True) if main.dtype != param.dtype]
-    messages = [] if sync is None or sync._thread._memory is None else [sync._thread._memory]
+    own = {param.untyped_storage().data_ptr() for param in params}
+    mains = [main for _, main in wrapped.main_params() if main.untyped_storage().data_ptr() not in own]
+    messages = [sync._thread._memory for sync in syncs if sync._thread._memory is not None]
     return {
         "model params": storage_bytes(params),
         "model buffers": 0,
         "gradients": storage_bytes(param.grad for param in params if param.grad is not None),
-        "main grads": storage_bytes(bucket.memory.flat for bucket in sync.buckets) if sync is not None else 0,
+        "main grads": storage_bytes(bucket.memory.flat for sync in syncs for bucket in sync.buckets),
         "main params": storage_bytes(mains),
         "moments": storage_bytes(state),
         "messages": storage_bytes(messages),

@@ -16,7 +16,7 @@ from torch import nn
 from megascale.cli.bench import measured_bandwidth
 from megascale.errors import ArgumentError
 from megascale.estimation import Estimate, Setup, estimate
-from megascale.estimation.setup import COMMUNICATION, MOMENTS, SHARDINGS
+from megascale.estimation.setup import COMMUNICATION, MOMENTS, SHARDINGS, SHARDS
 from megascale.estimation.sizes import AS_IS, PRECISIONS
 
 NAME = "estimate"
@@ -41,7 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--precision", choices=(*PRECISIONS, AS_IS), default="fp16", help="of the model (default fp16)")
     parser.add_argument("--ranks", type=int, default=1, help="data-parallel ranks (default 1)")
     parser.add_argument("--sharding", choices=SHARDINGS, default="replicated", help="default: replicated")
-    parser.add_argument("--optimizer", choices=MOMENTS, default="adamw", help="momentum: SGD with it (default adamw)")
+    parser.add_argument(
+        "--optimizer",
+        choices=MOMENTS,
+        default="adamw",
+        help="momentum: SGD with it; muon: for hidden matrices, beside AdamW for all else (default adamw)",
+    )
+    parser.add_argument("--shard", choices=SHARDS, default="auto", help="what a shard holds (default: auto)")
     parser.add_argument(
         "--exp-avg-dtype", choices=FIRST_DTYPES, default="fp32", help="of the first moment (default fp32)"
     )

@@ -54,14 +54,26 @@ def collectives(partition: Partition) -> list[Collective]:
             agree,
             _ring(GATHER, "all_gather", params, setup.ranks, passes=1),
         ]
-    others = setup.ranks - 1
-    messages = sum(-(-bucket.numel // setup.ranks // MESSAGE) for _, bucket in buckets)
-    sent = [sum(nbytes) // setup.ranks * others for nbytes in (grads, params)]
-    return [
-        Collective(REDUCE, "send", messages * others, sent[0], sent[0]),
-        agree,
-        Collective(GATHER, "send", len(buckets) * others, sent[1], sent[1]),
-    ]
+    reduced, gathered = _sent_grads(partition), _sent_params(partition)
+    return [Collective(REDUCE, "send", *reduced), agree, Collective(GATHER, "send", *gathered)]
+
+
+def _sent_grads(partition: Partition) -> tuple[int, int, int]:
+    """Return how many messages carry gradients to the other shards, and their bytes, twice."""
+    setup, count, nbytes = partition.setup, 0, 0
+    for dtype, shards in partition.shards():
+        others = [numel for rank, numel in enumerate(shards) if rank != setup.rank]
+        count += sum(-(-numel // MESSAGE) for numel in others)
+        nbytes += sum(others) * setup.travel_dtype_of(dtype).itemsize
+    return count, nbytes, nbytes
+
+
+def _sent_params(partition: Partition) -> tuple[int, int, int]:
+    """Return how many messages carry the rank's shards to the others, and their bytes, twice."""
+    others = partition.setup.ranks - 1
+    owned = [(dtype, shards[partition.setup.rank]) for dtype, shards in partition.shards()]
+    nbytes = sum(numel * dtype.itemsize for dtype, numel in owned) * others
+    return others * sum(numel > 0 for _, numel in owned), nbytes, nbytes
 
 
 def _ring(purpose: str, operation: str, payloads: Sequence[int], ranks: int, *, passes: int) -> Collective:

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from megascale.estimation.collectives import Collective, collectives
-from megascale.estimation.memory import checkpoint_bytes, held_bytes, transient_bytes
+from megascale.estimation.memory import UPDATE_OF_A_MATRIX, checkpoint_bytes, held_bytes, transient_bytes
 from megascale.estimation.partition import Partition
 from megascale.estimation.setup import Setup
 from megascale.estimation.sizes import ModelSizes, Shapes, sizes_of
@@ -44,8 +44,9 @@ class Estimate:
 
     @property
     def peak(self) -> int:
-        """The most bytes that are held at once, without activations."""
-        return self.total + sum(self.transient.values())
+        """The most bytes that are held at once, without activations: in backward, or in the update."""
+        update = self.transient.get(UPDATE_OF_A_MATRIX, 0)
+        return self.total + max(sum(self.transient.values()) - update, update)
 
 
 def estimate(

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import torch
 
-from megascale.estimation.partition import Partition, dtype_of, main_dtype_of
+from megascale.estimation.partition import Partition, dtype_of
 from megascale.estimation.setup import COUNTS_STEPS
 from megascale.estimation.sizes import ParamSpec
 from megascale.grad_sync.layout import rounded_up
@@ -18,6 +18,9 @@ STEP_BYTES = 4
 """A step count is one fp32 number."""
 SCALE_BYTES = 4
 """A scale of a group of codes is one fp32 number."""
+UPDATE_OF_A_MATRIX = "update of a matrix"
+MUON_SCRATCH = 14
+"""Bytes an element while a matrix is written: new momentum, direction in bf16, the same in fp32, new main param."""
 PIECE_BYTES = 1900
 """A saved piece beside its elements: torch.save's container 1,550, its rows of the index and of the manifest 350."""
 
@@ -32,7 +35,7 @@ def held_bytes(partition: Partition) -> dict[str, int]:
     buckets = partition.buckets()
     bucketed = sum(bucket.numel * dtype.itemsize for dtype, bucket in buckets)
     whole = sum(param.nbytes for param in sizes.params)
-    counted = STEP_BYTES * len(sizes.params) if setup.optimizer in COUNTS_STEPS else 0
+    counted = STEP_BYTES * sum(setup.optimizer_of(param) in COUNTS_STEPS for param in sizes.params)
     return {
         "model params": (bucketed if setup.is_sharded else whole) + sum(sizes.frozen),
         "model buffers": sum(sizes.buffers) + sum(sizes.other_buffers),
@@ -45,14 +48,23 @@ def held_bytes(partition: Partition) -> dict[str, int]:
 
 
 def transient_bytes(partition: Partition) -> dict[str, int]:
-    """Return the most that backward and the reductions hold for a time, by purpose.
+    """Return the most that backward, the reductions and the update hold for a time, by purpose.
 
     Backward makes one gradient after another. Each is added to its main grad while buckets before it are reduced; those
     hold payloads where these have another dtype.
     """
+    found = _backward_bytes(partition) if partition.setup.has_main_grads else {}
+    update = max((_muon_bytes(partition, param) for param in partition.sizes.params), default=0)
+    return found | ({UPDATE_OF_A_MATRIX: update} if update else {})
+
+
+def _muon_bytes(partition: Partition, param: ParamSpec) -> int:
+    """Return what Muon's update of one matrix holds, where the rank makes it: momentum, direction, weights."""
+    return MUON_SCRATCH * partition.kept[param.name] if partition.setup.optimizer_of(param) == "muon" else 0
+
+
+def _backward_bytes(partition: Partition) -> dict[str, int]:
     setup = partition.setup
-    if not setup.has_main_grads:
-        return {}
     payloads, gradients = [0], []
     for layout in partition.layouts:
         dtype = dtype_of(layout)
@@ -75,19 +87,19 @@ def checkpoint_bytes(partition: Partition) -> int:
     total = sum(other) + PIECE_BYTES * len(other)
     for param in sizes.params:
         copies = 1 if param.dtype in HALF_DTYPES else 0
-        moments = setup.moment_dtypes(main_dtype_of(param.dtype))
+        moments = setup.moment_dtypes(param)
         scales = _scales(moments)
         total += param.nbytes + param.numel * (4 * copies + sum(dtype.itemsize for dtype in moments))
         total += scales * SCALE_BYTES * num_groups(param.numel)
         total += PIECE_BYTES * partition.num_pieces[param.name] * (1 + copies + len(moments) + scales)
-        if setup.optimizer in COUNTS_STEPS:
+        if setup.optimizer_of(param) in COUNTS_STEPS:
             total += STEP_BYTES + PIECE_BYTES
     return total
 
 
 def moment_itemsize(partition: Partition, param: ParamSpec) -> int:
     """Return the bytes of all moments of one element of ``param``."""
-    return sum(dtype.itemsize for dtype in partition.setup.moment_dtypes(main_dtype_of(param.dtype)))
+    return sum(dtype.itemsize for dtype in partition.setup.moment_dtypes(param))
 
 
 def _scales(moments: Iterable[torch.dtype]) -> int:
@@ -97,7 +109,7 @@ def _scales(moments: Iterable[torch.dtype]) -> int:
 
 def _moment_bytes(partition: Partition, param: ParamSpec) -> int:
     """Return the bytes of the rank's part of all moments of ``param``, with the scales of those that are codes."""
-    moments = partition.setup.moment_dtypes(main_dtype_of(param.dtype))
+    moments = partition.setup.moment_dtypes(param)
     scales = _scales(moments) * SCALE_BYTES * num_groups(partition.kept[param.name])
     return _slot(partition, param) * moment_itemsize(partition, param) + scales
 
@@ -117,6 +129,6 @@ def _message_bytes(partition: Partition) -> int:
     if not setup.sends_messages:
         return 0
     return max(
-        2 * (setup.ranks - 1) * min(MESSAGE, bucket.numel // setup.ranks) * setup.travel_dtype_of(dtype).itemsize
-        for dtype, bucket in partition.buckets()
+        2 * (setup.ranks - 1) * min(MESSAGE, shards[setup.rank]) * setup.travel_dtype_of(dtype).itemsize
+        for dtype, shards in partition.shards()
     )

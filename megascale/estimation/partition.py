@@ -1,33 +1,40 @@
 """Which part of a model one rank keeps, from the layout of the buckets that training makes."""
 
+from itertools import pairwise
 from typing import cast
 
 import torch
 
+from megascale.errors import ArgumentError
 from megascale.estimation.setup import Setup
 from megascale.estimation.sizes import ModelSizes
 from megascale.grad_sync.layout import Bucket, BufferLayout, ParamSize, build_layouts
-from megascale.utils.dtypes import HALF_DTYPES
+from megascale.grad_sync.owners import OwnerLoads, group_by_owner, update_cost
 
 
 class Partition:
-    """A model's parameters, cut over ranks. All parameters are assumed to be in one param group.
+    """A model's parameters, cut over ranks. Those of one optimizer are assumed to be in one param group.
 
     Attributes:
         sizes, setup: what it was made from.
         layouts: of the buckets; empty where there are none.
         kept: by parameter, elements whose main param and moments the rank keeps.
         num_pieces: by parameter, pieces over all ranks.
+
+    Raises ArgumentError for Muon without a hidden matrix.
     """
 
     def __init__(self, sizes: ModelSizes, setup: Setup) -> None:
+        if setup.optimizer == "muon" and not any(param.is_hidden for param in sizes.params):
+            raise ArgumentError(
+                'optimizer="muon", but the model has no hidden matrix; give a module, or shapes of two dimensions'
+            )
         self.sizes = sizes
         self.setup = setup
         self.layouts: list[BufferLayout] = []
         if setup.has_main_grads:
-            params = [ParamSize(param.name, param.numel, param.dtype) for param in sizes.params]
-            shards = setup.ranks if setup.is_sharded else 1
-            self.layouts = build_layouts(params, shards, bucket_numel=setup.bucket_numel)
+            for optimizer in dict.fromkeys(map(setup.optimizer_of, sizes.params)):
+                self.layouts += self._layouts(optimizer)
         self.kept = {param.name: param.numel for param in sizes.params}
         self.num_pieces = dict.fromkeys(self.kept, 1)
         if setup.is_sharded:
@@ -36,6 +43,35 @@ class Partition:
     def buckets(self) -> list[tuple[torch.dtype, Bucket]]:
         """Return all buckets, with the dtype of their model params."""
         return [(dtype_of(layout), bucket) for layout in self.layouts for bucket in layout.buckets]
+
+    def _layouts(self, optimizer: str) -> list[BufferLayout]:
+        """Return the layouts of all parameters that have this optimizer."""
+        setup = self.setup
+        params = {
+            param.name: ParamSize(param.name, param.numel, param.dtype, cost=update_cost(param.shape))
+            for param in self.sizes.params
+            if setup.optimizer_of(param) == optimizer
+        }
+        shards = setup.ranks if setup.is_sharded else 1
+        layouts = build_layouts(params.values(), shards, bucket_numel=setup.bucket_numel)
+        if not setup.keeps_whole(optimizer):
+            return layouts
+        inside = [
+            [params[place.name] for place in layout.placements[bucket.first_placement : bucket.last_placement]]
+            for layout in layouts
+            for bucket in layout.buckets
+        ]
+        owners = OwnerLoads(shards).assign(inside)
+        return [group_by_owner(layout, owners) for layout in layouts]
+
+    def shards(self) -> list[tuple[torch.dtype, list[int]]]:
+        """Return the elements of each rank's shard of each bucket, with the dtype of the bucket's model params."""
+        found = []
+        for layout in self.layouts:
+            for bucket in layout.buckets:
+                cuts = layout.cuts(bucket)
+                found.append((dtype_of(layout), [stop - start for start, stop in pairwise(cuts)]))
+        return found
 
     def _cut(self) -> None:
         """Cut parameters as shards do. Costs time in proportion to parameters, not to ranks."""
@@ -46,6 +82,8 @@ class Partition:
             for bucket in layout.buckets:
                 shard = max(bucket.numel // layout.num_shards, 1)
                 for place in layout.placements[bucket.first_placement : bucket.last_placement]:
+                    if bucket.borders:
+                        continue
                     first, last = place.start - bucket.start, max(place.stop - 1, place.start) - bucket.start
                     self.num_pieces[place.name] = last // shard - first // shard + 1
 
@@ -53,8 +91,3 @@ class Partition:
 def dtype_of(layout: BufferLayout) -> torch.dtype:
     """Return the dtype of a layout's model params, which is its kind."""
     return cast(torch.dtype, layout.kind)
-
-
-def main_dtype_of(model_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the main params of model params of ``model_dtype``."""
-    return torch.float32 if model_dtype in HALF_DTYPES else model_dtype

@@ -6,12 +6,15 @@ import torch
 
 from megascale.config import check_moment_dtypes
 from megascale.errors import ArgumentError, ArgumentTypeError
+from megascale.estimation.sizes import ParamSpec
 from megascale.grad_sync.bucket import main_grad_dtype
 from megascale.grad_sync.layout import DEFAULT_BUCKET_NUMEL
 from megascale.kernels.compact_moments import CODE_DTYPES
 from megascale.utils import validate
+from megascale.utils.dtypes import HALF_DTYPES
 
 SHARDINGS = ("replicated", "grad_sync", "distributed")
+SHARDS = ("auto", "elements", "parameters")
 COMMUNICATION = ("nccl", "gloo")
 MOMENTS = {
     "adamw": ("exp_avg", "exp_avg_sq"),
@@ -20,12 +23,20 @@ MOMENTS = {
     "sgd": (),
     "momentum": ("momentum_buffer",),
     "lion": ("exp_avg",),
+    "muon": ("momentum_buffer",),
 }
-"""Names of the moments that each optimizer keeps; "momentum" is SGD with momentum."""
+"""Names of the moments that each optimizer keeps; "momentum" is SGD with momentum, "muon" is for hidden matrices."""
+BESIDE_MUON = "adamw"
+"""The optimizer of what is not a hidden matrix, where these have Muon."""
 COUNTS_STEPS = ("adamw", "adam", "amsgrad")
 """Optimizers that keep a step count for each parameter."""
 SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq")
 MOST_RANKS = 1 << 20
+
+
+def main_dtype_of(model_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the main params of model params of ``model_dtype``."""
+    return torch.float32 if model_dtype in HALF_DTYPES else model_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,16 +47,21 @@ class Setup:
         ranks: data-parallel ranks.
         sharding: "replicated" (MixedPrecisionOptimizer; on several ranks under DistributedDataParallel), "grad_sync"
             (MixedPrecisionOptimizer with GradSync) or "distributed" (DistributedOptimizer).
-        optimizer: a key of :data:`MOMENTS`.
+        shard: with "distributed": "elements", "parameters" (each whole on one rank), or "auto": as
+            DistributedOptimizer decides, which keeps matrices whole for Muon.
+        optimizer: a key of :data:`MOMENTS`. "muon": hidden matrices by Muon and all else by AdamW, in one
+            ChainedOptimizer, see :func:`megascale.build_optimizer`.
         exp_avg_dtype, exp_avg_sq_dtype: of the first (or the momentum) and the second moment.
         grad_dtype, reduce_dtype: of main grads, and of their messages (None: the same); see GradSync.
         bucket_numel: elements of a bucket.
         communication: "nccl" or "gloo", which sends shards as messages from rank to rank.
-        rank: whose memory is estimated. Rank 0 holds the most.
+        rank: whose memory is estimated. Of shards of elements rank 0 has the most; whole parameters are balanced by the
+            cost of their updates, and any rank may hold the most.
     """
 
     ranks: int = 1
     sharding: str = "replicated"
+    shard: str = "auto"
     optimizer: str = "adamw"
     exp_avg_dtype: torch.dtype = torch.float32
     exp_avg_sq_dtype: torch.dtype = torch.float32
@@ -58,7 +74,10 @@ class Setup:
     def __post_init__(self) -> None:
         validate.integer("ranks", self.ranks, minimum=1, maximum=MOST_RANKS)
         validate.one_of("sharding", self.sharding, SHARDINGS)
+        validate.one_of("shard", self.shard, SHARDS)
         validate.one_of("optimizer", self.optimizer, tuple(MOMENTS))
+        if self.optimizer == "muon" and self.shard == "elements":
+            raise ArgumentError('shard="elements" cuts matrices, which Muon reads whole; leave it at "auto"')
         validate.one_of("communication", self.communication, COMMUNICATION)
         validate.integer("bucket_numel", self.bucket_numel, minimum=1)
         validate.integer("rank", self.rank, minimum=0, maximum=self.ranks - 1)
@@ -90,11 +109,20 @@ class Setup:
         """Whether shards travel as messages from rank to rank."""
         return self.is_sharded and self.communication == "gloo" and self.ranks > 1
 
-    def moment_dtypes(self, main_dtype: torch.dtype) -> list[torch.dtype]:
-        """Return the dtype of each moment of a main param of ``main_dtype``."""
+    def optimizer_of(self, param: ParamSpec) -> str:
+        """Return the optimizer of one parameter: a key of :data:`MOMENTS`."""
+        return BESIDE_MUON if self.optimizer == "muon" and not param.is_hidden else self.optimizer
+
+    def keeps_whole(self, optimizer: str) -> bool:
+        """Whether shards hold whole parameters of ``optimizer``, a key of :data:`MOMENTS`."""
+        return self.is_sharded and (self.shard == "parameters" or optimizer == "muon")
+
+    def moment_dtypes(self, param: ParamSpec) -> list[torch.dtype]:
+        """Return the dtype of each moment of a parameter."""
+        names = MOMENTS[self.optimizer_of(param)]
+        main_dtype = main_dtype_of(param.dtype)
         if main_dtype == torch.float64:
-            return [main_dtype] * len(MOMENTS[self.optimizer])
-        names = MOMENTS[self.optimizer]
+            return [main_dtype] * len(names)
         second = self.exp_avg_sq_dtype
         dtypes = {name: second if name in SECOND_MOMENTS else self.exp_avg_dtype for name in names}
         if second in CODE_DTYPES and "max_exp_avg_sq" in dtypes:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from megascale.builder import is_hidden_matrix
 from megascale.errors import ArgumentError, ArgumentTypeError
 from megascale.utils import validate
 
@@ -22,11 +23,17 @@ Shapes = Mapping[str, Sequence[int]] | Sequence[Sequence[int]]
 
 
 class ParamSpec(NamedTuple):
-    """A trainable parameter: name, elements, dtype."""
+    """A trainable parameter: name, shape, dtype, and whether it is a hidden matrix, which Muon would update."""
 
     name: str
-    numel: int
+    shape: tuple[int, ...]
     dtype: torch.dtype
+    is_hidden: bool
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -73,15 +80,16 @@ def sizes_of(model: nn.Module | Shapes | int, precision: str) -> ModelSizes:
     if precision == AS_IS:
         raise ArgumentError(f"precision={AS_IS!r} needs a module, which has dtypes; choose {', '.join(PRECISIONS)}")
     if isinstance(model, int):
-        numels = _split(validate.integer("number of parameters", model, minimum=1))
+        shapes = _split(validate.integer("number of parameters", model, minimum=1))
     elif isinstance(model, (Mapping, Sequence)) and not isinstance(model, (str, bytes)):
         named = model.items() if isinstance(model, Mapping) else enumerate(model)
-        numels = ((str(name), _numel(name, shape)) for name, shape in named)
+        shapes = ((str(name), _checked(name, shape)) for name, shape in named)
     else:
         raise ArgumentTypeError(
             f"model must be a torch.nn.Module, shapes, or a number of parameters, got {type(model).__name__}"
         )
-    params = tuple(ParamSpec(name, numel, PRECISIONS[precision]) for name, numel in numels)
+    dtype = PRECISIONS[precision]
+    params = tuple(ParamSpec(name, shape, dtype, is_hidden_matrix(name, shape)) for name, shape in shapes)
     return ModelSizes(_not_empty(params))
 
 
@@ -91,7 +99,12 @@ def _sizes_of_module(module: nn.Module, dtype: torch.dtype | None) -> ModelSizes
         return tensor.numel() * kept.itemsize
 
     params = list(module.named_parameters())
-    trained = tuple(ParamSpec(name, p.numel(), dtype or p.dtype) for name, p in params if p.requires_grad)
+    kinds = {name: type(module.get_submodule(name.rpartition(".")[0])).__name__ for name, _ in params}
+    trained = tuple(
+        ParamSpec(name, tuple(p.shape), dtype or p.dtype, is_hidden_matrix(name, p.shape, kinds[name]))
+        for name, p in params
+        if p.requires_grad
+    )
     frozen = tuple(nbytes(param) for _, param in params if not param.requires_grad)
     saved = module.state_dict().keys()
     buffers: dict[bool, list[int]] = {True: [], False: []}
@@ -100,17 +113,17 @@ def _sizes_of_module(module: nn.Module, dtype: torch.dtype | None) -> ModelSizes
     return ModelSizes(_not_empty(trained), frozen, tuple(buffers[True]), tuple(buffers[False]))
 
 
-def _split(numel: int) -> Iterable[tuple[str, int]]:
+def _split(numel: int) -> Iterable[tuple[str, tuple[int, ...]]]:
     tensors = min(numel, max(FEWEST_TENSORS, -(-numel // LARGEST_TENSOR)))
     small, more = divmod(numel, tensors)
-    return ((str(index), small + (index < more)) for index in range(tensors))
+    return ((str(index), (small + (index < more),)) for index in range(tensors))
 
 
-def _numel(name: Any, shape: Any) -> int:
+def _checked(name: Any, shape: Any) -> tuple[int, ...]:
     valid = isinstance(shape, Sequence) and not isinstance(shape, (str, bytes))
     if not valid or any(isinstance(side, bool) or not isinstance(side, int) or side < 0 for side in shape):
         raise ArgumentError(f"shape of {name!r} must be a list of integers, 0 or more, got {shape!r}")
-    return math.prod(shape)
+    return tuple(shape)
 
 
 def _not_empty(params: tuple[ParamSpec, ...]) -> tuple[ParamSpec, ...]:

@@ -4,7 +4,8 @@ from collections.abc import Iterable
 
 import torch
 
-from megascale.estimation.partition import Partition, main_dtype_of
+from megascale.estimation.partition import Partition
+from megascale.estimation.setup import main_dtype_of
 from megascale.kernels.compact_moments import held_bytes
 from megascale.utils.dtypes import HALF_DTYPES
 
@@ -31,7 +32,7 @@ def moved_bytes(partition: Partition) -> dict[str, int]:
     moved = {ACCUMULATE: 0, MEASURE: 0, UPDATE: 0}
     for param in partition.sizes.params:
         grad_dtype = setup.grad_dtype_of(param.dtype)
-        moments = setup.moment_dtypes(main_dtype_of(param.dtype))
+        moments = setup.moment_dtypes(param)
         kept = partition.kept[param.name]
         measure, update = traffic_per_element(param.dtype, grad_dtype, moments)
         moved[MEASURE] += round(kept * measure)

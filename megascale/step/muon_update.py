@@ -171,19 +171,24 @@ class MuonUpdate(KernelUpdate):
         ]
         moving = moved
         if hyper.nesterov:
-            moving = [grad.lerp(momentum, hyper.momentum) for grad, momentum in zip(grads, moved, strict=True)]
+            moving = [grad.lerp_(momentum, hyper.momentum) for grad, momentum in zip(grads, moved, strict=True)]
         dtype = self._dtype or iteration_dtype(mains[0].device)
         rounded = [direction.to(dtype) for direction in moving]
-        if together.exchange is None:
-            directions = self._orthogonalize(rounded, hyper)
-        else:
-            wholes = self._orthogonalize(together.exchange.collect(rounded), hyper)
-            directions = together.exchange.give_back(wholes, rounded[0])
+        del grads, moving  # 4 bytes an element that nobody reads again
+        directions = self._directions(rounded, together.exchange, hyper)
+        del rounded
         for main, direction, shape in zip(mains, directions, together.shapes, strict=True):
             shrunk = main * (1 - hyper.lr * hyper.weight_decay)
             _write_unless(skipped, main, _minus(shrunk, direction, hyper.lr_of(shape)))
         for buffer, momentum in zip(buffers, moved, strict=True):
             _write_unless(skipped, buffer, momentum.to(buffer.dtype))
+
+    def _directions(self, rounded: Sequence[Tensor], exchange: Exchange | None, hyper: MuonHyper) -> list[Tensor]:
+        """Return this rank's part of each matrix's orthogonal factor, from its part of the matrix."""
+        if exchange is None:
+            return self._orthogonalize(rounded, hyper)
+        wholes = self._orthogonalize(exchange.collect(rounded), hyper)
+        return exchange.give_back(wholes, rounded[0])
 
     def _orthogonalize(self, matrices: Sequence[Tensor], hyper: MuonHyper) -> list[Tensor]:
         """Return the orthogonal factor of each, one by one or by batches of a shape."""

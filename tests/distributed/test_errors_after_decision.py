@@ -86,7 +86,8 @@ def test_error_of_the_optimizers_own_step_is_every_ranks(ranks: RankPool, kind: 
 
 def _dtensor_step_fails(culprit: int) -> tuple[str, list[bool]]:
     torch.manual_seed(0)
-    module = fully_shard(nn.Linear(6, 5).half(), mesh=mesh_of((dist.get_world_size(),)))
+    module = nn.Linear(6, 5).half()
+    fully_shard(module, mesh=mesh_of((dist.get_world_size(),)))
     inner = torch.optim.RMSprop(module.named_parameters(), lr=1e-2)
     optimizer = MixedPrecisionOptimizer(inner, None, DynamicGradScaler(4.0, 1.0, 2.0, 0.5, 3, 1))
 

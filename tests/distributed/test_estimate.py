@@ -10,7 +10,7 @@ from megascale import estimate
 from megascale.estimation.setup import MOMENTS, SHARDINGS
 from megascale.estimation.sizes import PRECISIONS
 from tests.cases import cases
-from tests.estimation_cases import BUCKET, NUMELS, measure
+from tests.estimation_cases import BUCKET, measure, shapes_for
 from tests.pool import RankPool
 
 QUICK = {("fp16", "distributed", "adamw", 2), ("bf16", "grad_sync", "adamw", 2), ("fp32", "replicated", "adamw", 2)}
@@ -24,7 +24,7 @@ def compare(
     measured = ranks.run(world, measure, precision, sharding, optimizer, options, str(folder))
     for rank, real in enumerate(measured):
         found = estimate(
-            [[numel] for numel in NUMELS],
+            shapes_for(optimizer),
             precision=precision,
             sharding=sharding,
             optimizer=optimizer,
@@ -77,6 +77,23 @@ def test_estimate_knows_moments_of_8_bits(ranks: RankPool, tmp_path: Path, shard
     """Codes and their scales."""
     options = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.uint8}
     compare(ranks, tmp_path, "fp16", sharding, "adamw", 2, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("optimizer", "shard"), [("adamw", "parameters"), ("muon", "auto")])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_estimate_knows_whole_parameters(
+    ranks: RankPool, tmp_path: Path, optimizer: str, shard: str, world: int
+) -> None:
+    """Shards of whole parameters, and Muon with AdamW for what is not a hidden matrix: uneven, rank by rank."""
+    compare(ranks, tmp_path, "fp16", "distributed", optimizer, world, shard=shard)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+def test_estimate_knows_muon_alone(ranks: RankPool, tmp_path: Path, precision: str) -> None:
+    """On one rank."""
+    compare(ranks, tmp_path, precision, "replicated", "muon", 1)
 
 
 @pytest.mark.slow

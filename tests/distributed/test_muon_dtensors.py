@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from megascale import ConstantGradScaler, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.checkpoint import Checkpointer
+from megascale.utils.dtensors import local
 from tests.meshes import mesh_of
 from tests.pool import RankPool
 from tests.training import bits_equal, same_bits
@@ -146,12 +147,12 @@ def test_step_hooks_take_torchs_own_step(ranks: RankPool) -> None:
 def _fsdp2_over_tp() -> tuple[bool, set[str]]:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 6, bias=False), nn.Linear(5, 7, bias=False))
-    whole = [nn.Parameter(layer.weight.detach().clone()) for layer in module]
+    whole = [nn.Parameter(weight.detach().clone()) for weight in module.parameters()]
     mesh = mesh_of((2, 2), ("data", "tensor"))
     parallelize_module(module, mesh["tensor"], {"0": ColwiseParallel(), "1": RowwiseParallel(), "2": ColwiseParallel()})
     for layer in module:
         fully_shard(layer, mesh=mesh["data"])
-    spread = [layer.weight for layer in module]
+    spread = list(module.parameters())
     optimizers = [
         MixedPrecisionOptimizer(
             torch.optim.Muon([(f"w{index}", param) for index, param in enumerate(params)], lr=0.05),
@@ -162,21 +163,25 @@ def _fsdp2_over_tp() -> tuple[bool, set[str]]:
     ]
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
-        for cut_param, param in zip(spread, whole, strict=True):
+        for piece, param in zip(spread, whole, strict=True):
             param.grad = torch.randn(param.shape, generator=generator)
-            cut_param.grad = _as_cut_by_fsdp2(param.grad, cut_param)
+            piece.grad = _as_cut_by_fsdp2(param.grad, piece)
         for optimizer in optimizers:
             optimizer.step()
     agree = all(
-        bits_equal(_as_cut_by_fsdp2(b.data, a).to_local(), a.to_local()) for a, b in zip(spread, whole, strict=True)
+        bits_equal(_as_cut_by_fsdp2(param.data, piece).to_local(), local(piece))
+        for piece, param in zip(spread, whole, strict=True)
     )
-    return agree, {type(placement).__name__ for param in spread for placement in param.placements}
+    return agree, {type(one).__name__ for piece in spread if isinstance(piece, DTensor) for one in piece.placements}
 
 
-def _as_cut_by_fsdp2(value: Tensor, like: DTensor) -> DTensor:
+def _as_cut_by_fsdp2(value: Tensor, like: Tensor) -> DTensor:
     """Cut by tensor parallelism first, then along rows by FSDP2."""
+    assert isinstance(like, DTensor)
     data, tensor = (like.device_mesh.get_local_rank(dim) for dim in range(2))
-    part = _chunk(value, like.placements[1].dim, tensor)
+    placement = like.placements[1]
+    assert isinstance(placement, Shard)
+    part = _chunk(value, placement.dim, tensor)
     return DTensor.from_local(
         _chunk(part, 0, data),
         like.device_mesh,
