@@ -16,7 +16,6 @@ from megascale.errors import ArgumentError, ArgumentTypeError
 from megascale.grad_scaler import MegatronGradScaler
 from megascale.grad_sync.layout import DEFAULT_BUCKET_NUMEL
 from megascale.grad_sync.sharded_sync import ShardedGradSync
-from megascale.lion import Lion
 from megascale.main_params.base import MainParams
 from megascale.main_params.gather import ParamGather
 from megascale.main_params.owned import OwnedMainParams
@@ -25,24 +24,8 @@ from megascale.main_params.sharded import ShardedMainParams
 from megascale.optimizer import MixedPrecisionOptimizer
 from megascale.parallel import ParallelGroups
 from megascale.step.arguments import check_arguments
+from megascale.step.update_selection import ELEMENTWISE
 from megascale.utils import validate
-
-ELEMENTWISE = (
-    Lion,
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adamax,
-    torch.optim.ASGD,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.SGD,
-)
-"""Optimizers that update each element from its own gradient and state, so that a parameter can be cut anywhere."""
-
 
 SHARDS = ("auto", "elements", "parameters")
 

@@ -1,5 +1,7 @@
 """Selects how main params are updated. Both ways keep state in torch's own layout, keyed by model param."""
 
+import warnings
+
 import torch
 from torch.distributed import ProcessGroup
 
@@ -13,7 +15,23 @@ from megascale.step.kernel_update import AdamUpdate, KernelUpdate, LionUpdate, S
 from megascale.step.muon_update import MuonUpdate
 from megascale.step.torch_step import GeneralUpdate
 from megascale.step.update import InnerUpdate
+from megascale.utils.dtensors import is_cut
 
+ELEMENTWISE = (
+    Lion,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.ASGD,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+)
+"""Optimizers that update each element from its own gradient and state, so that a parameter can be cut anywhere."""
 CLOSURE_OPTIMIZERS = (torch.optim.LBFGS,)
 SPARSE_OPTIMIZERS = (torch.optim.SparseAdam,)
 
@@ -43,7 +61,8 @@ def select_update(
 
     ``data_parallel``: ranks that hold the same parameters, and may share the work of an update.
 
-    Raises ArgumentError for 16-bit moments of an optimizer that runs its own ``step()``.
+    Raises ArgumentError for 16-bit moments of an optimizer that runs its own ``step()``; warns where that may read
+    pieces of DTensors.
     """
     kinds: dict[type, type[KernelUpdate]] = {
         torch.optim.Adam: AdamUpdate,
@@ -62,4 +81,17 @@ def select_update(
                 f"config.{name}={getattr(config, name)} needs Adam, AdamW, SGD, Lion or Muon, not "
                 f"{type(optimizer).__name__}; leave it at torch.float32"
             )
+    _warn_of_pieces(optimizer)
     return GeneralUpdate(optimizer, backend)
+
+
+def _warn_of_pieces(optimizer: torch.optim.Optimizer) -> None:
+    """Warn where an optimizer that may read whole parameters is to run on DTensors, of which a rank has a piece."""
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    if type(optimizer) not in ELEMENTWISE and any(map(is_cut, params)):
+        warnings.warn(
+            f"{type(optimizer).__name__} is not known to be elementwise, and runs its own step() on DTensors that are "
+            "cut over ranks: it must compute with torch's operators, for which a DTensor is whole; what it reads from "
+            "to_local() is a piece of a parameter",
+            stacklevel=2,
+        )

@@ -18,6 +18,16 @@ def is_dtensor(value: object) -> "TypeGuard[DTensor]":
     return module is not None and isinstance(value, getattr(module, "DTensor", ()))
 
 
+def is_cut(tensor: Tensor) -> bool:
+    """Return whether ``tensor`` is a DTensor of which ranks hold different parts."""
+    if not is_dtensor(tensor):
+        return False
+    from torch.distributed.tensor import Replicate
+
+    placed = enumerate(tensor.placements)
+    return any(type(one) is not Replicate and tensor.device_mesh.size(dim) > 1 for dim, one in placed)
+
+
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a DTensor, any other tensor itself. Shares memory, so call it under no_grad()."""
     return tensor.to_local() if is_dtensor(tensor) else tensor.detach()

@@ -1,6 +1,7 @@
 """Muon on DTensors: whole matrices travel to their owners and back, with the bits of the unsharded optimizer."""
 
 import math
+import warnings
 from pathlib import Path
 
 import pytest
@@ -263,3 +264,27 @@ def test_fsdp2_in_fp16(ranks: RankPool, sizes: tuple[int, ...]) -> None:
     for found, landed in ranks.run(math.prod(sizes), _fsdp2, sizes):
         assert landed == alone
         assert same_bits(found, expected)
+
+
+def _warned() -> list[list[str]]:
+    mesh = mesh_of((dist.get_world_size(),), ("a",))
+    found = []
+    for kind, placement in (
+        (torch.optim.Adafactor, Shard(0)),
+        (torch.optim.Adafactor, Replicate()),
+        (torch.optim.RMSprop, Shard(0)),
+        (torch.optim.Muon, Shard(0)),
+    ):
+        param = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [placement], src_data_rank=None))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            MixedPrecisionOptimizer(kind([("w", param)], lr=0.1), replicas_may_differ=True)
+        found.append([str(one.message) for one in caught])
+    return found
+
+
+def test_optimizers_that_may_read_pieces_are_named(ranks: RankPool) -> None:
+    """On every rank, where DTensors are cut and the optimizer is neither elementwise nor run by our kernels."""
+    for [message], *others in ranks.run(2, _warned):
+        assert message.startswith("Adafactor is not known to be elementwise, and runs its own step() on DTensors")
+        assert others == [[], [], []]
