@@ -65,6 +65,7 @@ class Checkpointer:
         self._group = self._groups.grad_stats
         self._background = _Background()
         self._staging = storage.Staging()
+        self._planning = storage.Planning()
         # The background thread has its own group, as its collectives must not interleave with training's.
         self._background_group: ProcessGroup | None = None
 
@@ -100,7 +101,7 @@ class Checkpointer:
             contents, rank_trees = self._agreed_contents(step, model, optimizer, user_state, rank_state)
             folder = self._begin(step)
             with self._removed_on_error(folder):
-                planned = storage.plan_write(contents.tensors, folder, self._group)
+                planned = self._planning.plan(contents.tensors, folder, self._group)
                 if not self.async_save:
                     return self._finish(step, planned, contents.trees, rank_trees, self._group)
                 with together("copy the checkpoint to host memory", self._group):
@@ -211,11 +212,12 @@ class Checkpointer:
         gathered = all_gather_object(written, group)
         with together(f"complete {planned.folder}", group):
             if planned.rank == 0:
-                marks = planned.write_metadata([results for results, _ in gathered])
+                marks = planned.write_metadata([places for places, _ in gathered])
                 for _, rank_marks in gathered:
                     marks.update(rank_marks)
                 Manifest(step, group_size(group), trees, rank_trees, marks).write(planned.folder)
                 folders.commit(planned.folder, self.directory, step)
+        planned.pieces.is_indexed = True
         with together("remove old checkpoints", group):
             if planned.rank == 0 and self.keep_last is not None:
                 folders.prune(self.directory, self.keep_last, step)
@@ -237,6 +239,7 @@ class Checkpointer:
         try:
             yield
         except Exception:
+            self._planning.forget()
             if group_rank(self._group) == 0:
                 shutil.rmtree(folder, ignore_errors=True)
             raise

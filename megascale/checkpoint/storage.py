@@ -6,9 +6,11 @@ background thread begins to write.
 """
 
 import os
-from collections.abc import Mapping
+import secrets
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from functools import cached_property
+from itertools import accumulate, groupby, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -18,89 +20,89 @@ from torch.distributed import ProcessGroup
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystemReader, FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.utils import find_state_dict_object
+from torch.distributed.tensor import DTensor
 
 from megascale.checkpoint.agreement import together
-from megascale.checkpoint.manifest import CHUNK_BYTES, FileMark, mark_of
-from megascale.checkpoint.marking import Marker
+from megascale.checkpoint.archive_writing import write_archives, write_by_torch
+from megascale.checkpoint.manifest import FileMark, mark_of
 from megascale.checkpoint.metadata import METADATA_NAME
+from megascale.checkpoint.tensor_archive import TensorArchive, archive_of
 from megascale.errors import CheckpointError
+from megascale.main_params.shard import ParamShard
 from megascale.utils.collectives import all_gather_object, broadcast_object, group_rank
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Writes the staged copies of tensors where there are any, else the live tensors."""
+    """Plans the writes of whole tensors, DTensors and ParamShards."""
 
     def __init__(self) -> None:
         # The first rank's copy is the one that counts (a buffer may differ between data-parallel ranks, as DDP allows).
-        super().__init__(flatten_state_dict=False, dedup_save_to_lowest_rank=True)
-        self.staged: dict[MetadataIndex, Tensor] = {}
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        staged = self.staged.get(index)
-        return super().lookup_object(index) if staged is None else staged
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True)
 
 
 class _Writer(FileSystemWriter):
-    """Writes torch's format, one tensor after another.
+    """Writes the index. It names no folder and no save, so that equal plans have equal indexes."""
 
-    torch's own writer keeps its copies of views and device tensors until the whole file is written.
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta()
+
+
+@dataclass
+class WritePlan:
+    """What this rank writes of tensors of given names, shapes, dtypes and placements. It holds no tensors.
 
     Attributes:
-        marks: size and checksum of the files that were written, by name.
+        token: the same on all ranks that planned together.
+        plan: this rank's pieces, in the order of its file.
+        metadata: torch's index of all pieces, without their places in the files; empty on all but the first rank.
+        places: where every rank's pieces lie, by rank; on the first rank.
+        index: the bytes of `.metadata` that say so.
+        is_indexed: whether the first rank has been told where this rank's pieces lie.
     """
 
-    marks: dict[str, FileMark]
+    token: str
+    plan: SavePlan = field(repr=False)
+    metadata: Metadata = field(repr=False)
+    places: dict[int, list[WriteResult]] = field(default_factory=dict, repr=False)
+    index: bytes | None = field(default=None, repr=False)
+    is_indexed: bool = False
 
-    def write_tensors(self, plan: SavePlan, planner: _SavePlanner) -> list[WriteResult]:
-        """Write one file, and wait until it is on disk. Its checksum is taken meanwhile."""
-        name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
-        results: list[WriteResult] = []
-        unread = 0  # bytes that the checksum's thread has not been told of: waking it for each small tensor costs more
-        path = Path(self.path) / name
-        with open(path, "xb") as stream, Marker(path) as marker:
-            for item in plan.items:
-                tensor = planner.lookup_object(item.index).detach().cpu()
-                if tensor.untyped_storage().nbytes() != tensor.nbytes:
-                    # torch.save would write the whole storage of a view.
-                    tensor = tensor.clone()
-                start = stream.tell()
-                torch.save(tensor, stream)
-                length = stream.tell() - start
-                results.append(WriteResult(item.index, length, _StorageInfo(name, start, length)))
-                del tensor
-                unread += length
-                if unread >= CHUNK_BYTES:
-                    stream.flush()
-                    marker.written(start + length)
-                    unread = 0
-            stream.flush()
-            marker.written(stream.tell())
-            os.fsync(stream.fileno())
-            self.marks = {name: marker.mark()}
-        return results
+    @cached_property
+    def archives(self) -> list[TensorArchive] | None:
+        """Each piece's archive; None if torch writes one that is not known."""
+        pieces = [item.tensor_data for item in self.plan.items if item.tensor_data is not None]
+        found = [archive_of(piece.properties.dtype, piece.chunk.sizes) for piece in pieces]
+        known = [archive for archive in found if archive is not None]
+        return known if len(known) == len(found) else None
+
+    @property
+    def file_name(self) -> str:
+        """The name of this rank's file."""
+        return f"{self.plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
 
 
 class Staging:
     """Host memory for copies of tensors, kept from one save to the next: fresh pages cost more than the copies."""
 
     def __init__(self) -> None:
-        self._held: dict[MetadataIndex, Tensor] = {}
+        self._held: list[Tensor] = []
 
-    def copied(self, live: Mapping[MetadataIndex, Tensor]) -> dict[MetadataIndex, Tensor]:
-        """Return copies, valid until the next call. Memory of tensors that are not in ``live`` is freed."""
-        held = {index: self._held.get(index) for index in live}
-        self._held = {
-            index: there
+    def copied(self, live: Sequence[Tensor]) -> list[Tensor]:
+        """Return copies, valid until the next call. Memory is kept for a tensor of the same place, shape and dtype."""
+        held = [there for there, _ in zip_longest(self._held[: len(live)], live)]
+        self._held = [
+            there
             if there is not None and (there.shape, there.dtype) == (tensor.shape, tensor.dtype)
             else torch.empty(tensor.shape, dtype=tensor.dtype)
-            for (index, tensor), there in zip(live.items(), held.values(), strict=True)
-        }
-        for index, tensor in live.items():
-            self._held[index].copy_(tensor)
-        return dict(self._held)
+            for there, tensor in zip(held, live, strict=True)
+        ]
+        for there, tensor in zip(self._held, live, strict=True):
+            there.copy_(tensor)
+        return list(self._held)
 
 
 @dataclass
@@ -109,30 +111,108 @@ class PlannedWrite:
 
     folder: Path
     rank: int
-    planner: _SavePlanner
-    writer: _Writer
-    plan: SavePlan
-    metadata: Metadata = field(repr=False)
+    pieces: WritePlan
+    tensors: Sequence[Tensor] = field(repr=False)
 
     def stage(self, memory: Staging) -> None:
         """Copy the tensors that this rank will write to host ``memory``, and release the live ones."""
-        live = {item.index: self.planner.lookup_object(item.index).detach() for item in self.plan.items}
-        self.planner.staged = memory.copied(live)
-        self.planner.state_dict = {}
+        self.tensors = memory.copied(self.tensors)
 
-    def write(self) -> tuple[list[WriteResult], dict[str, FileMark]]:
-        """Write this rank's file and wait until it is on disk. Returns the write results and the file's mark."""
-        results = self.writer.write_tensors(self.plan, self.planner)
-        return results, self.writer.marks
+    def write(self) -> tuple[list[WriteResult] | None, dict[str, FileMark]]:
+        """Write this rank's file and wait until it is on disk.
 
-    def write_metadata(self, results: list[list[WriteResult]]) -> dict[str, FileMark]:
-        """Write, on the first rank, the index of all files. ``results``: all ranks' write results."""
-        self.writer.finish(self.metadata, results)
-        return {METADATA_NAME: mark_of(self.folder / METADATA_NAME)}
+        Returns:
+            Where its pieces lie, None if the first rank knows; and the file's mark by its name.
+        """
+        path = self.folder / self.pieces.file_name
+        archives = self.pieces.archives
+        if archives is None:
+            lengths, mark = write_by_torch(path, map(_on_host, self.tensors))
+        else:
+            lengths = [archive.length for archive in archives]
+            mark = write_archives(path, zip(archives, map(_on_host, self.tensors), strict=True))
+        places = None if self.pieces.is_indexed and archives is not None else self._places(lengths)
+        return places, {path.name: mark}
+
+    def write_metadata(self, places: Sequence[list[WriteResult] | None]) -> dict[str, FileMark]:
+        """Write, on the first rank, the index of all files. ``places``: what `write` returned, by rank."""
+        pieces, path = self.pieces, self.folder / METADATA_NAME
+        pieces.places.update({rank: of_rank for rank, of_rank in enumerate(places) if of_rank is not None})
+        if pieces.index is None or any(of_rank is not None for of_rank in places):
+            writer = _Writer(self.folder, sync_files=True, overwrite=False)
+            writer.set_up_storage_writer(True)
+            writer.finish(pieces.metadata, [pieces.places[rank] for rank in range(len(places))])
+            pieces.index = path.read_bytes()
+        else:
+            with open(path, "xb") as stream:
+                stream.write(pieces.index)
+                stream.flush()
+                os.fsync(stream.fileno())
+        return {METADATA_NAME: mark_of(path)}
+
+    def _places(self, lengths: Sequence[int]) -> list[WriteResult]:
+        starts = accumulate(lengths, initial=0)
+        name = self.pieces.file_name
+        return [
+            WriteResult(item.index, length, _StorageInfo(name, start, length))
+            for item, length, start in zip(self.pieces.plan.items, lengths, starts, strict=False)
+        ]
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.cpu().resolve_conj().resolve_neg().contiguous()
+
+
+class Planning:
+    """Plans saves, and keeps the plan for the next one while no rank's names, shapes, dtypes and placements change."""
+
+    def __init__(self) -> None:
+        self._signature: list[Any] = []
+        self._kept: WritePlan | None = None
+
+    def forget(self) -> None:
+        """Plan anew the next time, on all ranks: what the others know may be less than what they were told."""
+        self._kept = None
+
+    def plan(self, tensors: Mapping[str, Tensor], folder: Path, group: ProcessGroup | None) -> PlannedWrite:
+        """Plan the writes with the ranks of ``group``; every rank calls it with its own tensors."""
+        signature: list[Any] = []
+        with together("plan the checkpoint", group):
+            signature = [_signature(key, tensor) for key, tensor in tensors.items()]
+        own = self._kept.token if self._kept is not None and signature == self._signature else None
+        tokens = set(all_gather_object(own, group))
+        if self._kept is None or tokens != {self._kept.token}:
+            self._kept = None
+            self._kept, self._signature = _planned(tensors, folder, group), signature
+        pieces = self._kept
+        live: list[Tensor] = []
+        with together("plan the checkpoint", group):
+            live = live_pieces(tensors, pieces.plan)
+        return PlannedWrite(folder, group_rank(group), pieces, live)
+
+
+def live_pieces(tensors: Mapping[str, Tensor], plan: SavePlan) -> list[Tensor]:
+    """Return the pieces of live tensors that ``plan`` names, in its order."""
+    state = dict(tensors)
+    return [find_state_dict_object(state, item.index).detach() for item in plan.items]
+
+
+def _signature(key: str, tensor: Tensor) -> tuple[Any, ...]:
+    """Return what the plan of a tensor depends on."""
+    whole = (key, type(tensor), tensor.shape, tensor.dtype)
+    if isinstance(tensor, ParamShard):
+        return (*whole, tensor.start, tensor.piece.numel())
+    if isinstance(tensor, DTensor):
+        return (*whole, tensor.placements, tensor.device_mesh)
+    return whole
 
 
 def plan_write(tensors: Mapping[str, Tensor], folder: Path, group: ProcessGroup | None) -> PlannedWrite:
-    """Plan the writes with the ranks of ``group``; every rank calls it with its own tensors."""
+    """Plan one save; see :meth:`Planning.plan`."""
+    return Planning().plan(tensors, folder, group)
+
+
+def _planned(tensors: Mapping[str, Tensor], folder: Path, group: ProcessGroup | None) -> WritePlan:
     rank = group_rank(group)
     planner = _SavePlanner()
     writer = _Writer(folder, sync_files=True, overwrite=False)
@@ -142,16 +222,17 @@ def plan_write(tensors: Mapping[str, Tensor], folder: Path, group: ProcessGroup 
         planner.set_up_planner(dict(tensors), writer.storage_meta(), is_coordinator=rank == 0)
         local = writer.prepare_local_plan(planner.create_local_plan())
     locals_ = all_gather_object(local, group)
-    agreed: tuple[list[SavePlan], Metadata] | None = None
+    agreed: tuple[list[SavePlan], str] | None = None
+    metadata = Metadata({})
     with together("plan the checkpoint", group):
         if rank == 0:
             plans, metadata = planner.create_global_plan([plan for plan in locals_ if plan is not None])
-            agreed = writer.prepare_global_plan(plans), metadata
+            agreed = writer.prepare_global_plan(plans), secrets.token_hex(8)
     agreed = broadcast_object(agreed, group)
     if agreed is None:
         raise CheckpointError("cannot plan the checkpoint: the first rank sent no plan")
-    plans, metadata = agreed
-    return PlannedWrite(folder, rank, planner, writer, planner.finish_plan(plans[rank]), metadata)
+    plans, token = agreed
+    return WritePlan(token, planner.finish_plan(plans[rank]), metadata)
 
 
 @dataclass

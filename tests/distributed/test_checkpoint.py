@@ -306,3 +306,30 @@ def test_ranks_that_have_parted_are_named(ranks: RankPool, tmp_path: Path, async
     for message, saved in ranks.run(2, _parted, tmp_path, asynchronous):
         assert "rank 1 holds other values than rank 0 of 'model/bias': the ranks have parted" in message
         assert saved == ["step_00000001", "step_00000003"]
+
+
+def _save_thrice(directory: Path) -> list[list[str]]:
+    """Save three times. Before the last, rank 1 alone loses its plan."""
+    mesh = mesh_of((dist.get_world_size(),), ("fsdp",))
+    model, optimizer = _sharded(0, mesh)
+    checkpointer = Checkpointer(directory, groups=mesh)
+    found = []
+    for step in range(3):
+        for param in model.parameters():
+            param.grad = distribute_tensor(torch.randn(param.shape).half(), mesh, [Shard(0)])
+        optimizer.get_loss_scale()
+        optimizer.step()
+        if step == 2 and dist.get_rank() == 1:
+            checkpointer._planning.forget()
+        checkpointer.save(step, model, optimizer)
+        fresh, loaded = _sharded(1, mesh)
+        checkpointer.load(fresh, loaded, step=step)
+        found.append(differences(_full(state_of(model, optimizer)), _full(state_of(fresh, loaded))))
+    return found
+
+
+def test_plan_is_kept_by_all_ranks_or_by_none(ranks: RankPool, tmp_path: Path) -> None:
+    """Every shard lies where the index says: with a kept plan, and after one rank alone has lost its."""
+    assert ranks.run(2, _save_thrice, tmp_path) == [[[]] * 3] * 2
+    first, second, third = ((tmp_path / f"step_{step:08d}" / ".metadata").read_bytes() for step in range(3))
+    assert first == second == third

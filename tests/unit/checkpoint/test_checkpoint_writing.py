@@ -1,17 +1,23 @@
 """Checksums that are taken while a file is written, and the memory that asynchronous saves copy into."""
 
+import io
 import os
+import zipfile
 import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from megascale.checkpoint import storage
+from megascale.checkpoint.archive_writing import write_by_torch
+from megascale.checkpoint.crc32 import combined
 from megascale.checkpoint.manifest import CHUNK_BYTES, FileMark, Manifest, mark_of
 from megascale.checkpoint.marking import Marker
+from megascale.checkpoint.metadata import read_metadata
 from megascale.checkpoint.storage import Staging, plan_write
 
 
@@ -60,18 +66,17 @@ def test_error_while_writing_ends_the_thread(tmp_path: Path) -> None:
 
 def test_staging_copies_into_the_same_memory() -> None:
     """A copy has the values of its call; a tensor of another shape or dtype gets other memory, and what is gone is."""
-    first, second, third = MetadataIndex("first"), MetadataIndex("second"), MetadataIndex("third")
     staging = Staging()
     live = torch.arange(6.0).reshape(2, 3)
-    before = staging.copied({first: live, second: live.t(), third: live})
-    assert torch.equal(before[second], live.t())
+    before = staging.copied([live, live.t(), live])
+    assert torch.equal(before[1], live.t())
     live += 1
-    assert before[first][0, 0] == 0
-    after = staging.copied({first: live, second: live.half()})
-    assert after[first] is before[first]
-    assert torch.equal(after[first], live)
-    assert after[second].dtype == torch.float16
-    assert set(staging._held) == {first, second}
+    assert before[0][0, 0] == 0
+    after = staging.copied([live, live.half()])
+    assert after[0] is before[0]
+    assert torch.equal(after[0], live)
+    assert after[1].dtype == torch.float16
+    assert len(staging._held) == 2
 
 
 class _Uncopied(str):
@@ -102,9 +107,116 @@ def test_checksum_is_woken_by_the_chunk_not_by_the_tensor(tmp_path: Path, monkey
     monkeypatch.setattr(Marker, "written", counted)
     for name, large, wakes in (("small", 0, 1), ("large", CHUNK_BYTES, 2)):
         ends.clear()
-        tensors = {f"t{index:03}": torch.zeros(4) for index in range(100)}
-        planned = plan_write(tensors | {"a": torch.zeros(large, dtype=torch.uint8)}, tmp_path / name, None)
-        _, marks = planned.write()
-        ((file, mark),) = marks.items()
+        tensors = [torch.zeros(large, dtype=torch.uint8), *torch.zeros(100, 4)]
+        lengths, mark = write_by_torch(tmp_path / name, tensors)
         assert len(ends) == wakes
-        assert mark == mark_of(tmp_path / name / file)
+        assert mark == mark_of(tmp_path / name)
+        assert sum(lengths) == mark.size
+
+
+def _saved(tensor: torch.Tensor) -> bytes:
+    stream = io.BytesIO()
+    torch.save(tensor.clone(), stream)
+    return stream.getvalue()
+
+
+def _records(archive: bytes) -> dict[str, bytes]:
+    """Return a zip archive's records; raises if a checksum does not fit."""
+    with zipfile.ZipFile(io.BytesIO(archive)) as opened:
+        return {name: opened.read(name) for name in opened.namelist() if "serialization_id" not in name}
+
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.int64, torch.complex64]
+
+
+def test_archives_are_those_of_torch(tmp_path: Path) -> None:
+    """Every dtype, no dimension, nothing in it, a view, a transposed one; larger than a chunk, and more than a batch.
+
+    Records are torch.save's own, with checksums that unzip accepts, and the file's checksum is that of the file.
+    """
+    random = torch.randint(0, 2, (CHUNK_BYTES + 77,), dtype=torch.uint8)
+    tensors = [random[: 24 * dtype.itemsize].view(dtype).reshape(2, 3, 4) for dtype in DTYPES]
+    tensors += [
+        torch.tensor(3.0),
+        torch.empty(3, 0),
+        random[5:9],
+        random[:6].view(3, 2).t(),
+        random,
+        *torch.randn(600, 3),
+    ]
+    planned = plan_write({f"{place}": tensor for place, tensor in enumerate(tensors)}, tmp_path, None)
+    places, marks = planned.write()
+    ((name, mark),) = marks.items()
+    assert mark == mark_of(tmp_path / name)
+    content = (tmp_path / name).read_bytes()
+    assert places is not None
+    assert len(places) == len(tensors)
+    for place in places:
+        info, tensor = place.storage_data, tensors[int(place.index.fqn)]
+        archive = content[info.offset : info.offset + info.length]
+        assert _records(archive) == _records(_saved(tensor.contiguous()))
+        assert torch.load(io.BytesIO(archive), weights_only=True).shape == tensor.shape
+
+
+def test_archive_that_torch_would_write_otherwise_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then torch.save writes every tensor, and the checkpoint is read all the same."""
+    monkeypatch.setattr(storage, "archive_of", lambda *_: None)
+    wanted = torch.randn(5, 3)
+    planned = plan_write({"a": wanted[:2], "b": wanted}, tmp_path, None)
+    planned.write_metadata([planned.write()[0]])
+    got = torch.empty(5, 3)
+    storage.plan_read(tmp_path, read_metadata(tmp_path), {"b": got}).read()
+    assert torch.equal(got, wanted)
+
+
+def test_short_writes_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call may write less than it was given: at a signal, at 2 GiB, on a disk that is nearly full."""
+    pwritev = os.pwritev
+    monkeypatch.setattr(os, "pwritev", lambda to, parts, at: pwritev(to, [memoryview(parts[0])[:1000]], at))
+    wanted = torch.randn(3000)
+    planned = plan_write({"a": wanted, "b": wanted}, tmp_path, None)
+    planned.write_metadata([planned.write()[0]])
+    got = torch.empty(3000)
+    storage.plan_read(tmp_path, read_metadata(tmp_path), {"b": got}).read()
+    assert torch.equal(got, wanted)
+
+
+def test_plan_is_kept_while_nothing_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second save plans nothing and has the same index; another shape, dtype or name is planned anew."""
+    plans: list[Any] = []
+    create = storage._SavePlanner.create_local_plan
+
+    def counted(planner: Any) -> Any:
+        plans.append(planner)
+        return create(planner)
+
+    monkeypatch.setattr(storage._SavePlanner, "create_local_plan", counted)
+    planning = storage.Planning()
+
+    def save(number: int, **tensors: torch.Tensor) -> bytes:
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        planned = planning.plan(tensors, folder, None)
+        planned.write_metadata([planned.write()[0]])
+        planned.pieces.is_indexed = True
+        for name, tensor in tensors.items():
+            got = torch.empty_like(tensor)
+            storage.plan_read(folder, read_metadata(folder), {name: got}).read()
+            assert torch.equal(got, tensor)
+        return (folder / ".metadata").read_bytes()
+
+    one = torch.randn(4)
+    assert save(1, a=one) == save(2, a=one + 1)
+    assert len(plans) == 1
+    for number, tensors in enumerate([{"a": torch.randn(5)}, {"a": one.half()}, {"a": one, "b": one}, {"b": one}], 3):
+        save(number, **tensors)
+        assert len(plans) == number - 1
+    planning.forget()
+    save(9, b=one)
+    assert len(plans) == 6
+
+
+@given(first=st.binary(max_size=50), second=st.binary(max_size=50))
+def test_checksums_of_parts_are_joined(first: bytes, second: bytes) -> None:
+    """As zlib's own of both."""
+    assert combined(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)

@@ -1,0 +1,149 @@
+"""Writes tensors' archives into one file by several threads, with the file's checksum.
+
+Where each archive lies is known beforehand. The caller's thread brings tensors to the host; the others take checksums
+and write, a batch of neighbouring archives each.
+"""
+
+import os
+import zlib
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megascale.checkpoint.crc32 import combined
+from megascale.checkpoint.manifest import CHUNK_BYTES, FileMark
+from megascale.checkpoint.marking import Marker
+from megascale.checkpoint.tensor_archive import TensorArchive, bytes_of
+
+MOST_THREADS = 4
+_BATCH_COUNT = 256
+_MOST_PARTS = 1024  # that one call may write: IOV_MAX of POSIX
+
+Batch = list[tuple[TensorArchive, Tensor]]
+
+
+def write_archives(path: Path, items: Iterable[tuple[TensorArchive, Tensor]]) -> FileMark:
+    """Write a new file of archives, one after the other, and wait until it is on disk. Returns its size and checksum.
+
+    Args:
+        path: the file, which must not exist.
+        items: archives and their tensors, contiguous and on the host. Taken one by one: as many large ones are held as
+            there are threads.
+
+    Raises:
+        OSError: it cannot be written. No thread writes any more then.
+    """
+    threads = max(2, min(MOST_THREADS, os.cpu_count() or 1))
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        whole = FileMark(0, 0)
+        running: deque[Future[FileMark]] = deque()
+        start = 0
+        with ThreadPoolExecutor(threads, "megascale checkpoint file") as pool:
+            try:
+                for batch in _batches(items):
+                    running.append(pool.submit(_write_batch, descriptor, start, batch))
+                    start += sum(archive.length for archive, _ in batch)
+                    del batch
+                    if len(running) == threads:
+                        whole = _joined(whole, running.popleft().result())
+                while running:
+                    whole = _joined(whole, running.popleft().result())
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return whole
+
+
+def write_by_torch(path: Path, tensors: Iterable[Tensor]) -> tuple[list[int], FileMark]:
+    """Do the same with torch.save for each tensor. Returns the archives' lengths, and the file's size and checksum."""
+    lengths: list[int] = []
+    unread = 0  # bytes that the checksum's thread has not been told of: waking it for each small tensor costs more
+    with open(path, "xb") as stream, Marker(path) as marker:
+        for tensor in tensors:
+            # torch.save would write the whole storage of a view.
+            alone = tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+            start = stream.tell()
+            torch.save(alone, stream)
+            lengths.append(stream.tell() - start)
+            del tensor, alone
+            unread += lengths[-1]
+            if unread >= CHUNK_BYTES:
+                stream.flush()
+                marker.written(stream.tell())
+                unread = 0
+        stream.flush()
+        marker.written(stream.tell())
+        os.fsync(stream.fileno())
+        return lengths, marker.mark()
+
+
+def _batches(items: Iterable[tuple[TensorArchive, Tensor]]) -> Iterator[Batch]:
+    batch: Batch = []
+    size = 0
+    for archive, tensor in items:
+        batch.append((archive, tensor))
+        size += archive.length
+        del tensor
+        if size >= CHUNK_BYTES or len(batch) == _BATCH_COUNT:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _joined(first: FileMark, second: FileMark) -> FileMark:
+    return FileMark(first.size + second.size, combined(first.crc32, second.crc32, second.size))
+
+
+def _write_batch(descriptor: int, start: int, batch: Batch) -> FileMark:
+    """Write archives from byte ``start`` of the file. Returns size and CRC-32 of what was written."""
+    run = _Run(descriptor, start)
+    whole = 0
+    for archive, tensor in batch:
+        data, own = bytes_of(tensor), 0
+        run.add(archive.head)
+        for first in range(0, archive.nbytes, CHUNK_BYTES):
+            part = data[first : first + CHUNK_BYTES]
+            own = zlib.crc32(part, own)
+            run.add(part)  # while it is in the processor's cache
+        tail = archive.tail_for(own)
+        run.add(tail)
+        whole = zlib.crc32(tail, combined(zlib.crc32(archive.head, whole), own, archive.nbytes))
+    run.write()
+    return FileMark(run.end - start, whole)
+
+
+class _Run:
+    """Neighbouring bytes of a file, written in large calls from where they lie. ``end``: behind the last one."""
+
+    def __init__(self, descriptor: int, start: int) -> None:
+        self._descriptor = descriptor
+        self._parts: list[bytes | memoryview] = []
+        self._size = 0
+        self.end = start
+
+    def add(self, part: bytes | memoryview) -> None:
+        """Append bytes, which must stay as they are until `write`."""
+        self._parts.append(part)
+        self._size += len(part)
+        if self._size >= CHUNK_BYTES or len(self._parts) == _MOST_PARTS:
+            self.write()
+
+    def write(self) -> None:
+        """Write what was added. A call may write less than it was given."""
+        parts, self._parts, self._size = deque(self._parts), [], 0
+        while parts:
+            count = os.pwritev(self._descriptor, list(parts), self.end)
+            self.end += count
+            while parts and count >= len(parts[0]):
+                count -= len(parts.popleft())
+            if count:
+                parts[0] = memoryview(parts[0])[count:]

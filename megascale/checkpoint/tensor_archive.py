@@ -1,0 +1,119 @@
+"""The zip archive that torch.save writes for one tensor, as bytes before and after the tensor's own.
+
+They depend on dtype and shape, except for the CRC-32 of the tensor's bytes, which stands in two places. So an archive
+is made once for a dtype and shape, and a checkpoint of thousands of small tensors needs no pickle and no zip writer for
+each. torch.save itself says what the bytes are, under ``torch.serialization.skip_data``. Its identifier of the content
+(`.data/serialization_id`, which torch.load does not read) is that of a tensor without bytes.
+"""
+
+import io
+import struct
+import zlib
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_DESCRIPTOR = b"PK\x07\x08"  # of a record, after its bytes: CRC-32, sizes
+_ENTRY = b"PK\x01\x02"  # of a record, in the directory at the end of the archive
+_CRC_IN_DESCRIPTOR, _CRC_IN_ENTRY, _NAME_IN_ENTRY = 4, 16, 46
+_DATA_NAME = b"archive/data/0"
+
+
+@dataclass(frozen=True)
+class TensorArchive:
+    """The bytes around those of a contiguous tensor.
+
+    Attributes:
+        head, tail: before and after the tensor's bytes.
+        nbytes: of the tensor.
+        crc_places: where in ``tail`` the CRC-32 of the tensor's bytes belongs, little-endian.
+    """
+
+    head: bytes
+    tail: bytes
+    nbytes: int
+    crc_places: tuple[int, ...]
+
+    @property
+    def length(self) -> int:
+        """Bytes of the whole archive."""
+        return len(self.head) + self.nbytes + len(self.tail)
+
+    def tail_for(self, crc32: int) -> bytes:
+        """Return the bytes after a tensor's, whose CRC-32 is given."""
+        tail = bytearray(self.tail)
+        for place in self.crc_places:
+            struct.pack_into("<I", tail, place, crc32)
+        return bytes(tail)
+
+
+def archive_of(dtype: torch.dtype, shape: torch.Size) -> TensorArchive | None:
+    """Return the archive of tensors of ``dtype`` and ``shape``; None if this torch writes another than is known here.
+
+    The first of a dtype is tried: torch.load must read a tensor out of it.
+    """
+    return _archive_of(dtype, shape) if _is_read_by_torch(dtype) else None
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor on the host. They are the tensor's own memory."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+@lru_cache(maxsize=4096)
+def _archive_of(dtype: torch.dtype, shape: torch.Size) -> TensorArchive | None:
+    parts: Any = _Parts()
+    sample = torch.empty(shape, dtype=dtype)  # its memory is never touched
+    with torch.serialization.skip_data():
+        torch.save(sample, parts)
+    if len(parts.skipped) != 1 or parts.skipped[0][1] != sample.nbytes:
+        if parts.skipped or sample.nbytes:
+            return None
+        return TensorArchive(bytes(parts.written), b"", 0, ())
+    at, nbytes = parts.skipped[0]
+    head, tail = bytes(parts.written[:at]), bytes(parts.written[at:])
+    name = tail.find(_DATA_NAME)
+    entry = name - _NAME_IN_ENTRY
+    if tail[: len(_DESCRIPTOR)] != _DESCRIPTOR or name < 0 or tail[entry : entry + len(_ENTRY)] != _ENTRY:
+        return None
+    return TensorArchive(head, tail, nbytes, (_CRC_IN_DESCRIPTOR, entry + _CRC_IN_ENTRY))
+
+
+@lru_cache
+def _is_read_by_torch(dtype: torch.dtype) -> bool:
+    """Return whether torch.load reads a tensor of ``dtype`` from its archive, with the bits that were written."""
+    shape = torch.Size((3, 2))
+    archive = _archive_of(dtype, shape)
+    if archive is None:
+        return False
+    data = (bytes((1, 0)) * archive.nbytes)[: archive.nbytes]  # of every dtype, bool too
+    whole = archive.head + data + archive.tail_for(zlib.crc32(data))
+    try:
+        read = torch.load(io.BytesIO(whole), weights_only=True)
+        return (read.dtype, read.shape, bytes(bytes_of(read))) == (dtype, shape, data)
+    except Exception:
+        return False
+
+
+class _Parts:
+    """A file for torch.save: keeps what is written, and where and how many bytes are skipped."""
+
+    def __init__(self) -> None:
+        self.written = bytearray()
+        self.skipped: list[tuple[int, int]] = []
+
+    def write(self, data: Any) -> int:
+        self.written += data
+        return len(data)
+
+    def seek(self, count: int, whence: int = 0) -> int:
+        if whence != 1:
+            raise io.UnsupportedOperation("only forward from here")
+        self.skipped.append((len(self.written), count))
+        return len(self.written) + sum(length for _, length in self.skipped)
+
+    def flush(self) -> None:
+        pass
