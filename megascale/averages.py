@@ -97,7 +97,7 @@ class AveragedMainParams:
         if isinstance(optimizer, (MixedPrecisionOptimizer, ChainedOptimizer)):
             self._group, device = optimizer.groups.grad_stats, optimizer.device
         sources = _sources(model, self._owners)
-        self._params = RunningAverages([local(source.main) for _, _, source in sources])
+        self._params = RunningAverages([local(source.value()) for _, _, source in sources])
         self._entries = [
             _Averaged(*source, average) for source, average in zip(sources, self._params.averages, strict=True)
         ]
@@ -129,7 +129,7 @@ class AveragedMainParams:
             landed = torch.full((), landed, dtype=torch.bool, device=self.n_averaged.device)
         rule = self._average if self.use_buffers else copy_
         self._averaged_buffers.update(buffers, landed, self.n_averaged, rule, self._has_started)
-        mains = [local(entry.source.main) for entry in self._entries]
+        mains = [local(entry.source.value()) for entry in self._entries]
         self._params.update(mains, landed, self.n_averaged, self._average, self._has_started)
         self.n_averaged.add_(landed.to(self.n_averaged.device, non_blocking=True))
         if not self._has_started:

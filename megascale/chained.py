@@ -227,6 +227,10 @@ class ChainedOptimizer(torch.optim.Optimizer):
         """See :meth:`DistributedOptimizer.model_shards`."""
         return {key: shard for optimizer in self.optimizers for key, shard in optimizer.model_shards().items()}
 
+    def rounded_params(self) -> set[int]:
+        """See :meth:`MixedPrecisionOptimizer.rounded_params`."""
+        return {key for optimizer in self.optimizers for key in optimizer.rounded_params()}
+
     # State
 
     def state_dict(self, *, copy: bool = True) -> dict[str, Any]:

@@ -28,6 +28,7 @@ FLAGS = (
     "decoupled_weight_decay",
     "use_distributed_optimizer",
     "overlap_param_gather",
+    "store_param_remainders",
     "muon_nesterov",
     "muon_batched",
     "muon_split_work",
@@ -112,6 +113,10 @@ class OptimizerConfig:
     exp_avg_sq_dtype: torch.dtype = torch.float32
     """Dtype of Adam's second moment. bfloat16 cannot follow changes below 0.4%, which beta2=0.999 makes; float16 loses
     gradients below 2.4e-4. Measure before you train with either. uint8 follows both."""
+
+    store_param_remainders: bool = False
+    """Hold each main param as an int16 remainder beside its fp16 or bf16 model param: 2 bytes in place of 4, see
+    :mod:`megascale.kernels.remainders`. fp32 parameters are their own main params, with or without it."""
 
     # Sharding, read by build_optimizer
     use_distributed_optimizer: bool = False

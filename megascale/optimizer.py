@@ -80,6 +80,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self.config = _config_for(optimizer, config)
         self.groups = ParallelGroups.of(groups)
         _check_scaler(self.config, grad_scaler)
+        main_params.stores_remainders = self.config.store_param_remainders
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._constructed = True
 
@@ -286,7 +287,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     def main_params(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, main param) of every trainable parameter, live. An fp32 model param is its own main param."""
         self._member.sync_from_model()
-        return ((param.name, param.main) for param in self._member.main_params)
+        return ((param.name, param.value()) for param in self._member.main_params)
 
     def local_grad(self, name: str) -> Tensor | None:
         """Return this rank's gradient of the parameter ``name``, live and still scaled; None if it has none.
@@ -380,6 +381,15 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     def model_shards(self) -> dict[int, ParamShard]:
         """Return, by id of the parameter, the part that this rank keeps of each sharded model param; here none."""
         return {}
+
+    def rounded_params(self) -> set[int]:
+        """Return the ids of 16-bit model params that are written as roundings of main params only.
+
+        Those of a DistributedOptimizer, and those whose main params are remainders, which a later write resets.
+        """
+        params = self._member.main_params
+        held = [param for param in params if param.is_copy and (params.is_sharded or param.remainder is not None)]
+        return {id(param.model) for param in held}
 
     def live_state(self) -> LiveState:
         """Return references to everything that a state dict covers."""

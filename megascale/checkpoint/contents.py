@@ -41,6 +41,9 @@ class SavedOptimizer(Protocol):
     def model_shards(self) -> dict[int, ParamShard]:
         """Return this rank's part of every sharded model param, by id of the parameter, live."""
 
+    def rounded_params(self) -> set[int]:
+        """Return the ids of model params that `load_state_dict` rounds from main params, and nobody writes after it."""
+
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The model params, in the order in which `state_dict` names them."""

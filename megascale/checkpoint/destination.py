@@ -47,11 +47,12 @@ class Destination:
         for param, shard in shards.items():
             # An fp32 model param is its own main param.
             live.setdefault(join(MAIN_PARAMS, names[param]), shard)
+        own = optimizer.rounded_params()
         saved = {key for key, _, _ in leaves(manifest.trees["optimizer"])}
         rounded = frozenset(
             name
             for name, param in model_state(model).items()
-            if id(param) in shards and param.dtype in HALF_DTYPES and join(MAIN_PARAMS, names[id(param)]) in saved
+            if id(param) in own and join(MAIN_PARAMS, names[id(param)]) in saved
         )
         return cls(live, rounded, in_place)
 

@@ -328,7 +328,7 @@ def _move_main_params(optimizer: OurOptimizer) -> None:
     for part in _parts(optimizer):
         for param in part.live_state().main_params:
             if param.is_copy and param.main.device != param.model.device:
-                param.main = param.main.to(param.model.device)
+                param.move()
 
 
 def _per_batch_scaler(optimizers: list[OurOptimizer]) -> PerBatchScaler | None:

@@ -15,7 +15,7 @@ from megascale.kernels.decision import (
 )
 from megascale.kernels.native.backend import NativeBackend
 from megascale.kernels.non_finite import describe_non_finite
-from megascale.kernels.protocol import AdamHyper, Backend, LionHyper, Operands, SgdHyper
+from megascale.kernels.protocol import AdamHyper, Backend, HeldParams, LionHyper, Operands, SgdHyper
 from megascale.kernels.reference import ReferenceBackend, stats_dtype
 from megascale.kernels.selection import select_backend, why_not
 from megascale.kernels.tensors.checked_memory import (
@@ -47,6 +47,7 @@ __all__ = [
     "Decision",
     "GradList",
     "GradWeights",
+    "HeldParams",
     "LionHyper",
     "MemoryRecord",
     "NativeBackend",

@@ -44,6 +44,7 @@ from megascale.kernels.blocks import Block, Row, blocks_of, flat
 from megascale.kernels.decision import Decision, TensorStats, TorchDecisions
 from megascale.kernels.protocol import AdamHyper, LionHyper, Operands, SgdHyper
 from megascale.kernels.reference import stats_dtype
+from megascale.kernels.remainders import TorchRemainders
 from megascale.kernels.split import Split
 from megascale.kernels.torch_backend import TorchBackend
 from megascale.utils.graph_capture import is_capturing
@@ -57,7 +58,7 @@ REMEDY = "build NVIDIA apex from source with APEX_CPP_EXT=1 APEX_CUDA_EXT=1"
 _VERSION = attrgetter("_version")
 
 
-class ApexBackend(TorchDecisions):
+class ApexBackend(TorchDecisions, TorchRemainders):
     """See :class:`megascale.kernels.Backend`.
 
     Raises:

@@ -33,6 +33,8 @@ class Operands:
         written: the versions of ``model`` after the update, set by a backend that has told autograd of its writes.
         start: of each parameter, the index of its first element in the whole parameter, a multiple of 32: codes of 8
             bits depend on it. Empty: 0.
+        remainder: int16, contiguous as ``model`` is: main params are held as remainders, and ``main`` has no memory.
+            For backends that have ``fuses_remainders``. Empty: ``main`` holds the values.
     """
 
     model: list[Tensor] = field(default_factory=list)
@@ -42,6 +44,7 @@ class Operands:
     step: list[Tensor] = field(default_factory=list)
     written: NDArray[np.int64] | None = None
     start: list[int] = field(default_factory=list)
+    remainder: list[Tensor] = field(default_factory=list)
 
     @property
     def has_codes(self) -> bool:
@@ -57,7 +60,25 @@ class Operands:
             state={name: [tensors[i] for i in indices] for name, tensors in self.state.items()},
             start=[self.start[i] for i in indices] if self.start else [],
             step=[self.step[i] for i in indices] if self.step else [],
+            remainder=[self.remainder[i] for i in indices] if self.remainder else [],
         )
+
+
+@dataclass(eq=False)
+class HeldParams:
+    """Parameters of one device whose main params are held as remainders. All lists have one entry per parameter.
+
+    The same object may be passed again as long as no tensor has moved.
+
+    Attributes:
+        models: model params, fp16 or bf16.
+        remainders: int16, like ``models``; see :mod:`megascale.kernels.remainders`.
+        mains: memory for the decoded main params, fp32, like ``models``.
+    """
+
+    models: list[Tensor]
+    remainders: list[Tensor]
+    mains: list[Tensor]
 
 
 @dataclass(frozen=True)
@@ -105,6 +126,8 @@ class Backend(Protocol):
     """
 
     name: str
+    fuses_remainders: bool
+    """Whether updates take :attr:`Operands.remainder`."""
 
     def measure(self, grads: Sequence[Tensor], count_zeros: bool) -> TensorStats:
         """One pass over ``grads`` (at least one) in the dtypes they have."""
@@ -157,6 +180,16 @@ class Backend(Protocol):
 
     def lion_(self, operands: Operands, hyper: LionHyper, decision: Decision) -> Tensor:
         """Update with state ``exp_avg``, then round main into model."""
+
+    def decode_(self, held: HeldParams) -> None:
+        """Write the main params of ``held``, at least one."""
+
+    def encode_(self, held: HeldParams, found_inf: Tensor) -> Tensor:
+        """Write model params and remainders for the main params of ``held``, unless ``found_inf`` is set.
+
+        A finite element that would round to inf in fp16 keeps its model param and remainder. Returns a bool tensor of
+        shape [parameters]: whether the main param's rounding into fp16 is not finite.
+        """
 
     def write_back_(self, mains: list[Tensor], models: list[Tensor]) -> Tensor:
         """Round main params (at least one) into their model params."""

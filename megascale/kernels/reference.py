@@ -11,6 +11,7 @@ from torch import Tensor
 from megascale.kernels.compact_moments import decode_moments, encode_moments, exact_root
 from megascale.kernels.decision import Decision, TensorStats, TorchDecisions
 from megascale.kernels.protocol import FP16_OVERFLOW, AdamHyper, LionHyper, Operands, SgdHyper
+from megascale.kernels.remainders import TorchRemainders
 
 
 def stats_dtype(device: torch.device) -> torch.dtype:
@@ -18,7 +19,7 @@ def stats_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-class ReferenceBackend(TorchDecisions):
+class ReferenceBackend(TorchDecisions, TorchRemainders):
     """Readable and slow. Every other backend is tested against it."""
 
     name = "reference"

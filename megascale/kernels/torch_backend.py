@@ -14,10 +14,11 @@ from megascale.kernels.blocks import Block, RoundingWatch, Scratch, blocks_of, f
 from megascale.kernels.decision import Decision, TensorStats, TorchDecisions
 from megascale.kernels.protocol import AdamHyper, LionHyper, Operands, SgdHyper
 from megascale.kernels.reference import ReferenceBackend, stats_dtype
+from megascale.kernels.remainders import TorchRemainders
 from megascale.kernels.split import Split
 
 
-class TorchBackend(TorchDecisions):
+class TorchBackend(TorchDecisions, TorchRemainders):
     """See :class:`megascale.kernels.Backend`."""
 
     name = "torch"

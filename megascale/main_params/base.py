@@ -35,6 +35,9 @@ class MainParams(ABC):
     is_sharded = False
     """Whether each rank keeps only its pieces."""
 
+    stores_remainders = False
+    """Whether main params that are copies are held as remainders, see :class:`MainParam`."""
+
     def __init__(self, names: Mapping[int, str]) -> None:
         self._explicit_names = dict(names)
         self._by_id: dict[int, MainParam] = {}

@@ -1,4 +1,8 @@
-"""MainParam: the fp32 copy of a 16-bit model param. An fp32 or fp64 model param is its own, never copied."""
+"""MainParam: the fp32 copy of a 16-bit model param. An fp32 or fp64 model param is its own, never copied.
+
+A copy may be held as a remainder: an int16 beside the model param, see :mod:`megascale.kernels.remainders`. Its fp32
+tensor then has memory only while it is decoded.
+"""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -8,8 +12,11 @@ from torch import Tensor, nn
 
 from megascale.errors import ArgumentTypeError, UsageError
 from megascale.kernels import memory_fault, shares_elements
+from megascale.kernels.remainders import REMAINDER_DTYPE, decode, encode
+from megascale.main_params.slab import Slabs
 from megascale.main_params.write_tracker import WriteTracker
-from megascale.utils.dtensors import is_dtensor, local
+from megascale.utils.dtensors import dtensor_like, is_dtensor, local
+from megascale.utils.dtypes import HALF_DTYPES
 
 MODEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -45,6 +52,8 @@ class MainParam:
         is_copy: whether the main param has memory of its own.
         is_owned: False where sharded by parameters and another rank owns it.
         start: where the main param begins in the flattened parameter, in elements.
+        remainder: int16, in the form of ``main``, which then has memory between :meth:`decode` and :meth:`release`
+            only; None: ``main`` holds the values.
         tracker, slot: the tracker, and the model param's index in it; None until it is admitted.
         form: of the model param; must not change.
     """
@@ -56,12 +65,58 @@ class MainParam:
     is_copy: bool
     is_owned: bool = True
     start: int = 0
+    remainder: Tensor | None = None
     tracker: WriteTracker | None = None
     slot: int = 0
     form: ParamForm = field(init=False)
 
     def __post_init__(self) -> None:
         self.form = ParamForm.of(self.model)
+        if self.remainder is not None:
+            self.release()
+
+    @property
+    def memory(self) -> Tensor:
+        """What this rank holds of the main param between steps: fp32, or the remainder."""
+        return self.main if self.remainder is None else self.remainder
+
+    def value(self) -> Tensor:
+        """Return the main param; a new tensor where it is held as a remainder."""
+        if self.remainder is None:
+            return self.main
+        return dtensor_like(decode(self.part, local(self.remainder)), self.main)
+
+    def store(self, value: Tensor) -> None:
+        """Set the local main param to ``value``, and the model param to its rounding."""
+        if self.remainder is not None:
+            rounded, remainder = encode(value.to(torch.float32), self.part.dtype)
+            self.part.copy_(rounded)
+            local(self.remainder).copy_(remainder)
+            return
+        local(self.main).copy_(value)
+        if self.is_copy:
+            self.part.copy_(local(self.main))
+
+    def decode(self) -> None:
+        """Give ``main`` memory and its values, until :meth:`release`."""
+        if self.remainder is not None:
+            main = local(self.main)
+            main.untyped_storage().resize_(main.numel() * main.element_size())
+            main.copy_(decode(self.part, local(self.remainder)))
+
+    def release(self) -> None:
+        """Free the memory of ``main`` where a remainder stands for it."""
+        if self.remainder is not None:
+            local(self.main).untyped_storage().resize_(0)
+
+    def move(self) -> None:
+        """Move the main param to the device of its model param."""
+        if self.remainder is None:
+            self.main = self.main.to(self.model.device)
+            return
+        self.remainder = self.remainder.to(self.model.device)
+        self.main = torch.empty_like(self.remainder, dtype=torch.float32)
+        self.release()
 
     def check(self) -> None:
         """Raise UsageError, naming the parameter, if the form of its model param has changed."""
@@ -90,9 +145,15 @@ class MainParam:
             self.tracker.take(self.slot)
 
     def sync_from_model(self) -> None:
-        """Take over a model param that others wrote. Elements that still are the main param's rounding stay."""
+        """Take over a model param that others wrote. Elements that still are the main param's rounding stay.
+
+        Held as a remainder all take the model param's value: what it was before is not known.
+        """
         if not self.is_copy:
             self.record_version()
+            return
+        if self.remainder is not None:
+            self.reload()
             return
         part, main = self.part, local(self.main)
         same = main.to(part.dtype).view(torch.int16) == part.view(torch.int16)
@@ -101,8 +162,31 @@ class MainParam:
 
     def reload(self) -> None:
         """Set the main param to the model param's value exactly."""
-        local(self.main).copy_(self.part)
+        if self.remainder is not None:
+            local(self.remainder).zero_()
+        else:
+            local(self.main).copy_(self.part)
         self.record_version()
+
+
+def main_param_of(
+    name: str, model: nn.Parameter, shard: Tensor | None, slabs: Slabs, *, is_owned: bool = True, as_remainder: bool
+) -> MainParam:
+    """Return a main param with the model's values.
+
+    Args:
+        shard: of ``model``, which the main param is to be like; None: all of it.
+        as_remainder: hold it as a remainder, where it is a copy.
+    """
+    like = model if shard is None else shard
+    if model.dtype not in HALF_DTYPES:
+        return MainParam(name, model, like, shard, is_copy=False, is_owned=is_owned)
+    if not as_remainder:
+        main = slabs.zeros(like, torch.float32, "main").copy_(like.detach())
+        return MainParam(name, model, main, shard, is_copy=True, is_owned=is_owned)
+    main = torch.empty_like(like, dtype=torch.float32, requires_grad=False, memory_format=torch.preserve_format)
+    remainder = slabs.zeros(like, REMAINDER_DTYPE, "main")
+    return MainParam(name, model, main, shard, is_copy=True, is_owned=is_owned, remainder=remainder)
 
 
 def check_trainable(name: str, model: Tensor) -> None:

@@ -9,13 +9,12 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from megascale.main_params.base import MainParams
-from megascale.main_params.main_param import MainParam
+from megascale.main_params.main_param import MainParam, main_param_of
 from megascale.main_params.slab import Slabs
 from megascale.main_params.update_unit import UpdateUnit
 from megascale.main_params.write_tracker import WriteTracker
 from megascale.utils.collectives import full_tensor
 from megascale.utils.dtensors import distribute_like, is_dtensor
-from megascale.utils.dtypes import HALF_DTYPES
 
 
 class ReplicatedMainParams(MainParams):
@@ -24,12 +23,14 @@ class ReplicatedMainParams(MainParams):
     @override
     def make(self, params: Mapping[str, nn.Parameter], group_of: Mapping[str, int]) -> list[MainParam]:
         slabs = Slabs(params.values())
-        return [_make(name, param, slabs) for name, param in params.items()]
+        as_remainder = self.stores_remainders
+        return [main_param_of(name, param, None, slabs, as_remainder=as_remainder) for name, param in params.items()]
 
     @override
     def get_or_create(self, param: nn.Parameter, name: str) -> MainParam:
         if id(param) not in self._by_id:
-            made = self._by_id[id(param)] = _make(name, param, Slabs(()))
+            made = main_param_of(name, param, None, Slabs(()), as_remainder=self.stores_remainders)
+            self._by_id[id(param)] = made
             made.tracker = WriteTracker([param])
         return self._by_id[id(param)]
 
@@ -58,13 +59,6 @@ class ReplicatedMainParams(MainParams):
     @override
     def export(self, param: MainParam, values: Mapping[str, Tensor], *, copy: bool) -> dict[str, Tensor]:
         return {key: value.detach().clone() if copy else value.detach() for key, value in values.items()}
-
-
-def _make(name: str, model: nn.Parameter, slabs: Slabs) -> MainParam:
-    if model.dtype not in HALF_DTYPES:
-        return MainParam(name, model, model, None, is_copy=False)
-    main = slabs.zeros(model, torch.float32, "main").copy_(model.detach())
-    return MainParam(name, model, main, None, is_copy=True)
 
 
 def place_like(value: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:

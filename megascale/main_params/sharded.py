@@ -21,14 +21,13 @@ from megascale.grad_sync.sync import GradSync, check_syncable
 from megascale.kernels.compact_moments import GROUP, is_scale, num_groups
 from megascale.main_params.base import MainParams
 from megascale.main_params.gather import GatheredBucket, ParamGather
-from megascale.main_params.main_param import MainParam
+from megascale.main_params.main_param import MainParam, main_param_of
 from megascale.main_params.replica_check import broadcast_parameters, require_same
 from megascale.main_params.shard import ParamShard
 from megascale.main_params.slab import Slabs
 from megascale.main_params.update_unit import UpdateUnit
 from megascale.parallel import ParallelGroups, is_expert
 from megascale.utils.collectives import all_reduce_sum_, raise_together
-from megascale.utils.dtypes import HALF_DTYPES
 
 
 class ShardedMainParams(MainParams):
@@ -87,7 +86,12 @@ class ShardedMainParams(MainParams):
             shards |= memory.parts(synced.rank)
             owned |= {place.name for place in memory.placements if place.owner in (None, synced.rank)}
         slabs = Slabs(shards.values())
-        made = {name: _make(name, params[name], shard, slabs, name in owned) for name, shard in shards.items()}
+        made = {
+            name: main_param_of(
+                name, params[name], shard, slabs, is_owned=name in owned, as_remainder=self.stores_remainders
+            )
+            for name, shard in shards.items()
+        }
         for main in made.values():
             main.start = self.start_of(main.model)
         return [made[name] for name in params]
@@ -230,9 +234,3 @@ class ShardedMainParams(MainParams):
         whole[start : start + piece.numel()] = piece.reshape(-1)
         all_reduce_sum_(whole.view(torch.uint8), group)
         return whole.view(shape).cpu()
-
-
-def _make(name: str, model: nn.Parameter, shard: Tensor, slabs: Slabs, is_owned: bool) -> MainParam:
-    is_copy = model.dtype in HALF_DTYPES
-    main = slabs.zeros(shard, torch.float32, "main").copy_(shard) if is_copy else shard
-    return MainParam(name, model, main, shard, is_copy, is_owned)

@@ -64,7 +64,7 @@ class LiveState:
                 inner = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
                 state |= portable_state.portable(inner, where, copy=copy)
                 if main.is_copy:
-                    mains[name] = self.main_params.export(main, {"": main.main}, copy=copy)[""]
+                    mains[name] = self.main_params.export(main, {"": main.value()}, copy=copy)[""]
                 exported = self.main_params.export_state(main, state, copy=copy)
                 states[name] = portable_state.portable(exported, where, copy=False)
             else:
@@ -252,9 +252,7 @@ class LiveState:
             main = self.main_params.get_or_create(param, name)
             if main is None:
                 continue
-            local(main.main).copy_(local(value))
-            if main.is_copy:
-                main.part.copy_(local(main.main))
+            main.store(local(value))
             main.record_version()
         for param, state in plan.states:
             self.state[param] = state

@@ -148,7 +148,7 @@ class DeferredErrors:
 
 def non_finite_params(params: Iterable[MainParam]) -> NonFiniteParamError | None:
     """Return the error that names main params which hold inf or NaN; None if there are none. Reads the device."""
-    names = [param.name for param in params if not bool(torch.isfinite(local(param.main)).all())]
+    names = [param.name for param in params if not bool(torch.isfinite(local(param.value())).all())]
     if not names:
         return None
     return NonFiniteParamError(

@@ -142,9 +142,9 @@ class KernelState:
         if wanting:
             self.create(wanting, names)
         entries = [self._entry(param) for param in params]
-        _separate(entries, names, [param.main for param in params])
+        _separate(entries, names, [param.memory for param in params])
         columns = [[entry[name] for entry in entries] for name in names]
-        watched = [part for param in params for part in (param.main, param.shard) if _needs_check(part, param)]
+        watched = [part for param in params for part in (param.memory, param.shard) if _needs_check(part, param)]
         parts = [_part(tensor) for tensor in (*watched, *(tensor for column in columns for tensor in column))]
         return StateColumns(entries, list(names), columns, new_tags(len(entries)), MemoryRecord(parts))
 

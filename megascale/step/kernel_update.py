@@ -27,6 +27,7 @@ from megascale.kernels.compact_moments import CODE_DTYPES
 from megascale.main_params.main_param import MainParam
 from megascale.main_params.update_unit import UpdateUnit
 from megascale.step.compact_state import require_supported, with_scales
+from megascale.step.decoded import DecodedParams, decoded_together, scratch_numel
 from megascale.step.kernel_state import KernelState, StateColumns, has_tensors, number, pair, rate, require_options
 from megascale.step.torch_step import GeneralUpdate
 from megascale.step.update import InnerUpdate, KernelCall, MarkWritten, PendingUpdate, Prepared, Rounded
@@ -53,6 +54,11 @@ class KernelUpdate(InnerUpdate, ABC):
     With step hooks, or options that are tensors, the optimizer's own ``step()`` runs instead.
     """
 
+    @property
+    def fuses_remainders(self) -> bool:
+        """Whether :meth:`run` takes main params that are held as remainders. Else they are decoded for it."""
+        return self.backend.fuses_remainders
+
     optional_state: tuple[str, ...] = ()
     """State that may be missing: options that need it can be switched on at any time."""
 
@@ -72,6 +78,7 @@ class KernelUpdate(InnerUpdate, ABC):
             dtypes["max_exp_avg_sq"] = torch.float32
         require_supported(dtypes, optimizer, backend)
         self._dtypes = dtypes
+        self._scratch: dict[torch.device, Tensor] = {}
         self._state = KernelState(optimizer, dtypes)
 
     @override
@@ -89,6 +96,7 @@ class KernelUpdate(InnerUpdate, ABC):
             self._require_readable()
             return self._general.prepare(updates)
         self._drop_stale_operands()
+        self._make_scratch(updates)
         hypers = [self._new_hyper(one) if hyper is None else hyper for one, hyper in zip(updates, known, strict=True)]
         return [
             PendingUpdate(pending.options, pending.unit, pending.grads, KernelCall(self._operands(pending), hyper))
@@ -104,12 +112,20 @@ class KernelUpdate(InnerUpdate, ABC):
             prepared, hyper = pending.call or ([], None)
             for one in prepared:
                 device = one.operands.main[0].device
-                rounded.append(Rounded(one.params, self.run(one, hyper, decision.to(device))))
+                rounded.append(Rounded(one.params, self._run(one, hyper, decision.to(device))))
                 one.operands.grad = ()  # cached operands must not keep gradients that the caller drops
-            mark_written(pending.unit, prepared[0].operands.written if len(prepared) == 1 else None)
+            is_known = len(prepared) == 1 and prepared[0].decoded is None
+            mark_written(pending.unit, prepared[0].operands.written if is_known else None)
         # Tells an LR scheduler that was built on the inner optimizer that a step was taken.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         return rounded
+
+    def _run(self, prepared: Prepared, hyper: Any, decision: Decision) -> Tensor:
+        if prepared.decoded is None:
+            return self.run(prepared, hyper, decision)
+        prepared.decoded.decode(self.backend)
+        self.run(prepared, hyper, decision)
+        return prepared.decoded.encode(self.backend, decision)
 
     @override
     def readable_state(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,13 +179,33 @@ class KernelUpdate(InnerUpdate, ABC):
             self._entries, self._tag = list(self.optimizer.state.values()), new_tags(1)
             self._prepared.clear()
 
+    def _make_scratch(self, updates: Sequence[PendingUpdate]) -> None:
+        """Make memory that remainders can be decoded into; cached operands lie in the memory before, if any."""
+        if self.fuses_remainders:
+            return
+        needed: dict[torch.device, int] = {}
+        for pending in updates:
+            if pending.unit in self._prepared:
+                continue
+            held = [param for param in pending.params if param.remainder is not None]
+            for device, params in _by_device(held).items():
+                chosen = [held[index] for index in params]
+                most = max(scratch_numel([chosen[i] for i in indices]) for indices in decoded_together(chosen))
+                needed[device] = max(most, needed.get(device, 0))
+        for device, numel in needed.items():
+            if device not in self._scratch or len(self._scratch[device]) < numel:
+                self._scratch[device] = torch.empty(numel, dtype=torch.float32, device=device)
+                self._prepared.clear()
+
     def _operands(self, pending: PendingUpdate) -> list[Prepared]:
         """Return operands by device: the cached ones with this step's gradients, while all else is the same."""
         names = with_scales(self.required_state(pending.options), self._dtypes)
         kept = self._prepared.get(pending.unit)
         if kept is None or not kept.state.hold(names):
             state = self._state.columns(pending.params, names, self.optional_state)
-            kept = self._prepared[pending.unit] = _CachedOperands(state, _prepare(pending.params, state.by_name))
+            kept = self._prepared[pending.unit] = _CachedOperands(
+                state, _prepare(pending.params, state.by_name, self._scratch, fuses=self.fuses_remainders)
+            )
         for prepared in kept.prepared:
             whole = len(prepared.indices) == len(pending.grads)
             prepared.operands.grad = pending.grads if whole else [pending.grads[index] for index in prepared.indices]
@@ -209,30 +245,77 @@ def _is_constant(value: Any) -> bool:
     return value is None or type(value) in (float, int, bool, str)
 
 
-def _prepare(params: Sequence[MainParam], state: Mapping[str, Sequence[Tensor]]) -> list[Prepared]:
-    """Split a unit by device. ``state``: columns of the optimizer's state."""
-    by_device: defaultdict[torch.device, list[int]] = defaultdict(list)
-    mains = [local(param.main) for param in params]
-    for index, main in enumerate(mains):
-        by_device[main.device].append(index)
-    return [
-        Prepared(
-            [params[index] for index in indices],
-            indices,
-            Operands(
-                model=[params[index].part if params[index].is_copy else mains[index] for index in indices],
-                main=[mains[index] for index in indices],
-                state={
-                    name: [local(column[index]) for index in indices]
-                    for name, column in state.items()
-                    if name != "step"
-                },
-                start=[params[index].start for index in indices],
-                step=[state["step"][index] for index in indices] if "step" in state else [],
-            ),
-        )
-        for indices in by_device.values()
-    ]
+def _by_device(params: Sequence[MainParam]) -> dict[torch.device, list[int]]:
+    """Return the indices of parameters by the device of their main params."""
+    found: defaultdict[torch.device, list[int]] = defaultdict(list)
+    for index, param in enumerate(params):
+        found[local(param.memory).device].append(index)
+    return found
+
+
+def _prepare(
+    params: Sequence[MainParam],
+    state: Mapping[str, Sequence[Tensor]],
+    scratch: Mapping[torch.device, Tensor],
+    *,
+    fuses: bool,
+) -> list[Prepared]:
+    """Split a unit by device, and what is held as remainders into what is decoded together.
+
+    Args:
+        state: columns of the optimizer's state.
+        scratch: memory to decode into.
+        fuses: the update itself decodes remainders.
+    """
+    prepared = []
+    for device, indices in _by_device(params).items():
+        whole = [index for index in indices if params[index].remainder is None]
+        if whole:
+            mains = [local(params[index].main) for index in whole]
+            models = [params[i].part if params[i].is_copy else main for i, main in zip(whole, mains, strict=True)]
+            prepared.append(_prepared(params, whole, mains, models, state))
+        held = [index for index in indices if params[index].remainder is not None]
+        if held and fuses:
+            operands = _operands_of(
+                params, held, [local(params[i].main) for i in held], [params[i].part for i in held], state
+            )
+            operands.remainder = [local(params[index].memory) for index in held]
+            prepared.append(Prepared([params[index] for index in held], held, operands))
+            continue
+        for places in decoded_together([params[index] for index in held]):
+            chosen = [held[place] for place in places]
+            decoded = DecodedParams([params[index] for index in chosen], scratch[device])
+            # As for fp32 model params: the main param is rounded when it is encoded.
+            prepared.append(_prepared(params, chosen, decoded.mains, decoded.mains, state, decoded))
+    return prepared
+
+
+def _prepared(
+    params: Sequence[MainParam],
+    indices: list[int],
+    mains: list[Tensor],
+    models: list[Tensor],
+    state: Mapping[str, Sequence[Tensor]],
+    decoded: DecodedParams | None = None,
+) -> Prepared:
+    operands = _operands_of(params, indices, mains, models, state)
+    return Prepared([params[index] for index in indices], indices, operands, decoded)
+
+
+def _operands_of(
+    params: Sequence[MainParam],
+    indices: list[int],
+    mains: list[Tensor],
+    models: list[Tensor],
+    state: Mapping[str, Sequence[Tensor]],
+) -> Operands:
+    return Operands(
+        model=models,
+        main=mains,
+        state={name: [local(column[i]) for i in indices] for name, column in state.items() if name != "step"},
+        start=[params[index].start for index in indices],
+        step=[state["step"][index] for index in indices] if "step" in state else [],
+    )
 
 
 class AdamUpdate(KernelUpdate):

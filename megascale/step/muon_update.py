@@ -79,6 +79,7 @@ class MuonUpdate(KernelUpdate):
     own ``step()`` runs instead.
     """
 
+    fuses_remainders = False
     numbers = ("momentum", "weight_decay", "eps")
     flags = ("nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")
 

@@ -14,6 +14,7 @@ from megascale.errors import InnerStepError, UsageError
 from megascale.kernels import (
     Backend,
     Decision,
+    HeldParams,
     memory_fault,
 )
 from megascale.main_params.main_param import MainParam
@@ -89,6 +90,8 @@ class GeneralUpdate(InnerUpdate):
         owned = [(param, grad) for param, grad in pairs if param.is_owned]
         params, grads = [param for param, _ in owned], [grad for _, grad in owned]
         failure: Exception | None = None
+        for param in params:
+            param.decode()
         try:
             with self._on_main_params(params, grads, decision):
                 self.inner_step()
@@ -98,10 +101,7 @@ class GeneralUpdate(InnerUpdate):
         for param in params:
             if param.is_copy:
                 by_device[local(param.main).device].append(param)
-        rounded = [
-            Rounded(held, self.backend.write_back_([local(p.main) for p in held], [p.part for p in held]))
-            for held in by_device.values()
-        ]
+        rounded = [Rounded(held, self._round(held, decision)) for held in by_device.values()]
         for pending in updates:
             mark_written(pending.unit, None)
         if failure is not None:
@@ -110,6 +110,17 @@ class GeneralUpdate(InnerUpdate):
                 "may be updated and others not: mend the cause, then load a checkpoint or a state dict"
             ) from failure
         return rounded
+
+    def _round(self, params: list[MainParam], decision: Decision) -> Tensor:
+        """Round main params of one device into their model params, with their remainders where they are held so."""
+        mains, models = [local(param.main) for param in params], [param.part for param in params]
+        if params[0].remainder is None:
+            return self.backend.write_back_(mains, models)
+        held = HeldParams(models, [local(param.memory) for param in params], mains)
+        flags = self.backend.encode_(held, decision.to(mains[0].device).found_inf)
+        for param in params:
+            param.release()
+        return flags
 
     @contextmanager
     def _on_main_params(self, params: list[MainParam], grads: list[Tensor], decision: Decision) -> Iterator[None]:

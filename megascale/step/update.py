@@ -18,6 +18,7 @@ from megascale.kernels import (
 )
 from megascale.main_params.main_param import MainParam
 from megascale.main_params.update_unit import UpdateUnit
+from megascale.step.decoded import DecodedParams
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,15 @@ class Rounded:
 
 
 class Prepared(NamedTuple):
-    """Main params of one device, their indices in the unit, and their operands without gradients."""
+    """Main params of one device, their indices in the unit, and their operands without gradients.
+
+    ``decoded``: where they are held as remainders, what writes and reads the fp32 main params of the operands.
+    """
 
     params: list[MainParam]
     indices: list[int]
     operands: Operands
+    decoded: DecodedParams | None = None
 
 
 Hyper = AdamHyper | SgdHyper | LionHyper

@@ -6,6 +6,8 @@ whose memory layouts differ, and tensors on other devices go to the torch backen
 
 import ctypes
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -25,7 +27,8 @@ from megascale.kernels.decision import (
 )
 from megascale.kernels.native.compact import compact_rows, numels_of
 from megascale.kernels.native.library import library
-from megascale.kernels.protocol import AdamHyper, LionHyper, Operands, SgdHyper
+from megascale.kernels.protocol import AdamHyper, HeldParams, LionHyper, Operands, SgdHyper
+from megascale.kernels.remainders import TorchRemainders
 from megascale.kernels.split import Split
 from megascale.kernels.tensors.tensor_list import TensorList
 from megascale.kernels.tensors.tensor_reader import increment_versions
@@ -36,8 +39,8 @@ TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 ADAM, SGD, LION, NOTHING = range(4)  # native.c's rules
 
 # The columns of native.c's Row, all 8 bytes wide.
-MAIN, MODEL, STATE, STEP, MODEL_TYPE, STATE_TYPE = 0, 1, 2, 5, 6, 7
-COLUMNS = 10
+MAIN, MODEL, STATE, STEP, MODEL_TYPE, STATE_TYPE, REMAINDER = 0, 1, 2, 5, 6, 7, 10
+COLUMNS = 11
 Array = NDArray[np.int64]
 
 CPU = torch.device("cpu")
@@ -102,16 +105,18 @@ class _Call(NamedTuple):
     decision: Decision | None
 
 
-class NativeBackend(TorchDecisions):
+class NativeBackend(TorchDecisions, TorchRemainders):
     """See :class:`megascale.kernels.Backend`. Raises UsageError where native.c has no library."""
 
     name = "native"
+    fuses_remainders = True
 
     def __init__(self) -> None:
         self._library = library()
         self._torch = TorchBackend()
         self._kept: WeakKeyDictionary[Operands, tuple[list[str], _Table | None]] = WeakKeyDictionary()
         self._kept_codes: WeakKeyDictionary[Operands, _Table | None] = WeakKeyDictionary()
+        self._kept_held: WeakKeyDictionary[HeldParams, _Table | None] = WeakKeyDictionary()
         self._measured = _Lengths(np.empty(0, dtype=np.int64))
 
     def measure(self, grads: Sequence[Tensor], count_zeros: bool) -> TensorStats:
@@ -194,10 +199,12 @@ class NativeBackend(TorchDecisions):
         """Run compact.h, or the torch backend on what it does not support: amsgrad, and odd memory layouts."""
         if operands not in self._kept_codes:
             rows = compact_rows(operands, TYPES)
-            self._kept_codes[operands] = rows if rows is None else _Table(_Lengths(numels_of(operands.main)), rows)
+            self._kept_codes[operands] = rows if rows is None else _Table(_Lengths(numels_of(operands.model)), rows)
         table, grads = self._kept_codes[operands], TensorList.of(operands.grad)
         operands.written = None
         if table is None or hyper.amsgrad or not _all_known(grads):
+            if operands.remainder:
+                return self._on_decoded(operands, partial(self.adam_, hyper=hyper, decision=decision), decision)
             return self._torch.adam_(operands, hyper, decision)
         operands.written = increment_versions(operands.model)
         overflowed = torch.empty(len(table.rows), dtype=torch.bool)
@@ -246,12 +253,64 @@ class NativeBackend(TorchDecisions):
             operands, [], _Call(NOTHING, _Hyper(), None), lambda rest: self._torch.write_back_(rest.main, rest.model)
         )
 
+    def decode_(self, held: HeldParams) -> None:
+        """See :class:`megascale.kernels.Backend`."""
+        table = self._held_table(held)
+        if table is None:
+            super().decode_(held)
+        else:
+            self._hold(table, None)
+
+    def encode_(self, held: HeldParams, found_inf: Tensor) -> Tensor:
+        """See :class:`megascale.kernels.Backend`."""
+        table = self._held_table(held)
+        if table is None or found_inf.device.type != "cpu":
+            return super().encode_(held, found_inf)
+        overflowed = torch.zeros(len(held.models), dtype=torch.bool)
+        if not found_inf.item():
+            increment_versions(held.models)
+            self._hold(table, overflowed)
+        return overflowed
+
+    def _on_decoded(
+        self, operands: Operands, update: Callable[[Operands], Tensor], decision: Decision | None
+    ) -> Tensor:
+        """Run ``update`` on main params that are decoded for this call."""
+        mains = [torch.empty_like(model, dtype=torch.float32) for model in operands.model]
+        held = HeldParams(operands.model, operands.remainder, mains)
+        self.decode_(held)
+        update(replace(operands, main=mains, model=mains, remainder=[]))
+        return self.encode_(held, torch.zeros(()) if decision is None else decision.found_inf)
+
+    def _held_table(self, held: HeldParams) -> _Table | None:
+        """Return remainder.h's table; None unless all tensors are contiguous and on the CPU."""
+        if held not in self._kept_held:
+            columns = [TensorList(column) for column in (held.mains, held.models, held.remainders)]
+            rows = np.stack([*(column.pointers for column in columns), columns[1].dtype_codes(TYPES)], axis=1)
+            fits = all(column.contiguous and column.devices <= {CPU} for column in columns)
+            self._kept_held[held] = _Table(_Lengths(columns[0].numels), rows) if fits else None
+        return self._kept_held[held]
+
+    def _hold(self, table: _Table, overflowed: Tensor | None) -> None:
+        """Decode a table's main params, or encode them, where ``overflowed`` is given."""
+        self._library.hold(
+            ctypes.byref(table.lengths),
+            table.rows.ctypes.data,
+            overflowed is not None,
+            None if overflowed is None else overflowed.data_ptr(),
+            torch.get_num_threads(),
+        )
+
     def _update(self, operands: Operands, names: list[str], call: _Call, slow: Callable[[Operands], Tensor]) -> Tensor:
         """Run native.c on the rows that it supports and ``slow`` on the others. Returns the overflow flags."""
         kept = self._kept.get(operands)
         if kept is None or kept[0] != names:
             kept = self._kept[operands] = (names, _whole_table(operands, names))
         table, grads = kept[1], TensorList.of(operands.grad)
+        if operands.remainder and (table is None or not _all_known(grads)):
+            operands.written = None
+            update = partial(self._update, names=names, call=call, slow=slow)
+            return self._on_decoded(operands, update, call.decision)
         # Autograd must see that saved weights have changed.
         versions = increment_versions(operands.model)
         whole = table is not None and _all_known(grads)
@@ -306,6 +365,14 @@ def _all_known(tensors: TensorList) -> bool:
 def _whole_table(operands: Operands, names: list[str]) -> _Table | None:
     """Return a table of all operands; None unless all of them are contiguous and supported."""
     states = [operands.state[name] for name in names]
+    if operands.remainder:
+        models, lefts, *held = map(TensorList, (operands.model, operands.remainder, *states))
+        if not (lefts.contiguous and all(map(_all_known, (models, *held)))):
+            return None
+        rows = [[model, model, model, *row] for model, *row in zip(operands.model, *states, strict=True)]
+        table = _table(rows, operands.step)
+        table.rows[:, MAIN], table.rows[:, MODEL], table.rows[:, REMAINDER] = 0, models.pointers, lefts.pointers
+        return table
     mains, *others = map(TensorList.of, (operands.main, operands.model, *states))
     if not all(map(_all_known, (mains, *others))) or mains.dtypes != {torch.float32}:
         return None

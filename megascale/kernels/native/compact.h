@@ -22,6 +22,7 @@ typedef struct {
     char *main, *model, *first, *second;
     float *first_scale, *second_scale, *step;
     int64_t model_type, start; /* start: the index of the first element in the whole parameter */
+    char *remainder; /* 0 where main has memory */
 } CompactRow;
 
 /* All that branches depend on. first, second: whether a moment is codes. cut: whether the last group is not whole. */
@@ -245,6 +246,24 @@ static int update_compact_chunk(const CompactRow *row, const char *grad, Compact
 #undef GROUPS
 }
 
+/* Update a chunk of a row whose main params are held as remainders. */
+static int update_compact_held(const CompactRow *row, const char *grad, CompactKind kind, AdamScalars s,
+                               float coefficient, Chunk chunk) {
+    float decoded[DECODED];
+    CompactRow with_main = *row;
+    int beyond = 0;
+    kind.model = NONE;
+    for (int64_t start = chunk.start; start < chunk.end; start += DECODED) {
+        Chunk part = {chunk.row, start, start + DECODED < chunk.end ? start + DECODED : chunk.end};
+        HeldRow held = {(char *)(decoded - start), row->model, row->remainder, row->model_type};
+        with_main.main = held.main;
+        decode_chunk(&held, part);
+        update_compact_chunk(&with_main, grad, kind, s, coefficient, part, 0);
+        beyond |= encode_chunk(&held, part);
+    }
+    return beyond;
+}
+
 /* Update all rows by Adam. If *found_inf is set only `overflowed`, shape [rows], is written. */
 void update_compact(const Lengths *all, const Grads *grads, const CompactRow *rows, const Hyper *hyper,
                     const float *found_inf, const float *coefficient, uint8_t *overflowed, int threads) {
@@ -267,10 +286,12 @@ void update_compact(const Lengths *all, const Grads *grads, const CompactRow *ro
                 const Row plain = {.main = row->main};
                 CompactKind kind = {grads->types[chunk.row], row->model ? row->model_type : NONE, row->first_scale != 0,
                                     row->second_scale != 0, l2, 0};
-                int beyond = skip ? kind.model == F16 && chunk_rounds_beyond(&plain, chunk)
-                                  : update_compact_chunk(row, grads->addresses[chunk.row], kind,
-                                                         adam_scalars(hyper, *row->step), factor, chunk,
-                                                         total > STREAMED);
+                const char *grad = grads->addresses[chunk.row];
+                AdamScalars s = adam_scalars(hyper, *row->step);
+                int beyond = 0;
+                if (row->remainder) beyond = !skip && update_compact_held(row, grad, kind, s, factor, chunk);
+                else if (skip) beyond = kind.model == F16 && chunk_rounds_beyond(&plain, chunk);
+                else beyond = update_compact_chunk(row, grad, kind, s, factor, chunk, total > STREAMED);
                 if (beyond) {
 #pragma omp atomic write
                     overflowed[chunk.row] = 1;

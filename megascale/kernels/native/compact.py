@@ -13,8 +13,8 @@ from megascale.kernels.protocol import Operands
 from megascale.kernels.tensors.tensor_list import TensorList
 
 # The columns of compact.h's CompactRow, all 8 bytes wide.
-MAIN, MODEL, FIRST, SECOND, FIRST_SCALE, SECOND_SCALE, STEP, MODEL_TYPE, START = range(9)
-COLUMNS = 9
+MAIN, MODEL, FIRST, SECOND, FIRST_SCALE, SECOND_SCALE, STEP, MODEL_TYPE, START, REMAINDER = range(10)
+COLUMNS = 10
 MOMENTS = {"exp_avg": (FIRST, FIRST_SCALE), "exp_avg_sq": (SECOND, SECOND_SCALE)}
 CPU = torch.device("cpu")
 
@@ -27,17 +27,23 @@ def compact_rows(operands: Operands, types: dict[torch.dtype, int]) -> NDArray[n
         types: native.c's codes of dtypes.
     """
     moments = {name: TensorList(operands.state[name]) for name in MOMENTS}
-    mains, models = TensorList(operands.main), TensorList(operands.model)
+    models = TensorList(operands.model)
+    mains = models if operands.remainder else TensorList(operands.main)
     lists = [mains, models, *moments.values()]
-    if not all(one.contiguous and one.devices <= {CPU} for one in lists) or mains.dtypes != {torch.float32}:
+    if not all(one.contiguous and one.devices <= {CPU} for one in lists):
+        return None
+    if not operands.remainder and mains.dtypes != {torch.float32}:
         return None
     dtypes = [one.dtypes for one in moments.values()]
     if not all(len(found) == 1 and found <= {torch.float32, *CODE_DTYPES} for found in dtypes):
         return None
     rows: NDArray[np.int64] = np.zeros((len(operands.main), COLUMNS), dtype=np.int64)
-    rows[:, MAIN] = mains.pointers
-    # An fp32 model param is its own main param.
-    rows[:, MODEL] = np.where(models.pointers == mains.pointers, 0, models.pointers)
+    if operands.remainder:
+        rows[:, MODEL], rows[:, REMAINDER] = models.pointers, TensorList(operands.remainder).pointers
+    else:
+        rows[:, MAIN] = mains.pointers
+        # An fp32 model param is its own main param.
+        rows[:, MODEL] = np.where(models.pointers == mains.pointers, 0, models.pointers)
     rows[:, MODEL_TYPE] = models.dtype_codes(types)
     for name, (column, scale) in MOMENTS.items():
         rows[:, column] = moments[name].pointers

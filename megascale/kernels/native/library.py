@@ -93,6 +93,8 @@ def _declare(loaded: ctypes.CDLL) -> ctypes.CDLL:
     loaded.update.restype = None
     loaded.update_compact.argtypes = [*[pointer] * 7, ctypes.c_int]
     loaded.update_compact.restype = None
+    loaded.hold.argtypes = [pointer, pointer, ctypes.c_int, pointer, ctypes.c_int]
+    loaded.hold.restype = None
     loaded.total.argtypes = [*[pointer] * 5, count, pointer, ctypes.c_double, pointer]
     loaded.total.restype = None
     loaded.decide.argtypes = [pointer, pointer, ctypes.c_double, pointer, pointer]

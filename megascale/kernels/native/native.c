@@ -28,6 +28,7 @@ typedef struct {
     char *state[3];
     float *step; /* 0 where the optimizer counts none */
     int64_t model_type, state_type[3];
+    char *remainder; /* 0 where main has memory */
 } Row;
 
 typedef struct {
@@ -368,6 +369,25 @@ static int chunk_rounds_beyond(const Row *row, Chunk chunk) {
     return any(beyond);
 }
 
+#include "remainder.h"
+
+/* Update a chunk of a row whose main params are held as remainders. Returns the same as update_chunk(). */
+static int update_held(const Row *row, const char *grad, Kind kind, const Scalars *s, Chunk chunk) {
+    float decoded[DECODED];
+    Row with_main = *row;
+    int beyond = 0;
+    kind.model = NONE;
+    for (int64_t start = chunk.start; start < chunk.end; start += DECODED) {
+        Chunk part = {chunk.row, start, start + DECODED < chunk.end ? start + DECODED : chunk.end};
+        HeldRow held = {(char *)(decoded - start), row->model, row->remainder, row->model_type};
+        with_main.main = held.main;
+        decode_chunk(&held, part);
+        update_chunk(&with_main, grad, kind, s, part, 0);
+        beyond |= encode_chunk(&held, part);
+    }
+    return beyond;
+}
+
 /* The arguments of an update, shared by all threads. */
 typedef struct {
     const Lengths *all;
@@ -396,8 +416,11 @@ static void update_chunks(const Update *u, int64_t first, int64_t last, Scalars 
         if (soon < all->num_rows && all->numels[soon] <= SHORT) fetch_start(u->rows + soon, u->grads->addresses[soon]);
         scalars_of(row, u->rule, u->hyper, scalars);
         Kind kind = kind_of(u, index);
-        int beyond = u->skip ? kind.model == F16 && chunk_rounds_beyond(row, chunk)
-                             : update_chunk(row, u->grads->addresses[index], kind, scalars, chunk, u->streamed);
+        const char *grad = u->grads->addresses[index];
+        int beyond = 0;
+        if (row->remainder) beyond = !u->skip && update_held(row, grad, kind, scalars, chunk);
+        else if (u->skip) beyond = kind.model == F16 && chunk_rounds_beyond(row, chunk);
+        else beyond = update_chunk(row, grad, kind, scalars, chunk, u->streamed);
         if (!u->skip && u->rule != NOTHING && row->step && is_one_chunk(all, index)) *row->step += 1.0f;
         if (beyond) {
 #pragma omp atomic write

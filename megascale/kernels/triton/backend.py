@@ -27,6 +27,7 @@ from megascale.kernels.decision import (
 )
 from megascale.kernels.protocol import AdamHyper, LionHyper, Operands, SgdHyper
 from megascale.kernels.reference import ReferenceBackend, stats_dtype
+from megascale.kernels.remainders import TorchRemainders
 from megascale.kernels.tensors.tensor_reader import increment_versions
 from megascale.kernels.triton import device_table
 from megascale.kernels.triton.device_table import Column, DeviceTable, Plan, PlanCache
@@ -58,7 +59,7 @@ class _CachedColumns(NamedTuple):
     written: list[Tensor]
 
 
-class TritonBackend(TorchDecisions):
+class TritonBackend(TorchDecisions, TorchRemainders):
     """See :class:`megascale.kernels.Backend`.
 
     Operations are the reference backend's, in its order, each correctly rounded, and so are the bits. Only powers in

@@ -1,0 +1,137 @@
+/* Main params held as remainders, which remainders.py specifies: decoded before an update, encoded after it.
+ *
+ * Included by native.c.
+ */
+#ifndef MEGASCALE_REMAINDER_H
+#define MEGASCALE_REMAINDER_H
+
+#include "codes.h"
+
+#define LINEAR 0x0100   /* the bits of 2**-16 in fp16: below, remainders are of fixed point */
+#define HALF_INFINITY 0x7c00
+#define MOST_LEFT 32767
+#define DECODED 4096 /* elements that a thread decodes at a time: they stay in the first-level cache */
+
+/* The tensors of a parameter: fp32, 16 bits, and int16. type: the model param's. */
+typedef struct {
+    char *main, *model, *remainder;
+    int64_t type;
+} HeldRow;
+
+INLINE Halves load_halves(const void *at, int64_t n) {
+    Halves h = {0};
+    copy_first(&h, at, 2, n);
+    return h;
+}
+
+INLINE Ints sign_extended(Halves h) { return (Ints)(widened(h) << 16) >> 16; }
+
+INLINE Floats decoded(Halves model, Halves remainder, int64_t type) {
+    Words half = widened(model), left = (Words)sign_extended(remainder);
+    if (type == BF16) return (Floats)((half << 16) + left);
+    Floats magnitude = from_half(model & 0x7fff), fixed = magnitude + floats_of((Ints)left) * 0x1p-40f;
+    Words bits = words_where((Ints)(half & 0x7fffu) < LINEAR, (Words)fixed, (Words)magnitude + left);
+    return (Floats)(bits | (half & 0x8000u) << 16);
+}
+
+/* Return the remainder, in the low 16 bits, of main params that are rounded to `model`. */
+INLINE Words remainder_of(Floats main, Halves model, int64_t type) {
+    Words bits = (Words)magnitude_of(main), half = widened(model) & 0x7fffu;
+    if (type == BF16) {
+        Words left = bits - (half << 16);
+        left = words_where((Ints)left > MOST_LEFT, (Words){0} + MOST_LEFT, left);
+        return words_where(main == main, left, (Words){0});
+    }
+    Floats magnitude = from_half(model & 0x7fff);
+    Words exact = bits - (Words)magnitude, most = (Words){0} + MOST_LEFT;
+    Words fixed = (Words)rounded((magnitude_of(main) - magnitude) * 0x1p40f);
+    fixed = words_where((Ints)fixed > MOST_LEFT, most, fixed);
+    fixed = words_where((Ints)fixed < -MOST_LEFT, -most, fixed);
+    Words left = words_where((Ints)half < LINEAR, fixed, exact);
+    return words_where((Ints)half >= HALF_INFINITY, (Words){0}, left);
+}
+
+INLINE void decode_some(const HeldRow *row, int64_t i, int64_t n, int64_t type) {
+    Halves model = load_halves(row->model + 2 * i, n), remainder = load_halves(row->remainder + 2 * i, n);
+    store(row->main + 4 * i, decoded(model, remainder, type), F32, n);
+}
+
+INLINE void decode_as(const HeldRow *row, Chunk chunk, int64_t type) {
+    int64_t i = chunk.start;
+    for (; i + WIDTH <= chunk.end; i += WIDTH) {
+        __builtin_prefetch(row->model + 2 * i + AHEAD);
+        __builtin_prefetch(row->remainder + 2 * i + AHEAD);
+        decode_some(row, i, WIDTH, type);
+    }
+    if (i < chunk.end) decode_some(row, i, chunk.end - i, type);
+}
+
+INLINE void encode_some(const HeldRow *row, int64_t i, int64_t n, int64_t type) {
+    Floats main = load(row->main + 4 * i, F32, n);
+    Halves model = to_16_bits(main, type), remainder = narrowed(remainder_of(main, model, type) & 0xffffu);
+    copy_first(row->model + 2 * i, &model, 2, n);
+    copy_first(row->remainder + 2 * i, &remainder, 2, n);
+}
+
+/* The same, but finite numbers that would be inf in fp16 keep what is there. */
+static __attribute__((noinline)) void encode_large(const HeldRow *row, int64_t i, int64_t n) {
+    char *at_model = row->model + 2 * i, *at_remainder = row->remainder + 2 * i;
+    Halves old_model = load_halves(at_model, n), old_remainder = load_halves(at_remainder, n);
+    Floats main = load(row->main + 4 * i, F32, n);
+    Ints kept = rounds_beyond(main) & (magnitude_of(main) < (Floats){0} + INFINITY);
+    encode_some(row, i, n, F16);
+    Halves model = narrowed(words_where(kept, widened(old_model), widened(load_halves(at_model, n))));
+    Halves remainder = narrowed(words_where(kept, widened(old_remainder), widened(load_halves(at_remainder, n))));
+    copy_first(at_model, &model, 2, n);
+    copy_first(at_remainder, &remainder, 2, n);
+}
+
+/* Returns whether a rounding into fp16 is not finite. */
+INLINE int encode_as(const HeldRow *row, Chunk chunk, int64_t type) {
+    const Row plain = {.main = row->main};
+    int64_t i = chunk.start;
+    if (type == F16 && chunk_rounds_beyond(&plain, chunk)) {
+        for (; i < chunk.end; i += WIDTH) encode_large(row, i, chunk.end - i);
+        return 1;
+    }
+    for (; i + WIDTH <= chunk.end; i += WIDTH) encode_some(row, i, WIDTH, type);
+    if (i < chunk.end) encode_some(row, i, chunk.end - i, type);
+    return 0;
+}
+
+static void decode_chunk(const HeldRow *row, Chunk chunk) {
+    if (row->type == F16) decode_as(row, chunk, F16);
+    else decode_as(row, chunk, BF16);
+}
+
+static int encode_chunk(const HeldRow *row, Chunk chunk) {
+    return row->type == F16 ? encode_as(row, chunk, F16) : encode_as(row, chunk, BF16);
+}
+
+/* Decode all rows into their main params, or encode these. overflowed: shape [rows], written where they are encoded. */
+void hold(const Lengths *all, const HeldRow *rows, int encode, uint8_t *overflowed, int threads) {
+    Share shares[MOST_THREADS];
+    if (encode) memset(overflowed, 0, (size_t)all->num_rows);
+    if (threads > MOST_THREADS) threads = MOST_THREADS;
+    share_out(all->num_chunks, shares, threads);
+#pragma omp parallel for schedule(static) num_threads(threads) if (all->num_chunks > 1)
+    for (int part = 0; part < threads; part++) {
+        int64_t first, last;
+        while (take_next(shares, part, threads, all->num_chunks, encode, &first, &last)) {
+            Chunk chunk = {row_of(all, first), 0, 0};
+            for (int64_t c = first; c < last; c++) {
+                chunk = chunk_after(all, chunk.row, c);
+                const HeldRow *row = rows + chunk.row;
+                int beyond = 0;
+                if (encode) beyond = encode_chunk(row, chunk);
+                else decode_chunk(row, chunk);
+                if (beyond) {
+#pragma omp atomic write
+                    overflowed[chunk.row] = 1;
+                }
+            }
+        }
+    }
+}
+
+#endif

@@ -1,0 +1,217 @@
+"""Main params that are held as remainders: what trains, what is held, and what others may do to them."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megascale import ConstantGradScaler, MixedPrecisionOptimizer, OptimizerConfig, build_optimizer
+from megascale.averages import AveragedMainParams
+from megascale.errors import MainParamOverflowError
+from tests.training import INNER, Bag, Inner, bits_equal, constant, grad_of, same_bits, set_grads, snapshot
+
+HELD: dict[str, Any] = {"store_param_remainders": True}
+CODES: dict[str, Any] = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.uint8}
+RULES: dict[str, Inner] = {
+    **{name: INNER[name] for name in ("adamw_fused", "adam_amsgrad", "lion", "sgd", "sgd_dampening", "sgd_nesterov")},
+    "own step": lambda m: torch.optim.RMSprop(m.named_parameters(), lr=1e-2),
+    "host rate": lambda m: torch.optim.AdamW(
+        m.named_parameters(), lr=1e-2, betas=(torch.tensor(0.9), torch.tensor(0.99))
+    ),
+}
+
+
+def odd(dtype: torch.dtype, seed: int = 0) -> Bag:
+    """Return tensors of 0 to 2,112 elements, some of them strided, with numbers from 1e-9 to 10."""
+    torch.manual_seed(seed)
+    tensors = [torch.randn(shape) for shape in [(3, 5), (33, 64), (), (0,), (1,), (64,)]]
+    tensors += [torch.randn(8, 40).t(), torch.randn(6, 12)[:, ::2], torch.randn(64) * torch.logspace(-9, 1, 64)]
+    return Bag([tensor.to(dtype) for tensor in tensors])
+
+
+def trained(dtype: torch.dtype, inner: Inner, steps: int = 5, **options: Any) -> dict[str, Tensor]:
+    """Return everything after some steps, one of which overflows and changes nothing."""
+    module = odd(dtype)
+    optimizer = constant(module, inner, 256.0, **options)
+    for step in range(steps):
+        set_grads(module, seed=step, scale=256.0)
+        before = snapshot(optimizer, module)
+        if step == 2:
+            grad_of(next(iter(module.parameters())))[0, 0] = math.inf
+        optimizer.step()
+        assert (step == 2) == same_bits(before, snapshot(optimizer, module))
+    return snapshot(optimizer, module)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rule", RULES)
+def test_training_is_that_of_fp32_main_params(dtype: torch.dtype, rule: str) -> None:
+    """Main params are those but for bf16's ties, and fp16's below 2**-16; reference and native have the same bits."""
+    expected = trained(dtype, RULES[rule], backend="reference")
+    found = [trained(dtype, RULES[rule], backend=name, **HELD) for name in ("reference", "native", "torch")]
+    assert same_bits(found[0], found[1])
+    for name, value in found[0].items():  # torch's own kernels round otherwise
+        torch.testing.assert_close(found[2][name], value, rtol=1e-2 if name.startswith("model") else 1e-5, atol=1e-5)
+    for name, value in expected.items():
+        mine = found[0][name]
+        if not name.startswith("main."):
+            torch.testing.assert_close(mine, value, rtol=1e-6, atol=1e-9)
+        elif dtype == torch.float16:
+            assert bool((mine == value)[value.abs() >= 2.0**-16].all())
+            assert float((mine - value).abs().max() if value.numel() else 0) < 2.0**-36
+        else:
+            apart = (mine - value).abs()  # one ulp at a tie, of which there is one in a hundred numbers
+            assert int((apart > 0).sum()) <= 0.03 * max(value.numel(), 100)
+            assert value.numel() == 0 or float(apart.max()) <= 2.0**-21 * float(value.abs().max())
+
+
+def test_moments_of_8_bits_beside_remainders() -> None:
+    """Both together: the same bits on all backends, and 6.25 bytes a parameter."""
+    for dtype in (torch.float16, torch.bfloat16):
+        first, *others = (trained(dtype, RULES["adamw_fused"], backend=name, **HELD, **CODES)
+                          for name in ("reference", "native", "torch"))  # fmt: skip
+        assert all(same_bits(first, other) for other in others)
+    module = Bag([torch.randn(64, 128).half()])
+    optimizer = constant(module, RULES["adamw_fused"], 1.0, **HELD, **CODES)
+    set_grads(module, seed=0)
+    optimizer.step()
+    [param] = optimizer.live_state().main_params
+    [entry] = optimizer.state.values()
+    held = [param.model, param.memory, *(value for key, value in entry.items() if key != "step")]
+    assert sum(tensor.untyped_storage().nbytes() for tensor in held) == 6.25 * 64 * 128
+    assert param.main.untyped_storage().nbytes() == 0
+
+
+def test_little_is_decoded_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where kernels do not decode by themselves: into one piece of memory, for one parameter or some at a time."""
+    monkeypatch.setattr("megascale.step.decoded.DECODED_NUMEL", 2200)
+    module = odd(torch.float16)
+    optimizer = constant(module, RULES["adamw_fused"], 1.0, backend="reference", **HELD)
+    set_grads(module, seed=0)
+    optimizer.step()
+    [scratch] = optimizer._member.update._scratch.values()  # type: ignore[attr-defined]
+    assert 33 * 64 <= scratch.numel() <= 2200
+
+
+def test_overflow_keeps_the_element() -> None:
+    """A main param that would round to inf in fp16 stays what it was, others move, and the next step names it."""
+    module = Bag([torch.tensor([65440.0, -65440.0, 1.0]).half(), torch.ones(2).half()])
+    optimizer = constant(module, INNER["sgd"], 1.0, **HELD)
+    set_grads(module, seed=0)
+    grad_of(module[0]).copy_(torch.tensor([-20000.0, 20000.0, 1.0]))
+    try:
+        optimizer.step()
+    except MainParamOverflowError as error:
+        found: MainParamOverflowError = error
+    else:
+        set_grads(module, seed=1)
+        with pytest.raises(MainParamOverflowError) as caught:
+            optimizer.step()
+        found = caught.value
+    assert "main param of 'params.0' is 65520 or more" in str(found)
+    main = dict(optimizer.main_params())["params.0"]
+    assert main[:2].tolist() == [65440.0, -65440.0]
+    assert module[0].isfinite().all()
+    assert main[2] < 1
+
+
+def test_writes_from_outside_are_taken_over() -> None:
+    """A parameter that others wrote takes the model's values, as after reload_model_params; other parameters stay."""
+    module = odd(torch.bfloat16)
+    optimizer = constant(module, INNER["adamw_fused"], 1.0, **HELD)
+    for step in range(3):
+        set_grads(module, seed=step)
+        optimizer.step()
+    before = {name: main.clone() for name, main in optimizer.main_params()}
+    with torch.no_grad():
+        module[0][0, 0] = 3.0
+    for param in module.params:
+        param.grad = None
+    optimizer.step()
+    after = dict(optimizer.main_params())
+    assert bits_equal(after["params.0"], module[0].detach().float())
+    assert not bits_equal(before["params.0"], after["params.0"])
+    assert all(bits_equal(before[name], main) for name, main in after.items() if name != "params.0")
+    optimizer.reload_model_params()
+    mains = [main for _, main in optimizer.main_params()]
+    assert all(bits_equal(main, param.detach().float()) for main, param in zip(mains, module.params, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_state_dicts_travel(dtype: torch.dtype) -> None:
+    """A state dict holds fp32 main params: it loads with and without remainders, and training goes on alike."""
+    modules = [odd(dtype, seed) for seed in range(3)]
+    first, again, whole = (
+        constant(module, INNER["adamw_fused"], 256.0, **options)
+        for module, options in zip(modules, (HELD, HELD, {}), strict=True)
+    )
+    for step in range(3):
+        set_grads(modules[0], step, 256.0)
+        first.step()
+    saved = first.state_dict()
+    assert {main.dtype for main in saved["main_params"].values()} == {torch.float32}
+    again.load_state_dict(saved)
+    whole.load_state_dict(saved)
+    assert same_bits(snapshot(first, modules[0]), snapshot(whole, modules[2]))
+    again.load_state_dict(whole.state_dict())
+    for module, optimizer in zip(modules, (first, again, whole), strict=True):
+        set_grads(module, 5, 256.0)
+        optimizer.step()
+    assert same_bits(snapshot(first, modules[0]), snapshot(again, modules[1]))
+
+
+def test_averages_follow() -> None:
+    """AveragedMainParams reads decoded main params."""
+    found = []
+    for options in (HELD, {}):
+        module = odd(torch.float16)
+        optimizer = constant(module, INNER["sgd_momentum_fused"], 256.0, **options)
+        averages = AveragedMainParams(module, optimizer)
+        for step in range(3):
+            set_grads(module, step, 256.0)
+            averages.update_parameters(success=optimizer.step().success)
+        found.append([average.clone() for _, average in averages.averages()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=2.0**-38)
+
+
+def test_parameters_that_come_later_are_held_too() -> None:
+    """Unfrozen, added with a group, and replaced by another tensor; an fp32 parameter is its own main param."""
+    module = Bag([torch.ones(4).half(), torch.ones(4).half(), torch.ones(4)])
+    module[1].requires_grad_(False)
+    optimizer = constant(module, INNER["adamw_fused"], 1.0, **HELD)
+    extra = nn.Parameter(torch.ones(3).half())
+    module[1].requires_grad_(True)
+    optimizer.add_param_group({"params": [extra], "param_names": ["extra"]})
+    module[0].data = module[0].data.clone()
+    for _ in range(2):
+        set_grads(module, seed=0)
+        extra.grad = torch.ones_like(extra)
+        assert bool(optimizer.step().success)
+    held = {param.name: param.remainder is not None for param in optimizer.live_state().main_params}
+    assert held == {"params.0": True, "params.1": True, "params.2": False, "extra": True}
+    assert all(bool((main < 1).any()) for name, main in optimizer.main_params() if name == "extra")
+
+
+def test_muon_runs_on_remainders() -> None:
+    """Newton-Schulz reads and writes decoded matrices; the chain's AdamW holds remainders as well."""
+    found = []
+    for options in (HELD, {}):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)).bfloat16()
+        optimizer = build_optimizer(OptimizerConfig(bf16=True, optimizer="muon", lr=0.02, **options), module)
+        for step in range(3):
+            set_grads(module, seed=step)
+            optimizer.step()
+        found.append([param.detach().clone() for param in module.parameters()])
+    assert all(bits_equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_on_the_meta_device() -> None:
+    """Memory can be estimated: nothing is allocated, and nothing fails."""
+    module = nn.Linear(4, 4, device="meta", dtype=torch.float16)
+    inner = torch.optim.AdamW(module.parameters())
+    optimizer = MixedPrecisionOptimizer(inner, OptimizerConfig(fp16=True, **HELD), ConstantGradScaler(1.0))
+    assert all(main.is_meta and main.dtype == torch.float32 for _, main in optimizer.main_params())
