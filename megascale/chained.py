@@ -64,11 +64,14 @@ class ChainedOptimizer(torch.optim.Optimizer):
         members = [member for optimizer in self.optimizers for member in optimizer.recipe.members]
         vouched = all(optimizer.recipe.grads_are_scaled for optimizer in self.optimizers)
         self.recipe = StepRecipe(members, self.groups, first.grad_scaler, first.clip_grad, grads_are_scaled=vouched)
+        listener = next(filter(None, (one.recipe.overflows.listener for one in self.optimizers)), None)
         for optimizer in self.optimizers:
             # Loading into one member clears the errors of the whole chain.
             optimizer.recipe.errors, optimizer.recipe.watch = self.recipe.errors, self.recipe.watch
             optimizer.recipe.spikes = self.recipe.spikes
-            optimizer.recipe.overflows.is_chained = True
+            optimizer.recipe.overflows = self.recipe.overflows
+        if listener is not None:
+            listener.attach(self.recipe.overflows)
         super().__init__(self.param_groups, {})
         self._constructed = True
         self._names()
@@ -369,6 +372,14 @@ def _check(optimizers: Sequence[Any]) -> None:
             raise ArgumentError(
                 f"optimizers[{index}] has another groups.grad_stats than optimizers[0]; all must take one decision"
             )
+    listeners = [one.recipe.overflows.listener for one in optimizers]
+    heard = {id(listener): index for index, listener in enumerate(listeners) if listener is not None}
+    if len(heard) > 1:
+        indices = list(heard.values())
+        raise ArgumentError(
+            f"report_overflows() reports on optimizers[{indices[0]}] and optimizers[{indices[1]}], a chain has one "
+            "reporter, which tells of all its optimizers; call remove() of what the others returned"
+        )
     ids = [id(param) for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
     if len(ids) != len(set(ids)):
         raise ArgumentError("two of the optimizers hold the same parameter; give each parameter to one optimizer")

@@ -1,6 +1,6 @@
 """ScalerOverflows: which gradients overflowed in an iteration that a GradScaler skipped."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from weakref import ref
 
@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from megascale.host_view import HostView
 from megascale.step.overflow_report import OverflowEntry, OverflowReport, OwnOverflows, merged
-from megascale.step.overflows import GradObserver, SeenGrads, described
+from megascale.step.overflows import GradObserver, OverflowListener, SeenGrads, described
 from megascale.utils.collectives import all_gather_object, group_size
 from megascale.utils.dtensors import local
 
@@ -20,14 +20,14 @@ class ScalerOverflows:
 
     Attributes:
         observer: looks at gradients in backward; None: nobody does.
-        listener: called when the host knows that an iteration was skipped: at once on a CPU, else one late.
+        listener: is told when the host knows that an iteration was skipped: at once on a CPU, else one late.
         group: the ranks whose iterations are skipped together.
         names: of parameters, by id, in their order; others have the name or the position of their param group.
     """
 
     def __init__(self) -> None:
         self.observer: GradObserver | None = None
-        self.listener: Callable[[], None] | None = None
+        self.listener: OverflowListener | None = None
         self.group: ProcessGroup | None = None
         self.names: dict[int, str] = {}
         self._optimizers: list[ref[torch.optim.Optimizer]] = []
@@ -66,7 +66,7 @@ class ScalerOverflows:
 
     def _call(self) -> None:
         if self.listener is not None:
-            self.listener()
+            self.listener.on_skip()
 
     # Asked by the host
 

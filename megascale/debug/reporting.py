@@ -36,14 +36,26 @@ class OverflowReporter:
     def __init__(self, recorder: Recorder, model: nn.Module | None, path: Path | None, log: bool) -> None:
         self.num_skips = 0
         self._recorder = recorder
+        self._model = model
         self._path = path
         self._log = log
         named = _named_params(recorder, model)
         self._is_first = group_rank(recorder.group) == 0
         self._check()
+        self._watch = self._begin(recorder, named)
+
+    def _begin(self, recorder: Recorder, named: list[tuple[str, nn.Parameter]]) -> GradWatch:
+        """Look at the gradients of parameters, and listen to their recorder."""
         watched = {id(param): WatchedParam(name, index) for index, (name, param) in enumerate(named)}
-        self._watch = GradWatch(watched, [param for _, param in named], model)
-        recorder.observer, recorder.listener = self._watch, self._report
+        watch = GradWatch(watched, [param for _, param in named], self._model)
+        recorder.observer, recorder.listener = watch, self
+        return watch
+
+    def attach(self, recorder: OverflowRecorder) -> None:
+        """Report for the chain that the optimizer has become a member of, about the parameters of all its members."""
+        self.remove()
+        self._recorder = recorder
+        self._watch = self._begin(recorder, _named_params(recorder, self._model))
 
     def remove(self) -> None:
         """End the reports, and remove the hooks."""
@@ -54,11 +66,7 @@ class OverflowReporter:
     def _check(self) -> None:
         """Raise, on every rank alike, where reports exist already or cannot be written."""
         error: MegascaleError | None = None
-        if isinstance(self._recorder, OverflowRecorder) and self._recorder.is_chained:
-            error = ArgumentError(
-                "optimizer belongs to a ChainedOptimizer, which steps and skips for it; pass the ChainedOptimizer"
-            )
-        elif self._recorder.listener is not None:
+        if self._recorder.listener is not None:
             error = UsageError(
                 "report_overflows() reports on this optimizer already; call remove() of what it returned"
             )
@@ -70,7 +78,8 @@ class OverflowReporter:
                 error = ArgumentError(f"path={str(self._path)!r} cannot be written: {caught}; name another file")
         raise_together(error, self._recorder.group)
 
-    def _report(self) -> None:
+    def on_skip(self) -> None:
+        """Report a skipped step; called by the recorder, on every rank alike."""
         report = self._recorder.last_known(gather=True)
         self.num_skips += 1
         if report is None or not self._is_first:
@@ -107,7 +116,8 @@ def report_overflows(
     All ranks that skip together call it together, after the model is wrapped.
 
     Args:
-        optimizer: whose parameters.
+        optimizer: whose parameters. A member of a ChainedOptimizer stands for the whole chain, whether it is chained
+            before or after.
         model: as it is called, with its wrapper. The order of its parameters, which tells the likely origin, should be
             that of forward. None: the optimizer's order; FSDP2 and a GradScaler need the model.
         path: a file to which the first rank appends one JSON object a line for each parameter of a skipped step. Keys:

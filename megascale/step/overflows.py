@@ -6,7 +6,7 @@ If somebody listens, a skipped step is described as soon as the host knows of it
 memory, one step late on an accelerator, when its gradients are gone.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -44,6 +44,16 @@ class GradObserver(Protocol):
         """Return what was seen since the last call, without waiting for the device."""
 
 
+class OverflowListener(Protocol):
+    """Is told of skipped steps: :class:`megascale.debug.reporting.OverflowReporter`."""
+
+    def on_skip(self) -> None:
+        """Learn that a step was skipped. Called on every rank alike; it may communicate."""
+
+    def attach(self, recorder: "OverflowRecorder") -> None:
+        """Listen to ``recorder`` from here on, and observe the gradients of its parameters."""
+
+
 @dataclass(frozen=True)
 class _Record:
     """What is kept of one step.
@@ -74,17 +84,15 @@ class OverflowRecorder:
 
     Attributes:
         observer: looks at gradients in backward; None: nobody does.
-        listener: called on every rank alike when the host knows that a step was skipped. It may communicate.
+        listener: is told, on every rank alike, when the host knows that a step was skipped.
         num_losses: how many losses were scaled since the last step.
         group: the ranks that skip together.
-        is_chained: the recipe is that of one optimizer in a chain, whose steps the chain's own recorder records.
     """
 
     def __init__(self, members: Sequence[StepMember], groups: ParallelGroups, device: torch.device) -> None:
         self.observer: GradObserver | None = None
-        self.listener: Callable[[], None] | None = None
+        self.listener: OverflowListener | None = None
         self.num_losses = 0
-        self.is_chained = False
         self._num_records = 0
         self.group = groups.grad_stats
         self._members = list(members)
@@ -148,7 +156,7 @@ class OverflowRecorder:
         self._skipped = replace(record, scale=_on_host(record.scale)) if self._on_host else record
         if self.listener is not None:
             self._read(self._skipped, grads_are_there=self._on_host)
-            self.listener()
+            self.listener.on_skip()
 
     # Asked by the host
 

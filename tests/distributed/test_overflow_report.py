@@ -3,12 +3,15 @@
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode
 
+from megascale import ChainedOptimizer, DistributedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer
 from megascale.debug import report_overflows
+from megascale.grad_sync import GradSync
 from tests.cases import cases
-from tests.overflow_cases import POISON, SCALE, SETTINGS, owner_of_scale, rows_of, step
+from tests.overflow_cases import POISON, SCALE, SETTINGS, Planted, owner_of_scale, rows_of, step
 from tests.pool import RankPool
 
 BACKENDS = ("native", "torch", "reference", "triton")
@@ -66,6 +69,41 @@ def test_planted_overflow_is_named_on_each_rank(ranks: RankPool, setting: str) -
     """The same on each of the ranks in turn, with each kind, on the backend of CPUs."""
     results = ranks.run(4, _plant_on_each_rank, setting, "native", list(POISON), [0, 1, 2, 3])
     assert results == [_expected(list(POISON), [0, 1, 2, 3])] * 4
+
+
+def _chain_with_reporter(member: int, before: bool) -> list[Any]:
+    """Plant inf on rank 1 in a chain of a sharded optimizer and two others, reported on through one of them."""
+    model, scaler = Planted().half(), DynamicGradScaler(SCALE, 1.0, hysteresis=1)
+    first, middle, head = (
+        [(name, param) for name, param in model.named_parameters() if name.startswith(layer)]
+        for layer in ("first", "middle", "head")
+    )
+    parts = [
+        MixedPrecisionOptimizer(torch.optim.AdamW(first), None, scaler, replicas_may_differ=True),
+        DistributedOptimizer(torch.optim.AdamW(middle), None, scaler, modules=model),
+        MixedPrecisionOptimizer(torch.optim.AdamW(head), None, scaler, grad_sync=GradSync(head)),
+    ]
+    early = report_overflows(parts[member], model=model, log=False) if before else None
+    chain = ChainedOptimizer(parts)
+    reporter = early or report_overflows(parts[member], model=model, log=False)
+    if dist.get_rank() == 1:
+        model.values = POISON["inf"]
+    assert not step(model, chain)
+    reports = [chain.last_overflow(), *(part.last_overflow() for part in parts)]
+    reporter.remove()
+    assert not step(model, chain)
+    before_reduction = [report is not None and report.before_reduction for report in reports]
+    return [reporter.num_skips, [rows_of(report) for report in reports], before_reduction]
+
+
+def _reporters_of_members() -> list[list[Any]]:
+    return [_chain_with_reporter(member, before) for member in range(3) for before in (True, False)]
+
+
+def test_members_share_the_report_of_their_chain(ranks: RankPool) -> None:
+    """A reporter of any member, plain, sharded or with GradSync, made before or after the chain, reports for all."""
+    row = ("middle.weight", 1, "inf", 2, 0)
+    assert ranks.run(2, _reporters_of_members) == [[[1, [[row]] * 4, [True] * 4]] * 6] * 2
 
 
 def _collectives(setting: str) -> list[int]:

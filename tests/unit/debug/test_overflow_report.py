@@ -238,15 +238,18 @@ def test_bad_arguments_are_refused(tmp_path: Path) -> None:
         report_overflows(optimizer)
 
 
-def test_an_optimizer_in_a_chain_is_refused() -> None:
-    """The chain steps in its place, so that it would never report; the chain's reporter does."""
-    model, optimizer = _wrapped()
-    chain = ChainedOptimizer([optimizer])
-    with pytest.raises(ArgumentError, match="pass the ChainedOptimizer"):
-        report_overflows(optimizer)
-    reporter = report_overflows(chain, log=False)
-    _overflow(model, chain)
-    assert reporter.num_skips == 1
+def test_a_chain_has_one_reporter() -> None:
+    """Two members that are reported on cannot be chained: nothing has changed then. One of them is enough."""
+    model, scaler = Planted().half(), DynamicGradScaler(2.0**4, 1.0, hysteresis=1)
+    parts = [
+        MixedPrecisionOptimizer(torch.optim.AdamW(list(layer.parameters())), None, scaler)
+        for layer in (model.first, model.middle, model.head)
+    ]
+    first, second = (report_overflows(part, log=False) for part in parts[1:])
+    with pytest.raises(ArgumentError, match=r"reports on optimizers\[1\] and optimizers\[2\]"):
+        ChainedOptimizer(parts)
+    second.remove()
+    assert first is parts[1].recipe.overflows.listener
 
 
 def test_a_full_disk_stops_the_file_not_the_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
