@@ -1,6 +1,7 @@
 """ScalerOverflows: which gradients overflowed in an iteration that a GradScaler skipped."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 from weakref import ref
 
@@ -9,10 +10,31 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megascale.host_view import HostView
+from megascale.step import non_finite_module
+from megascale.step.non_finite_module import ModuleEvents
 from megascale.step.overflow_report import OverflowEntry, OverflowReport, OwnOverflows, merged
 from megascale.step.overflows import GradObserver, OverflowListener, SeenGrads, described
 from megascale.utils.collectives import all_gather_object, group_size
 from megascale.utils.dtensors import local
+
+Entries = tuple[OverflowEntry, ...]
+
+
+@dataclass(frozen=True)
+class _Iteration:
+    """What is kept of one iteration.
+
+    Attributes:
+        step: its number.
+        flags: `found_inf`, by optimizer and device, fp32 and 0-d.
+        seen: None: nobody looked in backward.
+        modules: what watches of the model saw.
+    """
+
+    step: int
+    flags: list[Tensor]
+    seen: SeenGrads | None
+    modules: list[ModuleEvents]
 
 
 class ScalerOverflows:
@@ -32,7 +54,7 @@ class ScalerOverflows:
         self.names: dict[int, str] = {}
         self._optimizers: list[ref[torch.optim.Optimizer]] = []
         self._num_updates = 0
-        self._newest: tuple[int, list[Tensor], SeenGrads | None] | None = None
+        self._newest: _Iteration | None = None
         self._own: OwnOverflows | None = None
         self._report: OverflowReport | None = None
         self._view = HostView()
@@ -51,7 +73,8 @@ class ScalerOverflows:
         ``flags``: `found_inf`, by optimizer and device, fp32 and 0-d.
         """
         seen = None if self.observer is None else self.observer.take()
-        known, self._newest = self._newest, (self._num_updates, list(flags), seen)
+        modules = non_finite_module.take(self._params)
+        known, self._newest = self._newest, _Iteration(self._num_updates, list(flags), seen, modules)
         self._num_updates += 1
         if scale.device.type == "cpu":
             if _is_set(flags):
@@ -60,8 +83,7 @@ class ScalerOverflows:
         elif self.listener is not None:
             late = self._view.push({str(index): flag for index, flag in enumerate(flags)})
             if late is not None and known is not None and any(late.values()):
-                step, _, before = known
-                self._keep(step, None, () if before is None else before.entries(), ())
+                self._keep(known, None, () if known.seen is None else known.seen.entries(), ())
                 self._call()
 
     def _call(self) -> None:
@@ -72,7 +94,7 @@ class ScalerOverflows:
 
     def last(self, *, gather: bool) -> OverflowReport | None:
         """Return the report of the last skipped iteration, None before the first. Waits for the device."""
-        if self._newest is not None and _is_set(self._newest[1]):
+        if self._newest is not None and _is_set(self._newest.flags):
             self._read(None)
         return self.last_known(gather=gather)
 
@@ -85,25 +107,30 @@ class ScalerOverflows:
 
     def _read(self, scale: float | None) -> None:
         """Describe the newest iteration, once, from the gradients that there are."""
-        if self._newest is None or (self._own is not None and self._own.step == self._newest[0]):
+        newest = self._newest
+        if newest is None or (self._own is not None and self._own.step == newest.step):
             return
-        step, _, before = self._newest
         entries = tuple(self._entries())
-        seen = None if before is None else before.entries()
+        seen = None if newest.seen is None else newest.seen.entries()
         if seen is None and group_size(self.group) == 1 and not torch.distributed.is_initialized():
             seen = entries
-        self._keep(step, scale, seen, entries)
+        self._keep(newest, scale, seen, entries)
 
-    def _keep(
-        self, step: int, scale: float | None, seen: tuple[OverflowEntry, ...] | None, entries: tuple[OverflowEntry, ...]
-    ) -> None:
-        self._own, self._report = OwnOverflows(step, scale, seen, entries), None
+    def _keep(self, known: _Iteration, scale: float | None, seen: Entries | None, entries: Entries) -> None:
+        module = non_finite_module.first_of(known.modules)
+        self._own, self._report = OwnOverflows(known.step, scale, seen, entries, module), None
+
+    def _params(self) -> Iterator[Tensor]:
+        return (param for group in self._param_groups() for param in group["params"])
+
+    def _param_groups(self) -> Iterator[dict[str, Any]]:
+        optimizers = (known() for known in self._optimizers)
+        return (group for optimizer in optimizers if optimizer is not None for group in optimizer.param_groups)
 
     def _entries(self) -> Iterator[OverflowEntry]:
         indices = {key: index for index, key in enumerate(self.names)}
-        optimizers = (known() for known in self._optimizers)
         position = 0
-        for group in (group for optimizer in optimizers if optimizer is not None for group in optimizer.param_groups):
+        for group in self._param_groups():
             given = group.get("param_names") or [None] * len(group["params"])
             for param, name in zip(group["params"], given, strict=True):
                 name = self.names.get(id(param)) or name or str(position)

@@ -1,8 +1,9 @@
 """Tools for the question "which layer overflowed?". None of them changes a bit of training."""
 
-from megascale.debug.modules import ModuleWatch, NonFiniteModule, TensorStatistics, watch
+from megascale.debug.modules import ModuleWatch, watch
 from megascale.debug.reporting import OverflowReporter, report_overflows
 from megascale.debug.underflow import UnderflowMeter
+from megascale.step.non_finite_module import NonFiniteModule, TensorStatistics
 
 __all__ = [
     "ModuleWatch",

@@ -12,57 +12,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from megascale.errors import ArgumentTypeError
+from megascale.step.non_finite_module import NonFiniteModule, TensorStatistics, announce, withdraw
+from megascale.step.overflows import own_rank
 from megascale.utils.dtensors import local
 from megascale.utils.staging import staged
 
 NUM_STATISTICS = 4
-
-
-@dataclass(frozen=True)
-class TensorStatistics:
-    """Statistics of a module's inputs, or of its outputs, over all their floating-point tensors.
-
-    Attributes:
-        minimum, maximum, mean_abs: of the finite elements; 0 without any.
-        share_non_finite: inf and NaN among all elements.
-        dtype: of the first tensor.
-    """
-
-    minimum: float
-    maximum: float
-    mean_abs: float
-    share_non_finite: float
-    dtype: torch.dtype
-
-    def __str__(self) -> str:
-        return (
-            f"{str(self.dtype).removeprefix('torch.')} between {self.minimum:g} and {self.maximum:g}, mean magnitude "
-            f"{self.mean_abs:g}, {self.share_non_finite:.3%} not finite"
-        )
-
-
-@dataclass(frozen=True)
-class NonFiniteModule:
-    """Where inf or NaN appeared first.
-
-    Attributes:
-        module: its name in the model; the model itself has its class's name.
-        phase: "forward": its output was not finite. "backward": the gradient of its output was not; what follows the
-            module in forward has made it.
-        call: which of the module's calls, from 0, since the last :meth:`ModuleWatch.clear`.
-        inputs: of the module, in that call.
-        found: of its output, or of its output's gradient.
-    """
-
-    module: str
-    phase: str
-    call: int
-    inputs: TensorStatistics
-    found: TensorStatistics
-
-    def __str__(self) -> str:
-        what = "output" if self.phase == "forward" else "gradient of the output"
-        return f"{what} of {self.module!r} (call {self.call}): {self.found}; inputs: {self.inputs}"
 
 
 @dataclass(frozen=True)
@@ -75,11 +30,36 @@ class _Site:
     dtype: torch.dtype
 
 
+Rows = dict[torch.device, Tensor]
+"""On each device the numbers of its first event that was not finite: its number, site, call, and the statistics of
+inputs and of what was found. fp32, shape [11]; a negative number: there was none."""
+
+
+@dataclass(frozen=True)
+class _Events:
+    """What was seen between two steps: rows that no later event writes, and the sites that they refer to."""
+
+    rows: Rows
+    sites: dict[_Site, int]
+
+    def first(self) -> NonFiniteModule | None:
+        """Return where inf or NaN appeared first, or None. Waits for the device."""
+        rows = [row.tolist() for row in self.rows.values()]
+        found = min((row for row in rows if row[0] >= 0), default=None)
+        if found is None:
+            return None
+        _, index, call, *numbers = found
+        site = list(self.sites)[int(index)]
+        inputs = _as_statistics(numbers[:NUM_STATISTICS], site.input_dtype)
+        output = _as_statistics(numbers[NUM_STATISTICS:], site.dtype)
+        return NonFiniteModule(site.module, site.phase, int(call), inputs, output, own_rank())
+
+
 class ModuleWatch:
     """Hooks on all modules of a model; :func:`watch` makes it. A context manager that removes them at its end.
 
-    Each device keeps one row of numbers, that of the first event: nothing is read until :meth:`first`. The hooks refer
-    to this object weakly.
+    Each device keeps the numbers of the first event: nothing is read until :meth:`first`, or until a skipped step is
+    reported. The hooks refer to this object weakly, and it to the model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -88,33 +68,42 @@ class ModuleWatch:
         self._handles: list[RemovableHandle] = []
         self._removal = finalize(self, _remove, self._handles)
         self._removal.atexit = False
+        self._model = ref(model)
         self.clear()
+        announce(self)
         for name, module in model.named_modules():
             label = name or type(model).__name__
             self._handles.append(module.register_forward_hook(_forward_hook(self, label), with_kwargs=True))
 
     def clear(self) -> None:
         """Forget what was seen."""
-        self._rows: dict[torch.device, Tensor] = {}
+        self._rows: Rows = {}  # since the last step
+        self._before: Rows = {}  # until then
         self._sites: dict[_Site, int] = {}
         self._calls: dict[str, int] = {}
         self._num_events = 0
 
     def first(self) -> NonFiniteModule | None:
         """Return where inf or NaN appeared first since the last :meth:`clear`, or None. Waits for the device."""
-        rows = [row.tolist() for row in self._rows.values()]
-        found = min((row for row in rows if row[0] >= 0), default=None)
-        if found is None:
-            return None
-        _, index, call, *numbers = found
-        site = list(self._sites)[int(index)]
-        inputs = _as_statistics(numbers[:NUM_STATISTICS], site.input_dtype)
-        output = _as_statistics(numbers[NUM_STATISTICS:], site.dtype)
-        return NonFiniteModule(site.module, site.phase, int(call), inputs, output)
+        return _Events(_earlier(self._before, self._rows), self._sites).first()
 
     def remove(self) -> None:
-        """Remove the hooks. What was seen stays."""
+        """Remove the hooks. What was seen stays, and later steps do not report it."""
+        withdraw(self)
         self._removal()
+
+    # Called by a step
+
+    def has_param_of(self, ids: set[int]) -> bool:
+        """Return whether the model has a parameter with one of these ids."""
+        model = self._model()
+        return model is not None and any(id(param) in ids for param in model.parameters())
+
+    def take(self) -> _Events:
+        """Return what was seen since the last call, without waiting for the device."""
+        taken, self._rows = self._rows, {}
+        self._before = _earlier(self._before, taken)
+        return _Events(taken, self._sites)
 
     def __enter__(self) -> "ModuleWatch":
         return self
@@ -159,10 +148,19 @@ class ModuleWatch:
         self._rows[found.device] = torch.where(is_first, row, kept)
 
 
+def _earlier(before: Rows, rows: Rows) -> Rows:
+    """Return the rows of the first events of two spans of time. Nothing is read."""
+    merged = before | rows
+    for device in before.keys() & rows.keys():
+        merged[device] = torch.where(before[device][0] < 0, rows[device], before[device])
+    return merged
+
+
 def watch(model: nn.Module) -> ModuleWatch:
     """Watch all modules of ``model`` until :meth:`ModuleWatch.remove`; :meth:`ModuleWatch.first` tells what was seen.
 
-    Hold on to what is returned: the hooks end with it. Each call of a module costs some passes over its inputs and
+    Hold on to what is returned: the hooks end with it. While they are there, the overflow reports of the optimizer of
+    the model's parameters name the module, too. Each call of a module costs some passes over its inputs and
     outputs, and each backward over the gradients of its outputs; nothing waits for the device. Submodules come before
     the module that calls them. Watch the bare model, before ``torch.compile``.
 

@@ -122,7 +122,8 @@ def report_overflows(
             that of forward. None: the optimizer's order; FSDP2 and a GradScaler need the model.
         path: a file to which the first rank appends one JSON object a line for each parameter of a skipped step. Keys:
             ``step``, ``scale``, ``rank``, ``parameter``, ``kind``, ``num_inf``, ``num_nan``, ``numel``,
-            ``largest_finite``, ``micro_batch``, ``origin``; null: unknown, and for the rank: all ranks alike.
+            ``largest_finite``, ``micro_batch``, ``origin``, and ``module``, ``module_phase``, ``module_rank`` of
+            :func:`megascale.debug.watch`; null: unknown, and for the rank: all ranks alike.
         log: write a line into the log "megascale" of the first rank at the 1st, 2nd, 4th, 8th, ... skipped step.
 
     Raises:
@@ -151,6 +152,8 @@ def line_of(report: OverflowReport, num_skips: int) -> str:
         where = "all ranks" if origin.rank is None else f"rank {origin.rank}"
         kind = origin.kind or "inf or nan"
         head += f", likely from {origin.parameter!r} ({where}: {origin.num_non_finite} of {origin.numel} {kind})"
+    if report.module is not None:
+        head += f", first in the {report.module.phase} of {report.module.module!r} on rank {report.module.rank}"
     return f"{head}; skip {num_skips}, the next line is about skip {2 * num_skips}"
 
 

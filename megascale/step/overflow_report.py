@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megascale.errors import MOST_NAMES
+from megascale.step.non_finite_module import NonFiniteModule
 
 COLUMNS = ("parameter", "rank", "micro-batch", "non-finite", "of", "largest finite")
 MOST_ROWS = 32
@@ -58,6 +59,7 @@ class OverflowReport:
         before_reduction: whether ranks are those on which gradients overflowed, before any reduction. Otherwise those
             that hold the reduced gradient.
         all_ranks: whether the entries are those of all ranks.
+        module: in which inf or NaN appeared first, while :func:`megascale.debug.watch` watched the model; else None.
     """
 
     step: int
@@ -65,6 +67,7 @@ class OverflowReport:
     entries: tuple[OverflowEntry, ...]
     before_reduction: bool = False
     all_ranks: bool = False
+    module: NonFiniteModule | None = None
 
     @property
     def origin(self) -> OverflowEntry | None:
@@ -103,6 +106,9 @@ class OverflowReport:
                 "largest_finite": entry.largest_finite,
                 "micro_batch": entry.micro_batch,
                 "origin": entry is origin,
+                "module": None if self.module is None else self.module.module,
+                "module_phase": None if self.module is None else self.module.phase,
+                "module_rank": None if self.module is None else self.module.rank,
             }
             for entry in self.entries
         ]
@@ -110,8 +116,9 @@ class OverflowReport:
     def __str__(self) -> str:
         scale = "unknown" if self.scale is None else f"{self.scale:g}"
         head = f"step {self.step} was skipped at scale {scale}"
+        ends = [] if self.module is None else [f"first on rank {self.module.rank}: {self.module}"]
         if not self.entries:
-            return f"{head}: {self._why_empty()}"
+            return "\n".join([f"{head}: {self._why_empty()}", *ends])
         count = len({entry.parameter for entry in self.entries})
         lines = [f"{head}: {count} parameter{'s' if count > 1 else ''} with non-finite gradients"]
         origin = self.origin
@@ -123,7 +130,7 @@ class OverflowReport:
             lines.append(f"and {len(self.entries) - len(shown)} more")
         if not self.before_reduction:
             lines.append("(ranks: of gradients as they were at the step; report_overflows() tells where they arose)")
-        return "\n".join(lines)
+        return "\n".join(lines + ends)
 
     def _why_empty(self) -> str:
         if self.all_ranks:
@@ -139,18 +146,21 @@ class OwnOverflows:
         step, scale: see :class:`OverflowReport`.
         before_reduction: of the gradients that its own backward made; None: nobody looked at them.
         at_the_step: of the gradients that the step was given.
+        module: see :class:`OverflowReport`.
     """
 
     step: int
     scale: float | None
     before_reduction: tuple[OverflowEntry, ...] | None
     at_the_step: tuple[OverflowEntry, ...]
+    module: NonFiniteModule | None = None
 
     def report(self) -> OverflowReport:
         """Return what this rank can tell alone."""
         if self.before_reduction is None:
-            return OverflowReport(self.step, self.scale, in_order(self.at_the_step))
-        return OverflowReport(self.step, self.scale, in_order(self.before_reduction), before_reduction=True)
+            return OverflowReport(self.step, self.scale, in_order(self.at_the_step), module=self.module)
+        entries = in_order(self.before_reduction)
+        return OverflowReport(self.step, self.scale, entries, before_reduction=True, module=self.module)
 
 
 def merged(ranks: Sequence[OwnOverflows]) -> OverflowReport:
@@ -160,14 +170,16 @@ def merged(ranks: Sequence[OwnOverflows]) -> OverflowReport:
     every rank has alike becomes one entry of rank None.
     """
     scale = next((rank.scale for rank in ranks if rank.scale is not None), None)
+    modules = [rank.module for rank in ranks if rank.module is not None]
+    module = min(modules, key=lambda one: one.order, default=None)
     own = [entry for rank in ranks for entry in rank.before_reduction or ()]
     if own:
-        return OverflowReport(ranks[0].step, scale, in_order(own), before_reduction=True, all_ranks=True)
+        return OverflowReport(ranks[0].step, scale, in_order(own), before_reduction=True, all_ranks=True, module=module)
     entries = [entry for rank in ranks for entry in rank.at_the_step]
     counts = Counter(replace(entry, rank=None) for entry in entries)
     shared = [entry for entry, count in counts.items() if count == len(ranks) > 1]
     rest = [entry for entry in entries if replace(entry, rank=None) not in shared]
-    return OverflowReport(ranks[0].step, scale, in_order([*shared, *rest]), all_ranks=True)
+    return OverflowReport(ranks[0].step, scale, in_order([*shared, *rest]), all_ranks=True, module=module)
 
 
 def in_order(entries: Iterable[OverflowEntry]) -> tuple[OverflowEntry, ...]:

@@ -18,10 +18,12 @@ from megascale.grad_scaler import MegatronGradScaler
 from megascale.kernels import describe_non_finite
 from megascale.main_params.main_param import MainParam
 from megascale.parallel import ParallelGroups
+from megascale.step import non_finite_module
 from megascale.step.grad_stats import GradStats
 from megascale.step.local_grads import Collected
 from megascale.step.member import StepMember
 from megascale.step.misuse import Statistics, was_skipped
+from megascale.step.non_finite_module import ModuleEvents
 from megascale.step.overflow_report import OverflowEntry, OverflowReport, OwnOverflows, merged
 from megascale.utils.collectives import all_gather_object, group_size
 from megascale.utils.dtensors import local
@@ -67,6 +69,7 @@ class _Record:
         scale: of the loss, a number or shape [1]; None: not kept.
         micro_batch: 0 if there was one backward; None: unknown.
         seen: None: nobody looked in backward.
+        modules: what watches of the model saw.
     """
 
     serial: int
@@ -77,6 +80,7 @@ class _Record:
     scale: Tensor | float | None
     micro_batch: int | None
     seen: SeenGrads | None
+    modules: list[ModuleEvents]
 
 
 class OverflowRecorder:
@@ -132,6 +136,7 @@ class OverflowRecorder:
             self._scale_of(scaler),
             0 if self.num_losses == 1 else None,
             None if self.observer is None else self.observer.take(),
+            non_finite_module.take(self._params),
         )
         self.num_losses = 0
         known, self._newest = record if self._on_host else self._newest, record
@@ -190,7 +195,8 @@ class OverflowRecorder:
         seen = None if record.seen is None else record.seen.entries()
         if seen is None and group_size(self.group) == 1:
             seen = entries  # nobody reduces them
-        self._own = OwnOverflows(step, _on_host(record.scale), seen, entries)
+        module = non_finite_module.first_of(record.modules)
+        self._own = OwnOverflows(step, _on_host(record.scale), seen, entries, module)
 
     def _entries(self, record: _Record, grads_are_there: bool) -> Entries:
         """Return the gradients of the step that were not finite."""
@@ -213,6 +219,9 @@ class OverflowRecorder:
     def named_params(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of all members, in their order, and their names."""
         return ((param.name, param.model) for member in self._members for param in member.main_params)
+
+    def _params(self) -> Iterator[nn.Parameter]:
+        return (param for _, param in self.named_params())
 
 
 def _on_host(scale: Tensor | float | None) -> float | None:

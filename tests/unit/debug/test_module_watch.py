@@ -1,13 +1,17 @@
 """watch(): the first module whose output or gradient is not finite, and what went into it."""
 
 import gc
+import json
+import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from megascale.debug import watch
+from megascale import DynamicGradScaler, MixedPrecisionOptimizer, amp
+from megascale.debug import report_overflows, watch
 from megascale.errors import ArgumentTypeError
 from tests.counting import OperatorCounter
 
@@ -128,3 +132,73 @@ def test_structures_and_integers_pass() -> None:
     assert found.found.share_non_finite == 0.5
     with pytest.raises(ArgumentTypeError, match="model must be a"):
         watch(3)  # type: ignore[arg-type]
+
+
+def _overflowing_optimizer() -> tuple[nn.Module, MixedPrecisionOptimizer]:
+    """Return a model whose second layer overflows fp16 for inputs of ones."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    nn.init.ones_(layers[0].weight)
+    nn.init.constant_(layers[1].weight, 1e4)
+    for layer in layers:
+        nn.init.zeros_(layer.bias)
+    model = nn.Sequential(*layers).half()
+    inner = torch.optim.SGD(model.named_parameters(), lr=1e-6)
+    return model, MixedPrecisionOptimizer(inner, None, DynamicGradScaler(1.0, 1.0))
+
+
+def _step(model: nn.Module, optimizer: MixedPrecisionOptimizer, value: float) -> None:
+    optimizer.zero_grad()
+    optimizer.scale_loss(model(torch.full((1, 4), value).half()).float().square().sum()).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_overflow_reports_name_the_module(late: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """While the watch is there: the module of the skipped step itself, in the report, the log line and the file."""
+    model, optimizer = _overflowing_optimizer()
+    optimizer.recipe.errors._on_host = optimizer.recipe.overflows._on_host = not late
+    report_overflows(optimizer, model=model, path=tmp_path / "overflows.jsonl")
+    seen = watch(model)
+    with caplog.at_level(logging.WARNING, logger="megascale"):
+        for value in (0.0, 1.0, 0.0, torch.nan, 0.0):
+            _step(model, optimizer, value)
+    report = optimizer.last_overflow()
+    assert report is not None
+    assert report.module is not None
+    assert (report.step, report.module.module, report.module.phase, report.module.rank) == (3, "0", "forward", 0)
+    assert f"first on rank 0: {report.module}" in str(report)
+    assert "first in the forward of '1' on rank 0" in caplog.records[0].getMessage()
+    rows = [json.loads(line) for line in (tmp_path / "overflows.jsonl").read_text().splitlines()]
+    found = {(row["step"], row["module"], row["module_phase"], row["module_rank"]) for row in rows}
+    assert found == {(1, "1", "forward", 0), (3, "0", "forward", 0)}
+    first = seen.first()
+    assert first is not None
+    assert first.module == "1"
+    seen.remove()
+    _step(model, optimizer, torch.nan)
+    report = optimizer.last_overflow()
+    assert report is not None
+    assert (report.step, report.module) == (5, None)
+
+
+def test_reports_name_modules_of_their_own_model() -> None:
+    """Of another model's watch an optimizer learns nothing. A GradScaler's report names the module, too."""
+    model, optimizer = _overflowing_optimizer()
+    other, _ = _overflowing_optimizer()
+    _others = watch(other)
+    other(torch.full((2, 4), torch.nan).half())
+    _step(model, optimizer, 1.0)
+    report = optimizer.last_overflow()
+    assert report is not None
+    assert report.module is None
+    plain = nn.Linear(2, 1)
+    scaler, inner = amp.GradScaler("cpu"), torch.optim.SGD(plain.parameters(), lr=0.1)
+    _kept = watch(plain)
+    scaler.scale(plain(torch.full((1, 2), torch.inf)).sum()).backward()
+    scaler.step(inner)
+    scaler.update()
+    report = scaler.last_overflow()
+    assert report is not None
+    assert report.module is not None
+    assert report.module.module == "Linear"

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from megascale import ChainedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer, amp
-from megascale.debug import report_overflows
+from megascale.debug import NonFiniteModule, TensorStatistics, report_overflows
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.step.overflow_report import OverflowEntry, OwnOverflows, merged
 from megascale.step.overflows import OverflowRecorder
@@ -22,7 +22,7 @@ from tests.overflow_cases import AmpLoop, Planted, rows_of, step
 
 KEYS = {
     *("step", "scale", "rank", "parameter", "kind", "num_inf", "num_nan", "numel", "largest_finite", "micro_batch"),
-    "origin",
+    *("origin", "module", "module_phase", "module_rank"),
 }
 ROW = ("middle.weight", 0, "inf", 2, 0)
 
@@ -293,6 +293,19 @@ def test_ranks_are_merged() -> None:
     assert [one.parameter for one in merged(own).entries] == ["b"]
     in_the_sum = [OwnOverflows(3, 8.0, (), (_entry("a", rank, 0),)) for rank in range(2)]
     assert [(one.parameter, one.rank) for one in merged(in_the_sum).entries] == [("a", None)]
+
+
+def test_the_module_of_the_first_forward_is_told() -> None:
+    """Of several ranks: forward before backward, then the earliest call, then the lowest rank."""
+    numbers = TensorStatistics(0.0, 1.0, 0.5, 0.0, torch.float16)
+    seen = [("c", "backward", 0), ("a", "forward", 2), None, ("b", "forward", 1), ("d", "forward", 1)]
+    ranks = [
+        OwnOverflows(3, 8.0, None, (), None if one is None else NonFiniteModule(*one, numbers, numbers, rank))
+        for rank, one in enumerate(seen)
+    ]
+    module = merged(ranks).module
+    assert module is not None
+    assert (module.module, module.rank) == ("b", 3)
 
 
 def test_long_reports_are_cut() -> None:
