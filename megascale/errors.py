@@ -60,11 +60,11 @@ class InnerStepError(MegascaleError, RuntimeError):
 
 
 class SkippedStepsError(MegascaleError, RuntimeError):
-    """More steps in a row were skipped than ``config.max_consecutive_skips`` allows."""
+    """More steps in a row were skipped than ``max_consecutive_skips`` allows."""
 
 
 class MinScaleError(SkippedStepsError):
-    """More overflows in a row came at the smallest loss scale than ``config.max_overflows_at_min_scale`` allows."""
+    """More overflows in a row came at the smallest loss scale than ``max_overflows_at_min_scale`` allows."""
 
 
 class CheckpointError(MegascaleError, RuntimeError):

@@ -17,7 +17,7 @@ from megascale.amp.agreement import Agreement, Squares
 from megascale.amp.errors import ScalerArgumentError, ScalerOrderError
 from megascale.amp.local_grads import LocalGrads, found_in, squares_in
 from megascale.amp.overflows import ScalerOverflows
-from megascale.amp.skip_budget import SkipBudget
+from megascale.amp.skip_budget import Budget, SkipCounter
 from megascale.chained import ChainedOptimizer
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.kernels import Backend, select_backend, stats_dtype
@@ -75,6 +75,9 @@ class GradScaler(torch.amp.GradScaler):
         max_scale: the scale never grows above it. None: only fp32 limits it, as in torch.
         max_consecutive_skips: more skipped steps in a row than this raise SkippedStepsError in :meth:`update`, when the
             scale has been updated; on an accelerator one step later. None: no limit.
+        max_overflows_at_min_scale: more steps in a row than this that overflow while the scale is ``min_scale`` raise
+            MinScaleError, likewise. Give a ``min_scale``: the default is reached after 142 overflows in a row from
+            2**16. A constant scale is no minimum. None: no limit.
         process_group: ranks that decide together. None: this rank alone, except that the ranks of a DTensor's mesh
             always agree. DistributedDataParallel needs none; FSDP1 (as with ShardedGradScaler), pipeline stages and
             different losses on different ranks need one.
@@ -99,6 +102,7 @@ class GradScaler(torch.amp.GradScaler):
         min_scale: float = validate.SMALLEST_SCALE,
         max_scale: float | None = None,
         max_consecutive_skips: int | None = None,
+        max_overflows_at_min_scale: int | None = None,
         process_group: ProcessGroup | None = None,
     ) -> None:
         if enabled and device == "cuda" and amp_definitely_not_available():
@@ -117,7 +121,9 @@ class GradScaler(torch.amp.GradScaler):
             self._init_hysteresis_tracker = hysteresis
             self._hysteresis_tracker: Tensor | None = None
             self._backends: dict[torch.device, Backend] = {}
-            self._budget = None if max_consecutive_skips is None else SkipBudget(max_consecutive_skips)
+            floor = None if self._is_constant else self._limits.min_scale
+            budget = Budget(max_consecutive_skips, max_overflows_at_min_scale, floor)
+            self._skips = SkipCounter(budget) if budget.is_limited else None
             self.overflows = ScalerOverflows()
             self.overflows.group = process_group
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
@@ -184,12 +190,15 @@ class GradScaler(torch.amp.GradScaler):
             ScalerOrderError: an AssertionError: no step was taken, or nothing was scaled.
             ArgumentError: for a number outside the limits, or a tensor that does not fit.
             SkippedStepsError: for more skips in a row than ``max_consecutive_skips``.
+            MinScaleError: for more overflows in a row at ``min_scale`` than ``max_overflows_at_min_scale``.
         """
         if not self._enabled:
             return
         scale, growth_tracker = self._check_scale_growth_tracker("update")
         found_infs = [flag for state in self._per_optimizer_states.values() for flag in _flags(state)]
         self.overflows.observe(found_infs, scale)
+        if self._skips is not None and found_infs:
+            self._skips.count(_any(found_infs, scale.device), scale)
         if new_scale is not None:
             self._set_scale(scale, new_scale)
         else:
@@ -207,8 +216,8 @@ class GradScaler(torch.amp.GradScaler):
                     interval=self._growth_interval,
                 )
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-        if self._budget is not None and found_infs:
-            self._budget.observe(_any(found_infs, scale.device), lambda: self.last_overflow(gather=True))
+        if self._skips is not None:
+            self._skips.check(lambda: self.last_overflow(gather=True))
 
     def last_overflow(self, *, gather: bool = False) -> OverflowReport | None:
         """Return which gradients held inf or NaN in the last iteration that was skipped; None if none was.
@@ -426,7 +435,7 @@ class GradScaler(torch.amp.GradScaler):
             "_init_hysteresis_tracker": self._get_hysteresis_tracker(),
             "_hysteresis_tracker": None,
             "_backends": {},
-            "_budget": None if self._budget is None else SkipBudget(self._budget.most),
+            "_skips": None if self._skips is None else SkipCounter(self._skips.budget),
             "overflows": ScalerOverflows(),
         }
         return state

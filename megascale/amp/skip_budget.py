@@ -1,51 +1,99 @@
-"""The budget of skipped steps in a row: a run whose gradients overflow without end stops with an error."""
+"""The budgets of a GradScaler: a run whose gradients overflow without end stops with an error."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from megascale.errors import SkippedStepsError
+from megascale.errors import MinScaleError, SkippedStepsError
 from megascale.host_view import HostView
 from megascale.step.overflow_report import OverflowReport
+from megascale.step.scale_floor import ROUNDING
 from megascale.utils import validate
 
 
-class SkipBudget:
-    """Counts skipped steps in a row, and raises where there are more than are allowed.
+@dataclass(frozen=True)
+class Budget:
+    """How much a GradScaler tolerates.
 
     Args:
-        most: skips in a row that are allowed.
+        max_consecutive_skips: skips in a row; None: any number.
+        max_overflows_at_min_scale: overflows in a row at the smallest scale; None: any number.
+        min_scale: that scale; None: the scale is constant.
 
     Raises:
-        ArgumentError, ArgumentTypeError: for ``most``, naming it.
+        ArgumentError, ArgumentTypeError: for an argument out of range, naming it.
     """
 
-    def __init__(self, most: int) -> None:
-        self.most = validate.integer("max_consecutive_skips", most, minimum=1)
-        self._count = 0
+    max_consecutive_skips: int | None
+    max_overflows_at_min_scale: int | None
+    min_scale: float | None
+
+    def __post_init__(self) -> None:
+        for name in ("max_consecutive_skips", "max_overflows_at_min_scale"):
+            if getattr(self, name) is not None:
+                validate.integer(name, getattr(self, name), minimum=1)
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether there is anything to count."""
+        return self.max_consecutive_skips is not None or self.max_overflows_at_min_scale is not None
+
+
+class SkipCounter:
+    """Counts skipped steps in a row, and those at the smallest scale; raises where a budget is exceeded."""
+
+    def __init__(self, budget: Budget) -> None:
+        self.budget = budget
+        self._skips = self._at_floor = 0
         self._view = HostView()
 
-    def observe(self, found_inf: Tensor, last_overflow: Callable[[], OverflowReport | None]) -> None:
-        """Count one step.
+    def count(self, found_inf: Tensor, scale: Tensor) -> None:
+        """Count one step, before its loss scale changes.
 
         Args:
-            found_inf: fp32, 0-d. On an accelerator the host learns of it at the next step.
-            last_overflow: returns the report of all ranks, which call it together.
+            found_inf: fp32, 0-d. On an accelerator the host learns of it, and of its scale, at the next step.
+            scale: fp32, one element.
+        """
+        row = torch.stack([found_inf.reshape(()), scale.reshape(())])
+        if row.device.type == "cpu":
+            found, at = row.tolist()
+        else:
+            late = self._view.push_vector(["found_inf", "scale"], row)
+            found, at = (0.0, 0.0) if late is None else (late["found_inf"], late["scale"])
+        lowest = self.budget.min_scale
+        self._skips = self._skips + 1 if found else 0
+        self._at_floor = self._at_floor + 1 if found and lowest is not None and at <= lowest * ROUNDING else 0
+
+    def check(self, last_overflow: Callable[[], OverflowReport | None]) -> None:
+        """Raise where a budget is exceeded, on every rank that has the same `found_inf`, naming the worst parameters.
+
+        ``last_overflow``: returns the report of all ranks, which call it together.
 
         Raises:
-            SkippedStepsError: on every rank that has this `found_inf`, with the worst parameters.
+            MinScaleError: for more overflows in a row at the smallest scale than are allowed.
+            SkippedStepsError: for more skips in a row than are allowed.
         """
-        row = found_inf.reshape(1)
-        if row.device.type == "cpu":
-            found = row.tolist() != [0.0]
-        else:
-            late = self._view.push_vector(["found_inf"], row)
-            found = late is not None and late["found_inf"] != 0
-        self._count = self._count + 1 if found else 0
-        if self._count > self.most:
-            report = last_overflow()
-            raise SkippedStepsError(
-                f"{self._count} steps in a row were skipped, max_consecutive_skips of the GradScaler allows "
-                f"{self.most}: the gradients hold inf or NaN, and nothing is learnt; look at the loss and the data, "
-                f"lower the learning rate, and go back to a checkpoint from before{report.worst() if report else ''}"
+        most_skips, most_at_floor = self.budget.max_consecutive_skips, self.budget.max_overflows_at_min_scale
+        if most_at_floor is not None and self._at_floor > most_at_floor:
+            raise MinScaleError(
+                f"{self._at_floor} steps in a row overflowed at the smallest loss scale, {self.budget.min_scale}, "
+                f"max_overflows_at_min_scale of the GradScaler allows {most_at_floor}: {_REMEDY}, or train in bf16"
+                f"{_worst(last_overflow())}"
             )
+        if most_skips is not None and self._skips > most_skips:
+            raise SkippedStepsError(
+                f"{self._skips} steps in a row were skipped, max_consecutive_skips of the GradScaler allows "
+                f"{most_skips}: {_REMEDY}{_worst(last_overflow())}"
+            )
+
+
+_REMEDY = (
+    "the gradients hold inf or NaN, and nothing is learnt; look at the loss and the data, lower the learning rate, and "
+    "go back to a checkpoint from before"
+)
+
+
+def _worst(report: OverflowReport | None) -> str:
+    return "" if report is None else report.worst()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megascale.amp import GradScaler
-from megascale.errors import ArgumentError, SkippedStepsError
+from megascale.errors import ArgumentError, MinScaleError, SkippedStepsError
 from tests.training import bits_equal
 
 Scaler = torch.amp.GradScaler
@@ -274,3 +274,32 @@ def test_more_skips_in_a_row_than_are_allowed(fused: bool) -> None:
     step(1.0)
     with pytest.raises(ArgumentError, match="max_consecutive_skips must be 1 or more, got 0"):
         GradScaler("cpu", max_consecutive_skips=0)
+
+
+@pytest.mark.parametrize("constant", [False, True])
+def test_more_overflows_at_the_smallest_scale_than_are_allowed(constant: bool) -> None:
+    """Steps above it are not counted, and a clean step begins anew. A constant scale is no minimum."""
+    layer = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(layer.named_parameters())
+    made = GradScaler(
+        "cpu", 4.0, min_scale=2.0, loss_scale=2.0 if constant else None, hysteresis=2, max_overflows_at_min_scale=2
+    )
+    scaler = pickle.loads(pickle.dumps(made))
+
+    def step(factor: float) -> None:
+        optimizer.zero_grad()
+        scaler.scale(layer(torch.ones(1, 3)).sum() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    for factor in (math.inf, math.inf, math.inf, math.inf, 1.0, math.inf, math.inf):
+        step(factor)
+    if constant:
+        step(math.inf)
+        return
+    for count in (3, 4):
+        with pytest.raises(MinScaleError, match=rf"^{count} steps .* scale, 2.0, .* allows 2: .*: 'weight' \(6 of"):
+            step(math.inf)
+    step(1.0)
+    with pytest.raises(ArgumentError, match="max_overflows_at_min_scale must be 1 or more, got 0"):
+        GradScaler("cpu", max_overflows_at_min_scale=0)
