@@ -18,6 +18,7 @@ from megascale.checkpoint.crc32 import combined
 from megascale.checkpoint.manifest import CHUNK_BYTES, FileMark
 from megascale.checkpoint.marking import Marker
 from megascale.checkpoint.tensor_archive import TensorArchive, bytes_of
+from megascale.utils.progress import advance
 
 MOST_THREADS = 4
 _BATCH_COUNT = 256
@@ -74,6 +75,7 @@ def write_by_torch(path: Path, tensors: Iterable[Tensor]) -> tuple[list[int], Fi
             torch.save(alone, stream)
             lengths.append(stream.tell() - start)
             del tensor, alone
+            advance(lengths[-1])
             unread += lengths[-1]
             if unread >= CHUNK_BYTES:
                 stream.flush()
@@ -100,6 +102,8 @@ def _batches(items: Iterable[tuple[TensorArchive, Tensor]]) -> Iterator[Batch]:
 
 
 def _joined(first: FileMark, second: FileMark) -> FileMark:
+    """Return the mark of the file with what was written behind ``first``."""
+    advance(second.size)
     return FileMark(first.size + second.size, combined(first.crc32, second.crc32, second.size))
 
 

@@ -27,6 +27,7 @@ from megascale.main_params.replica_check import digests
 from megascale.parallel import ParallelGroups
 from megascale.utils import validate
 from megascale.utils.collectives import all_gather_object, broadcast_object, group_rank, group_size, twin_group
+from megascale.utils.progress import progress_bar
 
 
 class Checkpointer:
@@ -44,6 +45,8 @@ class Checkpointer:
         check_replicas: before each save, compare checksums of tensors that every rank holds whole (parameters, main
             params, optimizer state), and raise if ranks differ, as only the first rank's are saved. Costs one pass over
             them; only checksums are communicated. False: save the first rank's.
+        progress: show a bar, of the first rank's bytes, while a large checkpoint is verified, read, or written in the
+            foreground: on a terminal alone, and if tqdm is installed.
         groups: the ranks that save together; None is the whole world, or this process alone without torch.distributed.
             They must include every rank that holds a part of a DTensor.
     """
@@ -55,12 +58,14 @@ class Checkpointer:
         keep_last: int | None = None,
         async_save: bool = False,
         check_replicas: bool = True,
+        progress: bool = True,
         groups: Groups = None,
     ) -> None:
         self.directory = Path(directory)
         self.keep_last = None if keep_last is None else validate.integer("keep_last", keep_last, minimum=1)
         self.async_save = validate.flag("async_save", async_save)
         self.check_replicas = validate.flag("check_replicas", check_replicas)
+        self.progress = validate.flag("progress", progress)
         self._groups = ParallelGroups.of(groups)
         self._group = self._groups.grad_stats
         self._background = _Background()
@@ -119,7 +124,9 @@ class Checkpointer:
     ) -> LoadedCheckpoint:
         """Load the latest checkpoint, or the one of ``step``; see :func:`load`."""
         self.wait()
-        return load(self.directory, model, optimizer, step=step, strict=strict, groups=self._groups)
+        return load(
+            self.directory, model, optimizer, step=step, strict=strict, progress=self.progress, groups=self._groups
+        )
 
     def latest(self) -> Path | None:
         """Return the complete checkpoint of the highest step, the same on all ranks; None if there is none."""
@@ -207,7 +214,8 @@ class Checkpointer:
         group: ProcessGroup | None,
     ) -> Path:
         """Write this rank's file, and rename the folder to its final name once every rank has written."""
-        with together(f"write {planned.folder}", group):
+        is_shown = self.progress and not self.async_save and planned.rank == 0
+        with together(f"write {planned.folder}", group), progress_bar("saving", planned.nbytes, wanted=is_shown):
             written = planned.write()
         gathered = all_gather_object(written, group)
         with together(f"complete {planned.folder}", group):
@@ -260,10 +268,13 @@ def save(
     rank_state: Any = None,
     keep_last: int | None = None,
     check_replicas: bool = True,
+    progress: bool = True,
     groups: Groups = None,
 ) -> Path:
     """Save one checkpoint and wait until it is on disk; see :meth:`Checkpointer.save`."""
-    checkpointer = Checkpointer(directory, keep_last=keep_last, check_replicas=check_replicas, groups=groups)
+    checkpointer = Checkpointer(
+        directory, keep_last=keep_last, check_replicas=check_replicas, progress=progress, groups=groups
+    )
     return checkpointer.save(step, model, optimizer, user_state=user_state, rank_state=rank_state)
 
 

@@ -1,5 +1,6 @@
 """Writes a checkpoint of any number of ranks as one file that ``torch.load(weights_only=True)`` reads."""
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from megascale.checkpoint.nest import Tree, join, leaves, unflatten
 from megascale.errors import ArgumentTypeError, CheckpointError
 from megascale.utils import validate
 from megascale.utils.atomic_files import appearing
+from megascale.utils.progress import progress_bar, torch_save
 
 
 def consolidate(
@@ -29,6 +31,7 @@ def consolidate(
     dtype: torch.dtype | None = None,
     optimizer: bool = False,
     overwrite: bool = False,
+    progress: bool = True,
 ) -> Path:
     """Write the model's weights, or the whole training state, of a checkpoint into the file ``out``; returns its path.
 
@@ -44,6 +47,7 @@ def consolidate(
         optimizer: False: the file is the model's state dict. True: ``{"model": ..., "optimizer": ..., "step": n}``;
             every optimizer of megascale can load that "optimizer".
         overwrite: replace ``out`` if it exists.
+        progress: show a bar for a large checkpoint, on a terminal alone, and if tqdm is installed.
 
     Raises:
         CheckpointError: no checkpoint there, a file is missing or damaged, ``out`` exists or cannot be written.
@@ -51,6 +55,7 @@ def consolidate(
     """
     validate.flag("optimizer", optimizer)
     validate.flag("overwrite", overwrite)
+    validate.flag("progress", progress)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ArgumentTypeError(f"dtype must be a floating point torch.dtype or None, got {dtype!r}")
     if step is not None:
@@ -61,16 +66,23 @@ def consolidate(
     with named(f"consolidate {path}"):
         folder = folders.find(Path(path), step)
         manifest = Manifest.read(folder)
-        manifest.verify(folder, part=0, parts=1)
+        with progress_bar("verifying", manifest.nbytes(part=0, parts=1), wanted=progress):
+            manifest.verify(folder, part=0, parts=1)
         metadata = read_metadata(folder)
-        weights = _weights(folder, manifest, metadata, dtype)
-        content: dict[str, Any] = weights
-        if optimizer:
-            state = _read_nest(folder, metadata, tree_of(manifest, "optimizer"))
-            content = {"model": weights, "optimizer": state, "step": manifest.step}
+        parts = ["model", "optimizer"] if optimizer else ["model"]
+        with progress_bar("reading", sum(map(_nbytes, [tree_of(manifest, part) for part in parts])), wanted=progress):
+            weights = _weights(folder, manifest, metadata, dtype)
+            content: dict[str, Any] = weights
+            if optimizer:
+                state = _read_nest(folder, metadata, tree_of(manifest, "optimizer"))
+                content = {"model": weights, "optimizer": state, "step": manifest.step}
         with appearing(target, overwrite=overwrite) as unnamed:
-            torch.save(content, unnamed)
+            torch_save(content, unnamed, wanted=progress)
     return target
+
+
+def _nbytes(tree: Tree) -> int:
+    return sum(math.prod(shape) * dtype.itemsize for _, shape, dtype in leaves(tree))
 
 
 def _weights(folder: Path, manifest: Manifest, metadata: Metadata, dtype: torch.dtype | None) -> dict[str, Any]:

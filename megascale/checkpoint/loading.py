@@ -34,6 +34,7 @@ from megascale.main_params.shard import ParamShard
 from megascale.parallel import ParallelGroups
 from megascale.utils import validate
 from megascale.utils.collectives import broadcast_object, group_rank, group_size
+from megascale.utils.progress import progress_bar
 
 Groups = ParallelGroups | ProcessGroup | DeviceMesh | None
 
@@ -64,6 +65,7 @@ def load(
     *,
     step: int | None = None,
     strict: bool = True,
+    progress: bool = True,
     groups: Groups = None,
 ) -> LoadedCheckpoint:
     """Load a checkpoint into the model and the optimizer; all ranks call it together, at any world size.
@@ -82,7 +84,7 @@ def load(
             of this model takes them over at its next step.
         step: which checkpoint.
         strict: raise if a name, shape or dtype differs. False loads what fits and lists the rest in ``skipped``.
-        groups: as for :class:`Checkpointer`.
+        progress, groups: as for :class:`Checkpointer`.
 
     Raises:
         CheckpointError: no checkpoint there, a file is missing or damaged, or it does not fit the model.
@@ -93,18 +95,19 @@ def load(
         with together("load the checkpoint", group):
             check_types(model, optimizer)
             validate.flag("strict", strict)
+            validate.flag("progress", progress)
             if step is not None:
                 validate.integer("step", step, minimum=0)
         folder = _found_together(Path(path), step, group)
         with together(f"read the manifest of {folder}", group):
             manifest = Manifest.read(folder)
-        with together(f"verify {folder}", group):
-            manifest.verify(folder, part=group_rank(group), parts=group_size(group))
+        is_shown = progress and group_rank(group) == 0
+        _verify(folder, manifest, is_shown, group)
         with together(f"read {folder}", group):
-            staged = _stage(folder, manifest, model, optimizer, strict, group)
+            staged = _stage(folder, manifest, model, optimizer, strict, is_shown, group)
         skipped = list(staged.problems)
         if optimizer is not None and staged.optimizer_state is not None:
-            _load_optimizer(folder, optimizer, staged.optimizer_state, staged.in_place, strict, group)
+            _load_optimizer(folder, optimizer, staged.optimizer_state, staged.in_place, strict, is_shown, group)
             if not strict:
                 optimizer.share_state_forms()
                 skipped += left_out(staged.optimizer_state, optimizer.state_dict(copy=False))
@@ -143,12 +146,21 @@ def _found_together(path: Path, step: int | None, group: ProcessGroup | None) ->
     return found
 
 
+def _verify(folder: Path, manifest: Manifest, is_shown: bool, group: ProcessGroup | None) -> None:
+    """Compare this rank's part of the files with their checksums. Raises CheckpointError on all ranks alike."""
+    part, parts = group_rank(group), group_size(group)
+    total = manifest.nbytes(part=part, parts=parts)
+    with together(f"verify {folder}", group), progress_bar("verifying", total, wanted=is_shown):
+        manifest.verify(folder, part=part, parts=parts)
+
+
 def _stage(
     folder: Path,
     manifest: Manifest,
     model: nn.Module,
     optimizer: SavedOptimizer | None,
     strict: bool,
+    is_shown: bool,
     group: ProcessGroup | None,
 ) -> _Staged:
     """Read the requested parts into new tensors, and plan the reads in place.
@@ -178,7 +190,10 @@ def _stage(
         templates.update(destination.templates(tree))
     in_place = {key: template for key, template in templates.items() if destination.is_live(key, template)}
     metadata = read_metadata(folder)
-    storage.plan_read(folder, metadata, {key: templates[key] for key in templates.keys() - in_place.keys()}).read()
+    new = {key: templates[key] for key in templates.keys() - in_place.keys()}
+    planned = storage.plan_read(folder, metadata, new)
+    with progress_bar("reading", planned.nbytes, wanted=is_shown):
+        planned.read()
     nests = {part: unflatten(tree, templates) for part, tree in trees.items()}
     if optimizer is not None:
         optimizer.check_state_dict(nests["optimizer"], strict=strict)
@@ -198,6 +213,7 @@ def _load_optimizer(
     state_dict: dict[str, Any],
     in_place: storage.PlannedRead | None,
     strict: bool,
+    is_shown: bool,
     group: ProcessGroup | None,
 ) -> None:
     """Fill the live shards, if any, then load the rest into the optimizer."""
@@ -206,7 +222,7 @@ def _load_optimizer(
         optimizer.load_state_dict(state_dict, strict=strict)
         return
     try:
-        with together(f"read {folder}", group):
+        with together(f"read {folder}", group), progress_bar("reading", in_place.nbytes, wanted=is_shown):
             in_place.read()
         optimizer.load_state_dict(state_dict, strict=strict)
     except MegascaleError as error:

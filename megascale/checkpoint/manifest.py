@@ -12,6 +12,7 @@ import torch
 from megascale.checkpoint.directory import MANIFEST_NAME
 from megascale.checkpoint.nest import Tree
 from megascale.errors import CheckpointError
+from megascale.utils.progress import advance
 
 FORMAT = 1
 CHUNK_BYTES = 1 << 22
@@ -83,6 +84,10 @@ class Manifest:
                 f"{path} is damaged ({type(error).__name__}: {error}); load an earlier checkpoint"
             ) from error
 
+    def nbytes(self, *, part: int, parts: int) -> int:
+        """Return the bytes of every ``parts``-th file, beginning with the ``part``-th: what `verify` reads."""
+        return sum(self.files[name].size for name in sorted(self.files)[part::parts])
+
     def verify(self, folder: Path, *, part: int, parts: int, checksums: bool = True) -> None:
         """Check size and checksum (or only size) of every ``parts``-th file, beginning with the ``part``-th.
 
@@ -108,6 +113,7 @@ def mark_of(path: Path) -> FileMark:
     with open(path, "rb") as stream:
         while chunk := stream.read(CHUNK_BYTES):
             size += len(chunk)
+            advance(len(chunk))
             crc = zlib.crc32(chunk, crc)
     return FileMark(size, crc)
 

@@ -34,6 +34,7 @@ from megascale.checkpoint.tensor_archive import TensorArchive, archive_of
 from megascale.errors import CheckpointError
 from megascale.main_params.shard import ParamShard
 from megascale.utils.collectives import all_gather_object, broadcast_object, group_rank
+from megascale.utils.progress import advance
 
 
 class _SavePlanner(DefaultSavePlanner):
@@ -117,6 +118,11 @@ class PlannedWrite:
     def stage(self, memory: Staging) -> None:
         """Copy the tensors that this rank will write to host ``memory``, and release the live ones."""
         self.tensors = memory.copied(self.tensors)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors that this rank writes."""
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     def write(self) -> tuple[list[WriteResult] | None, dict[str, FileMark]]:
         """Write this rank's file and wait until it is on disk.
@@ -243,6 +249,12 @@ class PlannedRead:
     planner: DefaultLoadPlanner
     plan: LoadPlan
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that `read` reads from files."""
+        places = self.reader.storage_data
+        return sum(places[index].length for index in {item.storage_index for item in self.plan.items})
+
     def read(self) -> None:
         """Fill the templates in place, one saved piece after another. Communicates nothing."""
         self.reader.read_tensors(self.plan, self.planner)
@@ -306,3 +318,4 @@ class _Reader(FileSystemReader):
                     f"{tuple(wanted.shape)}"
                 )
             wanted.copy_(found)
+        advance(info.length)

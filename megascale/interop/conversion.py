@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megascale.errors import InteropError
 from megascale.interop.formats import AUTO, format_of
 from megascale.interop.found import FoundScaler
@@ -16,6 +14,7 @@ from megascale.interop.named_state import FoundState, Names
 from megascale.interop.source import damage_named, open_source
 from megascale.utils import validate
 from megascale.utils.atomic_files import appearing
+from megascale.utils.progress import torch_save
 
 SCALER_ALONE = FoundState(
     "", not_mapped=("no main params and no optimizer state: load the file with strict=False, for its scaler",)
@@ -57,6 +56,7 @@ def convert(
     index: int | None = None,
     strict: bool = True,
     scaler_only: bool = False,
+    progress: bool = True,
 ) -> Conversion:
     """Read another system's checkpoint and write it as our state dict; ``torch.load(weights_only=True)`` reads it.
 
@@ -66,6 +66,7 @@ def convert(
         names: the parameters' names, in the order of the optimizer's parameters, flat or by param group. None: as the
             checkpoint records them, or found by comparison with the weights; InteropError if neither is possible.
         scaler_only: leave out main params and optimizer state.
+        progress: show a bar while a large file is written, on a terminal alone, and if tqdm is installed.
 
     Raises:
         InteropError: ``source`` cannot be read or mapped faithfully, or ``destination`` exists or cannot be written.
@@ -73,6 +74,7 @@ def convert(
     """
     validate.flag("strict", strict)
     validate.flag("scaler_only", scaler_only)
+    validate.flag("progress", progress)
     target = None if destination is None else Path(destination)
     if target is not None:
         _check_free(target)
@@ -87,7 +89,7 @@ def convert(
     if target is not None:
         try:
             with appearing(target, overwrite=False) as unnamed:
-                torch.save(converted.state_dict, unnamed)
+                torch_save(converted.state_dict, unnamed, wanted=progress)
         except (OSError, RuntimeError) as error:
             raise InteropError(f"{target} cannot be written: {error}") from error
     return converted

@@ -16,9 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 from megascale import DynamicGradScaler, MixedPrecisionOptimizer, ParallelGroups
 from megascale.checkpoint import Checkpointer, latest, load, save
 from megascale.errors import ArgumentTypeError, CheckpointError
+from megascale.utils import progress
 from tests.checkpoint_cases import build, differences, message_of, state_of, train
 from tests.meshes import mesh_of
 from tests.pool import RankPool
+from tests.terminal import terminal
 
 
 def _build_ddp(seed: int) -> tuple[nn.Module, MixedPrecisionOptimizer]:
@@ -333,3 +335,23 @@ def test_plan_is_kept_by_all_ranks_or_by_none(ranks: RankPool, tmp_path: Path) -
     assert ranks.run(2, _save_thrice, tmp_path) == [[[]] * 3] * 2
     first, second, third = ((tmp_path / f"step_{step:08d}" / ".metadata").read_bytes() for step in range(3))
     assert first == second == third
+
+
+def _bars(directory: Path) -> str:
+    model, optimizer = build(0)
+    progress.LEAST_BYTES = 1
+    try:
+        with terminal() as shown:
+            save(directory, 1, model, optimizer)
+            load(directory, model, optimizer)
+            return shown()
+    finally:
+        progress.LEAST_BYTES = 1 << 28
+
+
+def test_first_rank_alone_shows_bars(ranks: RankPool, tmp_path: Path) -> None:
+    """All ranks of one host share its terminal."""
+    first, second = ranks.run(2, _bars, tmp_path)
+    assert "saving:" in first
+    assert "reading:" in first
+    assert second == ""

@@ -105,7 +105,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
         raise OSError("No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr("megascale.interop.conversion.torch.save", full)
+        patched.setattr("torch.save", full)
         with pytest.raises(InteropError, match="No space left"):
             convert(SCALER, tmp_path / "ours.pt")
     assert list(tmp_path.iterdir()) == []
