@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megascale.checkpoint import storage
+from megascale.checkpoint import archive_writing, storage
 from megascale.checkpoint.archive_writing import write_by_torch
 from megascale.checkpoint.crc32 import combined
 from megascale.checkpoint.manifest import CHUNK_BYTES, FileMark, Manifest, mark_of
@@ -220,3 +220,20 @@ def test_plan_is_kept_while_nothing_changes(tmp_path: Path, monkeypatch: pytest.
 def test_checksums_of_parts_are_joined(first: bytes, second: bytes) -> None:
     """As zlib's own of both."""
     assert combined(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
+
+
+def test_disk_begins_while_the_file_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every byte is handed to it once, before fsync."""
+    handed: list[tuple[int, int]] = []
+    start = archive_writing.start_writeback
+
+    def counted(descriptor: int, first: int, length: int) -> None:
+        handed.append((first, length))
+        start(descriptor, first, length)
+
+    monkeypatch.setattr(archive_writing, "start_writeback", counted)
+    _, marks = plan_write({"a": torch.zeros(CHUNK_BYTES), "b": torch.zeros(3)}, tmp_path, None).write()
+    ((_, mark),) = marks.items()
+    ends = [0, *(first + length for first, length in sorted(handed))]
+    assert [first for first, _ in sorted(handed)] == ends[:-1]
+    assert ends[-1] == mark.size
