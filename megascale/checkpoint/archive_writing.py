@@ -5,6 +5,7 @@ and write, a batch of neighbouring archives each.
 """
 
 import ctypes
+import mmap
 import os
 import sys
 import zlib
@@ -130,13 +131,15 @@ def _write_batch(descriptor: int, start: int, batch: Batch) -> FileMark:
     return FileMark(run.end - start, whole)
 
 
-def start_writeback(descriptor: int, start: int, length: int) -> None:
-    """Let the disk begin with what was written, so that fsync finds little left. Does nothing but on Linux.
+def start_writeback(descriptor: int, start: int, stop: int) -> None:
+    """Let the disk begin with the whole pages from byte ``start`` to ``stop``, so that fsync finds little left.
 
+    Does nothing but on Linux. A page that is on its way to the disk cannot be written, so pages in part are left out.
     An error of the disk is fsync's to report.
     """
-    if _sync_file_range is not None:
-        _sync_file_range(descriptor, ctypes.c_int64(start), ctypes.c_int64(length), _SYNC_FILE_RANGE_WRITE)
+    first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
+    if _sync_file_range is not None and first < last:
+        _sync_file_range(descriptor, ctypes.c_int64(first), ctypes.c_int64(last - first), _SYNC_FILE_RANGE_WRITE)
 
 
 class _Run:
@@ -157,12 +160,13 @@ class _Run:
 
     def write(self) -> None:
         """Write what was added. A call may write less than it was given."""
-        parts, self._parts, self._size = deque(self._parts), [], 0
+        start, parts = self.end, deque(self._parts)
+        self._parts, self._size = [], 0
         while parts:
             count = os.pwritev(self._descriptor, list(parts), self.end)
-            start_writeback(self._descriptor, self.end, count)
             self.end += count
             while parts and count >= len(parts[0]):
                 count -= len(parts.popleft())
             if count:
                 parts[0] = memoryview(parts[0])[count:]
+        start_writeback(self._descriptor, start, self.end)
