@@ -1,16 +1,21 @@
 """UnderflowMeter: how much of the gradients fp16 loses at this loss scale, and how far they are from overflow."""
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megascale.chained import ChainedOptimizer
-from megascale.errors import ArgumentTypeError
+from megascale.errors import ArgumentTypeError, UsageError
 from megascale.host_view import HostView
+from megascale.main_params.main_param import MainParam
 from megascale.optimizer import MixedPrecisionOptimizer
+from megascale.step.grad_stats import Holders
+from megascale.step.member import StepMember
 from megascale.utils import validate
+from megascale.utils.collectives import all_gather_object
 from megascale.utils.graph_capture import is_capturing
 
 LARGEST_FP16 = torch.finfo(torch.float16).max
@@ -24,7 +29,8 @@ class UnderflowMeter:
 
     A sample costs some passes over the gradients; other steps cost nothing. Steps that were skipped are not measured.
     It is about this rank's gradients as the step was given them: reduced, and under a DistributedOptimizer this rank's
-    pieces. Gradients that are not fp16 are measured as if they were.
+    pieces. ``flush(gather=True)`` tells of those of all ranks. Gradients of other dtypes are measured as if they were
+    fp16.
 
     Args:
         optimizer: whose ``step()`` is watched until :meth:`remove`.
@@ -46,7 +52,10 @@ class UnderflowMeter:
         self._num_steps = 0
         self._scale: Tensor | None = None
         self._is_waiting = False
-        self._latest: dict[str, float] = {}
+        self._raw: dict[str, float] = {}
+        self._holders = [
+            Holders(self._recipe.groups, sharded=member.main_params.is_sharded) for member in self._recipe.members
+        ]
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -62,12 +71,29 @@ class UnderflowMeter:
         ``group0/subnormals``, the share that are not zero and below fp16's smallest normal number;
         ``group0/headroom``, log2(65504 / largest magnitude), infinite where all are zero.
         """
-        return dict(self._latest)
+        return _described(self._raw)
 
-    def flush(self) -> dict[str, float]:
-        """Wait for the newest sample, and return it."""
+    def flush(self, *, gather: bool = False) -> dict[str, float]:
+        """Wait for the newest sample, and return it.
+
+        Args:
+            gather: return the sample of all ranks that skip together, which call it together and get the same: shares
+                of the elements of all, each counted once, however many ranks hold it, and the least headroom. The ranks
+                exchange their numbers here; steps send nothing.
+
+        Raises UsageError, on every rank alike, if the ranks have measured different steps.
+        """
         self._take(self._view.flush())
-        return self.latest
+        if not validate.flag("gather", gather):
+            return self.latest
+        ranks = all_gather_object(self._raw, self._recipe.groups.grad_stats)
+        steps = sorted({rank.get("step", -1.0) for rank in ranks})
+        if len(steps) > 1:
+            raise UsageError(
+                f"ranks have measured different steps, {', '.join(f'{step:g}' for step in steps)} (-1: none); make the "
+                "UnderflowMeter on all ranks after the same step, with the same every"
+            )
+        return _described(_added(ranks))
 
     def remove(self) -> None:
         """End the measurements."""
@@ -93,14 +119,16 @@ class UnderflowMeter:
     def _sample(self) -> dict[str, Tensor | float]:
         """Return the raw numbers of this step's gradients, by name."""
         values: dict[str, Tensor | float] = {"step": self._num_steps}
+        result = self._recipe.last_result
+        if result is not None:
+            values["landed"] = result.success
         if self._scale is not None:
             values["scale"] = self._scale
         index = 0
-        for member in self._recipe.members:
+        for member, holders in zip(self._recipe.members, self._holders, strict=True):
             for group in member.main_params.ordered:
-                grads = [grad for param in group if (grad := member.grad_of(param)) is not None and grad.numel()]
-                if grads:
-                    parts = torch.stack([_measure(grad).to(self._device, non_blocking=True) for grad in grads])
+                parts = self._parts(member, group, holders)
+                if parts is not None:
                     sums = parts.sum(0)
                     for place, name in enumerate(("zeros", "small", "numel")):
                         values[f"{index}/{name}"] = sums[place]
@@ -108,31 +136,62 @@ class UnderflowMeter:
                 index += 1
         return values
 
+    def _parts(self, member: StepMember, group: Iterable[MainParam], holders: Holders) -> Tensor | None:
+        """Return one row of :func:`_measure` for each gradient, its counts divided by the number of its holders."""
+        rows = []
+        for param in group:
+            grad = member.grad_of(param)
+            if grad is not None and grad.numel():
+                row = _measure(grad, holders.of(param.model).share)
+                rows.append(row.to(self._device, non_blocking=True))
+        return torch.stack(rows) if rows else None
+
     def _take(self, seen: dict[str, float] | None) -> None:
-        """Make shares and powers of two of what the device has counted; drop a step that overflowed."""
+        """Keep what the device has counted; drop a step that was skipped."""
         self._is_waiting = False
-        if seen is None or not all(math.isfinite(value) for value in seen.values()):
-            return
-        scale = seen.get("scale", 1.0)
-        found = {"step": seen["step"], "scale": scale}
-        lowest = math.inf
-        for key in [key for key in seen if key.endswith("/numel")]:
-            index, numel = key.removesuffix("/numel"), seen[key]
-            largest = seen[f"{index}/largest"]
-            headroom = math.log2(LARGEST_FP16 / largest) if largest else math.inf
-            lowest = min(lowest, headroom)
-            found[f"group{index}/zeros"] = seen[f"{index}/zeros"] / numel
-            found[f"group{index}/subnormals"] = (seen[f"{index}/small"] - seen[f"{index}/zeros"]) / numel
-            found[f"group{index}/headroom"] = headroom
-        found["suggested_scale"] = scale * 2.0 ** (math.floor(lowest) - MARGIN) if math.isfinite(lowest) else scale
-        self._latest = found
+        if seen is not None and seen.get("landed", 1.0) and all(math.isfinite(value) for value in seen.values()):
+            self._raw = seen
 
 
-def _measure(grad: Tensor) -> Tensor:
-    """Return zeros, elements below fp16's smallest normal number, elements, and the largest magnitude: shape [4]."""
+def _added(ranks: list[dict[str, float]]) -> dict[str, float]:
+    """Return the counts of all ranks together, and their largest magnitudes."""
+    found = dict(ranks[0])
+    for rank in ranks[1:]:
+        for name, value in rank.items():
+            if name.endswith("/largest"):
+                found[name] = max(found.get(name, 0.0), value)
+            elif "/" in name:
+                found[name] = found.get(name, 0.0) + value
+    return found
+
+
+def _described(seen: dict[str, float]) -> dict[str, float]:
+    """Make shares and powers of two of what was counted; empty where nothing was."""
+    if not seen:
+        return {}
+    scale = seen.get("scale", 1.0)
+    found = {"step": seen["step"], "scale": scale}
+    lowest = math.inf
+    for index in sorted(int(key.removesuffix("/numel")) for key in seen if key.endswith("/numel")):
+        numel, largest = seen[f"{index}/numel"], seen[f"{index}/largest"]
+        if not numel:
+            continue
+        headroom = math.log2(LARGEST_FP16 / largest) if largest else math.inf
+        lowest = min(lowest, headroom)
+        found[f"group{index}/zeros"] = seen[f"{index}/zeros"] / numel
+        found[f"group{index}/subnormals"] = (seen[f"{index}/small"] - seen[f"{index}/zeros"]) / numel
+        found[f"group{index}/headroom"] = headroom
+    found["suggested_scale"] = scale * 2.0 ** (math.floor(lowest) - MARGIN) if math.isfinite(lowest) else scale
+    return found
+
+
+def _measure(grad: Tensor, share: float) -> Tensor:
+    """Return zeros, elements below fp16's smallest normal number, elements, and the largest magnitude: shape [4].
+
+    The counts are multiplied by ``share``.
+    """
     exact = torch.float32 if grad.device.type == "mps" else torch.float64
     size = grad.detach().abs()
     zeros, small = (size == 0).sum(), (size < SMALLEST_NORMAL_FP16).sum()
-    return torch.stack(
-        [zeros.to(exact), small.to(exact), torch.full_like(zeros, grad.numel(), dtype=exact), size.amax().to(exact)]
-    )
+    numel = torch.full_like(zeros, grad.numel(), dtype=exact)
+    return torch.stack([zeros.to(exact) * share, small.to(exact) * share, numel * share, size.amax().to(exact)])

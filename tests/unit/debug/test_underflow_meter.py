@@ -5,11 +5,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor.debug import CommDebugMode
 
-from megascale import ChainedOptimizer, ConstantGradScaler, DistributedOptimizer, MixedPrecisionOptimizer
+from megascale import (
+    ChainedOptimizer,
+    ConstantGradScaler,
+    DistributedOptimizer,
+    MixedPrecisionOptimizer,
+    OptimizerConfig,
+)
 from megascale.debug import UnderflowMeter
-from megascale.errors import ArgumentError, ArgumentTypeError
+from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.grad_sync import GradSync
 from tests.counting import OperatorCounter
 from tests.pool import RankPool
@@ -20,7 +28,9 @@ SCALE = 2.0**10
 def _wrapped(**options: Any) -> tuple[list[nn.Parameter], MixedPrecisionOptimizer]:
     params = [nn.Parameter(torch.ones(4).half()), nn.Parameter(torch.ones(8).half())]
     inner = torch.optim.SGD([{"params": [("a", params[0])]}, {"params": [("b", params[1])]}], lr=0.0)
-    return params, MixedPrecisionOptimizer(inner, None, ConstantGradScaler(SCALE), grads_are_scaled=True, **options)
+    options = {"config": None} | options
+    scaler = ConstantGradScaler(SCALE)
+    return params, MixedPrecisionOptimizer(inner, grad_scaler=scaler, grads_are_scaled=True, **options)
 
 
 def _give(params: list[nn.Parameter]) -> None:
@@ -69,6 +79,55 @@ def test_only_sampled_steps_cost_operators() -> None:
     assert all(count == counts[0] for count in counts)
 
 
+def _gathered(sharded: bool) -> tuple[dict[str, float], int]:
+    """Return what all ranks tell of two parameters, and how many collectives a measured step had more than another."""
+    model = nn.ParameterDict({"a": torch.ones(8).half(), "b": torch.ones(3).half()})
+    inner = torch.optim.SGD([{"params": [one]} for one in model.named_parameters()], lr=0.0)
+    scaler = ConstantGradScaler(SCALE)
+    optimizer = (
+        DistributedOptimizer(inner, None, scaler, modules=model, bucket_numel=1)
+        if sharded
+        else MixedPrecisionOptimizer(inner, None, scaler, grad_sync=GradSync(model.named_parameters()))
+    )
+    factors = torch.tensor([0.0, 0.0, 0.0, 2.0**-26, 1.0, 2.0, 4.0, 8.0])
+
+    def collectives() -> int:
+        optimizer.zero_grad()
+        with CommDebugMode() as mode:
+            loss = (model["a"].float() * factors).sum() + 2 * model["b"].float().sum()
+            optimizer.scale_loss(loss).backward()
+            optimizer.step()
+        return mode.get_total_counts()
+
+    meter = UnderflowMeter(optimizer, every=2)
+    assert meter.flush(gather=True) == {}
+    more = collectives() - collectives()
+    early = UnderflowMeter(optimizer) if dist.get_rank() == 0 else None
+    collectives()
+    with pytest.raises(UsageError, match=r"different steps, -1, 0 \(-1: none\); make the UnderflowMeter on all ranks"):
+        (early or UnderflowMeter(optimizer)).flush(gather=True)
+    return meter.flush(gather=True), more
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_ranks_agree_on_request(ranks: RankPool, sharded: bool) -> None:
+    """Every element counts once, whether ranks hold all of them or pieces. Steps send nothing more."""
+    together = {
+        "step": 2.0,
+        "scale": SCALE,
+        "group0/zeros": 0.375,
+        "group0/subnormals": 0.125,
+        "group0/headroom": math.log2(65504) - 13,
+        "group1/zeros": 0.0,
+        "group1/subnormals": 0.0,
+        "group1/headroom": math.log2(65504) - 11,
+        "suggested_scale": SCALE * 2.0,
+    }
+    for found, more in ranks.run(2, _gathered, sharded):
+        assert found == pytest.approx(together)
+        assert more == 0
+
+
 def test_a_skipped_step_is_no_sample() -> None:
     """The sample before it stays; flush() waits for the newest."""
     params, optimizer = _wrapped()
@@ -80,6 +139,15 @@ def test_a_skipped_step_is_no_sample() -> None:
     params[0].grad = torch.full((4,), math.inf).half()
     optimizer.step()
     assert meter.flush()["step"] == 0
+
+
+def test_a_step_skipped_for_another_ranks_sake_is_no_sample() -> None:
+    """This rank's gradients are finite, and the step was skipped all the same: here because it was a spike."""
+    params, optimizer = _wrapped(config=OptimizerConfig(fp16=True, loss_scale=SCALE, grad_norm_skip_threshold=1e-3))
+    meter = UnderflowMeter(optimizer, every=1)
+    _give(params)
+    optimizer.step()
+    assert meter.flush() == {}
 
 
 def test_bad_arguments_are_refused() -> None:
