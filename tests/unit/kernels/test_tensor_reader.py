@@ -158,6 +158,43 @@ def test_an_object_keeps_the_tensor_that_a_record_looks_at() -> None:
     assert tensors[2].sum() == 3
 
 
+def test_state_whose_swap_torch_refuses_is_as_before() -> None:
+    """Nothing has changed in either tensor, and training goes on with the same bits. Writing in place, or assigning
+    another tensor to the name, does what the swap was meant to do.
+    """
+
+    def train(change: Callable[[dict[str, Tensor]], None]) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4).half()
+        inner = torch.optim.AdamW(model.named_parameters(), lr=1e-2, fused=True)
+        optimizer = MixedPrecisionOptimizer(inner, None, DynamicGradScaler(4.0, 1.0))
+        for index in range(6):
+            optimizer.zero_grad()
+            optimizer.scale_loss(model(torch.ones(2, 4).half()).float().square().sum()).backward()
+            optimizer.step()
+            if index == 3:
+                change(optimizer.state[model.weight])
+        return [main.clone() for _, main in optimizer.main_params()]
+
+    def swap(state: dict[str, Tensor]) -> None:
+        other = torch.full((4, 4), 2.0)
+        before = state["exp_avg"].clone()
+        with pytest.raises(RuntimeError, match="It is not possible to get the gradient edge for a Tensor"):
+            torch.utils.swap_tensors(state["exp_avg"], other)
+        assert torch.equal(state["exp_avg"], before)
+        assert other.eq(2.0).all()
+
+    def assign(state: dict[str, Tensor]) -> None:
+        state["exp_avg"] = torch.full((4, 4), 2.0)
+
+    untouched, refused, assigned, filled = (
+        train(change) for change in (lambda _: None, swap, assign, lambda state: state["exp_avg"].fill_(2.0))
+    )
+    assert all(map(torch.equal, untouched, refused))
+    assert all(map(torch.equal, assigned, filled))
+    assert not torch.equal(assigned[0], untouched[0])
+
+
 def test_a_record_that_is_gone_keeps_nothing() -> None:
     """The memory of its tensors is freed with them."""
     tensors = [torch.zeros(3) for _ in range(5)]
