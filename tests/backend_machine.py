@@ -77,7 +77,7 @@ class World:
     Attributes:
         is_exact: whether its bits are the reference's: torch's own kernels, and what only differs in how a norm was
             added up, may differ in the last bits.
-        mains: live main params by name, as they were after the last call of the library that did not fail.
+        mains: live main params or remainders by name, as they were after the last call that did not fail.
         saved: state dicts, ours and the inner optimizer's.
     """
 
@@ -111,6 +111,7 @@ class World:
             clip_grad=setup.clip_grad,
             log_num_zeros_in_grad=True,
             backend=self.backend,
+            store_param_remainders=setup.remainders,
             exp_avg_dtype=setup.moments,
             exp_avg_sq_dtype=SECOND.get(setup.moments, setup.moments)
             if setup.inner.startswith("Adam")
@@ -119,8 +120,8 @@ class World:
         self.optimizer = MixedPrecisionOptimizer(self.inner, config, self.scaler)
 
     def look(self) -> None:
-        """Find the main params."""
-        self.mains = dict(self.optimizer.main_params())
+        """Find what holds the main params."""
+        self.mains = {param.name: param.memory for param in self.optimizer._member.main_params}
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -158,8 +159,18 @@ class World:
 class Setup:
     """What all worlds begin with."""
 
-    def __init__(self, inner: str, dtypes: str, moments: torch.dtype, clip_grad: float, hysteresis: int, seed: int):
+    def __init__(
+        self,
+        inner: str,
+        dtypes: str,
+        moments: torch.dtype,
+        remainders: bool,
+        clip_grad: float,
+        hysteresis: int,
+        seed: int,
+    ) -> None:
         self.inner, self.dtypes, self.clip_grad, self.hysteresis, self.seed = inner, dtypes, clip_grad, hysteresis, seed
+        self.remainders = remainders
         self.moments = torch.float32 if inner in ("RMSprop", "SGD") else moments
 
 
@@ -174,6 +185,7 @@ class BackendMachine(RuleBasedStateMachine):
         inner=st.sampled_from(list(INNER)),
         dtypes=st.sampled_from(list(DTYPES)),
         moments=st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.int8]),
+        remainders=st.booleans(),
         clip_grad=st.sampled_from([0.0, 0.0, 0.0, 1.0]),
         hysteresis=st.integers(1, 2),
         seed=SEEDS,

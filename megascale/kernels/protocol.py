@@ -35,16 +35,18 @@ class Operands:
             bits depend on it. Empty: 0.
         remainder: int16, contiguous as ``model`` is: main params are held as remainders, and ``main`` has no memory.
             For backends that have ``fuses_remainders``. Empty: ``main`` holds the values.
+        fingerprint: beside ``remainder``, as in :class:`HeldParams`.
     """
 
     model: list[Tensor] = field(default_factory=list)
-    main: list[Tensor] = field(default_factory=list)
+    main: list[Tensor] = field(default_factory=list, repr=False)
     grad: Sequence[Tensor] = field(default_factory=list)
     state: dict[str, list[Tensor]] = field(default_factory=dict)
     step: list[Tensor] = field(default_factory=list)
     written: NDArray[np.int64] | None = None
     start: list[int] = field(default_factory=list)
     remainder: list[Tensor] = field(default_factory=list)
+    fingerprint: list[Tensor] = field(default_factory=list)
 
     @property
     def has_codes(self) -> bool:
@@ -61,6 +63,7 @@ class Operands:
             start=[self.start[i] for i in indices] if self.start else [],
             step=[self.step[i] for i in indices] if self.step else [],
             remainder=[self.remainder[i] for i in indices] if self.remainder else [],
+            fingerprint=[self.fingerprint[i] for i in indices] if self.fingerprint else [],
         )
 
 
@@ -73,12 +76,19 @@ class HeldParams:
     Attributes:
         models: model params, fp16 or bf16.
         remainders: int16, like ``models``; see :mod:`megascale.kernels.remainders`.
+        fingerprints: of ``models``, int64, 0-d; see :func:`megascale.kernels.remainders.fingerprint`.
         mains: memory for the decoded main params, fp32, like ``models``.
     """
 
     models: list[Tensor]
     remainders: list[Tensor]
+    fingerprints: list[Tensor]
     mains: list[Tensor]
+
+    @property
+    def beside(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """What encoding writes: models, remainders and fingerprints."""
+        return self.models, self.remainders, self.fingerprints
 
 
 @dataclass(frozen=True)
@@ -185,7 +195,7 @@ class Backend(Protocol):
         """Write the main params of ``held``, at least one."""
 
     def encode_(self, held: HeldParams, found_inf: Tensor) -> Tensor:
-        """Write model params and remainders for the main params of ``held``, unless ``found_inf`` is set.
+        """Write model params, remainders and fingerprints for the main params of ``held``, unless ``found_inf`` is set.
 
         A finite element that would round to inf in fp16 keeps its model param and remainder. Returns a bool tensor of
         shape [parameters]: whether the main param's rounding into fp16 is not finite.

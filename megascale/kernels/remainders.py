@@ -26,6 +26,9 @@ _FP16_INF = 0x7C00
 _FP16_LINEAR = 0x0100
 """The bits of 2**-16 in fp16: below, remainders are of fixed point."""
 _UNIT = 2.0**40
+_WORD, _INDEX_STRIDE, _INDEX_START = 0xFFFFFFFF, 0x9E3779B1, 0x85EBCA77
+_FINGERPRINTED = 1 << 20
+"""Elements of a fingerprint that are summed at a time, in int64."""
 
 
 def encode(main: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -61,6 +64,21 @@ def decode(model: Tensor, remainder: Tensor) -> Tensor:
     return torch.where(half < 0, bits | _SIGN, bits).view(torch.float32)
 
 
+def fingerprint(model: Tensor) -> Tensor:
+    """Return a number that tells whether others have written a 16-bit model param: int64, 0-d, below 2**32.
+
+    The sum over elements of their bits times an odd weight, which depends on the index, modulo 2**32: another value of
+    one element always makes another number.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=model.device)
+    flat = model.detach().reshape(-1).view(torch.int16)
+    for start in range(0, len(flat), _FINGERPRINTED):
+        bits = flat[start : start + _FINGERPRINTED].to(torch.int64) & 0xFFFF
+        index = torch.arange(start, start + len(bits), dtype=torch.int64, device=model.device)
+        total += (bits * ((index * _INDEX_STRIDE + _INDEX_START) & _WORD | 1)).sum()
+    return total & _WORD
+
+
 class TorchRemainders:
     """Main params held as remainders, in plain tensor code. Base of all backends."""
 
@@ -75,7 +93,7 @@ class TorchRemainders:
         """See :class:`megascale.kernels.Backend`."""
         skipped = (found_inf != 0).reshape(())
         flags = []
-        for main, model, remainder in zip(held.mains, held.models, held.remainders, strict=True):
+        for main, model, remainder, mark in zip(held.mains, *held.beside, strict=True):
             rounded, left = encode(main, model.dtype)
             is_large = torch.zeros_like(main, dtype=torch.bool)
             if model.dtype == torch.float16:
@@ -83,5 +101,6 @@ class TorchRemainders:
             keeps = skipped | (is_large & main.isfinite())
             model.copy_(torch.where(keeps, model, rounded))
             remainder.copy_(torch.where(keeps, remainder, left))
+            mark.copy_(fingerprint(model))
             flags.append(is_large.any() & ~skipped)
         return torch.stack(flags)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megascale.errors import ArgumentTypeError, UsageError
 from megascale.kernels import memory_fault, shares_elements
-from megascale.kernels.remainders import REMAINDER_DTYPE, decode, encode
+from megascale.kernels.remainders import REMAINDER_DTYPE, decode, encode, fingerprint
 from megascale.main_params.slab import Slabs
 from megascale.main_params.write_tracker import WriteTracker
 from megascale.utils.dtensors import dtensor_like, is_dtensor, local
@@ -54,18 +54,20 @@ class MainParam:
         start: where the main param begins in the flattened parameter, in elements.
         remainder: int16, in the form of ``main``, which then has memory between :meth:`decode` and :meth:`release`
             only; None: ``main`` holds the values.
+        fingerprint: beside a remainder, of the local model param as we wrote it last: int64, 0-d.
         tracker, slot: the tracker, and the model param's index in it; None until it is admitted.
         form: of the model param; must not change.
     """
 
     name: str
     model: nn.Parameter
-    main: Tensor
+    main: Tensor = field(repr=False)  # torch reads memory that is not there, to print it
     shard: Tensor | None
     is_copy: bool
     is_owned: bool = True
     start: int = 0
     remainder: Tensor | None = None
+    fingerprint: Tensor | None = None
     tracker: WriteTracker | None = None
     slot: int = 0
     form: ParamForm = field(init=False)
@@ -74,6 +76,7 @@ class MainParam:
         self.form = ParamForm.of(self.model)
         if self.remainder is not None:
             self.release()
+            self.fingerprint = fingerprint(self.part)
 
     @property
     def memory(self) -> Tensor:
@@ -92,6 +95,7 @@ class MainParam:
             rounded, remainder = encode(value.to(torch.float32), self.part.dtype)
             self.part.copy_(rounded)
             local(self.remainder).copy_(remainder)
+            self._take_fingerprint()
             return
         local(self.main).copy_(value)
         if self.is_copy:
@@ -147,13 +151,15 @@ class MainParam:
     def sync_from_model(self) -> None:
         """Take over a model param that others wrote. Elements that still are the main param's rounding stay.
 
-        Held as a remainder all take the model param's value: what it was before is not known.
+        Held as a remainder all elements take the model param's values, unless none of these has changed.
         """
         if not self.is_copy:
             self.record_version()
             return
         if self.remainder is not None:
-            self.reload()
+            left = local(self.remainder)
+            left.copy_(torch.where(self._take_fingerprint(), left, 0))
+            self.record_version()
             return
         part, main = self.part, local(self.main)
         same = main.to(part.dtype).view(torch.int16) == part.view(torch.int16)
@@ -164,9 +170,20 @@ class MainParam:
         """Set the main param to the model param's value exactly."""
         if self.remainder is not None:
             local(self.remainder).zero_()
+            self._take_fingerprint()
         else:
             local(self.main).copy_(self.part)
         self.record_version()
+
+    def _take_fingerprint(self) -> Tensor:
+        """Renew the fingerprint. Returns whether it is the same as before: bool, 0-d."""
+        now, before = fingerprint(self.part), self.fingerprint
+        if before is None or before.device != now.device:
+            self.fingerprint = now
+            return torch.zeros_like(now, dtype=torch.bool) if before is None else before.to(now.device) == now
+        same = before == now
+        before.copy_(now)
+        return same
 
 
 def main_param_of(

@@ -27,7 +27,7 @@ class DecodedParams:
         self.params = list(params)
         models, starts = [param.part for param in params], _starts(params)
         self.mains = [_like(model, scratch[start:]) for model, start in zip(models, starts, strict=False)]
-        self._held = HeldParams(models, [local(param.memory) for param in params], self.mains)
+        self._held = held_params(params, models, self.mains)
 
     def decode(self, backend: Backend) -> None:
         """Write the main params."""
@@ -36,6 +36,12 @@ class DecodedParams:
     def encode(self, backend: Backend, decision: Decision) -> Tensor:
         """Write model params and remainders where the step lands. Returns what :meth:`Backend.encode_` does."""
         return backend.encode_(self._held, decision.found_inf)
+
+
+def held_params(params: Sequence[MainParam], models: list[Tensor], mains: list[Tensor]) -> HeldParams:
+    """Return what encodes main params: all of ``params`` are held as remainders. ``models``: their parts."""
+    marks = [param.fingerprint for param in params if param.fingerprint is not None]
+    return HeldParams(models, [local(param.memory) for param in params], marks, mains)
 
 
 def decoded_together(params: Sequence[MainParam]) -> Iterator[list[int]]:

@@ -27,7 +27,7 @@ from megascale.kernels.compact_moments import CODE_DTYPES
 from megascale.main_params.main_param import MainParam
 from megascale.main_params.update_unit import UpdateUnit
 from megascale.step.compact_state import require_supported, with_scales
-from megascale.step.decoded import DecodedParams, decoded_together, scratch_numel
+from megascale.step.decoded import DecodedParams, decoded_together, held_params, scratch_numel
 from megascale.step.kernel_state import KernelState, StateColumns, has_tensors, number, pair, rate, require_options
 from megascale.step.torch_step import GeneralUpdate
 from megascale.step.update import InnerUpdate, KernelCall, MarkWritten, PendingUpdate, Prepared, Rounded
@@ -276,17 +276,17 @@ def _prepare(
             prepared.append(_prepared(params, whole, mains, models, state))
         held = [index for index in indices if params[index].remainder is not None]
         if held and fuses:
-            operands = _operands_of(
-                params, held, [local(params[i].main) for i in held], [params[i].part for i in held], state
-            )
-            operands.remainder = [local(params[index].memory) for index in held]
-            prepared.append(Prepared([params[index] for index in held], held, operands))
+            chosen = [params[index] for index in held]
+            mains, models = [local(param.main) for param in chosen], [param.part for param in chosen]
+            operands, beside = _operands_of(params, held, mains, models, state), held_params(chosen, models, mains)
+            operands.remainder, operands.fingerprint = beside.remainders, beside.fingerprints
+            prepared.append(Prepared(chosen, held, operands))
             continue
         for places in decoded_together([params[index] for index in held]):
-            chosen = [held[place] for place in places]
-            decoded = DecodedParams([params[index] for index in chosen], scratch[device])
+            together = [held[place] for place in places]
+            decoded = DecodedParams([params[index] for index in together], scratch[device])
             # As for fp32 model params: the main param is rounded when it is encoded.
-            prepared.append(_prepared(params, chosen, decoded.mains, decoded.mains, state, decoded))
+            prepared.append(_prepared(params, together, decoded.mains, decoded.mains, state, decoded))
     return prepared
 
 

@@ -14,10 +14,10 @@ from megascale.errors import InnerStepError, UsageError
 from megascale.kernels import (
     Backend,
     Decision,
-    HeldParams,
     memory_fault,
 )
 from megascale.main_params.main_param import MainParam
+from megascale.step.decoded import held_params
 from megascale.step.inner_step import InnerStep, without_grad
 from megascale.step.kernel_state import rate
 from megascale.step.torch_states import state_of, widen, with_tensor_counts
@@ -116,7 +116,7 @@ class GeneralUpdate(InnerUpdate):
         mains, models = [local(param.main) for param in params], [param.part for param in params]
         if params[0].remainder is None:
             return self.backend.write_back_(mains, models)
-        held = HeldParams(models, [local(param.memory) for param in params], mains)
+        held = held_params(params, models, mains)
         flags = self.backend.encode_(held, decision.to(mains[0].device).found_inf)
         for param in params:
             param.release()

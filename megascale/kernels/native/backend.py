@@ -39,8 +39,8 @@ TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 ADAM, SGD, LION, NOTHING = range(4)  # native.c's rules
 
 # The columns of native.c's Row, all 8 bytes wide.
-MAIN, MODEL, STATE, STEP, MODEL_TYPE, STATE_TYPE, REMAINDER = 0, 1, 2, 5, 6, 7, 10
-COLUMNS = 11
+MAIN, MODEL, STATE, STEP, MODEL_TYPE, STATE_TYPE, REMAINDER, FINGERPRINT = 0, 1, 2, 5, 6, 7, 10, 11
+COLUMNS = 12
 Array = NDArray[np.int64]
 
 CPU = torch.device("cpu")
@@ -277,15 +277,15 @@ class NativeBackend(TorchDecisions, TorchRemainders):
     ) -> Tensor:
         """Run ``update`` on main params that are decoded for this call."""
         mains = [torch.empty_like(model, dtype=torch.float32) for model in operands.model]
-        held = HeldParams(operands.model, operands.remainder, mains)
+        held = HeldParams(operands.model, operands.remainder, operands.fingerprint, mains)
         self.decode_(held)
-        update(replace(operands, main=mains, model=mains, remainder=[]))
+        update(replace(operands, main=mains, model=mains, remainder=[], fingerprint=[]))
         return self.encode_(held, torch.zeros(()) if decision is None else decision.found_inf)
 
     def _held_table(self, held: HeldParams) -> _Table | None:
         """Return remainder.h's table; None unless all tensors are contiguous and on the CPU."""
         if held not in self._kept_held:
-            columns = [TensorList(column) for column in (held.mains, held.models, held.remainders)]
+            columns = [TensorList(column) for column in (held.mains, *held.beside)]
             rows = np.stack([*(column.pointers for column in columns), columns[1].dtype_codes(TYPES)], axis=1)
             fits = all(column.contiguous and column.devices <= {CPU} for column in columns)
             self._kept_held[held] = _Table(_Lengths(columns[0].numels), rows) if fits else None
@@ -372,6 +372,7 @@ def _whole_table(operands: Operands, names: list[str]) -> _Table | None:
         rows = [[model, model, model, *row] for model, *row in zip(operands.model, *states, strict=True)]
         table = _table(rows, operands.step)
         table.rows[:, MAIN], table.rows[:, MODEL], table.rows[:, REMAINDER] = 0, models.pointers, lefts.pointers
+        table.rows[:, FINGERPRINT] = TensorList(operands.fingerprint).pointers
         return table
     mains, *others = map(TensorList.of, (operands.main, operands.model, *states))
     if not all(map(_all_known, (mains, *others))) or mains.dtypes != {torch.float32}:

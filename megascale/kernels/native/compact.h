@@ -23,6 +23,7 @@ typedef struct {
     float *first_scale, *second_scale, *step;
     int64_t model_type, start; /* start: the index of the first element in the whole parameter */
     char *remainder; /* 0 where main has memory */
+    int64_t *fingerprint;
 } CompactRow;
 
 /* All that branches depend on. first, second: whether a moment is codes. cut: whether the last group is not whole. */
@@ -255,7 +256,7 @@ static int update_compact_held(const CompactRow *row, const char *grad, CompactK
     kind.model = NONE;
     for (int64_t start = chunk.start; start < chunk.end; start += DECODED) {
         Chunk part = {chunk.row, start, start + DECODED < chunk.end ? start + DECODED : chunk.end};
-        HeldRow held = {(char *)(decoded - start), row->model, row->remainder, row->model_type};
+        HeldRow held = {(char *)(decoded - start), row->model, row->remainder, row->fingerprint, row->model_type};
         with_main.main = held.main;
         decode_chunk(&held, part);
         update_compact_chunk(&with_main, grad, kind, s, coefficient, part, 0);
@@ -275,6 +276,8 @@ void update_compact(const Lengths *all, const Grads *grads, const CompactRow *ro
     memset(overflowed, 0, (size_t)n);
     if (threads > MOST_THREADS) threads = MOST_THREADS;
     share_out(all->num_chunks, shares, threads);
+    for (int64_t r = 0; r < n && !skip; r++)
+        if (rows[r].remainder) *rows[r].fingerprint = 0;
 #pragma omp parallel for schedule(static) num_threads(threads) if (all->num_chunks > 1)
     for (int part = 0; part < threads; part++) {
         int64_t first, last;

@@ -13,8 +13,8 @@ from megascale.kernels.protocol import Operands
 from megascale.kernels.tensors.tensor_list import TensorList
 
 # The columns of compact.h's CompactRow, all 8 bytes wide.
-MAIN, MODEL, FIRST, SECOND, FIRST_SCALE, SECOND_SCALE, STEP, MODEL_TYPE, START, REMAINDER = range(10)
-COLUMNS = 10
+MAIN, MODEL, FIRST, SECOND, FIRST_SCALE, SECOND_SCALE, STEP, MODEL_TYPE, START, REMAINDER, FINGERPRINT = range(11)
+COLUMNS = 11
 MOMENTS = {"exp_avg": (FIRST, FIRST_SCALE), "exp_avg_sq": (SECOND, SECOND_SCALE)}
 CPU = torch.device("cpu")
 
@@ -40,6 +40,7 @@ def compact_rows(operands: Operands, types: dict[torch.dtype, int]) -> NDArray[n
     rows: NDArray[np.int64] = np.zeros((len(operands.main), COLUMNS), dtype=np.int64)
     if operands.remainder:
         rows[:, MODEL], rows[:, REMAINDER] = models.pointers, TensorList(operands.remainder).pointers
+        rows[:, FINGERPRINT] = TensorList(operands.fingerprint).pointers
     else:
         rows[:, MAIN] = mains.pointers
         # An fp32 model param is its own main param.

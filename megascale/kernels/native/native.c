@@ -29,6 +29,7 @@ typedef struct {
     float *step; /* 0 where the optimizer counts none */
     int64_t model_type, state_type[3];
     char *remainder; /* 0 where main has memory */
+    int64_t *fingerprint;
 } Row;
 
 typedef struct {
@@ -379,7 +380,7 @@ static int update_held(const Row *row, const char *grad, Kind kind, const Scalar
     kind.model = NONE;
     for (int64_t start = chunk.start; start < chunk.end; start += DECODED) {
         Chunk part = {chunk.row, start, start + DECODED < chunk.end ? start + DECODED : chunk.end};
-        HeldRow held = {(char *)(decoded - start), row->model, row->remainder, row->model_type};
+        HeldRow held = {(char *)(decoded - start), row->model, row->remainder, row->fingerprint, row->model_type};
         with_main.main = held.main;
         decode_chunk(&held, part);
         update_chunk(&with_main, grad, kind, s, part, 0);
@@ -444,6 +445,8 @@ void update(const Lengths *all, const Grads *grads, const Row *rows, int64_t rul
     Share shares[MOST_THREADS];
     if (threads > MOST_THREADS) threads = MOST_THREADS;
     share_out(all->num_chunks, shares, threads);
+    for (int64_t r = 0; r < n && !u.skip; r++)
+        if (rows[r].remainder) *rows[r].fingerprint = 0;
 #pragma omp parallel for schedule(static) num_threads(threads) if (all->num_chunks > 1)
     for (int part = 0; part < threads; part++) {
         int64_t first, last;

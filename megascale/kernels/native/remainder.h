@@ -10,12 +10,14 @@
 #define LINEAR 0x0100   /* the bits of 2**-16 in fp16: below, remainders are of fixed point */
 #define HALF_INFINITY 0x7c00
 #define MOST_LEFT 32767
+#define WEIGHT_STRIDE 0x9E3779B1u
+#define WEIGHT_START 0x85EBCA77u
 #define DECODED 4096 /* elements that a thread decodes at a time: they stay in the first-level cache */
 
-/* The tensors of a parameter: fp32, 16 bits, and int16. type: the model param's. */
+/* The tensors of a parameter: fp32, 16 bits, int16, and the fingerprint. type: the model param's. */
 typedef struct {
     char *main, *model, *remainder;
-    int64_t type;
+    int64_t *fingerprint, type;
 } HeldRow;
 
 INLINE Halves load_halves(const void *at, int64_t n) {
@@ -66,15 +68,29 @@ INLINE void decode_as(const HeldRow *row, Chunk chunk, int64_t type) {
     if (i < chunk.end) decode_some(row, i, chunk.end - i, type);
 }
 
-INLINE void encode_some(const HeldRow *row, int64_t i, int64_t n, int64_t type) {
+/* Return elements' share of the fingerprint. i: the index of the first. */
+INLINE Words marks_of(Halves model, int64_t i) {
+    Words index;
+    for (int j = 0; j < WIDTH; j++) index[j] = (uint32_t)j;
+    return widened(model) * (((index + (uint32_t)i) * WEIGHT_STRIDE + WEIGHT_START) | 1u);
+}
+
+INLINE uint32_t sum_of_marks(Words marks) {
+    uint32_t sum = 0;
+    for (int j = 0; j < WIDTH; j++) sum += marks[j];
+    return sum;
+}
+
+INLINE Words encode_some(const HeldRow *row, int64_t i, int64_t n, int64_t type) {
     Floats main = load(row->main + 4 * i, F32, n);
     Halves model = to_16_bits(main, type), remainder = narrowed(remainder_of(main, model, type) & 0xffffu);
     copy_first(row->model + 2 * i, &model, 2, n);
     copy_first(row->remainder + 2 * i, &remainder, 2, n);
+    return marks_of(model, i);
 }
 
 /* The same, but finite numbers that would be inf in fp16 keep what is there. */
-static __attribute__((noinline)) void encode_large(const HeldRow *row, int64_t i, int64_t n) {
+static __attribute__((noinline)) uint32_t encode_large(const HeldRow *row, int64_t i, int64_t n) {
     char *at_model = row->model + 2 * i, *at_remainder = row->remainder + 2 * i;
     Halves old_model = load_halves(at_model, n), old_remainder = load_halves(at_remainder, n);
     Floats main = load(row->main + 4 * i, F32, n);
@@ -84,18 +100,21 @@ static __attribute__((noinline)) void encode_large(const HeldRow *row, int64_t i
     Halves remainder = narrowed(words_where(kept, widened(old_remainder), widened(load_halves(at_remainder, n))));
     copy_first(at_model, &model, 2, n);
     copy_first(at_remainder, &remainder, 2, n);
+    return sum_of_marks(marks_of(model, i));
 }
 
 /* Returns whether a rounding into fp16 is not finite. */
-INLINE int encode_as(const HeldRow *row, Chunk chunk, int64_t type) {
+INLINE int encode_as(const HeldRow *row, Chunk chunk, int64_t type, uint32_t *mark) {
     const Row plain = {.main = row->main};
+    Words marks = {0};
     int64_t i = chunk.start;
     if (type == F16 && chunk_rounds_beyond(&plain, chunk)) {
-        for (; i < chunk.end; i += WIDTH) encode_large(row, i, chunk.end - i);
+        for (; i < chunk.end; i += WIDTH) *mark += encode_large(row, i, chunk.end - i);
         return 1;
     }
-    for (; i + WIDTH <= chunk.end; i += WIDTH) encode_some(row, i, WIDTH, type);
-    if (i < chunk.end) encode_some(row, i, chunk.end - i, type);
+    for (; i + WIDTH <= chunk.end; i += WIDTH) marks += encode_some(row, i, WIDTH, type);
+    if (i < chunk.end) marks += encode_some(row, i, chunk.end - i, type);
+    *mark += sum_of_marks(marks);
     return 0;
 }
 
@@ -104,14 +123,19 @@ static void decode_chunk(const HeldRow *row, Chunk chunk) {
     else decode_as(row, chunk, BF16);
 }
 
+/* Adds to the fingerprint, which was 0 before the first chunk of the row. */
 static int encode_chunk(const HeldRow *row, Chunk chunk) {
-    return row->type == F16 ? encode_as(row, chunk, F16) : encode_as(row, chunk, BF16);
+    uint32_t mark = 0;
+    int beyond = row->type == F16 ? encode_as(row, chunk, F16, &mark) : encode_as(row, chunk, BF16, &mark);
+    __atomic_fetch_add((uint32_t *)row->fingerprint, mark, __ATOMIC_RELAXED); /* modulo 2**32, little-endian */
+    return beyond;
 }
 
 /* Decode all rows into their main params, or encode these. overflowed: shape [rows], written where they are encoded. */
 void hold(const Lengths *all, const HeldRow *rows, int encode, uint8_t *overflowed, int threads) {
     Share shares[MOST_THREADS];
     if (encode) memset(overflowed, 0, (size_t)all->num_rows);
+    for (int64_t r = 0; r < all->num_rows && encode; r++) *rows[r].fingerprint = 0;
     if (threads > MOST_THREADS) threads = MOST_THREADS;
     share_out(all->num_chunks, shares, threads);
 #pragma omp parallel for schedule(static) num_threads(threads) if (all->num_chunks > 1)

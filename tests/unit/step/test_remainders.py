@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from megascale import ConstantGradScaler, MixedPrecisionOptimizer, OptimizerConfig, build_optimizer
 from megascale.averages import AveragedMainParams
 from megascale.errors import MainParamOverflowError
+from megascale.kernels.remainders import fingerprint
 from tests.training import INNER, Bag, Inner, bits_equal, constant, grad_of, same_bits, set_grads, snapshot
 
 HELD: dict[str, Any] = {"store_param_remainders": True}
@@ -137,6 +138,40 @@ def test_writes_from_outside_are_taken_over() -> None:
     optimizer.reload_model_params()
     mains = [main for _, main in optimizer.main_params()]
     assert all(bits_equal(main, param.detach().float()) for main, param in zip(mains, module.params, strict=True))
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_writes_that_change_nothing_keep_remainders(backend: str) -> None:
+    """Weights loaded as they were, moved to other memory as offloading does, or written with their own values."""
+    module = odd(torch.float16)
+    optimizer = constant(module, INNER["adamw_fused"], 256.0, backend=backend, **HELD)
+    writes = [
+        lambda: module.load_state_dict({key: value.clone() for key, value in module.state_dict().items()}),
+        lambda: [setattr(param, "data", param.data.clone()) for param in module.params],
+        lambda: [param.data.copy_(param.data.clone()) for param in module.params],
+    ]
+    for step, write in enumerate(writes):
+        set_grads(module, step, 256.0)
+        optimizer.step()
+        before = {name: main.clone() for name, main in optimizer.main_params()}
+        write()
+        for param in module.params:
+            param.grad = None
+        optimizer.step()
+        assert all(bits_equal(before[name], main) for name, main in optimizer.main_params())
+
+
+def test_any_other_value_makes_another_fingerprint() -> None:
+    """Of one element, wherever it is; and the order of elements counts."""
+    model = torch.randn(3000, generator=torch.Generator().manual_seed(0)).half()
+    mark = fingerprint(model)
+    for index in (0, 1, 777, 2999):
+        for change in (1, -1, 0x4000):
+            other = model.clone()
+            other.view(torch.int16)[index] += change
+            assert fingerprint(other) != mark
+    assert fingerprint(model.flip(0)) != mark
+    assert fingerprint(model.clone()) == mark
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
