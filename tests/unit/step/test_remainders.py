@@ -145,12 +145,19 @@ def test_writes_that_change_nothing_keep_remainders(backend: str) -> None:
     """Weights loaded as they were, moved to other memory as offloading does, or written with their own values."""
     module = odd(torch.float16)
     optimizer = constant(module, INNER["adamw_fused"], 256.0, backend=backend, **HELD)
-    writes = [
-        lambda: module.load_state_dict({key: value.clone() for key, value in module.state_dict().items()}),
-        lambda: [setattr(param, "data", param.data.clone()) for param in module.params],
-        lambda: [param.data.copy_(param.data.clone()) for param in module.params],
-    ]
-    for step, write in enumerate(writes):
+
+    def load() -> None:
+        module.load_state_dict({key: value.clone() for key, value in module.state_dict().items()})
+
+    def move() -> None:
+        for param in module.params:
+            param.data = param.data.clone()
+
+    def write_the_same() -> None:
+        for param in module.params:
+            param.data.copy_(param.data.clone())
+
+    for step, write in enumerate((load, move, write_the_same)):
         set_grads(module, step, 256.0)
         optimizer.step()
         before = {name: main.clone() for name, main in optimizer.main_params()}
