@@ -166,7 +166,9 @@ def arguments_of_command() -> argparse.Namespace:
     parser.add_argument("--dtypes", help=f"of {', '.join(DTYPES)}; of 16 bits, in the matrix all, unless told")
     parser.add_argument("--matrix", action="store_true", help="time megascale's rules, beside AdamW on fp16 parameters")
     parser.add_argument("--rules", default=",".join(RULES), help="of the matrix")
-    parser.add_argument("--moments", default="float32,bfloat16", help="of the matrix: dtypes, or first/second")
+    parser.add_argument(
+        "--moments", default="float32,bfloat16", help="of the matrix: dtypes, or first/second; +remainders"
+    )
     parser.add_argument("--backends", default="", help="backends of megascale that get a row of their own")
     parser.add_argument("--only", default="", help="peers, by parts of their names, separated by commas")
     parser.add_argument("--list", action="store_true", help="show the contenders, and how to install them")
@@ -179,9 +181,13 @@ def arguments_of_command() -> argparse.Namespace:
         parser.error(f"--dtypes are {', '.join(DTYPES)}; --rounds is at least 1")
     if not set(arguments.rules.split(",")) <= RULES.keys():
         parser.error(f"--rules are {', '.join(RULES)}, not {arguments.rules}")
-    if not {dtype for moments in arguments.moments.split(",") for dtype in moments.split("/")} <= {*MOMENT_DTYPES}:
+    dtypes = {one for state in arguments.moments.split(",") for one in state.removesuffix("+remainders").split("/")}
+    if not dtypes <= {*MOMENT_DTYPES}:
         known = ", ".join(MOMENT_DTYPES)
-        parser.error(f"--moments are {known}, or two of them with a slash between, not {arguments.moments}")
+        parser.error(
+            f"--moments are {known}, or two of them with a slash between; with +remainders after them main params are "
+            f"held so; not {arguments.moments}"
+        )
     return arguments
 
 

@@ -114,7 +114,8 @@ def _build(
 ) -> tuple[nn.Module, MixedPrecisionOptimizer | ChainedOptimizer, Callable[[], Tensor]]:
     dtype = PRECISIONS[precision]
     module = GivenGrads(torch.zeros(shape, dtype=dtype) for shape in shapes_for(optimizer))
-    state = {key: value for key, value in options.items() if key.startswith("exp_avg")}
+    of_config = ("exp_avg_dtype", "exp_avg_sq_dtype", "store_param_remainders")
+    state = {key: value for key, value in options.items() if key in of_config}
     grads = {key: value for key, value in options.items() if key not in state}
     config = OptimizerConfig(fp16=precision == "fp16", bf16=precision == "bf16", **state)
     if optimizer == "muon":
@@ -147,7 +148,9 @@ def _held(module: nn.Module, wrapped: MixedPrecisionOptimizer | ChainedOptimizer
     syncs = _syncs(wrapped)
     state = [value for entry in wrapped.state.values() for value in entry.values() if isinstance(value, Tensor)]
     own = {param.untyped_storage().data_ptr() for param in params}
-    mains = [main for _, main in wrapped.main_params() if main.untyped_storage().data_ptr() not in own]
+    parts = wrapped.optimizers if isinstance(wrapped, ChainedOptimizer) else [wrapped]
+    memories = [param.memory for part in parts for param in part.live_state().main_params]
+    mains = [memory for memory in memories if memory.untyped_storage().data_ptr() not in own]
     messages = [sync._thread._memory for sync in syncs if sync._thread._memory is not None]
     return {
         "model params": storage_bytes(params),

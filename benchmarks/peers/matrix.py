@@ -40,6 +40,7 @@ class Cell:
     """One rule on parameters of one dtype.
 
     Attributes:
+        remainders: whether main params are held as remainders.
         run: its steps.
         beside: the yardstick's steps; each was timed just before or after the step at the same index.
     """
@@ -47,6 +48,7 @@ class Cell:
     rule: str
     dtype: torch.dtype
     moments: Moments
+    remainders: bool = False
     run: Run = field(init=False)
     beside: list[float] = field(default_factory=list)
 
@@ -68,25 +70,31 @@ def named(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def moments_named(name: str) -> Moments:
-    """Return dtypes from "float32", or from "bfloat16/float32": of the first moment, then of the second."""
-    first, _, second = name.partition("/")
-    return getattr(torch, first), getattr(torch, second or first)
+def state_named(name: str) -> tuple[Moments, bool]:
+    """Return the dtypes of the first and second moment, and whether main params are remainders.
+
+    From "float32", "bfloat16/float32", or either with "+remainders" after it.
+    """
+    dtypes, _, held = name.partition("+")
+    first, _, second = dtypes.partition("/")
+    return (getattr(torch, first), getattr(torch, second or first)), bool(held)
 
 
-def moments_cell(cell: Cell) -> str:
-    """Return the dtypes of the moments that the rule has."""
+def state_cell(cell: Cell) -> str:
+    """Return the dtypes of the moments that the rule has, and whether main params are remainders."""
     kept = [named(dtype) for dtype, count in zip(cell.moments, RULES[cell.rule].states, strict=True) if count]
-    return "/".join(dict.fromkeys(kept)) or "none"
+    return ("/".join(dict.fromkeys(kept)) or "none") + "+remainders" * cell.remainders
 
 
-def cells_of(rules: Sequence[str], dtypes: Sequence[torch.dtype], moments: Sequence[Moments]) -> Iterator[Cell]:
+def cells_of(
+    rules: Sequence[str], dtypes: Sequence[torch.dtype], states: Sequence[tuple[Moments, bool]]
+) -> Iterator[Cell]:
     """Yield every combination once: moments that a rule does not have do not count."""
     for rule in rules:
-        used = [RULES[rule].used(pair) for pair in moments]
-        for pair in dict.fromkeys(used):
+        used = [(RULES[rule].used(pair), held) for pair, held in states]
+        for pair, held in dict.fromkeys(used):
             for dtype in dtypes:
-                yield Cell(rule, dtype, pair)
+                yield Cell(rule, dtype, pair, held)
 
 
 # Measuring
@@ -99,8 +107,8 @@ def measure(arguments: argparse.Namespace, bandwidth: Bandwidth, device: torch.d
     its dtype share, and timed in turns with the yardstick, which stays.
     """
     dtypes = [getattr(torch, name) for name in arguments.dtypes.split(",")]
-    moments = [moments_named(name) for name in arguments.moments.split(",")]
-    cells = list(cells_of(arguments.rules.split(","), dtypes, moments))
+    states = [state_named(name) for name in arguments.moments.split(",")]
+    cells = list(cells_of(arguments.rules.split(","), dtypes, states))
     works = {d: given_work(arguments.numel, arguments.tensors, d, device) for d in {*dtypes, YARDSTICK[1]}}
     params = {dtype: work.parameters_with_grads() for dtype, work in works.items()}
     yardstick = Cell(*YARDSTICK)
@@ -114,6 +122,7 @@ def measure(arguments: argparse.Namespace, bandwidth: Bandwidth, device: torch.d
 
 def _build(cell: Cell, work: Work, params: Sequence[Tensor]) -> None:
     options: dict[str, Any] = {"rule": cell.rule, "moments": cell.moments, "params": params}
+    options["remainders"] = cell.remainders
     run = cell.run
     run.entry = Entry(run.entry.name, run.entry.module, run.entry.build, options=options)
     run.stepper = run.entry.make(work)
@@ -145,7 +154,7 @@ def row(cell: Cell, yardstick: Run, numel: int) -> str:
     cells = [
         cell.rule,
         named(cell.dtype),
-        moments_cell(cell),
+        state_cell(cell),
         f"{run.median:.1f}",
         f"{min(run.times):.1f}",
         str(run.bytes_per_parameter),
@@ -186,6 +195,6 @@ def rows_of_turns(cells: Sequence[Cell]) -> str:
     for cell in cells:
         times = zip(cell.run.times, cell.beside, cell.run.bandwidths, strict=True)
         for turn, (ms, beside, bandwidth) in enumerate(times):
-            what = f"{cell.rule},{named(cell.dtype)},{moments_cell(cell)}"
+            what = f"{cell.rule},{named(cell.dtype)},{state_cell(cell)}"
             lines.append(f"{what},{turn},{ms:.3f},{beside:.3f},{bandwidth:.2f}")
     return "\n".join(lines) + "\n"

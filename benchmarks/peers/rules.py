@@ -40,14 +40,15 @@ class Rule:
         first, second = (dtype if count else torch.float32 for count, dtype in zip(self.states, moments, strict=True))
         return first, second
 
-    def traffic(self, grad: int, model: int, moments: Moments) -> Traffic:
+    def traffic(self, grad: int, model: int, moments: Moments, remainders: bool = False) -> Traffic:
         """Return bytes per parameter, for gradients and model params of so many bytes.
 
-        An fp32 model param is its own main param.
+        An fp32 model param is its own main param. A remainder is read and written, and the model param with it.
         """
         states = sum(count * held_bytes(dtype) for count, dtype in zip(self.states, moments, strict=True))
         copy = model if model < 4 else 0
-        return {"statistics": grad, "update and write back": grad + 2 * 4 + math.ceil(2 * states) + copy}
+        main = 2 * 2 + 2 * model if remainders and copy else 2 * 4 + copy
+        return {"statistics": grad, "update and write back": grad + main + math.ceil(2 * states)}
 
 
 ADAMW = "adamw"

@@ -25,6 +25,7 @@ class Megascale:
         asked = work.options.get("backend", "auto")
         rule = RULES[work.options.get("rule", ADAMW)]
         moments: Moments = work.options.get("moments", FP32_MOMENTS)
+        held: bool = work.options.get("remainders", False)
         self.params: list[Tensor] = work.options.get("params") or work.parameters_with_grads()
         inner = rule.build(self.params)
         start = time.perf_counter()
@@ -38,6 +39,7 @@ class Megascale:
                     backend=asked,
                     exp_avg_dtype=moments[0],
                     exp_avg_sq_dtype=moments[1],
+                    store_param_remainders=held,
                 )
                 scaler = DynamicGradScaler(SCALE, 1.0, 2.0, 0.5, GROWTH_INTERVAL, HYSTERESIS)
                 # Gradients are given: scaled already, and the group on which collectives are counted adds nothing up.
@@ -54,7 +56,7 @@ class Megascale:
             reason = "; ".join(str(warning.message) for warning in caught)
             raise UnavailableError(reason or f"not available: {self.backend_name!r} is taken in its place")
         size = work.dtype.itemsize
-        self.traffic = rule.traffic(size, size, moments)
+        self.traffic = rule.traffic(size, size, moments, held)
 
     def prepare(self) -> None:
         """Do nothing: the gradients are there, and stay as they are."""

@@ -54,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--exp-avg-sq-dtype", choices=SECOND_DTYPES, default="fp32", help="of the second (default fp32)"
     )
+    parser.add_argument("--store-param-remainders", action="store_true", help="hold main params as 16-bit remainders")
     parser.add_argument("--grad-dtype", choices=DTYPES, default="fp32", help="of main grads (default fp32)")
     parser.add_argument("--reduce-dtype", choices=DTYPES, help="of gradients in messages (default: as main grads)")
     parser.add_argument("--bucket-numel", type=int, default=Setup.bucket_numel, help="elements of a bucket")

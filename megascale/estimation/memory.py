@@ -41,7 +41,7 @@ def held_bytes(partition: Partition) -> dict[str, int]:
         "model buffers": sum(sizes.buffers) + sum(sizes.other_buffers),
         "gradients": 0 if setup.has_main_grads else whole,
         "main grads": sum(bucket.numel * setup.grad_dtype_of(dtype).itemsize for dtype, bucket in buckets),
-        "main params": sum(_slot(partition, p) * 4 for p in sizes.params if p.dtype in HALF_DTYPES),
+        "main params": sum(_slot(partition, p) * setup.main_itemsize for p in sizes.params if p.dtype in HALF_DTYPES),
         "moments": sum(_moment_bytes(partition, param) for param in sizes.params) + counted,
         "messages": _message_bytes(partition),
     }

@@ -10,6 +10,7 @@ from megascale.estimation.sizes import ParamSpec
 from megascale.grad_sync.bucket import main_grad_dtype
 from megascale.grad_sync.layout import DEFAULT_BUCKET_NUMEL
 from megascale.kernels.compact_moments import CODE_DTYPES
+from megascale.kernels.remainders import REMAINDER_DTYPE
 from megascale.utils import validate
 from megascale.utils.dtypes import HALF_DTYPES
 
@@ -52,6 +53,7 @@ class Setup:
         optimizer: a key of :data:`MOMENTS`. "muon": hidden matrices by Muon and all else by AdamW, in one
             ChainedOptimizer, see :func:`megascale.build_optimizer`.
         exp_avg_dtype, exp_avg_sq_dtype: of the first (or the momentum) and the second moment.
+        store_param_remainders: main params are held as remainders, see :class:`megascale.OptimizerConfig`.
         grad_dtype, reduce_dtype: of main grads, and of their messages (None: the same); see GradSync.
         bucket_numel: elements of a bucket.
         communication: "nccl" or "gloo", which sends shards as messages from rank to rank.
@@ -65,6 +67,7 @@ class Setup:
     optimizer: str = "adamw"
     exp_avg_dtype: torch.dtype = torch.float32
     exp_avg_sq_dtype: torch.dtype = torch.float32
+    store_param_remainders: bool = False
     grad_dtype: torch.dtype = torch.float32
     reduce_dtype: torch.dtype | None = None
     bucket_numel: int = DEFAULT_BUCKET_NUMEL
@@ -81,6 +84,7 @@ class Setup:
         validate.one_of("communication", self.communication, COMMUNICATION)
         validate.integer("bucket_numel", self.bucket_numel, minimum=1)
         validate.integer("rank", self.rank, minimum=0, maximum=self.ranks - 1)
+        validate.flag("store_param_remainders", self.store_param_remainders)
         check_moment_dtypes(self)
         for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
             if getattr(self, name) in CODE_DTYPES and "exp_avg_sq" not in MOMENTS[self.optimizer]:
@@ -98,6 +102,11 @@ class Setup:
     def is_sharded(self) -> bool:
         """Whether each rank keeps only its shard of main params and moments."""
         return self.sharding == "distributed"
+
+    @property
+    def main_itemsize(self) -> int:
+        """Bytes that hold an element of a main param which is a copy: fp32, or a remainder."""
+        return REMAINDER_DTYPE.itemsize if self.store_param_remainders else torch.float32.itemsize
 
     @property
     def has_main_grads(self) -> bool:

@@ -80,6 +80,13 @@ def test_estimate_knows_moments_of_8_bits(ranks: RankPool, tmp_path: Path, shard
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_estimate_knows_remainders(ranks: RankPool, tmp_path: Path, sharding: str) -> None:
+    """Main params of 2 bytes; a checkpoint holds 4."""
+    compare(ranks, tmp_path, "bf16", sharding, "adamw", 2, store_param_remainders=True)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("optimizer", "shard"), [("adamw", "parameters"), ("muon", "auto")])
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_estimate_knows_whole_parameters(
