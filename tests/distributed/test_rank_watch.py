@@ -14,11 +14,25 @@ import torch
 import torch.distributed as dist
 
 from megascale.errors import RankError
-from megascale.rank_watch import RankWatch
+from megascale.rank_watch import RankWatch, is_loss
 from megascale.utils.collectives import all_reduce_sum_, timeout_of, twin_group
 from tests.pool import RankPool
 
 PATIENCE_S = 0.5
+
+
+@pytest.mark.timeout(10)
+def test_only_the_backends_errors_are_losses() -> None:
+    """Also where one is the cause of another error, and not where an error has other causes."""
+    lost = RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
+    caused, other = KeyError("a"), ValueError("b")
+    caused.__cause__ = ValueError("c")
+    caused.__cause__.__cause__ = lost
+    other.__cause__ = KeyError("d")
+    assert is_loss(lost)
+    assert is_loss(caused)
+    assert not is_loss(other)
+    assert not is_loss(RuntimeError("shapes differ"))
 
 
 class _Lines(logging.Handler):

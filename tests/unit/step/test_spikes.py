@@ -81,6 +81,14 @@ EVENTS = st.lists(st.one_of(NORMS, NORMS, NORMS, st.just("resume")), min_size=8,
 BACKENDS = ["native", *(pytest.param(name, marks=pytest.mark.slow) for name in ("reference", "torch"))]
 
 
+def test_a_norm_at_the_threshold_lands() -> None:
+    """Megatron-Core skips norms that exceed it."""
+    for norm, lands in ((8.0, True), (8.0078125, False)):
+        bag, optimizer = _one_number({"grad_norm_skip_threshold": 8.0}, "native")
+        bag[0].grad = torch.tensor([norm * optimizer.get_loss_scale().item()])
+        assert bool(optimizer.step().success) == lands
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @settings(max_examples=20, deadline=None)
 @given(EVENTS, st.sampled_from([math.inf, 8.0]), st.sampled_from([None, "clip", "skip"]), st.sampled_from([0.0, 1.5]))
