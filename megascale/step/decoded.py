@@ -47,10 +47,11 @@ def held_params(params: Sequence[MainParam], models: list[Tensor], mains: list[T
 def decoded_together(params: Sequence[MainParam]) -> Iterator[list[int]]:
     """Yield the indices of parameters that are decoded together, in order."""
     together: list[int] = []
-    for index in range(len(params)):
-        if together and scratch_numel([params[one] for one in [*together, index]]) > DECODED_NUMEL:
+    starts, begin = _starts(params), 0
+    for index, end in enumerate(starts[1:]):
+        if together and end - begin > DECODED_NUMEL:
             yield together
-            together = []
+            together, begin = [], starts[index]
         together.append(index)
     if together:
         yield together
