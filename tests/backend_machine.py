@@ -26,7 +26,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from torch import Tensor, nn
 
 from megascale import DynamicGradScaler, Lion, MixedPrecisionOptimizer, OptimizerConfig
-from megascale.errors import MainParamOverflowError, MegascaleError, NonFiniteParamError
+from megascale.errors import InnerStepError, MainParamOverflowError, MegascaleError, NonFiniteParamError
 from megascale.kernels.tensors import tensor_reader
 from tests.backend_mischief import FOR_KERNELS, GRADIENTS, MISCHIEF, Place, Undo, has_memory
 from tests.training import bits_equal
@@ -64,8 +64,8 @@ SECOND = {torch.int8: torch.uint8}
 INDEX = st.integers(0, 15)
 SEEDS = st.integers(0, 2**16)
 
-LATE = (MainParamOverflowError, NonFiniteParamError)
-"""Errors about values, which are known once a step has been taken."""
+LATE = (MainParamOverflowError, NonFiniteParamError, InnerStepError)
+"""Errors that are known once a step has been taken: about values, and of an optimizer's own step()."""
 
 READER = "reader"
 """Added to a backend's name: its tensors are read by tensor_reader.cpp, however few they are."""
@@ -447,11 +447,16 @@ class BackendMachine(RuleBasedStateMachine):
 
         def restart(world: World) -> None:
             saved = world.optimizer.state_dict()
+            old = world.params, world.inner, world.scaler, world.optimizer
             now = {id(param): nn.Parameter(param.detach().clone(), param.requires_grad) for param in world.params}
             groups = [[now[id(param)] for param in group["params"]] for group in world.inner.param_groups]
             world.params = [now[id(param)] for param in world.params]
             world.build(groups)
-            world.optimizer.load_state_dict(saved)
+            try:
+                world.optimizer.load_state_dict(saved)
+            except MegascaleError:  # state that nobody has looked at, of a frozen parameter
+                world.params, world.inner, world.scaler, world.optimizer = old
+                raise
 
         if all(len(group["params"]) > 0 for group in self.worlds[0].inner.param_groups):
             self.call("resume", restart)
