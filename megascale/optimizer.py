@@ -285,7 +285,10 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             self._member.sync_from_model()
 
     def main_params(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, main param) of every trainable parameter, live. An fp32 model param is its own main param."""
+        """Yield (name, main param) of every trainable parameter, live. An fp32 model param is its own main param.
+
+        With ``store_param_remainders`` those of 16-bit parameters are decoded copies, which nobody reads back.
+        """
         self._member.sync_from_model()
         return ((param.name, param.value()) for param in self._member.main_params)
 
