@@ -14,6 +14,9 @@ A model param of inf is decoded to inf in fp16, whatever the main param was: cal
 they write. In bf16 finite main params that round to inf are held exactly. NaN becomes NaN.
 """
 
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
@@ -27,8 +30,8 @@ _FP16_LINEAR = 0x0100
 """The bits of 2**-16 in fp16: below, remainders are of fixed point."""
 _UNIT = 2.0**40
 _WORD, _INDEX_STRIDE, _INDEX_START = 0xFFFFFFFF, 0x9E3779B1, 0x85EBCA77
-_FINGERPRINTED = 1 << 20
-"""Elements of a fingerprint that are summed at a time, in int64."""
+_TOGETHER = 1 << 20
+"""Elements that are joined, or summed at a time, in int64: a larger parameter is encoded alone."""
 
 
 def encode(main: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -71,36 +74,96 @@ def fingerprint(model: Tensor) -> Tensor:
     one element always makes another number.
     """
     total = torch.zeros((), dtype=torch.int64, device=model.device)
-    flat = model.detach().reshape(-1).view(torch.int16)
-    for start in range(0, len(flat), _FINGERPRINTED):
-        bits = flat[start : start + _FINGERPRINTED].to(torch.int64) & 0xFFFF
-        index = torch.arange(start, start + len(bits), dtype=torch.int64, device=model.device)
-        total += (bits * ((index * _INDEX_STRIDE + _INDEX_START) & _WORD | 1)).sum()
+    flat = model.detach().reshape(-1)
+    for start in range(0, len(flat), _TOGETHER):
+        part = flat[start : start + _TOGETHER]
+        total += (_bits(part) * _weights(start, start + len(part), model.device)).sum()
     return total & _WORD
 
 
+def _bits(flat: Tensor) -> Tensor:
+    return flat.view(torch.int16).to(torch.int64) & 0xFFFF
+
+
+def _weights(start: int, stop: int, device: torch.device) -> Tensor:
+    index = torch.arange(start, stop, dtype=torch.int64, device=device)
+    return (index * _INDEX_STRIDE + _INDEX_START) & _WORD | 1
+
+
 class TorchRemainders:
-    """Main params held as remainders, in plain tensor code. Base of all backends."""
+    """Main params held as remainders, in plain tensor code. Base of all backends.
+
+    Small parameters are decoded and encoded together, so that the number of kernels does not grow with them.
+    """
 
     fuses_remainders = False
 
     def decode_(self, held: HeldParams) -> None:
         """See :class:`megascale.kernels.Backend`."""
-        for model, remainder, main in zip(held.models, held.remainders, held.mains, strict=True):
-            main.copy_(decode(model, remainder))
+        for indices in _together(held.models):
+            models, remainders, mains = ([column[i] for i in indices] for column in (*held.beside[:2], held.mains))
+            torch._foreach_copy_(mains, _parts(decode(_joined(models), _joined(remainders)), mains))
 
     def encode_(self, held: HeldParams, found_inf: Tensor) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
         skipped = (found_inf != 0).reshape(())
-        flags = []
-        for main, model, remainder, mark in zip(held.mains, *held.beside, strict=True):
+        flags = [torch.zeros_like(skipped)] * len(held.models)
+        for indices in _together(held.models):
+            models, remainders, marks = ([column[i] for i in indices] for column in held.beside)
+            main, model, remainder = map(_joined, ([held.mains[i] for i in indices], models, remainders))
             rounded, left = encode(main, model.dtype)
-            is_large = torch.zeros_like(main, dtype=torch.bool)
+            keeps = skipped
             if model.dtype == torch.float16:
                 is_large = ~(main.abs() < FP16_OVERFLOW)
-            keeps = skipped | (is_large & main.isfinite())
-            model.copy_(torch.where(keeps, model, rounded))
-            remainder.copy_(torch.where(keeps, remainder, left))
-            mark.copy_(fingerprint(model))
-            flags.append(is_large.any() & ~skipped)
+                keeps = skipped | (is_large & main.isfinite())
+                overflowed = (_sums(is_large, models) > 0) & ~skipped
+                for index, flag in zip(indices, overflowed.unbind(), strict=True):
+                    flags[index] = flag
+            written = torch.where(keeps, model, rounded)
+            torch._foreach_copy_(models, _parts(written, models))
+            torch._foreach_copy_(remainders, _parts(torch.where(keeps, remainder, left), remainders))
+            torch._foreach_copy_(marks, list(_fingerprints(written, models).unbind()))
         return torch.stack(flags)
+
+
+def _together(models: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Yield the indices of neighbours of one dtype that are small enough to be joined."""
+    together: list[int] = []
+    numel = 0
+    for index, model in enumerate(models):
+        numel += model.numel()
+        if together and (numel > _TOGETHER or model.dtype != models[together[0]].dtype):
+            yield together
+            together, numel = [], model.numel()
+        together.append(index)
+    if together:
+        yield together
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    """Return all elements, in row-major order: a view of a single contiguous tensor."""
+    return torch.cat([one.reshape(-1) for one in tensors]) if len(tensors) > 1 else tensors[0].reshape(-1)
+
+
+def _parts(flat: Tensor, likes: Sequence[Tensor]) -> list[Tensor]:
+    """Return the parts of joined elements in the shapes of ``likes``."""
+    parts = flat.split([like.numel() for like in likes])
+    return [part.view(like.shape) for part, like in zip(parts, likes, strict=True)]
+
+
+def _sums(flat: Tensor, likes: Sequence[Tensor]) -> Tensor:
+    """Return the sum of each part of joined integers, modulo 2**64: int64, shape [len(likes)]."""
+    if len(likes) == 1:
+        return flat.sum(dtype=torch.int64).reshape(1)
+    upto = torch.cat([flat.new_zeros(1, dtype=torch.int64), flat.cumsum(0, dtype=torch.int64)])
+    ends = [0, *accumulate(like.numel() for like in likes)]
+    return torch.stack([upto[end] for end in ends]).diff()
+
+
+def _fingerprints(flat: Tensor, models: Sequence[Tensor]) -> Tensor:
+    """Return the fingerprint of each part of joined model params."""
+    if len(models) == 1:
+        return fingerprint(flat).reshape(1)
+    weights = _weights(0, max(model.numel() for model in models), flat.device)
+    each = torch.cat([weights[: model.numel()] for model in models])
+    return _sums(_bits(flat) * each, models) & _WORD

@@ -91,6 +91,21 @@ def test_launches_do_not_grow_with_tensors(on_device: OnDevice, count: int) -> N
     assert [(len(seen.of("copy")), sum(seen.operators().values())) for seen in records[1:]] == [(5, 7)] + [(1, 4)] * 3
 
 
+@pytest.mark.slow
+def test_remainders_cost_operators_that_do_not_grow(on_device: OnDevice) -> None:
+    """Main params held as remainders: no wait, one kernel of the rule, and parameters are decoded together."""
+    found = []
+    for count in (10, 100):
+        records = on_device(_train_with, "adamw", {"count": count, "store_param_remainders": True})
+        assert [seen.syncs() for seen in records] == [[]] * len(records)
+        assert all(seen.launches() == [*EACH_STEP, "adam_kernel"] for seen in records[1:])
+        operators = [seen.operators() for seen in records[2:]]
+        # Here torch's copies of many tensors at once, one launch on a GPU, come one by one.
+        assert all(counted.pop("aten::copy_") <= 4 * count + 11 for counted in operators)
+        found.append(operators)
+    assert found[0] == found[1]
+
+
 def _changing(device: FakeDevice) -> list[Record]:
     params = parameters(6)
     optimizer = wrap(INNER["adamw"](params))
