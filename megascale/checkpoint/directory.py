@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from megascale.errors import CheckpointError
+from megascale.errors import CheckpointError, listed
 from megascale.utils.atomic_files import incomplete, sync_folder
 
 MANIFEST_NAME = "megascale.json"
@@ -60,7 +60,12 @@ def find(path: Path, step: int | None) -> Path:
         raise CheckpointError(f"no checkpoint at {path}: the folder does not exist")
     folders = complete(path)
     if not folders:
-        raise CheckpointError(f"no complete checkpoint in {path}: expected folders named like {path_of(path, 40).name}")
+        unfinished = [folder.name for folder in left(path)]
+        hint = f"; unfinished are {listed(unfinished)}: the save was killed, or runs still: wait() for it"
+        raise CheckpointError(
+            f"no complete checkpoint in {path}: expected folders named like {path_of(path, 40).name}"
+            f"{hint if unfinished else ''}"
+        )
     if step is None:
         return folders[max(folders)]
     if step not in folders:

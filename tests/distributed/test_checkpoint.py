@@ -101,7 +101,8 @@ def _save_shards(directory: Path) -> dict[str, Any]:
         param.grad = distribute_tensor(torch.randn(param.shape).half(), mesh, [Shard(0)])
     optimizer.get_loss_scale()
     optimizer.step()
-    Checkpointer(directory, async_save=True, groups=mesh).save(1, model, optimizer)
+    with Checkpointer(directory, async_save=True, groups=mesh) as checkpointer:
+        checkpointer.save(1, model, optimizer)
     return _full(state_of(model, optimizer))
 
 

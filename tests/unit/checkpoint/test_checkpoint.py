@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from megascale.checkpoint import Checkpointer, latest, load, save
+from megascale.checkpoint import Checkpointer, directory, latest, load, save
 from megascale.errors import ArgumentError, ArgumentTypeError, CheckpointError, StateDictError
 from tests.checkpoint_cases import build, differences, state_of, train
 
@@ -278,3 +278,10 @@ class _Counting(nn.Module):
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         self.calls = state
+
+
+def test_load_while_the_only_save_is_unfinished(tmp_path: Path) -> None:
+    """The error says that a save is unfinished: another process may have to wait for it."""
+    directory.begin(tmp_path, 3)
+    with pytest.raises(CheckpointError, match=r"unfinished are .*\.step_00000003\.incomplete-\w+.*wait\(\)"):
+        load(tmp_path, nn.Linear(1, 1))
