@@ -139,7 +139,7 @@ class ScalerOverflows:
                     continue
                 grad = local(param.grad)
                 grad = grad._values() if grad.is_sparse else grad
-                entry = described(name, grad, indices.get(id(param), position), None, None, grad.numel())
+                entry = described(name, grad, indices.get(id(param), position), None, grad.numel())
                 if entry.num_non_finite:
                     yield entry
 

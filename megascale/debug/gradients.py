@@ -48,7 +48,7 @@ class SeenInBackward:
         if grad.device.type != "cpu":
             self._unread.append(_Unread(at, micro_batch, grad.numel(), describe_non_finite(grad)))
         elif not _is_finite(grad):
-            self._entries.append(described(at.name, grad, at.index, micro_batch, None, grad.numel()))
+            self._entries.append(described(at.name, grad, at.index, micro_batch, grad.numel()))
 
     def entries(self) -> tuple[OverflowEntry, ...]:
         """Return the gradients that held inf or NaN. Waits for the device."""

@@ -212,8 +212,12 @@ class OverflowRecorder:
         entries = []
         for member, param, count in found:
             numel = local(param.main).numel()
+            index = indices[id(param.model)]
             grad = member.grad_of(param) if grads_are_there else None
-            entries.append(described(param.name, grad, indices[id(param.model)], record.micro_batch, count, numel))
+            entry = None if grad is None else described(param.name, grad, index, record.micro_batch, numel)
+            if entry is None or entry.num_non_finite != count:  # it is gone, or a newer one is there
+                entry = OverflowEntry(param.name, own_rank(), record.micro_batch, None, None, count, numel, None, index)
+            entries.append(entry)
         return tuple(entries)
 
     def named_params(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -228,24 +232,11 @@ def _on_host(scale: Tensor | float | None) -> float | None:
     return float(scale.tolist()[0]) if isinstance(scale, Tensor) else scale
 
 
-def described(
-    name: str, grad: Tensor | None, index: int, micro_batch: int | None, count: int | None, numel: int
-) -> OverflowEntry:
-    """Return the entry of a gradient of this rank; what cannot be told where it is gone, or has changed, is None.
-
-    Args:
-        name, index, micro_batch, numel: see :class:`OverflowEntry`.
-        grad: None: it is gone.
-        count: its non-finite elements; None: those that it has.
-    """
-    if grad is not None:
-        num_inf, num_nan, largest = describe_non_finite(grad).tolist()
-        if count is None or num_inf + num_nan == count:
-            total = int(num_inf + num_nan)
-            return OverflowEntry(
-                name, own_rank(), micro_batch, int(num_inf), int(num_nan), total, numel, largest, index
-            )
-    return OverflowEntry(name, own_rank(), micro_batch, None, None, count or 0, numel, None, index)
+def described(name: str, grad: Tensor, index: int, micro_batch: int | None, numel: int) -> OverflowEntry:
+    """Return the entry of a gradient of this rank. Arguments: see :class:`OverflowEntry`."""
+    num_inf, num_nan, largest = describe_non_finite(grad).tolist()
+    kinds = int(num_inf), int(num_nan)
+    return OverflowEntry(name, own_rank(), micro_batch, *kinds, sum(kinds), numel, largest, index)
 
 
 def own_rank() -> int:
