@@ -1,8 +1,9 @@
-"""Which rank owns which whole parameter: only arithmetic on shapes, so that all ranks choose alike.
+"""Which rank owns which whole parameter. All ranks choose alike, because only shapes count.
 
-An optimizer that reads whole parameters, as Muon and Shampoo do, is sharded by parameter: one rank updates it. Inside a
-bucket owners are chosen longest first (LPT scheduling, Graham 1969): the costliest parameter goes to the rank that has
-the least to do. The load is carried from bucket to bucket, and the buckets with the costliest parameters come first.
+Optimizers that read whole parameters, such as Muon and Shampoo, are sharded by parameter: one rank, the owner, updates
+it. Owners are chosen longest first (LPT scheduling, Graham 1969): the costliest parameter that is left goes to the rank
+with the least to do. This is done bucket by bucket, beginning with those that have the costliest parameters; what ranks
+have to do adds up over buckets.
 """
 
 import heapq
@@ -17,9 +18,9 @@ from megascale.utils import validate
 def update_cost(shape: Sequence[int]) -> int:
     """Return the cost of updating a parameter of ``shape``, in multiplications up to a constant factor.
 
-    A matrix of m rows and n columns costs ``max(m, n) * min(m, n) ** 2``, as one iteration of Newton-Schulz (Muon) or a
-    root of its smaller factor (Shampoo) does. More dimensions are a batch of matrices, the last two. Fewer cost one per
-    element.
+    A matrix of m rows and n columns costs ``max(m, n) * min(m, n) ** 2``, like an iteration of Newton-Schulz (Muon) or
+    the root of its smaller factor (Shampoo). With more than two dimensions it is a batch of matrices, made of the last
+    two; with fewer it costs one per element.
     """
     if len(shape) < 2:
         return math.prod(shape)
@@ -27,14 +28,14 @@ def update_cost(shape: Sequence[int]) -> int:
 
 
 class OwnerLoads:
-    """What each rank has to update, from its first bucket to its last.
+    """What each rank has to update, added up over all buckets.
 
     Args:
         num_shards: ranks that share each bucket, 1 or more.
 
     Attributes:
-        costs: of what each rank owns, see :func:`update_cost`.
-        numels: elements that each rank owns.
+        costs: for each rank, the cost of all that it owns; see :func:`update_cost`.
+        numels: for each rank, the elements of all that it owns.
     """
 
     def __init__(self, num_shards: int) -> None:
@@ -43,7 +44,7 @@ class OwnerLoads:
         self.numels = [0] * num_shards
 
     def assign(self, buckets: Sequence[Sequence[ParamSize]]) -> dict[str, int]:
-        """Return the owner of each parameter, by name. Of ranks with equal costs that with fewer elements is taken."""
+        """Return the owner of each parameter, by name. Of ranks with equal costs, that with fewer elements is taken."""
         idlest = [(cost, numel, rank) for rank, (cost, numel) in enumerate(zip(self.costs, self.numels, strict=True))]
         heapq.heapify(idlest)
         owners: dict[str, int] = {}
@@ -60,12 +61,12 @@ class OwnerLoads:
 def group_by_owner(
     layout: BufferLayout, owners: Mapping[str, int], *, alignment: int = DEFAULT_ALIGNMENT
 ) -> BufferLayout:
-    """Return ``layout`` with each bucket's parameters sorted by owner, and shards that end where an owner's do.
+    """Return ``layout`` with each bucket's parameters sorted by owner: a rank's shard is what it owns of the bucket.
 
-    Buckets hold the same parameters as before. There is no padding but that of parameters to ``alignment`` elements; a
-    rank that owns nothing of a bucket has an empty shard.
+    Buckets hold the same parameters as before. The only padding is that of parameters to ``alignment`` elements. A rank
+    that owns nothing of a bucket has an empty shard.
 
-    Raises ArgumentError, naming it, for a parameter whose owner is missing or no rank of the layout.
+    Raises ArgumentError for a parameter whose owner is missing or is no rank of the layout, naming it.
     """
     placements: list[Placement] = []
     buckets: list[Bucket] = []

@@ -9,7 +9,8 @@ Coefficients = tuple[float, float, float]
 """a, b, c of one iteration X <- aX + (bA + cAA)X with A = XX^T."""
 
 QUINTIC: Coefficients = (3.4445, -4.7750, 2.0315)
-"""Steep at zero, and so fast, but singular values end between 0.7 and 1.2: kellerjordan.github.io/posts/muon."""
+"""Few iterations suffice, as it is steep at 0, but singular values end anywhere between 0.7 and 1.2.
+Source: kellerjordan.github.io/posts/muon."""
 
 _POLAR_EXPRESS: tuple[Coefficients, ...] = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
@@ -27,15 +28,15 @@ POLAR_EXPRESS: tuple[Coefficients, ...] = (
     *((a / _SAFETY, b / _SAFETY**3, c / _SAFETY**5) for a, b, c in _POLAR_EXPRESS),
     _LAST,
 )
-"""Polar Express (arXiv 2505.16932): a polynomial for each iteration, the best of its degree for singular values from
-1e-3 to 1, and a safety factor of 1.01 for the rounding of bf16. Further iterations repeat the last."""
+"""Polar Express (arXiv 2505.16932): one polynomial for each iteration, the best of its degree for singular values from
+1e-3 to 1. A safety factor of 1.01 allows for the rounding of bf16. Further iterations repeat the last polynomial."""
 
 
 def orthogonalize(matrices: Tensor, coefficients: Sequence[Coefficients], eps: float) -> Tensor:
-    """Return U V^T of each matrix U S V^T, up to what the coefficients leave of S.
+    """Return the orthogonal factor U V^T of each matrix U S V^T, with singular values as near to 1 as they come.
 
-    A single bf16 matrix has the bits of torch.optim.Muon. In a batch every matrix is treated alike,
-    but the bits of its products may depend on the batch, as the library that multiplies may choose another kernel.
+    For a single bf16 matrix the result has the bits of torch.optim.Muon. In a batch each matrix goes through the same
+    operations, but the last bits may differ: for another batch size a library may multiply by another kernel.
 
     Args:
         matrices: shape [m, n], or [batch, m, n] for several at once; the iterations are in their dtype.
@@ -54,12 +55,12 @@ def orthogonalize(matrices: Tensor, coefficients: Sequence[Coefficients], eps: f
 
 
 def iterations(coefficients: Sequence[Coefficients], steps: int) -> tuple[Coefficients, ...]:
-    """Return one triple for each of ``steps`` iterations; the last is repeated."""
+    """Return one triple for each of ``steps`` iterations. If there are fewer, the last one is repeated."""
     return tuple(coefficients[min(index, len(coefficients) - 1)] for index in range(steps))
 
 
 def iteration_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype that iterates fastest on ``device``: bf16, or fp32 on a CPU that multiplies bf16 by software."""
+    """Return the dtype that iterates fastest on ``device``: bf16, or fp32 on a CPU that emulates products of bf16."""
     if device.type != "cpu" or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
         return torch.bfloat16
     return torch.float32

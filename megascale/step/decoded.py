@@ -1,4 +1,4 @@
-"""Main params that are held as remainders, decoded for an update: some at a time, in memory that all of them share."""
+"""Main params held as remainders, decoded for an update: some at a time, into scratch memory that all of them share."""
 
 from collections.abc import Iterator, Sequence
 
@@ -12,7 +12,7 @@ from megascale.utils.dtensors import local
 DECODED_NUMEL = 1 << 20
 """Elements that are decoded at a time. A larger parameter is decoded alone, whole."""
 ALIGNMENT = 16
-"""Elements: each decoded main param begins at a multiple of it."""
+"""In elements: each decoded main param begins at a multiple of it in the scratch memory."""
 
 
 class DecodedParams:
@@ -20,7 +20,7 @@ class DecodedParams:
 
     Attributes:
         params: all on one device.
-        mains: their main params, fp32, views of memory that other parameters are decoded into later.
+        mains: their main params, fp32: views of the scratch memory, which the next parameters are decoded into.
     """
 
     def __init__(self, params: Sequence[MainParam], scratch: Tensor) -> None:
@@ -30,40 +30,46 @@ class DecodedParams:
         self._held = held_params(params, models, self.mains)
 
     def decode(self, backend: Backend) -> None:
-        """Write the main params."""
+        """Compute the main params from model params and remainders."""
         backend.decode_(self._held)
 
     def encode(self, backend: Backend, decision: Decision) -> Tensor:
-        """Write model params and remainders where the step lands. Returns what :meth:`Backend.encode_` does."""
+        """Write model params and remainders, unless the step is skipped. Returns what :meth:`Backend.encode_` does."""
         return backend.encode_(self._held, decision.found_inf)
 
 
 def held_params(params: Sequence[MainParam], models: list[Tensor], mains: list[Tensor]) -> HeldParams:
-    """Return what encodes main params: all of ``params`` are held as remainders. ``models``: their parts."""
-    marks = [param.fingerprint for param in params if param.fingerprint is not None]
-    return HeldParams(models, [local(param.memory) for param in params], marks, mains)
+    """Return the tensors that a backend decodes or encodes.
+
+    Args:
+        params: all held as remainders.
+        models: this rank's parts of their model params.
+        mains: memory of the decoded main params.
+    """
+    fingerprints = [param.fingerprint for param in params if param.fingerprint is not None]
+    return HeldParams(models, [local(param.memory) for param in params], fingerprints, mains)
 
 
 def decoded_together(params: Sequence[MainParam]) -> Iterator[list[int]]:
-    """Yield the indices of parameters that are decoded together, in order."""
-    together: list[int] = []
+    """Yield lists of indices: the parameters of each are decoded together. All are in order."""
+    indices: list[int] = []
     starts, begin = _starts(params), 0
     for index, end in enumerate(starts[1:]):
-        if together and end - begin > DECODED_NUMEL:
-            yield together
-            together, begin = [], starts[index]
-        together.append(index)
-    if together:
-        yield together
+        if indices and end - begin > DECODED_NUMEL:
+            yield indices
+            indices, begin = [], starts[index]
+        indices.append(index)
+    if indices:
+        yield indices
 
 
 def scratch_numel(params: Sequence[MainParam]) -> int:
-    """Return the elements of memory that ``params`` take when they are decoded together."""
+    """Return how many elements of scratch memory ``params`` take when they are decoded together."""
     return _starts(params)[-1]
 
 
 def _starts(params: Sequence[MainParam]) -> list[int]:
-    """Return where each is decoded to, and where the last one ends."""
+    """Return the element of the scratch memory at which each parameter begins, and the one at which the last ends."""
     starts = [0]
     for param in params:
         starts.append(-(-(starts[-1] + local(param.memory).numel()) // ALIGNMENT) * ALIGNMENT)
@@ -71,6 +77,6 @@ def _starts(params: Sequence[MainParam]) -> list[int]:
 
 
 def _like(model: Tensor, memory: Tensor) -> Tensor:
-    """Return a tensor in ``memory`` with the shape of ``model``, and its strides where these leave no gaps."""
+    """Return a view of ``memory`` with the shape of ``model``, and with its strides if these leave no gaps."""
     strides = torch.empty_like(model, device="meta").stride()
     return memory.as_strided(model.shape, strides, memory.storage_offset())

@@ -1,8 +1,9 @@
-"""Matrices that are cut over ranks, as FSDP2's are, become whole on one rank each, and pieces again.
+"""Brings each matrix whole to one rank, its owner, and the owner's result back to all ranks.
 
-Packed messages, one to each other rank: pieces to the owners, results back; of matrices that all ranks have whole, only
-results. What is cut over several dimensions of a mesh is joined along one after the other. Owners are chosen longest
-first by :mod:`megascale.grad_sync.owners`, from shapes alone.
+Muon needs whole matrices, and FSDP2 and tensor parallelism cut them. Every rank sends its pieces to their owners,
+packed into one message for each other rank; results return in the same way. Where all ranks have the whole matrix, only
+results are sent. A matrix that is cut over several dimensions of a mesh is joined along one of them after the other.
+Owners are chosen by :mod:`megascale.grad_sync.owners` from shapes alone, so all ranks choose the same ones.
 """
 
 import math
@@ -25,17 +26,20 @@ if TYPE_CHECKING:
 
 
 class Cut(NamedTuple):
-    """A matrix, or a piece of it, is cut along ``dim`` over dimension ``mesh_dim`` of a mesh, as torch.chunk cuts."""
+    """A cut along dimension ``dim`` of a matrix, one piece for each rank of dimension ``mesh_dim`` of a mesh.
+
+    Pieces have the sizes of torch.chunk's; ranks that this leaves nothing for have empty ones.
+    """
 
     dim: int
     mesh_dim: int
 
 
 def cuts_of(tensor: Tensor) -> list[Cut]:
-    """Return the cuts that made a DTensor's pieces, in the order of cutting; none where every rank has all of it.
+    """Return the cuts that made a DTensor's pieces, in the order of cutting. Empty where every rank has the whole.
 
     Raises:
-        ValueError: where it is cut in another way: a partial sum, or pieces that are not those of such cuts.
+        ValueError: where no such cuts made it: it is a partial sum, or its pieces have other sizes.
     """
     if not is_dtensor(tensor):
         return []
@@ -48,9 +52,8 @@ def cuts_of(tensor: Tensor) -> list[Cut]:
     for mesh_dim, placement in enumerate(tensor.placements):
         if type(placement) is Replicate or mesh.size(mesh_dim) == 1:
             continue
-        if isinstance(
-            placement, _StridedShard
-        ):  # cut after the dimensions of the mesh that follow, as by FSDP2 with TP
+        # Cut after the mesh dimensions that follow it, as FSDP2 cuts what tensor parallelism has cut before.
+        if isinstance(placement, _StridedShard):
             strided.insert(0, (Cut(placement.dim % tensor.dim(), mesh_dim), placement.split_factor))
         elif isinstance(placement, Shard):
             cuts.append(Cut(placement.dim % tensor.dim(), mesh_dim))
@@ -61,28 +64,31 @@ def cuts_of(tensor: Tensor) -> list[Cut]:
         if factor != math.prod(mesh.size(one.mesh_dim) for one in before):
             raise ValueError(f"placements {tensor.placements}")
         cuts.append(cut)
-    if _cut(tensor, cuts) != tensor._local_tensor.shape:
+    if _own_shape(tensor, cuts) != tensor._local_tensor.shape:
         raise ValueError(f"pieces of shape {tuple(tensor._local_tensor.shape)}")
     return cuts
 
 
 class Exchange(ABC):
-    """Makes each matrix whole on one rank, and gives results to all. All ranks that share matrices call it alike."""
+    """Gives each matrix an owner, and each rank its part of the owners' results.
+
+    All ranks that share the matrices call both methods, in this order.
+    """
 
     @abstractmethod
     def collect(self, pieces: Sequence[Tensor]) -> list[Tensor]:
-        """Return the whole matrices that this rank owns, from what it has of each matrix."""
+        """Send this rank's part of each matrix to the owners. Returns the whole matrices that this rank owns."""
 
     @abstractmethod
     def give_back(self, wholes: Sequence[Tensor], like: Tensor) -> list[Tensor]:
-        """Return what this rank shall have of each matrix, from the whole ones that it owns.
+        """Send the results for the matrices that this rank owns. Returns its part of the result for each matrix.
 
-        ``like``: any tensor of their dtype and device.
+        ``like``: any tensor of the results' dtype and device, as a rank may own none.
         """
 
 
 class PackedExchange(Exchange):
-    """Gives each matrix an owner in ``group``, by the shapes of the whole matrices."""
+    """Chooses owners in ``group`` by the ``shapes`` of the whole matrices, and packs messages."""
 
     def __init__(self, shapes: Sequence[torch.Size], group: ProcessGroup) -> None:
         self._group = group
@@ -95,11 +101,11 @@ class PackedExchange(Exchange):
 
     @property
     def owned(self) -> list[int]:
-        """Which matrices are whole here."""
+        """Indices of the matrices that this rank owns."""
         return self._owned[self._rank]
 
     def _send(self, outgoing: list[list[Tensor]], incoming: list[list[torch.Size]], like: Tensor) -> list[list[Tensor]]:
-        """Send tensors to each rank, in one message each; return what arrives of each, in shapes ``incoming``."""
+        """Send each rank its list of tensors, as one message. Returns each rank's list, in the shapes ``incoming``."""
         flat = [tensor.reshape(-1) for tensors in outgoing for tensor in tensors]
         message = torch.cat(flat) if flat else like.new_empty(0)
         counts = [[shape.numel() for shape in shapes] for shapes in incoming]
@@ -109,15 +115,15 @@ class PackedExchange(Exchange):
         return [[next(parts).view(shape) for shape in shapes] for shapes in incoming]
 
     def _in_order(self, arrived: list[list[Tensor]]) -> list[Tensor]:
-        """Return what has come of each owner in the order of the matrices."""
-        found: dict[int, Tensor] = {}
+        """Return what has arrived, sorted by owner, in the order of the matrices."""
+        by_index: dict[int, Tensor] = {}
         for rank in range(self._ranks):
-            found |= zip(self._owned[rank], arrived[rank], strict=True)
-        return [found[index] for index in range(len(found))]
+            by_index |= zip(self._owned[rank], arrived[rank], strict=True)
+        return [by_index[index] for index in range(len(by_index))]
 
 
 class WorkSplit(PackedExchange):
-    """Splits the work on matrices that every rank has whole: results travel, in one message to each other rank."""
+    """Splits the work on matrices that every rank has whole. Only results are sent."""
 
     def __init__(self, shapes: Sequence[torch.Size], group: ProcessGroup) -> None:
         super().__init__(shapes, group)
@@ -134,48 +140,49 @@ class WorkSplit(PackedExchange):
 
 
 class MatrixExchange(Exchange):
-    """Sends matrices that are cut over the same dimensions of a mesh to their owners, and back.
+    """Exchanges DTensors that are cut over the same dimensions of a mesh.
 
     Args:
-        matrices: DTensors on one mesh, 1 or more.
-        cuts: of each, over the same dimensions of the mesh in the same order, see :func:`cuts_of`.
+        matrices: one or more, all on one mesh.
+        cuts: of each matrix, see :func:`cuts_of`; all over the same dimensions of the mesh, in the same order.
     """
 
     def __init__(self, matrices: Sequence["DTensor"], cuts: Sequence[Sequence[Cut]]) -> None:
         mesh, held = matrices[0].device_mesh, list(range(len(matrices)))
-        self._joints: list[_Joint] = []
+        self._joins: list[_Join] = []
         for last in reversed(range(len(cuts[0]))):
-            if not held:  # alike on all ranks that the next messages would go to
+            if not held:  # the ranks of the next group hold the same matrices: none of them would send anything
                 break
-            joint = _Joint(
+            join = _Join(
                 [matrices[index].shape for index in held],
-                [_cut(matrices[index], cuts[index][:last]) for index in held],
+                [_own_shape(matrices[index], cuts[index][:last]) for index in held],
                 [cuts[index][last].dim for index in held],
                 mesh.get_group(cuts[0][last].mesh_dim),
             )
-            self._joints.append(joint)
-            held = [held[place] for place in joint.owned]
+            self._joins.append(join)
+            held = [held[index] for index in join.owned]
 
     @override
     def collect(self, pieces: Sequence[Tensor]) -> list[Tensor]:
-        for joint in self._joints:
-            pieces = joint.collect(pieces)
+        for join in self._joins:
+            pieces = join.collect(pieces)
         return list(pieces)
 
     @override
     def give_back(self, wholes: Sequence[Tensor], like: Tensor) -> list[Tensor]:
-        for joint in reversed(self._joints):
-            wholes = joint.give_back(wholes, like)
+        for join in reversed(self._joins):
+            wholes = join.give_back(wholes, like)
         return list(wholes)
 
 
-class _Joint(PackedExchange):
-    """Joins pieces along the cut of one dimension of a mesh, and cuts results.
+class _Join(PackedExchange):
+    """Joins pieces that one dimension of a mesh has cut, and cuts results in the same way.
 
     Args:
-        shapes: of the whole matrices.
-        joined: shapes of what is joined here: whole matrices, or pieces of them.
-        dims: along which dimension each is cut over the ranks of ``group``.
+        shapes: of the whole matrices; owners are chosen by them.
+        joined: shapes after this join: those of the whole matrices, or of pieces that another join completes.
+        dims: for each matrix, the dimension along which the ranks of ``group`` have pieces.
+        group: the ranks of that dimension of the mesh.
     """
 
     def __init__(
@@ -183,7 +190,7 @@ class _Joint(PackedExchange):
     ) -> None:
         super().__init__(shapes, group)
         self._dims = list(dims)
-        self._shapes = [[_piece(shape, dim, self._ranks, rank) for rank in range(self._ranks)]
+        self._shapes = [[_piece_shape(shape, dim, self._ranks, rank) for rank in range(self._ranks)]
                         for shape, dim in zip(joined, dims, strict=True)]  # fmt: skip
 
     @override
@@ -192,8 +199,8 @@ class _Joint(PackedExchange):
         incoming = [[self._shapes[index][rank] for index in self.owned] for rank in range(self._ranks)]
         arrived = self._send(outgoing, incoming, pieces[0])
         return [
-            torch.cat([arrived[rank][place] for rank in range(self._ranks)], dim=self._dims[index])
-            for place, index in enumerate(self.owned)
+            torch.cat([arrived[rank][position] for rank in range(self._ranks)], dim=self._dims[index])
+            for position, index in enumerate(self.owned)
         ]
 
     @override
@@ -207,16 +214,16 @@ class _Joint(PackedExchange):
         return self._in_order(self._send(outgoing, incoming, like))
 
 
-def _cut(matrix: "DTensor", cuts: Sequence[Cut]) -> torch.Size:
-    """Return the shape of this rank's piece after some cuts."""
+def _own_shape(matrix: "DTensor", cuts: Sequence[Cut]) -> torch.Size:
+    """Return the shape of this rank's piece of a matrix after ``cuts``."""
     shape, mesh = matrix.shape, matrix.device_mesh
     for dim, mesh_dim in cuts:
-        shape = _piece(shape, dim, mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim))
+        shape = _piece_shape(shape, dim, mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim))
     return shape
 
 
-def _piece(shape: torch.Size, dim: int, ranks: int, rank: int) -> torch.Size:
-    """Return the shape of a rank's piece."""
+def _piece_shape(shape: torch.Size, dim: int, ranks: int, rank: int) -> torch.Size:
+    """Return the shape of one rank's piece of what is cut along ``dim`` over ``ranks`` ranks."""
     most = -(-shape[dim] // ranks)
     extent = max(0, min(most, shape[dim] - rank * most))
     return torch.Size([extent if axis == dim else size for axis, size in enumerate(shape)])

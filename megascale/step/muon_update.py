@@ -1,4 +1,4 @@
-"""Muon, with the decision read on the device: a step that is skipped changes nothing, and the host does not wait."""
+"""Muon's update. It reads the decision on the device: a skipped step changes nothing, and the host does not wait."""
 
 import math
 from collections import defaultdict
@@ -50,20 +50,20 @@ class MuonHyper:
     adjust_lr_fn: str | None
 
     def lr_of(self, shape: torch.Size) -> float | Tensor:
-        """Return the learning rate of a matrix: torch's adjustment of it to the matrix's shape."""
+        """Return the learning rate for a matrix of ``shape``, adjusted as torch adjusts it."""
         rows, columns = shape
         if self.adjust_lr_fn == "match_rms_adamw":
             return self.lr * (0.2 * math.sqrt(max(rows, columns)))
         return self.lr * math.sqrt(max(1, rows / columns))
 
 
-class _Together(NamedTuple):
+class _MatrixSet(NamedTuple):
     """Matrices that are updated together.
 
     Attributes:
-        indices: of their main params in the call.
+        indices: of their main params, among those of the unit.
         shapes: of the whole matrices.
-        exchange: makes them whole where this rank has a piece of each, or has others share the work.
+        exchange: brings each to its owner, and the result back. None: this rank has all of them, and does all the work.
     """
 
     indices: list[int]
@@ -72,11 +72,11 @@ class _Together(NamedTuple):
 
 
 class MuonUpdate(KernelUpdate):
-    """torch.optim.Muon, and Muon with coefficients for each iteration.
+    """torch.optim.Muon's rule, also with a triple of coefficients for each iteration.
 
-    DTensors keep their momentum where it is; directions travel to one owner of each whole matrix and back, in the dtype
-    of the iterations. Where DTensors are cut in ways that :func:`cuts_of` refuses, or the optimizer has step hooks, its
-    own ``step()`` runs instead.
+    The momentum of DTensors is updated in pieces, where it lies. The pieces of each update's direction travel to the
+    matrix's owner, who orthogonalizes it, and back, in the dtype of the iterations. If the optimizer has step hooks, or
+    DTensors that :func:`cuts_of` refuses, its own ``step()`` runs instead.
     """
 
     fuses_remainders = False
@@ -93,15 +93,15 @@ class MuonUpdate(KernelUpdate):
         super().__init__(optimizer, backend, config)
         self._split_over = data_parallel if config.muon_split_work and group_size(data_parallel) > 1 else None
         self._dtype, self._is_batched = config.muon_ns_dtype, config.muon_batched
-        self._movable: WeakKeyDictionary[UpdateUnit, bool] = WeakKeyDictionary()
-        self._plans: WeakKeyDictionary[Operands, list[_Together]] = WeakKeyDictionary()
+        self._supported: WeakKeyDictionary[UpdateUnit, bool] = WeakKeyDictionary()
+        self._plans: WeakKeyDictionary[Operands, list[_MatrixSet]] = WeakKeyDictionary()
 
     @override
     def prepare(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
         for unit in (pending.unit for pending in updates):
-            if unit not in self._movable:
-                self._movable[unit] = all(_is_movable(param.main) for param in unit.params)
-        if not all(self._movable[pending.unit] for pending in updates):
+            if unit not in self._supported:
+                self._supported[unit] = all(_is_supported(param.main) for param in unit.params)
+        if not all(self._supported[pending.unit] for pending in updates):
             return self._general.prepare(updates)
         return super().prepare(updates)
 
@@ -130,7 +130,7 @@ class MuonUpdate(KernelUpdate):
 
     @override
     def run(self, prepared: Prepared, hyper: MuonHyper, decision: Decision) -> Tensor:
-        """Update matrix by matrix, or batch by batch; those that are cut over the same ranks together."""
+        """Update the matrices, one set after the other."""
         operands = prepared.operands
         overflowed = torch.zeros(len(operands.main), dtype=torch.bool, device=decision.found_inf.device)
         skipped = (decision.found_inf != 0).reshape(())
@@ -138,8 +138,8 @@ class MuonUpdate(KernelUpdate):
             return overflowed
         if operands not in self._plans:
             self._plans[operands] = self._plan(prepared.params)
-        for together in self._plans[operands]:
-            self._update(operands.pick(together.indices), together, hyper, decision, skipped)
+        for matrices in self._plans[operands]:
+            self._update(operands.pick(matrices.indices), matrices, hyper, decision, skipped)
         copies = [index for index, main in enumerate(operands.main) if main is not operands.model[index]]
         if copies:
             flags = self.backend.write_back_([operands.main[i] for i in copies], [operands.model[i] for i in copies])
@@ -148,62 +148,65 @@ class MuonUpdate(KernelUpdate):
             overflowed[copies] = flags
         return overflowed
 
-    def _plan(self, params: Sequence[MainParam]) -> list["_Together"]:
-        """Return which matrices are updated together: those that travel together, else one by one or by shape."""
+    def _plan(self, params: Sequence[MainParam]) -> list["_MatrixSet"]:
+        """Return which matrices are updated together.
+
+        Those that share an exchange are one set. Of the others each is a set, or, batched, all of one shape are.
+        """
         mains = [param.main for param in params]
-        held = [index for index, main in enumerate(mains) if main.numel() and not cuts_of(main)]
-        split = [i for i in held if self._split_over is not None and not is_expert(params[i].model)]
-        alone = sorted({*held} - {*split})
+        whole = [index for index, main in enumerate(mains) if main.numel() and not cuts_of(main)]
+        split = [i for i in whole if self._split_over is not None and not is_expert(params[i].model)]
+        alone = sorted({*whole} - {*split})
         lists = _by_shape(mains, alone) if self._is_batched else [[index] for index in alone]
         found: list[tuple[list[int], Exchange | None]] = [(indices, None) for indices in lists]
         found += [(indices, exchange) for exchange, indices in _exchanges(mains)]
         if self._split_over is not None and split:
             found.append((split, WorkSplit([mains[index].shape for index in split], self._split_over)))
-        return [_Together(indices, [mains[index].shape for index in indices], exchange) for indices, exchange in found]
+        return [_MatrixSet(indices, [mains[index].shape for index in indices], exchange) for indices, exchange in found]
 
     def _update(
-        self, operands: Operands, together: "_Together", hyper: MuonHyper, decision: Decision, skipped: Tensor
+        self, operands: Operands, matrices: "_MatrixSet", hyper: MuonHyper, decision: Decision, skipped: Tensor
     ) -> None:
-        """Update matrices, in the order of operations of torch.optim.Muon."""
+        """Update a set of matrices, in the order of operations of torch.optim.Muon."""
         mains, buffers = operands.main, operands.state["momentum_buffer"]
         grads = self.backend.unscale(list(operands.grad), mains, decision.coefficient)
-        moved = [
+        momenta = [
             buffer.to(grad.dtype).lerp(grad, 1 - hyper.momentum) for buffer, grad in zip(buffers, grads, strict=True)
         ]
-        moving = moved
+        raw = momenta
         if hyper.nesterov:
-            moving = [grad.lerp_(momentum, hyper.momentum) for grad, momentum in zip(grads, moved, strict=True)]
+            raw = [grad.lerp_(momentum, hyper.momentum) for grad, momentum in zip(grads, momenta, strict=True)]
         dtype = self._dtype or iteration_dtype(mains[0].device)
-        rounded = [direction.to(dtype) for direction in moving]
-        del grads, moving  # 4 bytes an element that nobody reads again
-        directions = self._directions(rounded, together.exchange, hyper)
+        rounded = [direction.to(dtype) for direction in raw]
+        del grads, raw  # frees 4 bytes an element before the iterations
+        directions = self._directions(rounded, matrices.exchange, hyper)
         del rounded
-        for main, direction, shape in zip(mains, directions, together.shapes, strict=True):
+        for main, direction, shape in zip(mains, directions, matrices.shapes, strict=True):
             shrunk = main * (1 - hyper.lr * hyper.weight_decay)
             _write_unless(skipped, main, _minus(shrunk, direction, hyper.lr_of(shape)))
-        for buffer, momentum in zip(buffers, moved, strict=True):
+        for buffer, momentum in zip(buffers, momenta, strict=True):
             _write_unless(skipped, buffer, momentum.to(buffer.dtype))
 
     def _directions(self, rounded: Sequence[Tensor], exchange: Exchange | None, hyper: MuonHyper) -> list[Tensor]:
-        """Return this rank's part of each matrix's orthogonal factor, from its part of the matrix."""
+        """Return this rank's part of each matrix's orthogonal factor. ``rounded``: its part of each matrix."""
         if exchange is None:
             return self._orthogonalize(rounded, hyper)
         wholes = self._orthogonalize(exchange.collect(rounded), hyper)
         return exchange.give_back(wholes, rounded[0])
 
     def _orthogonalize(self, matrices: Sequence[Tensor], hyper: MuonHyper) -> list[Tensor]:
-        """Return the orthogonal factor of each, one by one or by batches of a shape."""
+        """Return the orthogonal factor of each whole matrix, computed one by one, or batched by shape."""
         if not self._is_batched:
             return [orthogonalize(matrix, hyper.coefficients, hyper.eps) for matrix in matrices]
-        found: dict[int, Tensor] = {}
+        factors: dict[int, Tensor] = {}
         for indices in _by_shape(matrices, range(len(matrices))):
-            together = torch.stack([matrices[index] for index in indices])
-            found |= zip(indices, orthogonalize(together, hyper.coefficients, hyper.eps).unbind(), strict=True)
-        return [found[index] for index in range(len(matrices))]
+            batch = torch.stack([matrices[index] for index in indices])
+            factors |= zip(indices, orthogonalize(batch, hyper.coefficients, hyper.eps).unbind(), strict=True)
+        return [factors[index] for index in range(len(matrices))]
 
 
-def _is_movable(main: Tensor) -> bool:
-    """Return whether a matrix is whole here, or cut in a way that :class:`MatrixExchange` can send."""
+def _is_supported(main: Tensor) -> bool:
+    """Return whether a matrix is whole here, or cut in a way that :class:`MatrixExchange` can join."""
     try:
         cuts_of(main)
     except ValueError:
@@ -212,20 +215,20 @@ def _is_movable(main: Tensor) -> bool:
 
 
 def _exchanges(mains: Sequence[Tensor]) -> list[tuple[MatrixExchange, list[int]]]:
-    """Return an exchange for all matrices that are cut over the same dimensions of a mesh, and which these are."""
-    together: defaultdict[tuple[ProcessGroup, ...], list[tuple[int, DTensor, list[Cut]]]] = defaultdict(list)
+    """Return one exchange, with the indices of its matrices, for each list of groups that matrices are cut over."""
+    by_groups: defaultdict[tuple[ProcessGroup, ...], list[tuple[int, DTensor, list[Cut]]]] = defaultdict(list)
     for index, main in enumerate(mains):
         if is_dtensor(main) and (cuts := cuts_of(main)):
             groups = tuple(main.device_mesh.get_group(cut.mesh_dim) for cut in cuts)
-            together[groups].append((index, main, cuts))
+            by_groups[groups].append((index, main, cuts))
     return [
         (MatrixExchange([main for _, main, _ in held], [cuts for _, _, cuts in held]), [index for index, _, _ in held])
-        for held in together.values()
+        for held in by_groups.values()
     ]
 
 
 def _by_shape(matrices: Sequence[Tensor], indices: Iterable[int]) -> list[list[int]]:
-    """Return the indices of matrices of the same shape and dtype together."""
+    """Return ``indices`` as one list for each shape and dtype of matrices."""
     by_shape: defaultdict[tuple[torch.Size, torch.dtype], list[int]] = defaultdict(list)
     for index in indices:
         by_shape[matrices[index].shape, matrices[index].dtype].append(index)
@@ -233,14 +236,17 @@ def _by_shape(matrices: Sequence[Tensor], indices: Iterable[int]) -> list[list[i
 
 
 def _minus(main: Tensor, direction: Tensor, lr: float | Tensor) -> Tensor:
-    """Return ``main - lr * direction``, with torch's bits but where the rate is a tensor that the host may not read."""
+    """Return ``main - lr * direction``, in the memory of ``main``.
+
+    It has torch's bits, except where ``lr`` is a tensor on an accelerator, which the host must not read.
+    """
     if isinstance(lr, Tensor) and lr.device.type != "cpu":
         return main.add_(direction.to(main.dtype) * -lr)
     return main.add_(direction, alpha=-float(lr))
 
 
 def _write_unless(skipped: Tensor, target: Tensor, value: Tensor) -> None:
-    """Copy ``value`` into ``target`` where the step lands. On a CPU the caller knows that it does."""
+    """Copy ``value`` into ``target`` unless the step is skipped. On a CPU the caller has made sure that it is not."""
     target.copy_(value if skipped.device.type == "cpu" else torch.where(skipped, target, value))
 
 

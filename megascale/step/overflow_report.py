@@ -10,7 +10,7 @@ from megascale.step.non_finite_module import NonFiniteModule
 
 COLUMNS = ("parameter", "rank", "micro-batch", "non-finite", "of", "largest finite")
 MOST_ROWS = 32
-"""Most entries that a printed report shows; the origin is among them."""
+"""A printed report shows at most so many entries. The origin is always among them."""
 
 
 @dataclass(frozen=True)
@@ -19,14 +19,14 @@ class OverflowEntry:
 
     Attributes:
         parameter: its name.
-        rank: global, of the rank that has them. None: every rank has the same, as after an all-reduce.
+        rank: the global rank that has them. None: every rank has the same, as after an all-reduce.
         micro_batch: in which of a step's backward passes they arose, from 0; None: unknown.
-        kind: "inf", "nan" or "inf and nan"; None: unknown, as the gradient was gone when the host learnt of it.
+        kind: "inf", "nan" or "inf and nan"; None: unknown, because the gradient was gone when the host learnt of it.
         num_inf, num_nan: how many elements; None: unknown.
         num_non_finite: their sum.
         numel: elements of the gradient, or of the part that the rank keeps.
-        largest_finite: largest magnitude of the other elements, still scaled; 0 without any; None: unknown.
-        index: of the parameter in the order of forward, as far as it is known.
+        largest_finite: largest magnitude of the finite elements, still scaled; 0 if there are none; None: unknown.
+        index: the parameter's position in the forward pass, or in the optimizer where that is not known.
     """
 
     parameter: str
@@ -71,10 +71,10 @@ class OverflowReport:
 
     @property
     def origin(self) -> OverflowEntry | None:
-        """The likely origin: backward carries inf and NaN towards the input, so it is the latest in the forward order.
+        """The likely origin: the last entry in the order of forward, because backward carries inf and NaN to the input.
 
-        Of several micro-batches, in the first. The order is that of the parameters, which need not be that of
-        forward: :func:`megascale.debug.watch` tells it.
+        Of several micro-batches the first counts. The order is taken to be that of the parameters;
+        :func:`megascale.debug.watch` learns the true one.
         """
 
         def rank_of(entry: OverflowEntry) -> tuple[int, int, int]:
@@ -83,7 +83,7 @@ class OverflowReport:
         return max(self.entries, key=rank_of, default=None)
 
     def worst(self) -> str:
-        """Return the end of a message: the parameters with most non-finite elements, each with its worst rank."""
+        """Return the end of an error message: the parameters with most non-finite elements, each on its worst rank."""
         found: dict[str, OverflowEntry] = {}
         for entry in sorted(self.entries, key=lambda one: -one.num_non_finite):
             found.setdefault(entry.parameter, entry)
@@ -144,8 +144,8 @@ class OwnOverflows:
 
     Attributes:
         step, scale: see :class:`OverflowReport`.
-        before_reduction: of the gradients that its own backward made; None: nobody looked at them.
-        at_the_step: of the gradients that the step was given.
+        before_reduction: entries of the gradients that its own backward made; None: nobody looked at them.
+        at_the_step: entries of the gradients that the step was given.
         module: see :class:`OverflowReport`.
     """
 
@@ -166,8 +166,8 @@ class OwnOverflows:
 def merged(ranks: Sequence[OwnOverflows]) -> OverflowReport:
     """Return what all ranks know of one step.
 
-    Gradients as the step was given them count where no rank's own overflowed: in a sum over ranks, for example. What
-    every rank has alike becomes one entry of rank None.
+    Entries from before the reduction are taken if any rank has one. Otherwise those of the gradients that the step was
+    given: an overflow may arise in the sum over ranks. An entry that all ranks have becomes one, of rank None.
     """
     scale = next((rank.scale for rank in ranks if rank.scale is not None), None)
     modules = [rank.module for rank in ranks if rank.module is not None]

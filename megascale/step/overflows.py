@@ -1,9 +1,9 @@
 """OverflowRecorder: keeps what a report of the last skipped step needs.
 
-A step keeps references to what it has computed anyway, among them the count of non-finite elements of each gradient,
-and reads, sends and waits for nothing more. Gradients themselves are looked at when somebody asks while they are there.
-If somebody listens, a skipped step is described as soon as the host knows of it: at once where statistics lie in host
-memory, one step late on an accelerator, when its gradients are gone.
+A step only keeps references to what it has computed anyway, such as the count of non-finite elements of each gradient:
+no further pass, message or wait. Gradients themselves are read when a report is asked for while they still exist. With
+a listener, a skipped step is described as soon as the host knows of it: at once on a CPU, one step late on an
+accelerator, when its gradients are gone.
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,7 +40,7 @@ class SeenGrads(Protocol):
 
 
 class GradObserver(Protocol):
-    """Looks at gradients in backward: :class:`megascale.debug.gradients.GradWatch`."""
+    """Sees gradients in backward: :class:`megascale.debug.gradients.GradWatch`."""
 
     def take(self) -> SeenGrads:
         """Return what was seen since the last call, without waiting for the device."""
@@ -61,15 +61,15 @@ class _Record:
     """What is kept of one step.
 
     Attributes:
-        serial: no other record has it.
-        step: its number; None: that of the last replay, for a step in a graph.
-        params: of which each member has gradients on this rank.
-        counts: shape [all params]: non-finite elements of each gradient; None without gradients.
+        serial: a number that no other record has.
+        step: its number. None for a step in a graph: the number of the last replay.
+        params: of each member, those that have gradients on this rank.
+        counts: non-finite elements of each of these gradients, shape [params of all members]; None without gradients.
         vector: the agreed statistics.
-        scale: of the loss, a number or shape [1]; None: not kept.
+        scale: the loss scale, a number or of shape [1]; None: not kept.
         micro_batch: 0 if there was one backward; None: unknown.
-        seen: None: nobody looked in backward.
-        modules: what watches of the model saw.
+        seen: what the observer saw in backward; None without an observer.
+        modules: what each watch of the model's modules saw.
     """
 
     serial: int
@@ -87,8 +87,8 @@ class OverflowRecorder:
     """Records the last skipped step of a recipe.
 
     Attributes:
-        observer: looks at gradients in backward; None: nobody does.
-        listener: is told, on every rank alike, when the host knows that a step was skipped.
+        observer: sees gradients in backward; None: nobody does.
+        listener: is told, on every rank alike, once the host knows that a step was skipped.
         num_losses: how many losses were scaled since the last step.
         group: the ranks that skip together.
     """
@@ -149,7 +149,7 @@ class OverflowRecorder:
             self._keep(self._newest)
 
     def _scale_of(self, scaler: MegatronGradScaler | None) -> Tensor | float | None:
-        """Return the scale; on an accelerator, where only a copy would stay as it is, if somebody listens."""
+        """Return the scale. On an accelerator it must be copied before it changes: only if there is a listener."""
         if scaler is None:
             return 1.0
         if self._on_host:
@@ -157,7 +157,7 @@ class OverflowRecorder:
         return None if self.listener is None else scaler.live_scale.clone()
 
     def _keep(self, record: _Record) -> None:
-        """Keep a skipped step. It is read if somebody listens."""
+        """Keep a skipped step, and describe it to the listener."""
         self._skipped = replace(record, scale=_on_host(record.scale)) if self._on_host else record
         if self.listener is not None:
             self._read(self._skipped, grads_are_there=self._on_host)
@@ -168,7 +168,7 @@ class OverflowRecorder:
     def last(self, *, gather: bool) -> OverflowReport | None:
         """Return the report of the last skipped step, None before the first. Waits for the device.
 
-        ``gather``: of all ranks; every rank calls it together.
+        ``gather``: report on all ranks; then all of them must make the call.
         """
         newest, skipped = self._newest, self._skipped
         if newest is not None and was_skipped(newest.vector.tolist()):
@@ -186,7 +186,7 @@ class OverflowRecorder:
         return self._report or (None if self._own is None else self._own.report())
 
     def _read(self, record: _Record, *, grads_are_there: bool) -> None:
-        """Describe a skipped step, once; one in a graph each time."""
+        """Describe a skipped step, unless that was done before. A step in a graph is described at each call."""
         if record.serial == self._own_serial and record.step is not None:
             return
         self._own_serial, self._report, self._skipped = record.serial, None, None
@@ -194,7 +194,7 @@ class OverflowRecorder:
         entries = self._entries(record, grads_are_there)
         seen = None if record.seen is None else record.seen.entries()
         if seen is None and group_size(self.group) == 1:
-            seen = entries  # nobody reduces them
+            seen = entries  # a single rank's gradients are never reduced
         module = non_finite_module.first_of(record.modules)
         self._own = OwnOverflows(step, _on_host(record.scale), seen, entries, module)
 
@@ -233,7 +233,7 @@ def _on_host(scale: Tensor | float | None) -> float | None:
 
 
 def described(name: str, grad: Tensor, index: int, micro_batch: int | None, numel: int) -> OverflowEntry:
-    """Return the entry of a gradient of this rank. Arguments: see :class:`OverflowEntry`."""
+    """Return the entry of one of this rank's gradients. Arguments: see :class:`OverflowEntry`."""
     num_inf, num_nan, largest = describe_non_finite(grad).tolist()
     kinds = int(num_inf), int(num_nan)
     return OverflowEntry(name, own_rank(), micro_batch, *kinds, sum(kinds), numel, largest, index)

@@ -1,7 +1,6 @@
 """Spikes of the gradient norm: steps that are skipped, or clipped harder, because their norm is far too large.
 
-The judgement is made on the device after that on overflow, from the norm that all ranks share, so that it needs no
-collective and no host read.
+They are found on the device, after overflows, from the norm that all ranks share: no collective and no host read.
 """
 
 import math
@@ -20,7 +19,7 @@ from megascale.utils import validate
 from megascale.utils.graph_capture import is_capturing
 
 STD_EPSILON = 1e-6
-"""Added to the standard deviation that a z-score divides by: ZClip's."""
+"""ZClip's: added to the standard deviation before a z-score is divided by it."""
 KEYS = ("mean", "variance", "count")
 
 
@@ -29,10 +28,10 @@ class ZClip:
     """The constants of ZClip (arXiv 2504.02507), by the names of its code; see :meth:`NormStatistics.judge`.
 
     Attributes:
-        skips: a spike skips the step; else it is clipped.
-        z_thresh: a z-score above it is a spike.
+        skips: a spike skips the step; otherwise its gradients are clipped.
+        z_thresh: a norm with a larger z-score is a spike.
         alpha: weight of the old mean and variance in the new ones.
-        warmup_steps: norms from which the first mean and variance are taken.
+        warmup_steps: how many norms there must be before one can be a spike.
     """
 
     skips: bool
@@ -43,17 +42,17 @@ class ZClip:
 
 @dataclass(frozen=True)
 class NormJudgement:
-    """What ZClip says of one norm: 0-d tensors.
+    """What ZClip says of one norm.
 
     Attributes:
-        is_spike: bool.
-        bound: statistics dtype, what a spike is clipped to.
-        moved: statistics dtype, shape [3]: mean, variance and count, after this norm.
+        is_spike: bool, 0-d.
+        bound: statistics dtype, 0-d: the norm that a spike is clipped to.
+        new_state: statistics dtype, shape [3]: mean, variance and count that include this norm.
     """
 
     is_spike: Tensor
     bound: Tensor
-    moved: Tensor
+    new_state: Tensor
 
 
 class NormStatistics:
@@ -77,14 +76,14 @@ class NormStatistics:
             spike = z > z_thresh
             bound = mean + z_thresh * deviation / (z / z_thresh)
 
-        and the mean and variance move by ``1 - alpha`` to ``norm``, or to ``bound`` if it is a spike, so that a norm
-        that stays high is no spike for ever. ``deviation`` is the root of the variance, rounded to fp32. Source:
-        ``zclip.py`` of github.com/bluorion-com/ZClip, mode "zscore" with adaptive scaling.
+        and the mean and variance move by ``1 - alpha`` towards ``norm``. A spike moves them towards ``bound``, so that
+        norms that stay high are no spikes after a while. ``deviation`` is the square root of the variance, rounded to
+        fp32. Source: ``zclip.py`` of github.com/bluorion-com/ZClip, mode "zscore" with adaptive scaling.
         """
         rule = self.rule
         norm = grad_norm.to(self.state.dtype)
         mean, variance, count = self.state.unbind()
-        # torch's fp64 root is not correctly rounded on every CPU; rounded to fp32, that of an fp32 number is.
+        # torch's fp64 sqrt is not correctly rounded on every CPU. Taken of an fp32 number and rounded to fp32, it is.
         deviation = variance.float().to(norm.dtype).sqrt().float().to(norm.dtype)
         is_warm = count >= rule.warmup_steps
         z = (norm - mean) / (deviation + STD_EPSILON)
@@ -121,15 +120,15 @@ def parse_norm_statistics(given: Any) -> dict[str, float]:
 
 
 class SpikeJudge:
-    """Turns the decision on overflow into the decision of a step: also spikes are skipped, or clipped.
+    """Takes spikes into a step's decision, which knows of overflows: they are skipped, or clipped harder.
 
     Two rules, of which ``config`` asks for one or both:
 
     - ``grad_norm_skip_threshold``: a step with ``norm > threshold`` is skipped; compared in fp32. Megatron-Core's rule
       (``ChainedOptimizer.step`` of its main branch, version 0.20; 0.16.1 has none).
-    - ``zclip``: see :class:`NormStatistics`. Norms of steps that are skipped for another reason do not count.
+    - ``zclip``: see :class:`NormStatistics`. Steps that are skipped for another reason do not change the statistics.
 
-    As in Megatron, a spike is no overflow: the scaler counts the step as a clean one.
+    As in Megatron, a spike is no overflow: the scaler takes the step for a clean one.
 
     Args:
         config: with at least one rule, see :meth:`of`.
@@ -144,7 +143,7 @@ class SpikeJudge:
         self._view = HostView()
         self._device = device
         self._skipped: Tensor | None = None
-        self._moved: Tensor | None = None
+        self._new_state: Tensor | None = None
         self.statistics: NormStatistics | None = None
         if config.zclip is not None:
             rule = ZClip(config.zclip == "skip", config.zclip_z_thresh, config.zclip_alpha, config.zclip_warmup_steps)
@@ -157,18 +156,18 @@ class SpikeJudge:
         return cls(config, device) if is_asked else None
 
     def judge(self, decision: Decision, scale: Tensor | None) -> Decision:
-        """Return the decision of the step. Statistics move with :meth:`commit` only.
+        """Return the step's decision. The statistics change in :meth:`commit` only.
 
         Args:
-            decision: on overflow.
-            scale: the loss scale that it was taken with, fp32, shape [1]; None: 1.
+            decision: as overflows alone make it.
+            scale: the loss scale of the step, fp32, shape [1]; None: 1.
         """
         found, coefficient = decision.found_inf, decision.coefficient
         if math.isfinite(self._threshold):
             found = torch.maximum(found, (decision.grad_norm > self._threshold).float())
         if self.statistics is not None:
             judged = self.statistics.judge(decision.grad_norm)
-            self._moved = torch.where(found == 0, judged.moved, self.statistics.state)
+            self._new_state = torch.where(found == 0, judged.new_state, self.statistics.state)
             if self.statistics.rule.skips:
                 found = torch.maximum(found, judged.is_spike.float())
             else:
@@ -180,17 +179,17 @@ class SpikeJudge:
         return replace(decision, found_inf=found, coefficient=coefficient)
 
     def commit(self) -> None:
-        """Take over the statistics of the norm that was judged last."""
-        if self.statistics is not None and self._moved is not None:
-            self.statistics.state.copy_(self._moved)
+        """Let the statistics include the norm that was judged last."""
+        if self.statistics is not None and self._new_state is not None:
+            self.statistics.state.copy_(self._new_state)
 
     def rehearse(self) -> None:
         """Run the device work of :meth:`commit` on a copy."""
-        if self.statistics is not None and self._moved is not None:
-            self.statistics.state.clone().copy_(self._moved)
+        if self.statistics is not None and self._new_state is not None:
+            self.statistics.state.clone().copy_(self._new_state)
 
     def was_skipped(self) -> bool:
-        """Return whether the step was skipped, of which the host knows: this one on a CPU, else the one before.
+        """Return whether the newest step that the host knows of was skipped: on a CPU this one, else the one before.
 
         Call it once for each step, also for a replayed one. False while a graph is captured.
         """
