@@ -7,14 +7,14 @@
 
 #include "codes.h"
 
-#define LINEAR 0x0100   /* the bits of 2**-16 in fp16: below, remainders are of fixed point */
-#define HALF_INFINITY 0x7c00
-#define MOST_LEFT 32767
-#define WEIGHT_STRIDE 0x9E3779B1u
+#define FIXED_POINT_END 0x0100 /* 2**-16 as fp16 bits: smaller magnitudes have remainders in units of 2**-40 */
+#define HALF_INFINITY 0x7c00   /* inf as fp16 bits */
+#define MOST_REMAINDER 32767
+#define WEIGHT_STRIDE 0x9E3779B1u /* of an element's weight in the fingerprint */
 #define WEIGHT_START 0x85EBCA77u
 #define DECODED 4096 /* elements that a thread decodes at a time: they stay in the first-level cache */
 
-/* The tensors of a parameter: fp32, 16 bits, int16, and the fingerprint. type: the model param's. */
+/* The tensors of a parameter: main param (fp32), model param (fp16 or bf16: type), remainder (int16), fingerprint. */
 typedef struct {
     char *main, *model, *remainder;
     int64_t *fingerprint, type;
@@ -28,31 +28,33 @@ INLINE Halves load_halves(const void *at, int64_t n) {
 
 INLINE Ints sign_extended(Halves h) { return (Ints)(widened(h) << 16) >> 16; }
 
+/* Return the main params that model params and remainders stand for. */
 INLINE Floats decoded(Halves model, Halves remainder, int64_t type) {
-    Words half = widened(model), left = (Words)sign_extended(remainder);
-    if (type == BF16) return (Floats)((half << 16) + left);
-    Floats magnitude = from_half(model & 0x7fff), fixed = magnitude + floats_of((Ints)left) * 0x1p-40f;
-    Words bits = words_where((Ints)(half & 0x7fffu) < LINEAR, (Words)fixed, (Words)magnitude + left);
+    Words half = widened(model), offset = (Words)sign_extended(remainder);
+    if (type == BF16) return (Floats)((half << 16) + offset);
+    Floats magnitude = from_half(model & 0x7fff), fixed = magnitude + floats_of((Ints)offset) * 0x1p-40f;
+    Words bits = words_where((Ints)(half & 0x7fffu) < FIXED_POINT_END, (Words)fixed, (Words)magnitude + offset);
     return (Floats)(bits | (half & 0x8000u) << 16);
 }
 
-/* Return the remainder, in the low 16 bits, of main params that are rounded to `model`. */
+/* Return the remainders, in the low 16 bits, of main params whose rounding is `model`. */
 INLINE Words remainder_of(Floats main, Halves model, int64_t type) {
     Words bits = (Words)magnitude_of(main), half = widened(model) & 0x7fffu;
     if (type == BF16) {
-        Words left = bits - (half << 16);
-        left = words_where((Ints)left > MOST_LEFT, (Words){0} + MOST_LEFT, left);
-        return words_where(main == main, left, (Words){0});
+        Words offset = bits - (half << 16);
+        offset = words_where((Ints)offset > MOST_REMAINDER, (Words){0} + MOST_REMAINDER, offset);
+        return words_where(main == main, offset, (Words){0});
     }
     Floats magnitude = from_half(model & 0x7fff);
-    Words exact = bits - (Words)magnitude, most = (Words){0} + MOST_LEFT;
+    Words exact = bits - (Words)magnitude, most = (Words){0} + MOST_REMAINDER;
     Words fixed = (Words)rounded((magnitude_of(main) - magnitude) * 0x1p40f);
-    fixed = words_where((Ints)fixed > MOST_LEFT, most, fixed);
-    fixed = words_where((Ints)fixed < -MOST_LEFT, -most, fixed);
-    Words left = words_where((Ints)half < LINEAR, fixed, exact);
-    return words_where((Ints)half >= HALF_INFINITY, (Words){0}, left);
+    fixed = words_where((Ints)fixed > MOST_REMAINDER, most, fixed);
+    fixed = words_where((Ints)fixed < -MOST_REMAINDER, -most, fixed);
+    Words offset = words_where((Ints)half < FIXED_POINT_END, fixed, exact);
+    return words_where((Ints)half >= HALF_INFINITY, (Words){0}, offset);
 }
 
+/* Decode n <= WIDTH elements, from element i on. */
 INLINE void decode_some(const HeldRow *row, int64_t i, int64_t n, int64_t type) {
     Halves model = load_halves(row->model + 2 * i, n), remainder = load_halves(row->remainder + 2 * i, n);
     store(row->main + 4 * i, decoded(model, remainder, type), F32, n);
@@ -68,7 +70,7 @@ INLINE void decode_as(const HeldRow *row, Chunk chunk, int64_t type) {
     if (i < chunk.end) decode_some(row, i, chunk.end - i, type);
 }
 
-/* Return elements' share of the fingerprint. i: the index of the first. */
+/* Return what each element adds to the fingerprint. i: the index of the first. */
 INLINE Words marks_of(Halves model, int64_t i) {
     Words index;
     for (int j = 0; j < WIDTH; j++) index[j] = (uint32_t)j;
@@ -81,6 +83,7 @@ INLINE uint32_t sum_of_marks(Words marks) {
     return sum;
 }
 
+/* Encode n <= WIDTH elements, from element i on. Returns what each adds to the fingerprint. */
 INLINE Words encode_some(const HeldRow *row, int64_t i, int64_t n, int64_t type) {
     Floats main = load(row->main + 4 * i, F32, n);
     Halves model = to_16_bits(main, type), remainder = narrowed(remainder_of(main, model, type) & 0xffffu);
@@ -89,7 +92,7 @@ INLINE Words encode_some(const HeldRow *row, int64_t i, int64_t n, int64_t type)
     return marks_of(model, i);
 }
 
-/* The same, but finite numbers that would be inf in fp16 keep what is there. */
+/* Encode into fp16 like encode_some, but finite main params that would round to inf change nothing. Returns the sum. */
 static __attribute__((noinline)) uint32_t encode_large(const HeldRow *row, int64_t i, int64_t n) {
     char *at_model = row->model + 2 * i, *at_remainder = row->remainder + 2 * i;
     Halves old_model = load_halves(at_model, n), old_remainder = load_halves(at_remainder, n);
@@ -103,7 +106,7 @@ static __attribute__((noinline)) uint32_t encode_large(const HeldRow *row, int64
     return sum_of_marks(marks_of(model, i));
 }
 
-/* Returns whether a rounding into fp16 is not finite. */
+/* Encode a chunk, and add to *mark, its fingerprint. Returns whether any rounding into fp16 is not finite. */
 INLINE int encode_as(const HeldRow *row, Chunk chunk, int64_t type, uint32_t *mark) {
     const Row plain = {.main = row->main};
     Words marks = {0};
@@ -123,7 +126,7 @@ static void decode_chunk(const HeldRow *row, Chunk chunk) {
     else decode_as(row, chunk, BF16);
 }
 
-/* Adds to the fingerprint, which was 0 before the first chunk of the row. */
+/* Encode a chunk, and add to the row's fingerprint, which was 0 before its first chunk. Returns as encode_as does. */
 static int encode_chunk(const HeldRow *row, Chunk chunk) {
     uint32_t mark = 0;
     int beyond = row->type == F16 ? encode_as(row, chunk, F16, &mark) : encode_as(row, chunk, BF16, &mark);
@@ -131,7 +134,7 @@ static int encode_chunk(const HeldRow *row, Chunk chunk) {
     return beyond;
 }
 
-/* Decode all rows into their main params, or encode these. overflowed: shape [rows], written where they are encoded. */
+/* Decode all rows' main params or, with `encode`, encode them. overflowed: shape [rows], written only with `encode`. */
 void hold(const Lengths *all, const HeldRow *rows, int encode, uint8_t *overflowed, int threads) {
     Share shares[MOST_THREADS];
     if (encode) memset(overflowed, 0, (size_t)all->num_rows);
