@@ -22,6 +22,7 @@ from megascale.checkpoint.contents import Contents, SavedOptimizer, check_types,
 from megascale.checkpoint.loading import Groups, LoadedCheckpoint, load
 from megascale.checkpoint.manifest import Manifest
 from megascale.checkpoint.nest import Tree
+from megascale.checkpoint.staging import Staging
 from megascale.errors import CheckpointError, MegascaleError, listed
 from megascale.main_params.replica_check import digests
 from megascale.parallel import ParallelGroups
@@ -69,7 +70,7 @@ class Checkpointer:
         self._groups = ParallelGroups.of(groups)
         self._group = self._groups.grad_stats
         self._background = _Background()
-        self._staging = storage.Staging()
+        self._staging = Staging()
         self._planning = storage.Planning()
         # The background thread has its own group, as its collectives must not interleave with training's.
         self._background_group: ProcessGroup | None = None

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, groupby, zip_longest
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from megascale.checkpoint.agreement import together
 from megascale.checkpoint.archive_writing import write_archives, write_by_torch
 from megascale.checkpoint.manifest import FileMark, mark_of
 from megascale.checkpoint.metadata import METADATA_NAME
+from megascale.checkpoint.staging import Staging
 from megascale.checkpoint.tensor_archive import TensorArchive, archive_of
 from megascale.errors import CheckpointError
 from megascale.main_params.shard import ParamShard
@@ -84,26 +85,6 @@ class WritePlan:
     def file_name(self) -> str:
         """The name of this rank's file."""
         return f"{self.plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
-
-
-class Staging:
-    """Host memory for copies of tensors, kept from one save to the next: fresh pages cost more than the copies."""
-
-    def __init__(self) -> None:
-        self._held: list[Tensor] = []
-
-    def copied(self, live: Sequence[Tensor]) -> list[Tensor]:
-        """Return copies, valid until the next call. Memory is kept for a tensor of the same place, shape and dtype."""
-        held = [there for there, _ in zip_longest(self._held[: len(live)], live)]
-        self._held = [
-            there
-            if there is not None and (there.shape, there.dtype) == (tensor.shape, tensor.dtype)
-            else torch.empty(tensor.shape, dtype=tensor.dtype)
-            for there, tensor in zip(held, live, strict=True)
-        ]
-        for there, tensor in zip(self._held, live, strict=True):
-            there.copy_(tensor)
-        return list(self._held)
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Checksums that are taken while a file is written, and the memory that asynchronous saves copy into."""
+"""Checksums that are taken while a file is written, and the files that they are of."""
 
 import ctypes
 import io
@@ -21,7 +21,7 @@ from megascale.checkpoint.crc32 import combined
 from megascale.checkpoint.manifest import CHUNK_BYTES, FileMark, Manifest, mark_of
 from megascale.checkpoint.marking import Marker
 from megascale.checkpoint.metadata import read_metadata
-from megascale.checkpoint.storage import Staging, plan_write
+from megascale.checkpoint.storage import plan_write
 
 
 @given(parts=st.lists(st.binary(max_size=99), max_size=9))
@@ -65,21 +65,6 @@ def test_error_while_writing_ends_the_thread(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), Marker(path) as marker:
         _ = 1 / 0
     assert not marker._thread.is_alive()
-
-
-def test_staging_copies_into_the_same_memory() -> None:
-    """A copy has the values of its call; a tensor of another shape or dtype gets other memory, and what is gone is."""
-    staging = Staging()
-    live = torch.arange(6.0).reshape(2, 3)
-    before = staging.copied([live, live.t(), live])
-    assert torch.equal(before[1], live.t())
-    live += 1
-    assert before[0][0, 0] == 0
-    after = staging.copied([live, live.half()])
-    assert after[0] is before[0]
-    assert torch.equal(after[0], live)
-    assert after[1].dtype == torch.float16
-    assert len(staging._held) == 2
 
 
 class _Uncopied(str):
