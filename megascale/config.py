@@ -107,9 +107,9 @@ class OptimizerConfig:
     """Kernels (ours): a name of :data:`megascale.config.BACKENDS`. "auto": the environment variable MEGASCALE_BACKEND,
     else what is fastest here, see :func:`megascale.kernels.select_backend`."""
     exp_avg_dtype: torch.dtype = torch.float32
-    """Dtype of Adam's and Lion's first moment and of SGD's momentum buffer: float32, bfloat16 or float16;
-    int8 for Adam's. Arithmetic is fp32; fp64 parameters keep fp64 moments. int8, and uint8 for the second moment, are
-    codes (ours), see :mod:`megascale.kernels.compact_moments`."""
+    """Dtype of Adam's and Lion's first moment and of SGD's momentum buffer: float32, bfloat16, float16 or int8.
+    Arithmetic is fp32; fp64 parameters keep fp64 moments. int8, and uint8 for the second moment, are codes (ours), see
+    :mod:`megascale.kernels.compact_moments` and :mod:`megascale.kernels.compact_averages`."""
     exp_avg_sq_dtype: torch.dtype = torch.float32
     """Dtype of Adam's second moment. bfloat16 cannot follow changes below 0.4%, which beta2=0.999 makes; float16 loses
     gradients below 2.4e-4. Measure before you train with either. uint8 follows both."""

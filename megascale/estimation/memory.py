@@ -5,7 +5,6 @@ from collections.abc import Iterable
 import torch
 
 from megascale.estimation.partition import Partition, dtype_of
-from megascale.estimation.setup import COUNTS_STEPS
 from megascale.estimation.sizes import ParamSpec
 from megascale.grad_sync.layout import rounded_up
 from megascale.grad_sync.reduction import MESSAGE
@@ -35,7 +34,7 @@ def held_bytes(partition: Partition) -> dict[str, int]:
     buckets = partition.buckets()
     bucketed = sum(bucket.numel * dtype.itemsize for dtype, bucket in buckets)
     whole = sum(param.nbytes for param in sizes.params)
-    counted = STEP_BYTES * sum(setup.optimizer_of(param) in COUNTS_STEPS for param in sizes.params)
+    counted = STEP_BYTES * sum(map(setup.counts_steps, sizes.params))
     return {
         "model params": (bucketed if setup.is_sharded else whole) + sum(sizes.frozen),
         "model buffers": sum(sizes.buffers) + sum(sizes.other_buffers),
@@ -92,7 +91,7 @@ def checkpoint_bytes(partition: Partition) -> int:
         total += param.nbytes + param.numel * (4 * copies + sum(dtype.itemsize for dtype in moments))
         total += scales * SCALE_BYTES * num_groups(param.numel)
         total += PIECE_BYTES * partition.num_pieces[param.name] * (1 + copies + len(moments) + scales)
-        if setup.optimizer_of(param) in COUNTS_STEPS:
+        if setup.counts_steps(param):
             total += STEP_BYTES + PIECE_BYTES
     return total
 

@@ -29,8 +29,9 @@ MOMENTS = {
 """Names of the moments that each optimizer keeps; "momentum" is SGD with momentum, "muon" is for hidden matrices."""
 BESIDE_MUON = "adamw"
 """The optimizer of what is not a hidden matrix, where these have Muon."""
-COUNTS_STEPS = ("adamw", "adam", "amsgrad")
-"""Optimizers that keep a step count for each parameter."""
+_ADAM = ("adamw", "adam", "amsgrad")
+_TAKERS = {"exp_avg_dtype": (*_ADAM, "momentum", "lion"), "exp_avg_sq_dtype": _ADAM}
+"""Optimizers that may hold moments as codes of 8 bits."""
 SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq")
 MOST_RANKS = 1 << 20
 
@@ -86,10 +87,11 @@ class Setup:
         validate.integer("rank", self.rank, minimum=0, maximum=self.ranks - 1)
         validate.flag("store_param_remainders", self.store_param_remainders)
         check_moment_dtypes(self)
-        for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
-            if getattr(self, name) in CODE_DTYPES and "exp_avg_sq" not in MOMENTS[self.optimizer]:
+        for name, takers in _TAKERS.items():
+            if getattr(self, name) in CODE_DTYPES and self.optimizer not in takers:
                 raise ArgumentError(
-                    f"{name}={getattr(self, name)} needs Adam or AdamW, not {self.optimizer}; leave it at torch.float32"
+                    f"{name}={getattr(self, name)} needs one of {', '.join(takers)}, not {self.optimizer}; leave it at "
+                    "torch.float32"
                 )
         for name in ("grad_dtype", "reduce_dtype"):
             dtype = getattr(self, name)
@@ -125,6 +127,10 @@ class Setup:
     def keeps_whole(self, optimizer: str) -> bool:
         """Whether shards hold whole parameters of ``optimizer``, a key of :data:`MOMENTS`."""
         return self.is_sharded and (self.shard == "parameters" or optimizer == "muon")
+
+    def counts_steps(self, param: ParamSpec) -> bool:
+        """Whether a step count is kept for one parameter: codes of 8 bits depend on it, too."""
+        return self.optimizer_of(param) in _ADAM or any(dtype in CODE_DTYPES for dtype in self.moment_dtypes(param))
 
     def moment_dtypes(self, param: ParamSpec) -> list[torch.dtype]:
         """Return the dtype of each moment of a parameter."""

@@ -1,5 +1,7 @@
 """8-bit moments: Adam's ``exp_avg`` as int8, ``exp_avg_sq`` as uint8, and an fp32 scale for each group of 32 elements.
 
+The momentum of SGD and Lion is :mod:`megascale.kernels.compact_averages`.
+
 Groups are cut from the flattened parameter, so that they are the same on any number of ranks. All functions take and
 return 1-D tensors that begin with a whole group; the last group may be shorter. Every operation is an IEEE one on fp32
 or exact on integers: backends have the same bits.
@@ -33,6 +35,7 @@ FIRST_DTYPE, SECOND_DTYPE = torch.int8, torch.uint8
 CODE_DTYPES = (FIRST_DTYPE, SECOND_DTYPE)
 SCALE_SUFFIX = "_scale"
 """Added to the name of a moment: the name of its scales."""
+_SCALES = frozenset(f"{name}{SCALE_SUFFIX}" for name in ("exp_avg", "exp_avg_sq", "momentum_buffer"))
 LEAST_QUOTIENT = 2.0**-100
 """A group whose quotients are all smaller has scale 0: the reciprocal of its scale could overflow."""
 _FINEST, _COARSEST = 16, 19
@@ -48,7 +51,7 @@ def num_groups(numel: int) -> int:
 
 def is_scale(name: str) -> bool:
     """Whether a state of this name holds the scales of a moment."""
-    return name in (f"exp_avg{SCALE_SUFFIX}", f"exp_avg_sq{SCALE_SUFFIX}")
+    return name in _SCALES
 
 
 def held_bytes(dtype: torch.dtype) -> float:
@@ -76,23 +79,23 @@ def encode_root(root: Tensor, dithers: Tensor) -> tuple[Tensor, Tensor]:
         dithers: int64, shape [n], 0 to 2**32 - 1.
     """
     bits = root.view(torch.int32).to(torch.int64) & 0x7FFFFFFF
-    highest, lowest = _grouped(bits, 0).amax(1, keepdim=True), _grouped(bits, 0x7FFFFFFF).amin(1, keepdim=True)
+    highest, lowest = grouped(bits, 0).amax(1, keepdim=True), grouped(bits, 0x7FFFFFFF).amin(1, keepdim=True)
     shift = torch.full_like(highest, _FINEST)
     for finer in range(_FINEST, _COARSEST):
         shift += (highest >> finer) - (lowest >> finer) > _TOP_CODE - 1
     floor = ((highest >> shift) + 1 - _TOP_CODE).clamp_(min=0)
-    dithered = _grouped(bits, 0) + (_grouped(dithers, 0) >> (32 - shift))
+    dithered = grouped(bits, 0) + (grouped(dithers, 0) >> (32 - shift))
     codes = ((dithered >> shift) - floor).clamp_(0, _TOP_CODE)
     scale = (floor << shift) + (shift - _FINEST)
-    return _flat(codes, root).to(SECOND_DTYPE), scale.view(-1).to(torch.int32).view(torch.float32)
+    return flat_of(codes, root).to(SECOND_DTYPE), scale.view(-1).to(torch.int32).view(torch.float32)
 
 
 def decode_root(codes: Tensor, scale: Tensor) -> Tensor:
     """Return the roots, fp32, shape [n], of what :func:`encode_root` returned."""
     bits = scale.view(torch.int32).to(torch.int64).unsqueeze(1)
     shift = _FINEST + (bits & 3)
-    decoded = (bits & ~3) + (_grouped(codes.to(torch.int64), 0) << shift)
-    return _flat(decoded, codes).to(torch.int32).view(torch.float32)
+    decoded = (bits & ~3) + (grouped(codes.to(torch.int64), 0) << shift)
+    return flat_of(decoded, codes).to(torch.int32).view(torch.float32)
 
 
 def encode_quotient(exp_avg: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,16 +107,16 @@ def encode_quotient(exp_avg: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
     """
     quotient = torch.where(root == 0, 0.0, exp_avg / root)
     magnitude = quotient.view(torch.int32) & 0x7FFFFFFF
-    largest = _grouped(magnitude, 0).amax(1, keepdim=True).view(torch.float32)
+    largest = grouped(magnitude, 0).amax(1, keepdim=True).view(torch.float32)
     scale = torch.where(largest < LEAST_QUOTIENT, 0.0, largest / 127)
     inverse = torch.where(scale == 0, 0.0, 1 / scale)
-    codes = (_grouped(quotient, 0) * inverse).round_().nan_to_num_(0.0, 0.0, 0.0)
-    return _flat(codes, exp_avg).to(FIRST_DTYPE), scale.view(-1)
+    codes = (grouped(quotient, 0) * inverse).round_().nan_to_num_(0.0, 0.0, 0.0)
+    return flat_of(codes, exp_avg).to(FIRST_DTYPE), scale.view(-1)
 
 
 def decode_quotient(codes: Tensor, scale: Tensor, root: Tensor) -> Tensor:
     """Return the first moments, fp32, shape [n]. ``root``: as :func:`encode_quotient` took it."""
-    return _flat(_grouped(codes.to(torch.float32), 0) * scale.unsqueeze(1), codes) * root
+    return flat_of(grouped(codes.to(torch.float32), 0) * scale.unsqueeze(1), codes) * root
 
 
 def decode_moments(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -163,11 +166,11 @@ def exact_root(value: Tensor) -> Tensor:
     return value.to(exact).sqrt().to(value.dtype)
 
 
-def _grouped(values: Tensor, fill: float) -> Tensor:
+def grouped(values: Tensor, fill: float) -> Tensor:
     """Return values of shape [n] as [groups, GROUP], the last group filled up."""
     return pad(values, (0, num_groups(values.numel()) * GROUP - values.numel()), value=fill).view(-1, GROUP)
 
 
-def _flat(grouped: Tensor, like: Tensor) -> Tensor:
+def flat_of(grouped: Tensor, like: Tensor) -> Tensor:
     """Return the elements of groups without those that filled up the last one, in the shape [n] of ``like``."""
     return grouped.reshape(-1)[: math.prod(like.shape)]

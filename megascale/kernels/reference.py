@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megascale.kernels.compact_moments import decode_moments, encode_moments, exact_root
+from megascale.kernels.compact_averages import decode_average, encode_average
+from megascale.kernels.compact_moments import SCALE_SUFFIX, decode_moments, dither, encode_moments, exact_root
 from megascale.kernels.decision import Decision, TensorStats, TorchDecisions
 from megascale.kernels.protocol import FP16_OVERFLOW, AdamHyper, LionHyper, Operands, SgdHyper
 from megascale.kernels.remainders import TorchRemainders
@@ -81,28 +82,29 @@ class ReferenceBackend(TorchDecisions, TorchRemainders):
             if hyper.weight_decay != 0:
                 g = g + hyper.weight_decay * main
             if hyper.momentum != 0:
-                buffer = operands.state["momentum_buffer"][index]
                 kept: float | Tensor = 1 - hyper.dampening
                 if hyper.dampening != 0:
-                    step = operands.step[index]
-                    kept = torch.where(step == 0, 1.0, kept)
-                    step.add_(1 - decision.found_inf)
-                velocity = hyper.momentum * buffer.to(main.dtype) + kept * g
-                _land_(buffer, velocity, found)
+                    kept = torch.where(operands.step[index] == 0, 1.0, kept)
+                velocity = hyper.momentum * _average(operands, "momentum_buffer", index) + kept * g
+                _land_average_(operands, "momentum_buffer", index, velocity, found)
                 g = g + hyper.momentum * velocity if hyper.nesterov else velocity
             _land_(main, main - hyper.lr * g, found)
+        if operands.has_codes or (hyper.momentum != 0 and hyper.dampening != 0):
+            _count(operands, decision)
         return self.write_back_(operands.main, operands.model)
 
     def lion_(self, operands: Operands, hyper: LionHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
         found = decision.found_inf != 0
-        for main, grad, exp_avg in zip(operands.main, operands.grad, operands.state["exp_avg"], strict=True):
+        for index, (main, grad) in enumerate(zip(operands.main, operands.grad, strict=True)):
             g = _gradient(grad, main, hyper.maximize, decision)
-            average = exp_avg.to(main.dtype)
+            average = _average(operands, "exp_avg", index)
             direction = (hyper.beta1 * average + (1 - hyper.beta1) * g).sign()
             p = main * (1 - hyper.lr * hyper.weight_decay) - hyper.lr * direction
-            _land_(exp_avg, hyper.beta2 * average + (1 - hyper.beta2) * g, found)
+            _land_average_(operands, "exp_avg", index, hyper.beta2 * average + (1 - hyper.beta2) * g, found)
             _land_(main, p, found)
+        if operands.has_codes:
+            _count(operands, decision)
         return self.write_back_(operands.main, operands.model)
 
     def write_back_(self, mains: list[Tensor], models: list[Tensor]) -> Tensor:
@@ -116,6 +118,31 @@ class ReferenceBackend(TorchDecisions, TorchRemainders):
             )
             flags.append(finite.all().logical_not())
         return torch.stack(flags)
+
+
+def _average(operands: Operands, name: str, index: int) -> Tensor:
+    """Return a moment that has no second one beside it, in the dtype of the main param."""
+    held = operands.state[name][index]
+    if not operands.has_codes:
+        return held.to(operands.main[index].dtype)
+    return decode_average(held.reshape(-1), operands.state[name + SCALE_SUFFIX][index]).view(held.shape)
+
+
+def _land_average_(operands: Operands, name: str, index: int, value: Tensor, found: Tensor) -> None:
+    """Write such a moment, if the step lands, as it is held."""
+    held = operands.state[name][index]
+    if not operands.has_codes:
+        _land_(held, value, found)
+        return
+    start = operands.start[index] if operands.start else 0
+    codes, scale = encode_average(value.reshape(-1), dither(start, value.numel(), operands.step[index] + 1))
+    _land_(held, codes.view(held.shape), found)
+    _land_(operands.state[name + SCALE_SUFFIX][index], scale, found)
+
+
+def _count(operands: Operands, decision: Decision) -> None:
+    for step in operands.step:
+        step.add_(1 - decision.found_inf)
 
 
 def _dtypes(state: Mapping[str, Tensor]) -> dict[str, torch.dtype]:

@@ -91,7 +91,7 @@ class TorchBackend(TorchDecisions, TorchRemainders):
 
     def sgd_(self, operands: Operands, hyper: SgdHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
-        if hyper.momentum != 0 and hyper.dampening != 0:
+        if operands.has_codes or (hyper.momentum != 0 and hyper.dampening != 0):
             return self._reference.sgd_(operands, hyper, decision)
         split = Split(operands, ["momentum_buffer"] if hyper.momentum != 0 else [])
         watch = RoundingWatch(len(split.rows))
@@ -108,6 +108,8 @@ class TorchBackend(TorchDecisions, TorchRemainders):
 
     def lion_(self, operands: Operands, hyper: LionHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`. torch has no Lion kernel: the reference's code runs in cache."""
+        if operands.has_codes:
+            return self._reference.lion_(operands, hyper, decision)
         split = Split(operands, ["exp_avg"])
         watch = RoundingWatch(len(split.rows))
         for block in blocks_of(split.rows):

@@ -26,7 +26,7 @@ KEYS = ("optimizer", "main_params", "grad_scaler", "version")
 IMPLEMENTATION_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
 # Key, beside "state", of state that belongs to no parameter: a list with one dict per wrapped optimizer.
 SHARED_STATE = "shared_state"
-MOMENT_CODES = {"exp_avg": FIRST_DTYPE, "exp_avg_sq": SECOND_DTYPE}
+MOMENT_CODES = {"exp_avg": FIRST_DTYPE, "exp_avg_sq": SECOND_DTYPE, "momentum_buffer": FIRST_DTYPE}
 """The dtypes of moments held as codes of 8 bits, see :mod:`megascale.kernels.compact_moments`."""
 PRIMITIVES = (bool, int, float, str, type(None))
 

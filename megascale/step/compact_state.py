@@ -12,35 +12,43 @@ from torch import Tensor
 
 from megascale.errors import ArgumentError, UsageError
 from megascale.kernels import Backend
+from megascale.kernels.compact_averages import decode_average, encode_average
 from megascale.kernels.compact_moments import (
     CODE_DTYPES,
     FIRST_DTYPE,
     SCALE_SUFFIX,
     SECOND_DTYPE,
     decode_moments,
+    dither,
     encode_moments,
     is_scale,
     num_groups,
 )
+from megascale.lion import Lion
 from megascale.main_params.main_param import MainParam
 from megascale.utils.dtensors import is_dtensor, local
 
 BACKENDS = ("native", "torch", "reference")
 """The backends that update moments of 8 bits."""
-MOMENTS = {"exp_avg": FIRST_DTYPE, "exp_avg_sq": SECOND_DTYPE}
+MOMENTS = {"exp_avg": FIRST_DTYPE, "exp_avg_sq": SECOND_DTYPE, "momentum_buffer": FIRST_DTYPE}
 """The moments that may be codes, and the dtype of these."""
+_PAIR = ["exp_avg", "exp_avg_sq"]
+_ADAM = (torch.optim.Adam, torch.optim.AdamW)
+_TAKERS = {"exp_avg": (*_ADAM, torch.optim.SGD, Lion), "exp_avg_sq": _ADAM}
+"""By the name of the moment in the config: the optimizers that may hold it as codes."""
 
 
 def require_supported(dtypes: Mapping[str, torch.dtype], optimizer: torch.optim.Optimizer, backend: Backend) -> None:
     """Raise ArgumentError if moments of 8 bits are asked for that no kernel here can update. ``dtypes``: of MOMENTS."""
-    for name in MOMENTS:
+    for name, takers in _TAKERS.items():
         dtype = dtypes[name]
         if dtype not in CODE_DTYPES:
             continue
-        if not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+        if not isinstance(optimizer, takers):
+            needed = ", ".join(taker.__name__ for taker in takers[:-1])
             raise ArgumentError(
-                f"config.{name}_dtype={dtype} needs Adam or AdamW, not {type(optimizer).__name__}; leave it at "
-                "torch.float32 or torch.bfloat16"
+                f"config.{name}_dtype={dtype} needs {needed} or {takers[-1].__name__}, not {type(optimizer).__name__}; "
+                "leave it at torch.float32 or torch.bfloat16"
             )
         if backend.name not in BACKENDS:
             raise ArgumentError(
@@ -97,24 +105,46 @@ def convert_(entry: dict[str, Any], dtypes: Mapping[str, torch.dtype], param: Ma
 
     State that is missing stays missing. Raises UsageError for codes without scales, or without the other moment.
     """
+    names = _PAIR if entry.get("exp_avg_sq") is not None else [name for name in MOMENTS if entry.get(name) is not None]
     unscaled = [
         name + SCALE_SUFFIX
-        for name in MOMENTS
+        for name in names
         if isinstance(entry.get(name), Tensor) and is_code(name, entry[name]) and entry.get(name + SCALE_SUFFIX) is None
     ]
-    fits = all(entry.get(name) is None or entry[name].dtype == dtypes[name] for name in MOMENTS)
-    lacks = unscaled if fits else [name for name in MOMENTS if entry.get(name) is None] + unscaled
+    fits = all(entry.get(name) is None or entry[name].dtype == dtypes[name] for name in names)
+    lacks = unscaled if fits else [name for name in names if entry.get(name) is None] + unscaled
     if lacks:
         raise UsageError(
             f"the optimizer's state of {param.name!r} holds codes of 8 bits and lacks {lacks}; load state that is whole"
         )
     if fits:
         return
-    decoded = decode_moments(entry)
+    step = torch.as_tensor(entry.get("step", 0.0))
+    if names == _PAIR:
+        decoded = decode_moments(entry)
+        made = encode_moments(decoded["exp_avg"], decoded["exp_avg_sq"], dtypes, param.start, step)
+    else:
+        made = _converted_averages(entry, names, dtypes, param.start, step)
     for name in filter(is_scale, list(entry)):
         del entry[name]
-    step = torch.as_tensor(entry.get("step", 0.0))
-    entry |= encode_moments(decoded["exp_avg"], decoded["exp_avg_sq"], dtypes, param.start, step)
+    entry |= made
+
+
+def _converted_averages(
+    entry: Mapping[str, Tensor], names: Sequence[str], dtypes: Mapping[str, torch.dtype], start: int, step: Tensor
+) -> dict[str, Tensor]:
+    """Return moments that have no second one beside them, in ``dtypes``, and the scales of codes."""
+    made: dict[str, Tensor] = {}
+    for name in names:
+        value = entry[name]
+        if is_code(name, value):
+            value = decode_average(value.reshape(-1), entry[name + SCALE_SUFFIX]).view(value.shape)
+        made[name] = value
+        if dtypes[name] in CODE_DTYPES:
+            flat = value.to(torch.float32).reshape(-1)
+            codes, made[name + SCALE_SUFFIX] = encode_average(flat, dither(start, flat.numel(), step))
+            made[name] = codes.view(value.shape)
+    return made
 
 
 def holds_codes(entry: Mapping[str, Any]) -> bool:

@@ -73,10 +73,12 @@ def test_estimate_knows_the_optimizers(ranks: RankPool, tmp_path: Path, sharding
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sharding", SHARDINGS)
-def test_estimate_knows_moments_of_8_bits(ranks: RankPool, tmp_path: Path, sharding: str) -> None:
-    """Codes and their scales."""
-    options = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.uint8}
-    compare(ranks, tmp_path, "fp16", sharding, "adamw", 2, **options)
+@pytest.mark.parametrize("optimizer", ["adamw", "lion"])
+def test_estimate_knows_moments_of_8_bits(ranks: RankPool, tmp_path: Path, sharding: str, optimizer: str) -> None:
+    """Codes and their scales; Lion counts steps then."""
+    options = {"exp_avg_dtype": torch.int8}
+    options |= {"exp_avg_sq_dtype": torch.uint8} if optimizer == "adamw" else {}
+    compare(ranks, tmp_path, "fp16", sharding, optimizer, 2, **options)
 
 
 @pytest.mark.slow

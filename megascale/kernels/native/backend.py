@@ -104,6 +104,13 @@ class _Call(NamedTuple):
     constants: _Hyper
     decision: Decision | None
 
+    @property
+    def addresses(self) -> tuple[int | None, int | None]:
+        """Where ``found_inf`` and the gradients' coefficient are."""
+        if self.decision is None:
+            return None, None
+        return self.decision.found_inf.data_ptr(), self.decision.coefficient.data_ptr()
+
 
 class NativeBackend(TorchDecisions, TorchRemainders):
     """See :class:`megascale.kernels.Backend`. Raises UsageError where native.c has no library."""
@@ -190,31 +197,29 @@ class NativeBackend(TorchDecisions, TorchRemainders):
             amsgrad=hyper.amsgrad,
             maximize=hyper.maximize,
         )
-        if operands.has_codes:
-            return self._adam_codes_(operands, hyper, constants, decision)
         call = _Call(ADAM, constants, decision)
         return self._update(operands, names, call, lambda rest: self._torch.adam_(rest, hyper, decision))
 
-    def _adam_codes_(self, operands: Operands, hyper: AdamHyper, constants: _Hyper, decision: Decision) -> Tensor:
-        """Run compact.h, or the torch backend on what it does not support: amsgrad, and odd memory layouts."""
+    def _update_codes(self, operands: Operands, call: _Call, slow: Callable[[Operands], Tensor]) -> Tensor:
+        """Run compact.h, or ``slow`` on what it does not support: amsgrad, and odd memory layouts."""
         if operands not in self._kept_codes:
             rows = compact_rows(operands, TYPES)
             self._kept_codes[operands] = rows if rows is None else _Table(_Lengths(numels_of(operands.model)), rows)
         table, grads = self._kept_codes[operands], TensorList.of(operands.grad)
         operands.written = None
-        if table is None or hyper.amsgrad or not _all_known(grads):
+        if table is None or call.constants.amsgrad or not _all_known(grads):
             if operands.remainder:
-                return self._on_decoded(operands, partial(self.adam_, hyper=hyper, decision=decision), decision)
-            return self._torch.adam_(operands, hyper, decision)
+                return self._on_decoded(operands, slow, call.decision)
+            return slow(operands)
         operands.written = increment_versions(operands.model)
         overflowed = torch.empty(len(table.rows), dtype=torch.bool)
         self._library.update_compact(
             ctypes.byref(table.lengths),
             ctypes.byref(_Grads(grads)),
             table.rows.ctypes.data,
-            ctypes.byref(constants),
-            decision.found_inf.data_ptr(),
-            decision.coefficient.data_ptr(),
+            call.rule,
+            ctypes.byref(call.constants),
+            *call.addresses,
             overflowed.data_ptr(),
             torch.get_num_threads(),
         )
@@ -303,6 +308,8 @@ class NativeBackend(TorchDecisions, TorchRemainders):
 
     def _update(self, operands: Operands, names: list[str], call: _Call, slow: Callable[[Operands], Tensor]) -> Tensor:
         """Run native.c on the rows that it supports and ``slow`` on the others. Returns the overflow flags."""
+        if operands.has_codes:
+            return self._update_codes(operands, call, slow)
         kept = self._kept.get(operands)
         if kept is None or kept[0] != names:
             kept = self._kept[operands] = (names, _whole_table(operands, names))
@@ -327,15 +334,13 @@ class NativeBackend(TorchDecisions, TorchRemainders):
 
     def _call(self, table: _Table, grads: TensorList, call: _Call) -> Tensor:
         overflowed = torch.empty(len(table.rows), dtype=torch.bool)
-        decision = call.decision
         self._library.update(
             ctypes.byref(table.lengths),
             ctypes.byref(_Grads(grads)),
             table.rows.ctypes.data,
             call.rule,
             ctypes.byref(call.constants),
-            None if decision is None else decision.found_inf.data_ptr(),
-            None if decision is None else decision.coefficient.data_ptr(),
+            *call.addresses,
             overflowed.data_ptr(),
             torch.get_num_threads(),
         )

@@ -1,4 +1,4 @@
-/* Adam on moments held as codes of 8 bits, which compact_moments.py specifies.
+/* Updates of moments held as codes of 8 bits: of Adam, which compact_moments.py specifies; see compact_averages.h too.
  *
  * A block of some groups goes through short loops whose values stay in the first-level cache: a group's scales depend on
  * all its elements, and work on the scales of many groups at once hides how long each takes. Included by native.c.
@@ -13,7 +13,7 @@
 #define VECTORS (GROUP / WIDTH)
 #define FINEST 16 /* the smallest shift */
 #define TOP_CODE 255
-#define LEAST_QUOTIENT 0x1p-100f
+#define LEAST_SCALED 0x1p-100f /* a group of smaller numbers has scale 0 */
 #define INDEX_STRIDE 0x9E3779B1u
 #define STEP_STRIDE 0x85EBCA77u
 
@@ -27,7 +27,7 @@ typedef struct {
 } CompactRow;
 
 /* All that branches depend on. first, second: whether a moment is codes. cut: whether the last group is not whole. */
-typedef struct { int64_t grad, model; int first, second, l2, cut; } CompactKind;
+typedef struct { int64_t rule, grad, model; int first, second, l2, cut; } CompactKind;
 
 /* The addresses of up to BLOCK groups, n elements. dither: of the first element. */
 typedef struct {
@@ -91,6 +91,16 @@ INLINE void new_moments(Span at, CompactKind kind, AdamScalars s, float coeffici
     work->low[t] = low;
 }
 
+/* Store o's main params and model params. Returns -1 for elements whose rounding into fp16 is not finite. */
+INLINE Ints store_params(Span at, CompactKind kind, Floats value, int64_t o, int streamed) {
+    store(at.main + 4 * o, value, F32, WIDTH);
+    if (kind.model == NONE) return (Ints){0};
+    if (streamed) stream(at.model + 2 * o, value, kind.model);
+    else store(at.model + 2 * o, value, kind.model, WIDTH);
+    if (kind.model != F16) return (Ints){0};
+    return kind.cut ? rounds_beyond(value) & before(at.n - o) : rounds_beyond(value);
+}
+
 /* Update group t's main params and model params. Returns -1 for elements whose rounding into fp16 is not finite. */
 INLINE Ints new_params(Span at, CompactKind kind, AdamScalars s, const Work *work, int64_t t, int streamed) {
     Ints beyond = {0};
@@ -100,11 +110,7 @@ INLINE Ints new_params(Span at, CompactKind kind, AdamScalars s, const Work *wor
         if (!kind.l2) value = value * s.lr_wd;
         Floats denominator = work->root[t * VECTORS + k] * s.inv_correction2_sqrt + s.eps;
         value = value - s.step_size * work->first[t * VECTORS + k] / denominator;
-        store(at.main + 4 * o, value, F32, WIDTH);
-        if (kind.model == NONE) continue;
-        if (streamed) stream(at.model + 2 * o, value, kind.model);
-        else store(at.model + 2 * o, value, kind.model, WIDTH);
-        if (kind.model == F16) beyond |= kind.cut ? rounds_beyond(value) & before(at.n - o) : rounds_beyond(value);
+        beyond |= store_params(at, kind, value, o, streamed);
     }
     return beyond;
 }
@@ -160,7 +166,7 @@ INLINE void new_quotients(Span at, Work *work, int64_t groups) {
     largest_of_each(work->high, groups, most.bits);
     for (int v = 0; v < BLOCK / WIDTH; v++) {
         Floats largest = (Floats)most.words[v];
-        Floats of_code = where(largest < LEAST_QUOTIENT, (Floats){0}, largest / 127);
+        Floats of_code = where(largest < LEAST_SCALED, (Floats){0}, largest / 127);
         scale.words[v] = (Words)of_code;
         inverse.words[v] = (Words)where(of_code == 0, (Floats){0}, 1 / of_code);
     }
@@ -170,11 +176,18 @@ INLINE void new_quotients(Span at, Work *work, int64_t groups) {
             store_8(at.first + t * GROUP + k * WIDTH, rounded(work->first[t * VECTORS + k] * inverse.values[t]));
 }
 
-INLINE int update_block(Span at, CompactKind kind, AdamScalars s, float coefficient, int64_t groups, int streamed) {
-    Work work;
-    Ints beyond = {0};
+/* Return the dithers of a block's first vector. */
+INLINE Words first_dithers(Span at) {
     Words weyl;
     for (int j = 0; j < WIDTH; j++) weyl[j] = (uint32_t)j * INDEX_STRIDE + at.dither;
+    return weyl;
+}
+
+INLINE int update_adam_block(Span at, CompactKind kind, AdamScalars s, float coefficient, int64_t groups,
+                             int streamed) {
+    Work work;
+    Ints beyond = {0};
+    Words weyl = first_dithers(at);
     for (int64_t t = 0; t < groups; t++) {
         if (groups == BLOCK) {
             const int64_t ahead = t * GROUP + BLOCK * GROUP;
@@ -195,61 +208,78 @@ INLINE int update_block(Span at, CompactKind kind, AdamScalars s, float coeffici
     return any(beyond);
 }
 
+#include "compact_averages.h"
+
+INLINE int update_block(Span at, CompactKind kind, const Scalars *s, int64_t groups, int streamed) {
+    if (kind.rule != ADAM) return update_average_block(at, kind, s, groups, streamed);
+    return update_adam_block(at, kind, s->adam, s->coefficient, groups, streamed);
+}
+
 INLINE Span span_of(const CompactRow *row, const char *grad, CompactKind kind, uint32_t dither, int64_t i, int64_t n) {
-    return (Span){grad + i * size_of(kind.grad), row->main + 4 * i, row->model + 2 * i,
-                  row->first + (kind.first ? i : 4 * i), row->second + (kind.second ? i : 4 * i),
-                  row->first_scale + i / GROUP, row->second_scale + i / GROUP,
-                  dither + (uint32_t)i * INDEX_STRIDE, n};
+    Span at = {grad + i * size_of(kind.grad), row->main + 4 * i, row->model + 2 * i,
+               row->first + (kind.first ? i : 4 * i), row->second, row->first_scale + i / GROUP, row->second_scale,
+               dither + (uint32_t)i * INDEX_STRIDE, n};
+    if (at.second) at.second += kind.second ? i : 4 * i;
+    if (at.second_scale) at.second_scale += i / GROUP;
+    return at;
 }
 
 /* Update a last group that is not whole, for all kinds, in a copy that is. */
-static __attribute__((noinline)) int update_last_group(Span at, CompactKind kind, AdamScalars s, float coefficient) {
+static __attribute__((noinline)) int update_last_group(Span at, CompactKind kind, const Scalars *s) {
     char grad[4 * GROUP] = {0}, main[4 * GROUP] = {0}, model[2 * GROUP] = {0};
     char first[4 * GROUP] = {0}, second[4 * GROUP] = {0};
     size_t n = (size_t)at.n, first_bytes = kind.first ? n : 4 * n, second_bytes = kind.second ? n : 4 * n;
     memcpy(grad, at.grad, n * (size_t)size_of(kind.grad));
     memcpy(main, at.main, 4 * n);
     memcpy(first, at.first, first_bytes);
-    memcpy(second, at.second, second_bytes);
+    if (at.second) memcpy(second, at.second, second_bytes);
     kind.cut = 1;
     Span copy = {grad, main, model, first, second, at.first_scale, at.second_scale, at.dither, at.n};
-    int beyond = update_block(copy, kind, s, coefficient, 1, 0);
+    int beyond = update_block(copy, kind, s, 1, 0);
     memcpy(at.main, main, 4 * n);
     if (kind.model != NONE) memcpy(at.model, model, 2 * n);
     memcpy(at.first, first, first_bytes);
-    memcpy(at.second, second, second_bytes);
+    if (at.second) memcpy(at.second, second, second_bytes);
     return beyond;
 }
 
-INLINE int update_groups(const CompactRow *row, const char *grad, CompactKind kind, AdamScalars s, float coefficient,
-                         uint32_t dither, Chunk chunk, int streamed) {
+INLINE int update_groups(const CompactRow *row, const char *grad, CompactKind kind, const Scalars *s, uint32_t dither,
+                         Chunk chunk, int streamed) {
     int beyond = 0;
     int64_t i = chunk.start, whole = chunk.end - (chunk.end - i) % GROUP;
     for (; i + BLOCK * GROUP <= whole; i += BLOCK * GROUP)
-        beyond |= update_block(span_of(row, grad, kind, dither, i, BLOCK * GROUP), kind, s, coefficient, BLOCK, streamed);
+        beyond |= update_block(span_of(row, grad, kind, dither, i, BLOCK * GROUP), kind, s, BLOCK, streamed);
     for (; i < whole; i += GROUP)
-        beyond |= update_block(span_of(row, grad, kind, dither, i, GROUP), kind, s, coefficient, 1, streamed);
-    if (i < chunk.end)
-        beyond |= update_last_group(span_of(row, grad, kind, dither, i, chunk.end - i), kind, s, coefficient);
+        beyond |= update_block(span_of(row, grad, kind, dither, i, GROUP), kind, s, 1, streamed);
+    if (i < chunk.end) beyond |= update_last_group(span_of(row, grad, kind, dither, i, chunk.end - i), kind, s);
     return beyond;
 }
 
-/* Update a chunk of a row. The usual kinds, both moments codes and 16-bit columns of one type, have a loop each. */
-static int update_compact_chunk(const CompactRow *row, const char *grad, CompactKind kind, AdamScalars s,
-                                float coefficient, Chunk chunk, int streamed) {
+/* Update a chunk of a row. The usual kinds, all moments codes and 16-bit columns of one type, have a loop each. */
+static int update_compact_chunk(const CompactRow *row, const char *grad, CompactKind kind, const Scalars *s,
+                                Chunk chunk, int streamed) {
     uint32_t dither = (uint32_t)row->start * INDEX_STRIDE + (uint32_t)(*row->step + 1.0f) * STEP_STRIDE;
-    int usual = kind.first && kind.second && !kind.l2 && kind.grad == kind.model;
+    int usual = !kind.l2 && kind.grad == kind.model && (kind.rule != ADAM || (kind.first && kind.second));
     if (((uintptr_t)row->model & 63) || kind.model == NONE) streamed = 0;
-#define GROUPS(...) update_groups(row, grad, (CompactKind){__VA_ARGS__}, s, coefficient, dither, chunk, streamed)
-    if (usual && kind.grad == F16) return GROUPS(F16, F16, 1, 1, 0, 0);
-    if (usual && kind.grad == BF16) return GROUPS(BF16, BF16, 1, 1, 0, 0);
-    return GROUPS(kind.grad, kind.model, kind.first, kind.second, kind.l2, 0);
+#define GROUPS(...) update_groups(row, grad, (CompactKind){__VA_ARGS__, 0}, s, dither, chunk, streamed)
+#define LOOPS(of, squares)                                                                          \
+    case of:                                                                                      \
+        if (usual && kind.grad == F16) return GROUPS(of, F16, F16, 1, squares, 0);                 \
+        if (usual && kind.grad == BF16) return GROUPS(of, BF16, BF16, 1, squares, 0);           \
+        return GROUPS(of, kind.grad, kind.model, kind.first, kind.second, kind.l2);
+    switch (kind.rule) {
+        LOOPS(ADAM, 1)
+        LOOPS(SGD, 0)
+        LOOPS(LION, 0)
+    }
+#undef LOOPS
 #undef GROUPS
+    return 0;
 }
 
 /* Update a chunk of a row whose main params are held as remainders. */
-static int update_compact_held(const CompactRow *row, const char *grad, CompactKind kind, AdamScalars s,
-                               float coefficient, Chunk chunk) {
+static int update_compact_held(const CompactRow *row, const char *grad, CompactKind kind, const Scalars *s,
+                               Chunk chunk) {
     float decoded[DECODED];
     CompactRow with_main = *row;
     int beyond = 0;
@@ -259,17 +289,17 @@ static int update_compact_held(const CompactRow *row, const char *grad, CompactK
         HeldRow held = {(char *)(decoded - start), row->model, row->remainder, row->fingerprint, row->model_type};
         with_main.main = held.main;
         decode_chunk(&held, part);
-        update_compact_chunk(&with_main, grad, kind, s, coefficient, part, 0);
+        update_compact_chunk(&with_main, grad, kind, s, part, 0);
         beyond |= encode_chunk(&held, part);
     }
     return beyond;
 }
 
-/* Update all rows by Adam. If *found_inf is set only `overflowed`, shape [rows], is written. */
-void update_compact(const Lengths *all, const Grads *grads, const CompactRow *rows, const Hyper *hyper,
+/* Update all rows. If *found_inf is set only `overflowed`, shape [rows], is written. */
+void update_compact(const Lengths *all, const Grads *grads, const CompactRow *rows, int64_t rule, const Hyper *hyper,
                     const float *found_inf, const float *coefficient, uint8_t *overflowed, int threads) {
     int64_t n = all->num_rows, total = 0;
-    int skip = *found_inf != 0, l2 = (options_of(ADAM, hyper) & L2) != 0;
+    int skip = *found_inf != 0, l2 = (options_of(rule, hyper) & L2) != 0;
     float factor = hyper->maximize ? -*coefficient : *coefficient;
     Share shares[MOST_THREADS];
     for (int64_t r = 0; r < n; r++) total += all->numels[r];
@@ -281,20 +311,21 @@ void update_compact(const Lengths *all, const Grads *grads, const CompactRow *ro
 #pragma omp parallel for schedule(static) num_threads(threads) if (all->num_chunks > 1)
     for (int part = 0; part < threads; part++) {
         int64_t first, last;
+        Scalars scalars = {.coefficient = factor};
         while (take_next(shares, part, threads, all->num_chunks, 1, &first, &last)) {
             Chunk chunk = {row_of(all, first), 0, 0};
             for (int64_t c = first; c < last; c++) {
                 chunk = chunk_after(all, chunk.row, c);
                 const CompactRow *row = rows + chunk.row;
-                const Row plain = {.main = row->main};
-                CompactKind kind = {grads->types[chunk.row], row->model ? row->model_type : NONE, row->first_scale != 0,
-                                    row->second_scale != 0, l2, 0};
+                const Row plain = {.main = row->main, .step = row->step};
+                CompactKind kind = {rule, grads->types[chunk.row], row->model ? row->model_type : NONE,
+                                    row->first_scale != 0, row->second_scale != 0, l2, 0};
                 const char *grad = grads->addresses[chunk.row];
-                AdamScalars s = adam_scalars(hyper, *row->step);
+                scalars_of(&plain, rule, hyper, &scalars);
                 int beyond = 0;
-                if (row->remainder) beyond = !skip && update_compact_held(row, grad, kind, s, factor, chunk);
+                if (row->remainder) beyond = !skip && update_compact_held(row, grad, kind, &scalars, chunk);
                 else if (skip) beyond = kind.model == F16 && chunk_rounds_beyond(&plain, chunk);
-                else beyond = update_compact_chunk(row, grad, kind, s, factor, chunk, total > STREAMED);
+                else beyond = update_compact_chunk(row, grad, kind, &scalars, chunk, total > STREAMED);
                 if (beyond) {
 #pragma omp atomic write
                     overflowed[chunk.row] = 1;

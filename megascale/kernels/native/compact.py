@@ -1,6 +1,6 @@
-"""The table of pointers for compact.h: Adam on moments held as codes of 8 bits.
+"""The table of pointers for compact.h: updates of moments held as codes of 8 bits.
 
-See :mod:`megascale.kernels.compact_moments`.
+See :mod:`megascale.kernels.compact_moments` and :mod:`megascale.kernels.compact_averages`.
 """
 
 import numpy as np
@@ -15,7 +15,11 @@ from megascale.kernels.tensors.tensor_list import TensorList
 # The columns of compact.h's CompactRow, all 8 bytes wide.
 MAIN, MODEL, FIRST, SECOND, FIRST_SCALE, SECOND_SCALE, STEP, MODEL_TYPE, START, REMAINDER, FINGERPRINT = range(11)
 COLUMNS = 11
-MOMENTS = {"exp_avg": (FIRST, FIRST_SCALE), "exp_avg_sq": (SECOND, SECOND_SCALE)}
+MOMENTS = {
+    "exp_avg": (FIRST, FIRST_SCALE),
+    "exp_avg_sq": (SECOND, SECOND_SCALE),
+    "momentum_buffer": (FIRST, FIRST_SCALE),
+}
 CPU = torch.device("cpu")
 
 
@@ -26,7 +30,7 @@ def compact_rows(operands: Operands, types: dict[torch.dtype, int]) -> NDArray[n
         operands: at least one, with moments of which one or both are codes.
         types: native.c's codes of dtypes.
     """
-    moments = {name: TensorList(operands.state[name]) for name in MOMENTS}
+    moments = {name: TensorList(operands.state[name]) for name in MOMENTS if name in operands.state}
     models = TensorList(operands.model)
     mains = models if operands.remainder else TensorList(operands.main)
     lists = [mains, models, *moments.values()]
@@ -46,7 +50,8 @@ def compact_rows(operands: Operands, types: dict[torch.dtype, int]) -> NDArray[n
         # An fp32 model param is its own main param.
         rows[:, MODEL] = np.where(models.pointers == mains.pointers, 0, models.pointers)
     rows[:, MODEL_TYPE] = models.dtype_codes(types)
-    for name, (column, scale) in MOMENTS.items():
+    for name in moments:
+        column, scale = MOMENTS[name]
         rows[:, column] = moments[name].pointers
         if moments[name].dtypes <= set(CODE_DTYPES):
             rows[:, scale] = TensorList(operands.state[name + SCALE_SUFFIX]).pointers

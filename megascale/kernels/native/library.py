@@ -91,7 +91,7 @@ def _declare(loaded: ctypes.CDLL) -> ctypes.CDLL:
     loaded.measure.restype = None
     loaded.update.argtypes = [pointer, pointer, pointer, count, pointer, pointer, pointer, pointer, ctypes.c_int]
     loaded.update.restype = None
-    loaded.update_compact.argtypes = [*[pointer] * 7, ctypes.c_int]
+    loaded.update_compact.argtypes = loaded.update.argtypes
     loaded.update_compact.restype = None
     loaded.hold.argtypes = [pointer, pointer, ctypes.c_int, pointer, ctypes.c_int]
     loaded.hold.restype = None

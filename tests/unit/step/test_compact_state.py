@@ -20,6 +20,15 @@ ADAM: dict[str, Inner] = {
     "adam": lambda m: torch.optim.Adam(m.named_parameters(), lr=1e-2, weight_decay=0.1, maximize=True),
     "amsgrad": INNER["adam_amsgrad"],
 }
+FIRST = {"exp_avg_dtype": torch.int8, "clip_grad": 0.0}
+AVERAGES: dict[str, Inner] = {
+    "lion": lambda m: Lion(m.named_parameters(), lr=1e-3, weight_decay=0.1),
+    "sgd": lambda m: torch.optim.SGD(m.named_parameters(), lr=1e-2, momentum=0.9),
+    "nesterov": lambda m: torch.optim.SGD(
+        m.named_parameters(), lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.1, maximize=True
+    ),
+    "dampened": lambda m: torch.optim.SGD(m.named_parameters(), lr=1e-2, momentum=0.9, dampening=0.3),
+}
 
 
 def odd(dtype: torch.dtype, strided: bool = False) -> Bag:
@@ -63,8 +72,24 @@ def test_backends_have_the_same_bits(dtype: torch.dtype, kind: int, inner: str) 
     assert same_bits(found[0], found[2])
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("inner", AVERAGES)
+def test_backends_have_the_same_bits_of_averages(dtype: torch.dtype, inner: str) -> None:
+    """The momentum of SGD and Lion, too; the dither needs a step count, which these optimizers lack."""
+    found = [
+        trained(lambda: odd(dtype, True), AVERAGES[inner], 5, backend=backend, **FIRST)
+        for backend in ("reference", "native", "torch")
+    ]
+    moment = "exp_avg" if inner == "lion" else "momentum_buffer"
+    assert found[0][f"state.params.1.{moment}"].dtype == torch.int8
+    assert found[0]["state.params.1.step"] == 4
+    assert same_bits(found[0], found[1])
+    assert same_bits(found[0], found[2])
+
+
 @pytest.mark.slow
-def test_rows_of_several_chunks() -> None:
+@pytest.mark.parametrize("inner", [ADAM["adamw"], *AVERAGES.values()], ids=["adamw", *AVERAGES])
+def test_rows_of_several_chunks(inner: Inner) -> None:
     """Rows that several threads update have the reference's bits, and count one step."""
 
     def make() -> Bag:
@@ -72,7 +97,8 @@ def test_rows_of_several_chunks() -> None:
             [torch.randn(shape, generator=torch.Generator().manual_seed(0)).half() for shape in ((3, 5), (200_001,))]
         )
 
-    found = [trained(make, ADAM["adamw"], 4, backend=backend, **BOTH) for backend in ("reference", "native")]
+    options = BOTH if inner is ADAM["adamw"] else FIRST
+    found = [trained(make, inner, 4, backend=backend, **options) for backend in ("reference", "native")]
     assert same_bits(*found)
 
 
@@ -144,6 +170,51 @@ def test_state_in_fp32_is_encoded_and_codes_become_fp32() -> None:
     torch.testing.assert_close(returned["exp_avg_sq"], second, rtol=0.14, atol=0)
     torch.testing.assert_close(returned["exp_avg"], first, rtol=0.14, atol=float(first.abs().max()) / 50)
     assert returned["step"] == 3
+
+
+@pytest.mark.parametrize("inner", ["lion", "sgd"])
+def test_averages_travel_between_codes_and_fp32(inner: str) -> None:
+    """Codes become the fp32 numbers that they stand for, with the step count left; fp32 is rounded into codes."""
+    moment = "exp_avg" if inner == "lion" else "momentum_buffer"
+    module = odd(torch.float16)
+    optimizer = constant(module, AVERAGES[inner], 256.0, backend="native", **FIRST)
+    steps(module, optimizer, 0, 3)
+    saved = optimizer.state_dict()
+    twin = odd(torch.float16)
+    other = constant(twin, AVERAGES[inner], 256.0, backend="native", **FIRST)
+    twin.load_state_dict(module.state_dict())
+    other.load_state_dict(saved)
+    wide = constant(odd(torch.float16), AVERAGES[inner], 256.0)
+    wide.load_state_dict(saved)
+    plain = wide.state_dict()
+    first = plain["optimizer"]["state"]["params.1"][moment]
+    assert first.dtype == torch.float32
+    assert f"{moment}_scale" not in plain["optimizer"]["state"]["params.1"]
+    back = constant(odd(torch.float16), AVERAGES[inner], 256.0, **FIRST)
+    back.load_state_dict(plain)
+    wide.load_state_dict(back.state_dict())
+    again = wide.state_dict()["optimizer"]["state"]["params.1"][moment]
+    torch.testing.assert_close(again, first, rtol=0, atol=float(first.abs().max()) / 31)
+    assert (again == first).float().mean() > 0.5
+    assert same_bits(steps(module, optimizer, 3, 6), steps(twin, other, 3, 6))
+
+
+@pytest.mark.parametrize("inner", ["lion", "sgd"])
+def test_torchs_own_averages_are_encoded(inner: str) -> None:
+    """A momentum that the inner optimizer had before it was wrapped is kept, without a step count beside it."""
+    module = odd(torch.float32)
+    bare = AVERAGES[inner](module)
+    set_grads(module, 0)
+    bare.step()
+    moment = "exp_avg" if inner == "lion" else "momentum_buffer"
+    held = bare.state[module[1]][moment].clone()
+    constant(module, partial(_given, bare), 256.0, **FIRST)
+    entry = bare.state[module[1]]
+    assert entry[moment].dtype == torch.int8
+    assert entry["step"] == (1 if inner == "sgd" else 0)
+    largest = held.view(-1, 32).abs().amax(1)
+    assert bits_equal(entry[f"{moment}_scale"], largest)
+    assert (entry[moment].view(-1, 32).abs().amax(1) == 127).all()
 
 
 def _given(inner: torch.optim.Optimizer, _: object) -> torch.optim.Optimizer:
@@ -233,9 +304,11 @@ def test_codes_whose_scales_are_gone_are_refused() -> None:
 
 def test_what_cannot_be_held_is_refused() -> None:
     """Other optimizers, backends without these kernels, fp64 parameters, and the optimizer's own step()."""
-    half = odd(torch.float16)
-    with pytest.raises(ArgumentError, match=r"exp_avg_dtype=torch.int8 needs Adam or AdamW, not Lion"):
-        constant(half, lambda m: Lion(m.parameters()), 256.0, exp_avg_dtype=torch.int8)
+    half, matrices = odd(torch.float16), Bag([torch.randn(4, 4).half()])
+    with pytest.raises(ArgumentError, match=r"exp_avg_dtype=torch.int8 needs Adam, AdamW, SGD or Lion, not Muon"):
+        constant(matrices, lambda m: torch.optim.Muon(m.parameters()), 256.0, exp_avg_dtype=torch.int8)
+    with pytest.raises(ArgumentError, match=r"exp_avg_sq_dtype=torch.uint8 has no effect: the Lion has no such option"):
+        constant(half, lambda m: Lion(m.parameters()), 256.0, exp_avg_sq_dtype=torch.uint8)
     with pytest.raises(ArgumentError, match=r"exp_avg_dtype=torch.int8 needs one of the backends .*, not triton"):
         constant(half, ADAM["adamw"], 256.0, backend="triton", exp_avg_dtype=torch.int8)
     with pytest.raises(ArgumentError, match=r"parameter 'params.0' has dtype torch.float64, and moments of 8 bits"):
