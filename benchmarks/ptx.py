@@ -10,6 +10,7 @@ import argparse
 import math
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import triton
@@ -63,7 +64,15 @@ def widths(loop: Loop, opcode: str) -> str:
     return " + ".join(f"{count} x {width}" for width, count in sorted(counts.items(), reverse=True)) or "-"
 
 
-def code_row(name: str, launch: Launch, code: Code) -> str:
+def billion(launch: Launch, code: Code, device: Device) -> str:
+    """Return the milliseconds that a launch takes by the model for 1e9 parameters in 200 tensors."""
+    numels = SIZES["1e9 in 200"]
+    programs = sum(-(-numel // launch.constants["CHUNK"]) for numel in numels)
+    _, took = launch_time(replace(launch, numels=numels, programs=programs), code, device)
+    return f"{took * 1e3:.2f}"
+
+
+def code_row(name: str, launch: Launch, code: Code, device: Device) -> str:
     """Return a kernel's line."""
     stream = code.stream if launch.numels else None
     narrow = "-" if stream is None else sum(width < WIDE for op in ("LDG", "STG") for width in stream.accesses(op))
@@ -81,16 +90,18 @@ def code_row(name: str, launch: Launch, code: Code) -> str:
         "-" if stream is None else f"{len(stream.body) * 32 * code.warps / elements_of_turn(code, launch):.0f}",
         f"{blocks}, {blocks * code.warps}",
         f"{bytes_in_flight(code) / 1024:.0f}" if stream is not None else "-",
+        billion(launch, code, device) if stream is not None else "-",
         f"{code.fused[0]}, {code.fused[1]}",
         code.approximate,
     )
     return f"| {' | '.join(map(str, cells))} |"
 
 
-def kernels(codes: Compiled) -> list[str]:
+def kernels(codes: Compiled, device: Device) -> list[str]:
     """Return the table of kernels."""
     heads = ("call", "kernel", "registers", "spilled bytes", "shared bytes", "loads", "stores", "narrow accesses")
     heads += ("bytes an element", "instructions an element", "blocks, warps of an SM", "KiB in flight of an SM")
+    heads += ("1e9 parameters, ms",)
     heads += ("fused fp32, fp64", "approximate")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     seen = set()
@@ -100,7 +111,7 @@ def kernels(codes: Compiled) -> list[str]:
         for launch in launches:
             if launch.code.hash not in seen:
                 seen.add(launch.code.hash)
-                lines.append(code_row(name, launch, codes[launch]))
+                lines.append(code_row(name, launch, codes[launch], device))
     return lines
 
 
@@ -163,7 +174,7 @@ def main() -> int:
             "",
             f"triton {triton.__version__}. Read from PTX and SASS; nothing here was run on a GPU.",
             "",
-            *kernels(codes),
+            *kernels(codes, device),
             "",
             "## Time that follows for a step of AdamW on fp16 parameters, microseconds",
             "",

@@ -17,6 +17,7 @@ from triton.runtime.jit import JITFunction
 
 from megascale.kernels import AdamHyper, Decision, LionHyper, Operands, SgdHyper
 from megascale.kernels.decision import GradWeights, ScaleRule
+from megascale.kernels.remainders import REMAINDER_DTYPE
 from megascale.kernels.triton import device_table
 from megascale.kernels.triton.backend import NUM_WARPS, TritonBackend
 
@@ -120,11 +121,14 @@ class Memory:
         return [self._base[offset : offset + numel * dtype.itemsize].view(dtype) for numel in self._numels]
 
     def operands(
-        self, model: torch.dtype, grad: torch.dtype, state: torch.dtype, names: Sequence[str], steps: bool
+        self, model: torch.dtype, grad: torch.dtype, state: torch.dtype, names: Sequence[str], held: bool = False
     ) -> Operands:
-        """Return what an update takes."""
+        """Return what an update takes. ``held``: main params are remainders."""
         main = self.column(SINGLE)
         operands = Operands(grad=self.column(grad), state={name: self.column(state) for name in names})
+        if held:
+            operands.remainder.extend(self.column(REMAINDER_DTYPE))
+            operands.fingerprint.extend([torch.zeros((), dtype=torch.int64)] * len(main))
         operands.main.extend(main)
         operands.model.extend(main if model == SINGLE else self.column(model))
         operands.step.extend([torch.zeros(())] * len(main))
@@ -143,25 +147,27 @@ def measuring(dtype: torch.dtype, count_zeros: bool = False) -> Call:
     return lambda backend, memory: backend.measure(memory.column(dtype), count_zeros)
 
 
-def adam(model: torch.dtype, grad: torch.dtype, state: torch.dtype = SINGLE, amsgrad: bool = False) -> Call:
+def adam(
+    model: torch.dtype, grad: torch.dtype, state: torch.dtype = SINGLE, amsgrad: bool = False, held: bool = False
+) -> Call:
     """AdamW."""
     hyper = AdamHyper(1e-2, 0.9, 0.999, 1e-8, 0.1, True, amsgrad, False)
     names = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if amsgrad else [])
-    return lambda backend, memory: backend.adam_(memory.operands(model, grad, state, names, True), hyper, _decision())
+    return lambda backend, memory: backend.adam_(memory.operands(model, grad, state, names, held), hyper, _decision())
 
 
-def sgd(model: torch.dtype, grad: torch.dtype, momentum: float, nesterov: bool = False) -> Call:
+def sgd(model: torch.dtype, grad: torch.dtype, momentum: float, nesterov: bool = False, held: bool = False) -> Call:
     """SGD."""
     hyper = SgdHyper(1e-2, momentum, 0.0, 0.1, nesterov, False)
     names = ["momentum_buffer"] if momentum else []
-    return lambda backend, memory: backend.sgd_(memory.operands(model, grad, SINGLE, names, False), hyper, _decision())
+    return lambda backend, memory: backend.sgd_(memory.operands(model, grad, SINGLE, names, held), hyper, _decision())
 
 
-def lion(model: torch.dtype, grad: torch.dtype) -> Call:
+def lion(model: torch.dtype, grad: torch.dtype, held: bool = False) -> Call:
     """Lion."""
     hyper = LionHyper(1e-3, 0.9, 0.99, 0.1, False)
     return lambda backend, memory: backend.lion_(
-        memory.operands(model, grad, SINGLE, ["exp_avg"], False), hyper, _decision()
+        memory.operands(model, grad, SINGLE, ["exp_avg"], held), hyper, _decision()
     )
 
 
@@ -201,12 +207,19 @@ CALLS: dict[str, Call] = {
     "AdamW fp16, fp32 main grads": adam(HALF, SINGLE),
     "AdamW fp32": adam(SINGLE, SINGLE),
     "AdamW fp16, amsgrad": adam(HALF, HALF, amsgrad=True),
+    "AdamW fp16, remainders": adam(HALF, HALF, held=True),
+    "AdamW bf16, remainders": adam(BRAIN, BRAIN, held=True),
+    "AdamW bf16, bf16 moments, remainders": adam(BRAIN, BRAIN, BRAIN, held=True),
     "SGD fp16": sgd(HALF, HALF, 0.0),
     "SGD fp16, momentum": sgd(HALF, HALF, 0.9),
     "SGD fp32, momentum": sgd(SINGLE, SINGLE, 0.9),
     "SGD bf16, nesterov": sgd(BRAIN, BRAIN, 0.9, nesterov=True),
+    "SGD fp16, momentum, remainders": sgd(HALF, HALF, 0.9, held=True),
+    "SGD bf16, momentum, remainders": sgd(BRAIN, BRAIN, 0.9, held=True),
     "Lion bf16": lion(BRAIN, BRAIN),
     "Lion fp32": lion(SINGLE, SINGLE),
+    "Lion fp16, remainders": lion(HALF, HALF, held=True),
+    "Lion bf16, remainders": lion(BRAIN, BRAIN, held=True),
     "write back fp16": writing_back(HALF),
     "write back bf16": writing_back(BRAIN),
 }

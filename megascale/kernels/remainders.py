@@ -14,22 +14,23 @@ A model param of inf is decoded to inf in fp16, whatever the main param was: cal
 they write. In bf16 finite main params that round to inf are held exactly. NaN becomes NaN.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from megascale.kernels.protocol import FP16_OVERFLOW, HeldParams
+from megascale.kernels.protocol import FP16_OVERFLOW, HeldParams, Operands
 
 REMAINDER_DTYPE = torch.int16
-_MOST = 32767
+MOST = 32767
 _MAGNITUDE, _SIGN, _HALF_MAGNITUDE = 0x7FFFFFFF, -0x80000000, 0x7FFF
-_FP16_INF = 0x7C00
-_FP16_LINEAR = 0x0100
+FP16_INF = 0x7C00
+FP16_LINEAR = 0x0100
 """The bits of 2**-16 in fp16: below, remainders are of fixed point."""
-_UNIT = 2.0**40
-_WORD, _INDEX_STRIDE, _INDEX_START = 0xFFFFFFFF, 0x9E3779B1, 0x85EBCA77
+UNIT = 2.0**40
+_WORD, INDEX_STRIDE, INDEX_START = 0xFFFFFFFF, 0x9E3779B1, 0x85EBCA77
 _TOGETHER = 1 << 20
 """Elements that are joined, or summed at a time, in int64: a larger parameter is encoded alone."""
 
@@ -43,14 +44,14 @@ def encode(main: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     bits = main.view(torch.int32) & _MAGNITUDE
     half = model.view(torch.int16).to(torch.int32) & _HALF_MAGNITUDE
     if dtype == torch.bfloat16:
-        remainder = torch.where(main.isnan(), 0, (bits - (half << 16)).clamp_(max=_MOST))
+        remainder = torch.where(main.isnan(), 0, (bits - (half << 16)).clamp_(max=MOST))
     else:
         magnitude = model.abs().to(torch.float32)
-        fixed = ((main.abs() - magnitude) * _UNIT).round_().clamp_(-_MOST, _MOST)
-        coarse = (half < _FP16_LINEAR) & ~main.isnan()
+        fixed = ((main.abs() - magnitude) * UNIT).round_().clamp_(-MOST, MOST)
+        coarse = (half < FP16_LINEAR) & ~main.isnan()
         exact = bits - magnitude.view(torch.int32)
         remainder = torch.where(coarse, torch.where(coarse, fixed, 0.0).to(torch.int32), exact)
-        remainder = torch.where(half >= _FP16_INF, 0, remainder)
+        remainder = torch.where(half >= FP16_INF, 0, remainder)
     return model, remainder.to(REMAINDER_DTYPE)
 
 
@@ -62,8 +63,8 @@ def decode(model: Tensor, remainder: Tensor) -> Tensor:
         return ((half << 16) + offset).view(torch.float32)
     magnitude = model.abs().to(torch.float32)
     exact = magnitude.view(torch.int32) + offset
-    fixed = (magnitude + offset.to(torch.float32) * (1 / _UNIT)).view(torch.int32)
-    bits = torch.where(half & _HALF_MAGNITUDE < _FP16_LINEAR, fixed, exact)
+    fixed = (magnitude + offset.to(torch.float32) * (1 / UNIT)).view(torch.int32)
+    bits = torch.where(half & _HALF_MAGNITUDE < FP16_LINEAR, fixed, exact)
     return torch.where(half < 0, bits | _SIGN, bits).view(torch.float32)
 
 
@@ -87,7 +88,7 @@ def _bits(flat: Tensor) -> Tensor:
 
 def _weights(start: int, stop: int, device: torch.device) -> Tensor:
     index = torch.arange(start, stop, dtype=torch.int64, device=device)
-    return (index * _INDEX_STRIDE + _INDEX_START) & _WORD | 1
+    return (index * INDEX_STRIDE + INDEX_START) & _WORD | 1
 
 
 class TorchRemainders:
@@ -124,6 +125,14 @@ class TorchRemainders:
             torch._foreach_copy_(remainders, _parts(torch.where(keeps, remainder, left), remainders))
             torch._foreach_copy_(marks, list(_fingerprints(written, models).unbind()))
         return torch.stack(flags)
+
+    def on_decoded(self, operands: Operands, update: Callable[[Operands], Tensor], found_inf: Tensor) -> Tensor:
+        """Run ``update`` on main params that are decoded for this call alone. Returns the overflow flags."""
+        mains = [torch.empty_like(model, dtype=torch.float32) for model in operands.model]
+        held = HeldParams(operands.model, operands.remainder, operands.fingerprint, mains)
+        self.decode_(held)
+        update(replace(operands, main=mains, model=mains, remainder=[], fingerprint=[]))
+        return self.encode_(held, found_inf)
 
 
 def _together(models: Sequence[Tensor]) -> Iterator[list[int]]:

@@ -15,15 +15,16 @@ HEAD = """\
 | optimizer | waits at construction | waits in a step | Triton launches | torch's operators | copies to the host |
 |---|---|---|---|---|---|"""
 
+NONE: dict[str, object] = {}
 Steps = tuple[Record, list[Record]]
 """What construction asked of the device, and each of some steps."""
 
 
-def plain(device: FakeDevice, inner: str, count: int, moved: bool) -> Steps:
+def plain(device: FakeDevice, inner: str, count: int, moved: bool, options: dict[str, object] = NONE) -> Steps:
     """Return steps of a MixedPrecisionOptimizer."""
     params = parameters(count)
     with device.watch() as construction:
-        optimizer = wrap(INNER[inner](params))
+        optimizer = wrap(INNER[inner](params), **options)
     return construction, take_steps(device, optimizer, params, moved=moved)
 
 
@@ -63,6 +64,7 @@ ROWS: dict[str, tuple[Callable[..., Steps], tuple[object, ...]]] = {
     "AdamW, 100 tensors": (plain, ("adamw", 100, False)),
     "AdamW, 1000 tensors": (plain, ("adamw", 1000, False)),
     "AdamW, 100 tensors, gradients that move": (plain, ("adamw", 100, True)),
+    "AdamW, remainders": (plain, ("adamw", 100, False, {"store_param_remainders": True})),
     "Adam, amsgrad": (plain, ("adam_amsgrad", 100, False)),
     "SGD": (plain, ("sgd", 100, False)),
     "SGD, momentum": (plain, ("sgd_momentum", 100, False)),

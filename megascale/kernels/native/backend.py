@@ -6,7 +6,6 @@ whose memory layouts differ, and tensors on other devices go to the torch backen
 
 import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -209,7 +208,7 @@ class NativeBackend(TorchDecisions, TorchRemainders):
         operands.written = None
         if table is None or call.constants.amsgrad or not _all_known(grads):
             if operands.remainder:
-                return self._on_decoded(operands, slow, call.decision)
+                return self.on_decoded(operands, slow, _found_inf(call))
             return slow(operands)
         operands.written = increment_versions(operands.model)
         overflowed = torch.empty(len(table.rows), dtype=torch.bool)
@@ -277,16 +276,6 @@ class NativeBackend(TorchDecisions, TorchRemainders):
             self._hold(table, overflowed)
         return overflowed
 
-    def _on_decoded(
-        self, operands: Operands, update: Callable[[Operands], Tensor], decision: Decision | None
-    ) -> Tensor:
-        """Run ``update`` on main params that are decoded for this call."""
-        mains = [torch.empty_like(model, dtype=torch.float32) for model in operands.model]
-        held = HeldParams(operands.model, operands.remainder, operands.fingerprint, mains)
-        self.decode_(held)
-        update(replace(operands, main=mains, model=mains, remainder=[], fingerprint=[]))
-        return self.encode_(held, torch.zeros(()) if decision is None else decision.found_inf)
-
     def _held_table(self, held: HeldParams) -> _Table | None:
         """Return remainder.h's table; None unless all tensors are contiguous and on the CPU."""
         if held not in self._kept_held:
@@ -317,7 +306,7 @@ class NativeBackend(TorchDecisions, TorchRemainders):
         if operands.remainder and (table is None or not _all_known(grads)):
             operands.written = None
             update = partial(self._update, names=names, call=call, slow=slow)
-            return self._on_decoded(operands, update, call.decision)
+            return self.on_decoded(operands, update, _found_inf(call))
         # Autograd must see that saved weights have changed.
         versions = increment_versions(operands.model)
         whole = table is not None and _all_known(grads)
@@ -345,6 +334,10 @@ class NativeBackend(TorchDecisions, TorchRemainders):
             torch.get_num_threads(),
         )
         return overflowed
+
+
+def _found_inf(call: _Call) -> Tensor:
+    return torch.zeros(()) if call.decision is None else call.decision.found_inf
 
 
 def _takes(tensors: Sequence[Tensor]) -> bool:

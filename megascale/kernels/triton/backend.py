@@ -7,7 +7,8 @@ tests.
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -47,15 +48,14 @@ class _CachedColumns(NamedTuple):
 
     Attributes:
         names: of the state that is updated.
-        main, model, state, step: columns; ``step`` is None if no steps are counted.
+        tensors: columns of main params, or remainders, of model params, and of the state.
+        beside: step counts, if these are counted, and fingerprints, by their columns of a row.
         written: all tensors that an update writes, each once.
     """
 
     names: list[str]
-    main: Column
-    model: Column
-    state: list[Column]
-    step: Column | None
+    tensors: list[Column]
+    beside: dict[int, Column]
     written: list[Tensor]
 
 
@@ -74,6 +74,7 @@ class TritonBackend(TorchDecisions, TorchRemainders):
     """
 
     name = "triton"
+    fuses_remainders = True
 
     def __init__(self) -> None:
         _import_kernels()  # fails here, where the backend is asked for, if triton is not there
@@ -182,6 +183,7 @@ class TritonBackend(TorchDecisions, TorchRemainders):
             _, model, exp_avg, exp_avg_sq, *largest = self._dtypes(table)
             constants = {
                 "MODEL_DTYPE": model,
+                "HELD": len(operands.remainder) > 0,
                 "GRAD_DTYPE": self._grad_dtype(table),
                 "AVG_DTYPE": exp_avg,
                 "SQ_DTYPE": exp_avg_sq,
@@ -191,8 +193,7 @@ class TritonBackend(TorchDecisions, TorchRemainders):
                 "MAXIMIZE": hyper.maximize,
             }
             self._update(self._kernels.adam_kernel, table, (grads, flags, *pointers, *scalars), constants)
-        if plan.rest:
-            _scatter(flags, plan.rest, self._reference.adam_(operands.pick(list(plan.rest)), hyper, decision))
+        self._update_rest(operands, plan, flags, decision, partial(self._reference.adam_, hyper=hyper))
         return self._written(operands, flags)
 
     def sgd_(self, operands: Operands, hyper: SgdHyper, decision: Decision) -> Tensor:
@@ -205,6 +206,7 @@ class TritonBackend(TorchDecisions, TorchRemainders):
             _, model, *buffer = self._dtypes(table)
             constants = {
                 "MODEL_DTYPE": model,
+                "HELD": len(operands.remainder) > 0,
                 "GRAD_DTYPE": self._grad_dtype(table),
                 "BUFFER_DTYPE": buffer[0] if buffer else None,
                 "DAMPENED": dampened,
@@ -213,8 +215,7 @@ class TritonBackend(TorchDecisions, TorchRemainders):
                 "MAXIMIZE": hyper.maximize,
             }
             self._update(self._kernels.sgd_kernel, table, (grads, flags, *pointers, *scalars), constants)
-        if plan.rest:
-            _scatter(flags, plan.rest, self._reference.sgd_(operands.pick(list(plan.rest)), hyper, decision))
+        self._update_rest(operands, plan, flags, decision, partial(self._reference.sgd_, hyper=hyper))
         return self._written(operands, flags)
 
     def lion_(self, operands: Operands, hyper: LionHyper, decision: Decision) -> Tensor:
@@ -226,13 +227,13 @@ class TritonBackend(TorchDecisions, TorchRemainders):
             _, model, exp_avg = self._dtypes(table)
             constants = {
                 "MODEL_DTYPE": model,
+                "HELD": len(operands.remainder) > 0,
                 "GRAD_DTYPE": self._grad_dtype(table),
                 "AVG_DTYPE": exp_avg,
                 "MAXIMIZE": hyper.maximize,
             }
             self._update(self._kernels.lion_kernel, table, (grads, flags, *pointers, *scalars), constants)
-        if plan.rest:
-            _scatter(flags, plan.rest, self._reference.lion_(operands.pick(list(plan.rest)), hyper, decision))
+        self._update_rest(operands, plan, flags, decision, partial(self._reference.lion_, hyper=hyper))
         return self._written(operands, flags)
 
     def write_back_(self, mains: list[Tensor], models: list[Tensor]) -> Tensor:
@@ -263,10 +264,10 @@ class TritonBackend(TorchDecisions, TorchRemainders):
         """Return the plan of an update, and its gradients' addresses on the device."""
         self._check(operands.main[0].device)
         kept = self._kept.get(operands)
-        if kept is None or kept.names != names or (kept.step is not None) != counts_steps:
+        if kept is None or kept.names != names or (device_table.STEP in kept.beside) != counts_steps:
             kept = self._kept[operands] = _keep(operands, names, counts_steps)
         grads = Column(operands.grad)
-        plan = self._plans.find([kept.main, kept.model, *kept.state], kept.step, grads)
+        plan = self._plans.find(kept.tensors, kept.beside, grads)
         return plan, self._addresses.find(grads.tensors)
 
     def _prepared(
@@ -325,6 +326,21 @@ class TritonBackend(TorchDecisions, TorchRemainders):
     ) -> None:
         launch(kernel, programs, arguments, constants, num_warps, self._kernels.INTERPRETED)
 
+    def _update_rest(
+        self,
+        operands: Operands,
+        plan: Plan,
+        flags: Tensor,
+        decision: Decision,
+        update: Callable[..., Tensor],
+    ) -> None:
+        """Run the reference's ``update`` on the parameters that no table has, and fill in their flags."""
+        if not plan.rest:
+            return
+        rest, update = operands.pick(list(plan.rest)), partial(update, decision=decision)
+        held = len(rest.remainder) > 0
+        _scatter(flags, plan.rest, self.on_decoded(rest, update, decision.found_inf) if held else update(rest))
+
     def _written(self, operands: Operands, flags: Tensor) -> Tensor:
         """Tell autograd of the writes, as torch's own in-place operations do; return the flags."""
         kept = self._kept[operands]
@@ -334,15 +350,17 @@ class TritonBackend(TorchDecisions, TorchRemainders):
 
 
 def _keep(operands: Operands, names: list[str], counts_steps: bool) -> _CachedColumns:
-    copied = [main for main, model in zip(operands.main, operands.model, strict=True) if main is not model]
+    mains = operands.remainder or operands.main
+    copied = [main for main, model in zip(mains, operands.model, strict=True) if main is not model]
     states = [tensor for tensors in operands.state.values() for tensor in tensors]
+    beside = {device_table.STEP: Column(operands.step)} if counts_steps else {}
+    if operands.remainder:
+        beside[device_table.MARK] = Column(operands.fingerprint)
     return _CachedColumns(
         names,
-        Column(operands.main),
-        Column(operands.model),
-        [Column(operands.state[name]) for name in names],
-        Column(operands.step) if counts_steps else None,
-        [*operands.model, *copied, *states, *operands.step],
+        [Column(mains), Column(operands.model), *(Column(operands.state[name]) for name in names)],
+        beside,
+        [*operands.model, *copied, *operands.fingerprint, *states, *operands.step],
     )
 
 

@@ -8,9 +8,10 @@ step: see :mod:`megascale.kernels.triton.grad_addresses`.
 """
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from megascale.errors import ArgumentError, UsageError
 from megascale.kernels.blocks import flat
+from megascale.kernels.remainders import REMAINDER_DTYPE
 from megascale.kernels.tensors.tensor_list import TensorList
 from megascale.utils.graph_capture import is_capturing
 
@@ -27,9 +29,10 @@ VECTOR = 16  # bytes of one access to a main param, or to a gradient alone; othe
 CACHE_BYTES = 1 << 26  # tables beyond that are dropped, least recently used first
 
 # Columns of a row, all int64.
-NUMEL, FIRST_CHUNK, SLOT, ALIGNED, STEP, TENSORS = range(6)
+NUMEL, FIRST_CHUNK, SLOT, ALIGNED, STEP, MARK, TENSORS = range(7)
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, REMAINDER_DTYPE)
+IN_ORDER = (REMAINDER_DTYPE,)  # elements count from the parameter's first one, in row-major order
 SAME, UNKNOWN = len(DTYPES), -1  # further codes: the row's first tensor again; a dtype not in DTYPES
 
 Dtypes = tuple[torch.dtype | None, ...]
@@ -43,6 +46,10 @@ class _Codes(dict[torch.dtype, int]):
 
 
 _CODES = _Codes((dtype, code) for code, dtype in enumerate(DTYPES))
+
+
+NOTHING: Mapping[int, "Column"] = MappingProxyType({})
+"""Rows have nothing beside their tensors."""
 
 
 class Column:
@@ -82,7 +89,8 @@ class DeviceTable:
         dtypes: one per tensor of a row. None: the tensor is the row's first one again.
         grad_dtype: of the gradients; None: the call has none.
         rows: int64, shape [rows, TENSORS + len(dtypes)]: elements, first chunk, index in the call, whether every
-            pointer is aligned for vector access (1 or 0), pointer of the step count or 0, then the tensors' pointers.
+            pointer is aligned for vector access (1 or 0), pointers of the step count and of the fingerprint or 0, then
+            the tensors' pointers.
         chunk_rows: int64, shape [chunks]: the row of each chunk, and in the high half that row's index in the call,
             with which a program loads its gradient's address without waiting for the row.
         counters: int64, shape [rows], 0 between launches.
@@ -120,13 +128,16 @@ class PlanCache:
         self._nbytes = 0
         self._captured: dict[Hashable, Plan] = {}
 
-    def find(self, columns: Sequence[Column], steps: Column | None = None, grads: Column | None = None) -> Plan:
+    def find(
+        self, columns: Sequence[Column], beside: Mapping[int, Column] = NOTHING, grads: Column | None = None
+    ) -> Plan:
         """Return the plan of a call, from the cache if it has it.
 
         Args:
             columns: of tensors on one device, whose addresses are in the rows; the tensors of a parameter share a
-                shape. Where there are any, the first column holds main params.
-            steps: 0-d fp32 step counts.
+                shape. Where there are any, the first column holds main params, or remainders of the second one's.
+            beside: other tensors of each parameter, by the column of a row that has their addresses: 0-d step counts,
+                fp32, and fingerprints.
             grads: gradients; the plan depends on their dtypes and layouts, not on their addresses.
 
         Raises UsageError if the plan is not in the cache while a graph is captured: replays would copy from host memory
@@ -138,7 +149,7 @@ class PlanCache:
         key = (
             CHUNK,
             device,
-            steps and steps.signature,
+            *((index, one.signature) for index, one in beside.items()),
             grads and grads.tensors.form,
             *(one.signature for one in columns),
         )
@@ -148,7 +159,7 @@ class PlanCache:
         plan = self._plans.get(key)
         if plan is None:
             refuse_capture(device, capturing)
-            plan = self._plans[key] = _make_plan(columns, steps, grads)
+            plan = self._plans[key] = _make_plan(columns, beside, grads)
             self._nbytes += _nbytes(plan)
             self._evict()
         elif capturing:
@@ -182,12 +193,13 @@ def _check_devices(columns: Sequence[Column], device: torch.device) -> None:
             raise ArgumentError(f"tensors of one kernel call are on {device} and on {other}; put them on one")
 
 
-def _make_plan(columns: Sequence[Column], steps: Column | None, grads: Column | None) -> Plan:
+def _make_plan(columns: Sequence[Column], beside: Mapping[int, Column], grads: Column | None) -> Plan:
     every = [*columns] if grads is None else [*columns, grads]
     device, numels = every[0].tensors[0].device, every[0].tensors.numels
-    _check_devices(every if steps is None else (*every, steps), device)
+    _check_devices([*every, *beside.values()], device)
     codes = np.stack([column.codes for column in every], axis=1)
     takes = _takes(every, codes, has_main=len(columns) > 0)
+    columns_beside = {index: one.pointers for index, one in beside.items()}
     pointers = np.empty((len(codes), len(columns)), dtype=np.int64)
     for index, column in enumerate(columns):
         pointers[:, index] = column.pointers
@@ -197,18 +209,21 @@ def _make_plan(columns: Sequence[Column], steps: Column | None, grads: Column | 
     for members in _alike(codes, np.flatnonzero(takes)):
         dtypes = tuple(None if code == SAME else DTYPES[code] for code in codes[members[0]].tolist())
         form = dtypes[: len(columns)], None if grads is None else dtypes[-1]
-        tables.append(_make_table(*form, members, pointers[members], numels[members], steps, device))
+        rows_beside = {index: each[members] for index, each in columns_beside.items()}
+        tables.append(_make_table(*form, members, pointers[members], numels[members], rows_beside, device))
     return Plan(tuple(tables), tuple(np.flatnonzero(~takes).tolist()))
 
 
 def _takes(columns: Sequence[Column], codes: NDArray[np.int64], *, has_main: bool) -> NDArray[np.bool_]:
     """Return, for each row, whether the kernels support it. ``codes``: of all columns, shape [rows, columns]."""
     takes = (codes != UNKNOWN).all(axis=1)
+    in_order = np.logical_or.reduce([(codes == _CODES[dtype]).any(axis=1) for dtype in IN_ORDER])
     if has_main:
-        takes &= codes[:, 0] == _CODES[torch.float32]
+        takes &= np.isin(codes[:, 0], [_CODES[torch.float32], _CODES[REMAINDER_DTYPE]])
     if not all(column.tensors.contiguous for column in columns):
         for index in np.flatnonzero(takes).tolist():
-            takes[index] = flat([column.tensors[index] for column in columns]) is not None
+            row = [column.tensors[index] for column in columns]
+            takes[index] = all(map(Tensor.is_contiguous, row)) or not (in_order[index] or flat(row) is None)
     return takes
 
 
@@ -232,7 +247,7 @@ def _make_table(
     members: NDArray[np.int64],
     pointers: NDArray[np.int64],
     numels: NDArray[np.int64],
-    steps: Column | None,
+    beside: Mapping[int, NDArray[np.int64]],
     device: torch.device,
 ) -> DeviceTable:
     """Return the table of rows that share their dtypes.
@@ -241,7 +256,7 @@ def _make_table(
         members: their indices in the call, shape [rows].
         pointers: shape [rows, len(dtypes)].
         numels: elements, shape [rows].
-        steps: see :meth:`PlanCache.find`.
+        beside: further columns of the rows, shape [rows] each; see :meth:`PlanCache.find`.
     """
     # An empty parameter has a chunk too, because its step is counted.
     num_chunks = np.maximum(-(-numels // CHUNK), 1)
@@ -249,7 +264,8 @@ def _make_table(
     rows[:, NUMEL] = numels
     rows[:, FIRST_CHUNK] = np.cumsum(num_chunks) - num_chunks
     rows[:, SLOT] = members
-    rows[:, STEP] = 0 if steps is None else steps.pointers[members]
+    for index, values in beside.items():
+        rows[:, index] = values
     rows[:, ALIGNED] = (pointers % _alignments(dtypes) == 0).all(axis=1)
     rows[:, TENSORS:] = pointers
     chunk_rows = np.repeat(np.arange(len(members)) | members << 32, num_chunks)

@@ -16,9 +16,9 @@ KINDS = [pytest.param(one, marks=() if one == "adamw" else pytest.mark.slow) for
 WHOLE_STEP = {"measure_kernel", "total_kernel", "decide_kernel", "rescale_kernel"}
 
 
-def _captured(device: FakeDevice, inner: str, where: str) -> tuple[Record, Record]:
+def _captured(device: FakeDevice, inner: str, where: str, options: dict[str, Any]) -> tuple[Record, Record]:
     params = parameters(3, device=where)
-    optimizer = wrap(INNER[inner](params))
+    optimizer = wrap(INNER[inner](params), **options)
     give_grads(params)
     with device.watch() as construction:
         graph = StepGraph(optimizer)
@@ -32,7 +32,15 @@ def _captured(device: FakeDevice, inner: str, where: str) -> tuple[Record, Recor
 @pytest.mark.parametrize("inner", KINDS)
 def test_nothing_is_loaded_or_met_first_in_capture(on_device: OnDevice, inner: str) -> None:
     """A rehearsal runs all kernels and operators of a step, the scaler's too: CUDA loads none while it captures."""
-    construction, replays = on_device(_captured, inner, "cuda")
+    _check(*on_device(_captured, inner, "cuda", {}))
+
+
+def test_a_step_on_remainders_is_captured(on_device: OnDevice) -> None:
+    """With the same kernels and operators as other steps."""
+    _check(*on_device(_captured, "adamw", "cuda", {"store_param_remainders": True}))
+
+
+def _check(construction: Record, replays: Record) -> None:
     assert construction.refused_in_capture() == []
     assert construction.first_met_in_capture() == set()
     assert {call.what for call in construction if call.captured and call.kind == "launch"} > WHOLE_STEP
@@ -42,7 +50,7 @@ def test_nothing_is_loaded_or_met_first_in_capture(on_device: OnDevice, inner: s
 
 def test_capture_is_of_the_parameters_device(on_device: OnDevice) -> None:
     """Of a model on the second device, while the first one is the current one: all goes into the graph."""
-    construction, _ = on_device(_captured, "adamw", "cuda:1")
+    construction, _ = on_device(_captured, "adamw", "cuda:1", {})
     assert construction.refused_in_capture() == []
     assert {call.stream[0] for call in construction if call.captured} == {1}
 

@@ -14,6 +14,8 @@ DECISION = ["total_kernel", "decide_kernel", "rescale_kernel"]
 EACH_STEP = ["measure_kernel", *DECISION]
 KINDS = [pytest.param(one, marks=() if one == "adamw" else pytest.mark.slow) for one in INNER]
 
+OTHERS = [one for one in INNER if one != "adamw"]
+
 
 def _kernel_of(inner: str) -> str:
     return f"{inner.split('_')[0].removesuffix('w')}_kernel"
@@ -91,19 +93,14 @@ def test_launches_do_not_grow_with_tensors(on_device: OnDevice, count: int) -> N
     assert [(len(seen.of("copy")), sum(seen.operators().values())) for seen in records[1:]] == [(5, 7)] + [(1, 4)] * 3
 
 
-@pytest.mark.slow
-def test_remainders_cost_operators_that_do_not_grow(on_device: OnDevice) -> None:
-    """Main params held as remainders: no wait, one kernel of the rule, and parameters are decoded together."""
-    found = []
-    for count in (10, 100):
-        records = on_device(_train_with, "adamw", {"count": count, "store_param_remainders": True})
-        assert [seen.syncs() for seen in records] == [[]] * len(records)
-        assert all(seen.launches() == [*EACH_STEP, "adam_kernel"] for seen in records[1:])
-        operators = [seen.operators() for seen in records[2:]]
-        # Here torch's copies of many tensors at once, one launch on a GPU, come one by one.
-        assert all(counted.pop("aten::copy_") <= 4 * count + 11 for counted in operators)
-        found.append(operators)
-    assert found[0] == found[1]
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("inner", [pytest.param(one, marks=pytest.mark.slow) for one in OTHERS] + ["adamw"])
+def test_remainders_cost_nothing(on_device: OnDevice, inner: str, dtype: torch.dtype) -> None:
+    """Main params held as remainders: no wait, the launches and operators of a step with fp32 main params."""
+    for count in (6, 60):
+        records = on_device(_train_with, inner, {"count": count, "dtype": dtype, "store_param_remainders": True})
+        _check(records, [*EACH_STEP, _kernel_of(inner)])
+        assert all(sum(seen.operators().values()) == 4 for seen in records[2:])
 
 
 def _changing(device: FakeDevice) -> list[Record]:

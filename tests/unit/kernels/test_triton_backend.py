@@ -383,7 +383,8 @@ def test_parts_of_measured_gradients_are_not_copied_again(copies: list[Tensor]) 
 
 def _find(cache: device_table.PlanCache, operands: Operands) -> device_table.Plan:
     columns = [device_table.Column(tensors) for tensors in (operands.main, operands.model, operands.state["exp_avg"])]
-    return cache.find(columns, device_table.Column(operands.step), device_table.Column(operands.grad))
+    beside = {device_table.STEP: device_table.Column(operands.step)}
+    return cache.find(columns, beside, device_table.Column(operands.grad))
 
 
 def _same_plans(left: device_table.Plan, right: device_table.Plan) -> bool:
@@ -591,7 +592,7 @@ TYPES |= dict.fromkeys(("growth_tracker", "hysteresis_tracker"), "*i64")
 TYPES |= {"clip_grad": "fp64", "epsilon": "fp64", "growth_interval": "i64", "hysteresis": "i64"}
 DTYPES = {"MODEL_DTYPE": tl.float16, "GRAD_DTYPE": tl.bfloat16}
 FLAGS = {"COUNT_ZEROS": True, "DAMPENED": True, "NESTEROV": True, "DECOUPLED": True, "L2": True, "MAXIMIZE": True}
-FLAGS |= {"SCALED": True, "CLIPS": True, "COMPARES": True, "EACH_CLEAN_STEP": False}
+FLAGS |= {"HELD": False, "SCALED": True, "CLIPS": True, "COMPARES": True, "EACH_CLEAN_STEP": False}
 for name in ("adam", "sgd", "lion", "write_back", "measure", "total", "decide", "rescale"):
     kernel = getattr(kernels, f"{name}_kernel")
     known = {"COLUMNS": 11, "CHUNK": 1 << 14, "BLOCK": 1 << 10, "FAN": 256} | DTYPES | FLAGS

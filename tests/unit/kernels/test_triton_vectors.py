@@ -214,6 +214,7 @@ def test_all_whole_vectors_are_taken_as_vectors_and_no_pointer_is_promised_that_
     """
     from megascale.kernels.triton import chunks as triton_chunks
     from megascale.kernels.triton import kernels as triton_kernels
+    from megascale.kernels.triton import measure as triton_measure
 
     promised, taken = [], []
     chunk_at = triton_chunks.chunk_at
@@ -236,10 +237,11 @@ def test_all_whole_vectors_are_taken_as_vectors_and_no_pointer_is_promised_that_
     def take_beside(grad: Any, row: Any, length: Any, dtype: Any, vector: Any) -> Any:
         return noted(length, whole_vectors_beside(grad, row, length, dtype, vector))
 
-    for module in (triton_chunks, triton_kernels):
+    for module in (triton_chunks, triton_kernels, triton_measure):
         monkeypatch.setattr(module, "chunk_at", promise)
     monkeypatch.setattr(triton_kernels, "whole_vectors", take)
-    monkeypatch.setattr(triton_kernels, "whole_vectors_beside", take_beside)
+    for module in (triton_kernels, triton_measure):
+        monkeypatch.setattr(module, "whole_vectors_beside", take_beside)
     lengths = [1, 3, 4, 7, 9, 12, 16, 30, CHUNK + 5]
     aligned: list[Row] = [(n, HALF, HALF, SINGLE, [0, 8, 8, 0, 0]) for n in lengths]
     apart: list[Row] = [(21, HALF, HALF, SINGLE, [a, b, c, 0, 0]) for a, b, c in ((4, 0, 0), (0, 2, 0), (0, 0, 4))]

@@ -1,6 +1,7 @@
 """Main params that are held as remainders: what trains, what is held, and what others may do to them."""
 
 import math
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from megascale.kernels.remainders import fingerprint
 from tests.training import INNER, Bag, Inner, bits_equal, constant, grad_of, same_bits, set_grads, snapshot
 
 HELD: dict[str, Any] = {"store_param_remainders": True}
+TRITON = ["triton"] if find_spec("triton") and not torch.accelerator.is_available() else []
+"""In its interpreter."""
 CODES: dict[str, Any] = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.uint8}
 RULES: dict[str, Inner] = {
     **{name: INNER[name] for name in ("adamw_fused", "adam_amsgrad", "lion", "sgd", "sgd_dampening", "sgd_nesterov")},
@@ -49,10 +52,10 @@ def trained(dtype: torch.dtype, inner: Inner, steps: int = 5, **options: Any) ->
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("rule", RULES)
 def test_training_is_that_of_fp32_main_params(dtype: torch.dtype, rule: str) -> None:
-    """Main params are those but for bf16's ties, and fp16's below 2**-16; reference and native have the same bits."""
+    """Main params are those but for bf16's ties, and fp16's below 2**-16; all but torch have the reference's bits."""
     expected = trained(dtype, RULES[rule], backend="reference")
-    found = [trained(dtype, RULES[rule], backend=name, **HELD) for name in ("reference", "native", "torch")]
-    assert same_bits(found[0], found[1])
+    found = [trained(dtype, RULES[rule], backend=name, **HELD) for name in ("reference", "native", "torch", *TRITON)]
+    assert all(same_bits(found[0], other) for other in (found[1], *found[3:]))
     for name, value in found[0].items():  # torch's own kernels round otherwise
         torch.testing.assert_close(found[2][name], value, rtol=1e-2 if name.startswith("model") else 1e-5, atol=1e-5)
     for name, value in expected.items():
@@ -140,7 +143,7 @@ def test_writes_from_outside_are_taken_over() -> None:
     assert all(bits_equal(main, param.detach().float()) for main, param in zip(mains, module.params, strict=True))
 
 
-@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize("backend", ["native", "reference", *TRITON])
 def test_writes_that_change_nothing_keep_remainders(backend: str) -> None:
     """Weights loaded as they were, moved to other memory as offloading does, or written with their own values."""
     module = odd(torch.float16)

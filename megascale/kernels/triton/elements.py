@@ -1,0 +1,71 @@
+"""Elements and rows in kernels: reads in fp32, rounded writes, and the arrival of a row's chunks."""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+# ruff: noqa: SIM300 - it knows Python, not what Triton compiles
+
+import triton.language as tl
+
+from megascale.kernels.protocol import FP16_OVERFLOW
+from megascale.kernels.triton import device_table
+from megascale.kernels.triton.interpreter import INTERPRETED, inlined
+
+NUMEL, SLOT = tl.constexpr(device_table.NUMEL), tl.constexpr(device_table.SLOT)
+# Order of an update's tensors in a row.
+MAIN, MODEL, STATE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+OVERFLOW = tl.constexpr(FP16_OVERFLOW)
+NARROWER = tl.constexpr(1 if INTERPRETED else 4)  # blocks of single elements are smaller: they need more registers
+
+# fmt: off
+
+
+@inlined
+def read(pointer, offsets, mask):
+    """Return elements in fp32, 0 where masked."""
+    return tl.load(pointer + offsets, mask=mask, other=0).to(tl.float32)
+
+
+@inlined
+def bits_as_bf16(value):
+    """Round fp32 to the nearest bf16, ties to even; NaN stays NaN. Return its bits, sign-extended to int32."""
+    bits = value.to(tl.int32, bitcast=True)
+    high = bits >> 16
+    high += ((bits & 0xFFFF) + 0x7FFF + (high & 1)) >> 16
+    return tl.where(value == value, high, 0x7FC0)
+
+
+@inlined
+def write(pointer, offsets, value, mask):
+    """Round fp32 elements into a tensor."""
+    if pointer.dtype.element_ty == tl.bfloat16:
+        # The interpreter's own cast truncates.
+        rounded = bits_as_bf16(value).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        rounded = value.to(pointer.dtype.element_ty)
+    tl.store(pointer + offsets, rounded, mask=mask)
+
+
+@inlined
+def round_into_model(model, offsets, value, mask, kept, overflow, MODEL_DTYPE: tl.constexpr):
+    """Write main's rounding where ``kept``; return ``overflow`` with 1 where the rounding is not finite fp16."""
+    if MODEL_DTYPE is not None:
+        write(model, offsets, value, kept)
+    if MODEL_DTYPE == tl.float16:
+        overflow = overflow | (mask & ((tl.abs(value) < OVERFLOW) == 0)).to(tl.int32)
+    return overflow
+
+
+@inlined
+def arrive(row, counter, flags, overflow, CHUNK: tl.constexpr):
+    """Count this chunk as done. Return whether it is its row's last one; if so, the row's flag has been written.
+
+    All programs of a row have read the step count before the last one arrives, so that it may write the next. The
+    counter holds arrivals in its low half and overflowing chunks in its high half, and is 0 again afterwards.
+    """
+    tl.debug_barrier()
+    mine = 1 + (overflow.to(tl.int64) << 32)
+    counted = tl.atomic_add(counter, mine) + mine
+    last = (counted & 0xFFFFFFFF) == tl.maximum((tl.load(row + NUMEL) + (CHUNK - 1)) // CHUNK, 1)
+    if last:
+        tl.store(counter, tl.full((), 0, tl.int64))
+        tl.store(flags + tl.load(row + SLOT), (counted >> 32 != 0).to(tl.uint8))
+    return last

@@ -1,0 +1,141 @@
+"""Main params in kernels: fp32 in memory, or held as remainders beside the model param.
+
+:mod:`megascale.kernels.remainders` specifies the format. ``HELD`` rows have the remainder where others have the main
+param. They pass over 16-bit tensors only, so that no fp32 main param is in memory.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+# ruff: noqa: SIM300 - it knows Python, not what Triton compiles
+
+import triton.language as tl
+
+from megascale.kernels import remainders
+from megascale.kernels.triton import device_table
+from megascale.kernels.triton.chunks import chunk_of
+from megascale.kernels.triton.elements import MAIN, MODEL, OVERFLOW, bits_as_bf16, round_into_model, write
+from megascale.kernels.triton.interpreter import inlined, sum_of
+
+MARK = tl.constexpr(device_table.MARK)
+MOST = tl.constexpr(remainders.MOST)
+LINEAR = tl.constexpr(remainders.FP16_LINEAR)
+UNIT = tl.constexpr(remainders.UNIT)
+PER_UNIT = tl.constexpr(1 / remainders.UNIT)
+HALF_INFINITY = tl.constexpr(remainders.FP16_INF)
+# As int32, whose products wrap as those of uint32 do.
+WEIGHT_STRIDE = tl.constexpr(remainders.INDEX_STRIDE - (1 << 32))
+WEIGHT_START = tl.constexpr(remainders.INDEX_START - (1 << 32))
+TO_WHOLE = tl.constexpr(1.5 * 2.0**23)  # a number below 2**22 that is added to it in fp32 keeps no fraction
+
+# fmt: off
+
+
+@inlined
+def nearest(value):
+    """Return the nearest integer, ties to even, as int32, of fp32 numbers below 2**22. Others become anything."""
+    return (value + TO_WHOLE).to(tl.int32, bitcast=True) - tl.full((), TO_WHOLE, tl.float32).to(tl.int32, bitcast=True)
+
+
+@inlined
+def _magnitude_of_fp16(half):
+    """Return |model| in fp32. half: its bits."""
+    return (half & 0x7FFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@inlined
+def decode(half, left, MODEL_DTYPE: tl.constexpr):
+    """Return the fp32 main param. half: the model param's bits, sign-extended; left: the remainder; both int32."""
+    if MODEL_DTYPE == tl.bfloat16:
+        bits = (half << 16) + left
+    else:
+        magnitude = _magnitude_of_fp16(half)
+        fixed = magnitude + left.to(tl.float32) * PER_UNIT
+        exact = magnitude.to(tl.int32, bitcast=True) + left
+        bits = tl.where((half & 0x7FFF) < LINEAR, fixed.to(tl.int32, bitcast=True), exact)
+        bits = bits | (half & -0x8000) << 16
+    return bits.to(tl.float32, bitcast=True)
+
+
+@inlined
+def encode(main, MODEL_DTYPE: tl.constexpr):
+    """Return the model param's bits, sign-extended, and the remainder, both int32."""
+    magnitude_bits = main.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    if MODEL_DTYPE == tl.bfloat16:
+        half = bits_as_bf16(main)
+        left = tl.minimum(magnitude_bits - ((half & 0x7FFF) << 16), MOST)
+        left = tl.where(main == main, left, 0)
+    else:
+        half = main.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+        magnitude = _magnitude_of_fp16(half)
+        coarse = (half & 0x7FFF) < LINEAR
+        fixed = nearest(tl.where(coarse, (tl.abs(main) - magnitude) * UNIT, 0))
+        fixed = tl.minimum(tl.maximum(fixed, -MOST), MOST)
+        left = tl.where(coarse, fixed, magnitude_bits - magnitude.to(tl.int32, bitcast=True))
+        left = tl.where((half & 0x7FFF) >= HALF_INFINITY, 0, left)
+    return half, left
+
+
+@inlined
+def main_chunks(row, start, MODEL_DTYPE: tl.constexpr, HELD: tl.constexpr, VECTOR: tl.constexpr):
+    """Return pointers to the chunk's main params, or remainders where HELD, and to its model params."""
+    if HELD:
+        main_chunk = chunk_of(row, MAIN, start, tl.int16, VECTOR)
+        model_chunk = chunk_of(row, MODEL, start, tl.int16, VECTOR)
+    else:
+        main_chunk = chunk_of(row, MAIN, start, tl.float32, VECTOR)
+        model_chunk = chunk_of(row, MODEL, start, MODEL_DTYPE, VECTOR)
+    return main_chunk, model_chunk
+
+
+@inlined
+def read_main(main_chunk, model_chunk, offsets, mask, MODEL_DTYPE: tl.constexpr, HELD: tl.constexpr):
+    """Return main params in fp32, then, where HELD, the model params' bits and the remainders that they are held as."""
+    left = tl.load(main_chunk + offsets, mask=mask, other=0)
+    half, main = left, left
+    if HELD:
+        left = left.to(tl.int32)
+        half = tl.load(model_chunk + offsets, mask=mask, other=0).to(tl.int32)
+        main = decode(half, left, MODEL_DTYPE)
+    return main, half, left
+
+
+@inlined
+def write_main(
+    main_chunk, model_chunk, start, offsets, value, half, left, mask, kept, overflow, mark, MODEL_DTYPE: tl.constexpr,
+    HELD: tl.constexpr,
+):
+    """Write main params and their model params where ``kept``.
+
+    Return ``overflow`` with 1 where the rounding is not finite fp16, and ``mark`` with what the fingerprint changes by.
+    half, left: what :func:`read_main` returned beside the main params. Where HELD a finite number that would be inf in
+    fp16 keeps them.
+    """
+    if HELD:
+        rounded, remainder = encode(value, MODEL_DTYPE)
+        if MODEL_DTYPE == tl.float16:
+            large = (tl.abs(value) < OVERFLOW) == 0
+            overflow = overflow | (kept & large).to(tl.int32)
+            refused = large & (tl.abs(value) < float("inf"))
+            rounded = tl.where(refused, half, rounded)
+            remainder = tl.where(refused, left, remainder)
+        tl.store(main_chunk + offsets, remainder.to(tl.int16), mask=kept)
+        tl.store(model_chunk + offsets, rounded.to(tl.int16), mask=kept)
+        weight = (start.to(tl.int32) + offsets) * WEIGHT_STRIDE + WEIGHT_START | 1
+        mark += tl.where(kept, (rounded & 0xFFFF) - (half & 0xFFFF), 0) * weight
+    else:
+        write(main_chunk, offsets, value, kept)
+        overflow = round_into_model(model_chunk, offsets, value, mask, kept, overflow, MODEL_DTYPE)
+    return overflow, mark
+
+
+@inlined
+def update_fingerprint(row, mark, HELD: tl.constexpr):
+    """Add a program's ``mark`` to the low half of its row's fingerprint, modulo 2**32."""
+    if HELD:
+        fingerprint = tl.load(row + MARK).to(tl.pointer_type(tl.int32))  # little-endian: the low half comes first
+        tl.atomic_add(fingerprint, mark, sem="relaxed")
+
+
+@inlined
+def found_in(overflow, mark):
+    """Return whether any element of a chunk overflows, 0 or 1, and what it changes the fingerprint by."""
+    return tl.minimum(sum_of(overflow), 1), sum_of(mark)
