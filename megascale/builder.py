@@ -87,6 +87,32 @@ def build_optimizer(
         ArgumentError, ArgumentTypeError: for a config without lr, a pattern that matches nothing, an unknown option;
             for "muon" without a hidden matrix; for a config that asks for another scaler than ``grad_scaler``.
     """
+    checked = _checked(config)
+    named, overrides = _named_parameters(modules), overrides or {}
+    _check_overrides(overrides, [one.name for one in named], checked.optimizer)
+    scaler = build_grad_scaler(checked) if grad_scaler is None else grad_scaler
+    kinds = _kinds(checked, named, overrides)
+    built: list[MixedPrecisionOptimizer] = []
+    for kind in dict.fromkeys(kinds):
+        own = _config_of(checked, kind)
+        chosen = [one for one, its_kind in zip(named, kinds, strict=True) if its_kind == kind]
+        inner = build_inner_optimizer(own, _param_groups(own, chosen, overrides))
+        for field in ineffective(own, inner, scaler):
+            if grad_scaler is not None and field.name in SCALER_FIELDS:
+                raise field.error()
+        own = effective_config(own, inner, scaler)
+        shared: dict[str, Any] = {"groups": groups, "grads_are_scaled": grads_are_scaled}
+        if own.use_distributed_optimizer:
+            shared |= {"bucket_numel": bucket_numel, "overlap_param_gather": own.overlap_param_gather}
+            built.append(DistributedOptimizer(inner, own, scaler, modules=modules, **shared))
+        else:
+            shared |= {"replicas_may_differ": replicas_may_differ}
+            built.append(MixedPrecisionOptimizer(inner, own, scaler, **shared))
+    return ChainedOptimizer(built) if checked.optimizer == "muon" else built[0]
+
+
+def _checked(config: Any) -> OptimizerConfig:
+    """Return our form of a config, ours or Megatron-Core's. Raises as :func:`build_optimizer` does."""
     if is_megatron_config(config):
         check_grouping(config)
         config = from_megatron_config(config)
@@ -94,47 +120,18 @@ def build_optimizer(
         raise ArgumentTypeError(f"config must be an OptimizerConfig, got {type(config).__name__}")
     if config.lr is None:
         raise ArgumentError("config.lr is None; give the learning rate, e.g. OptimizerConfig(lr=1e-4)")
-    named, overrides = _named_parameters(modules), overrides or {}
-    _check_overrides(overrides, [one.name for one in named], config.optimizer)
-    scaler = build_grad_scaler(config) if grad_scaler is None else grad_scaler
+    return config
 
-    def build(kind: str) -> MixedPrecisionOptimizer:
-        own = _config_of(config, kind)
-        chosen = [one for one in named if _kind_of(config, one, overrides) == kind]
-        inner = build_inner_optimizer(own, _param_groups(own, chosen, overrides))
-        for field in ineffective(own, inner, scaler):
-            if grad_scaler is not None and field.name in SCALER_FIELDS:
-                raise field.error()
-        own = effective_config(own, inner, scaler)
-        if own.use_distributed_optimizer:
-            return DistributedOptimizer(
-                inner,
-                own,
-                scaler,
-                modules=modules,
-                groups=groups,
-                bucket_numel=bucket_numel,
-                overlap_param_gather=own.overlap_param_gather,
-                grads_are_scaled=grads_are_scaled,
-            )
-        return MixedPrecisionOptimizer(
-            inner,
-            own,
-            scaler,
-            groups=groups,
-            grads_are_scaled=grads_are_scaled,
-            replicas_may_differ=replicas_may_differ,
-        )
 
-    kinds = list(dict.fromkeys(_kind_of(config, one, overrides) for one in named))
-    if config.optimizer != "muon":
-        return build(config.optimizer)
-    if "muon" not in kinds:
+def _kinds(config: OptimizerConfig, named: Sequence[NamedParam], overrides: Overrides) -> list[str]:
+    """Return the optimizer of each parameter. Raises ArgumentError for "muon" without a hidden matrix."""
+    kinds = [_kind_of(config, one, overrides) for one in named]
+    if config.optimizer == "muon" and "muon" not in kinds:
         raise ArgumentError(
             "config.optimizer='muon', but modules have no hidden matrix: every parameter is an embedding, a head, or "
             'has not two dimensions; take "adam", or name matrices in overrides: {"*.weight": {"optimizer": "muon"}}'
         )
-    return ChainedOptimizer([build(kind) for kind in kinds])
+    return kinds
 
 
 def _kind_of(config: OptimizerConfig, param: NamedParam, overrides: Overrides) -> str:

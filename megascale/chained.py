@@ -335,6 +335,15 @@ class ChainedOptimizer(torch.optim.Optimizer):
         raise UsageError("a ChainedOptimizer cannot be pickled or deep-copied; use state_dict()")
 
 
+AnyOptimizer = MixedPrecisionOptimizer | ChainedOptimizer
+"""Any of megascale's optimizers: a DistributedOptimizer is a MixedPrecisionOptimizer."""
+
+
+def parts_of(optimizer: AnyOptimizer) -> list[MixedPrecisionOptimizer]:
+    """Return the optimizers that hold the parameters: a chain's members, or the optimizer itself."""
+    return optimizer.optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+
+
 def _picked(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     return {name: values[name] for name in names if name in values}
 

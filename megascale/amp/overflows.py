@@ -7,14 +7,13 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from megascale.host_view import HostView
 from megascale.step import non_finite_module
 from megascale.step.non_finite_module import ModuleEvents
-from megascale.step.overflow_report import OverflowEntry, OverflowReport, OwnOverflows, merged
-from megascale.step.overflows import GradObserver, OverflowListener, SeenGrads, described
-from megascale.utils.collectives import all_gather_object, group_size
+from megascale.step.overflow_report import OverflowEntry, OverflowReport, OwnOverflows
+from megascale.step.overflows import LastOverflow, SeenGrads, described
+from megascale.utils.collectives import group_size
 from megascale.utils.dtensors import local
 
 Entries = tuple[OverflowEntry, ...]
@@ -27,8 +26,8 @@ class _Iteration:
     Attributes:
         step: its number.
         flags: `found_inf`, by optimizer and device, fp32 and 0-d.
-        seen: None: nobody looked in backward.
-        modules: what watches of the model saw.
+        seen: what the observer saw in backward; None without an observer.
+        modules: what each watch of the model's modules saw.
     """
 
     step: int
@@ -37,26 +36,19 @@ class _Iteration:
     modules: list[ModuleEvents]
 
 
-class ScalerOverflows:
+class ScalerOverflows(LastOverflow):
     """Records the last iteration that a scaler skipped, as :class:`megascale.step.overflows.OverflowRecorder` does.
 
     Attributes:
-        observer: looks at gradients in backward; None: nobody does.
-        listener: is told when the host knows that an iteration was skipped: at once on a CPU, else one late.
-        group: the ranks whose iterations are skipped together.
-        names: of parameters, by id, in their order; others have the name or the position of their param group.
+        names: of parameters, by id, in their order. Others have the name in their param group, or their position.
     """
 
     def __init__(self) -> None:
-        self.observer: GradObserver | None = None
-        self.listener: OverflowListener | None = None
-        self.group: ProcessGroup | None = None
+        super().__init__(None)
         self.names: dict[int, str] = {}
         self._optimizers: list[ref[torch.optim.Optimizer]] = []
         self._num_updates = 0
         self._newest: _Iteration | None = None
-        self._own: OwnOverflows | None = None
-        self._report: OverflowReport | None = None
         self._view = HostView()
 
     # In an iteration
@@ -97,13 +89,6 @@ class ScalerOverflows:
         if self._newest is not None and _is_set(self._newest.flags):
             self._read(None)
         return self.last_known(gather=gather)
-
-    def last_known(self, *, gather: bool) -> OverflowReport | None:
-        """Return the report of the last skipped iteration that the host knows of, without waiting for the device."""
-        if gather and self._report is None:
-            ranks = [one for one in all_gather_object(self._own, self.group) if one is not None]
-            self._report = merged(ranks) if ranks else None
-        return self._report or (None if self._own is None else self._own.report())
 
     def _read(self, scale: float | None) -> None:
         """Describe the newest iteration, once, from the gradients that there are."""

@@ -10,6 +10,7 @@ from megascale.errors import MinScaleError, SkippedStepsError
 from megascale.host_view import HostView
 from megascale.step.overflow_report import OverflowReport
 from megascale.step.scale_floor import ROUNDING
+from megascale.step.stalls import WHY_SKIPPED
 from megascale.utils import validate
 
 
@@ -79,20 +80,14 @@ class SkipCounter:
         if most_at_floor is not None and self._at_floor > most_at_floor:
             raise MinScaleError(
                 f"{self._at_floor} steps in a row overflowed at the smallest loss scale, {self.budget.min_scale}, "
-                f"max_overflows_at_min_scale of the GradScaler allows {most_at_floor}: {_REMEDY}, or train in bf16"
+                f"max_overflows_at_min_scale of the GradScaler allows {most_at_floor}: {WHY_SKIPPED}, or train in bf16"
                 f"{_worst(last_overflow())}"
             )
         if most_skips is not None and self._skips > most_skips:
             raise SkippedStepsError(
                 f"{self._skips} steps in a row were skipped, max_consecutive_skips of the GradScaler allows "
-                f"{most_skips}: {_REMEDY}{_worst(last_overflow())}"
+                f"{most_skips}: {WHY_SKIPPED}{_worst(last_overflow())}"
             )
-
-
-_REMEDY = (
-    "the gradients hold inf or NaN, and nothing is learnt; look at the loss and the data, lower the learning rate, and "
-    "go back to a checkpoint from before"
-)
 
 
 def _worst(report: OverflowReport | None) -> str:

@@ -15,13 +15,11 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from megascale.amp import GradScaler
-from megascale.chained import ChainedOptimizer
+from megascale.chained import AnyOptimizer, parts_of
 from megascale.distributed_optimizer import DistributedOptimizer
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
-from megascale.optimizer import MixedPrecisionOptimizer, StepResult
+from megascale.optimizer import StepResult
 from megascale.utils import validate
-
-OurOptimizer = MixedPrecisionOptimizer | ChainedOptimizer
 
 UNSUPPORTED = {
     DistributedType.DEEPSPEED: "DeepSpeed's engine owns the step",
@@ -71,7 +69,7 @@ class PreparedOptimizer(SkipOnDevice):
     parameters must be on the accelerator's device already.
     """
 
-    def __init__(self, optimizer: OurOptimizer) -> None:
+    def __init__(self, optimizer: AnyOptimizer) -> None:
         super().__init__(optimizer, None, device_placement=False)
         self._is_ready = False
 
@@ -173,14 +171,16 @@ class Accelerator(accelerate.Accelerator):
         Raises:
             UsageError: for an optimizer that cannot be used with this accelerator, with the remedy.
         """
-        self._bare_models = any(part.reduces_in_backward for arg in args for part in _parts(arg))
+        self._bare_models = any(
+            part.reduces_in_backward for arg in args if isinstance(arg, AnyOptimizer) for part in parts_of(arg)
+        )
         try:
             result = super().prepare(*args, device_placement=device_placement)
         finally:
             self._bare_models = False
         if self.is_fsdp2:
             # FSDP2's plugin has replaced the parameters: create main params of the shards before the first forward.
-            for part in (part for prepared in self._ours() for part in _parts(prepared.optimizer)):
+            for part in (part for prepared in self._ours() for part in parts_of(prepared.optimizer)):
                 part.main_params()
         return result
 
@@ -198,7 +198,7 @@ class Accelerator(accelerate.Accelerator):
         """Prepare one optimizer; see :meth:`prepare`."""
         if isinstance(optimizer, AcceleratedOptimizer):
             return super().prepare_optimizer(optimizer, device_placement)
-        if isinstance(optimizer, OurOptimizer):
+        if isinstance(optimizer, AnyOptimizer):
             self._check_fits(optimizer)
             prepared: SkipOnDevice = PreparedOptimizer(optimizer)
         elif isinstance(self.scaler, GradScaler):
@@ -347,7 +347,7 @@ class Accelerator(accelerate.Accelerator):
 
     def _reducing_optimizers(self) -> list[DistributedOptimizer]:
         """Return the optimizers that reduce gradients themselves."""
-        parts = [part for prepared in self._ours() for part in _parts(prepared.optimizer)]
+        parts = [part for prepared in self._ours() for part in parts_of(prepared.optimizer)]
         return [part for part in parts if isinstance(part, DistributedOptimizer)]
 
     def _optimizer_of(self, params: list[Tensor]) -> PreparedOptimizer | None:
@@ -375,13 +375,13 @@ class Accelerator(accelerate.Accelerator):
             )
         return prepared
 
-    def _check_fits(self, optimizer: OurOptimizer) -> None:
+    def _check_fits(self, optimizer: AnyOptimizer) -> None:
         """Raise UsageError for one of our optimizers that would train wrongly here."""
         name = type(optimizer).__name__
         if self.distributed_type in UNSUPPORTED and not self.is_fsdp2:
             reason = UNSUPPORTED[self.distributed_type]
             raise UsageError(f"Accelerate runs as {self.distributed_type.value}, which a {name} cannot join: {reason}")
-        reducing = [part for part in _parts(optimizer) if part.reduces_in_backward]
+        reducing = [part for part in parts_of(optimizer) if part.reduces_in_backward]
         if self._is_adopted and reducing:
             raise UsageError(
                 f"the {name} reduces gradients itself, and gathers its state from all ranks, which a loop that is not "
@@ -444,14 +444,7 @@ def adopt(accelerator: accelerate.Accelerator, *, grad_scaler: GradScaler | None
     return accelerator
 
 
-def _parts(optimizer: Any) -> list[MixedPrecisionOptimizer]:
-    """Return the optimizers that ``optimizer`` chains, itself if it is one, or none."""
-    if isinstance(optimizer, ChainedOptimizer):
-        return optimizer.optimizers
-    return [optimizer] if isinstance(optimizer, MixedPrecisionOptimizer) else []
-
-
-def _grad_norm(optimizer: OurOptimizer) -> Tensor:
+def _grad_norm(optimizer: AnyOptimizer) -> Tensor:
     """Return the norm that ``prepare_grads`` has measured."""
     decision = optimizer.decision
     if decision is None:
@@ -460,7 +453,7 @@ def _grad_norm(optimizer: OurOptimizer) -> Tensor:
 
 
 @torch.optim.Optimizer.profile_hook_step
-def _step_with_ready_grads(optimizer: OurOptimizer) -> StepResult:
+def _step_with_ready_grads(optimizer: AnyOptimizer) -> StepResult:
     """Second half of a step, with the step hooks that ``step()`` would call."""
     # An LR scheduler's patch of step() would have set this.
     optimizer._opt_called = True  # type: ignore[union-attr]

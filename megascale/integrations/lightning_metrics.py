@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from megascale.chained import AnyOptimizer
 from megascale.errors import UsageError
-from megascale.integrations.lightning_precision import OurOptimizer
 from megascale.metrics import Sink, StepMetrics
 
 Base: Any = object  # Subclasses also derive from their package's Callback, which super() then finds.
@@ -32,7 +32,7 @@ class StepMetricsRecording(Base):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Open the sinks."""
-        ours = [optimizer for optimizer in trainer.optimizers if isinstance(optimizer, OurOptimizer)]
+        ours = [optimizer for optimizer in trainer.optimizers if isinstance(optimizer, AnyOptimizer)]
         if len(ours) != 1 or len(trainer.optimizers) != 1:
             kinds = [type(optimizer).__name__ for optimizer in trainer.optimizers]
             raise UsageError(

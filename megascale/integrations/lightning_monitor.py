@@ -5,9 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megascale.chained import AnyOptimizer
 from megascale.errors import UsageError
 from megascale.host_view import HostView
-from megascale.integrations.lightning_precision import OurOptimizer, PrecisionRecipe
+from megascale.integrations.lightning_precision import PrecisionRecipe
 
 Base: Any = object  # Subclasses also derive from their package's Callback, which super() then finds.
 STEP = "step"
@@ -63,7 +64,7 @@ class LossScaleMonitoring(Base):
 
 
 def _watched(trainer: Any) -> dict[str, Tensor]:
-    optimizers = [optimizer for optimizer in trainer.optimizers if isinstance(optimizer, OurOptimizer)]
+    optimizers = [optimizer for optimizer in trainer.optimizers if isinstance(optimizer, AnyOptimizer)]
     watched: dict[str, Tensor] = {}
     for index, optimizer in enumerate(optimizers):
         suffix = f"/{index}" if len(optimizers) > 1 else ""

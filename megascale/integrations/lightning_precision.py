@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from megascale.builder import build_grad_scaler
-from megascale.chained import ChainedOptimizer
+from megascale.chained import AnyOptimizer, parts_of
 from megascale.config import OptimizerConfig
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.grad_scaler import MegatronGradScaler
@@ -27,8 +27,6 @@ from megascale.utils import validate
 from megascale.utils.dtensors import local
 
 Base: Any = object  # Subclasses also derive from their package's Precision, which super() then finds.
-
-OurOptimizer = MixedPrecisionOptimizer | ChainedOptimizer
 
 
 @dataclass(frozen=True)
@@ -104,9 +102,9 @@ class PrecisionRecipe(Base):
         self._given_scaler = grad_scaler
         self._groups = groups
         self._device_type = "cpu"
-        self._optimizers: list[OurOptimizer] = []
+        self._optimizers: list[AnyOptimizer] = []
         self._per_batch: PerBatchScaler | None = None
-        self._waiting: list[OurOptimizer] = []
+        self._waiting: list[AnyOptimizer] = []
         self._clippings: dict[int, Clipping] = {}
         self._results: dict[int, StepResult] = {}
 
@@ -125,10 +123,10 @@ class PrecisionRecipe(Base):
         module = model.module if isinstance(model, DistributedDataParallel) else model
         named = list(module.named_parameters())
         connected = [self._wrapped(optimizer, scaler, named) for optimizer in optimizers]
-        self._optimizers = [optimizer for optimizer in connected if isinstance(optimizer, OurOptimizer)]
+        self._optimizers = [optimizer for optimizer in connected if isinstance(optimizer, AnyOptimizer)]
         for optimizer in self._optimizers:
             _move_main_params(optimizer)
-            if isinstance(model, DistributedDataParallel) and any(p.reduces_in_backward for p in _parts(optimizer)):
+            if isinstance(model, DistributedDataParallel) and any(p.reduces_in_backward for p in parts_of(optimizer)):
                 raise UsageError(
                     f"{type(optimizer).__name__} reduces gradients itself, and the ddp strategy does so too; build a "
                     "MixedPrecisionOptimizer without grad_sync, or return the torch optimizer"
@@ -146,7 +144,7 @@ class PrecisionRecipe(Base):
         named: list[tuple[str, nn.Parameter]],
     ) -> torch.optim.Optimizer:
         # Without param groups it is Lightning's stand-in: configure_optimizers returned None.
-        if isinstance(optimizer, OurOptimizer) or not optimizer.param_groups:
+        if isinstance(optimizer, AnyOptimizer) or not optimizer.param_groups:
             return optimizer
         return MixedPrecisionOptimizer(optimizer, self.config, scaler, groups=self._groups, named_parameters=named)
 
@@ -214,7 +212,7 @@ class PrecisionRecipe(Base):
 
         Returns its StepResult; None if ``training_step`` returned None, which omits the step.
         """
-        if not isinstance(optimizer, OurOptimizer):
+        if not isinstance(optimizer, AnyOptimizer):
             return super().optimizer_step(optimizer, model, closure, **kwargs)
         if kwargs:
             raise UsageError(
@@ -252,7 +250,7 @@ class PrecisionRecipe(Base):
 
     def _clip_gradients(self, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         """Call ``configure_gradient_clipping``, and check that it did not clip the still scaled gradients."""
-        scaled = isinstance(optimizer, OurOptimizer) and optimizer.grad_scaler is not None
+        scaled = isinstance(optimizer, AnyOptimizer) and optimizer.grad_scaler is not None
         before = _fingerprints(optimizer) if scaled else []
         super()._clip_gradients(model, optimizer, *args, **kwargs)
         if scaled and _fingerprints(optimizer) != before:
@@ -319,19 +317,15 @@ def _bare(optimizer: Any) -> Any:
     return vars(optimizer).get("_optimizer", optimizer)
 
 
-def _parts(optimizer: OurOptimizer) -> list[MixedPrecisionOptimizer]:
-    return optimizer.optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
-
-
-def _move_main_params(optimizer: OurOptimizer) -> None:
+def _move_main_params(optimizer: AnyOptimizer) -> None:
     """Move main params to the devices of their model params."""
-    for part in _parts(optimizer):
+    for part in parts_of(optimizer):
         for param in part.live_state().main_params:
             if param.is_copy and param.main.device != param.model.device:
                 param.move()
 
 
-def _per_batch_scaler(optimizers: list[OurOptimizer]) -> PerBatchScaler | None:
+def _per_batch_scaler(optimizers: list[AnyOptimizer]) -> PerBatchScaler | None:
     """Return a scaler, shared by several optimizers, that is updated only at the end of a batch.
 
     Raises UsageError if they do not share one scaler.
@@ -357,7 +351,7 @@ def _fingerprints(optimizer: Any) -> list[tuple[int, int]]:
     return [(grad.data_ptr(), grad._version) for grad in grads]
 
 
-def _step(optimizer: OurOptimizer, clipping: Clipping) -> StepResult:
+def _step(optimizer: AnyOptimizer, clipping: Clipping) -> StepResult:
     """Take a step with this clipping in place of the optimizer's own."""
     own = optimizer.clip_grad
     if clipping.norm is not None:
@@ -371,7 +365,7 @@ def _step(optimizer: OurOptimizer, clipping: Clipping) -> StepResult:
 
 
 @torch.optim.Optimizer.profile_hook_step
-def _step_clipped_by_value(optimizer: OurOptimizer, value: float) -> StepResult:
+def _step_clipped_by_value(optimizer: AnyOptimizer, value: float) -> StepResult:
     """Run ``optimizer.step()`` in two halves, with the step hooks that ``step()`` would call."""
     optimizer.prepare_grads()
     optimizer.clip_grad_value_(value)

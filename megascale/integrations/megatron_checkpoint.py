@@ -15,14 +15,13 @@ from typing import Any
 
 from torch import Tensor
 
-from megascale.chained import ChainedOptimizer
+from megascale.chained import AnyOptimizer, parts_of
 from megascale.distributed_optimizer import DistributedOptimizer
 from megascale.errors import InteropError, listed
 from megascale.grad_scaler import ConstantGradScaler
 from megascale.interop.files import read_file
 from megascale.interop.megatron import optimizer_state_dict, sub_optimizers
 from megascale.interop.naming import not_rounded
-from megascale.optimizer import MixedPrecisionOptimizer
 from megascale.utils.collectives import raise_together
 from megascale.utils.dtypes import HALF_DTYPES
 
@@ -42,7 +41,7 @@ SET_BY_OVERRIDES = ("start_wd", "end_wd", "optimizer")
 """Options that a group has only if an override sets them."""
 
 
-def megatron_state_dict(optimizer: MixedPrecisionOptimizer | ChainedOptimizer) -> State | list[State]:
+def megatron_state_dict(optimizer: AnyOptimizer) -> State | list[State]:
     """Return the state in the form that Megatron's own optimizer loads. Tensors are live, except of sharded state.
 
     Param groups must have Megatron's keys, as those of ``get_megatron_optimizer`` do. With a DistributedOptimizer all
@@ -59,11 +58,6 @@ def megatron_state_dict(optimizer: MixedPrecisionOptimizer | ChainedOptimizer) -
         for groups in split(packed["optimizer"]["param_groups"])
     ]
     return written[0] if len(written) == 1 else written
-
-
-def parts_of(optimizer: MixedPrecisionOptimizer | ChainedOptimizer) -> list[MixedPrecisionOptimizer]:
-    """Return the optimizers that hold the parameters."""
-    return optimizer.optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
 
 
 def split(param_groups: Sequence[State]) -> list[list[State]]:
@@ -93,9 +87,7 @@ def _inner(packed: Mapping[str, Any], groups: Sequence[State]) -> State:
     }
 
 
-def load_megatron_checkpoint(
-    checkpoint: Any, optimizer: MixedPrecisionOptimizer | ChainedOptimizer, *, keep_grad_scaler: bool = False
-) -> None:
+def load_megatron_checkpoint(checkpoint: Any, optimizer: AnyOptimizer, *, keep_grad_scaler: bool = False) -> None:
     """Load main params, moments, steps, param group options and scaler of Megatron-Core's Float16 optimizer.
 
     All ranks of ``groups.grad_stats`` call it together, each with the file of its own model-parallel rank. Load the
@@ -177,7 +169,7 @@ def _optimizer_state(checkpoint: Any) -> Any:
     return checkpoint["optimizer"]
 
 
-def _converted(saved: Any, optimizer: MixedPrecisionOptimizer | ChainedOptimizer, keep_grad_scaler: bool) -> State:
+def _converted(saved: Any, optimizer: AnyOptimizer, keep_grad_scaler: bool) -> State:
     """Return ``saved`` as a state dict of ``optimizer``."""
     parts = [_as_float16(part) for part in sub_optimizers(saved)]
     live = optimizer.param_groups

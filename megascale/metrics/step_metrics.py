@@ -8,16 +8,14 @@ from types import TracebackType
 
 from torch import Tensor
 
-from megascale.chained import ChainedOptimizer
+from megascale.chained import AnyOptimizer
 from megascale.errors import ArgumentError, ArgumentTypeError, MegascaleError
 from megascale.host_view import HostView
 from megascale.metrics.sinks import STEP, Sink, close_all
-from megascale.optimizer import MixedPrecisionOptimizer
 from megascale.parallel import ParallelGroups
 from megascale.utils import validate
 from megascale.utils.collectives import group_rank, raise_together
 
-OurOptimizer = MixedPrecisionOptimizer | ChainedOptimizer
 SUCCESS, ZEROS = "success", "num_zeros_in_grad"
 OWN = (STEP, "seconds")
 OF_OPTIMIZER = ("grad_norm", "scale", SUCCESS, ZEROS, "skipped", "zero_grad_fraction", "lr")
@@ -58,13 +56,13 @@ class StepMetrics:
 
     def __init__(
         self,
-        optimizer: OurOptimizer | None = None,
+        optimizer: AnyOptimizer | None = None,
         sinks: Sequence[Sink] = (),
         *,
         start: int = 0,
         num_params: int | None = None,
     ) -> None:
-        if optimizer is not None and not isinstance(optimizer, OurOptimizer):
+        if optimizer is not None and not isinstance(optimizer, AnyOptimizer):
             raise ArgumentTypeError(
                 f"optimizer must be one of megascale's, or None, got {type(optimizer).__name__}; pass None, and "
                 "record(grad_norm=..., scale=...) what you know of its steps"
@@ -220,6 +218,6 @@ def _check(values: Mapping[str, Tensor | float], taken: Collection[str]) -> None
             raise ArgumentError(f"{name} must have one element, got shape {tuple(value.shape)}; pass its mean or sum")
 
 
-def _numel(optimizer: OurOptimizer | None) -> int:
+def _numel(optimizer: AnyOptimizer | None) -> int:
     groups = [] if optimizer is None else optimizer.param_groups
     return sum(param.numel() for group in groups for param in group["params"] if param.requires_grad)

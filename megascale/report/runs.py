@@ -16,6 +16,7 @@ from megascale.metrics.sinks import FILE_NAME, STEP, whole_lines
 
 Series = npt.NDArray[np.float64]
 OVERFLOWS = "overflows.jsonl"
+"""The file, in a run's folder, of the gradients that made steps skip."""
 REMEDY = "give the folder of a run of python -m megascale.train, or one that megascale.metrics.CsvFile wrote"
 
 

@@ -25,15 +25,15 @@ from torch import Tensor
 
 from megascale.errors import StateDictError, listed
 from megascale.state.schema import SHARED_STATE
+from megascale.step.counter import COUNT_KEYS
+from megascale.step.spikes import NORM_KEYS
 
 TORCH_KEYS = ("state", "param_groups")
 MAIN_PARAM = "main_param"
 NUM_STATES = "num_states"
 SCALER_KEYS = ("scale", "growth_tracker", "hysteresis_tracker")
 SCALER_PREFIX = "grad_scaler_"
-COUNT_KEYS = ("landed", "skipped")
 COUNT_PREFIX = "step_counts_"
-NORM_KEYS = ("mean", "variance", "count")
 NORM_PREFIX = "norm_statistics_"
 ADDED = (
     MAIN_PARAM,

@@ -9,7 +9,7 @@ from torch import Tensor
 from megascale.errors import ArgumentError, StateDictError
 from megascale.utils import validate
 
-KEYS = ("landed", "skipped")
+COUNT_KEYS = ("landed", "skipped")
 
 
 class StepCounter:
@@ -65,9 +65,13 @@ class StepCounter:
 
 def parse_counts(given: Any) -> dict[str, int]:
     """Return saved counts, checked. Raises StateDictError."""
-    if not isinstance(given, Mapping) or not set(KEYS) <= set(given):
-        raise StateDictError(f"state dict's 'step_counts' must hold {' and '.join(map(repr, KEYS))}, got {given!r}")
+    if not isinstance(given, Mapping) or not set(COUNT_KEYS) <= set(given):
+        raise StateDictError(
+            f"state dict's 'step_counts' must hold {' and '.join(map(repr, COUNT_KEYS))}, got {given!r}"
+        )
     try:
-        return {key: validate.integer(f"state dict's step_counts[{key!r}]", given[key], minimum=0) for key in KEYS}
+        return {
+            key: validate.integer(f"state dict's step_counts[{key!r}]", given[key], minimum=0) for key in COUNT_KEYS
+        }
     except ArgumentError as error:
         raise StateDictError(str(error)) from None

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from megascale.grad_scaler import MegatronGradScaler
 from megascale.kernels import describe_non_finite
@@ -83,30 +84,50 @@ class _Record:
     modules: list[ModuleEvents]
 
 
-class OverflowRecorder:
-    """Records the last skipped step of a recipe.
+class LastOverflow:
+    """What is known of the last skipped step. Base of what records the steps of an optimizer or of a GradScaler.
 
     Attributes:
         observer: sees gradients in backward; None: nobody does.
         listener: is told, on every rank alike, once the host knows that a step was skipped.
-        num_losses: how many losses were scaled since the last step.
         group: the ranks that skip together.
     """
 
-    def __init__(self, members: Sequence[StepMember], groups: ParallelGroups, device: torch.device) -> None:
+    def __init__(self, group: ProcessGroup | None) -> None:
         self.observer: GradObserver | None = None
         self.listener: OverflowListener | None = None
+        self.group = group
+        self._own: OwnOverflows | None = None  # what this rank knows
+        self._report: OverflowReport | None = None  # of all ranks, once it was asked for
+
+    def last_known(self, *, gather: bool) -> OverflowReport | None:
+        """Return the report of the last skipped step that the host knows of, without waiting for the device.
+
+        ``gather``: report on all ranks; then all of them must make the call.
+        """
+        if gather and self._report is None:
+            ranks = [one for one in all_gather_object(self._own, self.group) if one is not None]
+            self._report = merged(ranks) if ranks else None
+        return self._report or (None if self._own is None else self._own.report())
+
+
+class OverflowRecorder(LastOverflow):
+    """Records the last skipped step of a recipe.
+
+    Attributes:
+        num_losses: how many losses were scaled since the last step.
+    """
+
+    def __init__(self, members: Sequence[StepMember], groups: ParallelGroups, device: torch.device) -> None:
+        super().__init__(groups.grad_stats)
         self.num_losses = 0
         self._num_records = 0
-        self.group = groups.grad_stats
         self._members = list(members)
         self._device = device
         self._on_host = device.type == "cpu"
         self._newest: _Record | None = None
         self._skipped: _Record | None = None
-        self._own: OwnOverflows | None = None  # on a skipped step that was read
-        self._own_serial = 0
-        self._report: OverflowReport | None = None  # of all ranks, on that step
+        self._own_serial = 0  # of the record that `_own` describes
 
     # In a step
 
@@ -177,13 +198,6 @@ class OverflowRecorder:
         elif skipped is not None:
             self._read(skipped, grads_are_there=False)
         return self.last_known(gather=gather)
-
-    def last_known(self, *, gather: bool) -> OverflowReport | None:
-        """Return the report of the last skipped step that the host knows of, without waiting for the device."""
-        if gather and self._report is None:
-            ranks = [one for one in all_gather_object(self._own, self.group) if one is not None]
-            self._report = merged(ranks) if ranks else None
-        return self._report or (None if self._own is None else self._own.report())
 
     def _read(self, record: _Record, *, grads_are_there: bool) -> None:
         """Describe a skipped step, unless that was done before. A step in a graph is described at each call."""

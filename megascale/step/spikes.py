@@ -20,7 +20,7 @@ from megascale.utils.graph_capture import is_capturing
 
 STD_EPSILON = 1e-6
 """ZClip's: added to the standard deviation before a z-score is divided by it."""
-KEYS = ("mean", "variance", "count")
+NORM_KEYS = ("mean", "variance", "count")
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class NormStatistics:
 
     def __init__(self, rule: ZClip, device: torch.device) -> None:
         self.rule = rule
-        self.state = torch.zeros(len(KEYS), dtype=stats_dtype(device), device=device)
+        self.state = torch.zeros(len(NORM_KEYS), dtype=stats_dtype(device), device=device)
 
     def judge(self, grad_norm: Tensor) -> NormJudgement:
         """Judge a norm, fp32, 0-d. Changes nothing.
@@ -104,15 +104,19 @@ class NormStatistics:
 
     def load_state_dict(self, given: Mapping[str, float]) -> None:
         """Continue from numbers that :func:`parse_norm_statistics` returned."""
-        self.state.copy_(torch.tensor([given[key] for key in KEYS], dtype=self.state.dtype))
+        self.state.copy_(torch.tensor([given[key] for key in NORM_KEYS], dtype=self.state.dtype))
 
 
 def parse_norm_statistics(given: Any) -> dict[str, float]:
     """Return saved statistics of the norm, checked. Raises StateDictError."""
-    if not isinstance(given, Mapping) or not set(KEYS) <= set(given):
-        raise StateDictError(f"state dict's 'norm_statistics' must hold {', '.join(map(repr, KEYS))}, got {given!r}")
+    if not isinstance(given, Mapping) or not set(NORM_KEYS) <= set(given):
+        raise StateDictError(
+            f"state dict's 'norm_statistics' must hold {', '.join(map(repr, NORM_KEYS))}, got {given!r}"
+        )
     try:
-        numbers = {key: validate.non_negative(f"state dict's norm_statistics[{key!r}]", given[key]) for key in KEYS}
+        numbers = {
+            key: validate.non_negative(f"state dict's norm_statistics[{key!r}]", given[key]) for key in NORM_KEYS
+        }
         validate.integer("state dict's norm_statistics['count']", given["count"], minimum=0)
     except ArgumentError as error:
         raise StateDictError(str(error)) from None

@@ -114,14 +114,15 @@ class StallWatch:
 
     def _why_skipped(self) -> str:
         if self._spikes == 0:
-            return _WHY_SKIPPED
+            return WHY_SKIPPED
         return f"the gradient norm was a spike in {self._spikes} of them; {_WHY_SPIKES}"
 
 
-_WHY_SKIPPED = (
+WHY_SKIPPED = (
     "the gradients hold inf or NaN, and nothing is learnt; look at the loss and the data, lower the learning rate, and "
     "go back to a checkpoint from before"
 )
+"""Cause and remedy of steps that overflow without end; also in the errors of :mod:`megascale.amp`."""
 _WHY_SPIKES = (
     "look at result.grad_norm, raise config.grad_norm_skip_threshold or config.zclip_z_thresh if it is sound, or else "
     "lower the learning rate, and go back to a checkpoint from before"

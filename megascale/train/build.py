@@ -8,7 +8,6 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from megascale import (
-    ChainedOptimizer,
     ConstantGradScaler,
     DistributedOptimizer,
     DynamicGradScaler,
@@ -17,11 +16,11 @@ from megascale import (
     OptimizerConfig,
     build_optimizer,
 )
+from megascale.chained import AnyOptimizer
 from megascale.schedules import LandedLRScheduler
 from megascale.train.config import OptimizerOptions, ScalerConfig, TrainConfig
 from megascale.train.tasks import Task
 
-AnyOptimizer = MixedPrecisionOptimizer | ChainedOptimizer
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 

@@ -38,8 +38,6 @@ class Row:
     """Of this step alone, without evaluation and checkpoints."""
 
 
-OVERFLOWS = "overflows.jsonl"
-"""The file, in a run's folder, of the gradients that made steps skip."""
 COLUMNS = [column.name for column in fields(Row)]
 
 

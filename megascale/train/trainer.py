@@ -19,9 +19,10 @@ from megascale.checkpoint.nest import unflatten
 from megascale.debug import report_overflows
 from megascale.errors import ArgumentError, CheckpointError, MegascaleError
 from megascale.host_view import HostView
+from megascale.report.runs import OVERFLOWS
 from megascale.train.build import DTYPES, build_schedule, build_task, build_wrapped_optimizer
 from megascale.train.config import FREE_ON_RESUME, TrainConfig, as_dict, save_yaml
-from megascale.train.run_log import OVERFLOWS, Row, RunLog, keep_overflows_before, rewrite_last_row
+from megascale.train.run_log import Row, RunLog, keep_overflows_before, rewrite_last_row
 from megascale.train.runtime import Runtime
 from megascale.train.tasks import Batch
 from megascale.utils.collectives import all_reduce_sum_, broadcast_object, raise_together
