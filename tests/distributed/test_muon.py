@@ -8,7 +8,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 
-from megascale import ChainedOptimizer, ConstantGradScaler, MixedPrecisionOptimizer, OptimizerConfig, build_optimizer
+from megascale import (
+    ChainedOptimizer,
+    ConstantGradScaler,
+    MixedPrecisionOptimizer,
+    OptimizerConfig,
+    ParallelGroups,
+    build_optimizer,
+)
 from megascale.checkpoint import Checkpointer
 from tests.distributed.test_distributed_optimizer import same
 from tests.pool import RankPool
@@ -127,3 +134,35 @@ def test_replicas_may_share_the_work(ranks: RankPool, world: int) -> None:
     ):
         assert same(shared, alone)
         assert counts == {"allreduce_": 1, "alltoall_base_": 1}
+
+
+def _experts(split: bool) -> dict[str, Tensor]:
+    """Train a group of matrices that all ranks have, and one of experts, which differ by rank."""
+    generator = torch.Generator().manual_seed(0)
+    shared, own = (
+        [nn.Parameter(torch.randn(shape, generator=generator)) for shape in [(4, 6), (3, 3)]] for _ in range(2)
+    )
+    for param in own:
+        param.allreduce = False
+        param.data += dist.get_rank()
+    names = {"shared": shared, "own": own}
+    groups = [{"params": [(f"{kind}{i}", param) for i, param in enumerate(names[kind])]} for kind in names]
+    config = OptimizerConfig(muon_split_work=split, clip_grad=0.0)
+    world = dist.group.WORLD
+    ranks = ParallelGroups(data_parallel=world, grad_stats=world, expert_data_parallel=None)
+    inner = torch.optim.Muon(groups, lr=0.05)
+    optimizer = MixedPrecisionOptimizer(inner, config, groups=ranks, grads_are_scaled=True)
+    for _ in range(2):
+        for param in (*shared, *own):
+            param.grad = torch.randn(param.shape, generator=generator)
+        for param in own:
+            param.grad = param.grad + dist.get_rank() if param.grad is not None else None
+        assert bool(optimizer.step().success)
+    return dict(optimizer.main_params())
+
+
+def test_experts_are_each_ranks_own_work(ranks: RankPool) -> None:
+    """muon_split_work splits what replicas share, also where a param group has nothing else than experts."""
+    shared, alone = (ranks.run(2, _experts, split) for split in (True, False))
+    assert all(same(one, other) for one, other in zip(shared, alone, strict=True))
+    assert not same(*alone)

@@ -123,6 +123,21 @@ def test_bits_of_whole_matrices(ranks: RankPool, layout: str, world: int, batche
             assert counts == {"allreduce_": 1, "alltoall_base_": MESSAGES.get(layout, 2)}
 
 
+def _single() -> bool:
+    """Step on one matrix, cut over all ranks, and on the whole one. Returns whether they agree."""
+    values = torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(0))
+    params = [nn.Parameter(_spread(values[0], 0, layout)) for layout in ("rows", None)]
+    for param, layout in zip(params, ("rows", None), strict=True):
+        param.grad = _spread(values[1], 0, layout)
+        _wrap([param], torch.float32).step()
+    return bits_equal(_whole(params[0].detach()), params[1].detach())
+
+
+def test_a_single_matrix_travels(ranks: RankPool) -> None:
+    """A model may have no more than one hidden matrix: one rank is its owner, and the others have none."""
+    assert all(ranks.run(2, _single))
+
+
 def _hooked() -> float:
     mesh = mesh_of((2, 2), ("a", "b"))
     spread, whole = (

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from megascale import ChainedOptimizer, ConstantGradScaler, MixedPrecisionOptimizer, OptimizerConfig, build_optimizer
-from megascale.errors import ArgumentError
+from megascale.errors import ArgumentError, MainParamOverflowError
 from megascale.kernels.newton_schulz import POLAR_EXPRESS, QUINTIC, iterations, orthogonalize
 
 SCALE = 64.0
@@ -80,6 +80,18 @@ def test_fp32_parameters_are_their_own_main_params() -> None:
     before = [param.detach().clone() for param in params]
     _step(_wrap(params, lr=0.1), params, 0)
     assert all(not torch.equal(param, old) for param, old in zip(params, before, strict=True))
+
+
+@pytest.mark.parametrize("others", [0, 1], ids=["all are copies", "one is its own main param"])
+def test_an_update_that_outgrows_fp16_is_named(others: int) -> None:
+    """Alone and beside an fp32 parameter, which outgrows nothing: the error names the fp16 one; main params stay."""
+    params = [*_params([(3, 4)] * others, torch.float32), *_params([(4, 3)])]
+    optimizer = _wrap(params, lr=1e6)
+    with pytest.raises(MainParamOverflowError, match=f"'w{others}'"):
+        _step(optimizer, params, 0)
+    mains = [main for _, main in optimizer.main_params()]
+    assert all(main.isfinite().all() for main in mains)
+    assert mains[-1].abs().max() > torch.finfo(torch.float16).max
 
 
 @pytest.mark.parametrize("coefficients", [[QUINTIC], POLAR_EXPRESS], ids=["quintic", "polar express"])
