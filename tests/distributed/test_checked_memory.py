@@ -187,26 +187,41 @@ def test_what_moves_on_any_rank_is_followed(ranks: RankPool, kind: str) -> None:
         assert all(bits_equal(a, b) for a, b in zip(left, moved, strict=True))
 
 
-def _replaced_main_grad(kind: str) -> str:
-    bag, optimizer = _make(kind)
-    _backward(bag, optimizer, kind)
+REPLACED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "elsewhere": torch.zeros_like,
+    "shape": lambda main_grad: main_grad.view(4, 4),
+    "integers": lambda main_grad: main_grad.view(torch.int32),
+    "negative bit": lambda main_grad: main_grad._neg_view(),
+    "shape, elsewhere": lambda main_grad: torch.zeros(4, 4),
+}
+
+
+def _replaced_main_grad(by: str) -> str:
+    bag, optimizer = _make("grad_sync")
+    _backward(bag, optimizer, "grad_sync")
     optimizer.step()
     sync = optimizer.recipe.members[0].grad_sync
     assert sync is not None
+    _backward(bag, optimizer, "grad_sync")
+    sync.finish()
     if dist.get_rank() == 1:
         main_grad = sync.main_grad(bag[1])
         assert main_grad is not None
-        main_grad.data = torch.zeros_like(main_grad)
-    _backward(bag, optimizer, kind)
+        main_grad.data = REPLACED[by](main_grad)
+    before = [param.detach().clone() for param in bag.params]
     with pytest.raises(MegascaleError) as caught:
         optimizer.step()
+    assert all(bits_equal(param.detach(), old) for param, old in zip(bag.params, before, strict=True))
     return str(caught.value)
 
 
-def test_main_grad_outside_its_bucket_is_refused(ranks: RankPool) -> None:
-    """What GradSync.main_grad() returned was given other memory, which no reduction reaches: an error on all ranks."""
-    for message in ranks.run(2, _replaced_main_grad, "grad_sync"):
-        assert message.startswith("rank 1: the main grad of 'params.1' was given other memory")
+@pytest.mark.parametrize("by", REPLACED)
+def test_main_grad_outside_its_bucket_is_refused(ranks: RankPool, by: str) -> None:
+    """What GradSync.main_grad() returned was given memory that no reduction reaches, or lies in its bucket as something
+    else than the fp32 numbers that were reduced there: an error on all ranks, before a bit changes.
+    """
+    for message in ranks.run(2, _replaced_main_grad, by):
+        assert message.startswith("rank 1: the main grad of 'params.1' was given other memory or another shape")
 
 
 def _momentum_is_switched_on(kind: str) -> list[torch.Tensor]:
