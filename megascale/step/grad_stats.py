@@ -139,11 +139,10 @@ def measure(
     Args:
         grads: local tensors in the dtypes they have, on any devices.
         weights: of each gradient's statistics, see :class:`Holders`.
-        errors: 0-d, this rank's errors.
+        errors: 0-d, this rank's errors, in the dtype of statistics.
         scaled: False if this rank knows that the loss was not scaled.
     """
     exact = stats_dtype(device)
-    errors = errors.to(exact)
     if not grads:
         vector = torch.zeros(NUM_STATISTICS, dtype=exact, device=device)
         vector[Statistic.ZEROS] = 0.0 if count_zeros else math.nan

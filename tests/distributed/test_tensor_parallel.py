@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from megascale import ConstantGradScaler, MixedPrecisionOptimizer, OptimizerConfig, ParallelGroups
-from megascale.errors import ArgumentError
+from megascale.errors import ArgumentError, GradientError
 from tests.meshes import mesh_of
 from tests.pool import RankPool
 from tests.training import INNER, Bag, Sign, bits_equal
@@ -188,6 +188,40 @@ def test_sharding_beyond_the_group_is_refused(ranks: RankPool) -> None:
     """Ranks that share a DTensor but not `grad_stats` could not agree: refused when the optimizer is built."""
     for message in ranks.run(2, _sharded_beyond_the_group):
         assert "parameter 'params.0': a DTensor over ranks [0, 1], but grad_stats has only []" in message
+
+
+def _dtensor_beside_plain() -> bool:
+    """Train a DTensor on a mesh of this rank alone, and a plain parameter in another group. Returns whether the bits
+    are those of plain parameters.
+    """
+    values = [value.float() for value in _whole()[0]]
+    mesh = mesh_of((1,), ("dp",))
+    ends, refusals = [], []
+    for first in (distribute_tensor(values[0], mesh, [Shard(0)]), values[0].clone()):
+        params = [nn.Parameter(first), nn.Parameter(values[1].clone())]
+        inner = torch.optim.AdamW([{"params": [param]} for param in params], lr=1e-2)
+        optimizer = MixedPrecisionOptimizer(inner, groups=ParallelGroups())
+        for step in range(3):
+            for param in params:
+                param.grad = torch.full_like(param, float(step + 1))
+            assert bool(optimizer.step().success)
+        ends.append([param.full_tensor() if isinstance(param, DTensor) else param.detach() for param in params])
+        grad = torch.ones_like(params[1])
+        params[1].grad = grad
+        grad.data = torch.ones(4)
+        with pytest.raises(GradientError) as caught:
+            optimizer.step()
+        refusals.append(str(caught.value))
+    assert refusals[0] == refusals[1]
+    assert "is (4,) on cpu, the parameter (5,)" in refusals[0]
+    return all(bits_equal(one.detach(), other) for one, other in zip(*ends, strict=True))
+
+
+def test_a_mesh_of_one_rank_needs_no_group(ranks: RankPool) -> None:
+    """A rank that decides alone may have DTensors that no other rank shares; plain parameters beside them step, and
+    are refused, as without them.
+    """
+    assert ranks.run(1, _dtensor_beside_plain) == [True]
 
 
 def _resume_dtensors() -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from megascale import MixedPrecisionOptimizer, OptimizerConfig
+from megascale.step.grad_stats import Holders
 from tests.training import bits_equal
 
 Change = Callable[[dict[str, Any]], object]
@@ -74,3 +75,25 @@ def test_options_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer.param_groups[0]["lr"] = 0.2
     optimizer.step()
     assert counted == [0.1, 0.2]
+
+
+def test_weights_of_statistics_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the same parameters have gradients: how many ranks hold each is not asked again."""
+    params = [nn.Parameter(torch.ones(8)) for _ in range(3)]
+    optimizer = MixedPrecisionOptimizer(torch.optim.AdamW(params, lr=0.1))
+    asked, ask = list[nn.Parameter](), Holders.of
+
+    def counting(holders: Holders, param: nn.Parameter) -> Any:
+        asked.append(param)
+        return ask(holders, param)
+
+    def step(trained: list[nn.Parameter]) -> int:
+        asked.clear()
+        optimizer.zero_grad()
+        for param in trained:
+            param.grad = torch.ones(8)
+        optimizer.step()
+        return len(asked)
+
+    monkeypatch.setattr(Holders, "of", counting)
+    assert [step(params), step(params), step(params[1:]), step(params[1:]), step(params)] == [3, 0, 2, 0, 3]

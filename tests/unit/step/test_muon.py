@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megascale import ChainedOptimizer, ConstantGradScaler, MixedPrecisionOptimizer, OptimizerConfig, build_optimizer
 from megascale.errors import ArgumentError, MainParamOverflowError
-from megascale.kernels.newton_schulz import POLAR_EXPRESS, QUINTIC, iterations, orthogonalize
+from megascale.kernels.newton_schulz import POLAR_EXPRESS, QUINTIC, iteration_dtype, iterations, orthogonalize
 
 SCALE = 64.0
 AS_TORCH = OptimizerConfig(fp16=True, clip_grad=0.0, muon_ns_dtype=torch.bfloat16)
@@ -106,6 +106,15 @@ def test_singular_values_end_near_one(coefficients: list[tuple[float, float, flo
     tall = orthogonalize(matrix[:, :5], iterations(coefficients, 8), 1e-7)
     wide = orthogonalize(matrix[:, :5].T, iterations(coefficients, 8), 1e-7)
     assert torch.equal(tall, wide.T)
+
+
+@pytest.mark.parametrize(("avx512", "amx"), [(False, False), (False, True), (True, False)])
+def test_iterations_are_in_bf16_where_that_is_fast(avx512: bool, amx: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On every accelerator, and on a CPU with instructions for it; another CPU would multiply bf16 by software."""
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    assert iteration_dtype(torch.device("cpu")) == (torch.bfloat16 if avx512 or amx else torch.float32)
+    assert iteration_dtype(torch.device("cuda")) == torch.bfloat16
 
 
 @settings(max_examples=20, deadline=None)
