@@ -143,7 +143,7 @@ def _experts(split: bool) -> dict[str, Tensor]:
         [nn.Parameter(torch.randn(shape, generator=generator)) for shape in [(4, 6), (3, 3)]] for _ in range(2)
     )
     for param in own:
-        param.allreduce = False
+        param.allreduce = False  # type: ignore[attr-defined]
         param.data += dist.get_rank()
     names = {"shared": shared, "own": own}
     groups = [{"params": [(f"{kind}{i}", param) for i, param in enumerate(names[kind])]} for kind in names]
