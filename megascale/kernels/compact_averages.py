@@ -44,7 +44,7 @@ def decode_average(codes: Tensor, scale: Tensor) -> Tensor:
     """Return the average, fp32, shape [n], of what :func:`encode_average` returned."""
     code = grouped(codes.to(torch.float32), 0)
     level = _level(code)
-    return flat_of(torch.where(code < 0, -level, level) * scale.unsqueeze(1), codes)
+    return flat_of(torch.where(code < 0, -level, level) * scale.reshape(-1, 1), codes)
 
 
 def _level(code: Tensor) -> Tensor:

@@ -92,7 +92,7 @@ def encode_root(root: Tensor, dithers: Tensor) -> tuple[Tensor, Tensor]:
 
 def decode_root(codes: Tensor, scale: Tensor) -> Tensor:
     """Return the roots, fp32, shape [n], of what :func:`encode_root` returned."""
-    bits = scale.view(torch.int32).to(torch.int64).unsqueeze(1)
+    bits = scale.reshape(-1).view(torch.int32).to(torch.int64).unsqueeze(1)
     shift = _FINEST + (bits & 3)
     decoded = (bits & ~3) + (grouped(codes.to(torch.int64), 0) << shift)
     return flat_of(decoded, codes).to(torch.int32).view(torch.float32)
@@ -116,7 +116,7 @@ def encode_quotient(exp_avg: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
 
 def decode_quotient(codes: Tensor, scale: Tensor, root: Tensor) -> Tensor:
     """Return the first moments, fp32, shape [n]. ``root``: as :func:`encode_quotient` took it."""
-    return flat_of(grouped(codes.to(torch.float32), 0) * scale.unsqueeze(1), codes) * root
+    return flat_of(grouped(codes.to(torch.float32), 0) * scale.reshape(-1, 1), codes) * root
 
 
 def decode_moments(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

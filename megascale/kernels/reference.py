@@ -156,4 +156,4 @@ def _gradient(grad: Tensor, main: Tensor, maximize: bool, decision: Decision) ->
 
 def _land_(target: Tensor, value: Tensor, found: Tensor) -> None:
     """Write ``value`` if the step lands, the old bits if it is skipped."""
-    target.copy_(torch.where(found, target, value.to(target.dtype)))
+    target.copy_(torch.where(found, target, value.view(target.shape).to(target.dtype)))

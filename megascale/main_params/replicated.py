@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from megascale.main_params.base import MainParams
+from megascale.main_params.group_scales import place_scales
 from megascale.main_params.main_param import MainParam, main_param_of
 from megascale.main_params.slab import Slabs
 from megascale.main_params.update_unit import UpdateUnit
@@ -49,7 +50,7 @@ class ReplicatedMainParams(MainParams):
     @override
     def to_local(self, param: nn.Parameter, value: Tensor, dtype: torch.dtype, *, group: int = 1) -> Tensor:
         if group > 1:
-            return value.detach().to(param.device, dtype, copy=True)
+            return place_scales(value, param, dtype)
         return place_like(value, param, dtype)
 
     @override

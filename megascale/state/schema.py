@@ -211,10 +211,10 @@ def check_codes(name: str, key: str, state: Mapping[str, Any], param: Tensor) ->
             f"{key} of {name!r} has shape {tuple(codes.shape)}, the parameter has {tuple(param.shape)}"
         )
     groups = num_groups(param.numel())
-    if not isinstance(scale, Tensor) or scale.dtype != torch.float32 or scale.shape != (groups,):
+    if not isinstance(scale, Tensor) or scale.dtype != torch.float32 or scale.numel() != groups:
         raise StateDictError(
             f"{key} of {name!r} is held as {codes.dtype} codes and needs {key}{SCALE_SUFFIX}, a torch.float32 tensor "
-            f"of shape ({groups},); save the whole state"
+            f"of {groups} scales; save the whole state"
         )
 
 

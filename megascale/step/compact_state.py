@@ -16,17 +16,18 @@ from megascale.kernels.compact_averages import decode_average, encode_average
 from megascale.kernels.compact_moments import (
     CODE_DTYPES,
     FIRST_DTYPE,
+    GROUP,
     SCALE_SUFFIX,
     SECOND_DTYPE,
     decode_moments,
     dither,
     encode_moments,
     is_scale,
-    num_groups,
 )
 from megascale.lion import Lion
+from megascale.main_params.group_scales import first_element, has_whole_groups, scales_like, scales_shape
 from megascale.main_params.main_param import MainParam
-from megascale.utils.dtensors import is_dtensor, local
+from megascale.utils.dtensors import dtensor_like, is_dtensor, local
 
 BACKENDS = ("native", "torch", "reference")
 """The backends that update moments of 8 bits."""
@@ -65,10 +66,12 @@ def with_scales(names: Sequence[str], dtypes: Mapping[str, torch.dtype]) -> list
 
 def require_holdable(param: MainParam) -> None:
     """Raise ArgumentError for a parameter whose moments cannot be codes."""
-    if is_dtensor(param.main):
+    if is_dtensor(param.main) and not has_whole_groups(param.main):
         raise ArgumentError(
-            f"parameter {param.name!r} is a DTensor, whose shards may cut a group of 32 elements that share a scale; "
-            "leave exp_avg_dtype and exp_avg_sq_dtype at torch.float32, or shard with DistributedOptimizer"
+            f"parameter {param.name!r} is a DTensor of shape {tuple(param.main.shape)} with placements "
+            f"{param.main.placements} on a mesh of {tuple(param.main.device_mesh.shape)}, which cut a group of {GROUP} "
+            "elements that share a scale; cut it along dimension 0 into parts of whole groups, shard with "
+            "DistributedOptimizer, or leave exp_avg_dtype and exp_avg_sq_dtype at torch.float32"
         )
     if param.main.dtype != torch.float32:
         raise ArgumentError(
@@ -77,10 +80,14 @@ def require_holdable(param: MainParam) -> None:
         )
 
 
+def start_of(param: MainParam) -> int:
+    """Return the index in the whole parameter of the first element that this rank has."""
+    return param.start + first_element(param.main)
+
+
 def shape_of(name: str, param: MainParam) -> torch.Size:
-    """Return the shape of a state of ``param``: its main param's, for scales their number."""
-    main = local(param.main)
-    return torch.Size([num_groups(main.numel())]) if is_scale(name) else main.shape
+    """Return the shape of this rank's part of a state of ``param``: its main param's, for scales that of groups."""
+    return scales_shape(param.main) if is_scale(name) else local(param.main).shape
 
 
 def is_code(name: str, value: Tensor) -> bool:
@@ -120,14 +127,16 @@ def convert_(entry: dict[str, Any], dtypes: Mapping[str, torch.dtype], param: Ma
     if fits:
         return
     step = torch.as_tensor(entry.get("step", 0.0))
+    parts = {name: local(value) for name, value in entry.items() if name in names or is_scale(name)}
     if names == _PAIR:
-        decoded = decode_moments(entry)
-        made = encode_moments(decoded["exp_avg"], decoded["exp_avg_sq"], dtypes, param.start, step)
+        decoded = decode_moments(parts)
+        made = encode_moments(decoded["exp_avg"], decoded["exp_avg_sq"], dtypes, start_of(param), step)
     else:
-        made = _converted_averages(entry, names, dtypes, param.start, step)
+        made = _converted_averages(parts, names, dtypes, start_of(param), step)
     for name in filter(is_scale, list(entry)):
         del entry[name]
-    entry |= made
+    for name, value in made.items():
+        entry[name] = scales_like(param.main, value) if is_scale(name) else dtensor_like(value, param.main)
 
 
 def _converted_averages(

@@ -22,6 +22,7 @@ from megascale.kernels import (
     shares_elements,
 )
 from megascale.kernels.compact_moments import CODE_DTYPES, is_scale
+from megascale.main_params.group_scales import scales_like
 from megascale.main_params.main_param import MainParam
 from megascale.main_params.slab import SLAB, Slabs
 from megascale.step.compact_state import (
@@ -109,7 +110,8 @@ class KernelState:
                 dtype = self._dtype(name, param)
                 if is_scale(name):
                     if entry.get(name) is None:
-                        entry[name] = torch.zeros(shape_of(name, param), dtype=dtype, device=param.main.device)
+                        scales = torch.zeros(shape_of(name, param), dtype=dtype, device=param.main.device)
+                        entry[name] = scales_like(param.main, scales)
                 elif entry.get(name) is None:
                     entry[name] = slabs.zeros(param.main, dtype, name)
                 else:

@@ -23,10 +23,10 @@ from megascale.kernels import (
     new_tags,
     same_values,
 )
-from megascale.kernels.compact_moments import CODE_DTYPES
+from megascale.kernels.compact_moments import CODE_DTYPES, is_scale
 from megascale.main_params.main_param import MainParam
 from megascale.main_params.update_unit import UpdateUnit
-from megascale.step.compact_state import require_supported, with_scales
+from megascale.step.compact_state import require_supported, start_of, with_scales
 from megascale.step.decoded import DecodedParams, decoded_together, held_params, scratch_numel
 from megascale.step.kernel_state import KernelState, StateColumns, has_tensors, number, pair, rate, require_options
 from megascale.step.torch_step import GeneralUpdate
@@ -313,7 +313,7 @@ def _operands_of(
         model=models,
         main=mains,
         state={name: [local(column[i]) for i in indices] for name, column in state.items() if name != "step"},
-        start=[params[index].start for index in indices],
+        start=[start_of(params[index]) for index in indices] if any(map(is_scale, state)) else [],
         step=[state["step"][index] for index in indices] if "step" in state else [],
     )
 

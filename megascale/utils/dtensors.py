@@ -41,6 +41,30 @@ def distribute_like(tensor: Tensor, like: "DTensor") -> "DTensor":
     return distribute_tensor(source, like.device_mesh, like.placements, src_data_rank=None)
 
 
+def row_cuts(tensor: "DTensor") -> int | None:
+    """Return how many parts a DTensor has along dimension 0; None if it is cut along another, or a partial sum."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    parts = 1
+    for mesh_dim, placement in enumerate(tensor.placements):
+        size = tensor.device_mesh.size(mesh_dim)
+        if size == 1 or type(placement) is Replicate:
+            continue
+        if not isinstance(placement, (Shard, _StridedShard)) or placement.dim % tensor.dim() != 0:
+            return None
+        parts *= size
+    return parts
+
+
+def first_row(tensor: "DTensor") -> int:
+    """Return the index, along dimension 0, of the first row of this rank's part, which has consecutive rows."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return int(offset[0]) if offset else 0
+
+
 def dtensor_like(part: Tensor, like: Tensor) -> Tensor:
     """Return ``part`` as a DTensor with the placements of ``like`` if that is one, else ``part`` itself."""
     if not is_dtensor(like):

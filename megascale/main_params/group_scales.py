@@ -1,0 +1,74 @@
+"""Scales of moments held as codes of 8 bits: their shape and their place beside a main param that is a DTensor.
+
+Groups are cut from the flattened parameter. A rank's part of a DTensor must be a run of whole groups, so it must be cut
+along dimension 0 alone. Its scales are a DTensor with its placements: of shape [rows, groups of a row] where rows are
+whole groups, which may be cut unevenly, else of shape [groups].
+"""
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megascale.kernels.compact_moments import GROUP, num_groups
+from megascale.utils.collectives import full_tensor
+from megascale.utils.dtensors import first_row, is_dtensor, local, row_cuts
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def has_whole_groups(tensor: Tensor) -> bool:
+    """Whether every rank's part of ``tensor`` is a run of whole groups. True of what is no DTensor."""
+    parts = row_cuts(tensor) if is_dtensor(tensor) else 1
+    if parts is None or parts == 1 or _row_numel(tensor.shape) % GROUP == 0:
+        return parts is not None
+    return tensor.shape[0] % parts == 0 and tensor.numel() // parts % GROUP == 0
+
+
+def first_element(tensor: Tensor) -> int:
+    """Return the index, in the flattened tensor, of the first element of this rank's part."""
+    if not is_dtensor(tensor) or tensor.dim() == 0 or row_cuts(tensor) == 1:
+        return 0
+    return first_row(tensor) * _row_numel(tensor.shape)
+
+
+def scales_shape(tensor: Tensor) -> torch.Size:
+    """Return the shape of the scales of this rank's part of ``tensor``."""
+    return _shape(tensor, local(tensor).shape)
+
+
+def scales_like(tensor: Tensor, scales: Tensor) -> Tensor:
+    """Return the scales of this rank's part as the state beside ``tensor``: of a DTensor a DTensor."""
+    part = scales.view(scales_shape(tensor))
+    return _placed(part, tensor) if is_dtensor(tensor) else part
+
+
+def place_scales(scales: Tensor, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return new scales beside ``tensor`` with the values of saved ones, which are whole or any DTensor."""
+    with torch.no_grad():
+        whole = full_tensor(scales.detach()).reshape(-1)
+        shape = scales_shape(tensor)
+        begin = first_element(tensor) // GROUP
+        part = whole[begin : begin + shape.numel()].to(tensor.device, dtype, copy=True)
+        return scales_like(tensor, part)
+
+
+def _placed(part: Tensor, tensor: "DTensor") -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    shape = _shape(tensor, tensor.shape)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(part, tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
+
+
+def _shape(tensor: Tensor, part: torch.Size) -> torch.Size:
+    row = _row_numel(tensor.shape)
+    if is_dtensor(tensor) and row > 0 and row % GROUP == 0:
+        return torch.Size([part[0], row // GROUP])
+    return torch.Size([num_groups(part.numel())])
+
+
+def _row_numel(shape: torch.Size) -> int:
+    return math.prod(shape[1:])

@@ -1,0 +1,206 @@
+"""8-bit moments of DTensors: the bits of the unsharded optimizer wherever each rank has whole groups, else an error."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from megascale import ConstantGradScaler, Lion, MixedPrecisionOptimizer, OptimizerConfig
+from megascale.checkpoint import Checkpointer
+from megascale.errors import ArgumentError
+from megascale.utils.dtensors import is_dtensor
+from tests.checkpoint_cases import message_of
+from tests.meshes import mesh_of
+from tests.pool import RankPool
+from tests.training import bits_equal, same_bits
+
+INNER: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2),
+    "lion": lambda params: Lion(params, lr=1e-3),
+    "sgd": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
+}
+SHAPES = [(8, 32), (7, 64), (3, 2, 16), (128,), (8, 16), (1, 33)]
+"""Even and uneven rows of whole groups, fewer rows than ranks, one dimension, rows of half a group."""
+LAYOUTS: dict[str, tuple[tuple[int, ...], list[Placement], list[Placement]]] = {
+    "rows": ((-1,), [Shard(0)], [Replicate()]),
+    "copies of rows": ((2, 2), [Replicate(), Shard(0)], [Replicate(), Replicate()]),
+    "rows of rows": ((2, 2), [Shard(0), Shard(0)], [Replicate(), Replicate()]),
+}
+"""By name: the mesh, how most parameters are placed, and the last one, which no cut fits."""
+Whole = dict[str, Tensor]
+STEPS = 4
+
+
+def _spread(value: Tensor, index: int, layout: str | None) -> Tensor:
+    if layout is None:
+        return value
+    sizes, placements, whole = LAYOUTS[layout]
+    sizes = tuple(dist.get_world_size() if size < 0 else size for size in sizes)
+    mesh = mesh_of(sizes, ("a", "b")[: len(sizes)])
+    return distribute_tensor(value, mesh, whole if index == len(SHAPES) - 1 else placements, src_data_rank=None)
+
+
+class _Model(nn.Module):
+    def __init__(self, layout: str | None, dtype: torch.dtype, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        values = [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+        self.params = nn.ParameterList([nn.Parameter(_spread(v, i, layout)) for i, v in enumerate(values)])
+
+
+def _build(
+    layout: str | None, rule: str, dtype: torch.dtype, seed: int = 0, compact: bool = True, remainders: bool = False
+) -> tuple[nn.Module, MixedPrecisionOptimizer]:
+    model = _Model(layout, dtype, seed)
+    moments: dict[str, Any] = {"exp_avg_dtype": torch.int8} if compact else {}
+    moments |= {"exp_avg_sq_dtype": torch.uint8} if compact and rule == "adamw" else {}
+    fp16 = dtype == torch.float16
+    config = OptimizerConfig(fp16=fp16, bf16=not fp16, clip_grad=0.0, store_param_remainders=remainders, **moments)
+    inner = INNER[rule](model.named_parameters())
+    scaler = ConstantGradScaler(64.0)
+    return model, MixedPrecisionOptimizer(inner, config, scaler, grads_are_scaled=True, replicas_may_differ=True)
+
+
+def _train(model: nn.Module, optimizer: MixedPrecisionOptimizer, layout: str | None, first: int, last: int) -> None:
+    """Step on gradients that are the same whole tensors in every layout; the one of step 1 overflows."""
+    for step in range(first, last):
+        generator = torch.Generator().manual_seed(step)
+        for index, (param, shape) in enumerate(zip(model.parameters(), SHAPES, strict=True)):
+            grad = torch.randn(shape, generator=generator).to(param.dtype)
+            if step == 1 and index == 0:
+                grad[-1, -1] = math.inf
+            param.grad = _spread(grad, index, layout)
+        assert bool(optimizer.step().success) == (step != 1)
+
+
+def _whole(model: nn.Module, optimizer: MixedPrecisionOptimizer) -> dict[str, Tensor]:
+    """Return everything, whole; scales flat, as their shape depends on how a parameter is placed."""
+    found = {f"main {name}": main for name, main in optimizer.main_params()}
+    for name, param in model.named_parameters():
+        found[f"model {name}"] = param.detach()
+        found |= {f"{key} {name}": value for key, value in optimizer.state[param].items()}
+    whole = {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in found.items()}
+    return {key: (value.reshape(-1) if "_scale" in key else value).clone() for key, value in whole.items()}
+
+
+def _both(layout: str, rule: str, dtype: torch.dtype, remainders: bool) -> bool:
+    """Train spread and whole. Returns whether all bits agree."""
+    found = []
+    for one in (layout, None):
+        model, optimizer = _build(one, rule, dtype, remainders=remainders)
+        _train(model, optimizer, one, 0, STEPS)
+        found.append(_whole(model, optimizer))
+    assert any(value.dtype == torch.int8 for value in found[0].values())
+    return same_bits(*found)
+
+
+CASES = [("rows", 2, "adamw"), *((layout, 4, rule) for layout in LAYOUTS for rule in INNER), ("rows", 2, "lion")]
+
+
+@pytest.mark.parametrize(
+    ("layout", "world", "rule"),
+    [pytest.param(*case, marks=() if case[1] == 2 else pytest.mark.slow) for case in CASES],
+)
+def test_bits_of_whole_parameters(ranks: RankPool, layout: str, world: int, rule: str) -> None:
+    """Codes, scales, main params and weights of DTensors are those of whole parameters; a skip changes nothing."""
+    for dtype, remainders in ((torch.float16, False), (torch.bfloat16, True)):
+        assert ranks.run(world, _both, layout, rule, dtype, remainders) == [True] * world
+
+
+def _save(layout: str | None, rule: str, directory: Path) -> dict[str, Tensor]:
+    model, optimizer = _build(layout, rule, torch.float16)
+    _train(model, optimizer, layout, 0, 3)
+    Checkpointer(directory).save(3, model, optimizer)
+    return _whole(model, optimizer)
+
+
+def _go_on(
+    layout: str | None, rule: str, directory: Path, compact: bool
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    model, optimizer = _build(layout, rule, torch.float16, seed=1, compact=compact)
+    Checkpointer(directory).load(model, optimizer)
+    found = _whole(model, optimizer)
+    _train(model, optimizer, layout, 3, 5)
+    return found, _whole(model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("saving", "loading"),
+    [
+        (("rows", 2), [("rows", 4), (None, 1)]),
+        pytest.param(("copies of rows", 4), [("rows", 2), ("rows of rows", 4)], marks=pytest.mark.slow),
+        pytest.param((None, 1), [("rows", 2), ("rows of rows", 4)], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("rule", ["adamw", pytest.param("lion", marks=pytest.mark.slow)])
+def test_checkpoints_travel(
+    ranks: RankPool, tmp_path: Path, saving: tuple[str | None, int], loading: list[tuple[str | None, int]], rule: str
+) -> None:
+    """What one layout saved another loads, bit for bit, and goes on with the same bits; as fp32 moments, too."""
+    saved = ranks.run(saving[1], _save, saving[0], rule, tmp_path)[0]
+    went_on = None
+    for layout, world in loading:
+        for found, later in ranks.run(world, _go_on, layout, rule, tmp_path, True):
+            assert same_bits(saved, found)
+            went_on = went_on or later
+            assert same_bits(went_on, later)
+    wide = [ranks.run(world, _go_on, layout, rule, tmp_path, False)[0][0] for layout, world in loading]
+    assert not any("_scale" in key for key in wide[0])
+    assert all(same_bits(wide[0], other) for other in wide)
+
+
+def _refused() -> list[str]:
+    """Return the errors of cuts that leave a rank a part of a group."""
+    mesh = mesh_of((dist.get_world_size(),), ("a",))
+    messages = []
+    for shape, placement in (((8, 64), Shard(1)), ((10,), Shard(0)), ((7, 16), Shard(0)), ((6, 16), Shard(0))):
+        value = distribute_tensor(torch.zeros(shape).bfloat16(), mesh, [placement], src_data_rank=None)
+        inner = torch.optim.AdamW([("w", nn.Parameter(value))])
+        config = OptimizerConfig(bf16=True, exp_avg_dtype=torch.int8)
+        build = lambda inner=inner, config=config: MixedPrecisionOptimizer(inner, config)  # noqa: E731
+        messages.append(message_of(ArgumentError, build))
+    return messages
+
+
+def test_cut_groups_are_refused(ranks: RankPool) -> None:
+    """Other dimensions, and rows that are no whole groups: on every rank alike, naming the parameter and the remedy."""
+    first, second = ranks.run(2, _refused)
+    assert first == second
+    for message, shape in zip(first, ("(8, 64)", "(10,)", "(7, 16)", "(6, 16)"), strict=True):
+        assert f"parameter 'w' is a DTensor of shape {shape} with placements" in message
+        assert "which cut a group of 32 elements that share a scale; cut it along dimension 0" in message
+
+
+def _fsdp(rule: str) -> tuple[bool, bool]:
+    """Train by fully_shard and by one replica on the same samples. Returns whether moments are DTensors, and agree."""
+    found, held = [], []
+    for sharded in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64)).bfloat16()
+        if sharded:
+            fully_shard(model, mesh=mesh_of((dist.get_world_size(),), ("fsdp",)))
+        moments: dict[str, Any] = {"exp_avg_sq_dtype": torch.uint8} if rule == "adamw" else {}
+        config = OptimizerConfig(bf16=True, clip_grad=0.0, exp_avg_dtype=torch.int8, **moments)
+        optimizer = MixedPrecisionOptimizer(INNER[rule](model.named_parameters()), config)
+        for step in range(3):
+            inputs = torch.randn(4, 32, generator=torch.Generator().manual_seed(step)).bfloat16()
+            optimizer.zero_grad()
+            model(inputs).float().square().mean().backward()
+            optimizer.step()
+        held.append(all(is_dtensor(v) for s in optimizer.state.values() for k, v in s.items() if k != "step"))
+        found.append(_whole(model, optimizer))
+    return held == [True, False], all(bits_equal(found[0][key], found[1][key]) for key in found[1])
+
+
+@pytest.mark.parametrize("rule", ["adamw", pytest.param("sgd", marks=pytest.mark.slow)])
+def test_fsdp2(ranks: RankPool, rule: str) -> None:
+    """fully_shard on 2 ranks, which have the same samples, has the bits of one replica."""
+    assert ranks.run(2, _fsdp, rule) == [(True, True)] * 2
