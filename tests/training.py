@@ -140,3 +140,11 @@ def bits_equal(left: Tensor, right: Tensor) -> bool:
         return False
     left, right = left.detach().cpu().contiguous(), right.detach().cpu().contiguous()
     return left.reshape(-1).view(torch.uint8).equal(right.reshape(-1).view(torch.uint8))
+
+
+def check_invariant_6(optimizer: MixedPrecisionOptimizer, module: nn.Module) -> None:
+    """Require that model params are the roundings of their main params."""
+    mains = dict(optimizer.main_params())
+    for name, param in module.named_parameters():
+        if name in mains:
+            assert bits_equal(param, mains[name].to(param.dtype))

@@ -7,11 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from megascale import DistributedOptimizer, MixedPrecisionOptimizer, OptimizerConfig, build_optimizer
-from megascale.errors import ArgumentError, ArgumentTypeError, GradientError, StateDictError, UsageError
+from megascale.errors import ArgumentError, StateDictError, UsageError
 from tests.distributed.test_distributed_optimizer import (
     INNER,
     batch,
@@ -34,30 +33,6 @@ def _step(optimizer: MixedPrecisionOptimizer, module: nn.Module, step: int) -> N
     loss = module(batch(step, dist.get_rank(), FP16)).float().square().mean()
     optimizer.scale_loss(loss).backward()
     assert bool(optimizer.step().success)
-
-
-def _not_elementwise() -> dict[str, str]:
-    module = net()
-    kinds: dict[str, Any] = {
-        "Adafactor": lambda: torch.optim.Adafactor(module.parameters()),
-        "Muon": lambda: torch.optim.Muon([p for p in module.parameters() if p.dim() == 2]),
-        "Sign": lambda: Sign(module.parameters()),
-    }
-    messages = {}
-    for name, make in kinds.items():
-        with pytest.raises(ArgumentError) as caught:
-            DistributedOptimizer(make(), config_of(FP16), scaler(FP16), modules=module, shard="elements")
-        messages[name] = str(caught.value)
-        assert not any(param._post_accumulate_grad_hooks for param in module.parameters())
-    return messages
-
-
-def test_optimizers_that_need_whole_parameters_are_refused_by_name(ranks: RankPool) -> None:
-    """Adafactor and Muon look at whole matrices; an unknown optimizer may. By elements, an error names the way out."""
-    for messages in ranks.run(2, _not_elementwise):
-        for name, message in messages.items():
-            assert f"optimizer {name} is not known to be elementwise" in message
-            assert "pass shard='parameters'" in message
 
 
 def _vouched() -> list[bool]:
@@ -83,53 +58,6 @@ def test_elementwise_optimizer_of_the_users_own(ranks: RankPool) -> None:
     assert ranks.run(2, _vouched) == [[True, True]] * 2
 
 
-REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"modules": []}, ArgumentTypeError, r"modules must be a module or a list of modules, got \[\]"),
-    ({"modules": nn.Linear(1, 1)}, ArgumentError, r"modules do not own parameter 0 of the optimizer \(and 9 more\)"),
-    ({"bucket_numel": 0}, ArgumentError, r"bucket_numel must be 1 or more, got 0"),
-    ({"reduction": "max"}, ArgumentError, r"reduction must be one of 'mean', 'sum', got 'max'"),
-    ({"overlap_grad_reduce": 1}, ArgumentTypeError, r"overlap_grad_reduce must be True or False, got 1"),
-    ({"overlap_param_gather": None}, ArgumentTypeError, r"overlap_param_gather must be True or False, got None"),
-    ({"broadcast_params": "yes"}, ArgumentTypeError, r"broadcast_params must be True or False, got 'yes'"),
-    ({"shard": "rows"}, ArgumentError, r"shard must be one of 'auto', 'elements', 'parameters', got 'rows'"),
-    ({"elementwise": 1}, ArgumentTypeError, r"elementwise must be True or False, got 1"),
-    ({"grad_dtype": torch.int32}, ArgumentError, r"grad_dtype and reduce_dtype must be floating point"),
-    ({"groups": "world"}, ArgumentTypeError, r"groups must be None, a ParallelGroups"),
-    ({"grad_scaler": None}, ArgumentError, r"grad_scaler is None, but fp16 gradients need one"),
-    ({"config": OptimizerConfig(bf16=True)}, ArgumentError, r"config.fp16 is False, but the optimizer has fp16"),
-]
-
-
-@pytest.mark.parametrize(("options", "error", "message"), REFUSED)
-def test_bad_argument_is_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    """Every argument is checked by name, before a parameter is moved or hooked."""
-    module = net()
-    before = [param.data_ptr() for param in module.parameters()]
-    defaults: dict[str, Any] = {"config": config_of(FP16), "grad_scaler": scaler(FP16), "modules": module}
-    with pytest.raises(error, match=message):
-        DistributedOptimizer(INNER["adamw"](module), **(defaults | options))
-    assert [param.data_ptr() for param in module.parameters()] == before
-    assert not any(param._post_accumulate_grad_hooks for param in module.parameters())
-
-
-def _wrapped_modules() -> list[str]:
-    messages = []
-    sharded_already = net()
-    fully_shard(sharded_already)
-    for module in (nn.parallel.DistributedDataParallel(net()), sharded_already):
-        with pytest.raises(ArgumentError) as caught:
-            sharded(module)
-        messages.append(str(caught.value))
-    return messages
-
-
-def test_modules_that_reduce_or_shard_already_are_refused(ranks: RankPool) -> None:
-    """Under DDP every gradient would be reduced twice; FSDP2 shards already."""
-    for under_ddp, under_fsdp in ranks.run(2, _wrapped_modules):
-        assert "modules holds a DistributedDataParallel" in under_ddp
-        assert "is a DTensor, whose own mesh reduces its gradient; use MixedPrecisionOptimizer" in under_fsdp
-
-
 def _mixed_dtypes() -> list[Any]:
     module = net()
     module.norm.float()
@@ -146,13 +74,6 @@ def test_main_grads_hold_what_their_parameters_make(ranks: RankPool) -> None:
         assert dtypes["first.weight"] == "torch.float16"
         assert dtypes["norm.weight"] == "torch.float32"
         assert dtypes["head.weight"] == "torch.bfloat16"
-
-
-def test_wrapping_twice_is_refused() -> None:
-    """A wrapped optimizer is not an inner optimizer."""
-    module = net()
-    with pytest.raises(ArgumentTypeError, match=r"is a DistributedOptimizer already"):
-        DistributedOptimizer(sharded(module), modules=module)
 
 
 def _differing() -> list[Any]:
@@ -203,15 +124,6 @@ def _loaded_weights(overlap: bool) -> list[bool]:
 def test_weights_that_others_write_are_followed(ranks: RankPool, overlap: bool) -> None:
     """Invariant 6: loading weights refreshes every rank's pieces; new storage moves back into the bucket."""
     assert ranks.run(3, _loaded_weights, overlap) == [[True] * 4] * 3
-
-
-def test_model_cast_after_wrapping_is_refused() -> None:
-    """module.float() tears parameters from their buckets."""
-    module = net()
-    optimizer = sharded(module)
-    module.float()
-    with pytest.raises(UsageError, match=r"parameter 'first.weight' became .* torch.float32 .* cast the model first"):
-        optimizer.step()
 
 
 class _Attention(nn.Module):
@@ -440,21 +352,6 @@ def _built() -> list[Any]:
 def test_build_optimizer_shards_when_asked(ranks: RankPool) -> None:
     """Megatron-Core's use_distributed_optimizer in the config is all it takes."""
     assert ranks.run(2, _built) == [["DistributedOptimizer", ["first.weight", "second.weight"], 2]] * 2
-
-
-def _sparse() -> str:
-    module = nn.Embedding(4, 3, sparse=True)
-    optimizer = DistributedOptimizer(torch.optim.SGD(module.named_parameters()), modules=module, broadcast_params=True)
-    with pytest.raises(GradientError) as caught:
-        module(torch.tensor([1])).sum().backward()
-    assert optimizer.param_names() == ["weight"]
-    return str(caught.value)
-
-
-def test_sparse_gradient_is_refused_by_name(ranks: RankPool) -> None:
-    """A sparse embedding is named in backward, with the way out."""
-    for message in ranks.run(2, _sparse):
-        assert "the gradient of 'weight' has layout torch.sparse_coo; build the layer with sparse=False" in message
 
 
 def _late() -> str:

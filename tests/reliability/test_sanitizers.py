@@ -128,7 +128,7 @@ WORK: dict[str, list[tuple[str, ...]]] = {
         (*MACHINE, "native", "--examples", "60", "--steps", "15"),
     ],
     "tensor_reader": [
-        (*PYTEST, "-m", "slow", "tests/unit/kernels/test_tensor_reader.py"),
+        (*PYTEST, "-m", "slow", *(f"tests/unit/kernels/test_tensor_{what}.py" for what in ("reader", "findings"))),
         (*MACHINE, f"native {READER}", "--examples", "30", "--steps", "15"),
     ],
 }

@@ -1,0 +1,23 @@
+"""What kernels are tested with: each backend, and each way to read tensors."""
+
+import pytest
+import torch
+
+from megascale.kernels.tensors import tensor_reader
+from tests.unit.kernels.memory_cases import BACKENDS
+
+
+@pytest.fixture(params=["python", pytest.param("native", marks=pytest.mark.slow)])
+def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors read one by one, and in one walk."""
+    monkeypatch.setenv(tensor_reader.ENVIRONMENT_VARIABLE, request.param)
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    """Every backend; triton in its interpreter."""
+    if request.param == "triton":
+        pytest.importorskip("triton")
+        if torch.accelerator.is_available():
+            pytest.skip("its kernels run on the accelerator")
+    return str(request.param)

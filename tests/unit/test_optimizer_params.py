@@ -1,0 +1,293 @@
+"""Parameters: groups, frozen and added ones, weights that others write, main params that outgrow fp16."""
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megascale import ConstantGradScaler, MixedPrecisionOptimizer, OptimizerConfig
+from megascale.errors import MainParamOverflowError, UsageError
+from tests.counting import OperatorCounter
+from tests.training import (
+    INNER,
+    Bag,
+    Sign,
+    bits_equal,
+    check_invariant_6,
+    constant,
+    grad_of,
+    model,
+    same_bits,
+    set_grads,
+    snapshot,
+)
+
+
+def test_param_groups_are_shared_and_obeyed() -> None:
+    """Each group has its own lr and weight decay; writes to param_groups and LR schedulers take effect."""
+    module = model()
+    inner = torch.optim.SGD(
+        [
+            {"params": [module.first.weight], "lr": 0.0},
+            {"params": [module.second.weight], "lr": 1.0, "weight_decay": 0.5},
+        ],
+        lr=0.1,
+    )
+    optimizer = constant(module, lambda _: inner, 1.0)
+    assert optimizer.param_groups is inner.param_groups
+    assert optimizer.state is inner.state
+    start = [module.first.weight.detach().clone(), module.second.weight.detach().float()]
+    module.first.weight.grad, module.second.weight.grad = torch.ones(6, 4).half(), torch.zeros(4, 6).half()
+    optimizer.step()
+    assert bits_equal(module.first.weight, start[0])
+    torch.testing.assert_close(dict(optimizer.main_params())["1"], start[1] * 0.5)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+        scheduler.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [0.0, 0.5]
+    optimizer.param_groups[0]["lr"] = 1.0
+    before = module.first.weight.detach().clone()
+    optimizer.step()
+    torch.testing.assert_close(module.first.weight.detach(), before - 1)
+
+
+def test_scheduler_on_the_inner_optimizer_does_not_warn() -> None:
+    """A scheduler built before wrapping counts our steps as steps."""
+    module = model()
+    inner = INNER["adamw_fused"](module)
+    scheduler = torch.optim.lr_scheduler.StepLR(inner, 1)
+    optimizer = constant(module, lambda _: inner, 1.0)
+    set_grads(module, 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+        scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-3)
+
+
+def test_added_group_is_trained() -> None:
+    """add_param_group takes model params, makes their main params and state, and steps them."""
+    module, extra = model(), nn.Linear(3, 3).half()
+    optimizer = constant(module, INNER["adamw_fused"], 1.0)
+    optimizer.add_param_group({"params": list(extra.named_parameters(prefix="extra")), "lr": 0.5})
+    names = [name for name, _ in optimizer.main_params()]
+    assert names[-2:] == ["extra.weight", "extra.bias"]
+    before = extra.weight.detach().clone()
+    set_grads(extra, 0)
+    optimizer.step()
+    assert not bits_equal(before, extra.weight)
+    assert set(optimizer.state[extra.weight]) == {"exp_avg", "exp_avg_sq", "step"}
+    assert len(optimizer.param_groups) == 2
+
+
+def test_frozen_then_unfrozen() -> None:
+    """A frozen parameter has no main param and never moves; unfrozen, it starts from the model's weights and trains."""
+    module = model()
+    module.first.weight.requires_grad_(False)
+    optimizer = constant(module, INNER["adamw_fused"], 1.0)
+    frozen = module.first.weight.detach().clone()
+    assert "first.weight" not in dict(optimizer.main_params())
+    for param in module.parameters():
+        param.grad = torch.ones_like(param) if param.requires_grad else None
+    optimizer.step()
+    assert bits_equal(frozen, module.first.weight)
+    module.first.weight.requires_grad_(True)
+    set_grads(module, 0)
+    optimizer.step()
+    assert optimizer.state[module.first.weight]["step"].item() == 1
+    assert optimizer.state[module.second.weight]["step"].item() == 2
+    assert not bits_equal(frozen, module.first.weight)
+    module.first.weight.requires_grad_(False)
+    module.first.weight.grad = None
+    kept = dict(optimizer.main_params())["first.weight"].clone()
+    optimizer.step()
+    assert bits_equal(kept, dict(optimizer.main_params())["first.weight"])
+
+
+def test_parameters_without_gradients_stand_still() -> None:
+    """No gradient: no weight decay, no step count, as in torch. No gradients at all: a landed step of norm 0."""
+    module = model()
+    optimizer = constant(module, INNER["adamw_fused"], 1.0, log_num_zeros_in_grad=True)
+    before = snapshot(optimizer, module)
+    result = optimizer.step()
+    assert bool(result.success)
+    assert result.grad_norm.item() == 0
+    assert result.num_zeros_in_grad.item() == 0
+    assert same_bits(before, snapshot(optimizer, module))
+    module.first.bias.grad = torch.ones_like(module.first.bias)
+    optimizer.step()
+    changed = {key for key, value in snapshot(optimizer, module).items() if not bits_equal(value, before[key])}
+    assert changed
+    assert all("first.bias" in key for key in changed)
+
+
+def test_tied_weights_count_once() -> None:
+    """A weight used twice is one parameter: counted once in the norm, stepped once."""
+    module = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)).half()
+    tied = nn.Parameter(torch.ones(4, 4).half())
+    for layer in module:
+        layer.weight = tied
+    optimizer = constant(module, INNER["sgd"], 1.0)
+    tied.grad = torch.ones(4, 4).half()
+    assert optimizer.step().grad_norm.item() == 4.0
+    assert [name for name, _ in optimizer.main_params()] == ["0.weight"]
+
+
+def test_mixed_dtypes_in_one_optimizer() -> None:
+    """fp16, bf16, fp32 and fp64 parameters together: 16-bit ones have copies, the others are their own main params."""
+    dtypes = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+    module = Bag(torch.ones(3, dtype=dtype) for dtype in dtypes)
+    for inner in ("adamw_fused", "sgd_momentum_fused"):
+        optimizer = constant(module, INNER[inner], 4.0)
+        set_grads(module, 0)
+        assert optimizer.step().success
+        mains = [main for _, main in optimizer.main_params()]
+        assert [main.dtype for main in mains] == [torch.float32, torch.float32, torch.float32, torch.float64]
+        assert mains[2] is module[2]
+        assert mains[3] is module[3]
+        check_invariant_6(optimizer, module)
+
+
+def test_loaded_weights_are_followed() -> None:
+    """Invariant 6: weights loaded into the model reach the main params; the next step does not revert them (Megatron-LM
+    174).
+    """
+    module, other = model(seed=0), model(seed=1)
+    optimizer = constant(module, INNER["sgd"], 1.0)
+    set_grads(module, 0)
+    optimizer.step()
+    module.load_state_dict(other.state_dict())
+    for param in module.parameters():
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    for p, q in zip(module.parameters(), other.parameters(), strict=True):
+        assert bits_equal(p, q)
+    check_invariant_6(optimizer, module)
+
+
+def test_following_keeps_the_bits_that_still_fit() -> None:
+    """An outside write to some elements, or a swap there and back, loses no fp32 bit of the others."""
+    module = model()
+    optimizer = constant(module, INNER["sgd"], 1.0)
+    for step in range(3):
+        set_grads(module, step, scale=0.01)
+        optimizer.step()
+    before = {name: main.clone() for name, main in optimizer.main_params()}
+    weights = copy.deepcopy(module.state_dict())
+    module.load_state_dict(model(seed=5).state_dict())
+    module.load_state_dict(weights)
+    assert all(bits_equal(main, before[name]) for name, main in optimizer.main_params())
+    with torch.no_grad():
+        module.first.weight[0, 0] = 7.0
+    mains = dict(optimizer.main_params())
+    assert mains["first.weight"][0, 0].item() == 7.0
+    assert torch.equal(mains["first.weight"][1:], before["first.weight"][1:])
+    module.load_state_dict(weights)
+    optimizer.reload_model_params()
+    assert all(bits_equal(main, weights[name].float()) for name, main in optimizer.main_params())
+
+
+def test_untouched_weights_cost_no_pass() -> None:
+    """Only a model param that someone else wrote is compared with its main param: not after a step, not after a
+    load.
+    """
+    module = model()
+    optimizer = constant(module, INNER["sgd"], 1.0)
+    compared = torch.ops.aten.view.dtype
+    for action in (optimizer.step, lambda: optimizer.load_state_dict(optimizer.state_dict())):
+        set_grads(module, 0)
+        action()
+        with OperatorCounter() as counter:
+            optimizer.step()
+        assert counter.counts[compared] == 0
+    module.load_state_dict(module.state_dict())
+    with OperatorCounter() as counter:
+        optimizer.step()
+    assert counter.counts[compared] > 0
+
+
+def test_new_storage_is_followed() -> None:
+    """``param.data = tensor`` swaps storage without a version: it is noticed all the same."""
+    module = model()
+    optimizer = constant(module, INNER["sgd"], 1.0)
+    module.first.weight.data = torch.full((6, 4), 3.0).half()
+    assert dict(optimizer.main_params())["first.weight"].unique().tolist() == [3.0]
+
+
+def test_model_cast_after_wrapping_is_refused() -> None:
+    """model.float() after the optimizer was built would tear main params from their model params."""
+    module = model()
+    optimizer = constant(module, INNER["sgd"], 1.0)
+    module.float()
+    with pytest.raises(UsageError, match=r"parameter 'first.weight' became .* torch.float32 .* cast the model first"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("inner", [INNER["sgd"], lambda m: Sign(m.named_parameters(), lr=1e-2)])
+def test_main_param_that_outgrows_fp16_is_named(inner: Any) -> None:
+    """Nobody checks the rounding of masters: ours raises, names the parameter, keeps the main
+    param.
+    """
+    module = model()
+    optimizer = constant(module, inner, 1.0)
+    optimizer.param_groups[0]["lr"] = 70000.0
+    for param in module.parameters():
+        param.grad = torch.zeros_like(param)
+    grad_of(module.second.bias)[1] = 1.0
+    with pytest.raises(MainParamOverflowError, match=r"main param of 'second.bias' is 65520 or more"):
+        optimizer.step()
+    assert dict(optimizer.main_params())["second.bias"][1].item() == pytest.approx(-70000, rel=1e-4)
+    with torch.no_grad():
+        dict(optimizer.main_params())["second.bias"].clamp_(-100, 100)
+    optimizer.param_groups[0]["lr"] = 0.0
+    assert optimizer.step().success
+    assert module.second.bias[1].item() == -100
+
+
+def test_main_param_of_any_group_that_outgrows_fp16_is_named() -> None:
+    """An overflowing rounding is found in each param group, not only in the first."""
+    for overflowing in range(3):
+        weights = [nn.Parameter(torch.ones(4).half()) for _ in range(3)]
+        inner = torch.optim.SGD([{"params": [weight]} for weight in weights], lr=70000.0)
+        optimizer = MixedPrecisionOptimizer(
+            inner, OptimizerConfig(fp16=True, clip_grad=0.0), ConstantGradScaler(1.0), grads_are_scaled=True
+        )
+        for index, weight in enumerate(weights):
+            weight.grad = torch.full_like(weight, float(index == overflowing))
+        with pytest.raises(MainParamOverflowError, match=f"main param of '{overflowing}' is 65520 or more"):
+            optimizer.step()
+
+
+def test_a_frozen_parameter_may_be_anything() -> None:
+    """What has no main param is not looked at: a sparse one among the groups' parameters stops no step."""
+    param = nn.Parameter(torch.ones(3).half())
+    frozen = nn.Parameter(torch.eye(3).to_sparse(), requires_grad=False)
+    optimizer = MixedPrecisionOptimizer(
+        torch.optim.SGD([param, frozen], lr=1.0), None, ConstantGradScaler(1.0), grads_are_scaled=True
+    )
+    param.grad = torch.ones(3).half()
+    optimizer.step()
+    assert not param.any()
+
+
+def test_a_frozen_parameter_written_after_its_state_was_loaded_is_followed() -> None:
+    """Its main param, which the load made, takes the write over when the parameter is unfrozen."""
+
+    def built(frozen: bool) -> tuple[nn.Parameter, MixedPrecisionOptimizer]:
+        param, other = nn.Parameter(torch.ones(3).half(), requires_grad=not frozen), nn.Parameter(torch.ones(3).half())
+        inner = torch.optim.SGD([param, other], lr=1.0)
+        return param, MixedPrecisionOptimizer(inner, None, ConstantGradScaler(1.0), grads_are_scaled=True)
+
+    param, optimizer = built(frozen=True)
+    optimizer.load_state_dict(built(frozen=False)[1].state_dict())
+    with torch.no_grad():
+        param.fill_(5.0)
+    param.requires_grad_(True).grad = torch.zeros(3).half()
+    optimizer.step()
+    assert param.tolist() == [5.0] * 3
+    assert dict(optimizer.main_params())["0"].tolist() == [5.0] * 3
