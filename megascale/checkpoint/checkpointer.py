@@ -19,6 +19,7 @@ from megascale.checkpoint import directory as folders
 from megascale.checkpoint import storage
 from megascale.checkpoint.agreement import named, together
 from megascale.checkpoint.contents import Contents, SavedOptimizer, check_types, collect
+from megascale.checkpoint.kept_nest import KeptNest
 from megascale.checkpoint.loading import Groups, LoadedCheckpoint, load
 from megascale.checkpoint.manifest import Manifest
 from megascale.checkpoint.nest import Tree
@@ -72,6 +73,7 @@ class Checkpointer:
         self._background = _Background()
         self._staging = Staging()
         self._planning = storage.Planning()
+        self._nests: dict[str, KeptNest] = {}
         # The background thread has its own group, as its collectives must not interleave with training's.
         self._background_group: ProcessGroup | None = None
 
@@ -107,7 +109,7 @@ class Checkpointer:
             contents, rank_trees = self._agreed_contents(step, model, optimizer, user_state, rank_state)
             folder = self._begin(step)
             with self._removed_on_error(folder):
-                planned = self._planning.plan(contents.tensors, folder, self._group)
+                planned = self._planning.plan(contents.tensors, folder, self._group, contents.revision)
                 if not self.async_save:
                     return self._finish(step, planned, contents.trees, rank_trees, self._group)
                 with together("copy the checkpoint to host memory", self._group):
@@ -162,10 +164,10 @@ class Checkpointer:
             optimizer.share_state_forms()
         with together("collect the state", self._group):
             rank = group_rank(self._group)
-            contents = collect(model, optimizer, user_state, rank_state, rank, self._groups)
+            contents = collect(model, optimizer, user_state, rank_state, rank, self._groups, self._nests)
             compares = self.check_replicas and group_size(self._group) > 1
-            sums = digests(contents.replicated()) if compares else {}
-        digest = {"step": step, **contents.digest()}
+            sums = digests(contents.replicated(model)) if compares else {}
+        digest = {"step": step, **contents.digest}
         gathered = all_gather_object(
             (digest, contents.rank_tree, zlib.crc32(repr(sorted(sums.items())).encode())), self._group
         )
@@ -226,7 +228,7 @@ class Checkpointer:
                     marks.update(rank_marks)
                 Manifest(step, group_size(group), trees, rank_trees, marks).write(planned.folder)
                 folders.commit(planned.folder, self.directory, step)
-        planned.pieces.is_indexed = True
+        planned.pieces.reduce()
         with together("remove old checkpoints", group):
             if planned.rank == 0 and self.keep_last is not None:
                 folders.prune(self.directory, self.keep_last, step)

@@ -1,7 +1,5 @@
 """Collects the contents of a checkpoint, and checks saved contents before anything live changes."""
 
-import json
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -11,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from megascale.checkpoint.kept_nest import KeptNest
 from megascale.checkpoint.manifest import Manifest
 from megascale.checkpoint.nest import Tree, flatten, join, leaves
 from megascale.errors import ArgumentTypeError, CheckpointError
@@ -58,29 +57,35 @@ _UNCOMPARED = (torch.complex32, torch.complex64, torch.complex128, torch.bool)
 
 @dataclass(frozen=True)
 class Contents:
-    """One rank's view of what is saved. The tensors are the live ones."""
+    """One rank's view of what is saved. The tensors are the live ones.
+
+    Attributes:
+        trees: by part.
+        rank_tree: of this rank's own state.
+        tensors: by key.
+        digest: a checksum of names, shapes, dtypes and primitives for each part that all ranks must agree on.
+        revision: the same as the save before if the tensors' keys, order, shapes, dtypes and placements are.
+    """
 
     trees: dict[str, Tree]
     rank_tree: Tree
     tensors: dict[str, Tensor]
-    param_keys: frozenset[str] = frozenset()
+    digest: dict[str, int]
+    revision: dict[str, int]
 
-    def replicated(self) -> dict[str, Tensor]:
+    def replicated(self, model: nn.Module) -> dict[str, Tensor]:
         """Return tensors that every rank holds whole and with equal values: parameters, main params, optimizer state.
 
         Not buffers, which may differ under DistributedDataParallel, nor user state.
         """
+        params = {join("model", name) for name, _ in bare(model).named_parameters(remove_duplicate=False)}
         return {
             key: tensor
             for key, tensor in self.tensors.items()
-            if (key in self.param_keys or key.startswith("optimizer/"))
+            if (key in params or key.startswith("optimizer/"))
             and not isinstance(tensor, (DTensor, ParamShard))
             and tensor.dtype not in _UNCOMPARED
         }
-
-    def digest(self) -> dict[str, int]:
-        """Return a checksum of names, shapes, dtypes and primitives for each part that all ranks must agree on."""
-        return {part: zlib.crc32(json.dumps(tree).encode()) for part, tree in self.trees.items()}
 
 
 def collect(
@@ -90,8 +95,12 @@ def collect(
     rank_state: Any,
     rank: int,
     groups: ParallelGroups,
+    nests: dict[str, KeptNest],
 ) -> Contents:
-    """Flatten everything to be saved. Raises ArgumentError or ArgumentTypeError for what a checkpoint cannot hold."""
+    """Flatten everything to be saved. Raises ArgumentError or ArgumentTypeError for what a checkpoint cannot hold.
+
+    ``nests``: of the save before, by part; empty for the first. They are brought up to date.
+    """
     check_types(model, optimizer)
     _refuse_local_shards(model, groups)
     parts: dict[str, Any] = {}
@@ -104,15 +113,15 @@ def collect(
         parts |= {PARAM_NAMES: renamed} if renamed else {}
     if user_state is not None:
         parts["user"] = user_state
+    own = f"rank/{rank}"
     trees: dict[str, Tree] = {}
     tensors: dict[str, Tensor] = {}
-    for part, nest in parts.items():
-        trees[part], found = flatten(nest, part)
+    for part, nest in {**parts, own: rank_state}.items():
+        trees[part], found = nests.setdefault(part, KeptNest(part)).flatten(nest)
         tensors.update(found)
-    rank_tree, found = flatten(rank_state, f"rank/{rank}")
-    tensors.update(found)
-    params = frozenset(join("model", name) for name, _ in bare(model).named_parameters(remove_duplicate=False))
-    return Contents(trees, rank_tree, tensors, params)
+    rank_tree = trees.pop(own)
+    digest = {part: nests[part].crc32() for part in trees}
+    return Contents(trees, rank_tree, tensors, digest, {part: nests[part].revision for part in (*trees, own)})
 
 
 def check_types(model: nn.Module, optimizer: SavedOptimizer | None) -> None:

@@ -13,7 +13,10 @@ from torch import Tensor
 from megascale.errors import ArgumentError, ArgumentTypeError, CheckpointError
 
 Tree: TypeAlias = Any
-"""JSON: a primitive stands for itself, everything else is an object of one key: dict, list, tuple, bytes or tensor."""
+"""JSON: a primitive stands for itself, everything else is an object of one key: dict, list, tuple, bytes or tensor.
+
+JSON's arrays are tuples here until they are read from a file: Python's garbage collector stops to visit those.
+"""
 
 PRIMITIVES = (type(None), bool, int, float, str)
 
@@ -54,24 +57,46 @@ def join(path: str, key: Any) -> str:
 
 
 def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Tree:
+    if isinstance(value, Mapping):
+        items = [(checked_key(key, path), _encode(item, join(path, key), tensors)) for key, item in value.items()]
+        return {"dict": tuple(items)}
+    if isinstance(value, (list, tuple)):
+        items = [_encode(item, join(path, place), tensors) for place, item in enumerate(value)]
+        return {"list" if isinstance(value, list) else "tuple": tuple(items)}
+    tree = tree_of_leaf(value, path)
+    if isinstance(value, Tensor):
+        tensors[path] = value.detach()
+    return tree
+
+
+def tree_of_leaf(value: Any, path: str) -> Tree:
+    """Return the tree of a value that holds no others. Raises ArgumentError or ArgumentTypeError if it has none."""
     if isinstance(value, PRIMITIVES):
         return value
     if isinstance(value, Tensor):
-        if value.layout is not torch.strided or value.is_meta or value.is_quantized:
+        if not is_storable(value):
             raise ArgumentError(f"{path} is a tensor that a checkpoint cannot hold ({value.layout=}, {value.device=})")
-        tensors[path] = value.detach()
-        return {"tensor": {"key": path, "shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}}
-    if isinstance(value, Mapping):
-        return {"dict": [[_key(key, path), _encode(item, join(path, key), tensors)] for key, item in value.items()]}
-    if isinstance(value, (list, tuple)):
-        items = [_encode(item, join(path, place), tensors) for place, item in enumerate(value)]
-        return {"list" if isinstance(value, list) else "tuple": items}
+        return {"tensor": {"key": path, "shape": tuple(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}}
     if isinstance(value, bytes):
         return {"bytes": base64.b64encode(value).decode()}
     raise ArgumentTypeError(
         f"{path} is a {type(value).__module__}.{type(value).__qualname__}; a checkpoint holds tensors, dicts, lists, "
         "tuples, bytes, None, bool, int, float and str: convert it, e.g. a numpy array with torch.from_numpy"
     )
+
+
+def checked_key(key: Any, path: str) -> Any:
+    """Return a dict's key. Raises ArgumentTypeError if a checkpoint cannot hold it."""
+    if isinstance(key, PRIMITIVES):
+        return key
+    raise ArgumentTypeError(
+        f"{path} has the key {key!r} of type {type(key).__name__}; keys are str, int, float, bool or None"
+    )
+
+
+def is_storable(tensor: Tensor) -> bool:
+    """Return whether a checkpoint can hold a tensor: strided, with data, not quantized."""
+    return tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized
 
 
 def _decode(tree: Tree, tensor_of: Callable[[dict[str, Any]], Any]) -> Any:
@@ -90,14 +115,6 @@ def _decode(tree: Tree, tensor_of: Callable[[dict[str, Any]], Any]) -> Any:
         case "bytes":
             return base64.b64decode(content)
     raise CheckpointError(f"the manifest holds {kind!r}, which this version of megascale does not know")
-
-
-def _key(key: Any, path: str) -> Any:
-    if isinstance(key, PRIMITIVES):
-        return key
-    raise ArgumentTypeError(
-        f"{path} has the key {key!r} of type {type(key).__name__}; keys are str, int, float, bool or None"
-    )
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -8,7 +8,7 @@ background thread begins to write.
 import os
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, groupby
 from pathlib import Path
@@ -20,20 +20,19 @@ from torch.distributed import ProcessGroup
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystemReader, FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import find_state_dict_object
-from torch.distributed.tensor import DTensor
 
 from megascale.checkpoint.agreement import together
 from megascale.checkpoint.archive_writing import write_archives, write_by_torch
+from megascale.checkpoint.kept_nest import form_of
 from megascale.checkpoint.manifest import FileMark, mark_of
 from megascale.checkpoint.metadata import METADATA_NAME
 from megascale.checkpoint.staging import Staging
 from megascale.checkpoint.tensor_archive import TensorArchive, archive_of
 from megascale.errors import CheckpointError
-from megascale.main_params.shard import ParamShard
 from megascale.utils.collectives import all_gather_object, broadcast_object, group_rank
 from megascale.utils.progress import advance
 
@@ -59,7 +58,7 @@ class WritePlan:
 
     Attributes:
         token: the same on all ranks that planned together.
-        plan: this rank's pieces, in the order of its file.
+        plan: this rank's pieces, in the order of its file; empty once :meth:`reduce` has been called.
         metadata: torch's index of all pieces, without their places in the files; empty on all but the first rank.
         places: where every rank's pieces lie, by rank; on the first rank.
         index: the bytes of `.metadata` that say so.
@@ -74,6 +73,12 @@ class WritePlan:
     is_indexed: bool = False
 
     @cached_property
+    def wanted(self) -> list[str | MetadataIndex]:
+        """Each piece's tensor: the key of a whole one, torch's index of a part."""
+        kinds = [(item.index, item.type is WriteItemType.TENSOR) for item in self.plan.items]
+        return [index.fqn if is_whole else index for index, is_whole in kinds]
+
+    @cached_property
     def archives(self) -> list[TensorArchive] | None:
         """Each piece's archive; None if torch writes one that is not known."""
         pieces = [item.tensor_data for item in self.plan.items if item.tensor_data is not None]
@@ -85,6 +90,25 @@ class WritePlan:
     def file_name(self) -> str:
         """The name of this rank's file."""
         return f"{self.plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
+
+    def live(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+        """Return the live pieces of ``tensors``, in the order of the file."""
+        state = dict(tensors)
+        return [
+            state[piece] if isinstance(piece, str) else find_state_dict_object(state, piece).detach()
+            for piece in self.wanted
+        ]
+
+    def reduce(self) -> None:
+        """Keep what the next save needs, once the first rank knows where this rank's pieces lie.
+
+        The rest is a dozen objects for each tensor, which Python's garbage collector would visit again and again.
+        """
+        self.is_indexed = True
+        if self.archives is not None and len(self.wanted) == len(self.archives):
+            self.plan = replace(self.plan, items=[])
+            self.metadata = Metadata({})
+            self.places.clear()
 
 
 @dataclass
@@ -155,43 +179,35 @@ class Planning:
 
     def __init__(self) -> None:
         self._signature: list[Any] = []
+        self._revision: Any = None
         self._kept: WritePlan | None = None
 
     def forget(self) -> None:
         """Plan anew the next time, on all ranks: what the others know may be less than what they were told."""
         self._kept = None
 
-    def plan(self, tensors: Mapping[str, Tensor], folder: Path, group: ProcessGroup | None) -> PlannedWrite:
-        """Plan the writes with the ranks of ``group``; every rank calls it with its own tensors."""
-        signature: list[Any] = []
+    def plan(
+        self, tensors: Mapping[str, Tensor], folder: Path, group: ProcessGroup | None, revision: Any = None
+    ) -> PlannedWrite:
+        """Plan the writes with the ranks of ``group``; every rank calls it with its own tensors.
+
+        ``revision``: not None, and equal to that of the call before, where what the plan depends on is the same.
+        """
+        signature = self._signature
         with together("plan the checkpoint", group):
-            signature = [_signature(key, tensor) for key, tensor in tensors.items()]
+            if self._kept is None or revision is None or revision != self._revision:
+                signature = [(key, form_of(tensor)) for key, tensor in tensors.items()]
         own = self._kept.token if self._kept is not None and signature == self._signature else None
         tokens = set(all_gather_object(own, group))
         if self._kept is None or tokens != {self._kept.token}:
             self._kept = None
             self._kept, self._signature = _planned(tensors, folder, group), signature
+        self._revision = revision
         pieces = self._kept
         live: list[Tensor] = []
         with together("plan the checkpoint", group):
-            live = live_pieces(tensors, pieces.plan)
+            live = pieces.live(tensors)
         return PlannedWrite(folder, group_rank(group), pieces, live)
-
-
-def live_pieces(tensors: Mapping[str, Tensor], plan: SavePlan) -> list[Tensor]:
-    """Return the pieces of live tensors that ``plan`` names, in its order."""
-    state = dict(tensors)
-    return [find_state_dict_object(state, item.index).detach() for item in plan.items]
-
-
-def _signature(key: str, tensor: Tensor) -> tuple[Any, ...]:
-    """Return what the plan of a tensor depends on."""
-    whole = (key, type(tensor), tensor.shape, tensor.dtype)
-    if isinstance(tensor, ParamShard):
-        return (*whole, tensor.start, tensor.piece.numel())
-    if isinstance(tensor, DTensor):
-        return (*whole, tensor.placements, tensor.device_mesh)
-    return whole
 
 
 def plan_write(tensors: Mapping[str, Tensor], folder: Path, group: ProcessGroup | None) -> PlannedWrite:

@@ -14,6 +14,7 @@ from megascale.main_params.main_param import MainParam, main_param_of
 from megascale.main_params.slab import Slabs
 from megascale.main_params.update_unit import UpdateUnit
 from megascale.main_params.write_tracker import WriteTracker
+from megascale.utils.autograd import detached
 from megascale.utils.collectives import full_tensor
 from megascale.utils.dtensors import distribute_like, is_dtensor
 
@@ -59,7 +60,7 @@ class ReplicatedMainParams(MainParams):
 
     @override
     def export(self, param: MainParam, values: Mapping[str, Tensor], *, copy: bool) -> dict[str, Tensor]:
-        return {key: value.detach().clone() if copy else value.detach() for key, value in values.items()}
+        return {key: value.detach().clone() if copy else detached(value) for key, value in values.items()}
 
 
 def place_like(value: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor
 from megascale.errors import MainParamOverflowError, StateDictError
 from megascale.kernels.compact_moments import FIRST_DTYPE, SCALE_SUFFIX, SECOND_DTYPE, num_groups
 from megascale.kernels.protocol import FP16_OVERFLOW
+from megascale.utils.autograd import detached
 from megascale.utils.dtensors import local
 
 VERSION = 1
@@ -37,7 +38,7 @@ def portable(value: Any, where: str, *, copy: bool) -> Any:
     Raises StateDictError naming ``where`` for anything that ``torch.load(weights_only=True)`` could not read.
     """
     if isinstance(value, Tensor):
-        return value.detach().clone() if copy else value.detach()
+        return value.detach().clone() if copy else detached(value)
     if isinstance(value, PRIMITIVES):
         return value
     if isinstance(value, (list, tuple)):

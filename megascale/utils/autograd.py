@@ -1,10 +1,11 @@
-"""Runs functions without autograd."""
+"""Runs functions, and holds tensors, without autograd."""
 
 import functools
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -24,3 +25,8 @@ def without_grad(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
 
     return wrapped
+
+
+def detached(tensor: Tensor) -> Tensor:
+    """Return the live tensor without autograd's part: itself where it has none."""
+    return tensor.detach() if tensor.requires_grad else tensor

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megascale.checkpoint import storage
 from megascale.checkpoint.metadata import read_metadata
-from megascale.checkpoint.storage import PlannedWrite, WritePlan, _SavePlanner, _Writer, live_pieces
+from megascale.checkpoint.storage import PlannedWrite, WritePlan, _SavePlanner, _Writer
 from megascale.errors import ArgumentError, UsageError
 from megascale.main_params.shard import ParamShard, boxes_of
 
@@ -65,12 +65,8 @@ def _write(folder: Path, pieces: list[ParamShard]) -> None:
         local.append(writer.prepare_local_plan(planner.create_local_plan()))
     plans, metadata = planners[0].create_global_plan(local)
     plans = writers[0].prepare_global_plan(plans)
-    saves = [
-        PlannedWrite(
-            folder, rank, WritePlan("", planner.finish_plan(plan), metadata), live_pieces({"w": pieces[rank]}, plan)
-        )
-        for rank, (planner, plan) in enumerate(zip(planners, plans, strict=True))
-    ]
+    own = [WritePlan("", planner.finish_plan(plan), metadata) for planner, plan in zip(planners, plans, strict=True)]
+    saves = [PlannedWrite(folder, rank, plan, plan.live({"w": pieces[rank]})) for rank, plan in enumerate(own)]
     saves[0].write_metadata([save.write()[0] for save in saves])
 
 
