@@ -270,8 +270,8 @@ class ChainedOptimizer(torch.optim.Optimizer):
             return [(live, live.plan(part, strict=strict)) for live, part in zip(lives, parts, strict=True)]
 
         load_together(plan, self.groups.grad_stats)
-        for optimizer in self.optimizers:
-            optimizer.forget_step()
+        self.recipe.forget_ready()
+        self.recipe.begin_anew()
 
     def check_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
         """See :meth:`MixedPrecisionOptimizer.check_state_dict`."""

@@ -356,11 +356,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self._member.sync_from_model()
         live = self.live_state()
         load_together(lambda: [(live, live.plan(state_dict, strict=strict))], self.groups.grad_stats)
-        self.forget_step()
-
-    def forget_step(self) -> None:
-        """Drop a prepared step and recorded errors; called when main params were replaced."""
-        self._member.ready = None
+        self.recipe.forget_ready()
         self.recipe.begin_anew()
 
     def check_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:

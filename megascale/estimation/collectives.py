@@ -17,14 +17,14 @@ REDUCE, AGREE, GATHER = "reduce gradients", "agree on the step", "gather paramet
 
 @dataclass(frozen=True)
 class Collective:
-    """Equal operations of one purpose that a rank calls in a step.
+    """All calls of one operation for one purpose that a rank makes in a step.
 
     Attributes:
         purpose: what they are for.
         operation: "all_reduce", "reduce_scatter", "all_gather", or "send" (with as many receives).
-        count: calls.
-        payload: bytes of the tensors that all calls are given, of an all_gather the gathered ones.
-        sent: bytes that leave the rank in all, where an all-reduce, reduce-scatter or all-gather is a ring.
+        count: how many calls.
+        payload: bytes of the tensors that these calls are given, in all; of an all_gather, bytes of the gathered ones.
+        sent: bytes that leave the rank, in all. An all-reduce, reduce-scatter or all-gather is taken to be a ring.
     """
 
     purpose: str
@@ -59,7 +59,7 @@ def collectives(partition: Partition) -> list[Collective]:
 
 
 def _sent_grads(partition: Partition) -> tuple[int, int, int]:
-    """Return how many messages carry gradients to the other shards, and their bytes, twice."""
+    """Return count, payload and sent bytes of the messages that carry gradients to the other ranks' shards."""
     setup, count, nbytes = partition.setup, 0, 0
     for dtype, shards in partition.shards():
         others = [numel for rank, numel in enumerate(shards) if rank != setup.rank]
@@ -69,7 +69,7 @@ def _sent_grads(partition: Partition) -> tuple[int, int, int]:
 
 
 def _sent_params(partition: Partition) -> tuple[int, int, int]:
-    """Return how many messages carry the rank's shards to the others, and their bytes, twice."""
+    """Return count, payload and sent bytes of the messages that carry the rank's shards to the other ranks."""
     others = partition.setup.ranks - 1
     owned = [(dtype, shards[partition.setup.rank]) for dtype, shards in partition.shards()]
     nbytes = sum(numel * dtype.itemsize for dtype, numel in owned) * others
@@ -77,7 +77,7 @@ def _sent_params(partition: Partition) -> tuple[int, int, int]:
 
 
 def _ring(purpose: str, operation: str, payloads: Sequence[int], ranks: int, *, passes: int) -> Collective:
-    """Return collectives of which each pass sends ``(ranks - 1) / ranks`` of its payload."""
+    """Return collectives that go round a ring ``passes`` times: each time, ``(ranks - 1) / ranks`` of ``payloads``."""
     payload = sum(payloads)
     return Collective(purpose, operation, len(payloads), payload, passes * payload * (ranks - 1) // ranks)
 

@@ -1,4 +1,4 @@
-"""Bytes that one rank holds, by kind; bytes of a checkpoint."""
+"""Memory of one rank, by kind, and the size of a checkpoint: both in bytes."""
 
 from collections.abc import Iterable
 
@@ -19,16 +19,17 @@ SCALE_BYTES = 4
 """A scale of a group of codes is one fp32 number."""
 UPDATE_OF_A_MATRIX = "update of a matrix"
 MUON_SCRATCH = 14
-"""Bytes an element while a matrix is written: new momentum, direction in bf16, the same in fp32, new main param."""
+"""Bytes an element while a matrix is updated: new momentum (4), direction in bf16 (2), and in fp32 (4), new main
+param (4)."""
 PIECE_BYTES = 1900
-"""A saved piece beside its elements: torch.save's container 1,550, its rows of the index and of the manifest 350."""
+"""Bytes of a saved piece beside its elements: torch.save's container 1,550, its rows in index and manifest 350."""
 
 
 def held_bytes(partition: Partition) -> dict[str, int]:
-    """Return the bytes between backward and the step, by kind.
+    """Return the bytes that the rank holds between backward and the step, by kind, without activations.
 
-    Activations are not among them. Kinds are those of the glossary; "messages" is memory that receives messages, or
-    the buckets of DistributedDataParallel.
+    Kinds have the names of the glossary. "messages" is memory for messages that arrive, or the buckets of
+    DistributedDataParallel.
     """
     sizes, setup = partition.sizes, partition.setup
     buckets = partition.buckets()
@@ -47,10 +48,10 @@ def held_bytes(partition: Partition) -> dict[str, int]:
 
 
 def transient_bytes(partition: Partition) -> dict[str, int]:
-    """Return the most that backward, the reductions and the update hold for a time, by purpose.
+    """Return the most bytes that backward, the reductions and the update hold for a time, by purpose.
 
-    Backward makes one gradient after another. Each is added to its main grad while buckets before it are reduced; those
-    hold payloads where these have another dtype.
+    Backward makes one gradient after another and adds it to its main grad, while earlier buckets are being reduced. A
+    bucket has a copy for that, its payload, if it is reduced in another dtype.
     """
     found = _backward_bytes(partition) if partition.setup.has_main_grads else {}
     update = max((_muon_bytes(partition, param) for param in partition.sizes.params), default=0)
@@ -58,11 +59,12 @@ def transient_bytes(partition: Partition) -> dict[str, int]:
 
 
 def _muon_bytes(partition: Partition, param: ParamSpec) -> int:
-    """Return what Muon's update of one matrix holds, where the rank makes it: momentum, direction, weights."""
+    """Return what Muon's update of one matrix holds for a time on this rank; 0 where another rank owns it."""
     return MUON_SCRATCH * partition.kept[param.name] if partition.setup.optimizer_of(param) == "muon" else 0
 
 
 def _backward_bytes(partition: Partition) -> dict[str, int]:
+    """Return the largest sum of a gradient and of the payloads that are being reduced when backward makes it."""
     setup = partition.setup
     payloads, gradients = [0], []
     for layout in partition.layouts:
@@ -114,12 +116,13 @@ def _moment_bytes(partition: Partition, param: ParamSpec) -> int:
 
 
 def _slot(partition: Partition, param: ParamSpec) -> int:
-    """Return the elements that the rank's part of a main param or a moment takes: small ones are aligned in slabs."""
+    """Return the elements that the rank's part of a main param or moment takes. Small ones lie aligned in slabs."""
     numel = partition.kept[param.name]
     return rounded_up(numel, ALIGNMENT) if ALIGNMENT <= numel <= SMALL else numel
 
 
 def _message_bytes(partition: Partition) -> int:
+    """Return the bytes of memory for messages, see :func:`held_bytes`."""
     setup = partition.setup
     if setup.ranks == 1:
         return 0

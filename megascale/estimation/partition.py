@@ -13,13 +13,13 @@ from megascale.grad_sync.owners import OwnerLoads, group_by_owner, update_cost
 
 
 class Partition:
-    """A model's parameters, cut over ranks. Those of one optimizer are assumed to be in one param group.
+    """A model's parameters, cut over ranks. All parameters of one optimizer are taken to be in one param group.
 
     Attributes:
         sizes, setup: what it was made from.
         layouts: of the buckets; empty where there are none.
-        kept: by parameter, elements whose main param and moments the rank keeps.
-        num_pieces: by parameter, pieces over all ranks.
+        kept: by parameter, how many elements of its main param and moments the rank keeps.
+        num_pieces: by parameter, into how many pieces all ranks together cut it.
 
     Raises ArgumentError for Muon without a hidden matrix.
     """
@@ -74,7 +74,7 @@ class Partition:
         return found
 
     def _cut(self) -> None:
-        """Cut parameters as shards do. Costs time in proportion to parameters, not to ranks."""
+        """Set ``kept`` and ``num_pieces`` by what shards cut. Takes time for each parameter, not for each rank."""
         self.kept = dict.fromkeys(self.kept, 0)
         for layout in self.layouts:
             for _, piece in layout.shard_pieces(self.setup.rank):

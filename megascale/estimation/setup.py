@@ -26,9 +26,9 @@ MOMENTS = {
     "lion": ("exp_avg",),
     "muon": ("momentum_buffer",),
 }
-"""Names of the moments that each optimizer keeps; "momentum" is SGD with momentum, "muon" is for hidden matrices."""
+"""Names of the moments that each optimizer keeps. "momentum" is SGD with momentum; "muon" is for hidden matrices."""
 BESIDE_MUON = "adamw"
-"""The optimizer of what is not a hidden matrix, where these have Muon."""
+"""The optimizer of all other parameters where hidden matrices have Muon."""
 _ADAM = ("adamw", "adam", "amsgrad")
 _TAKERS = {"exp_avg_dtype": (*_ADAM, "momentum", "lion"), "exp_avg_sq_dtype": _ADAM}
 """Optimizers that may hold moments as codes of 8 bits."""

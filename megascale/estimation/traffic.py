@@ -17,9 +17,9 @@ def traffic_per_element(
 ) -> tuple[float, float]:
     """Return the bytes that the statistics and the update read and write for each element.
 
-    The first pass reads the gradient. The second reads it again, reads and writes the main param and the ``moments``,
-    and writes the model param where that is a copy. A main param that is held as a remainder is decoded from the model
-    param, which is then read, too. ``main_itemsize``: of what holds a copy.
+    The statistics read the gradient. The update reads it again, reads and writes main param and ``moments``, and writes
+    a 16-bit model param. It also reads that one where the main param is held as a remainder. ``main_itemsize``: bytes
+    of an element of a main param that is a copy, or of its remainder.
     """
     is_copy = model_dtype in HALF_DTYPES
     main = 2 * (main_itemsize if is_copy else main_dtype_of(model_dtype).itemsize)
@@ -29,7 +29,7 @@ def traffic_per_element(
 
 
 def moved_bytes(partition: Partition) -> dict[str, int]:
-    """Return bytes by pass, of this rank, in a step of one backward: kernels, and the sum into main grads."""
+    """Return the bytes that this rank reads and writes in a step of one backward, by pass."""
     setup = partition.setup
     moved = {ACCUMULATE: 0, MEASURE: 0, UPDATE: 0}
     for param in partition.sizes.params:

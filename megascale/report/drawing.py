@@ -22,11 +22,11 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 DASHES = ("", "6 2", "6 2 1 2", "1.5 1.5")
 """SVG's stroke-dasharray of each run's lines."""
 MOST_POINTS = 600
-"""Of one line: a panel is some 300 pixels wide, and each of them has a least and a greatest value."""
+"""Of one line: a panel is some 300 pixels wide, and each column of pixels has a least and a greatest value."""
 MOST_POINTS_OF_PANEL = 4800
-"""Of all lines in it, so that a page stays small."""
+"""Of all lines in a panel, so that a page stays small."""
 MEANS = 60
-"""Means of a noisy line."""
+"""Points of the line of means that is drawn over a noisy one."""
 MOST_BARS = 8
 WIDTH, HEIGHT = 4.6, 2.7
 """Of one panel, in inches of 100 pixels."""
@@ -110,7 +110,7 @@ def _draw(panel: Panel, axes: Axes, runs: Sequence[Run]) -> None:
 
 
 def _draw_line(panel: Panel, axes: Axes, run: Run, points: int, style: dict[str, Any]) -> None:
-    """Draw one run's values; of noisy ones the means in front of all runs' noise."""
+    """Draw one run's values. Of noisy ones the means, too, in front of the noise of all runs."""
     values = run.get(panel.column)
     line = envelope(run.steps, values, points)
     if panel.kind == "scale":
@@ -126,7 +126,7 @@ def _draw_line(panel: Panel, axes: Axes, run: Run, points: int, style: dict[str,
 
 
 def _make_log(axes: Axes, base: int, runs: Sequence[Run], column: str) -> None:
-    """Let values grow upwards by factors; label powers of ``base``. Plain numbers if they span less than a few."""
+    """Make the axis of values logarithmic, to base 2 or 10; to base 10 only where they span at least a factor of 10."""
     axes.set_yscale("log", base=base)
     axes.yaxis.set_major_locator(LogLocator(base=base, numticks=7))
     values = np.concatenate([run.get(column) for run in runs])
@@ -140,7 +140,7 @@ def _make_log(axes: Axes, base: int, runs: Sequence[Run], column: str) -> None:
 
 
 def _mark_non_finite(axes: Axes, steps: Series, values: Series, colour: str) -> None:
-    """Put a cross at the top where a value is inf or NaN, unless the whole column is sparse."""
+    """Put a cross at the top where a value is inf or NaN. A NaN that only means that nothing was measured has none."""
     infinite = np.isinf(values)
     if np.isnan(values).any() and not _is_sparse(values):
         infinite |= np.isnan(values)
@@ -152,7 +152,7 @@ def _mark_non_finite(axes: Axes, steps: Series, values: Series, colour: str) -> 
 
 
 def _is_sparse(values: Series) -> bool:
-    """Return whether NaN rather means that nothing was measured: it comes first, or between finite values."""
+    """Return whether NaN means that nothing was measured: it comes first, or between most of the finite values."""
     finite = np.flatnonzero(np.isfinite(values))
     return len(finite) > 0 and (finite[0] > 0 or bool((np.diff(finite) > 1).mean() > 0.5))
 
@@ -173,7 +173,7 @@ def _draw_skips(axes: Axes, runs: Sequence[Run]) -> None:
 
 
 def _draw_bars(panel: Panel, axes: Axes, runs: Sequence[Run]) -> None:
-    """Draw a group of bars for each phase or parameter, in it one for each run."""
+    """Draw a group of bars for each phase or parameter: one bar for each run."""
     of_runs = [
         {name: seconds * 1e3 for name, seconds in phase_means(run).items()}
         if panel.kind == "phases"

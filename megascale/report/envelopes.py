@@ -1,4 +1,4 @@
-"""Reduces a curve of any length to a few points, so that no spike is lost."""
+"""Reduces a curve of any length to a few points, without losing a spike."""
 
 from typing import NamedTuple
 
@@ -50,7 +50,7 @@ def averaged(steps: Series, values: Series, points: int) -> Curve:
 
 
 def marks(steps: Series, where: Series, points: int) -> Series:
-    """Return at most ``points`` of the steps at which ``where`` is not 0: the first one of each span of steps."""
+    """Return the steps at which ``where`` is not 0; if there are more than ``points``, the first of each span only."""
     marked = steps[where != 0]
     if len(marked) <= points:
         return marked

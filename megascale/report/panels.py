@@ -53,7 +53,7 @@ PHASES = Panel("Mean wall time by phase, ms", kind="phases")
 
 
 def panels_of(runs: Sequence[Run]) -> Iterator[Panel]:
-    """Yield the panels for which any run has a value, those of unknown columns after the known ones."""
+    """Yield a panel for each column in which any run has a value: first those of KNOWN, then one for any other."""
     names = list(dict.fromkeys(name for run in runs for name in run.series))
     known = {panel.column: panel for panel in KNOWN}
     shown = [name for name in names if any(not np.isnan(run.get(name)).all() for run in runs)]
@@ -82,5 +82,5 @@ def steps_by_parameter(run: Run) -> dict[str, int]:
 
 
 def is_positive(runs: Sequence[Run], column: str) -> bool:
-    """Return whether all finite values of a column are above 0, as a logarithm needs them."""
+    """Return whether all finite values of a column are above 0, so that they have logarithms."""
     return not any(bool((np.isfinite(run.get(column)) & (run.get(column) <= 0)).any()) for run in runs)

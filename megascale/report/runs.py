@@ -46,11 +46,11 @@ class Run:
 
 
 def read_runs(paths: Sequence[str | os.PathLike[str]]) -> list[Run]:
-    """Return the runs of folders or `metrics.csv` files, labelled by the shortest paths that tell them apart.
+    """Return the runs in ``paths``, labelled by the shortest ends of their paths that tell them apart.
 
-    Of a folder without a table, all runs below it.
+    A path is a `metrics.csv`, a folder that holds one, or a folder with runs anywhere below it.
 
-    Raises ArgumentError, naming the file, for one that is missing or is no table of steps.
+    Raises ArgumentError for a file that is missing or is no table of steps, naming it.
     """
     tables = [table for path in paths for table in _tables(Path(path))]
     tables = list(dict.fromkeys(tables))
@@ -59,7 +59,7 @@ def read_runs(paths: Sequence[str | os.PathLike[str]]) -> list[Run]:
 
 
 def read_run(table: Path) -> Run:
-    """Return one run, labelled by its folder. A last line that a killed process left half-written is left out."""
+    """Return one run, labelled by its folder. A half-written last line, left by a killed process, is ignored."""
     try:
         with open(table, newline="", encoding="utf-8") as stream:
             rows = list(csv.reader(whole_lines(stream)))
@@ -76,7 +76,7 @@ def read_run(table: Path) -> Run:
                 f"{table}, line {number} has {len(row)} cells, its first line {len(header)}; remove that line"
             )
     columns = {name: _numbers([row[i] for row in rows], table, name) for i, name in enumerate(header)}
-    # A step that ran again counts as it ran last.
+    # Of a step that ran twice, as after a resume, the last row counts.
     _, last = np.unique(columns[STEP][::-1], return_index=True)
     order = len(rows) - 1 - last
     series = {name: values[order] for name, values in columns.items()}

@@ -174,7 +174,7 @@ class StepRecipe:
         return self.last_result
 
     def forget_ready(self) -> None:
-        """Drop a step that was decided and not taken."""
+        """Drop a step that was decided on and not taken; called when main params were replaced, too."""
         for member in self.members:
             member.ready = None
         self._is_held = False
