@@ -3,15 +3,20 @@
     python benchmarks/checkpoint.py --numel 50_000_000 --tensors 200 --rounds 8 --folder /tmp \
         --out benchmarks/results/checkpoint_cpu.md
 
-fp16 parameters with fp32 main params and AdamW's moments: 14 bytes a parameter. All contenders save the same state on
-one rank, one after the other in every round, each into an empty folder after all earlier writes have reached the disk,
-and each waits until its own bytes have. Ours adds checksums, and is a Checkpointer's second or later save, as in
-training; its first also plans. An asynchronous save is timed until it returns: training goes on then. A ratio is taken
-within each round: what slows the disk slows both. ``--out FILE.md`` also writes every round to FILE.csv. ``--skip`` is
-for 20,000 tensors, where torch.distributed.checkpoint takes most of the time.
+fp16 parameters with fp32 main params and AdamW's moments: 14 bytes a parameter. All contenders save the same state, one
+after the other in every round, each into an empty folder after all earlier writes have reached the disk, and each waits
+until its own bytes have. Ours adds checksums, and is a Checkpointer's second or later save, as in training; its first
+also plans. An asynchronous save is timed until it returns: training goes on then. A ratio is taken within each round:
+what slows the disk slows both. ``--out FILE.md`` also writes every round to FILE.csv. ``--skip`` is for 20,000 tensors,
+where torch.distributed.checkpoint takes most of the time.
+
+``--ranks N``: N processes over gloo, which share the threads, hold the same state, as under DistributedDataParallel.
+Ours and torch.distributed.checkpoint save on all of them, and ours compares them; torch.save and the bare bytes are
+rank 0's alone. The time is rank 0's, from a barrier before to a barrier behind.
 """
 
 import argparse
+import json
 import os
 import shutil
 import statistics
@@ -26,7 +31,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
 from peers.report import place
 from torch import Tensor, nn
 
@@ -41,6 +48,7 @@ class Saved:
     """A model and its optimizer, after one step."""
 
     def __init__(self, numel: int, tensors: int) -> None:
+        torch.manual_seed(0)
         self.model = nn.Module()
         for index in range(tensors):
             start, stop = numel * index // tensors, numel * (index + 1) // tensors
@@ -78,6 +86,17 @@ def synced(path: Path) -> Iterator[Any]:
         os.fsync(stream.fileno())
 
 
+def on_first_rank(save: Callable[[Path], Any]) -> Callable[[Path], Any]:
+    """Return ``save`` for rank 0, and nothing to do for the others."""
+    return (lambda folder: None) if dist.is_initialized() and dist.get_rank() else save
+
+
+def barrier() -> None:
+    """Wait for all ranks."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
 def contenders(saved: Saved) -> dict[str, tuple[Callable[[Path], Any], Callable[[], Any]]]:
     """Return by name what saves into a folder and is timed, and what follows untimed."""
 
@@ -86,7 +105,7 @@ def contenders(saved: Saved) -> dict[str, tuple[Callable[[Path], Any], Callable[
             torch.save(saved.state(), stream)
 
     def by_dcp(folder: Path) -> None:
-        dcp.save(saved.state(), checkpoint_id=folder / "dcp", no_dist=True)
+        dcp.save(saved.state(), checkpoint_id=folder / "dcp", no_dist=not dist.is_initialized())
 
     def bytes_alone(folder: Path) -> None:
         with synced(folder / "bytes") as stream:
@@ -105,32 +124,69 @@ def contenders(saved: Saved) -> dict[str, tuple[Callable[[Path], Any], Callable[
 
     return {
         "megascale": (ours, lambda: None),
-        RIVAL: (by_torch, lambda: None),
+        RIVAL: (on_first_rank(by_torch), lambda: None),
         "torch.distributed.checkpoint.save": (by_dcp, lambda: None),
-        "bytes alone, fsync": (bytes_alone, lambda: None),
+        "bytes alone, fsync": (on_first_rank(bytes_alone), lambda: None),
         "megascale, asynchronous: until it returns": (partial(ours, async_save=True), lambda: held[True].wait()),
         "megascale, a Checkpointer's first save": (ours_first, lambda: None),
     }
 
 
 def measure(saved: Saved, folder: Path, rounds: int, skip: str = "") -> dict[str, list[float]]:
-    """Return seconds by contender but ``skip``, one of each round. A round before the first is not counted."""
+    """Return this rank's seconds by contender but ``skip``, one of each round; a round before them is not counted.
+
+    All ranks call it together, with the same ``folder``.
+    """
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
     times: dict[str, list[float]] = {}
     target = folder / "save"
     for number in range(rounds + 1):
         for name, (save, afterwards) in contenders_of(saved).items():
             if name == skip:
                 continue
-            shutil.rmtree(target, ignore_errors=True)
-            target.mkdir()
-            os.sync()
+            barrier()
+            if is_first:
+                shutil.rmtree(target, ignore_errors=True)
+                target.mkdir()
+                os.sync()
+            barrier()
             start = time.perf_counter()
             save(target)
+            barrier()
             spent = time.perf_counter() - start
             afterwards()
             if number:
                 times.setdefault(name, []).append(spent)
     return times
+
+
+def serve(rank: int, ranks: int, given: argparse.Namespace, tensors: int, folder: str) -> None:
+    """Be one of several ranks; rank 0 leaves its times, and the bytes of the state, in ``folder``."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(max(1, given.threads // ranks))
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
+    result = measure_alone(given, tensors, folder)
+    if rank == 0:
+        (Path(folder) / "times").write_text(json.dumps(result))
+    barrier()
+    dist.destroy_process_group()
+
+
+def measure_alone(given: argparse.Namespace, tensors: int, folder: str) -> tuple[int, dict[str, list[float]]]:
+    """Return the bytes of the state and what :func:`measure` does, of this process."""
+    saved = Saved(given.numel, tensors)
+    times = measure(saved, Path(folder), given.rounds, given.skip)
+    return sum(tensor.nbytes for tensor in saved.tensors()), times
+
+
+def measure_ranks(given: argparse.Namespace, tensors: int) -> tuple[int, dict[str, list[float]]]:
+    """Do so with as many ranks as asked for."""
+    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+        if given.ranks == 1:
+            return measure_alone(given, tensors, folder)
+        mp.spawn(serve, args=(given.ranks, given, tensors, folder), nprocs=given.ranks)
+        nbytes, times = json.loads((Path(folder) / "times").read_text())
+        return nbytes, times
 
 
 _made: dict[int, Any] = {}
@@ -143,14 +199,17 @@ def contenders_of(saved: Saved) -> dict[str, tuple[Callable[[Path], Any], Callab
 
 def table(times: dict[str, list[float]]) -> Iterator[str]:
     """Yield the rows: seconds, the ratio within rounds, and what was asked for."""
-    yield "| save | s, median (min to max) | of torch.save's, median of rounds (middle half) | asked for |"
+    yield "| save | s, median (min to max) | of torch.save's, median of rounds (min to max) | asked for |"
     yield "|---|---|---|---|"
     for name, own in times.items():
-        ratios = sorted(mine / other for mine, other in zip(own, times[RIVAL], strict=True))
-        middle = f"{ratios[len(ratios) // 4]:.2f} to {ratios[-1 - len(ratios) // 4]:.2f}"
+        ratios = [mine / other for mine, other in zip(own, times[RIVAL], strict=True)]
         asked = f"at most {TARGETS[name]}" if name in TARGETS else "-"
-        seconds = f"{statistics.median(own):.2f} ({min(own):.2f} to {max(own):.2f})"
-        yield f"| {name} | {seconds} | {statistics.median(ratios):.2f} ({middle}) | {asked} |"
+        yield f"| {name} | {spread(own)} | {spread(ratios)} | {asked} |"
+
+
+def spread(values: list[float]) -> str:
+    """Return the median, the least and the most."""
+    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
 def arguments_of_command() -> argparse.Namespace:
@@ -160,12 +219,14 @@ def arguments_of_command() -> argparse.Namespace:
     parser.add_argument("--tensors", default="200", help="numbers of tensors, separated by commas")
     parser.add_argument("--skip", default="", help="a contender's name, to leave it out")
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--ranks", type=int, default=1, help="processes that save together, over gloo")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to be measured")
     parser.add_argument("--out", type=Path, help="write the tables to this file too, and every round beside it as .csv")
     given = parser.parse_args()
-    if given.rounds < 1:
-        parser.error(f"--rounds must be at least 1, got {given.rounds}")
+    for name in ("rounds", "ranks"):
+        if getattr(given, name) < 1:
+            parser.error(f"--{name} must be at least 1, got {getattr(given, name)}")
     return given
 
 
@@ -174,16 +235,19 @@ def main() -> None:
     given = arguments_of_command()
     warnings.simplefilter("ignore")
     torch.set_num_threads(given.threads)
-    lines = ["## Saving a checkpoint", "", f"{place(torch.device('cpu'), given.threads)}; {given.rounds} rounds.", ""]
-    lines += [f"`python benchmarks/checkpoint.py {' '.join(sys.argv[1:])}`", ""]
+    busy = [os.getloadavg()[0]]
+    tables: list[str] = []
     rows = ["tensors,contender,round,s"]
     for tensors in map(int, given.tensors.split(",")):
-        saved = Saved(given.numel, tensors)
-        megabytes = sum(tensor.nbytes for tensor in saved.tensors()) / 1e6
-        with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-            times = measure(saved, Path(folder), given.rounds, given.skip)
-        lines += [f"### {megabytes:,.0f} MB, {tensors:,} parameters' tensors", "", *table(times), ""]
+        nbytes, times = measure_ranks(given, tensors)
+        tables += [f"### {nbytes / 1e6:,.0f} MB, {tensors:,} parameters' tensors", "", *table(times), ""]
         rows += [f'{tensors},"{name}",{i},{s:.3f}' for name, own in times.items() for i, s in enumerate(own)]
+        busy.append(os.getloadavg()[0])
+    ranks = "1 rank" if given.ranks == 1 else f"{given.ranks} ranks"
+    where = f"{place(torch.device('cpu'), given.threads)}; {ranks}, {given.rounds} rounds."
+    others = f"Load average of the machine, which others share: {', '.join(f'{load:.1f}' for load in busy)}."
+    lines = ["## Saving a checkpoint", "", f"{where} {others}", ""]
+    lines += [f"`python benchmarks/checkpoint.py {' '.join(sys.argv[1:])}`", "", *tables]
     text = "\n".join(lines)
     print(text)
     if given.out is not None:

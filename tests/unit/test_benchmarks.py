@@ -306,17 +306,21 @@ def test_overflow_report_has_a_row_for_each_dtype(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_checkpoint_benchmark_saves_all_ways(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_checkpoint_benchmark_saves_all_ways(tmp_path: Path, ranks: str) -> None:
     """Every contender has a row for each number of tensors, and a ratio to torch.save."""
     out = tmp_path / "table.md"
     sizes = ["--numel", "1000", "--tensors", "2,5", "--rounds", "2", "--folder", str(tmp_path), "--out", str(out)]
+    sizes += ["--ranks", ranks]
     command = [sys.executable, str(ROOT / "benchmarks/checkpoint.py"), *sizes]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
-    rows = [line.split(" | ") for line in out.read_text().splitlines() if line.startswith("| ")]
-    assert [row[0] for row in rows[1:6]] == [row[0] for row in rows[7:]]
-    assert [float(row[2].split()[0]) for row in rows if "torch.save" in row[0]] == [1.0, 1.0]
-    assert len(out.with_suffix(".csv").read_text().splitlines()) == 1 + 2 * 5 * 2
+    rows = table(out.read_text())
+    names = [row["save"] for row in rows]
+    assert names[:6] == names[6:]
+    ratio = "of torch.save's, median of rounds (min to max)"
+    assert [row[ratio] for row in rows if "torch.save" in row["save"]] == ["1.00 (1.00 to 1.00)"] * 2
+    assert len(out.with_suffix(".csv").read_text().splitlines()) == 1 + 2 * 6 * 2
 
 
 @pytest.mark.slow
