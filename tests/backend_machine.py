@@ -2,7 +2,8 @@
 
 A world is one optimizer on one backend, with parameters of its own. Every rule does the same to all worlds; after it
 all of them hold the same bits as the world of the `reference` backend, or have raised the same named error and changed
-nothing. What users may do to the tensors that we hold addresses of is in :mod:`tests.backend_mischief`.
+nothing. What users may do to the tensors that we hold addresses of is in :mod:`tests.backend_mischief` and
+:mod:`tests.state_mischief`.
 
 Run as a program it prints one line of JSON, the counts of what it has done. Should the process die, the file named by
 ``--trace`` holds what it was doing.
@@ -10,11 +11,8 @@ Run as a program it prints one line of JSON, the counts of what it has done. Sho
 
 import argparse
 import json
-import math
-import os
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -25,153 +23,28 @@ from hypothesis import HealthCheck, Phase, note, seed, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from torch import Tensor, nn
 
-from megascale import DynamicGradScaler, Lion, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.errors import InnerStepError, MainParamOverflowError, MegascaleError, NonFiniteParamError
-from megascale.kernels.tensors import tensor_reader
-from tests.backend_mischief import FOR_KERNELS, GRADIENTS, MISCHIEF, Place, Undo, has_memory
+from tests.backend_mischief import GRADIENTS, Place, Undo
+from tests.backend_world import (
+    DTYPES,
+    INNER,
+    OPTIONS,
+    Setup,
+    World,
+    agree,
+    give_gradients,
+    outcome_of,
+    same_outcome,
+    saved_by,
+)
+from tests.state_mischief import FOR_KERNELS, MISCHIEF
 from tests.training import bits_equal
 
-SHAPES = [(3, 5), (70,), (), (0,), (2, 3, 4), (1,), (33,)]
-DTYPES = {
-    "fp16": [torch.float16],
-    "bf16": [torch.bfloat16],
-    "fp32": [torch.float32],
-    "fp16, fp32": [torch.float16, torch.float32],
-    "all": [torch.float16, torch.bfloat16, torch.float32, torch.float64],
-}
-INNER: dict[str, Callable[[list[Any]], torch.optim.Optimizer]] = {
-    "AdamW": lambda groups: torch.optim.AdamW(groups, lr=1e-2),
-    "Adam": lambda groups: torch.optim.Adam(groups, lr=1e-2, weight_decay=0.1, amsgrad=True),
-    "SGD": lambda groups: torch.optim.SGD(groups, lr=1e-2),
-    "SGD with momentum": lambda groups: torch.optim.SGD(groups, lr=1e-2, momentum=0.9, nesterov=True),
-    "SGD with dampening": lambda groups: torch.optim.SGD(groups, lr=1e-2, momentum=0.9, dampening=0.3),
-    "Lion": lambda groups: Lion(groups, lr=1e-3, weight_decay=0.1),
-    "RMSprop": lambda groups: torch.optim.RMSprop(groups, lr=1e-3),
-}
-OPTIONS: dict[str, list[Any]] = {
-    "lr": [0.0, 1e-3, 0.5, torch.tensor(1e-2), torch.tensor([1e-2]), torch.tensor(1e-2, dtype=torch.bfloat16)],
-    "weight_decay": [0.0, 0.3],
-    "momentum": [0.0, 0.5],
-    "dampening": [0.0, 0.5],
-    "nesterov": [False, True],
-    "amsgrad": [False, True],
-    "maximize": [False, True],
-    "betas": [(0.0, 0.5), (0.9, 0.95), (torch.tensor(0.9), torch.tensor(0.99))],
-    "eps": [1e-8, 1e-3],
-}
-SECOND = {torch.int8: torch.uint8}
-"""The dtype of the second moment beside such a first one, where that is another."""
 INDEX = st.integers(0, 15)
 SEEDS = st.integers(0, 2**16)
 
 LATE = (MainParamOverflowError, NonFiniteParamError, InnerStepError)
 """Errors that are known once a step has been taken: about values, and of an optimizer's own step()."""
-
-READER = "reader"
-"""Added to a backend's name: its tensors are read by tensor_reader.cpp, however few they are."""
-
-
-class World:
-    """One optimizer on one backend.
-
-    Attributes:
-        is_exact: whether its bits are the reference's: torch's own kernels, and what only differs in how a norm was
-            added up, may differ in the last bits.
-        mains: live main params or remainders by name, as they were after the last call that did not fail.
-        saved: state dicts, ours and the inner optimizer's.
-    """
-
-    def __init__(self, name: str, setup: "Setup") -> None:
-        self.name = name
-        self.backend = name.removesuffix(f" {READER}")
-        self.setup = setup
-        self.is_exact = self.backend != "torch" and setup.clip_grad == 0
-        self.is_loose = setup.moments != torch.float32
-        self.mains: dict[str, Tensor] = {}
-        self.saved: list[dict[str, Any]] = []
-        generator = torch.Generator().manual_seed(setup.seed)
-        dtypes = DTYPES[setup.dtypes]
-        self.params = [
-            nn.Parameter(torch.randn(shape, generator=generator).to(dtypes[index % len(dtypes)]))
-            for index, shape in enumerate(SHAPES)
-        ]
-        with self.active():
-            self.build([self.params[:4], self.params[4:]])
-            self.look()
-
-    def build(self, groups: list[list[nn.Parameter]]) -> None:
-        """Make the optimizers."""
-        setup = self.setup
-        fp16 = any(param.dtype == torch.float16 for param in self.params)
-        self.inner = INNER[setup.inner]([{"params": group} for group in groups])
-        self.scaler = DynamicGradScaler(2.0**6, 1.0, 2.0, 0.5, 3, setup.hysteresis)
-        config = OptimizerConfig(
-            fp16=fp16,
-            bf16=not fp16 and any(param.dtype == torch.bfloat16 for param in self.params),
-            clip_grad=setup.clip_grad,
-            log_num_zeros_in_grad=True,
-            backend=self.backend,
-            store_param_remainders=setup.remainders,
-            exp_avg_dtype=setup.moments,
-            exp_avg_sq_dtype=SECOND.get(setup.moments, setup.moments)
-            if setup.inner.startswith("Adam")
-            else torch.float32,
-        )
-        self.optimizer = MixedPrecisionOptimizer(self.inner, config, self.scaler)
-
-    def look(self) -> None:
-        """Find what holds the main params."""
-        self.mains = {param.name: param.memory for param in self.optimizer._member.main_params}
-
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """Read tensors as this world does."""
-        os.environ[tensor_reader.ENVIRONMENT_VARIABLE] = "native" if self.name.endswith(READER) else "python"
-        yield
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return all that a step may write, as it is: nothing is followed meanwhile."""
-        found = {f"model {index}": param.data for index, param in enumerate(self.params)}
-        found |= {f"main {name}": main.data for name, main in self.mains.items()}
-        for index, param in enumerate(self.params):
-            for key, value in self.inner.state.get(param, {}).items():
-                found[f"{key} {index}"] = torch.as_tensor(value)
-        trackers = (self.scaler._growth_tracker, self.scaler._hysteresis_tracker)
-        found |= {f"tracker {index}": torch.as_tensor(value) for index, value in enumerate(trackers)}
-        found |= {"scale": self.scaler.scale, "skipped": self.optimizer.num_skipped_steps}
-        return {key: tensor if has_memory(tensor) else torch.zeros(0) for key, tensor in found.items()}
-
-    def runs_own_step(self) -> bool:
-        """Whether the inner optimizer's own step updates, not our kernels."""
-        betas = [beta for group in self.inner.param_groups for beta in group.get("betas", ())]
-        return isinstance(self.inner, torch.optim.RMSprop) or any(isinstance(beta, Tensor) for beta in betas)
-
-    def options(self) -> list[dict[str, str]]:
-        """Return the options of all param groups, and who is in them."""
-        ids = {id(param): index for index, param in enumerate(self.params)}
-        return [
-            {key: repr(value) for key, value in group.items() if key != "params"}
-            | {"params": repr([ids[id(param)] for param in group["params"]])}
-            for group in self.inner.param_groups
-        ]
-
-
-class Setup:
-    """What all worlds begin with."""
-
-    def __init__(
-        self,
-        inner: str,
-        dtypes: str,
-        moments: torch.dtype,
-        remainders: bool,
-        clip_grad: float,
-        hysteresis: int,
-        seed: int,
-    ) -> None:
-        self.inner, self.dtypes, self.clip_grad, self.hysteresis, self.seed = inner, dtypes, clip_grad, hysteresis, seed
-        self.remainders = remainders
-        self.moments = torch.float32 if inner in ("RMSprop", "SGD") else moments
 
 
 class BackendMachine(RuleBasedStateMachine):
@@ -223,7 +96,7 @@ class BackendMachine(RuleBasedStateMachine):
             self.write(f"  {world.name}: {name}")
             before = {key: tensor.clone() for key, tensor in world.tensors().items()}, world.options()
             with world.active():
-                outcome = _outcome(function, world)
+                outcome = outcome_of(function, world)
                 if not isinstance(outcome, MegascaleError):
                     world.look()
             if isinstance(outcome, MegascaleError) and not isinstance(outcome, LATE):
@@ -231,7 +104,7 @@ class BackendMachine(RuleBasedStateMachine):
             outcomes.append(outcome)
         for world, outcome in zip(self.worlds, outcomes, strict=True):
             told = f"{name}: reference {outcomes[0]!r}, {world.name} {outcome!r}"
-            assert _same_outcome(outcomes[0], outcome), told
+            assert same_outcome(outcomes[0], outcome), told
         self.compare()
         failed = isinstance(outcomes[0], MegascaleError)
         type(self).errors += failed
@@ -270,7 +143,7 @@ class BackendMachine(RuleBasedStateMachine):
             assert found.keys() == expected.keys(), (world.name, found.keys() ^ expected.keys())
             for key, tensor in found.items():
                 told = f"{world.name}: {key} is {tensor}, the reference's {expected[key]}"
-                assert _agree(tensor, expected[key], world), told
+                assert agree(tensor, expected[key], world), told
             assert world.options() == options, world.name
 
     def step(self) -> bool:
@@ -279,7 +152,7 @@ class BackendMachine(RuleBasedStateMachine):
 
     def give_gradients(self, seed: int, scale: float = 1.0) -> None:
         """Give every trainable parameter a gradient."""
-        self.do(f"gradients of seed {seed} times {scale}", lambda world: _give_gradients(world, seed, scale))
+        self.do(f"gradients of seed {seed} times {scale}", lambda world: give_gradients(world, seed, scale))
 
     # Rules: steps
 
@@ -420,7 +293,7 @@ class BackendMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.worlds[0].saved)
     def load(self, index: int) -> None:
         """Load what was saved; where groups have come or gone, it does not fit."""
-        self.call(f"load {index}", lambda world: world.optimizer.load_state_dict(_saved(world, index)["ours"]))
+        self.call(f"load {index}", lambda world: world.optimizer.load_state_dict(saved_by(world, index)["ours"]))
 
     @rule(index=INDEX, step=st.sampled_from([None, torch.float64, torch.int64, float, int]))
     @precondition(lambda self: self.worlds[0].saved)
@@ -428,7 +301,7 @@ class BackendMachine(RuleBasedStateMachine):
         """Load the inner optimizer's own state dict into it, with step counts as other versions of torch had them."""
 
         def change(world: World) -> None:
-            saved = deepcopy(_saved(world, index)["inner"])
+            saved = deepcopy(saved_by(world, index)["inner"])
             for state in saved["state"].values():
                 if step is not None and "step" in state:
                     number = state["step"]
@@ -471,60 +344,6 @@ class BackendMachine(RuleBasedStateMachine):
         """What differs in the last bits of fp32 may differ by a rounding to 16 bits from now on."""
         for world in self.worlds:
             world.is_loose = world.is_loose or not world.is_exact
-
-
-def _saved(world: World, index: int) -> dict[str, Any]:
-    return world.saved[index % len(world.saved)]
-
-
-def _give_gradients(world: World, seed: int, scale: float) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for param in world.params:
-        grad = (torch.randn(param.shape, generator=generator) * scale * world.scaler.scale.item()).to(param.dtype)
-        param.grad = None
-        if param.grad_dtype != param.dtype:
-            param.grad_dtype = param.dtype
-        param.grad = grad if param.requires_grad else None
-
-
-def _outcome(function: Callable[[World], Any], world: World) -> Any:
-    try:
-        return function(world)
-    except MegascaleError as error:
-        return error
-
-
-def _same_outcome(expected: Any, found: Any) -> bool:
-    if isinstance(expected, MegascaleError):
-        return type(expected) is type(found) and str(expected) == str(found)
-    if isinstance(expected, tuple):
-        return isinstance(found, tuple) and all(map(_same_outcome, expected, found))
-    if isinstance(expected, Tensor):
-        return isinstance(found, Tensor) and torch.allclose(expected.double(), found.double(), 1e-4, equal_nan=True)
-    return type(expected) is type(found)
-
-
-def _agree(found: Tensor, expected: Tensor, world: World) -> bool:
-    """Whether a tensor of a world is the reference's: its bits, or within rounding where it is not exact.
-
-    Which of its many bit patterns a NaN has is nobody's promise: the CPU takes one operand's or the other's.
-    """
-    if world.is_exact:
-        return bits_equal(_with_one_nan(found), _with_one_nan(expected))
-    if found.dtype != expected.dtype or found.shape != expected.shape:
-        return False
-    if found.dtype == torch.int16:  # remainders: what rounding took away is within rounding
-        return True
-    precision = 4 * torch.finfo(found.dtype).eps if found.is_floating_point() else 0.0
-    if world.is_loose:
-        precision = max(precision, 0.05)
-    return torch.allclose(
-        found.double(), expected.double(), rtol=max(precision, 1e-5), atol=max(precision, 1e-6), equal_nan=True
-    )
-
-
-def _with_one_nan(tensor: Tensor) -> Tensor:
-    return torch.where(tensor.isnan(), math.nan, tensor) if tensor.is_floating_point() else tensor
 
 
 def main() -> None:

@@ -306,25 +306,21 @@ def _chain_like_one() -> list[Any]:
     single = sharded(one, clip_grad=0.5)
     shared_scaler = scaler(FP16)
     named = list(many.named_parameters())
-    parts: list[MixedPrecisionOptimizer] = [
-        DistributedOptimizer(
-            torch.optim.AdamW([(n, p) for n, p in named if p.dim() > 1], lr=1e-2, weight_decay=0.1),
-            config_of(FP16, 0.5),
-            shared_scaler,
-            modules=many,
-            bucket_numel=300,
-            grads_are_scaled=True,
-        ),
-        DistributedOptimizer(
-            torch.optim.AdamW([(n, p) for n, p in named if p.dim() <= 1], lr=3e-3, weight_decay=0.0),
-            config_of(FP16, 0.5),
-            shared_scaler,
-            modules=many,
-            bucket_numel=300,
-            grads_are_scaled=True,
-        ),
-    ]
-    chain = ChainedOptimizer(parts)
+    matrices = torch.optim.AdamW([(n, p) for n, p in named if p.dim() > 1], lr=1e-2, weight_decay=0.1)
+    rest = torch.optim.AdamW([(n, p) for n, p in named if p.dim() <= 1], lr=3e-3, weight_decay=0.0)
+    chain = ChainedOptimizer(
+        [
+            DistributedOptimizer(
+                inner,
+                config_of(FP16, 0.5),
+                shared_scaler,
+                modules=many,
+                bucket_numel=300,
+                grads_are_scaled=True,
+            )
+            for inner in (matrices, rest)
+        ]
+    )
     log = []
     for step in range(8):
         for optimizer, module in ((single, one), (chain, many)):

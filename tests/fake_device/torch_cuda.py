@@ -46,23 +46,8 @@ def install(device: FakeDevice) -> None:
             device.capture = None
             self._stream.__exit__(kind, error, traceback)
 
-    replacements = {
-        "_lazy_init": lambda: None,
-        "is_available": lambda: True,
-        "is_initialized": lambda: True,
-        "device_count": torch.accelerator.device_count,
-        "current_device": torch.accelerator.current_device_index,
-        "set_device": torch.accelerator.set_device_index,
-        "get_device_capability": lambda *_: (9, 0),
-        "get_rng_state": lambda *_: torch.empty(0, dtype=torch.uint8),
-        "set_rng_state": lambda *_: None,
-        "synchronize": torch.accelerator.synchronize,
-        "current_stream": torch.accelerator.current_stream,
-        "default_stream": lambda *_: torch.Stream("cuda"),
+    replacements = REPLACED | {
         "is_current_stream_capturing": lambda: device.capture == current_stream(),
-        "Stream": _stream,
-        "Event": lambda **options: torch.Event("cuda"),
-        "stream": lambda stream: stream,  # a torch.Stream is a context
         "CUDAGraph": Graph,
         "graph": Capture,
     }
@@ -87,3 +72,23 @@ def _stream(device: Any = None, priority: int = 0) -> torch.Stream:
     if chosen.index is None:
         chosen = torch.device("cuda", torch.accelerator.current_device_index())
     return torch.Stream(chosen)
+
+
+REPLACED: dict[str, Any] = {
+    "_lazy_init": lambda: None,
+    "is_available": lambda: True,
+    "is_initialized": lambda: True,
+    "device_count": torch.accelerator.device_count,
+    "current_device": torch.accelerator.current_device_index,
+    "set_device": torch.accelerator.set_device_index,
+    "get_device_capability": lambda *_: (9, 0),
+    "get_rng_state": lambda *_: torch.empty(0, dtype=torch.uint8),
+    "set_rng_state": lambda *_: None,
+    "synchronize": torch.accelerator.synchronize,
+    "current_stream": torch.accelerator.current_stream,
+    "default_stream": lambda *_: torch.Stream("cuda"),
+    "Stream": _stream,
+    "Event": lambda **options: torch.Event("cuda"),
+    "stream": lambda stream: stream,  # a torch.Stream is a context
+}
+"""What ``torch.cuda`` gets on any fake device."""

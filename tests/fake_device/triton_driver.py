@@ -18,6 +18,32 @@ from tests.fake_device.device import FakeDevice, current_stream
 Effect = Callable[[dict[str, Any]], None]
 
 
+class _Device:
+    """What Triton asks of the device that is current."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return torch.accelerator.current_device_index()
+
+    def set_current_device(self, index: int) -> None:
+        torch.accelerator.set_device_index(index)
+
+    def get_current_stream(self, index: int | None = None) -> int:
+        return current_stream(index)[1]
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cuda", self.get_current_device())
+
+    def get_device_interface(self) -> Any:
+        return torch.cuda
+
+    @staticmethod
+    def is_active() -> bool:
+        return True
+
+
 def install(device: FakeDevice, effects: dict[str, Effect]) -> None:
     """Let Triton launch here.
 
@@ -53,31 +79,9 @@ def install(device: FakeDevice, effects: dict[str, Effect]) -> None:
             if self._effect is not None:
                 self._effect(dict(zip(self._arguments, values, strict=False)))
 
-    class Driver:
+    class Driver(_Device):
         utils = Utils()
         launcher_cls = Launcher
-
-        def get_current_target(self) -> GPUTarget:
-            return GPUTarget("cuda", 90, 32)
-
-        def get_current_device(self) -> int:
-            return torch.accelerator.current_device_index()
-
-        def set_current_device(self, index: int) -> None:
-            torch.accelerator.set_device_index(index)
-
-        def get_current_stream(self, index: int | None = None) -> int:
-            return current_stream(index)[1]
-
-        def get_active_torch_device(self) -> torch.device:
-            return torch.device("cuda", self.get_current_device())
-
-        def get_device_interface(self) -> Any:
-            return torch.cuda
-
-        @staticmethod
-        def is_active() -> bool:
-            return True
 
     driver.set_active(Driver())
 

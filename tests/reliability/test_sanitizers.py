@@ -17,7 +17,7 @@ import pytest
 from megascale.kernels import library_build
 from megascale.kernels.native import library as native_library
 from megascale.kernels.tensors import tensor_reader
-from tests.backend_machine import READER
+from tests.backend_world import READER
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
