@@ -5,12 +5,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from megascale import ChainedOptimizer, DistributedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer
 from megascale.debug import report_overflows
+from megascale.debug.reporting import _group_of
 from megascale.grad_sync import GradSync
+from megascale.parallel import ranks_of
 from tests.cases import cases
+from tests.meshes import mesh_of
 from tests.overflow_cases import POISON, SCALE, SETTINGS, Planted, owner_of_scale, rows_of, step
 from tests.pool import RankPool
 
@@ -125,3 +130,20 @@ def test_clean_steps_send_nothing_more(ranks: RankPool, setting: str) -> None:
     """Invariant 8: as many collectives with reports as without, from forward to the end of the step."""
     for without, with_reports in ranks.run(2, _collectives, setting):
         assert without == with_reports
+
+
+def _groups_of_meshes() -> list[list[int]]:
+    """Return the ranks that a scaler's reports are gathered from, by the mesh of the model's DTensors; [] for none."""
+    both, ours = (mesh_of(shape, ("a", "b")) for shape in ((1, 2), (2, 1)))
+    params = [
+        distribute_tensor(torch.ones(4), mesh, [Replicate()] * mesh.ndim)
+        for mesh in (mesh_of((2,), ("dp",)), both, both["b"], ours["b"])
+    ]
+    groups = [_group_of(None, [("plain", nn.Parameter(torch.ones(4))), ("w", nn.Parameter(one))]) for one in params]
+    return [sorted(ranks_of(group)) for group in [*groups, _group_of(None, [("plain", nn.Parameter(torch.ones(4)))])]]
+
+
+def test_a_scaler_learns_the_ranks_of_a_mesh(ranks: RankPool) -> None:
+    """The ranks of a mesh with one dimension skip together, be it a part of another mesh; else all ranks do."""
+    for rank, found in enumerate(ranks.run(2, _groups_of_meshes)):
+        assert found == [[0, 1], [0, 1], [0, 1], [rank], []]

@@ -2,10 +2,12 @@
 
 import math
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from megascale import ChainedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
+from megascale.errors import StateDictError
 from tests.training import bits_equal
 
 
@@ -48,3 +50,18 @@ def test_skips_are_counted_once() -> None:
         counts.append(int(chain.num_skipped_steps))
     assert counts == [0, 1, 1, 2, 3]
     assert [int(member.num_skipped_steps) for member in chain.optimizers] == [3, 3, 3]
+
+
+@pytest.mark.parametrize("where", ["state", "main_params"])
+def test_a_name_that_no_member_has_is_refused(where: str) -> None:
+    """Whether a state dict has optimizer state of it, or a main param: by name, unless strict is False."""
+    _, chain = _chain()
+    saved = chain.state_dict()
+    held = saved["optimizer"]["state"] if where == "state" else saved["main_params"]
+    held["other"] = {} if where == "state" else torch.ones(3)
+    before = _mains(chain)
+    with pytest.raises(StateDictError, match="parameters that no optimizer has: 'other'"):
+        chain.load_state_dict(saved)
+    assert all(map(bits_equal, _mains(chain), before))
+    chain.load_state_dict(saved, strict=False)
+    assert all(map(bits_equal, _mains(chain), before))

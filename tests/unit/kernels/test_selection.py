@@ -10,8 +10,10 @@ import torch
 
 pytest.importorskip("triton")
 
+from megascale import MixedPrecisionOptimizer
 from megascale.errors import UsageError
-from megascale.kernels import select_backend
+from megascale.kernels import Backend, select_backend, selection
+from megascale.kernels.selection import ENVIRONMENT_VARIABLE
 from megascale.kernels.triton.interpreter import interpreter_fault
 from tests.fake_device.device import FakeDevice
 from tests.fake_device.process import OnDevice
@@ -64,6 +66,20 @@ def test_no_c_compiler_falls_back_loudly(on_device: OnDevice) -> None:
     assert "Failed to find C compiler" in caught[0]
     assert "install gcc or clang" in caught[0]
     assert "Using the torch backend" in caught[0]
+
+
+def test_the_warning_names_the_users_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that builds the optimizer, not one of the library."""
+
+    def cannot(device: torch.device | None) -> Backend:
+        raise UsageError(f"no backend today: {uuid.uuid4()}")  # each text is warned of once
+
+    monkeypatch.delenv(ENVIRONMENT_VARIABLE, raising=False)
+    monkeypatch.setitem(selection._MAKERS, "native", cannot)
+    with pytest.warns(UserWarning, match="Using the torch backend") as caught:
+        optimizer = MixedPrecisionOptimizer(torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.1))
+    assert optimizer.backend.name == "torch"
+    assert [warning.filename for warning in caught] == [__file__]
 
 
 def test_no_c_compiler_is_an_error_where_triton_was_asked_for(on_device: OnDevice) -> None:

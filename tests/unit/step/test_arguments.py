@@ -210,6 +210,15 @@ def test_moments_and_overlap_without_effect() -> None:
     DistributedOptimizer(_sgd(module), config, modules=module, overlap_param_gather=True)
 
 
+def test_refused_arguments_leave_the_modules_free() -> None:
+    """They are refused before gradients of the modules have an owner, which an error that is kept would keep alive."""
+    module = model(torch.float32)
+    with pytest.raises(ArgumentTypeError, match="config must be an OptimizerConfig") as kept:
+        DistributedOptimizer(_sgd(module), "fp32", modules=module)  # type: ignore[arg-type]
+    DistributedOptimizer(_sgd(module), modules=module)
+    assert "got str" in str(kept.value)
+
+
 def test_scaler_fields_without_a_scaler() -> None:
     """A bf16 optimizer that is given no scaler has no scale to grow."""
     with pytest.raises(ArgumentError, match=r"loss_scale=8.0 has no effect: an optimizer without a grad_scaler has no"):
