@@ -2,14 +2,14 @@
 
 :func:`load_scaler_state` reads a scaler's state from any of them; :func:`convert` writes a whole optimizer's state as
 ours. There is one module per format, over :mod:`~megascale.interop.files` (reading),
-:mod:`~megascale.interop.found` (scalers) and :mod:`~megascale.interop.named_state` (main params and moments).
+:mod:`~megascale.interop.scaler_state` (scalers) and :mod:`~megascale.interop.named_state` (main params and moments).
 """
 
 from megascale.interop.conversion import Conversion, convert
 from megascale.interop.deepspeed_scaler import DeepSpeedGradScaler
-from megascale.interop.found import FoundScaler, ScalerConfig
 from megascale.interop.loading import load_scaler_state
 from megascale.interop.named_state import FoundState
+from megascale.interop.scaler_state import FoundScaler, ScalerConfig
 
 __all__ = [
     "Conversion",

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megascale.interop.found import NO_FLOOR, FoundScaler, ScalerConfig, constant, dynamic, whole
+from megascale.interop.scaler_state import NO_FLOOR, FoundScaler, ScalerConfig, constant, dynamic, whole
 from megascale.interop.source import Source
 from megascale.interop.torch_amp import chosen
 

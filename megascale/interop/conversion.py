@@ -8,9 +8,9 @@ from typing import Any
 
 from megascale.errors import InteropError
 from megascale.interop.formats import AUTO, format_of
-from megascale.interop.found import FoundScaler
 from megascale.interop.loading import find_scaler
 from megascale.interop.named_state import FoundState, Names
+from megascale.interop.scaler_state import FoundScaler
 from megascale.interop.source import damage_named, open_source
 from megascale.utils import validate
 from megascale.utils.atomic_files import appearing

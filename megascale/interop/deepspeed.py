@@ -9,8 +9,16 @@ from typing import Any
 
 from megascale.errors import InteropError
 from megascale.interop.files import read_file
-from megascale.interop.found import NO_CEILING, FoundScaler, ScalerConfig, checked_scale, constant, dynamic, whole
 from megascale.interop.records import attributes_of, kind_of
+from megascale.interop.scaler_state import (
+    NO_CEILING,
+    FoundScaler,
+    ScalerConfig,
+    checked_scale,
+    constant,
+    dynamic,
+    whole,
+)
 from megascale.interop.source import Source
 from megascale.utils.validate import LARGEST_SCALE
 

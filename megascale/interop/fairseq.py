@@ -4,9 +4,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from megascale.errors import InteropError
-from megascale.interop.found import NO_CEILING, NO_FLOOR, FoundScaler, ScalerConfig, checked_scale, dynamic, whole
 from megascale.interop.named_state import FoundState, Names
 from megascale.interop.records import attributes_of
+from megascale.interop.scaler_state import (
+    NO_CEILING,
+    NO_FLOOR,
+    FoundScaler,
+    ScalerConfig,
+    checked_scale,
+    dynamic,
+    whole,
+)
 from megascale.interop.source import Source
 from megascale.utils.validate import SMALLEST_SCALE
 

@@ -15,8 +15,8 @@ from megascale.interop import (
     torch_amp,
     torch_checkpoint,
 )
-from megascale.interop.found import FoundScaler, constant
 from megascale.interop.named_state import FoundState, Names
+from megascale.interop.scaler_state import FoundScaler, constant
 from megascale.interop.source import Source
 from megascale.state.schema import KEYS
 from megascale.utils import validate

@@ -4,8 +4,8 @@ from typing import Any
 
 from megascale.errors import InteropError
 from megascale.interop import apex, torch_amp
-from megascale.interop.found import FoundScaler
 from megascale.interop.named_state import FoundState, Names, is_torch_state
+from megascale.interop.scaler_state import FoundScaler
 from megascale.interop.source import Source
 from megascale.interop.torch_checkpoint import named_torch_state
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from megascale.errors import InteropError
 from megascale.interop.formats import AUTO, format_of
-from megascale.interop.found import FoundScaler
+from megascale.interop.scaler_state import FoundScaler
 from megascale.interop.source import Source, damage_named, open_source
 from megascale.utils import validate
 

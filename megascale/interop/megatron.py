@@ -14,7 +14,6 @@ from torch import Tensor
 from megascale.errors import InteropError
 from megascale.interop import deepspeed
 from megascale.interop.files import read_file
-from megascale.interop.found import NO_CEILING, FoundScaler, ScalerConfig, checked_scale, constant, dynamic, whole
 from megascale.interop.named_state import (
     FoundState,
     Names,
@@ -28,6 +27,15 @@ from megascale.interop.named_state import (
 )
 from megascale.interop.naming import check_rounding, names_by_rounding
 from megascale.interop.records import attributes_of
+from megascale.interop.scaler_state import (
+    NO_CEILING,
+    FoundScaler,
+    ScalerConfig,
+    checked_scale,
+    constant,
+    dynamic,
+    whole,
+)
 from megascale.interop.source import Source
 from megascale.interop.torch_amp import chosen
 from megascale.utils.dtypes import HALF_DTYPES

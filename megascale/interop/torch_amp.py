@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megascale.errors import InteropError
-from megascale.interop.found import NO_CEILING, NO_FLOOR, FoundScaler, ScalerConfig, constant, dynamic, whole
+from megascale.interop.scaler_state import NO_CEILING, NO_FLOOR, FoundScaler, ScalerConfig, constant, dynamic, whole
 from megascale.interop.source import Source
 
 SYSTEM = "torch.amp"

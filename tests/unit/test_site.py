@@ -44,6 +44,15 @@ def test_every_page_has_its_place() -> None:
     assert "docs/index.md" in (ROOT / "README.md").read_text()
 
 
+@pytest.mark.parametrize("package", ["step", "main_params", "grad_sync", "state", "landed", "kernels", "utils"])
+def test_architecture_names_every_module(package: str) -> None:
+    """A reader finds each module of the core, and what it is for, on one page."""
+    page = (DOCS / "architecture.md").read_text()
+    names = {path.name for path in (ROOT / "megascale" / package).glob("*.py")} - {"__init__.py"}
+    assert names
+    assert not {name for name in names if not re.search(rf"\b{re.escape(name)}", page)}
+
+
 @pytest.mark.parametrize("module", LISTED)
 def test_reference_has_every_public_name(module: str) -> None:
     """Each name in a package's ``__all__`` is a member that the API reference asks for."""
