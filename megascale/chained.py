@@ -238,20 +238,11 @@ class ChainedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
         """Return the state of all optimizers in the form of one; see :meth:`MixedPrecisionOptimizer.state_dict`."""
-        return pack_with_hooks(self, lambda: self._pack(copy))
+        return pack_with_hooks(self, lambda: _joined([one.state_dict(copy=copy) for one in self.optimizers]))
 
-    def _pack(self, copy: bool) -> dict[str, Any]:
-        parts = [optimizer.state_dict(copy=copy) for optimizer in self.optimizers]
-        shared: list[Any] = [next(iter(part["optimizer"].get(SHARED_STATE, [])), {}) for part in parts]
-        return StateDict(
-            optimizer={
-                "state": {name: state for part in parts for name, state in part["optimizer"]["state"].items()},
-                "param_groups": [group for part in parts for group in part["optimizer"]["param_groups"]],
-            }
-            | ({SHARED_STATE: shared} if any(shared) else {}),
-            main_params={name: main for part in parts for name, main in part["main_params"].items()},
-            **{key: parts[0][key] for key in SHARED_KEYS if key in parts[0]},
-        )
+    def held_state_dict(self) -> dict[str, Any]:
+        """See :meth:`MixedPrecisionOptimizer.held_state_dict`."""
+        return pack_with_hooks(self, lambda: _joined([one.held_state_dict() for one in self.optimizers]))
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
@@ -392,3 +383,17 @@ def _check(optimizers: Sequence[Any]) -> None:
     ids = [id(param) for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
     if len(ids) != len(set(ids)):
         raise ArgumentError("two of the optimizers hold the same parameter; give each parameter to one optimizer")
+
+
+def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the state dicts of several optimizers as one."""
+    shared: list[Any] = [next(iter(part["optimizer"].get(SHARED_STATE, [])), {}) for part in parts]
+    return StateDict(
+        optimizer={
+            "state": {name: state for part in parts for name, state in part["optimizer"]["state"].items()},
+            "param_groups": [group for part in parts for group in part["optimizer"]["param_groups"]],
+        }
+        | ({SHARED_STATE: shared} if any(shared) else {}),
+        main_params={name: main for part in parts for name, main in part["main_params"].items()},
+        **{key: parts[0][key] for key in SHARED_KEYS if key in parts[0]},
+    )

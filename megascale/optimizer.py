@@ -338,6 +338,15 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self._member.sync_from_model()
         return pack_with_hooks(self, lambda: self.live_state().pack(copy=copy))
 
+    def held_state_dict(self) -> dict[str, Any]:
+        """Return ``state_dict(copy=False)`` with remainders, int16, in place of the main params that are held so.
+
+        For :mod:`megascale.checkpoint`, which saves the weights beside them; :meth:`load_state_dict` needs fp32.
+        """
+        require_values(self.device)
+        self._member.sync_from_model()
+        return pack_with_hooks(self, lambda: self.live_state().pack(copy=False, decode=False))
+
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
         """Load what :meth:`state_dict` returned, at any number of ranks; all of ``groups.grad_stats`` call it together.

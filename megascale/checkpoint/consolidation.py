@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megascale.checkpoint import directory as folders
-from megascale.checkpoint import storage
+from megascale.checkpoint import remainders, storage
 from megascale.checkpoint.agreement import named
-from megascale.checkpoint.contents import PARAM_NAMES, tree_of
-from megascale.checkpoint.destination import MAIN_PARAMS, Destination
+from megascale.checkpoint.contents import MAIN_PARAMS, PARAM_NAMES, tree_of
+from megascale.checkpoint.destination import Destination
 from megascale.checkpoint.manifest import Manifest
 from megascale.checkpoint.metadata import read_metadata
 from megascale.checkpoint.nest import Tree, join, leaves, unflatten
@@ -74,7 +74,7 @@ def consolidate(
             weights = _weights(folder, manifest, metadata, dtype)
             content: dict[str, Any] = weights
             if optimizer:
-                state = _read_nest(folder, metadata, tree_of(manifest, "optimizer"))
+                state = _read_nest(folder, manifest, metadata, tree_of(manifest, "optimizer"))
                 content = {"model": weights, "optimizer": state, "step": manifest.step}
         with appearing(target, overwrite=overwrite) as unnamed:
             torch_save(content, unnamed, wanted=progress)
@@ -88,7 +88,7 @@ def _nbytes(tree: Tree) -> int:
 def _weights(folder: Path, manifest: Manifest, metadata: Metadata, dtype: torch.dtype | None) -> dict[str, Any]:
     tree = manifest.trees["model"]
     if dtype is None:
-        weights: dict[str, Any] = _read_nest(folder, metadata, tree)
+        weights: dict[str, Any] = _read_nest(folder, manifest, metadata, tree)
         return weights
     names = unflatten(manifest.trees.get(PARAM_NAMES, {"dict": []}), {})
     mains = {key: saved for key, _, saved in leaves(manifest.trees.get("optimizer"))}
@@ -97,14 +97,17 @@ def _weights(folder: Path, manifest: Manifest, metadata: Metadata, dtype: torch.
         main = join(MAIN_PARAMS, names.get(name, name))
         for key, shape, saved in leaves(node):
             source, stored = (main, mains[main]) if main in mains else (key, saved)
-            value = torch.empty(shape, dtype=stored)
-            storage.plan_read(folder, metadata, {source: value}).read()
+            read = {source: torch.empty(shape, dtype=stored)}
+            storage.plan_read(folder, metadata, read).read()
+            remainders.decode_(folder, manifest, metadata, read)
+            value = read[source]
             tensors[key] = value.to(dtype) if value.is_floating_point() else value
     converted: dict[str, Any] = unflatten(tree, tensors)
     return converted
 
 
-def _read_nest(folder: Path, metadata: Metadata, tree: Tree) -> Any:
+def _read_nest(folder: Path, manifest: Manifest, metadata: Metadata, tree: Tree) -> Any:
     templates = Destination().templates(tree)
     storage.plan_read(folder, metadata, templates).read()
+    remainders.decode_(folder, manifest, metadata, templates)
     return unflatten(tree, templates)

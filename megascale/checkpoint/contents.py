@@ -17,6 +17,8 @@ from megascale.main_params.shard import ParamShard
 from megascale.parallel import ParallelGroups, is_expert
 from megascale.utils.collectives import group_size
 
+MAIN_PARAMS = "optimizer/main_params"
+"""The key of the main params."""
 PARAM_NAMES = "param_names"
 """The part that maps the optimizer's names of parameters to the model's, where they differ."""
 
@@ -27,6 +29,9 @@ class SavedOptimizer(Protocol):
 
     def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
         """Return tensors and primitives, the same keys on every rank; ``copy=False``: live tensors."""
+
+    def held_state_dict(self) -> dict[str, Any]:
+        """Return ``state_dict(copy=False)`` with remainders in place of the main params that are held so."""
 
     def share_state_forms(self) -> None:
         """Tell other ranks what ``state_dict(copy=False)`` needs to know of them. All ranks call it together."""
@@ -108,7 +113,7 @@ def collect(
         parts["model"] = model_state(model)
     else:
         parts["model"] = model_state(model, optimizer.model_shards())
-        parts["optimizer"] = optimizer.state_dict(copy=False)
+        parts["optimizer"] = optimizer.held_state_dict()
         renamed = _renamed(model, names_in(parts["optimizer"], optimizer))
         parts |= {PARAM_NAMES: renamed} if renamed else {}
     if user_state is not None:

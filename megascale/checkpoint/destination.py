@@ -8,13 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megascale.checkpoint.contents import SavedOptimizer, model_state, names_in
+from megascale.checkpoint.contents import MAIN_PARAMS, SavedOptimizer, model_state, names_in
 from megascale.checkpoint.manifest import Manifest
 from megascale.checkpoint.nest import Tree, flatten, join, leaves
+from megascale.checkpoint.remainders import is_remainder
 from megascale.main_params.shard import ParamShard
 from megascale.utils.dtypes import HALF_DTYPES
-
-MAIN_PARAMS = "optimizer/main_params"
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class Destination:
             return cls(flatten(model_state(model), "model")[1])
         shards = optimizer.model_shards()
         state = model_state(model, shards)
-        packed = optimizer.state_dict(copy=False)
+        packed = optimizer.held_state_dict()
         names = names_in(packed, optimizer)
         in_place = not _may_overflow(manifest, state)
         # 16-bit model params are rounded from their main params, or else loaded whole, like a write by the user.
@@ -60,7 +59,7 @@ class Destination:
         """Return a tensor to read into for every leaf of ``tree``.
 
         The live ParamShard of that key if it has the saved dtype; else new memory, with the placement of the live
-        tensor if that is a shard, or whole on the host.
+        tensor if that is a shard, or whole on the host. Remainders are read into new memory, to be decoded.
         """
         templates: dict[str, Tensor] = {}
         for key, shape, dtype in leaves(tree):
@@ -68,8 +67,8 @@ class Destination:
             if like is None or tuple(like.shape) != shape:
                 templates[key] = torch.empty(shape, dtype=dtype)
             elif isinstance(like, ParamShard):
-                in_place = self._in_place and key in self.live and like.dtype == dtype
-                templates[key] = like if in_place else like.like(dtype)
+                fits = key in self.live and like.dtype == dtype and not is_remainder(key, dtype)
+                templates[key] = like if self._in_place and fits else like.like(dtype)
             elif isinstance(like, DTensor):
                 templates[key] = torch.empty_like(like, dtype=dtype)
             else:

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from megascale.checkpoint import directory as folders
-from megascale.checkpoint import storage
+from megascale.checkpoint import remainders, storage
 from megascale.checkpoint.agreement import named, together
 from megascale.checkpoint.contents import (
     SavedOptimizer,
@@ -110,7 +110,7 @@ def load(
             _load_optimizer(folder, optimizer, staged.optimizer_state, staged.in_place, strict, is_shown, group)
             if not strict:
                 optimizer.share_state_forms()
-                skipped += left_out(staged.optimizer_state, optimizer.state_dict(copy=False))
+                skipped += left_out(staged.optimizer_state, optimizer.held_state_dict())
         with together("load the weights into the model", group):
             bare(model).load_state_dict(staged.weights, strict=False)
             if optimizer is not None and staged.optimizer_state is None:
@@ -194,6 +194,7 @@ def _stage(
     planned = storage.plan_read(folder, metadata, new)
     with progress_bar("reading", planned.nbytes, wanted=is_shown):
         planned.read()
+    remainders.decode_(folder, manifest, metadata, templates)
     nests = {part: unflatten(tree, templates) for part, tree in trees.items()}
     if optimizer is not None:
         optimizer.check_state_dict(nests["optimizer"], strict=strict)

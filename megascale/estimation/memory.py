@@ -90,7 +90,7 @@ def checkpoint_bytes(partition: Partition) -> int:
         copies = 1 if param.dtype in HALF_DTYPES else 0
         moments = setup.moment_dtypes(param)
         scales = _scales(moments)
-        total += param.nbytes + param.numel * (4 * copies + sum(dtype.itemsize for dtype in moments))
+        total += param.nbytes + param.numel * (setup.main_itemsize * copies + sum(dtype.itemsize for dtype in moments))
         total += scales * SCALE_BYTES * num_groups(param.numel)
         total += PIECE_BYTES * partition.num_pieces[param.name] * (1 + copies + len(moments) + scales)
         if setup.counts_steps(param):

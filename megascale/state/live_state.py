@@ -49,8 +49,11 @@ class LiveState:
     counter: StepCounter
     norm_statistics: NormStatistics | None
 
-    def pack(self, *, copy: bool) -> dict[str, Any]:
-        """Return the state dict; see :mod:`megascale.state.schema`."""
+    def pack(self, *, copy: bool, decode: bool = True) -> dict[str, Any]:
+        """Return the state dict; see :mod:`megascale.state.schema`.
+
+        ``decode``: False leaves main params that are held as remainders so; only a checkpoint can load them again.
+        """
         if copy:
             self.share_forms()
         names = self.main_params.names(self.param_groups)
@@ -64,7 +67,8 @@ class LiveState:
                 inner = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
                 state |= portable_state.portable(inner, where, copy=copy)
                 if main.is_copy:
-                    mains[name] = self.main_params.export(main, {"": main.value()}, copy=copy)[""]
+                    held = main.value() if decode else main.memory
+                    mains[name] = self.main_params.export(main, {"": held}, copy=copy)[""]
                 exported = self.main_params.export_state(main, state, copy=copy)
                 states[name] = portable_state.portable(exported, where, copy=False)
             else:

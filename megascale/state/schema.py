@@ -18,6 +18,7 @@ from torch import Tensor
 from megascale.errors import MainParamOverflowError, StateDictError
 from megascale.kernels.compact_moments import FIRST_DTYPE, SCALE_SUFFIX, SECOND_DTYPE, num_groups
 from megascale.kernels.protocol import FP16_OVERFLOW
+from megascale.kernels.remainders import REMAINDER_DTYPE
 from megascale.utils.autograd import detached
 from megascale.utils.dtensors import local
 
@@ -231,6 +232,11 @@ def check_tensor(name: str, what: str, value: Any, like: Tensor) -> None:
 
 def check_main_param(name: str, value: Any, model: Tensor) -> None:
     """Raise StateDictError unless ``value`` can be the main param of ``model``: its shape, and fp32 or fp64."""
+    if isinstance(value, Tensor) and value.dtype == REMAINDER_DTYPE:
+        raise StateDictError(
+            f"main param of {name!r} is held as a remainder ({value.dtype}), which means nothing without the weights "
+            "beside it; save and load with megascale.checkpoint, or save state_dict(), which has fp32"
+        )
     check_tensor(name, "main param", value, model)
     if value.dtype not in (torch.float32, torch.float64):
         raise StateDictError(f"main param of {name!r} has dtype {value.dtype}; main params are fp32")

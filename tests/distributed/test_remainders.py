@@ -6,12 +6,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.fsdp import fully_shard
 
 from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.checkpoint import Checkpointer
+from megascale.checkpoint.metadata import read_metadata
+from megascale.errors import StateDictError
 from megascale.grad_sync import GradSync
-from tests.checkpoint_cases import differences, state_of
+from tests.checkpoint_cases import differences, message_of, state_of
 from tests.distributed.test_compact_shards import CODES, build, train
 from tests.meshes import mesh_of
 from tests.pool import RankPool
@@ -80,6 +83,25 @@ def test_checkpoints_travel(
         assert differences(saved, found) == []
         if loading[1] != 3:  # thirds of equal gradients do not add up to them exactly
             assert differences(alone, went_on) == []
+
+
+def _kinds(sharding: str, directory: Path) -> tuple[str, list[str]]:
+    """Save, and return the dtype of a saved main param, and the errors of loading what a checkpoint holds as it is."""
+    model, optimizer = build(sharding, dtypes=HELD)
+    train(model, optimizer, 0, 1)
+    path = Checkpointer(directory).save(1, model, optimizer)
+    saved = read_metadata(path).state_dict_metadata["optimizer/main_params/wide.weight"]
+    assert isinstance(saved, TensorStorageMetadata)
+    held = optimizer.held_state_dict()
+    return str(saved.properties.dtype), [message_of(StateDictError, lambda: optimizer.load_state_dict(held))]
+
+
+@pytest.mark.parametrize("sharding", ["replicated", "elements", "parameters"])
+def test_checkpoints_hold_remainders(ranks: RankPool, tmp_path: Path, sharding: str) -> None:
+    """2 bytes a parameter. Without the weights beside them they are refused: they would be taken for numbers."""
+    for dtype, [message] in ranks.run(2, _kinds, sharding, tmp_path):
+        assert dtype == "torch.int16"
+        assert "is held as a remainder (torch.int16), which means nothing without the weights beside it" in message
 
 
 def _on_ranks(kind: str, options: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

@@ -11,10 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megascale import DistributedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer
+from megascale import DistributedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.checkpoint import Checkpointer, consolidate
 from megascale.checkpoint.__main__ import main
+from megascale.checkpoint.metadata import read_metadata
 from megascale.errors import ArgumentError, ArgumentTypeError, CheckpointError
 from tests.checkpoint_cases import build, differences, state_of, train
 from tests.pool import RankPool
@@ -54,6 +56,29 @@ def test_weights_from_main_params(tmp_path: Path) -> None:
             wanted = mains.get(name, weight)
             assert differences(wanted.to(dtype) if wanted.is_floating_point() else wanted, found[name]) == []
     assert any(not torch.equal(mains[name], state["model"][name].float()) for name in mains)
+
+
+def test_main_params_that_are_remainders(tmp_path: Path) -> None:
+    """The checkpoint holds 2 bytes of them; the file their fp32 values, as weights and in the optimizer's state."""
+    torch.manual_seed(0)
+    model = nn.Linear(30, 40).bfloat16()
+    inner = torch.optim.AdamW(model.named_parameters(), lr=1e-2)
+    optimizer = MixedPrecisionOptimizer(inner, OptimizerConfig(bf16=True, store_param_remainders=True))
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(2, 30).bfloat16()).float().square().mean().backward()
+        optimizer.step()
+    path = Checkpointer(tmp_path / "run").save(3, model, optimizer)
+    saved = read_metadata(path).state_dict_metadata["optimizer/main_params/weight"]
+    assert isinstance(saved, TensorStorageMetadata)
+    assert saved.properties.dtype == torch.int16
+    mains = optimizer.state_dict()["main_params"]
+    assert not torch.equal(mains["weight"], model.weight.float())
+    weights = _read(consolidate(tmp_path / "run", tmp_path / "weights.pt", dtype=torch.float32))
+    whole = _read(consolidate(tmp_path / "run", tmp_path / "all.pt", optimizer=True))
+    assert differences(dict(mains), weights) == []
+    assert differences(dict(mains), whole["optimizer"]["main_params"]) == []
+    assert differences(model.state_dict(), whole["model"]) == []
 
 
 def test_optimizer_state(tmp_path: Path) -> None:
