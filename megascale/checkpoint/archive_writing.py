@@ -1,7 +1,7 @@
-"""Writes tensors' archives into one file by several threads, with the file's checksum.
+"""Writes tensors' archives into one file with several threads, and computes the file's checksum.
 
-Where each archive lies is known beforehand. The caller's thread brings tensors to the host; the others take checksums
-and write, a batch of neighbouring archives each.
+The place of each archive in the file is known beforehand. The caller's thread copies tensors to the host; each of the
+others takes a batch of neighbouring archives, computes its checksum and writes it.
 """
 
 import ctypes
@@ -38,8 +38,8 @@ def write_archives(path: Path, items: Iterable[tuple[TensorArchive, Tensor]]) ->
 
     Args:
         path: the file, which must not exist.
-        items: archives and their tensors, contiguous and on the host. Taken one by one: as many large ones are held as
-            there are threads.
+        items: archives and their tensors, contiguous and on the host. They are taken one by one, so no more than one
+            batch for each thread is held at a time.
 
     Raises:
         OSError: it cannot be written. No thread writes any more then.
@@ -70,7 +70,7 @@ def write_archives(path: Path, items: Iterable[tuple[TensorArchive, Tensor]]) ->
 
 
 def write_by_torch(path: Path, tensors: Iterable[Tensor]) -> tuple[list[int], FileMark]:
-    """Do the same with torch.save for each tensor. Returns the archives' lengths, and the file's size and checksum."""
+    """Write a new file by calling torch.save for each tensor. Returns the archives' lengths, and size and checksum."""
     lengths: list[int] = []
     unread = 0  # bytes that the checksum's thread has not been told of: waking it for each small tensor costs more
     with open(path, "xb") as stream, Marker(path) as marker:
@@ -108,7 +108,7 @@ def _batches(items: Iterable[tuple[TensorArchive, Tensor]]) -> Iterator[Batch]:
 
 
 def _joined(first: FileMark, second: FileMark) -> FileMark:
-    """Return the mark of the file with what was written behind ``first``."""
+    """Return the mark of ``first`` with ``second`` after it; ``second`` has just been written."""
     advance(second.size)
     return FileMark(first.size + second.size, combined(first.crc32, second.crc32, second.size))
 

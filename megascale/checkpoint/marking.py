@@ -9,9 +9,9 @@ from megascale.checkpoint.manifest import CHUNK_BYTES, FileMark
 
 
 class Marker:
-    """Reads a file in a thread of its own as far as it is written, so that no pass over it is left at the end.
+    """Reads a file in a thread while it is being written, so that its checksum is known soon after its last byte.
 
-    It reads what the file holds, not what was to be written. Use it in a ``with`` block.
+    It reads what the file really holds, not what was meant to be written. Use it in a ``with`` block.
 
     Args:
         path: the file, which exists.
@@ -38,11 +38,11 @@ class Marker:
         self._thread.join()
 
     def written(self, end: int) -> None:
-        """Tell that the file is written, and flushed, up to byte ``end``."""
+        """Say that the file has been written, and flushed, up to byte ``end``."""
         self._tell(end, is_whole=False)
 
     def mark(self) -> FileMark:
-        """Wait for the rest; return size and checksum of all that was written. Raises OSError of a failed read."""
+        """Read the rest; return size and checksum of all that was written. Raises the OSError of a failed read."""
         self._tell(self._end, is_whole=True)
         self._thread.join()
         if self._error is not None:

@@ -1,9 +1,9 @@
-"""The zip archive that torch.save writes for one tensor, as bytes before and after the tensor's own.
+"""The zip archive that torch.save writes for one tensor: the bytes before and after the tensor's own.
 
-They depend on dtype and shape, except for the CRC-32 of the tensor's bytes, which stands in two places. So an archive
-is made once for a dtype and shape, and a checkpoint of thousands of small tensors needs no pickle and no zip writer for
-each. torch.save itself says what the bytes are, under ``torch.serialization.skip_data``. Its identifier of the content
-(`.data/serialization_id`, which torch.load does not read) is that of a tensor without bytes.
+They depend only on dtype and shape, but for the CRC-32 of the tensor's bytes, which stands in two places. So they are
+made once for each dtype and shape, and thousands of small tensors need no pickle and no zip writer each. torch.save
+itself makes the bytes, under ``torch.serialization.skip_data``. One record differs from that of a save with data:
+`.data/serialization_id`, a hash of the content, is that of a tensor without bytes. torch.load does not read it.
 """
 
 import io
@@ -27,9 +27,9 @@ class TensorArchive:
     """The bytes around those of a contiguous tensor.
 
     Attributes:
-        head, tail: before and after the tensor's bytes.
-        nbytes: of the tensor.
-        crc_places: where in ``tail`` the CRC-32 of the tensor's bytes belongs, little-endian.
+        head, tail: what comes before and after the tensor's bytes.
+        nbytes: how many bytes the tensor has.
+        crc_places: offsets in ``tail`` at which the CRC-32 of the tensor's bytes belongs, little-endian.
     """
 
     head: bytes
@@ -43,7 +43,7 @@ class TensorArchive:
         return len(self.head) + self.nbytes + len(self.tail)
 
     def tail_for(self, crc32: int) -> bytes:
-        """Return the bytes after a tensor's, whose CRC-32 is given."""
+        """Return the tail for a tensor whose bytes have this CRC-32."""
         tail = bytearray(self.tail)
         for place in self.crc_places:
             struct.pack_into("<I", tail, place, crc32)
@@ -51,9 +51,9 @@ class TensorArchive:
 
 
 def archive_of(dtype: torch.dtype, shape: torch.Size) -> TensorArchive | None:
-    """Return the archive of tensors of ``dtype`` and ``shape``; None if this torch writes another than is known here.
+    """Return the archive of tensors of ``dtype`` and ``shape``; None if this torch writes it in a form unknown here.
 
-    The first of a dtype is tried: torch.load must read a tensor out of it.
+    For each dtype one archive is tested first: torch.load must read a tensor from it.
     """
     return _archive_of(dtype, shape) if _is_read_by_torch(dtype) else None
 

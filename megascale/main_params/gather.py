@@ -110,7 +110,7 @@ class ParamGather:
         return [self.buckets[index] for index in sorted(self.buckets, reverse=True)]
 
     def start_all(self) -> None:
-        """Start the gathers that this step has not started: all ranks gather all buckets, whatever one leaves out."""
+        """Start the gathers that this step has not started: all ranks gather every bucket, updated or not."""
         for bucket in self.in_forward_order():
             if not bucket.was_started:
                 bucket.start()

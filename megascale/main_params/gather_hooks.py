@@ -31,7 +31,7 @@ class Gather(Protocol):
         """Wait until every parameter is whole."""
 
     def wait_for(self, params: Iterable[nn.Parameter]) -> None:
-        """Wait until these are."""
+        """Wait until these parameters are whole."""
 
 
 class GatherHooks:

@@ -12,7 +12,7 @@ from megascale.main_params.write_tracker import TrackedParams
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class UpdateUnit:
-    """Main params that one kernel call updates. It stays the same object, for caches, while params and memory do.
+    """Main params that one kernel call updates. The same object is kept, for caches, until params or memory change.
 
     Attributes:
         group: the index of their param group.

@@ -38,8 +38,8 @@ class NonFiniteModule:
 
     Attributes:
         module: its name in the model; the model itself has its class's name.
-        phase: "forward": its output was not finite. "backward": the gradient of its output was not; what follows the
-            module in forward has made it.
+        phase: "forward": its output was not finite. "backward": the gradient of its output was not, which the modules
+            after it in forward have computed.
         call: which of the module's calls, from 0, since the watch was made or cleared.
         inputs: of the module, in that call.
         found: of its output, or of its output's gradient.

@@ -31,7 +31,7 @@ from megascale.utils.profiling import span
 class StepResult(NamedTuple):
     """What a step did: 0-d tensors on the parameters' device.
 
-    Reading one on the host, as ``bool(result.success)`` does, is the caller's sync.
+    Reading one on the host, as ``bool(result.success)`` does, waits for the device.
 
     Attributes:
         success: bool, False where the step was skipped.
@@ -51,7 +51,7 @@ class StepRecipe:
 
     Args:
         members: on one device, with one ``groups.grad_stats``.
-        groups: of which ``grad_stats`` agrees.
+        groups: of the members; the ranks of ``grad_stats`` decide together.
         grad_scaler: of the loss; None: it is not scaled.
         clip_grad: largest norm of the unscaled gradients of all members together; 0: no clipping.
         grads_are_scaled: the caller guarantees gradients of a scaled loss, though the scale is not read here.
@@ -271,7 +271,7 @@ class StepRecipe:
         return collected, stats[0] if len(stats) == 1 else grad_stats.combined(stats)
 
     def _decide(self, stats: GradStats) -> tuple[Decision, Decision]:
-        """Return the decision on overflow, and that of the step. Taken with the scale that scaled this step's loss."""
+        """Return two decisions: as overflows alone make it, and the step's, which knows of spikes too."""
         scale = None if self.grad_scaler is None else self.grad_scaler.live_scale
         overflow = self._backend.decide(stats.vector, scale, self.clip_grad)
         return overflow, overflow if self.spikes is None else self.spikes.judge(overflow, scale)
