@@ -1,5 +1,6 @@
 """ChainedOptimizer: several optimizers that step as one, with one scaler, one decision and one norm."""
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -70,6 +71,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
             optimizer.recipe.errors, optimizer.recipe.watch = self.recipe.errors, self.recipe.watch
             optimizer.recipe.spikes = self.recipe.spikes
             optimizer.recipe.overflows = self.recipe.overflows
+            optimizer.recipe.chain = weakref.ref(self.recipe)
         if listener is not None:
             listener.attach(self.recipe.overflows)
         super().__init__(self.param_groups, {})

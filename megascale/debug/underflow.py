@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megascale.chained import ChainedOptimizer
-from megascale.errors import ArgumentTypeError, UsageError
+from megascale.errors import ArgumentTypeError, UsageError, listed
 from megascale.host_view import HostView
 from megascale.main_params.main_param import MainParam
 from megascale.optimizer import MixedPrecisionOptimizer
@@ -33,10 +33,11 @@ class UnderflowMeter:
     fp16.
 
     Args:
-        optimizer: whose ``step()`` is watched until :meth:`remove`.
+        optimizer: whose ``step()`` is watched until :meth:`remove`. Of members of a ChainedOptimizer: the chain.
         every: steps from one sample to the next; the first step is one.
 
-    Raises ArgumentError or ArgumentTypeError, naming the argument.
+    Raises ArgumentError or ArgumentTypeError, naming the argument; UsageError for a member of a ChainedOptimizer, here
+    or, where it is chained afterwards, as soon as numbers are asked for.
     """
 
     def __init__(self, optimizer: MixedPrecisionOptimizer | ChainedOptimizer, every: int = 100) -> None:
@@ -47,6 +48,7 @@ class UnderflowMeter:
             )
         self._every = validate.integer("every", every, minimum=1)
         self._recipe = optimizer.recipe
+        self._refuse_member()
         self._device = optimizer.device
         self._view = HostView()
         self._num_steps = 0
@@ -71,6 +73,7 @@ class UnderflowMeter:
         ``group0/subnormals``, the share that are not zero and below fp16's smallest normal number;
         ``group0/headroom``, log2(65504 / largest magnitude), infinite where all are zero.
         """
+        self._refuse_member()
         return _described(self._raw)
 
     def flush(self, *, gather: bool = False) -> dict[str, float]:
@@ -83,6 +86,7 @@ class UnderflowMeter:
 
         Raises UsageError, on every rank alike, if the ranks have measured different steps.
         """
+        self._refuse_member()
         self._take(self._view.flush())
         if not validate.flag("gather", gather):
             return self.latest
@@ -99,6 +103,16 @@ class UnderflowMeter:
         """End the measurements."""
         for handle in self._handles:
             handle.remove()
+
+    def _refuse_member(self) -> None:
+        """Raise UsageError if a chain steps this optimizer: hooks of its own ``step()`` never run."""
+        chain = self._recipe.chain() if self._recipe.chain is not None else None
+        if chain is not None:
+            names = [param.name for member in self._recipe.members for param in member.main_params]
+            raise UsageError(
+                f"the optimizer of {listed(names)} is a member of a ChainedOptimizer, whose step() an UnderflowMeter "
+                "on the member does not see; make the UnderflowMeter of the ChainedOptimizer"
+            )
 
     def _before_step(self, *_: Any) -> None:
         if self._is_due():

@@ -19,7 +19,8 @@ MOST_PARAMETERS = 100
 STYLE = """
 :root { color-scheme: light; --line: #d8d8d8; --grey: #555; }
 body { margin: 0 auto; padding: 1rem; max-width: 92rem; background: #fff; color: #1a1a1a;
-  font: 15px/1.45 system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; }
+  font: 15px/1.45 system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif;
+  overflow-wrap: anywhere; }
 h1 { font-size: 1.4rem; margin: 0 0 .5rem; } h2 { font-size: 1.1rem; margin: 1.6rem 0 .4rem; }
 .panels { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 24rem), 1fr)); gap: 1rem; }
 figure { margin: 0; border: 1px solid var(--line); border-radius: 6px; padding: .6rem; min-width: 0; }

@@ -1,5 +1,6 @@
 """The recipe of a step: finish, measure, agree, decide, rescale, update, gather. For one optimizer, or for a chain."""
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
@@ -58,6 +59,7 @@ class StepRecipe:
 
     Attributes:
         last_result: what :meth:`carry_out` returned last; None before the first step.
+        chain: the recipe of a ChainedOptimizer, which steps the members in place of this one; None before.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class StepRecipe:
         self.errors = DeferredErrors(groups, members[0].device)
         self.grads_are_scaled = grads_are_scaled
         self.last_result: StepResult | None = None
+        self.chain: weakref.ref[StepRecipe] | None = None
         self.overflows = OverflowRecorder(members, groups, members[0].device)
         self.watch = StallWatch(members[0].config)
         self.spikes = SpikeJudge.of(members[0].config, members[0].device)

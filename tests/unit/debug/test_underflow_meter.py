@@ -1,5 +1,6 @@
 """UnderflowMeter and local_grad(): what fp16 loses of the gradients, and how far they are from overflow."""
 
+import gc
 import math
 from typing import Any
 
@@ -157,6 +158,34 @@ def test_bad_arguments_are_refused() -> None:
         UnderflowMeter(torch.optim.SGD(params, lr=0.1))  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="every must be"):
         UnderflowMeter(optimizer, every=0)
+
+
+@pytest.mark.parametrize("is_chained_first", [True, False])
+def test_member_of_a_chain_is_refused_by_name(is_chained_first: bool) -> None:
+    """It would never say anything; once the chain is gone, the member steps alone and is measured."""
+    params, optimizer = _wrapped()
+    chain = None
+    if is_chained_first:
+        chain = ChainedOptimizer([optimizer])
+        with pytest.raises(UsageError, match="the optimizer of 'a', 'b' is a member of a ChainedOptimizer"):
+            UnderflowMeter(optimizer)
+    else:
+        early = UnderflowMeter(optimizer, every=1)
+        chain = ChainedOptimizer([optimizer])
+        for numbers in (lambda: early.latest, early.flush):
+            with pytest.raises(UsageError, match="make the UnderflowMeter of the ChainedOptimizer"):
+                numbers()
+    meter = UnderflowMeter(chain, every=1)
+    _give(params)
+    chain.step()
+    assert meter.flush()["step"] == 0
+    meter.remove()
+    del meter, chain
+    gc.collect()
+    alone = UnderflowMeter(optimizer, every=1)
+    _give(params)
+    optimizer.step()
+    assert alone.flush()["group1/headroom"] == math.log2(65504) - 12
 
 
 def _place(grad: Tensor | None) -> int:

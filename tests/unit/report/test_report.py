@@ -1,6 +1,10 @@
 """python -m megascale report: what is drawn of runs of any length, and errors that name the file."""
 
 import json
+import re
+import shutil
+import subprocess
+from html import escape
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +42,42 @@ def test_page_and_picture_of_two_runs(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "<td>-</td><td>-</td>" in page
     assert len(page) < 2_000_000
     assert png.read_bytes().startswith(b"\x89PNG")
+
+
+WIDTHS = (420, 1400)
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome-headless-shell")
+
+
+@pytest.mark.slow
+def test_page_never_scrolls_sideways(tmp_path: Path) -> None:
+    """In a narrow window tables scroll in boxes of their own, and long names of runs wrap; measured by a browser."""
+    pytest.importorskip("matplotlib")
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        pytest.skip(f"none of {', '.join(BROWSERS)} is installed")
+    runs = [_run(tmp_path / (name * 70), [f"{i},nan,inf,{2.0 ** (16 - i)},1,0.1" for i in range(9)]) for name in "ab"]
+    keys = {"step": 3, "scale": 8.0, "rank": 1, "parameter": "layer." * 20, "kind": "inf", "num_inf": 2, "num_nan": 0}
+    (runs[0] / "overflows.jsonl").write_text(json.dumps(keys) + "\n")
+    out, frames = tmp_path / "report.html", tmp_path / "frames.html"
+    assert main(["report", *map(str, runs), "--out", str(out)]) == 0
+    # A headless window cannot be as narrow as a telephone, a frame can.
+    inner = "".join(f'<iframe style="width:{width}px" srcdoc="{escape(out.read_text())}"></iframe>' for width in WIDTHS)
+    measure = (
+        "onload = () => document.title = [...document.querySelectorAll('iframe')].map(frame => {"
+        "const page = frame.contentDocument, boxes = [...page.querySelectorAll('.wide')];"
+        "return [page.documentElement.clientWidth, page.documentElement.scrollWidth,"
+        "Math.max(...boxes.map(box => box.scrollWidth - box.clientWidth))].join(' ')}).join(', ')"
+    )
+    frames.write_text(f"<!DOCTYPE html><html><body>{inner}<script>{measure}</script></body></html>")
+    options = ("--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom")
+    command = [browser, *options, frames.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    (title,) = re.findall("<title>([^<]*)</title>", done.stdout.partition("<body>")[0])
+    for width, sizes in zip(WIDTHS, title.split(", "), strict=True):
+        visible, needed, hidden = map(int, sizes.split())
+        assert width - 40 < visible <= width
+        assert needed == visible
+        assert hidden > 0, "the tables are to need more than the window"
 
 
 def test_no_spike_of_a_long_run_is_lost() -> None:
