@@ -25,19 +25,19 @@ Squares = dict["DeviceMesh", Tensor]
 
 
 @dataclass(frozen=True)
-class Circle:
-    """Ranks that sum together. Summing over each of ``groups`` in turn sums over all ``members``."""
+class RankSet:
+    """Ranks that add up numbers together: summing over each of ``groups`` in turn sums over all ``members``."""
 
     members: frozenset[int]
     groups: tuple[ProcessGroup, ...]
 
     @classmethod
-    def of_group(cls, group: ProcessGroup | None) -> "Circle":
+    def of_group(cls, group: ProcessGroup | None) -> "RankSet":
         """Return the ranks of ``group``; None: this rank alone."""
         return cls(ranks_of(group), () if group is None else (group,))
 
     @classmethod
-    def of_mesh(cls, mesh: "DeviceMesh") -> "Circle":
+    def of_mesh(cls, mesh: "DeviceMesh") -> "RankSet":
         """Return the ranks of ``mesh``; none if this rank is not one of them.
 
         A mesh of several dimensions that is not the whole world has no group: its dimensions' groups sum one after the
@@ -63,8 +63,8 @@ class Circle:
 class Agreement:
     """The ranks that decide together about one optimizer's step.
 
-    If one circle contains all others, one all-reduce suffices. Else each circle sums in turn, in the order of
-    parameters: over slices of one mesh, a flag so reaches all its ranks.
+    If one set of ranks contains all others, one all-reduce suffices. Otherwise each set sums in turn, in the order of
+    parameters. Where the sets are slices of one mesh, a flag reaches all ranks of the mesh in that way.
 
     Args:
         params: the optimizer's parameters, in an order that all ranks share.
@@ -74,17 +74,17 @@ class Agreement:
     def __init__(self, params: Iterable[Tensor], process_group: ProcessGroup | None) -> None:
         odd = [param for param in params if type(param) is not nn.Parameter]
         meshes = dict.fromkeys(param.device_mesh for param in odd if is_dtensor(param))
-        self._of_mesh = {mesh: Circle.of_mesh(mesh) for mesh in meshes}
-        distinct: dict[frozenset[int], Circle] = {}
-        for circle in [Circle.of_group(process_group), *self._of_mesh.values()]:
-            if len(circle.members) > 1:
-                distinct.setdefault(circle.members, circle)
-        self._circles = [circle for ranks, circle in distinct.items() if not any(ranks < other for other in distinct)]
+        self._of_mesh = {mesh: RankSet.of_mesh(mesh) for mesh in meshes}
+        distinct: dict[frozenset[int], RankSet] = {}
+        for rank_set in [RankSet.of_group(process_group), *self._of_mesh.values()]:
+            if len(rank_set.members) > 1:
+                distinct.setdefault(rank_set.members, rank_set)
+        self._rank_sets = [one for ranks, one in distinct.items() if not any(ranks < other for other in distinct)]
 
     @property
     def is_alone(self) -> bool:
         """Whether this rank decides alone."""
-        return not self._circles
+        return not self._rank_sets
 
     @property
     def meshes(self) -> "list[DeviceMesh]":
@@ -98,11 +98,11 @@ class Agreement:
         """
         squares = dict(squares or {})
         waiting = dict(squares)
-        for circle in self._circles:
-            # A mesh with the same ranks as the circle sums its squares in the same message.
-            riders = [mesh for mesh in waiting if self._of_mesh[mesh].members == circle.members]
-            found_inf, *sums = circle.total([found_inf, *(waiting.pop(mesh) for mesh in riders)])
-            squares.update(zip(riders, sums, strict=True))
+        for rank_set in self._rank_sets:
+            # The squares of a mesh with the same ranks travel in the same message.
+            carried = [mesh for mesh in waiting if self._of_mesh[mesh].members == rank_set.members]
+            found_inf, *sums = rank_set.total([found_inf, *(waiting.pop(mesh) for mesh in carried)])
+            squares.update(zip(carried, sums, strict=True))
         for mesh, mine in waiting.items():
             [squares[mesh]] = self._of_mesh[mesh].total([mine])
         # torch's fused optimizers skip where found_inf is 1, not where it is 2.

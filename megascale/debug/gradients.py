@@ -93,7 +93,7 @@ class GradWatch:
         self._micro_batch = 0
         self._hooked = WeakIdKeyDictionary()
         self._handles: list[RemovableHandle] = []
-        self._removal = finalize(self, _remove, self._handles)
+        self._removal = finalize(self, remove_hooks, self._handles)
         self._removal.atexit = False
         gathered = _gathered_by_fsdp(watched, model) if model is not None else {}
         late = {id(getattr(holder, attribute)) for all_of in gathered.values() for holder, attribute, _ in all_of}
@@ -180,8 +180,8 @@ def _when_gathered(watch: GradWatch, owned: Owned) -> Callable[[nn.Module, Any],
     return hook
 
 
-def _remove(handles: list[RemovableHandle]) -> None:
-    """Remove hooks. A finalizer: it must not refer to the GradWatch."""
+def remove_hooks(handles: list[RemovableHandle]) -> None:
+    """Remove hooks. A finalizer of watches: it must not refer to one."""
     for handle in handles:
         handle.remove()
     handles.clear()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from megascale.debug.gradients import remove_hooks
 from megascale.errors import ArgumentTypeError
 from megascale.step.non_finite_module import NonFiniteModule, TensorStatistics, announce, withdraw
 from megascale.step.overflows import own_rank
@@ -66,7 +67,7 @@ class ModuleWatch:
         if not isinstance(model, nn.Module):
             raise ArgumentTypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         self._handles: list[RemovableHandle] = []
-        self._removal = finalize(self, _remove, self._handles)
+        self._removal = finalize(self, remove_hooks, self._handles)
         self._removal.atexit = False
         self._model = ref(model)
         self.clear()
@@ -220,10 +221,3 @@ def _of_one(tensor: Tensor) -> Tensor:
             (finite.numel() - count).float(),
         ]
     )
-
-
-def _remove(handles: list[RemovableHandle]) -> None:
-    """Remove hooks. A finalizer: it must not refer to the ModuleWatch."""
-    for handle in handles:
-        handle.remove()
-    handles.clear()

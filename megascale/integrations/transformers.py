@@ -5,10 +5,9 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from megascale.chained import ChainedOptimizer
+from megascale.chained import AnyOptimizer
 from megascale.errors import UsageError
 from megascale.metrics import Sink, StepMetrics
-from megascale.optimizer import MixedPrecisionOptimizer
 
 _OWN = ("grad_norm", "learning_rate", "epoch")
 """Of what the Trainer logs, what rows have already, or what follows from the step."""
@@ -36,8 +35,9 @@ class StepMetricsCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Open the sinks."""
         optimizer = kwargs.get("optimizer")
-        optimizer = getattr(optimizer, "optimizer", optimizer) if not _is_ours(optimizer) else optimizer
-        if not _is_ours(optimizer):
+        if not isinstance(optimizer, AnyOptimizer):  # Accelerate has wrapped it
+            optimizer = getattr(optimizer, "optimizer", optimizer)
+        if not isinstance(optimizer, AnyOptimizer):
             raise UsageError(
                 f"StepMetricsCallback needs an optimizer of megascale's, found {type(optimizer).__name__}: pass it as "
                 "Trainer(optimizers=(optimizer, None))"
@@ -60,7 +60,3 @@ class StepMetricsCallback(TrainerCallback):
         if self.metrics is not None:
             self.metrics.close()
             self.metrics = None
-
-
-def _is_ours(optimizer: Any) -> bool:
-    return isinstance(optimizer, (MixedPrecisionOptimizer, ChainedOptimizer))
