@@ -21,6 +21,8 @@ from machine_code.assembly import WIDE, Code, Loop
 from machine_code.launches import CALLS, Launch, Memory, recorded, whole_step
 from machine_code.speed import Device, blocks_per_sm, bytes_in_flight, seconds
 
+from megascale.kernels.compact_moments import GROUP
+
 VECTOR = 8  # elements at most; a row that is no multiple of it may have a remainder
 SIZES = {
     "1e9 in 1": [10**9],
@@ -52,10 +54,15 @@ def elements_of_turn(code: Code, launch: Launch) -> float:
 
 
 def bytes_of_element(code: Code, launch: Launch) -> float:
-    """Return the bytes that the streaming loop loads and stores for an element."""
+    """Return the bytes that the streaming loop loads and stores for an element.
+
+    Narrow accesses are of scales: threads of a group access the same one.
+    """
     if code.stream is None or not launch.numels:
         return 0
-    return sum(map(sum, map(code.stream.accesses, ("LDG", "STG")))) * 32 * code.warps / elements_of_turn(code, launch)
+    widths = [width for each in ("LDG", "STG") for width in code.stream.accesses(each)]
+    wide, narrow = (sum(width for width in widths if (width >= WIDE) == is_wide) for is_wide in (True, False))
+    return wide * 32 * code.warps / elements_of_turn(code, launch) + narrow / GROUP
 
 
 def widths(loop: Loop, opcode: str) -> str:

@@ -77,7 +77,7 @@ class BackendMachine(RuleBasedStateMachine):
 
     def has_codes(self, setup: Setup) -> bool:
         """Whether these optimizers may have moments of 8 bits on all backends."""
-        return setup.inner != "RMSprop" and setup.dtypes != "all" and "triton" not in self.backends
+        return setup.inner != "RMSprop" and setup.dtypes != "all"
 
     # What happens to all worlds
 

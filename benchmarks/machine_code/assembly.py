@@ -71,6 +71,12 @@ class Loop:
         return [each.width for each in self.body if each.opcode == opcode]
 
     @property
+    def is_wide(self) -> bool:
+        """Whether most loads are of several elements; others are of scales, of which elements of a group share one."""
+        widths = self.accesses("LDG")
+        return 2 * sum(width >= WIDE for width in widths) > len(widths)
+
+    @property
     def bytes_in_flight(self) -> int:
         """The most bytes that one thread's loads have asked for before anything waits for one of them."""
         most = asked = 0
@@ -141,13 +147,13 @@ class Code:
     @cached_property
     def stream(self) -> Loop | None:
         """The loop over whole vectors; None where a kernel has none. Loops in fp64 add up what programs have found."""
-        wide = [loop for loop in self.loops if min(loop.accesses("LDG")) >= WIDE and "DADD" not in loop.opcodes]
+        wide = [loop for loop in self.loops if loop.is_wide and "DADD" not in loop.opcodes]
         return max(wide, key=lambda loop: sum(loop.accesses("LDG")), default=None)
 
     @cached_property
     def narrow(self) -> Loop | None:
         """The loop over single elements, which takes what is left of a row; None where a kernel has none."""
-        narrow = [loop for loop in self.loops if min(loop.accesses("LDG")) < WIDE]
+        narrow = [loop for loop in self.loops if not loop.is_wide]
         return max(narrow, key=lambda loop: len(loop.body), default=None)
 
     @property

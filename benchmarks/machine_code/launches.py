@@ -16,12 +16,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from megascale.kernels import AdamHyper, Decision, LionHyper, Operands, SgdHyper
+from megascale.kernels.compact_moments import CODE_DTYPES, FIRST_DTYPE, SCALE_SUFFIX, SECOND_DTYPE
 from megascale.kernels.decision import GradWeights, ScaleRule
 from megascale.kernels.remainders import REMAINDER_DTYPE
 from megascale.kernels.triton import device_table
-from megascale.kernels.triton.backend import NUM_WARPS, TritonBackend
+from megascale.kernels.triton.backend import OPTIONS, TritonBackend
 
-HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
+HALF, BRAIN, SINGLE, CODES = torch.float16, torch.bfloat16, torch.float32, FIRST_DTYPE
 ALIGNMENT = 512  # bytes, as torch's allocator on a GPU
 
 
@@ -78,9 +79,9 @@ class _Backend(TritonBackend):
         programs: int,
         arguments: tuple[Any, ...],
         constants: dict[str, Any],
-        num_warps: int = NUM_WARPS,
+        options: dict[str, Any] = OPTIONS,
     ) -> None:
-        kernel[(programs,)](*arguments, **constants, num_warps=num_warps, enable_fp_fusion=False)
+        kernel[(programs,)](*arguments, **constants, **options, enable_fp_fusion=False)
 
 
 @contextmanager
@@ -126,6 +127,10 @@ class Memory:
         """Return what an update takes. ``held``: main params are remainders."""
         main = self.column(SINGLE)
         operands = Operands(grad=self.column(grad), state={name: self.column(state) for name in names})
+        for name in filter(lambda name: state in CODE_DTYPES, names):
+            operands.state[name + SCALE_SUFFIX] = self.column(SINGLE)
+            if name == "exp_avg_sq":
+                operands.state[name] = self.column(SECOND_DTYPE)
         if held:
             operands.remainder.extend(self.column(REMAINDER_DTYPE))
             operands.fingerprint.extend([torch.zeros((), dtype=torch.int64)] * len(main))
@@ -156,18 +161,25 @@ def adam(
     return lambda backend, memory: backend.adam_(memory.operands(model, grad, state, names, held), hyper, _decision())
 
 
-def sgd(model: torch.dtype, grad: torch.dtype, momentum: float, nesterov: bool = False, held: bool = False) -> Call:
+def sgd(
+    model: torch.dtype,
+    grad: torch.dtype,
+    momentum: float,
+    nesterov: bool = False,
+    held: bool = False,
+    state: torch.dtype = SINGLE,
+) -> Call:
     """SGD."""
     hyper = SgdHyper(1e-2, momentum, 0.0, 0.1, nesterov, False)
     names = ["momentum_buffer"] if momentum else []
-    return lambda backend, memory: backend.sgd_(memory.operands(model, grad, SINGLE, names, held), hyper, _decision())
+    return lambda backend, memory: backend.sgd_(memory.operands(model, grad, state, names, held), hyper, _decision())
 
 
-def lion(model: torch.dtype, grad: torch.dtype, held: bool = False) -> Call:
+def lion(model: torch.dtype, grad: torch.dtype, held: bool = False, state: torch.dtype = SINGLE) -> Call:
     """Lion."""
     hyper = LionHyper(1e-3, 0.9, 0.99, 0.1, False)
     return lambda backend, memory: backend.lion_(
-        memory.operands(model, grad, SINGLE, ["exp_avg"], held), hyper, _decision()
+        memory.operands(model, grad, state, ["exp_avg"], held), hyper, _decision()
     )
 
 
@@ -210,16 +222,28 @@ CALLS: dict[str, Call] = {
     "AdamW fp16, remainders": adam(HALF, HALF, held=True),
     "AdamW bf16, remainders": adam(BRAIN, BRAIN, held=True),
     "AdamW bf16, bf16 moments, remainders": adam(BRAIN, BRAIN, BRAIN, held=True),
+    "AdamW fp16, 8-bit moments": adam(HALF, HALF, CODES),
+    "AdamW bf16, 8-bit moments": adam(BRAIN, BRAIN, CODES),
+    "AdamW fp16, 8-bit moments, remainders": adam(HALF, HALF, CODES, held=True),
+    "AdamW bf16, 8-bit moments, remainders": adam(BRAIN, BRAIN, CODES, held=True),
     "SGD fp16": sgd(HALF, HALF, 0.0),
     "SGD fp16, momentum": sgd(HALF, HALF, 0.9),
     "SGD fp32, momentum": sgd(SINGLE, SINGLE, 0.9),
     "SGD bf16, nesterov": sgd(BRAIN, BRAIN, 0.9, nesterov=True),
     "SGD fp16, momentum, remainders": sgd(HALF, HALF, 0.9, held=True),
     "SGD bf16, momentum, remainders": sgd(BRAIN, BRAIN, 0.9, held=True),
+    "SGD fp16, 8-bit momentum": sgd(HALF, HALF, 0.9, state=CODES),
+    "SGD bf16, 8-bit momentum": sgd(BRAIN, BRAIN, 0.9, state=CODES),
+    "SGD fp16, 8-bit momentum, remainders": sgd(HALF, HALF, 0.9, state=CODES, held=True),
+    "SGD bf16, 8-bit momentum, remainders": sgd(BRAIN, BRAIN, 0.9, state=CODES, held=True),
     "Lion bf16": lion(BRAIN, BRAIN),
     "Lion fp32": lion(SINGLE, SINGLE),
     "Lion fp16, remainders": lion(HALF, HALF, held=True),
     "Lion bf16, remainders": lion(BRAIN, BRAIN, held=True),
+    "Lion fp16, 8-bit momentum": lion(HALF, HALF, state=CODES),
+    "Lion bf16, 8-bit momentum": lion(BRAIN, BRAIN, state=CODES),
+    "Lion fp16, 8-bit momentum, remainders": lion(HALF, HALF, state=CODES, held=True),
+    "Lion bf16, 8-bit momentum, remainders": lion(BRAIN, BRAIN, state=CODES, held=True),
     "write back fp16": writing_back(HALF),
     "write back bf16": writing_back(BRAIN),
 }

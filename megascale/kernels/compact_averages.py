@@ -15,8 +15,8 @@ from megascale.kernels.compact_moments import FIRST_DTYPE, exact_root, flat_of, 
 
 LEAST_AVERAGE = 2.0**-100
 """A group whose magnitudes are all smaller has scale 0: the reciprocal of its scale could overflow."""
-_TOP_CODE = 127
-_UNIT = 1 / 260144640.0
+TOP_CODE = 127
+UNIT = 1 / 260144640.0
 """The reciprocal of 127**4, as fp32: the level of code 127 is exactly 1."""
 
 
@@ -32,7 +32,7 @@ def encode_average(average: Tensor, dithers: Tensor) -> tuple[Tensor, Tensor]:
     scale = torch.where(largest < LEAST_AVERAGE, 0.0, largest)
     inverse = torch.where(scale == 0, 0.0, 1 / scale)
     ratio = (magnitude.view(torch.float32) * inverse).nan_to_num_(0.0, 0.0, 0.0)
-    lower = (exact_root(exact_root(ratio)) * _TOP_CODE).floor_().clamp_(max=_TOP_CODE - 1)
+    lower = (exact_root(exact_root(ratio)) * TOP_CODE).floor_().clamp_(max=TOP_CODE - 1)
     below = _level(lower)
     distance = _level(lower + 1) - below
     threshold = (grouped(dithers, 0) >> 16).to(torch.float32) * 2.0**-16 * distance
@@ -50,4 +50,4 @@ def decode_average(codes: Tensor, scale: Tensor) -> Tensor:
 def _level(code: Tensor) -> Tensor:
     """Return the magnitude of a code, as a part of the scale."""
     square = code * code
-    return square * square * _UNIT
+    return square * square * UNIT

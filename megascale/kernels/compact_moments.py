@@ -38,9 +38,9 @@ SCALE_SUFFIX = "_scale"
 _SCALES = frozenset(f"{name}{SCALE_SUFFIX}" for name in ("exp_avg", "exp_avg_sq", "momentum_buffer"))
 LEAST_QUOTIENT = 2.0**-100
 """A group whose quotients are all smaller has scale 0: the reciprocal of its scale could overflow."""
-_FINEST, _COARSEST = 16, 19
-_TOP_CODE = 255
-_INDEX_STRIDE, _STEP_STRIDE = 0x9E3779B1, 0x85EBCA77  # odd; the first is 2**32 divided by the golden ratio
+FINEST, COARSEST = 16, 19
+TOP_CODE = 255
+INDEX_STRIDE, STEP_STRIDE = 0x9E3779B1, 0x85EBCA77  # odd; the first is 2**32 divided by the golden ratio
 _WORD = 0xFFFFFFFF
 
 
@@ -68,7 +68,7 @@ def dither(start: int, numel: int, step: Tensor) -> Tensor:
         step: 0-d: landed steps of the parameter, with the one being taken.
     """
     index = torch.arange(start, start + numel, dtype=torch.int64, device=step.device)
-    return (index * _INDEX_STRIDE + step.to(torch.int64) * _STEP_STRIDE) & _WORD
+    return (index * INDEX_STRIDE + step.to(torch.int64) * STEP_STRIDE) & _WORD
 
 
 def encode_root(root: Tensor, dithers: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,20 +80,20 @@ def encode_root(root: Tensor, dithers: Tensor) -> tuple[Tensor, Tensor]:
     """
     bits = root.view(torch.int32).to(torch.int64) & 0x7FFFFFFF
     highest, lowest = grouped(bits, 0).amax(1, keepdim=True), grouped(bits, 0x7FFFFFFF).amin(1, keepdim=True)
-    shift = torch.full_like(highest, _FINEST)
-    for finer in range(_FINEST, _COARSEST):
-        shift += (highest >> finer) - (lowest >> finer) > _TOP_CODE - 1
-    floor = ((highest >> shift) + 1 - _TOP_CODE).clamp_(min=0)
+    shift = torch.full_like(highest, FINEST)
+    for finer in range(FINEST, COARSEST):
+        shift += (highest >> finer) - (lowest >> finer) > TOP_CODE - 1
+    floor = ((highest >> shift) + 1 - TOP_CODE).clamp_(min=0)
     dithered = grouped(bits, 0) + (grouped(dithers, 0) >> (32 - shift))
-    codes = ((dithered >> shift) - floor).clamp_(0, _TOP_CODE)
-    scale = (floor << shift) + (shift - _FINEST)
+    codes = ((dithered >> shift) - floor).clamp_(0, TOP_CODE)
+    scale = (floor << shift) + (shift - FINEST)
     return flat_of(codes, root).to(SECOND_DTYPE), scale.view(-1).to(torch.int32).view(torch.float32)
 
 
 def decode_root(codes: Tensor, scale: Tensor) -> Tensor:
     """Return the roots, fp32, shape [n], of what :func:`encode_root` returned."""
     bits = scale.reshape(-1).view(torch.int32).to(torch.int64).unsqueeze(1)
-    shift = _FINEST + (bits & 3)
+    shift = FINEST + (bits & 3)
     decoded = (bits & ~3) + (grouped(codes.to(torch.int64), 0) << shift)
     return flat_of(decoded, codes).to(torch.int32).view(torch.float32)
 

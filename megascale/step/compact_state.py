@@ -29,7 +29,7 @@ from megascale.main_params.group_scales import first_element, has_whole_groups, 
 from megascale.main_params.main_param import MainParam
 from megascale.utils.dtensors import dtensor_like, is_dtensor, local
 
-BACKENDS = ("native", "torch", "reference")
+BACKENDS = ("native", "triton", "torch", "reference")
 """The backends that update moments of 8 bits."""
 MOMENTS = {"exp_avg": FIRST_DTYPE, "exp_avg_sq": SECOND_DTYPE, "momentum_buffer": FIRST_DTYPE}
 """The moments that may be codes, and the dtype of these."""

@@ -9,7 +9,7 @@ from tests.fake_device.device import FakeDevice
 from tests.fake_device.models import BUILD, model
 from tests.fake_device.process import OnDevice
 from tests.fake_device.record import Record
-from tests.fake_device.training import INNER, give_grads, parameters, take_steps, wrap
+from tests.fake_device.training import CODES, INNER, give_grads, parameters, take_steps, wrap
 
 HEAD = """\
 | optimizer | waits at construction | waits in a step | Triton launches | torch's operators | copies to the host |
@@ -65,6 +65,7 @@ ROWS: dict[str, tuple[Callable[..., Steps], tuple[object, ...]]] = {
     "AdamW, 1000 tensors": (plain, ("adamw", 1000, False)),
     "AdamW, 100 tensors, gradients that move": (plain, ("adamw", 100, True)),
     "AdamW, remainders": (plain, ("adamw", 100, False, {"store_param_remainders": True})),
+    "AdamW, 8-bit moments and remainders": (plain, ("adamw", 100, False, {"store_param_remainders": True, **CODES})),
     "Adam, amsgrad": (plain, ("adam_amsgrad", 100, False)),
     "SGD": (plain, ("sgd", 100, False)),
     "SGD, momentum": (plain, ("sgd_momentum", 100, False)),

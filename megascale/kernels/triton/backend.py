@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megascale.errors import UsageError
+from megascale.kernels.compact_moments import GROUP, SCALE_SUFFIX
 from megascale.kernels.decision import (
     CLIP_EPSILON,
     NUM_STATISTICS,
@@ -31,7 +32,7 @@ from megascale.kernels.reference import ReferenceBackend, stats_dtype
 from megascale.kernels.remainders import TorchRemainders
 from megascale.kernels.tensors.tensor_reader import increment_versions
 from megascale.kernels.triton import device_table
-from megascale.kernels.triton.device_table import Column, DeviceTable, Plan, PlanCache
+from megascale.kernels.triton.device_table import Column, DeviceTable, Numbers, Plan, PlanCache
 from megascale.kernels.triton.grad_addresses import GradAddresses
 from megascale.kernels.triton.launch import launch
 from megascale.utils.graph_capture import is_capturing
@@ -39,8 +40,12 @@ from megascale.utils.graph_capture import is_capturing
 BLOCK = 1 << 10  # elements that a program holds at once
 MEASURED_BLOCK = 1 << 11  # of a gradient: two loads of a thread under way at once. Sums have as many lanes
 FAN = 1 << 8  # chunks that one program adds up at once
-NUM_WARPS = 4
-TOTAL_BLOCK, TOTAL_WARPS = 1 << 12, 16  # of the one program that adds up all tensors of a rank
+OPTIONS: dict[str, Any] = {"num_warps": 4}
+# Left to itself the assembler takes up to 150 registers, or spills with fewer.
+CODES_OPTIONS: dict[str, Any] = OPTIONS if torch.version.hip else {**OPTIONS, "maxnreg": 104}
+# Of the one program that adds up all tensors of a rank.
+TOTAL_BLOCK = 1 << 12
+TOTAL_OPTIONS: dict[str, Any] = {"num_warps": 16}
 
 
 class _CachedColumns(NamedTuple):
@@ -49,13 +54,14 @@ class _CachedColumns(NamedTuple):
     Attributes:
         names: of the state that is updated.
         tensors: columns of main params, or remainders, of model params, and of the state.
-        beside: step counts, if these are counted, and fingerprints, by their columns of a row.
+        beside: step counts, if these are counted, fingerprints, scales and indices of first elements, by their columns
+            of a row.
         written: all tensors that an update writes, each once.
     """
 
     names: list[str]
     tensors: list[Column]
-    beside: dict[int, Column]
+    beside: dict[int, Column | Numbers]
     written: list[Tensor]
 
 
@@ -126,7 +132,7 @@ class TritonBackend(TorchDecisions, TorchRemainders):
             1,
             (*columns, shares, compared, errors, vector, strides.pop(), len(shares), scaled),
             {"COUNT_ZEROS": stats.zeros is not None, "COMPARES": contrasts is not None, "BLOCK": TOTAL_BLOCK},
-            TOTAL_WARPS,
+            TOTAL_OPTIONS,
         )
         return vector
 
@@ -184,6 +190,7 @@ class TritonBackend(TorchDecisions, TorchRemainders):
             constants = {
                 "MODEL_DTYPE": model,
                 "HELD": len(operands.remainder) > 0,
+                "CODES": operands.has_codes,
                 "GRAD_DTYPE": self._grad_dtype(table),
                 "AVG_DTYPE": exp_avg,
                 "SQ_DTYPE": exp_avg_sq,
@@ -198,7 +205,7 @@ class TritonBackend(TorchDecisions, TorchRemainders):
 
     def sgd_(self, operands: Operands, hyper: SgdHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
-        dampened = hyper.momentum != 0 and hyper.dampening != 0
+        dampened = (hyper.momentum != 0 and hyper.dampening != 0) or operands.has_codes
         plan, grads = self._plan(operands, ["momentum_buffer"] if hyper.momentum != 0 else [], dampened)
         flags, pointers = self._prepared(operands, hyper.lr, decision)
         scalars = (float(hyper.momentum), float(1 - hyper.dampening), float(hyper.weight_decay))
@@ -207,6 +214,7 @@ class TritonBackend(TorchDecisions, TorchRemainders):
             constants = {
                 "MODEL_DTYPE": model,
                 "HELD": len(operands.remainder) > 0,
+                "CODES": operands.has_codes,
                 "GRAD_DTYPE": self._grad_dtype(table),
                 "BUFFER_DTYPE": buffer[0] if buffer else None,
                 "DAMPENED": dampened,
@@ -220,7 +228,7 @@ class TritonBackend(TorchDecisions, TorchRemainders):
 
     def lion_(self, operands: Operands, hyper: LionHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
-        plan, grads = self._plan(operands, ["exp_avg"], False)
+        plan, grads = self._plan(operands, ["exp_avg"], operands.has_codes)
         flags, pointers = self._prepared(operands, hyper.lr, decision)
         scalars = (*_with_rest(hyper.beta1), *_with_rest(hyper.beta2), float(hyper.weight_decay))
         for table in plan.tables:
@@ -228,6 +236,7 @@ class TritonBackend(TorchDecisions, TorchRemainders):
             constants = {
                 "MODEL_DTYPE": model,
                 "HELD": len(operands.remainder) > 0,
+                "CODES": operands.has_codes,
                 "GRAD_DTYPE": self._grad_dtype(table),
                 "AVG_DTYPE": exp_avg,
                 "MAXIMIZE": hyper.maximize,
@@ -305,7 +314,7 @@ class TritonBackend(TorchDecisions, TorchRemainders):
         """
         chunk = device_table.CHUNK
         if self._kernels.INTERPRETED:
-            block = min(1 << (table.longest - 1).bit_length(), most)
+            block = min(max(1 << (table.longest - 1).bit_length(), GROUP), most)
         return {"COLUMNS": table.rows.shape[1], "CHUNK": chunk, "BLOCK": min(block, chunk)}
 
     def _update(self, kernel: Any, table: DeviceTable, arguments: Iterable[Any], constants: dict[str, Any]) -> None:
@@ -314,6 +323,7 @@ class TritonBackend(TorchDecisions, TorchRemainders):
             len(table.chunk_rows),
             (table.rows, table.chunk_rows, table.counters, *arguments),
             {**constants, **self._sizes(table)},
+            CODES_OPTIONS if constants.get("CODES") else OPTIONS,
         )
 
     def _launch(
@@ -322,9 +332,9 @@ class TritonBackend(TorchDecisions, TorchRemainders):
         programs: int,
         arguments: tuple[Any, ...],
         constants: dict[str, Any],
-        num_warps: int = NUM_WARPS,
+        options: dict[str, Any] = OPTIONS,
     ) -> None:
-        launch(kernel, programs, arguments, constants, num_warps, self._kernels.INTERPRETED)
+        launch(kernel, programs, arguments, constants, options, self._kernels.INTERPRETED)
 
     def _update_rest(
         self,
@@ -353,9 +363,14 @@ def _keep(operands: Operands, names: list[str], counts_steps: bool) -> _CachedCo
     mains = operands.remainder or operands.main
     copied = [main for main, model in zip(mains, operands.model, strict=True) if main is not model]
     states = [tensor for tensors in operands.state.values() for tensor in tensors]
-    beside = {device_table.STEP: Column(operands.step)} if counts_steps else {}
+    beside: dict[int, Column | Numbers] = {device_table.STEP: Column(operands.step)} if counts_steps else {}
     if operands.remainder:
         beside[device_table.MARK] = Column(operands.fingerprint)
+    if operands.has_codes:
+        beside[device_table.START] = device_table.Numbers(operands.start or [0] * len(mains))
+        for column, name in zip((device_table.FIRST_SCALE, device_table.SECOND_SCALE), names, strict=False):
+            if name + SCALE_SUFFIX in operands.state:
+                beside[column] = Column(operands.state[name + SCALE_SUFFIX])
     return _CachedColumns(
         names,
         [Column(mains), Column(operands.model), *(Column(operands.state[name]) for name in names)],

@@ -11,6 +11,7 @@ NUMEL = tl.constexpr(device_table.NUMEL)
 FIRST_CHUNK = tl.constexpr(device_table.FIRST_CHUNK)
 ALIGNED = tl.constexpr(device_table.ALIGNED)
 TENSORS = tl.constexpr(device_table.TENSORS)
+MOST_BYTES = tl.constexpr(device_table.VECTOR)
 
 # fmt: off
 
@@ -30,28 +31,30 @@ def locate(rows, chunk_rows, COLUMNS: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @inlined
-def whole_vectors(row, length, VECTOR: tl.constexpr):
-    """Return how many elements of the chunk, from its first one on, are whole, aligned vectors of VECTOR elements."""
-    return length * tl.load(row + ALIGNED).to(tl.int32) // VECTOR * VECTOR
+def whole_vectors(row, length, WHOLE: tl.constexpr):
+    """Return how many elements of the chunk, from its first one on, are aligned, in whole runs of WHOLE elements."""
+    return length * tl.load(row + ALIGNED).to(tl.int32) // WHOLE * WHOLE
 
 
 @inlined
-def whole_vectors_beside(grad, row, length, GRAD_DTYPE: tl.constexpr, VECTOR: tl.constexpr):
+def whole_vectors_beside(grad, row, length, GRAD_DTYPE: tl.constexpr, VECTOR: tl.constexpr, WHOLE: tl.constexpr):
     """Return the same where the gradient at address ``grad`` is read with the row's tensors."""
-    is_aligned = (grad & (VECTOR * GRAD_DTYPE.primitive_bitwidth // 8 - 1)) == 0
-    return whole_vectors(row, length, VECTOR) * is_aligned.to(tl.int32)
+    BYTES: tl.constexpr = VECTOR * GRAD_DTYPE.primitive_bitwidth // 8
+    is_aligned = (grad & ((MOST_BYTES if BYTES > MOST_BYTES else BYTES) - 1)) == 0
+    return whole_vectors(row, length, WHOLE) * is_aligned.to(tl.int32)
 
 
 @inlined
 def chunk_at(address, start, DTYPE: tl.constexpr, VECTOR: tl.constexpr):
     """Return a pointer to the chunk's first element in the tensor at an address.
 
-    VECTOR is the number of elements of one access. An update uses the same number for every tensor, 8 bytes of a 16-bit
-    one: otherwise Triton would convert between their layouts through shared memory.
+    VECTOR is the number of elements of one access, of at most 16 bytes. An update uses the same number for every
+    tensor, 8 bytes of a 16-bit one: otherwise Triton would convert between their layouts through shared memory.
     """
     pointer = address.to(tl.pointer_type(DTYPE))
+    BYTES: tl.constexpr = VECTOR * DTYPE.primitive_bitwidth // 8
     if VECTOR > 1:
-        pointer = tl.multiple_of(pointer, VECTOR * DTYPE.primitive_bitwidth // 8)
+        pointer = tl.multiple_of(pointer, MOST_BYTES if BYTES > MOST_BYTES else BYTES)
     return pointer + start
 
 

@@ -20,19 +20,23 @@ from torch import Tensor
 
 from megascale.errors import ArgumentError, UsageError
 from megascale.kernels.blocks import flat
+from megascale.kernels.compact_moments import CODE_DTYPES
 from megascale.kernels.remainders import REMAINDER_DTYPE
 from megascale.kernels.tensors.tensor_list import TensorList
 from megascale.utils.graph_capture import is_capturing
 
 CHUNK = 1 << 14  # elements; a power of two, and a whole number of vectors
 VECTOR = 16  # bytes of one access to a main param, or to a gradient alone; other tensors: the same number of elements
+UPDATE_VECTOR = VECTOR // 4  # elements
+CODES_VECTOR = 8  # elements, where a tensor of a row has 8 bits
 CACHE_BYTES = 1 << 26  # tables beyond that are dropped, least recently used first
 
 # Columns of a row, all int64.
-NUMEL, FIRST_CHUNK, SLOT, ALIGNED, STEP, MARK, TENSORS = range(7)
+NUMEL, FIRST_CHUNK, SLOT, ALIGNED, STEP, MARK, START, FIRST_SCALE, SECOND_SCALE, TENSORS = range(10)
+SCALES = (FIRST_SCALE, SECOND_SCALE)
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, REMAINDER_DTYPE)
-IN_ORDER = (REMAINDER_DTYPE,)  # elements count from the parameter's first one, in row-major order
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, REMAINDER_DTYPE, *CODE_DTYPES)
+IN_ORDER = (REMAINDER_DTYPE, *CODE_DTYPES)  # elements count from the parameter's first one, in row-major order
 SAME, UNKNOWN = len(DTYPES), -1  # further codes: the row's first tensor again; a dtype not in DTYPES
 
 Dtypes = tuple[torch.dtype | None, ...]
@@ -48,8 +52,16 @@ class _Codes(dict[torch.dtype, int]):
 _CODES = _Codes((dtype, code) for code, dtype in enumerate(DTYPES))
 
 
-NOTHING: Mapping[int, "Column"] = MappingProxyType({})
+NOTHING: Mapping[int, "Column | Numbers"] = MappingProxyType({})
 """Rows have nothing beside their tensors."""
+
+
+class Numbers:
+    """A column of numbers that are in the rows themselves."""
+
+    def __init__(self, values: list[int]) -> None:
+        self.pointers: NDArray[np.int64] = np.array(values, dtype=np.int64)
+        self.signature: Hashable = self.pointers.tobytes()
 
 
 class Column:
@@ -89,8 +101,8 @@ class DeviceTable:
         dtypes: one per tensor of a row. None: the tensor is the row's first one again.
         grad_dtype: of the gradients; None: the call has none.
         rows: int64, shape [rows, TENSORS + len(dtypes)]: elements, first chunk, index in the call, whether every
-            pointer is aligned for vector access (1 or 0), pointers of the step count and of the fingerprint or 0, then
-            the tensors' pointers.
+            pointer is aligned for vector access (1 or 0), pointers of the step count and of the fingerprint or 0, index
+            of the first element in the whole parameter, pointers of scales or 0, then the tensors' pointers.
         chunk_rows: int64, shape [chunks]: the row of each chunk, and in the high half that row's index in the call,
             with which a program loads its gradient's address without waiting for the row.
         counters: int64, shape [rows], 0 between launches.
@@ -129,15 +141,15 @@ class PlanCache:
         self._captured: dict[Hashable, Plan] = {}
 
     def find(
-        self, columns: Sequence[Column], beside: Mapping[int, Column] = NOTHING, grads: Column | None = None
+        self, columns: Sequence[Column], beside: Mapping[int, Column | Numbers] = NOTHING, grads: Column | None = None
     ) -> Plan:
         """Return the plan of a call, from the cache if it has it.
 
         Args:
             columns: of tensors on one device, whose addresses are in the rows; the tensors of a parameter share a
                 shape. Where there are any, the first column holds main params, or remainders of the second one's.
-            beside: other tensors of each parameter, by the column of a row that has their addresses: 0-d step counts,
-                fp32, and fingerprints.
+            beside: what else is known of each parameter, by the column of a row: addresses of 0-d step counts, fp32, of
+                fingerprints and of scales, and indices of the first elements.
             grads: gradients; the plan depends on their dtypes and layouts, not on their addresses.
 
         Raises UsageError if the plan is not in the cache while a graph is captured: replays would copy from host memory
@@ -193,12 +205,14 @@ def _check_devices(columns: Sequence[Column], device: torch.device) -> None:
             raise ArgumentError(f"tensors of one kernel call are on {device} and on {other}; put them on one")
 
 
-def _make_plan(columns: Sequence[Column], beside: Mapping[int, Column], grads: Column | None) -> Plan:
+def _make_plan(columns: Sequence[Column], beside: Mapping[int, Column | Numbers], grads: Column | None) -> Plan:
     every = [*columns] if grads is None else [*columns, grads]
     device, numels = every[0].tensors[0].device, every[0].tensors.numels
-    _check_devices([*every, *beside.values()], device)
+    _check_devices([*every, *(one for one in beside.values() if isinstance(one, Column))], device)
     codes = np.stack([column.codes for column in every], axis=1)
     takes = _takes(every, codes, has_main=len(columns) > 0)
+    for scales in (one for index, one in beside.items() if index in SCALES and isinstance(one, Column)):
+        takes &= (scales.codes == _CODES[torch.float32]) & [scale.is_contiguous() for scale in scales.tensors]
     columns_beside = {index: one.pointers for index, one in beside.items()}
     pointers = np.empty((len(codes), len(columns)), dtype=np.int64)
     for index, column in enumerate(columns):
@@ -237,8 +251,9 @@ def _alike(codes: NDArray[np.int64], rows: NDArray[np.int64]) -> list[NDArray[np
 
 def _alignments(dtypes: Dtypes) -> NDArray[np.int64]:
     """Return how many bytes each tensor of a row must be aligned to for vector access."""
+    vector = CODES_VECTOR if set(CODE_DTYPES) & set(dtypes) else UPDATE_VECTOR
     sizes = [dtype.itemsize if dtype is not None else torch.float32.itemsize for dtype in dtypes]
-    return np.array([VECTOR * size // torch.float32.itemsize for size in sizes], dtype=np.int64)
+    return np.array([min(vector * size, VECTOR) for size in sizes], dtype=np.int64)
 
 
 def _make_table(

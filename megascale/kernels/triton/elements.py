@@ -7,7 +7,7 @@ import triton.language as tl
 
 from megascale.kernels.protocol import FP16_OVERFLOW
 from megascale.kernels.triton import device_table
-from megascale.kernels.triton.interpreter import INTERPRETED, inlined
+from megascale.kernels.triton.interpreter import INTERPRETED, inlined, sum_of
 
 NUMEL, SLOT = tl.constexpr(device_table.NUMEL), tl.constexpr(device_table.SLOT)
 # Order of an update's tensors in a row.
@@ -45,12 +45,21 @@ def write(pointer, offsets, value, mask):
 
 
 @inlined
-def round_into_model(model, offsets, value, mask, kept, overflow, MODEL_DTYPE: tl.constexpr):
-    """Write main's rounding where ``kept``; return ``overflow`` with 1 where the rounding is not finite fp16."""
+def overflow_in(overflow, value, mask, ROWS: tl.constexpr):
+    """Return ``overflow`` with another number than 0 for elements, or ROWS of them, that are not finite fp16."""
+    found = (mask & ((tl.abs(value) < OVERFLOW) == 0)).to(tl.int32)
+    return overflow | (sum_of(found, 1) if ROWS else found)
+
+
+@inlined
+def round_into_model(
+    model, offsets, value, mask, kept, overflow, MODEL_DTYPE: tl.constexpr, ROWS: tl.constexpr = False,
+):
+    """Write main's rounding where ``kept``. Return ``overflow`` as :func:`overflow_in` does."""
     if MODEL_DTYPE is not None:
         write(model, offsets, value, kept)
     if MODEL_DTYPE == tl.float16:
-        overflow = overflow | (mask & ((tl.abs(value) < OVERFLOW) == 0)).to(tl.int32)
+        overflow = overflow_in(overflow, value, mask, ROWS)
     return overflow
 
 

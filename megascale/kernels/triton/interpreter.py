@@ -58,6 +58,14 @@ def sum_of(values, AXIS: tl.constexpr = 0):
 
 
 @inlined
+def max_of_rows(values):
+    """Return the largest integer of each row."""
+    if INTERPRETED_KERNELS:
+        return tl.reduce(values, 1, tl.standard._elementwise_max)
+    return tl.max(values, axis=1)
+
+
+@inlined
 def sum_of_lanes(lanes, NUMBER: tl.constexpr, WIDTH: tl.constexpr):
     """Return the sum over lanes, shape [WIDTH] or none where that is 1: neighbours first, then neighbouring sums.
 

@@ -15,6 +15,19 @@ import triton.language as tl
 
 from megascale.kernels.triton import device_table
 from megascale.kernels.triton.chunks import chunk_at, chunk_of, locate, whole_vectors, whole_vectors_beside
+from megascale.kernels.triton.codes import (
+    FIRST_SCALE,
+    GROUP,
+    SECOND_SCALE,
+    first_dither,
+    offsets_of,
+    read_average,
+    read_moments,
+    scales_of,
+    write_average,
+    write_moments,
+    zeros_of,
+)
 from megascale.kernels.triton.decision import decide_kernel as decide_kernel
 from megascale.kernels.triton.decision import rescale_kernel as rescale_kernel
 from megascale.kernels.triton.decision import total_kernel as total_kernel
@@ -30,10 +43,13 @@ LANGUAGE_DTYPES = {
     torch.bfloat16: tl.bfloat16,
     torch.float32: tl.float32,
     torch.int16: tl.int16,
+    torch.int8: tl.int8,
+    torch.uint8: tl.uint8,
 }
 
 STEP = tl.constexpr(device_table.STEP)
-UPDATE_VECTOR = tl.constexpr(device_table.VECTOR // 4)  # elements; main params are fp32
+UPDATE_VECTOR = tl.constexpr(device_table.UPDATE_VECTOR)
+CODES_VECTOR = tl.constexpr(device_table.CODES_VECTOR)
 
 # Not specialized by alignment, so that one compiled kernel serves: single numbers are read from them.
 POINTERS = ["rows", "chunk_rows", "counters", "grads", "flags", "found_inf", "coefficient", "lr"]
@@ -44,20 +60,22 @@ POINTERS = ["rows", "chunk_rows", "counters", "grads", "flags", "found_inf", "co
 
 @inlined
 def _adam_chunk(
-    row, grad, start, first, last, landed, coefficient, decay, step_size, inv_correction2_sqrt, beta1, rest1, beta2,
-    rest2, eps, weight_decay, MODEL_DTYPE: tl.constexpr, HELD: tl.constexpr, GRAD_DTYPE: tl.constexpr,
-    AVG_DTYPE: tl.constexpr, SQ_DTYPE: tl.constexpr, MAX_DTYPE: tl.constexpr, DECOUPLED: tl.constexpr, L2: tl.constexpr,
-    MAXIMIZE: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+    row, grad, start, first, last, landed, dither, coefficient, decay, step_size, inv_correction2_sqrt, beta1, rest1,
+    beta2, rest2, eps, weight_decay, MODEL_DTYPE: tl.constexpr, HELD: tl.constexpr, CODES: tl.constexpr,
+    GRAD_DTYPE: tl.constexpr, AVG_DTYPE: tl.constexpr, SQ_DTYPE: tl.constexpr, MAX_DTYPE: tl.constexpr,
+    DECOUPLED: tl.constexpr, L2: tl.constexpr, MAXIMIZE: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):
     main_chunk, model_chunk = main_chunks(row, start, MODEL_DTYPE, HELD, VECTOR)
     grad_chunk = chunk_at(grad, start, GRAD_DTYPE, VECTOR)
     avg_chunk = chunk_of(row, STATE, start, AVG_DTYPE, VECTOR)
     sq_chunk = chunk_of(row, STATE + 1, start, SQ_DTYPE, VECTOR)
+    avg_scales = scales_of(row, FIRST_SCALE, start, AVG_DTYPE)
+    sq_scales = scales_of(row, SECOND_SCALE, start, SQ_DTYPE)
     max_chunk = chunk_of(row, STATE + 2, start, MAX_DTYPE, VECTOR)
-    overflow = tl.full((BLOCK,), 0, tl.int32)
-    mark = tl.full((BLOCK,), 0, tl.int32)
+    overflow = zeros_of(BLOCK, CODES)
+    mark = zeros_of(BLOCK, CODES)
     for begin in range(first, last, BLOCK):
-        offsets = begin + tl.arange(0, BLOCK)
+        offsets = offsets_of(begin, BLOCK, CODES)
         mask = offsets < last
         kept = offsets < last * landed
         main, half, left = read_main(main_chunk, model_chunk, offsets, mask, MODEL_DTYPE, HELD)
@@ -69,20 +87,29 @@ def _adam_chunk(
             p = main * decay
         elif L2:
             g = g + weight_decay * main
-        exp_avg = beta1 * read(avg_chunk, offsets, mask) + rest1 * g
-        exp_avg_sq = beta2 * read(sq_chunk, offsets, mask) + rest2 * g * g
+        exp_avg, exp_avg_sq = read_moments(
+            avg_chunk, sq_chunk, avg_scales, sq_scales, begin, last, offsets, mask, AVG_DTYPE, SQ_DTYPE, BLOCK
+        )
+        exp_avg = beta1 * exp_avg + rest1 * g
+        exp_avg_sq = beta2 * exp_avg_sq + rest2 * g * g
         second = exp_avg_sq
         if MAX_DTYPE is not None:
             largest = read(max_chunk, offsets, mask)
             second = tl.maximum(largest, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
             write(max_chunk, offsets, second, kept)
-        write(avg_chunk, offsets, exp_avg, kept)
-        write(sq_chunk, offsets, exp_avg_sq, kept)
+        if not CODES:
+            write(avg_chunk, offsets, exp_avg, kept)
+            write(sq_chunk, offsets, exp_avg_sq, kept)
         denominator = tl.sqrt_rn(second) * inv_correction2_sqrt + eps
         p = tl.where(kept, p - tl.div_rn(step_size * exp_avg, denominator), main)
         overflow, mark = write_main(
-            main_chunk, model_chunk, start, offsets, p, half, left, mask, kept, overflow, mark, MODEL_DTYPE, HELD
+            main_chunk, model_chunk, start, offsets, p, half, left, mask, kept, overflow, mark, MODEL_DTYPE, HELD, CODES
         )
+        if CODES:
+            write_moments(
+                avg_chunk, sq_chunk, avg_scales, sq_scales, begin, last * landed, offsets, mask, kept, exp_avg,
+                exp_avg_sq, dither, AVG_DTYPE, SQ_DTYPE, BLOCK
+            )
     return found_in(overflow, mark)
 
 
@@ -90,7 +117,7 @@ def _adam_chunk(
 def adam_kernel(
     rows, chunk_rows, counters, grads, flags, found_inf, coefficient, lr, beta1, rest1, beta2, rest2,
     log_beta1: tl.float64, log_beta2: tl.float64, eps, weight_decay, COLUMNS: tl.constexpr, MODEL_DTYPE: tl.constexpr,
-    HELD: tl.constexpr, GRAD_DTYPE: tl.constexpr, AVG_DTYPE: tl.constexpr, SQ_DTYPE: tl.constexpr,
+    HELD: tl.constexpr, CODES: tl.constexpr, GRAD_DTYPE: tl.constexpr, AVG_DTYPE: tl.constexpr, SQ_DTYPE: tl.constexpr,
     MAX_DTYPE: tl.constexpr, DECOUPLED: tl.constexpr, L2: tl.constexpr, MAXIMIZE: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -107,23 +134,26 @@ def adam_kernel(
     inv_correction2_sqrt = (1 / tl.sqrt(1 - tl.exp(t * log_beta2))).to(tl.float32)
     step_size = (rate.to(tl.float64) / correction1).to(tl.float32)
     decay = (1 - rate * weight_decay).to(tl.float32)
+    dither = first_dither(row, start, step, CODES)
     grad = tl.load(grads + slot)
-    whole = whole_vectors_beside(grad, row, length, GRAD_DTYPE, UPDATE_VECTOR)
+    VECTOR: tl.constexpr = CODES_VECTOR if CODES else UPDATE_VECTOR
+    WHOLE: tl.constexpr = GROUP if CODES else UPDATE_VECTOR
+    whole = whole_vectors_beside(grad, row, length, GRAD_DTYPE, VECTOR, WHOLE)
     overflow = tl.full((), 0, tl.int32)
     mark = tl.full((), 0, tl.int32)
     if whole > 0:
         found, change = _adam_chunk(
-            row, grad, start, 0, whole, landed, scale, decay, step_size, inv_correction2_sqrt, beta1, rest1, beta2,
-            rest2, eps, weight_decay, MODEL_DTYPE, HELD, GRAD_DTYPE, AVG_DTYPE, SQ_DTYPE, MAX_DTYPE, DECOUPLED, L2,
-            MAXIMIZE, BLOCK, UPDATE_VECTOR,
+            row, grad, start, 0, whole, landed, dither, scale, decay, step_size, inv_correction2_sqrt, beta1, rest1,
+            beta2, rest2, eps, weight_decay, MODEL_DTYPE, HELD, CODES, GRAD_DTYPE, AVG_DTYPE, SQ_DTYPE, MAX_DTYPE,
+            DECOUPLED, L2, MAXIMIZE, BLOCK, VECTOR,
         )
         overflow |= found
         mark += change
     if whole < length:
         found, change = _adam_chunk(
-            row, grad, start, whole, length, landed, scale, decay, step_size, inv_correction2_sqrt, beta1, rest1, beta2,
-            rest2, eps, weight_decay, MODEL_DTYPE, HELD, GRAD_DTYPE, AVG_DTYPE, SQ_DTYPE, MAX_DTYPE, DECOUPLED, L2,
-            MAXIMIZE, BLOCK // NARROWER, 1,
+            row, grad, start, whole, length, landed, dither, scale, decay, step_size, inv_correction2_sqrt, beta1,
+            rest1, beta2, rest2, eps, weight_decay, MODEL_DTYPE, HELD, CODES, GRAD_DTYPE, AVG_DTYPE, SQ_DTYPE,
+            MAX_DTYPE, DECOUPLED, L2, MAXIMIZE, BLOCK // NARROWER, 1,
         )
         overflow |= found
         mark += change
@@ -134,17 +164,19 @@ def adam_kernel(
 
 @inlined
 def _sgd_chunk(
-    row, grad, start, first, last, landed, coefficient, rate, momentum, share, weight_decay, MODEL_DTYPE: tl.constexpr,
-    HELD: tl.constexpr, GRAD_DTYPE: tl.constexpr, BUFFER_DTYPE: tl.constexpr, NESTEROV: tl.constexpr, L2: tl.constexpr,
-    MAXIMIZE: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+    row, grad, start, first, last, landed, dither, coefficient, rate, momentum, share, weight_decay,
+    MODEL_DTYPE: tl.constexpr, HELD: tl.constexpr, CODES: tl.constexpr, GRAD_DTYPE: tl.constexpr,
+    BUFFER_DTYPE: tl.constexpr, NESTEROV: tl.constexpr, L2: tl.constexpr, MAXIMIZE: tl.constexpr, BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
     main_chunk, model_chunk = main_chunks(row, start, MODEL_DTYPE, HELD, VECTOR)
     grad_chunk = chunk_at(grad, start, GRAD_DTYPE, VECTOR)
     buffer_chunk = chunk_of(row, STATE, start, BUFFER_DTYPE, VECTOR)
-    overflow = tl.full((BLOCK,), 0, tl.int32)
-    mark = tl.full((BLOCK,), 0, tl.int32)
+    scales = scales_of(row, FIRST_SCALE, start, BUFFER_DTYPE)
+    overflow = zeros_of(BLOCK, CODES)
+    mark = zeros_of(BLOCK, CODES)
     for begin in range(first, last, BLOCK):
-        offsets = begin + tl.arange(0, BLOCK)
+        offsets = offsets_of(begin, BLOCK, CODES)
         mask = offsets < last
         kept = offsets < last * landed
         main, half, left = read_main(main_chunk, model_chunk, offsets, mask, MODEL_DTYPE, HELD)
@@ -154,23 +186,27 @@ def _sgd_chunk(
         if L2:
             g = g + weight_decay * main
         if BUFFER_DTYPE is not None:
-            velocity = momentum * read(buffer_chunk, offsets, mask) + share * g
-            write(buffer_chunk, offsets, velocity, kept)
+            held = read_average(buffer_chunk, scales, begin, last, offsets, mask, BUFFER_DTYPE, BLOCK)
+            velocity = momentum * held + share * g
+            if not CODES:
+                write(buffer_chunk, offsets, velocity, kept)
             if NESTEROV:
                 g = g + momentum * velocity
             else:
                 g = velocity
         p = tl.where(kept, main - rate * g, main)
         overflow, mark = write_main(
-            main_chunk, model_chunk, start, offsets, p, half, left, mask, kept, overflow, mark, MODEL_DTYPE, HELD
+            main_chunk, model_chunk, start, offsets, p, half, left, mask, kept, overflow, mark, MODEL_DTYPE, HELD, CODES
         )
+        if CODES:
+            write_average(buffer_chunk, scales, begin, last * landed, offsets, kept, velocity, dither, BLOCK)
     return found_in(overflow, mark)
 
 
 @triton.jit(do_not_specialize=POINTERS)
 def sgd_kernel(
     rows, chunk_rows, counters, grads, flags, found_inf, coefficient, lr, momentum, undampened, weight_decay,
-    COLUMNS: tl.constexpr, MODEL_DTYPE: tl.constexpr, HELD: tl.constexpr, GRAD_DTYPE: tl.constexpr,
+    COLUMNS: tl.constexpr, MODEL_DTYPE: tl.constexpr, HELD: tl.constexpr, CODES: tl.constexpr, GRAD_DTYPE: tl.constexpr,
     BUFFER_DTYPE: tl.constexpr, DAMPENED: tl.constexpr, NESTEROV: tl.constexpr, L2: tl.constexpr,
     MAXIMIZE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):
@@ -187,21 +223,24 @@ def sgd_kernel(
         step = tl.load(count)
         # torch's first momentum buffer is the gradient itself, not dampened.
         share = tl.where(step == 0, share, undampened)
+    dither = first_dither(row, start, step, CODES)
     grad = tl.load(grads + slot)
-    whole = whole_vectors_beside(grad, row, length, GRAD_DTYPE, UPDATE_VECTOR)
+    VECTOR: tl.constexpr = CODES_VECTOR if CODES else UPDATE_VECTOR
+    WHOLE: tl.constexpr = GROUP if CODES else UPDATE_VECTOR
+    whole = whole_vectors_beside(grad, row, length, GRAD_DTYPE, VECTOR, WHOLE)
     overflow = tl.full((), 0, tl.int32)
     mark = tl.full((), 0, tl.int32)
     if whole > 0:
         found, change = _sgd_chunk(
-            row, grad, start, 0, whole, landed, scale, rate, momentum, share, weight_decay, MODEL_DTYPE, HELD,
-            GRAD_DTYPE, BUFFER_DTYPE, NESTEROV, L2, MAXIMIZE, BLOCK, UPDATE_VECTOR,
+            row, grad, start, 0, whole, landed, dither, scale, rate, momentum, share, weight_decay, MODEL_DTYPE, HELD,
+            CODES, GRAD_DTYPE, BUFFER_DTYPE, NESTEROV, L2, MAXIMIZE, BLOCK, VECTOR,
         )
         overflow |= found
         mark += change
     if whole < length:
         found, change = _sgd_chunk(
-            row, grad, start, whole, length, landed, scale, rate, momentum, share, weight_decay, MODEL_DTYPE, HELD,
-            GRAD_DTYPE, BUFFER_DTYPE, NESTEROV, L2, MAXIMIZE, BLOCK // NARROWER, 1,
+            row, grad, start, whole, length, landed, dither, scale, rate, momentum, share, weight_decay, MODEL_DTYPE,
+            HELD, CODES, GRAD_DTYPE, BUFFER_DTYPE, NESTEROV, L2, MAXIMIZE, BLOCK // NARROWER, 1,
         )
         overflow |= found
         mark += change
@@ -214,66 +253,82 @@ def sgd_kernel(
 
 @inlined
 def _lion_chunk(
-    row, grad, start, first, last, landed, coefficient, rate, decay, beta1, rest1, beta2, rest2,
-    MODEL_DTYPE: tl.constexpr, HELD: tl.constexpr, GRAD_DTYPE: tl.constexpr, AVG_DTYPE: tl.constexpr,
-    MAXIMIZE: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+    row, grad, start, first, last, landed, dither, coefficient, rate, decay, beta1, rest1, beta2, rest2,
+    MODEL_DTYPE: tl.constexpr, HELD: tl.constexpr, CODES: tl.constexpr, GRAD_DTYPE: tl.constexpr,
+    AVG_DTYPE: tl.constexpr, MAXIMIZE: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):
     main_chunk, model_chunk = main_chunks(row, start, MODEL_DTYPE, HELD, VECTOR)
     grad_chunk = chunk_at(grad, start, GRAD_DTYPE, VECTOR)
     avg_chunk = chunk_of(row, STATE, start, AVG_DTYPE, VECTOR)
-    overflow = tl.full((BLOCK,), 0, tl.int32)
-    mark = tl.full((BLOCK,), 0, tl.int32)
+    scales = scales_of(row, FIRST_SCALE, start, AVG_DTYPE)
+    overflow = zeros_of(BLOCK, CODES)
+    mark = zeros_of(BLOCK, CODES)
     for begin in range(first, last, BLOCK):
-        offsets = begin + tl.arange(0, BLOCK)
+        offsets = offsets_of(begin, BLOCK, CODES)
         mask = offsets < last
         kept = offsets < last * landed
         main, half, left = read_main(main_chunk, model_chunk, offsets, mask, MODEL_DTYPE, HELD)
         g = read(grad_chunk, offsets, mask) * coefficient
         if MAXIMIZE:
             g = -g
-        average = read(avg_chunk, offsets, mask)
+        average = read_average(avg_chunk, scales, begin, last, offsets, mask, AVG_DTYPE, BLOCK)
         blend = beta1 * average + rest1 * g
         direction = (blend > 0).to(tl.float32) - (blend < 0).to(tl.float32)
         p = tl.where(kept, main * decay - rate * direction, main)
-        write(avg_chunk, offsets, beta2 * average + rest2 * g, kept)
+        average = beta2 * average + rest2 * g
+        if not CODES:
+            write(avg_chunk, offsets, average, kept)
         overflow, mark = write_main(
-            main_chunk, model_chunk, start, offsets, p, half, left, mask, kept, overflow, mark, MODEL_DTYPE, HELD
+            main_chunk, model_chunk, start, offsets, p, half, left, mask, kept, overflow, mark, MODEL_DTYPE, HELD, CODES
         )
+        if CODES:
+            write_average(avg_chunk, scales, begin, last * landed, offsets, kept, average, dither, BLOCK)
     return found_in(overflow, mark)
 
 
 @triton.jit(do_not_specialize=POINTERS)
 def lion_kernel(
     rows, chunk_rows, counters, grads, flags, found_inf, coefficient, lr, beta1, rest1, beta2, rest2, weight_decay,
-    COLUMNS: tl.constexpr, MODEL_DTYPE: tl.constexpr, HELD: tl.constexpr, GRAD_DTYPE: tl.constexpr,
+    COLUMNS: tl.constexpr, MODEL_DTYPE: tl.constexpr, HELD: tl.constexpr, CODES: tl.constexpr, GRAD_DTYPE: tl.constexpr,
     AVG_DTYPE: tl.constexpr, MAXIMIZE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Lion: ``rest1`` is 1 - beta1."""
+    """Lion: ``rest1`` is 1 - beta1. Rows with CODES count steps."""
     index, slot, row, start, length = locate(rows, chunk_rows, COLUMNS, CHUNK)
-    landed = (tl.load(found_inf) == 0).to(tl.int32)
+    skipped = tl.load(found_inf)
+    landed = (skipped == 0).to(tl.int32)
     scale = tl.load(coefficient)
     rate = tl.load(lr)
     decay = (1 - rate * weight_decay).to(tl.float32)
+    count = tl.load(row + STEP).to(tl.pointer_type(tl.float32))
+    step = scale
+    if CODES:
+        step = tl.load(count)
+    dither = first_dither(row, start, step, CODES)
     grad = tl.load(grads + slot)
-    whole = whole_vectors_beside(grad, row, length, GRAD_DTYPE, UPDATE_VECTOR)
+    VECTOR: tl.constexpr = CODES_VECTOR if CODES else UPDATE_VECTOR
+    WHOLE: tl.constexpr = GROUP if CODES else UPDATE_VECTOR
+    whole = whole_vectors_beside(grad, row, length, GRAD_DTYPE, VECTOR, WHOLE)
     overflow = tl.full((), 0, tl.int32)
     mark = tl.full((), 0, tl.int32)
     if whole > 0:
         found, change = _lion_chunk(
-            row, grad, start, 0, whole, landed, scale, rate.to(tl.float32), decay, beta1, rest1, beta2, rest2,
-            MODEL_DTYPE, HELD, GRAD_DTYPE, AVG_DTYPE, MAXIMIZE, BLOCK, UPDATE_VECTOR,
+            row, grad, start, 0, whole, landed, dither, scale, rate.to(tl.float32), decay, beta1, rest1, beta2, rest2,
+            MODEL_DTYPE, HELD, CODES, GRAD_DTYPE, AVG_DTYPE, MAXIMIZE, BLOCK, VECTOR,
         )
         overflow |= found
         mark += change
     if whole < length:
         found, change = _lion_chunk(
-            row, grad, start, whole, length, landed, scale, rate.to(tl.float32), decay, beta1, rest1, beta2, rest2,
-            MODEL_DTYPE, HELD, GRAD_DTYPE, AVG_DTYPE, MAXIMIZE, BLOCK // NARROWER, 1,
+            row, grad, start, whole, length, landed, dither, scale, rate.to(tl.float32), decay, beta1, rest1, beta2,
+            rest2, MODEL_DTYPE, HELD, CODES, GRAD_DTYPE, AVG_DTYPE, MAXIMIZE, BLOCK // NARROWER, 1,
         )
         overflow |= found
         mark += change
     update_fingerprint(row, mark, HELD)
-    arrive(row, counters + index, flags, overflow, CHUNK)
+    last = arrive(row, counters + index, flags, overflow, CHUNK)
+    if CODES:
+        if last:
+            tl.store(count, step + (1 - skipped))
 
 
 @inlined

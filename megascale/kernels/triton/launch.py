@@ -15,7 +15,12 @@ _COMPILED: dict[Hashable, tuple[Any, tuple[Any, ...]]] = {}
 
 
 def launch(
-    kernel: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any], num_warps: int, interpreted: bool
+    kernel: Any,
+    programs: int,
+    arguments: tuple[Any, ...],
+    constants: dict[str, Any],
+    options: dict[str, Any],
+    interpreted: bool,
 ) -> None:
     """Launch ``programs`` programs of a kernel on the current stream of its tensors' device.
 
@@ -24,27 +29,28 @@ def launch(
             depends only on dtypes.
         arguments: all but constants, in the kernel's order; the first one is a tensor.
         constants: the kernel's constexpr arguments, by name.
+        options: Triton's, such as ``num_warps``.
         interpreted: the kernel runs in Triton's interpreter.
     """
     device = arguments[0].device
     with _on(device):
-        kind = _kind(kernel, device, arguments, constants, num_warps)
+        kind = _kind(kernel, device, arguments, constants, options)
         known = _COMPILED.get(kind)
         if known is not None:
             code, values = known
             code[programs, 1, 1](*arguments, *values)
             return
-        code = kernel[(programs,)](*arguments, **constants, num_warps=num_warps, enable_fp_fusion=False)
+        code = kernel[(programs,)](*arguments, **constants, **options, enable_fp_fusion=False)
         if not interpreted:
             _COMPILED[kind] = code, tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
 
 
 def _kind(
-    kernel: Any, device: torch.device, arguments: tuple[Any, ...], constants: dict[str, Any], num_warps: int
+    kernel: Any, device: torch.device, arguments: tuple[Any, ...], constants: dict[str, Any], options: dict[str, Any]
 ) -> Hashable:
     """Return the key of the compiled code that serves this launch."""
     types = [argument.dtype if isinstance(argument, Tensor) else type(argument) for argument in arguments]
-    return kernel.fn, device, num_warps, *types, *constants.items()
+    return kernel.fn, device, *options.items(), *types, *constants.items()
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:

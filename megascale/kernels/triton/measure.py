@@ -59,7 +59,7 @@ def _measure_chunk(
     VECTOR: tl.constexpr = 128 // GRAD_DTYPE.primitive_bitwidth
     squares = tl.full((BLOCK,), 0, tl.float32)
     zeros = tl.full((BLOCK,), 0, tl.int32)
-    whole = whole_vectors_beside(grad, row, length, GRAD_DTYPE, VECTOR)
+    whole = whole_vectors_beside(grad, row, length, GRAD_DTYPE, VECTOR, VECTOR)
     if whole > 0:
         squares, zeros = _measure_part(
             grad, start, 0, whole, squares, zeros, GRAD_DTYPE, COUNT_ZEROS, BLOCK, VECTOR

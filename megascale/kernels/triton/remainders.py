@@ -12,7 +12,7 @@ import triton.language as tl
 from megascale.kernels import remainders
 from megascale.kernels.triton import device_table
 from megascale.kernels.triton.chunks import chunk_of
-from megascale.kernels.triton.elements import MAIN, MODEL, OVERFLOW, bits_as_bf16, round_into_model, write
+from megascale.kernels.triton.elements import MAIN, MODEL, OVERFLOW, bits_as_bf16, overflow_in, round_into_model, write
 from megascale.kernels.triton.interpreter import inlined, sum_of
 
 MARK = tl.constexpr(device_table.MARK)
@@ -101,11 +101,12 @@ def read_main(main_chunk, model_chunk, offsets, mask, MODEL_DTYPE: tl.constexpr,
 @inlined
 def write_main(
     main_chunk, model_chunk, start, offsets, value, half, left, mask, kept, overflow, mark, MODEL_DTYPE: tl.constexpr,
-    HELD: tl.constexpr,
+    HELD: tl.constexpr, ROWS: tl.constexpr,
 ):
     """Write main params and their model params where ``kept``.
 
-    Return ``overflow`` with 1 where the rounding is not finite fp16, and ``mark`` with what the fingerprint changes by.
+    Return ``overflow`` with another number than 0 where the rounding is not finite fp16, and ``mark`` with what the
+    fingerprint changes by: of each element, or of each row of a block in ROWS.
     half, left: what :func:`read_main` returned beside the main params. Where HELD a finite number that would be inf in
     fp16 keeps them.
     """
@@ -113,17 +114,18 @@ def write_main(
         rounded, remainder = encode(value, MODEL_DTYPE)
         if MODEL_DTYPE == tl.float16:
             large = (tl.abs(value) < OVERFLOW) == 0
-            overflow = overflow | (kept & large).to(tl.int32)
+            overflow = overflow_in(overflow, value, kept, ROWS)
             refused = large & (tl.abs(value) < float("inf"))
             rounded = tl.where(refused, half, rounded)
             remainder = tl.where(refused, left, remainder)
         tl.store(main_chunk + offsets, remainder.to(tl.int16), mask=kept)
         tl.store(model_chunk + offsets, rounded.to(tl.int16), mask=kept)
-        weight = (start.to(tl.int32) + offsets) * WEIGHT_STRIDE + WEIGHT_START | 1
-        mark += tl.where(kept, (rounded & 0xFFFF) - (half & 0xFFFF), 0) * weight
+        weight = (start.to(tl.int32) * WEIGHT_STRIDE + WEIGHT_START) + offsets * WEIGHT_STRIDE | 1
+        change = tl.where(kept, (rounded & 0xFFFF) - (half & 0xFFFF), 0) * weight
+        mark += sum_of(change, 1) if ROWS else change
     else:
         write(main_chunk, offsets, value, kept)
-        overflow = round_into_model(model_chunk, offsets, value, mask, kept, overflow, MODEL_DTYPE)
+        overflow = round_into_model(model_chunk, offsets, value, mask, kept, overflow, MODEL_DTYPE, ROWS)
     return overflow, mark
 
 

@@ -10,7 +10,7 @@ from megascale import StepGraph
 from tests.fake_device.device import FakeDevice
 from tests.fake_device.process import OnDevice
 from tests.fake_device.record import Record
-from tests.fake_device.training import INNER, give_grads, parameters, wrap
+from tests.fake_device.training import CODES, INNER, give_grads, parameters, wrap
 
 KINDS = [pytest.param(one, marks=() if one == "adamw" else pytest.mark.slow) for one in INNER]
 WHOLE_STEP = {"measure_kernel", "total_kernel", "decide_kernel", "rescale_kernel"}
@@ -35,9 +35,9 @@ def test_nothing_is_loaded_or_met_first_in_capture(on_device: OnDevice, inner: s
     _check(*on_device(_captured, inner, "cuda", {}))
 
 
-def test_a_step_on_remainders_is_captured(on_device: OnDevice) -> None:
+def test_a_step_on_remainders_and_codes_is_captured(on_device: OnDevice) -> None:
     """With the same kernels and operators as other steps."""
-    _check(*on_device(_captured, "adamw", "cuda", {"store_param_remainders": True}))
+    _check(*on_device(_captured, "adamw", "cuda", {"store_param_remainders": True, **CODES}))
 
 
 def _check(construction: Record, replays: Record) -> None:

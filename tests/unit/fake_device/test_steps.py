@@ -8,7 +8,7 @@ import torch
 from tests.fake_device.device import FakeDevice
 from tests.fake_device.process import OnDevice
 from tests.fake_device.record import Record
-from tests.fake_device.training import INNER, give_grads, parameters, take_steps, wrap
+from tests.fake_device.training import CODES, INNER, give_grads, parameters, take_steps, wrap
 
 DECISION = ["total_kernel", "decide_kernel", "rescale_kernel"]
 EACH_STEP = ["measure_kernel", *DECISION]
@@ -99,6 +99,21 @@ def test_remainders_cost_nothing(on_device: OnDevice, inner: str, dtype: torch.d
     """Main params held as remainders: no wait, the launches and operators of a step with fp32 main params."""
     for count in (6, 60):
         records = on_device(_train_with, inner, {"count": count, "dtype": dtype, "store_param_remainders": True})
+        _check(records, [*EACH_STEP, _kernel_of(inner)])
+        assert all(sum(seen.operators().values()) == 4 for seen in records[2:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize(
+    "inner", ["adamw", *(pytest.param(one, marks=pytest.mark.slow) for one in OTHERS if one != "sgd")]
+)
+def test_moments_of_8_bit_cost_nothing(on_device: OnDevice, inner: str, held: bool, dtype: torch.dtype) -> None:
+    """No wait, the launches and operators of a step with fp32 moments, also on remainders."""
+    codes = CODES if inner.startswith("adam") else {"exp_avg_dtype": torch.int8}
+    for count in (6, 60):
+        options = {"count": count, "dtype": dtype, "store_param_remainders": held, **codes}
+        records = on_device(_train_with, inner, options)
         _check(records, [*EACH_STEP, _kernel_of(inner)])
         assert all(sum(seen.operators().values()) == 4 for seen in records[2:])
 

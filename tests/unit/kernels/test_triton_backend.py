@@ -592,7 +592,7 @@ TYPES |= dict.fromkeys(("growth_tracker", "hysteresis_tracker"), "*i64")
 TYPES |= {"clip_grad": "fp64", "epsilon": "fp64", "growth_interval": "i64", "hysteresis": "i64"}
 DTYPES = {"MODEL_DTYPE": tl.float16, "GRAD_DTYPE": tl.bfloat16}
 FLAGS = {"COUNT_ZEROS": True, "DAMPENED": True, "NESTEROV": True, "DECOUPLED": True, "L2": True, "MAXIMIZE": True}
-FLAGS |= {"HELD": False, "SCALED": True, "CLIPS": True, "COMPARES": True, "EACH_CLEAN_STEP": False}
+FLAGS |= {"HELD": False, "CODES": False, "SCALED": True, "CLIPS": True, "COMPARES": True, "EACH_CLEAN_STEP": False}
 for name in ("adam", "sgd", "lion", "write_back", "measure", "total", "decide", "rescale"):
     kernel = getattr(kernels, f"{name}_kernel")
     known = {"COLUMNS": 11, "CHUNK": 1 << 14, "BLOCK": 1 << 10, "FAN": 256} | DTYPES | FLAGS

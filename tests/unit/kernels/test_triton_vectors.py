@@ -234,8 +234,8 @@ def test_all_whole_vectors_are_taken_as_vectors_and_no_pointer_is_promised_that_
     def take(row: Any, length: Any, vector: Any) -> Any:
         return noted(length, whole_vectors(row, length, vector))
 
-    def take_beside(grad: Any, row: Any, length: Any, dtype: Any, vector: Any) -> Any:
-        return noted(length, whole_vectors_beside(grad, row, length, dtype, vector))
+    def take_beside(grad: Any, row: Any, length: Any, dtype: Any, vector: Any, whole: Any) -> Any:
+        return noted(length, whole_vectors_beside(grad, row, length, dtype, vector, whole))
 
     for module in (triton_chunks, triton_kernels, triton_measure):
         monkeypatch.setattr(module, "chunk_at", promise)

@@ -75,7 +75,7 @@ def test_moments_of_8_bits_beside_remainders() -> None:
     """Both together: the same bits on all backends, and 6.25 bytes a parameter."""
     for dtype in (torch.float16, torch.bfloat16):
         first, *others = (trained(dtype, RULES["adamw_fused"], backend=name, **HELD, **CODES)
-                          for name in ("reference", "native", "torch"))  # fmt: skip
+                          for name in ("reference", "native", "torch", *TRITON))  # fmt: skip
         assert all(same_bits(first, other) for other in others)
     module = Bag([torch.randn(64, 128).half()])
     optimizer = constant(module, RULES["adamw_fused"], 1.0, **HELD, **CODES)

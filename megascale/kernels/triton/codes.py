@@ -1,0 +1,213 @@
+"""Moments held as codes of 8 bits, in kernels: groups of 32 elements are the rows of a two-dimensional block.
+
+:mod:`megascale.kernels.compact_moments` and :mod:`megascale.kernels.compact_averages` specify the codes. All functions
+work on a block of one chunk whose first element, and so every row of the block, begins a group.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+# ruff: noqa: SIM300 - it knows Python, not what Triton compiles
+
+import triton.language as tl
+
+from megascale.kernels import compact_averages, compact_moments
+from megascale.kernels.triton import device_table
+from megascale.kernels.triton.elements import read, write
+from megascale.kernels.triton.interpreter import inlined, max_of_rows
+from megascale.kernels.triton.remainders import nearest
+
+START = tl.constexpr(device_table.START)
+FIRST_SCALE = tl.constexpr(device_table.FIRST_SCALE)
+SECOND_SCALE = tl.constexpr(device_table.SECOND_SCALE)
+GROUP = tl.constexpr(compact_moments.GROUP)
+FINEST = tl.constexpr(compact_moments.FINEST)
+COARSEST = tl.constexpr(compact_moments.COARSEST)
+TOP_ROOT = tl.constexpr(compact_moments.TOP_CODE)
+LEAST_QUOTIENT = tl.constexpr(compact_moments.LEAST_QUOTIENT)
+TOP_QUOTIENT = tl.constexpr(127.0)
+TOP_LEVEL = tl.constexpr(compact_averages.TOP_CODE)
+LEAST_AVERAGE = tl.constexpr(compact_averages.LEAST_AVERAGE)
+LEVEL_UNIT = tl.constexpr(compact_averages.UNIT)
+# As int32, whose products wrap as those of uint32 do.
+INDEX_STRIDE = tl.constexpr(compact_moments.INDEX_STRIDE - (1 << 32))
+STEP_STRIDE = tl.constexpr(compact_moments.STEP_STRIDE - (1 << 32))
+PER_UPPER_HALF = tl.constexpr(2.0**-16)
+
+# fmt: off
+
+
+@inlined
+def offsets_of(begin, BLOCK: tl.constexpr, CODES: tl.constexpr):
+    """Return the offsets of a block's elements: shape [BLOCK], or where there are CODES [groups, GROUP]."""
+    if CODES:
+        offsets = begin + (tl.arange(0, BLOCK // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :])
+    else:
+        offsets = begin + tl.arange(0, BLOCK)
+    return offsets
+
+
+@inlined
+def zeros_of(BLOCK: tl.constexpr, CODES: tl.constexpr):
+    """Return int32 zeros, one for each element of a block, or where there are CODES for each group."""
+    return tl.full((BLOCK // GROUP if CODES else BLOCK,), 0, tl.int32)
+
+
+@inlined
+def first_dither(row, start, step, CODES: tl.constexpr):
+    """Return the dither of a chunk's first element as int32, modulo 2**32. step: landed steps before this one, fp32."""
+    dither = tl.full((), 0, tl.int32)
+    if CODES:
+        index = (tl.load(row + START) + start).to(tl.int32)
+        dither = index * INDEX_STRIDE + (step + 1).to(tl.int32) * STEP_STRIDE
+    return dither
+
+
+@inlined
+def _dithers(dither, offsets):
+    """Return the dithers of a block's elements as uint32. dither: of the chunk's first one."""
+    return (dither + offsets * INDEX_STRIDE).to(tl.uint32, bitcast=True)
+
+
+@inlined
+def scales_of(row, SCALE: tl.constexpr, start, DTYPE: tl.constexpr):
+    """Return a pointer to the scale of a chunk's first group, as int32. DTYPE: of the moment, which may need none."""
+    pointer = row
+    if DTYPE == tl.int8 or DTYPE == tl.uint8:
+        pointer = tl.load(row + SCALE).to(tl.pointer_type(tl.int32)) + start // GROUP
+    return pointer
+
+
+@inlined
+def _within(begin, last, BLOCK: tl.constexpr):
+    """Return which groups of a block begin before ``last``: shape [groups]."""
+    return begin + tl.arange(0, BLOCK // GROUP) * GROUP < last
+
+
+@inlined
+def _read_scale(scales, begin, last, BLOCK: tl.constexpr):
+    """Return the bits of the scales of a block's groups, int32: shape [groups, 1]."""
+    groups = begin // GROUP + tl.arange(0, BLOCK // GROUP)
+    return tl.load(scales + groups, mask=_within(begin, last, BLOCK), other=0)[:, None]
+
+
+@inlined
+def _magnitude(value):
+    return value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@inlined
+def _inverse(scale):
+    return tl.where(scale == 0, 0.0, tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale))
+
+
+@inlined
+def read_moments(
+    avg_chunk, sq_chunk, avg_scales, sq_scales, begin, last, offsets, mask, AVG_DTYPE: tl.constexpr,
+    SQ_DTYPE: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """Return Adam's ``exp_avg`` and ``exp_avg_sq`` in fp32."""
+    if SQ_DTYPE == tl.uint8:
+        scale = _read_scale(sq_scales, begin, last, BLOCK)
+        code = tl.load(sq_chunk + offsets, mask=mask, other=0).to(tl.int32)
+        root = ((scale & -4) + (code << ((scale & 3) + FINEST))).to(tl.float32, bitcast=True)
+        exp_avg_sq = root * root
+    else:
+        exp_avg_sq = read(sq_chunk, offsets, mask)
+        root = exp_avg_sq
+        if AVG_DTYPE == tl.int8:
+            root = tl.sqrt_rn(exp_avg_sq)
+    exp_avg = read(avg_chunk, offsets, mask)
+    if AVG_DTYPE == tl.int8:
+        scale = _read_scale(avg_scales, begin, last, BLOCK)
+        exp_avg = exp_avg * scale.to(tl.float32, bitcast=True) * root
+    return exp_avg, exp_avg_sq
+
+
+@inlined
+def _encode_root(root, mask, dithers):
+    """Return the codes of roots, the scales' bits, shape [groups], and the roots as held."""
+    bits = _magnitude(root)
+    highest = max_of_rows(bits)[:, None]
+    lowest = 0x7FFFFFFF - max_of_rows(tl.where(mask, 0x7FFFFFFF - bits, 0))[:, None]
+    shift = tl.full((root.shape[0], 1), FINEST, tl.int32)
+    for finer in tl.static_range(FINEST, COARSEST):
+        shift += ((highest >> finer) - (lowest >> finer) > TOP_ROOT - 1).to(tl.int32)
+    floor = tl.maximum((highest >> shift) + (1 - TOP_ROOT), 0)
+    dithered = bits + (dithers >> (32 - shift).to(tl.uint32)).to(tl.int32)
+    code = tl.maximum((dithered >> shift) - floor, 0)
+    held = ((floor + code) << shift).to(tl.float32, bitcast=True)
+    return code, (floor << shift) + (shift - FINEST), held
+
+
+@inlined
+def _encode_quotient(exp_avg, held):
+    """Return the codes of first moments and the scales, fp32, shape [groups, 1]. held: roots of the second moments."""
+    quotient = tl.where(held == 0, 0.0, tl.div_rn(exp_avg, held))
+    largest = max_of_rows(_magnitude(quotient)).to(tl.float32, bitcast=True)[:, None]
+    parts = tl.full(largest.shape, TOP_QUOTIENT, tl.float32)
+    scale = tl.where(largest < LEAST_QUOTIENT, 0.0, tl.div_rn(largest, parts))
+    product = quotient * _inverse(scale)
+    return tl.where(product == product, nearest(product), 0), scale
+
+
+@inlined
+def _write_scale(scales, begin, last, bits, BLOCK: tl.constexpr):
+    """Write the scales' bits, shape [groups, 1], of groups that begin before ``last``."""
+    groups = begin // GROUP + tl.arange(0, BLOCK // GROUP)
+    tl.store(scales + groups, tl.reshape(bits, (BLOCK // GROUP,)), mask=_within(begin, last, BLOCK))
+
+
+@inlined
+def write_moments(
+    avg_chunk, sq_chunk, avg_scales, sq_scales, begin, last, offsets, mask, kept, exp_avg, exp_avg_sq, dither,
+    AVG_DTYPE: tl.constexpr, SQ_DTYPE: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """Write Adam's moments, and the scales of groups that begin before ``last``."""
+    if SQ_DTYPE == tl.uint8:
+        code, scale, root = _encode_root(tl.sqrt_rn(exp_avg_sq), mask, _dithers(dither, offsets))
+        tl.store(sq_chunk + offsets, code.to(tl.uint8), mask=kept)
+        _write_scale(sq_scales, begin, last, scale, BLOCK)
+    else:
+        write(sq_chunk, offsets, exp_avg_sq, kept)
+    if AVG_DTYPE == tl.int8:
+        if SQ_DTYPE != tl.uint8:
+            root = tl.sqrt_rn(exp_avg_sq)
+        code, scale = _encode_quotient(exp_avg, root)
+        tl.store(avg_chunk + offsets, code.to(tl.int8), mask=kept)
+        _write_scale(avg_scales, begin, last, scale.to(tl.int32, bitcast=True), BLOCK)
+    else:
+        write(avg_chunk, offsets, exp_avg, kept)
+
+
+@inlined
+def _level(code):
+    """Return the magnitude that a code stands for, as a part of the scale."""
+    square = code * code
+    return square * square * LEVEL_UNIT
+
+
+@inlined
+def read_average(chunk, scales, begin, last, offsets, mask, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the momentum of SGD or Lion in fp32."""
+    average = read(chunk, offsets, mask)
+    if DTYPE == tl.int8:
+        scale = _read_scale(scales, begin, last, BLOCK).to(tl.float32, bitcast=True)
+        level = _level(average)
+        average = tl.where(average < 0, -level, level) * scale
+    return average
+
+
+@inlined
+def write_average(chunk, scales, begin, last, offsets, kept, average, dither, BLOCK: tl.constexpr):
+    """Write the momentum of SGD or Lion as codes, and the scales of groups that begin before ``last``."""
+    magnitude = _magnitude(average)
+    largest = max_of_rows(magnitude).to(tl.float32, bitcast=True)[:, None]
+    scale = tl.where(largest < LEAST_AVERAGE, 0.0, largest)
+    ratio = magnitude.to(tl.float32, bitcast=True) * _inverse(scale)
+    ratio = tl.where(ratio == ratio, ratio, 0.0)
+    lower = tl.minimum(tl.floor(tl.sqrt_rn(tl.sqrt_rn(ratio)) * TOP_LEVEL), TOP_LEVEL - 1)
+    below = _level(lower)
+    distance = _level(lower + 1) - below
+    upper_half = (_dithers(dither, offsets) >> 16).to(tl.int32).to(tl.float32)
+    code = lower + (ratio - below > upper_half * PER_UPPER_HALF * distance).to(tl.float32)
+    tl.store(chunk + offsets, tl.where(average < 0, -code, code).to(tl.int8), mask=kept)
+    _write_scale(scales, begin, last, scale.to(tl.int32, bitcast=True), BLOCK)
