@@ -14,7 +14,9 @@ from torch import nn
 
 from megascale import ChainedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer, amp
 from megascale.debug import NonFiniteModule, TensorStatistics, report_overflows
+from megascale.debug.gradients import SeenInBackward, WatchedParam, _Unread
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
+from megascale.kernels import describe_non_finite
 from megascale.step.overflow_report import OverflowEntry, OwnOverflows, merged
 from megascale.step.overflows import OverflowRecorder
 from megascale.utils.collectives import all_gather_object
@@ -114,6 +116,18 @@ def test_origin_is_the_latest_parameter_of_the_first_micro_batch() -> None:
     report = optimizer.last_overflow()
     assert report is not None
     assert [one.micro_batch for one in report.entries] == [0]
+
+
+def test_numbers_of_an_accelerator_are_read_when_they_are_asked_for() -> None:
+    """What was counted there of a gradient becomes the entry that a CPU makes at once; finite ones have none."""
+    grads = [torch.tensor(values) for values in ([math.nan, 1.0, -math.inf, 2.0, math.nan], [math.nan], [3.0], [0.0])]
+    at_once, late = SeenInBackward(), SeenInBackward()
+    for index, grad in enumerate(grads):
+        at = WatchedParam(f"w{index}", index)
+        at_once.add(at, 1, grad)
+        late._unread.append(_Unread(at, 1, grad.numel(), describe_non_finite(grad)))
+    assert late.entries() == at_once.entries()
+    assert [(one.num_inf, one.num_nan, one.num_non_finite) for one in late.entries()] == [(1, 2, 3), (0, 1, 1)]
 
 
 def test_gradients_given_by_hand_are_reported() -> None:

@@ -18,6 +18,7 @@ from filelock import FileLock
 from megascale.kernels import compiler, library_build
 from megascale.kernels.compiler import CompilerError, CompilerTimeout, find_compiler
 from megascale.kernels.library_build import Recipe, load
+from megascale.kernels.tensors import tensor_reader
 from tests.pool import RankPool
 
 NOBODY = 65534
@@ -432,3 +433,22 @@ def test_training_survives_damaged_libraries(tmp_path: Path, monkeypatch: pytest
     assert first.stderr == ""
     assert [library.name.split("-")[0] for library in libraries] == ["native", "tensor_reader"]
     assert all(f"{library} is damaged" in second.stderr for library in libraries)
+
+
+def test_without_a_compiler_tensors_are_read_from_python(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One line of the log says what that costs, and a compiler that fails is named with its error."""
+
+    def fails(recipe: Recipe, open_library: object) -> None:
+        raise CompilerError("c++ is broken today")
+
+    with caplog.at_level(logging.INFO, logger="megascale"):
+        monkeypatch.setattr(tensor_reader, "find_compiler", lambda *_: None)
+        assert tensor_reader._loaded(fails) is None
+        monkeypatch.setattr(tensor_reader, "find_compiler", lambda *_: ["c++"])
+        assert tensor_reader._loaded(fails) is None
+    first, second = (record.getMessage() for record in caplog.records)
+    assert "no C++ compiler" in first
+    assert "6 to 10 us a parameter and step" in first
+    assert "c++ is broken today" in second

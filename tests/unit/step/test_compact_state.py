@@ -14,6 +14,7 @@ from megascale import Lion, MixedPrecisionOptimizer
 from megascale.errors import ArgumentError, StateDictError, UsageError
 from megascale.kernels import ReferenceBackend
 from megascale.step.compact_state import require_supported
+from tests.counting import OperatorCounter
 from tests.training import INNER, Bag, Inner, bits_equal, constant, grad_of, same_bits, set_grads, snapshot
 
 BACKENDS = ["reference", "native", "torch"]
@@ -98,6 +99,21 @@ def test_rows_of_several_chunks(inner: Inner) -> None:
     options = BOTH if inner is ADAM["adamw"] else FIRST
     found = [trained(make, inner, 4, backend=backend, **options) for backend in ("reference", "native")]
     assert same_bits(*found)
+
+
+@pytest.mark.parametrize("kind", [BOTH, {**BOTH, "store_param_remainders": True}], ids=["main params", "remainders"])
+def test_one_call_updates_all_codes(kind: dict[str, Any]) -> None:
+    """Invariant 8: on native, operators of a step do not grow with parameters that compact.h takes."""
+    counts = []
+    for number in (1, 4):
+        module = Bag([torch.ones(40, 3).half() for _ in range(number)])
+        optimizer = constant(module, ADAM["adamw"], 256.0, backend="native", **kind)
+        for step in range(2):
+            set_grads(module, seed=step, scale=256.0)
+            with OperatorCounter() as counter:
+                optimizer.step()
+        counts.append(sum(counter.counts.values()))
+    assert counts[0] == counts[1]
 
 
 def test_strided_parameters() -> None:

@@ -12,6 +12,7 @@ from megascale import ConstantGradScaler, MixedPrecisionOptimizer, OptimizerConf
 from megascale.averages import AveragedMainParams
 from megascale.errors import MainParamOverflowError
 from megascale.kernels.remainders import fingerprint
+from megascale.step.decoded import scratch_numel
 from tests.training import INNER, Bag, Inner, bits_equal, constant, grad_of, same_bits, set_grads, snapshot
 
 HELD: dict[str, Any] = {"store_param_remainders": True}
@@ -260,3 +261,13 @@ def test_on_the_meta_device() -> None:
     inner = torch.optim.AdamW(module.parameters())
     optimizer = MixedPrecisionOptimizer(inner, OptimizerConfig(fp16=True, **HELD), ConstantGradScaler(1.0))
     assert all(main.is_meta and main.dtype == torch.float32 for _, main in optimizer.main_params())
+
+
+def test_decoded_main_params_are_aligned() -> None:
+    """Each begins at a multiple of 64 bytes of the scratch memory, as kernels that read vectors need, behind the one
+    before it.
+    """
+    module = Bag([torch.ones(numel).half() for numel in (3, 16, 33, 1, 64)])
+    params = list(constant(module, INNER["adamw_fused"], 256.0, **HELD)._member.main_params)
+    starts = [scratch_numel(params[:count]) for count in range(len(params) + 1)]
+    assert starts == [0, 16, 32, 80, 96, 160]
