@@ -10,10 +10,10 @@ from torch import Tensor
 from megascale.errors import ArgumentError, ArgumentTypeError, StateDictError, UsageError, listed
 from megascale.grad_scaler import MegatronGradScaler
 from megascale.kernels import Decision
-from megascale.main_params.shard import ParamShard
 from megascale.optimizer import MixedPrecisionOptimizer, StepResult
 from megascale.state.hooks import load_with_hooks, pack_with_hooks
 from megascale.state.live_state import LiveState, Plan, load_together
+from megascale.state.saved_state import ChainState, SavedState
 from megascale.state.schema import SHARED_STATE, check_layout, shared_by_optimizer
 from megascale.state.torch_layout import StateDict, StateNames, from_torch_layout, is_read_by_torch, is_torch_layout
 from megascale.step.overflow_report import OverflowReport
@@ -223,28 +223,11 @@ class ChainedOptimizer(torch.optim.Optimizer):
         for optimizer in self.optimizers:
             optimizer.reload_model_params()
 
-    def share_state_forms(self) -> None:
-        """See :meth:`MixedPrecisionOptimizer.share_state_forms`."""
-        for optimizer in self.optimizers:
-            optimizer.share_state_forms()
-
-    def model_shards(self) -> dict[int, ParamShard]:
-        """See :meth:`DistributedOptimizer.model_shards`."""
-        return {key: shard for optimizer in self.optimizers for key, shard in optimizer.model_shards().items()}
-
-    def rounded_params(self) -> set[int]:
-        """See :meth:`MixedPrecisionOptimizer.rounded_params`."""
-        return {key for optimizer in self.optimizers for key in optimizer.rounded_params()}
-
     # State
 
     def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
         """Return the state of all optimizers in the form of one; see :meth:`MixedPrecisionOptimizer.state_dict`."""
         return pack_with_hooks(self, lambda: _joined([one.state_dict(copy=copy) for one in self.optimizers]))
-
-    def held_state_dict(self) -> dict[str, Any]:
-        """See :meth:`MixedPrecisionOptimizer.held_state_dict`."""
-        return pack_with_hooks(self, lambda: _joined([one.held_state_dict() for one in self.optimizers]))
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
@@ -266,10 +249,9 @@ class ChainedOptimizer(torch.optim.Optimizer):
         self.recipe.forget_ready()
         self.recipe.begin_anew()
 
-    def check_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
-        """See :meth:`MixedPrecisionOptimizer.check_state_dict`."""
-        for optimizer, part in zip(self.optimizers, self._split(state_dict, strict), strict=True):
-            optimizer.check_state_dict(part, strict=strict)
+    def saved_state(self) -> SavedState:
+        """See :meth:`MixedPrecisionOptimizer.saved_state`."""
+        return ChainState(self, [optimizer.saved_state() for optimizer in self.optimizers], _joined, self._split)
 
     def _names(self) -> list[list[str]]:
         """Return each optimizer's parameter names. Raises ArgumentError if two share one."""

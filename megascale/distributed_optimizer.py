@@ -19,7 +19,6 @@ from megascale.grad_sync.sharded_sync import ShardedGradSync
 from megascale.main_params.base import MainParams
 from megascale.main_params.gather import ParamGather
 from megascale.main_params.owned import OwnedMainParams
-from megascale.main_params.shard import ParamShard
 from megascale.main_params.sharded import ShardedMainParams
 from megascale.optimizer import MixedPrecisionOptimizer
 from megascale.parallel import ParallelGroups
@@ -137,12 +136,6 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
         Modules wait by themselves, in forward and for a state dict. Call it before reading parameters in other ways.
         """
         self._gather.wait()
-
-    def model_shards(self) -> dict[int, ParamShard]:
-        """Return, by id of the parameter, the part that this rank keeps of each sharded model param, live."""
-        self._member.sync_from_model()
-        self._gather.wait()
-        return self._shards.model_shards()
 
     @override
     def _make_main_params(self, _names: Mapping[int, str]) -> MainParams:

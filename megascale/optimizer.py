@@ -16,10 +16,10 @@ from megascale.kernels import Decision, select_backend
 from megascale.main_params.base import MainParams
 from megascale.main_params.replica_check import require_same
 from megascale.main_params.replicated import ReplicatedMainParams
-from megascale.main_params.shard import ParamShard
 from megascale.parallel import ParallelGroups
 from megascale.state.hooks import load_with_hooks, pack_with_hooks
 from megascale.state.live_state import LiveState, load_together
+from megascale.state.saved_state import OwnState, SavedState
 from megascale.state.torch_layout import StateNames, is_read_by_torch
 from megascale.step import ownership
 from megascale.step.arguments import check_arguments, require_values
@@ -338,15 +338,6 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self._member.sync_from_model()
         return pack_with_hooks(self, lambda: self.live_state().pack(copy=copy))
 
-    def held_state_dict(self) -> dict[str, Any]:
-        """Return ``state_dict(copy=False)`` with remainders, int16, in place of the main params that are held so.
-
-        For :mod:`megascale.checkpoint`, which saves the weights beside them; :meth:`load_state_dict` needs fp32.
-        """
-        require_values(self.device)
-        self._member.sync_from_model()
-        return pack_with_hooks(self, lambda: self.live_state().pack(copy=False, decode=False))
-
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
         """Load what :meth:`state_dict` returned, at any number of ranks; all of ``groups.grad_stats`` call it together.
@@ -368,37 +359,6 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self.recipe.forget_ready()
         self.recipe.begin_anew()
 
-    def check_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
-        """Raise StateDictError as :meth:`load_state_dict` would, as far as it can without reading tensor values.
-
-        Changes and communicates nothing.
-        """
-        self._member.sync_from_model()
-        self.live_state().check(state_dict, strict=strict)
-
-    def share_state_forms(self) -> None:
-        """Prepare ``state_dict(copy=False)`` where a rank alone has all state of a parameter; all ranks call it.
-
-        With ``shard="parameters"`` ranks tell each other the names, shapes and dtypes of the state that they hold.
-        Otherwise it does nothing.
-
-        Raises StateDictError on every rank alike, naming it, for state that a state dict cannot hold.
-        """
-        self.live_state().share_forms()
-
-    def model_shards(self) -> dict[int, ParamShard]:
-        """Return, by id of the parameter, the part that this rank keeps of each sharded model param; here none."""
-        return {}
-
-    def rounded_params(self) -> set[int]:
-        """Return the ids of 16-bit model params that are written as roundings of main params only.
-
-        Those of a DistributedOptimizer, and those whose main params are remainders, which a later write resets.
-        """
-        params = self._member.main_params
-        held = [param for param in params if param.is_copy and (params.is_sharded or param.remainder is not None)]
-        return {id(param.model) for param in held}
-
     def live_state(self) -> LiveState:
         """Return references to everything that a state dict covers."""
         member = self._member
@@ -412,6 +372,10 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             member.counter,
             self.recipe.norm_statistics,
         )
+
+    def saved_state(self) -> SavedState:
+        """Return what :mod:`megascale.checkpoint` asks of the state."""
+        return OwnState(self, self.live_state, self._member.sync_from_model)
 
     def __getstate__(self) -> dict[str, Any]:
         raise UsageError(

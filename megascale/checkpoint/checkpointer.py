@@ -161,7 +161,7 @@ class Checkpointer:
             validate.integer("step", step, minimum=0)
             check_types(model, optimizer)
         if optimizer is not None:
-            optimizer.share_state_forms()
+            optimizer.saved_state().share_forms()
         with together("collect the state", self._group):
             rank = group_rank(self._group)
             contents = collect(model, optimizer, user_state, rank_state, rank, self._groups, self._nests)

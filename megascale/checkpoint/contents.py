@@ -15,6 +15,7 @@ from megascale.checkpoint.nest import Tree, flatten, join, leaves
 from megascale.errors import ArgumentTypeError, CheckpointError
 from megascale.main_params.shard import ParamShard
 from megascale.parallel import ParallelGroups, is_expert
+from megascale.state.saved_state import SavedState
 from megascale.utils.collectives import group_size
 
 MAIN_PARAMS = "optimizer/main_params"
@@ -30,23 +31,11 @@ class SavedOptimizer(Protocol):
     def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
         """Return tensors and primitives, the same keys on every rank; ``copy=False``: live tensors."""
 
-    def held_state_dict(self) -> dict[str, Any]:
-        """Return ``state_dict(copy=False)`` with remainders in place of the main params that are held so."""
-
-    def share_state_forms(self) -> None:
-        """Tell other ranks what ``state_dict(copy=False)`` needs to know of them. All ranks call it together."""
-
     def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
         """Load on all ranks, or raise the same error on all with nothing changed."""
 
-    def check_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
-        """Raise what `load_state_dict` would, as far as it can without reading large tensors."""
-
-    def model_shards(self) -> dict[int, ParamShard]:
-        """Return this rank's part of every sharded model param, by id of the parameter, live."""
-
-    def rounded_params(self) -> set[int]:
-        """Return the ids of model params that `load_state_dict` rounds from main params, and nobody writes after it."""
+    def saved_state(self) -> SavedState:
+        """Return what else a checkpoint needs of the state."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -112,8 +101,8 @@ def collect(
     if optimizer is None:
         parts["model"] = model_state(model)
     else:
-        parts["model"] = model_state(model, optimizer.model_shards())
-        parts["optimizer"] = optimizer.held_state_dict()
+        parts["model"] = model_state(model, optimizer.saved_state().model_shards())
+        parts["optimizer"] = optimizer.saved_state().pack()
         renamed = _renamed(model, names_in(parts["optimizer"], optimizer))
         parts |= {PARAM_NAMES: renamed} if renamed else {}
     if user_state is not None:

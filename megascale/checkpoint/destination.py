@@ -34,9 +34,9 @@ class Destination:
         """Return references to live tensors. ``optimizer``: None if its state is not to be loaded."""
         if optimizer is None:
             return cls(flatten(model_state(model), "model")[1])
-        shards = optimizer.model_shards()
+        shards = optimizer.saved_state().model_shards()
         state = model_state(model, shards)
-        packed = optimizer.held_state_dict()
+        packed = optimizer.saved_state().pack()
         names = names_in(packed, optimizer)
         in_place = not _may_overflow(manifest, state)
         # 16-bit model params are rounded from their main params, or else loaded whole, like a write by the user.
@@ -46,7 +46,7 @@ class Destination:
         for param, shard in shards.items():
             # An fp32 model param is its own main param.
             live.setdefault(join(MAIN_PARAMS, names[param]), shard)
-        own = optimizer.rounded_params()
+        own = optimizer.saved_state().rounded_params()
         saved = {key for key, _, _ in leaves(manifest.trees["optimizer"])}
         rounded = frozenset(
             name

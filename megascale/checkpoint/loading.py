@@ -109,8 +109,8 @@ def load(
         if optimizer is not None and staged.optimizer_state is not None:
             _load_optimizer(folder, optimizer, staged.optimizer_state, staged.in_place, strict, is_shown, group)
             if not strict:
-                optimizer.share_state_forms()
-                skipped += left_out(staged.optimizer_state, optimizer.held_state_dict())
+                optimizer.saved_state().share_forms()
+                skipped += left_out(staged.optimizer_state, optimizer.saved_state().pack())
         with together("load the weights into the model", group):
             bare(model).load_state_dict(staged.weights, strict=False)
             if optimizer is not None and staged.optimizer_state is None:
@@ -197,7 +197,7 @@ def _stage(
     remainders.decode_(folder, manifest, metadata, templates)
     nests = {part: unflatten(tree, templates) for part, tree in trees.items()}
     if optimizer is not None:
-        optimizer.check_state_dict(nests["optimizer"], strict=strict)
+        optimizer.saved_state().check(nests["optimizer"], strict=strict)
     return _Staged(
         weights={name: value for name, value in nests["model"].items() if not isinstance(value, ParamShard)},
         optimizer_state=nests.get("optimizer"),

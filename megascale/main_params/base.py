@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from megascale.errors import ArgumentError, ArgumentTypeError
 from megascale.kernels import TensorList, plain, same_objects
 from megascale.main_params.main_param import MainParam, check_trainable
+from megascale.main_params.shard import ParamShard
 from megascale.main_params.update_unit import UpdateUnit
 from megascale.main_params.write_tracker import WriteTracker
 from megascale.utils.autograd import without_grad
@@ -246,6 +247,10 @@ class MainParams(ABC):
 
         With ``copy`` all ranks call it together.
         """
+
+    def model_shards(self) -> dict[int, ParamShard]:
+        """Return, by id of the parameter, this rank's piece of every sharded model param, live; here none."""
+        return {}
 
     def share_state_forms(self, states: Callable[[], Mapping[int, Any]]) -> None:
         """Tell other ranks what state this rank alone holds, before :meth:`export_state`. All ranks call it together.

@@ -112,8 +112,9 @@ class ShardedMainParams(MainParams):
         piece = self._pieces.get(id(param))
         return 0 if piece is None else piece.param_start
 
+    @override
     def model_shards(self) -> dict[int, ParamShard]:
-        """Return, by id of the parameter, this rank's piece of every sharded model param, live."""
+        self.wait()
         return {id(p.model): ParamShard(p.part.view(-1), p.model.shape, self.start_of(p.model)) for p in self}
 
     @override
