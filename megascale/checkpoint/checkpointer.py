@@ -6,7 +6,6 @@ import shutil
 import threading
 import warnings
 import weakref
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +18,7 @@ from megascale.checkpoint import directory as folders
 from megascale.checkpoint import storage
 from megascale.checkpoint.agreement import named, together
 from megascale.checkpoint.contents import Contents, SavedOptimizer, check_types, collect
+from megascale.checkpoint.fingerprint import fingerprint
 from megascale.checkpoint.kept_nest import KeptNest
 from megascale.checkpoint.loading import Groups, LoadedCheckpoint, load
 from megascale.checkpoint.manifest import Manifest
@@ -166,11 +166,10 @@ class Checkpointer:
             rank = group_rank(self._group)
             contents = collect(model, optimizer, user_state, rank_state, rank, self._groups, self._nests)
             compares = self.check_replicas and group_size(self._group) > 1
-            sums = digests(contents.replicated(model)) if compares else {}
+            held = contents.replicated(model) if compares else {}
+            own = fingerprint(held.values())
         digest = {"step": step, **contents.digest}
-        gathered = all_gather_object(
-            (digest, contents.rank_tree, zlib.crc32(repr(sorted(sums.items())).encode())), self._group
-        )
+        gathered = all_gather_object((digest, contents.rank_tree, own), self._group)
         first = gathered[0][0]
         for rank, (digest, _, _) in enumerate(gathered):
             parts = [part for part in first.keys() | digest.keys() if first.get(part) != digest.get(part)]
@@ -179,8 +178,8 @@ class Checkpointer:
                     f"rank {rank} saves another {' and '.join(sorted(parts))} than rank 0 (names, shapes, dtypes or "
                     "plain values differ); pass the same on every rank, and what differs by design as rank_state"
                 )
-        if any(own != gathered[0][2] for _, _, own in gathered):
-            self._raise_differing(all_gather_object(sums, self._group))
+        if any(other != gathered[0][2] for _, _, other in gathered):
+            self._raise_differing(all_gather_object(digests(held), self._group))
         return contents, [tree for _, tree, _ in gathered]
 
     def _raise_differing(self, sums: Sequence[Mapping[str, Any]]) -> None:
