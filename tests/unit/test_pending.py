@@ -1,12 +1,15 @@
-"""Pending: what it waits for, and what it raises where the backend fails a message."""
+"""Waits for other ranks: what is waited for, and what is raised where the backend fails, or never answers."""
 
+import threading
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from megascale.utils.collectives import Pending
+from megascale.utils.collectives import Pending, _joined
 
 
 @dataclass
@@ -76,3 +79,27 @@ def test_of_several_errors_the_first_is_raised() -> None:
     with pytest.raises(RuntimeError, match="no start of c"):
         _pending(log, a="wait", c="start").wait()
     assert log == ["a"]
+
+
+def test_a_new_group_is_what_its_maker_returns_or_raises() -> None:
+    """In a thread, whose error is the caller's."""
+    group: Any = object()
+    assert _joined(lambda: group, timedelta(seconds=60)) is group
+    with pytest.raises(ZeroDivisionError):
+        _joined(lambda: 1 // 0, timedelta(seconds=60))  # type: ignore[arg-type,return-value]
+
+
+def test_a_group_that_others_do_not_join_is_given_up() -> None:
+    """After the group's timeout, which the error names. The thread that still waits keeps no process alive."""
+    end, waiting = threading.Event(), list[threading.Thread]()
+
+    def make() -> Any:
+        waiting.append(threading.current_thread())
+        end.wait()
+
+    try:
+        with pytest.raises(dist.DistNetworkError, match="Timed out waiting 20ms for the other ranks to join"):
+            _joined(make, timedelta(milliseconds=20))
+        assert [thread.daemon for thread in waiting] == [True]
+    finally:
+        end.set()

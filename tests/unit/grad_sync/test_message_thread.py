@@ -37,8 +37,9 @@ def test_tasks_run_in_order_and_raise_where_they_are_waited_for() -> None:
 
 @pytest.mark.parametrize("end", ["closed", "freed"])
 def test_an_owner_that_goes_leaves_nothing(end: str) -> None:
-    """Invariant 11: its thread ends, and nobody lists it any more."""
+    """Invariant 11: its thread, which keeps no process alive, ends, and nobody lists it any more."""
     messages, thread = _started()
+    assert thread.daemon
     if end == "closed":
         messages.close()
     else:
