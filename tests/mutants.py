@@ -3,9 +3,10 @@
     python -m tests.mutants --sample 100 --seed 1 --jobs 2 --out benchmarks/results/mutants.md
 
 Each mutant is one operator, comparison, constant, condition or statement of one module, changed in a copy of the
-repository. The tests that name the module run first, then all others of the default run; the first failure ends it.
-What survives is printed: either a test is missing, or the change makes no difference. What is caught is printed with
-the test that failed, so that a failure by chance can be told.
+repository. First each mutant meets the tests that name its module, so that what lacks a test shows early; then those
+that survived meet all others of the default run. The first failure ends a run. What survives is printed: either a test
+is missing, or the change makes no difference. What is caught is printed with the test that failed, so that a failure by
+chance can be told. A mutant that takes more memory than ``--memory`` fails, before the machine does.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import os
 import queue
 import random
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -33,6 +35,9 @@ OUTSIDE = (
 )  # fmt: skip
 SECONDS = 900
 """After which a run of tests counts as failed: something waits for ever. A busy machine needs more (``--limit``)."""
+
+MEMORY = 8.0
+"""GB: a mutant whose loop does not end may take all that there is."""
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
@@ -91,13 +96,13 @@ def core() -> list[Path]:
 
 def mutants_of(path: Path) -> Iterator[Mutant]:
     """Yield every mutant of a module. Messages, docstrings, annotations and contracts of types stay as they are."""
-    source = path.read_text()
-    tree = ast.parse(source)
+    source = path.read_bytes()
+    tree, lines = ast.parse(source), source.splitlines(keepends=True)
     left_out = {id(inner) for node in ast.walk(tree) for part in _unchanged(node) for inner in ast.walk(part)}
     for node in ast.walk(tree):
         if id(node) in left_out or not isinstance(node, (ast.expr, ast.stmt)):
             continue
-        before = ast.get_source_segment(source, node) or ""
+        before = _text(lines, node)
         for after in _changes(node):
             if after == before:
                 continue
@@ -110,6 +115,13 @@ def mutants_of(path: Path) -> Iterator[Mutant]:
                 before,
                 after,
             )
+
+
+def _text(lines: list[bytes], node: ast.expr | ast.stmt) -> str:
+    """Return a node's source. :func:`ast.get_source_segment` would cut the module into lines each time."""
+    end = node.end_lineno or node.lineno
+    text = b"".join([*lines[node.lineno - 1 : end - 1], lines[end - 1][: node.end_col_offset]])
+    return text[node.col_offset :].decode()
 
 
 def _unchanged(node: ast.AST) -> Iterator[ast.AST]:
@@ -164,15 +176,17 @@ class Copy:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)
 
-    def outcome(self, mutant: Mutant) -> str:
-        """Return ``"caught"`` and the test that did it, ``"SURVIVED"`` where none did, or ``"waited"`` at the limit."""
+    def outcome(self, mutant: Mutant, *, related: bool) -> str:
+        """Return ``"caught"`` and the test that did it, ``"SURVIVED"`` where none did, or ``"waited"`` at the limit.
+
+        ``related``: try the tests that name the module; else all others.
+        """
         target = self.folder / mutant.file
         original = target.read_bytes()
+        tests = self._tests(target)[not related]
         target.write_bytes(mutant.applied(original))
         try:
-            related, others = self._tests(target)
-            failures = (self._failure(tests) for tests in (related, others) if tests)
-            failure = next(filter(None, failures), None)
+            failure = self._failure(tests) if tests else None
             return f"caught by {failure}" if failure else "SURVIVED"
         except subprocess.TimeoutExpired:
             return "waited"
@@ -205,6 +219,32 @@ class Copy:
         return failed[1] if failed else f"an exit with {done.returncode}"
 
 
+def tried(mutants: list[Mutant], copies: list[Copy], *, related: bool) -> dict[Mutant, str]:
+    """Return the outcome of each mutant, and print it. Each copy has a thread."""
+    todo: queue.SimpleQueue[Mutant] = queue.SimpleQueue()
+    for mutant in mutants:
+        todo.put(mutant)
+    outcomes: dict[Mutant, str] = {}
+
+    def work(copy: Copy) -> None:
+        while True:
+            try:
+                mutant = todo.get_nowait()
+            except queue.Empty:
+                return
+            start = time.monotonic()
+            outcomes[mutant] = copy.outcome(mutant, related=related)
+            met = "tests that name it" if related else "all others"
+            print(f"{outcomes[mutant]}, {met}, in {time.monotonic() - start:.0f} s: {mutant}", flush=True)
+
+    workers = [threading.Thread(target=work, args=[copy]) for copy in copies]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return outcomes
+
+
 def main() -> None:
     """Try a sample, print each outcome, and write the survivors."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -216,34 +256,19 @@ def main() -> None:
         "--limit", type=float, default=SECONDS, help="seconds for the tests of a mutant (default: %(default)s)"
     )
     parser.add_argument("--out", type=Path, help="write a table of survivors there")
+    parser.add_argument(
+        "--memory", type=float, default=MEMORY, help="GB that a process of a mutant may take (default: %(default)s)"
+    )
     given = parser.parse_args()
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (int(given.memory * 1e9), most))  # inherited by all tests
     everything = [mutant for path in core() if given.only in str(path) for mutant in mutants_of(path)]
     sample = random.Random(given.seed).sample(everything, min(given.sample, len(everything)))
-    todo: queue.SimpleQueue[Mutant] = queue.SimpleQueue()
-    for mutant in sample:
-        todo.put(mutant)
-    outcomes: dict[Mutant, str] = {}
-
-    def work(copy: Copy) -> None:
-        while True:
-            try:
-                mutant = todo.get_nowait()
-            except queue.Empty:
-                return
-            start = time.monotonic()
-            outcome = copy.outcome(mutant)
-            outcomes[mutant] = outcome
-            print(f"{outcome} in {time.monotonic() - start:.0f} s: {mutant}", flush=True)
-
     with tempfile.TemporaryDirectory() as folder:
-        workers = [
-            threading.Thread(target=work, args=[Copy(Path(folder) / str(job), given.limit)])
-            for job in range(given.jobs)
-        ]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
+        copies = [Copy(Path(folder) / str(job), given.limit) for job in range(given.jobs)]
+        outcomes = tried(sample, copies, related=True)
+        left = [mutant for mutant in sample if outcomes[mutant] == "SURVIVED"]
+        outcomes |= tried(left, copies, related=False)
     survivors = [mutant for mutant in sample if outcomes.get(mutant) == "SURVIVED"]
     waited = [mutant for mutant in sample if outcomes.get(mutant) == "waited"]
     caught = f"{len(sample) - len(survivors)} of {len(sample)} mutants caught, of {len(everything)} that there are"
