@@ -247,12 +247,12 @@ class GradScaler(torch.amp.GradScaler):
         alone = torch.zeros((), dtype=stats_dtype(scale.device), device=scale.device)
         for mesh in agreement.meshes:
             squares[mesh] = torch.zeros_like(alone)
-        for place, found in stats.items():
-            share = squares_in(place, found).to(alone, non_blocking=True)
-            if place.mesh is None:
+        for location, found in stats.items():
+            share = squares_in(location, found).to(alone, non_blocking=True)
+            if location.mesh is None:
                 alone = alone + share
             else:
-                squares[place.mesh] = squares[place.mesh] + share
+                squares[location.mesh] = squares[location.mesh] + share
         flags = [found_in(found) for found in stats.values()]
         found_inf, squares = agreement.agree(_any(flags, scale.device), squares)
         if flags or not agreement.is_alone:

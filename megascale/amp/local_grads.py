@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 BackendOf = Callable[[torch.device], Backend]
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Location of gradients. ``mesh``: of DTensors; ``holders``: how many of its ranks hold each element."""
 
     device: torch.device
@@ -28,7 +28,7 @@ class Place(NamedTuple):
 
 
 class LocalGrads:
-    """The gradients of an optimizer, by place and dtype: dense local tensors that alias ``param.grad``.
+    """The gradients of an optimizer, by location and dtype: dense local tensors that alias ``param.grad``.
 
     A Partial DTensor gradient is first replaced by the reduced one, an fp16 sparse one by the coalesced one, as
     duplicates may add up to inf. Of a sparse gradient the values count.
@@ -44,7 +44,9 @@ class LocalGrads:
 
     @torch.no_grad()
     def __init__(self, optimizer: torch.optim.Optimizer, *, coalesced: bool = False) -> None:
-        self._grads: defaultdict[Place, defaultdict[torch.dtype, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
+        self._grads: defaultdict[Location, defaultdict[torch.dtype, list[Tensor]]] = defaultdict(
+            lambda: defaultdict(list)
+        )
         check_memory(optimizer)
         plain: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
         for group in optimizer.param_groups:
@@ -53,16 +55,18 @@ class LocalGrads:
                 if type(grad) is Tensor and grad.layout is torch.strided:  # the usual case, fast
                     plain[grad.device, grad.dtype].append(grad)
                 elif grad is not None:
-                    place, values = _located(param, grad, coalesced)
-                    self._grads[place][values.dtype].append(values)
+                    location, values = _located(param, grad, coalesced)
+                    self._grads[location][values.dtype].append(values)
         for (device, dtype), grads in plain.items():
-            self._grads[Place(device)][dtype] += grads
+            self._grads[Location(device)][dtype] += grads
 
-    def measure(self, backend_of: BackendOf) -> dict[Place, TensorStats]:
-        """Return the statistics of each place's gradients, in one pass that writes none of them, without a sync."""
+    def measure(self, backend_of: BackendOf) -> dict[Location, TensorStats]:
+        """Return the statistics of the gradients at each location, in one pass that writes none, without a sync."""
         return {
-            place: backend_of(place.device).measure([grad for grads in by_dtype.values() for grad in grads], False)
-            for place, by_dtype in self._grads.items()
+            location: backend_of(location.device).measure(
+                [grad for grads in by_dtype.values() for grad in grads], False
+            )
+            for location, by_dtype in self._grads.items()
         }
 
     def unscale_(self, inv_scale: Tensor, backend_of: BackendOf) -> dict[torch.device, Tensor]:
@@ -71,13 +75,15 @@ class LocalGrads:
         fp16 gradients are checked again afterwards: a scale below 1 may have pushed them out of range.
         """
         found_infs: dict[torch.device, Tensor] = {}
-        for place, by_dtype in self._grads.items():
-            found_inf = found_infs.setdefault(place.device, torch.zeros((), device=place.device))
-            factor = inv_scale.to(place.device, non_blocking=True)
+        for location, by_dtype in self._grads.items():
+            found_inf = found_infs.setdefault(location.device, torch.zeros((), device=location.device))
+            factor = inv_scale.to(location.device, non_blocking=True)
             for dtype, grads in by_dtype.items():
                 torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, factor)
                 if dtype == torch.float16:
-                    found_inf.copy_(torch.maximum(found_inf, found_in(backend_of(place.device).measure(grads, False))))
+                    found_inf.copy_(
+                        torch.maximum(found_inf, found_in(backend_of(location.device).measure(grads, False)))
+                    )
         return found_infs
 
 
@@ -109,21 +115,21 @@ def found_in(stats: TensorStats) -> Tensor:
     return (stats.non_finite.sum() > 0).float()
 
 
-def squares_in(place: Place, stats: TensorStats) -> Tensor:
-    """Return this rank's share of the sum of squares at ``place``: 0-d, of :func:`stats_dtype`."""
-    return stats.sum_squares.sum().to(stats_dtype(place.device)) / place.holders
+def squares_in(location: Location, stats: TensorStats) -> Tensor:
+    """Return this rank's share of the sum of squares at ``location``: 0-d, of :func:`stats_dtype`."""
+    return stats.sum_squares.sum().to(stats_dtype(location.device)) / location.holders
 
 
-def _located(param: Tensor, grad: Tensor, coalesced: bool) -> tuple[Place, Tensor]:
-    """Return the place of a parameter's gradient, and the gradient, local and dense."""
+def _located(param: Tensor, grad: Tensor, coalesced: bool) -> tuple[Location, Tensor]:
+    """Return the location of a parameter's gradient, and the gradient, local and dense."""
     if is_dtensor(param) and is_dtensor(grad):
         if grad.placements != param.placements:
             param.grad = grad = redistribute_like(grad, param)
         mesh, values = grad.device_mesh, local(grad)
         holders = math.prod(mesh.size(dim) for dim, placed in enumerate(grad.placements) if placed.is_replicate())
-        return Place(values.device, mesh, holders), values
+        return Location(values.device, mesh, holders), values
     if grad.is_sparse:
         if grad.dtype == torch.float16:
             param.grad = grad = grad.coalesce()
         grad = (grad.coalesce() if coalesced else grad)._values()
-    return Place(grad.device), grad
+    return Location(grad.device), grad

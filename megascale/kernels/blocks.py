@@ -53,8 +53,8 @@ class RoundingWatch:
     def __init__(self, num_rows: int) -> None:
         self._extremes: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(num_rows)]
 
-    def note(self, row: int, main: Tensor, model: Tensor) -> None:
-        """Check a piece for overflow, best while it is in cache. Only fp16 can overflow."""
+    def observe(self, row: int, main: Tensor, model: Tensor) -> None:
+        """Look for overflow in a piece, best while it is in cache. Only fp16 can overflow."""
         if model.dtype == torch.float16 and main.numel():
             low, high = torch.aminmax(main)
             self._extremes[row].append((low, high))
@@ -126,12 +126,12 @@ class Block:
         copied = [piece for piece in self.pieces if piece[2].dtype != piece[0].dtype]
         if copied:
             torch._foreach_copy_([piece[2] for piece in copied], [piece[0] for piece in copied])
-        self.note(watch)
+        self.observe_rounding(watch)
 
-    def note(self, watch: RoundingWatch) -> None:
+    def observe_rounding(self, watch: RoundingWatch) -> None:
         """Pass all rounded pieces to ``watch``."""
         for owner, piece in zip(self.owners, self.pieces, strict=True):
-            watch.note(owner, piece[0], piece[2])
+            watch.observe(owner, piece[0], piece[2])
 
 
 def blocks_of(rows: list[Row]) -> Iterator[Block]:

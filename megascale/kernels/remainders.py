@@ -101,7 +101,7 @@ class TorchRemainders:
 
     def decode_(self, held: HeldParams) -> None:
         """See :class:`megascale.kernels.Backend`."""
-        for indices in _together(held.models):
+        for indices in _joinable(held.models):
             models, remainders, mains = ([column[i] for i in indices] for column in (*held.beside[:2], held.mains))
             torch._foreach_copy_(mains, _parts(decode(_joined(models), _joined(remainders)), mains))
 
@@ -109,7 +109,7 @@ class TorchRemainders:
         """See :class:`megascale.kernels.Backend`."""
         skipped = (found_inf != 0).reshape(())
         flags = [torch.zeros_like(skipped)] * len(held.models)
-        for indices in _together(held.models):
+        for indices in _joinable(held.models):
             models, remainders, marks = ([column[i] for i in indices] for column in held.beside)
             main, model, remainder = map(_joined, ([held.mains[i] for i in indices], models, remainders))
             rounded, left = encode(main, model.dtype)
@@ -135,18 +135,18 @@ class TorchRemainders:
         return self.encode_(held, found_inf)
 
 
-def _together(models: Sequence[Tensor]) -> Iterator[list[int]]:
+def _joinable(models: Sequence[Tensor]) -> Iterator[list[int]]:
     """Yield the indices of neighbours of one dtype that are small enough to be joined."""
-    together: list[int] = []
+    indices: list[int] = []
     numel = 0
     for index, model in enumerate(models):
         numel += model.numel()
-        if together and (numel > _TOGETHER or model.dtype != models[together[0]].dtype):
-            yield together
-            together, numel = [], model.numel()
-        together.append(index)
-    if together:
-        yield together
+        if indices and (numel > _TOGETHER or model.dtype != models[indices[0]].dtype):
+            yield indices
+            indices, numel = [], model.numel()
+        indices.append(index)
+    if indices:
+        yield indices
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:

@@ -115,7 +115,7 @@ class TorchBackend(TorchDecisions, TorchRemainders):
         for block in blocks_of(split.rows):
             main, grad, model, exp_avg = (block.column(index) for index in range(4))
             self._reference.lion_(Operands(model, main, grad, {"exp_avg": exp_avg}), hyper, decision)
-            block.note(watch)
+            block.observe_rounding(watch)
         return split.joined(
             lambda: watch.flags(decision.found_inf.device),
             lambda rest: self._reference.lion_(rest, hyper, decision),
@@ -126,7 +126,7 @@ class TorchBackend(TorchDecisions, TorchRemainders):
         torch._foreach_copy_(models, mains)
         watch = RoundingWatch(len(mains))
         for row, (main, model) in enumerate(zip(mains, models, strict=True)):
-            watch.note(row, main, model)
+            watch.observe(row, main, model)
         return watch.flags(mains[0].device)
 
 
