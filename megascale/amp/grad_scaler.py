@@ -285,9 +285,9 @@ class GradScaler(torch.amp.GradScaler):
         """Find non-finite gradients in a pass that writes nothing, and agree on them. Returns flags by device."""
         self._check_scale_growth_tracker("_check_inf_per_device")
         found_infs: dict[torch.device, Tensor] = {}
-        for place, stats in LocalGrads(optimizer).measure(self._backend).items():
+        for location, stats in LocalGrads(optimizer).measure(self._backend).items():
             flag = found_in(stats)
-            found_infs[place.device] = torch.maximum(found_infs.get(place.device, flag), flag)
+            found_infs[location.device] = torch.maximum(found_infs.get(location.device, flag), flag)
         flags: dict[Any, Any] = self._agreed(optimizer, found_infs)
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
         return flags

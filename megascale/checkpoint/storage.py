@@ -210,11 +210,6 @@ class Planning:
         return PlannedWrite(folder, group_rank(group), pieces, live)
 
 
-def plan_write(tensors: Mapping[str, Tensor], folder: Path, group: ProcessGroup | None) -> PlannedWrite:
-    """Plan one save; see :meth:`Planning.plan`."""
-    return Planning().plan(tensors, folder, group)
-
-
 def _planned(tensors: Mapping[str, Tensor], folder: Path, group: ProcessGroup | None) -> WritePlan:
     rank = group_rank(group)
     planner = _SavePlanner()

@@ -21,7 +21,7 @@ from megascale.checkpoint.crc32 import combined
 from megascale.checkpoint.manifest import CHUNK_BYTES, FileMark, Manifest, mark_of
 from megascale.checkpoint.marking import Marker
 from megascale.checkpoint.metadata import read_metadata
-from megascale.checkpoint.storage import plan_write
+from megascale.checkpoint.storage import Planning
 
 
 @given(parts=st.lists(st.binary(max_size=99), max_size=9))
@@ -132,7 +132,7 @@ def test_archives_are_those_of_torch(tmp_path: Path) -> None:
         random,
         *torch.randn(600, 3),
     ]
-    planned = plan_write({f"{place}": tensor for place, tensor in enumerate(tensors)}, tmp_path, None)
+    planned = Planning().plan({f"{place}": tensor for place, tensor in enumerate(tensors)}, tmp_path, None)
     places, marks = planned.write()
     ((name, mark),) = marks.items()
     assert mark == mark_of(tmp_path / name)
@@ -150,7 +150,7 @@ def test_archive_that_torch_would_write_otherwise_is_not_used(tmp_path: Path, mo
     """Then torch.save writes every tensor, and the checkpoint is read all the same."""
     monkeypatch.setattr(storage, "archive_of", lambda *_: None)
     wanted = torch.randn(5, 3)
-    planned = plan_write({"a": wanted[:2], "b": wanted}, tmp_path, None)
+    planned = Planning().plan({"a": wanted[:2], "b": wanted}, tmp_path, None)
     planned.write_metadata([planned.write()[0]])
     got = torch.empty(5, 3)
     storage.plan_read(tmp_path, read_metadata(tmp_path), {"b": got}).read()
@@ -162,7 +162,7 @@ def test_short_writes_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     pwritev = os.pwritev
     monkeypatch.setattr(os, "pwritev", lambda to, parts, at: pwritev(to, [memoryview(parts[0])[:1000]], at))
     wanted = torch.randn(3000)
-    planned = plan_write({"a": wanted, "b": wanted}, tmp_path, None)
+    planned = Planning().plan({"a": wanted, "b": wanted}, tmp_path, None)
     planned.write_metadata([planned.write()[0]])
     got = torch.empty(3000)
     storage.plan_read(tmp_path, read_metadata(tmp_path), {"b": got}).read()
@@ -220,7 +220,7 @@ def test_disk_begins_while_the_file_is_written(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(archive_writing, "_sync_file_range", counted)
     tensors = {"a": torch.zeros(CHUNK_BYTES), "b": torch.zeros(3), "c": torch.zeros(CHUNK_BYTES // 4)}
-    _, marks = plan_write(tensors, tmp_path, None).write()
+    _, marks = Planning().plan(tensors, tmp_path, None).write()
     ((_, mark),) = marks.items()
     handed.sort()
     assert all(place % mmap.PAGESIZE == 0 for pages in handed for place in pages)
