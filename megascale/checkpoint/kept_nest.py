@@ -126,9 +126,12 @@ class _Form:
     def fits(self, value: Any, kind: type) -> bool:
         """Return whether ``value``, of type ``kind``, is a tensor of which the same is known, that can be saved."""
         if self.is_plain and (kind is Tensor or kind is nn.Parameter):
-            if value.dtype is not self.dtype or value.shape != self.shape:
-                return False
-            return value.layout is torch.strided and not value.is_meta
+            return (
+                value.shape == self.shape
+                and value.dtype is self.dtype
+                and value.layout is torch.strided
+                and not value.is_meta
+            )
         return isinstance(value, Tensor) and form_of(value) == self.form and is_storable(value)
 
 

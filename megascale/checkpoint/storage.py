@@ -122,7 +122,7 @@ class PlannedWrite:
 
     def stage(self, memory: Staging) -> None:
         """Copy the tensors that this rank will write to host ``memory``, and release the live ones."""
-        self.tensors = memory.copied(self.tensors)
+        self.tensors = memory.copied(self.tensors, self.pieces.token)
 
     @property
     def nbytes(self) -> int:

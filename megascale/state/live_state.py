@@ -65,12 +65,13 @@ class LiveState:
             state = dict(self.state.get(param, {}))
             if main is not None:
                 inner = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
-                state |= portable_state.portable(inner, where, copy=copy)
+                if inner:
+                    state |= portable_state.portable(inner, where, copy=copy)
                 if main.is_copy:
                     held = main.value() if decode else main.memory
                     mains[name] = self.main_params.export(main, {"": held}, copy=copy)[""]
                 exported = self.main_params.export_state(main, state, copy=copy)
-                states[name] = portable_state.portable(exported, where, copy=False)
+                states[name] = portable_state.portable(exported, where, copy=False) if inner else exported
             else:
                 states[name] = portable_state.portable(state, where, copy=copy)
         groups = [

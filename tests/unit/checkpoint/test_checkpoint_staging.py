@@ -66,3 +66,18 @@ def test_large_tensors_are_not_torchs_to_copy(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch, "_foreach_copy_", counted)
     Staging().copied([torch.randn(numel) for numel in (5, staging._FEW_ELEMENTS, 32769, LARGE)])
     assert given == [5, staging._FEW_ELEMENTS]
+
+
+def test_what_is_known_is_not_looked_at_again() -> None:
+    """With the same mark memory and order are as before, values are new; another mark begins anew."""
+    memory = Staging()
+    count = staging._BATCH_COUNT + 3
+    live = [torch.full((place % 5,), float(place)) for place in range(count)] + [torch.randn(LARGE)]
+    before = memory.copied(live, "plan")
+    for tensor in live:
+        tensor += 1
+    after = memory.copied(live, "plan")
+    assert all(one is other for one, other in zip(before, after, strict=True))
+    assert all(torch.equal(copy, tensor) for copy, tensor in zip(after, live, strict=True))
+    fewer = memory.copied(live[-1:], "another plan")
+    assert torch.equal(fewer[0], live[-1])
