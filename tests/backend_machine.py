@@ -76,7 +76,7 @@ class BackendMachine(RuleBasedStateMachine):
         self.compare()
 
     def has_codes(self, setup: Setup) -> bool:
-        """Whether these optimizers may have moments of 8 bits on all backends."""
+        """Whether these optimizers may have 8-bit moments on all backends."""
         return setup.inner != "RMSprop" and setup.dtypes != "all"
 
     # What happens to all worlds

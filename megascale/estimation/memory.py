@@ -104,7 +104,7 @@ def moment_itemsize(partition: Partition, param: ParamSpec) -> int:
 
 
 def _scales(moments: Iterable[torch.dtype]) -> int:
-    """Return how many of these moments have scales: those that are held as codes of 8 bits."""
+    """Return how many of these moments have scales: those that are held as 8-bit codes."""
     return sum(dtype in CODE_DTYPES for dtype in moments)
 
 

@@ -31,7 +31,7 @@ BESIDE_MUON = "adamw"
 """The optimizer of all other parameters where hidden matrices have Muon."""
 _ADAM = ("adamw", "adam", "amsgrad")
 _TAKERS = {"exp_avg_dtype": (*_ADAM, "momentum", "lion"), "exp_avg_sq_dtype": _ADAM}
-"""Optimizers that may hold moments as codes of 8 bits."""
+"""Optimizers that may hold moments as 8-bit codes."""
 SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq")
 MOST_RANKS = 1 << 20
 
@@ -129,7 +129,7 @@ class Setup:
         return self.is_sharded and (self.shard == "parameters" or optimizer == "muon")
 
     def counts_steps(self, param: ParamSpec) -> bool:
-        """Whether a step count is kept for one parameter: codes of 8 bits depend on it, too."""
+        """Whether a step count is kept for one parameter: 8-bit codes depend on it, too."""
         return self.optimizer_of(param) in _ADAM or any(dtype in CODE_DTYPES for dtype in self.moment_dtypes(param))
 
     def moment_dtypes(self, param: ParamSpec) -> list[torch.dtype]:

@@ -27,9 +27,9 @@ class Operands:
         grad: gradients, still scaled, in any floating dtype. Never written.
         state: optimizer state by torch's names (``exp_avg``, ``momentum_buffer``, ...), each a list like ``main``, in a
             dtype of its own: that of ``main``, or fp16 or bf16 beside fp32. The arithmetic is in the dtype of ``main``.
-            Moments may be codes of 8 bits: their scales are state too, see :mod:`megascale.kernels.compact_moments`.
+            Moments may be 8-bit codes: their scales are state too, see :mod:`megascale.kernels.compact_moments`.
         step: landed steps of each parameter before this one: 0-d fp32 tensors, counted by the update. Empty where
-            nothing depends on them; codes of 8 bits do.
+            nothing depends on them; 8-bit codes do.
         written: the versions of ``model`` after the update, set by a backend that has told autograd of its writes.
         start: of each parameter, the index of its first element in the whole parameter, a multiple of 32: codes of 8
             bits depend on it. Empty: 0.
@@ -50,7 +50,7 @@ class Operands:
 
     @property
     def has_codes(self) -> bool:
-        """Whether a state is held as codes of 8 bits."""
+        """Whether a state is held as 8-bit codes."""
         return any(map(is_scale, self.state))
 
     def pick(self, indices: list[int]) -> "Operands":

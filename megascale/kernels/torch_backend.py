@@ -1,7 +1,7 @@
 """The torch backend: torch's own fused kernels over cache-sized blocks. Works everywhere and needs no compiler.
 
 A gradient is converted into scratch and used, and its main param is rounded back, while all of it is in cache. Operands
-that do not share one dense memory layout, moments of 8 bits, and options that torch's kernels do not honour on the
+that do not share one dense memory layout, 8-bit moments, and options that torch's kernels do not honour on the
 device, are updated by the reference's arithmetic.
 """
 

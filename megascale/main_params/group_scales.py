@@ -1,4 +1,4 @@
-"""Scales of moments held as codes of 8 bits: their shape and their place beside a main param that is a DTensor.
+"""Scales of moments held as 8-bit codes: their shape and their place beside a main param that is a DTensor.
 
 Groups are cut from the flattened parameter. A rank's part of a DTensor must be a run of whole groups, so it must be cut
 along dimension 0 alone. Its scales are a DTensor with its placements: of shape [rows, groups of a row] where rows are

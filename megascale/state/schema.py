@@ -29,7 +29,7 @@ IMPLEMENTATION_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
 # Key, beside "state", of state that belongs to no parameter: a list with one dict per wrapped optimizer.
 SHARED_STATE = "shared_state"
 MOMENT_CODES = {"exp_avg": FIRST_DTYPE, "exp_avg_sq": SECOND_DTYPE, "momentum_buffer": FIRST_DTYPE}
-"""The dtypes of moments held as codes of 8 bits, see :mod:`megascale.kernels.compact_moments`."""
+"""The dtypes of moments held as 8-bit codes, see :mod:`megascale.kernels.compact_moments`."""
 PRIMITIVES = (bool, int, float, str, type(None))
 
 
@@ -201,7 +201,7 @@ def check_state(name: str, state: Any, param: Tensor, required: Collection[str])
 
 
 def is_held_as_codes(key: str, value: Any) -> bool:
-    """Return whether a saved state is a moment held as codes of 8 bits."""
+    """Return whether a saved state is a moment held as 8-bit codes."""
     return isinstance(value, Tensor) and value.dtype == MOMENT_CODES.get(key)
 
 

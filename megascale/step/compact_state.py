@@ -1,7 +1,7 @@
-"""Optimizer state whose moments are held as codes of 8 bits: what fits, and how it is converted.
+"""Optimizer state whose moments are held as 8-bit codes: which can be, in what shape, and conversions.
 
-See :mod:`megascale.kernels.compact_moments` for the codes. State that comes from elsewhere, in fp32 or as codes, is
-converted to what the config asks for: codes become fp32 exactly, fp32 is rounded as a step would round it.
+See :mod:`megascale.kernels.compact_moments` for the codes. State that is loaded, in fp32 or as codes, is converted to
+what the config asks for: codes become the fp32 numbers that they stand for, fp32 is rounded as a step would round it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,25 +30,25 @@ from megascale.main_params.main_param import MainParam
 from megascale.utils.dtensors import dtensor_like, is_dtensor, local
 
 BACKENDS = ("native", "triton", "torch", "reference")
-"""The backends that update moments of 8 bits."""
+"""The backends that update 8-bit moments."""
 MOMENTS = {"exp_avg": FIRST_DTYPE, "exp_avg_sq": SECOND_DTYPE, "momentum_buffer": FIRST_DTYPE}
 """The moments that may be codes, and the dtype of these."""
 _PAIR = ["exp_avg", "exp_avg_sq"]
 _ADAM = (torch.optim.Adam, torch.optim.AdamW)
-_TAKERS = {"exp_avg": (*_ADAM, torch.optim.SGD, Lion), "exp_avg_sq": _ADAM}
+_SUPPORTED = {"exp_avg": (*_ADAM, torch.optim.SGD, Lion), "exp_avg_sq": _ADAM}
 """By the name of the moment in the config: the optimizers that may hold it as codes."""
 
 
 def require_supported(dtypes: Mapping[str, torch.dtype], optimizer: torch.optim.Optimizer, backend: Backend) -> None:
-    """Raise ArgumentError if moments of 8 bits are asked for that no kernel here can update. ``dtypes``: of MOMENTS."""
-    for name, takers in _TAKERS.items():
+    """Raise ArgumentError if ``dtypes``, by name, ask for codes that this optimizer or backend cannot update."""
+    for name, kinds in _SUPPORTED.items():
         dtype = dtypes[name]
         if dtype not in CODE_DTYPES:
             continue
-        if not isinstance(optimizer, takers):
-            needed = ", ".join(taker.__name__ for taker in takers[:-1])
+        if not isinstance(optimizer, kinds):
+            needed = ", ".join(one.__name__ for one in kinds[:-1])
             raise ArgumentError(
-                f"config.{name}_dtype={dtype} needs {needed} or {takers[-1].__name__}, not {type(optimizer).__name__}; "
+                f"config.{name}_dtype={dtype} needs {needed} or {kinds[-1].__name__}, not {type(optimizer).__name__}; "
                 "leave it at torch.float32 or torch.bfloat16"
             )
         if backend.name not in BACKENDS:
@@ -59,7 +59,7 @@ def require_supported(dtypes: Mapping[str, torch.dtype], optimizer: torch.optim.
 
 
 def with_scales(names: Sequence[str], dtypes: Mapping[str, torch.dtype]) -> list[str]:
-    """Return names of state and, after them, those of the scales of moments that ``dtypes`` holds as codes."""
+    """Return ``names`` of state, and after them the names of scales, of those moments that are codes by ``dtypes``."""
     held = [f"{name}{SCALE_SUFFIX}" for name in names if dtypes.get(name) in CODE_DTYPES]
     return [*names, *(scale for scale in held if scale not in names)]
 
@@ -75,7 +75,7 @@ def require_holdable(param: MainParam) -> None:
         )
     if param.main.dtype != torch.float32:
         raise ArgumentError(
-            f"parameter {param.name!r} has dtype {param.main.dtype}, and moments of 8 bits are for fp16, bf16 and fp32 "
+            f"parameter {param.name!r} has dtype {param.main.dtype}, and 8-bit moments are for fp16, bf16 and fp32 "
             "parameters; leave exp_avg_dtype and exp_avg_sq_dtype at torch.float32"
         )
 
@@ -86,7 +86,7 @@ def start_of(param: MainParam) -> int:
 
 
 def shape_of(name: str, param: MainParam) -> torch.Size:
-    """Return the shape of this rank's part of a state of ``param``: its main param's, for scales that of groups."""
+    """Return the shape that a state of ``param`` has on this rank: its main param's; of scales, one for each group."""
     return scales_shape(param.main) if is_scale(name) else local(param.main).shape
 
 
@@ -108,7 +108,7 @@ def require_uncast(entry: Mapping[str, Any], param: MainParam) -> None:
 
 
 def convert_(entry: dict[str, Any], dtypes: Mapping[str, torch.dtype], param: MainParam) -> None:
-    """Convert the moments of one parameter's state, some of which are codes or are to be, to ``dtypes``.
+    """Convert the moments in one parameter's state to ``dtypes``, where some are codes, or shall be.
 
     State that is missing stays missing. Raises UsageError for codes without scales, or without the other moment.
     """
@@ -122,7 +122,7 @@ def convert_(entry: dict[str, Any], dtypes: Mapping[str, torch.dtype], param: Ma
     lacks = unscaled if fits else [name for name in names if entry.get(name) is None] + unscaled
     if lacks:
         raise UsageError(
-            f"the optimizer's state of {param.name!r} holds codes of 8 bits and lacks {lacks}; load state that is whole"
+            f"the optimizer's state of {param.name!r} holds 8-bit codes and lacks {lacks}; load state that is whole"
         )
     if fits:
         return

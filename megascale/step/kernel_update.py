@@ -364,7 +364,7 @@ class SgdUpdate(KernelUpdate):
         return ["momentum_buffer"] if options["momentum"] != 0 else []
 
     def counts_steps(self, options: dict[str, Any]) -> bool:
-        """With dampening the first landed step differs; see the reference backend. Codes of 8 bits depend on it too."""
+        """With dampening the first landed step differs; see the reference backend. 8-bit codes depend on it too."""
         depends = options["dampening"] != 0 or self._dtypes["momentum_buffer"] in CODE_DTYPES
         return bool(options["momentum"] != 0 and depends)
 
@@ -396,7 +396,7 @@ class LionUpdate(KernelUpdate):
         return ["exp_avg"]
 
     def counts_steps(self, options: dict[str, Any]) -> bool:
-        """Lion's rule is the same at every step, but codes of 8 bits depend on it."""
+        """Lion's rule is the same at every step, but 8-bit codes depend on it."""
         return self._dtypes["exp_avg"] in CODE_DTYPES
 
     @override

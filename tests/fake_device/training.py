@@ -11,7 +11,7 @@ from tests.fake_device.device import FakeDevice
 from tests.fake_device.record import Record
 
 CODES: dict[str, Any] = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.uint8}
-"""Moments of 8 bits, of Adam."""
+"""8-bit moments, of Adam."""
 Groups = list[dict[str, Any]]
 
 INNER: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

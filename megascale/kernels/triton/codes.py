@@ -1,4 +1,4 @@
-"""Moments held as codes of 8 bits, in kernels: groups of 32 elements are the rows of a two-dimensional block.
+"""Moments held as 8-bit codes, in kernels: groups of 32 elements are the rows of a two-dimensional block.
 
 :mod:`megascale.kernels.compact_moments` and :mod:`megascale.kernels.compact_averages` specify the codes. All functions
 work on a block of one chunk whose first element, and so every row of the block, begins a group.

@@ -1,4 +1,4 @@
-"""The triton kernels on moments held as codes of 8 bits: the reference's bits at any address and length."""
+"""The triton kernels on moments held as 8-bit codes: the reference's bits at any address and length."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Optimizers whose moments are codes of 8 bits: backends agree, state travels, and what cannot be held is refused."""
+"""Optimizers whose moments are 8-bit codes: backends agree, state travels, and what cannot be held is refused."""
 
 import math
 from collections.abc import Callable
@@ -310,7 +310,7 @@ def test_codes_whose_scales_are_gone_are_refused() -> None:
     steps(module, optimizer, 0, 1)
     del optimizer.state[module[1]]["exp_avg_scale"]
     set_grads(module, 1, 256.0)
-    with pytest.raises(UsageError, match=r"of 'params.1' holds codes of 8 bits and lacks \['exp_avg_scale'\]"):
+    with pytest.raises(UsageError, match=r"of 'params.1' holds 8-bit codes and lacks \['exp_avg_scale'\]"):
         optimizer.step()
 
 
@@ -325,7 +325,7 @@ def test_what_cannot_be_held_is_refused() -> None:
     apex.name = "apex"
     with pytest.raises(ArgumentError, match=r"exp_avg_dtype=torch.int8 needs one of the backends .*, not apex"):
         require_supported({"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}, ADAM["adamw"](half), apex)
-    with pytest.raises(ArgumentError, match=r"parameter 'params.0' has dtype torch.float64, and moments of 8 bits"):
+    with pytest.raises(ArgumentError, match=r"parameter 'params.0' has dtype torch.float64, and 8-bit moments"):
         constant(odd(torch.float64), ADAM["adamw"], 256.0, **BOTH)
     with pytest.raises(ArgumentError, match=r"exp_avg_dtype must be one of .*torch.int8, got torch.uint8"):
         constant(half, ADAM["adamw"], 256.0, exp_avg_dtype=torch.uint8)
