@@ -21,3 +21,12 @@ def backend(request: pytest.FixtureRequest) -> str:
         if torch.accelerator.is_available():
             pytest.skip("its kernels run on the accelerator")
     return str(request.param)
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors small enough for Triton's interpreter still take several chunks."""
+    from megascale.kernels.triton import device_table
+    from tests.unit.kernels.triton_cases import CHUNK
+
+    monkeypatch.setattr(device_table, "CHUNK", CHUNK)

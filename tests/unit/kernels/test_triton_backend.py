@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -18,94 +17,29 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from megascale.errors import ArgumentError, UsageError
-from megascale.kernels import AdamHyper, Decision, LionHyper, Operands, ReferenceBackend, Room, SgdHyper, TensorList
-from megascale.kernels.tensors import tensor_list, tensor_reader
-from megascale.kernels.triton import device_table, grad_addresses
+from megascale.kernels import AdamHyper, Operands, ReferenceBackend, SgdHyper
 from megascale.kernels.triton.backend import TritonBackend
 from tests.cases import cases
 from tests.counting import OperatorCounter
 from tests.training import bits_equal
+from tests.unit.kernels.triton_cases import (
+    BRAIN,
+    CHUNK,
+    DEVICE,
+    HALF,
+    HYPERS,
+    ROWS,
+    SINGLE,
+    Row,
+    decision_of,
+    everything,
+    operands_of,
+    same_operands,
+    set_grads,
+    update,
+)
 
-DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-CHUNK = 64
-
-Hyper = AdamHyper | SgdHyper | LionHyper
-
-HYPERS: dict[str, Hyper] = {
-    "adamw": AdamHyper(1e-2, 0.9, 0.999, 1e-8, 0.1, True, False, False),
-    "adam_l2_amsgrad": AdamHyper(1e-2, 0.9, 0.99, 1e-8, 0.1, False, True, False),
-    "adam_maximize": AdamHyper(1e-2, 0.0, 0.95, 1e-6, 0.0, False, False, True),
-    "adamw_lr_tensor": AdamHyper(torch.tensor(1e-2, device=DEVICE), 0.9, 0.999, 1e-8, 0.1, True, False, False),
-    "sgd": SgdHyper(1e-2, 0.0, 0.0, 0.0, False, False),
-    "sgd_nesterov": SgdHyper(1e-2, 0.9, 0.0, 0.1, True, False),
-    "sgd_dampening_maximize": SgdHyper(1e-2, 0.9, 0.3, 0.0, False, True),
-    "lion": LionHyper(1e-3, 0.9, 0.99, 0.1, False),
-    "lion_maximize_lr_tensor": LionHyper(torch.tensor(1e-3, device=DEVICE), 0.95, 0.98, 0.0, True),
-}
-
-HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
-# Of one row: elements, dtypes of gradient, model (None: the main param itself) and state.
-Row = tuple[int, torch.dtype, torch.dtype | None, torch.dtype]
-ROWS: list[Row] = [
-    (0, HALF, HALF, SINGLE),
-    (3 * CHUNK + 5, HALF, HALF, SINGLE),
-    (1, HALF, HALF, SINGLE),
-    (2 * CHUNK, BRAIN, BRAIN, BRAIN),
-    (17, SINGLE, None, SINGLE),
-    (48, SINGLE, HALF, HALF),
-    (CHUNK, HALF, SINGLE, SINGLE),
-]
-
-
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors small enough for the interpreter still take several chunks."""
-    monkeypatch.setattr(device_table, "CHUNK", CHUNK)
-
-
-def _decision(skip: bool = False, coefficient: float = 0.37) -> Decision:
-    scalars = torch.tensor([float(skip), coefficient, 1.0, 0.0], device=DEVICE)
-    return Decision(*scalars.unbind())
-
-
-def _operands(rows: list[Row] = ROWS, seed: int = 0) -> Operands:
-    generator = torch.Generator().manual_seed(seed)
-    grads: list[Tensor] = []
-    operands = Operands(
-        grad=grads, state={"exp_avg": [], "exp_avg_sq": [], "max_exp_avg_sq": [], "momentum_buffer": []}
-    )
-    for numel, grad, model, state in rows:
-        main = torch.randn(numel, generator=generator).to(DEVICE)
-        operands.main.append(main)
-        operands.model.append(main if model is None else main.to(model))
-        grads.append(torch.zeros(numel, dtype=grad, device=DEVICE))
-        operands.step.append(torch.zeros((), device=DEVICE))
-        for tensors in operands.state.values():
-            tensors.append(torch.zeros(numel, dtype=state, device=DEVICE))
-    return operands
-
-
-def _set_grads(operands: Operands, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for grad in operands.grad:
-        grad.copy_(torch.randn(grad.shape, generator=generator))
-
-
-def _update(backend: TritonBackend | ReferenceBackend, operands: Operands, hyper: Hyper, decision: Decision) -> Tensor:
-    if isinstance(hyper, AdamHyper):
-        return backend.adam_(operands, hyper, decision)
-    if isinstance(hyper, SgdHyper):
-        return backend.sgd_(operands, hyper, decision)
-    return backend.lion_(operands, hyper, decision)
-
-
-def _everything(operands: Operands) -> list[Tensor]:
-    states = [tensor for tensors in operands.state.values() for tensor in tensors]
-    return [*operands.model, *operands.main, *operands.grad, *states, *operands.step]
-
-
-def _same(left: Operands, right: Operands) -> bool:
-    return all(bits_equal(a, b) for a, b in zip(_everything(left), _everything(right), strict=True))
+pytestmark = pytest.mark.usefixtures("small_chunks")
 
 
 @pytest.fixture
@@ -135,33 +69,33 @@ def test_update_has_the_bits_of_the_reference(name: str, steps: int) -> None:
     Rows of one call differ in length and in every dtype.
     """
     backend, reference = TritonBackend(), ReferenceBackend()
-    ours, theirs = _operands(), _operands()
+    ours, theirs = operands_of(), operands_of()
     for step in range(steps):
-        _set_grads(ours, seed=step)
-        _set_grads(theirs, seed=step)
-        decision = _decision(skip=step % 5 == 2)
-        flags = _update(backend, ours, HYPERS[name], decision)
-        assert torch.equal(flags, _update(reference, theirs, HYPERS[name], decision))
-    assert _same(ours, theirs)
+        set_grads(ours, seed=step)
+        set_grads(theirs, seed=step)
+        decision = decision_of(skip=step % 5 == 2)
+        flags = update(backend, ours, HYPERS[name], decision)
+        assert torch.equal(flags, update(reference, theirs, HYPERS[name], decision))
+    assert same_operands(ours, theirs)
 
 
 @pytest.mark.parametrize("name", cases(HYPERS, quick=lambda name: name in ("adamw", "sgd_nesterov", "lion")))
 def test_skipped_step_writes_nothing(name: str) -> None:
     """Invariant 2: NaN and inf gradients leave every bit alone, also in the very first step and beside NaN payloads."""
     backend = TritonBackend()
-    operands = _operands()
+    operands = operands_of()
     payload = torch.tensor([0x7FC12345, -1], dtype=torch.int32, device=DEVICE).view(torch.float32)
     for step in range(3):
-        _set_grads(operands, seed=step)
+        set_grads(operands, seed=step)
         for grad in operands.grad:
             grad[: step + 1] = (math.nan, math.inf, -math.inf)[step]
         operands.main[3][7:9] = payload
         before = copy.deepcopy(operands)
-        _update(backend, operands, HYPERS[name], _decision(skip=True, coefficient=math.nan))
-        assert _same(before, operands)
-        _set_grads(operands, seed=10 + step)
-        _update(backend, operands, HYPERS[name], _decision())
-        assert not _same(before, operands)
+        update(backend, operands, HYPERS[name], decision_of(skip=True, coefficient=math.nan))
+        assert same_operands(before, operands)
+        set_grads(operands, seed=10 + step)
+        update(backend, operands, HYPERS[name], decision_of())
+        assert not same_operands(before, operands)
 
 
 @st.composite
@@ -207,8 +141,8 @@ def test_any_shape_dtype_and_alignment(
     assert torch.equal(stats.non_finite, exact.non_finite)
     # fp32 within a chunk of 64 elements: at most 63 roundings of 6e-8, and pairwise sums make fewer
     torch.testing.assert_close(stats.sum_squares, exact.sum_squares, rtol=1e-6, atol=0)
-    flags = backend.adam_(ours, hyper, _decision())
-    assert torch.equal(flags, reference.adam_(theirs, hyper, _decision()))
+    flags = backend.adam_(ours, hyper, decision_of())
+    assert torch.equal(flags, reference.adam_(theirs, hyper, decision_of()))
     for left, right in zip([*our_buffers, *ours.step], [*their_buffers, *theirs.step], strict=True):
         assert bits_equal(left, right)
 
@@ -256,25 +190,27 @@ def test_write_back_rounds_as_torch_does(model: torch.dtype) -> None:
 
 def test_flag_of_overflow_is_found_in_any_chunk_and_cleared() -> None:
     """An update flags the row whose main param outgrows fp16 in any chunk, until it is small again."""
-    operands = _operands([(4 * CHUNK, HALF, HALF, SINGLE), (4 * CHUNK, BRAIN, BRAIN, SINGLE), (9, HALF, HALF, SINGLE)])
+    operands = operands_of(
+        [(numel, dtype, dtype, SINGLE) for numel, dtype in ((4 * CHUNK, HALF), (4 * CHUNK, BRAIN), (9, HALF))]
+    )
     backend, hyper = TritonBackend(), SgdHyper(0.0, 0.0, 0.0, 0.0, False, False)
     for at in (0, CHUNK + 1, 4 * CHUNK - 1):
         for main in operands.main[:2]:
             main[at] = 70000.0
-        assert backend.sgd_(operands, hyper, _decision()).tolist() == [True, False, False]
-        assert backend.sgd_(operands, hyper, _decision(skip=True)).tolist() == [True, False, False]
+        assert backend.sgd_(operands, hyper, decision_of()).tolist() == [True, False, False]
+        assert backend.sgd_(operands, hyper, decision_of(skip=True)).tolist() == [True, False, False]
         for main in operands.main[:2]:
             main[at] = 1.0
-        assert backend.sgd_(operands, hyper, _decision()).tolist() == [False, False, False]
+        assert backend.sgd_(operands, hyper, decision_of()).tolist() == [False, False, False]
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd_dampening_maximize"])
 def test_step_counts_once_per_parameter(name: str) -> None:
     """However many chunks a parameter has, also none of any length, a landed step adds 1 and a skipped one adds 0."""
-    operands = _operands([(numel, HALF, HALF, SINGLE) for numel in (0, 1, CHUNK, 7 * CHUNK + 1)])
+    operands = operands_of([(numel, HALF, HALF, SINGLE) for numel in (0, 1, CHUNK, 7 * CHUNK + 1)])
     backend = TritonBackend()
     for step in range(6):
-        _update(backend, operands, HYPERS[name], _decision(skip=step in (0, 4)))
+        update(backend, operands, HYPERS[name], decision_of(skip=step in (0, 4)))
     assert [step.item() for step in operands.step] == [4.0] * 4
 
 
@@ -282,270 +218,49 @@ def test_lr_as_a_tensor_is_read_on_the_device() -> None:
     """A changed lr takes effect as a float and as an fp64 tensor with the same bits; nothing is read on the host."""
     rates = [1e-2, 3e-3, 0.0, 0.7]
     given_lr = torch.zeros((), dtype=torch.float64, device=DEVICE)
-    by_float, by_tensor = _operands(), _operands()
+    by_float, by_tensor = operands_of(), operands_of()
     backend = TritonBackend()
     with OperatorCounter() as counter:
         for step, rate in enumerate(rates):
             given_lr.fill_(rate)
             for operands, lr in ((by_float, rate), (by_tensor, given_lr)):
-                _set_grads(operands, seed=step)
-                backend.adam_(operands, AdamHyper(lr, 0.9, 0.999, 1e-8, 0.1, True, False, False), _decision())
+                set_grads(operands, seed=step)
+                backend.adam_(operands, AdamHyper(lr, 0.9, 0.999, 1e-8, 0.1, True, False, False), decision_of())
                 backend.measure(operands.grad, True)
     assert counter.host_reads == 0
-    assert _same(by_float, by_tensor)
+    assert same_operands(by_float, by_tensor)
 
 
 def test_launches_do_not_grow_with_tensors(launches: Counter[str]) -> None:
     """Invariant 8: one launch for statistics and one for the update, for 8 and 60 tensors."""
     for count in (8, 60):
-        operands = _operands([(1 + index % 3, HALF, HALF, SINGLE) for index in range(count)])
+        operands = operands_of([(1 + index % 3, HALF, HALF, SINGLE) for index in range(count)])
         backend = TritonBackend()
         launches.clear()
         backend.measure(operands.grad, False)
-        backend.adam_(operands, HYPERS["adamw"], _decision())  # type: ignore[arg-type]
+        backend.adam_(operands, HYPERS["adamw"], decision_of())  # type: ignore[arg-type]
         assert launches == {"measure_kernel": 1, "adam_kernel": 1}
 
 
 def test_launches_once_per_combination_of_dtypes(launches: Counter[str]) -> None:
     """Rows of other dtypes are launches of their own, whatever the order; fp64 and strided rows need none."""
     rows: list[Row] = [(4, HALF, HALF, SINGLE), (4, BRAIN, BRAIN, SINGLE), (5, HALF, HALF, SINGLE)] * 3
-    operands = _operands(rows)
+    operands = operands_of(rows)
     operands.main[4] = torch.ones(8, device=DEVICE)[::2]
-    TritonBackend().sgd_(operands, HYPERS["sgd"], _decision())  # type: ignore[arg-type]
+    TritonBackend().sgd_(operands, HYPERS["sgd"], decision_of())  # type: ignore[arg-type]
     assert launches == {"sgd_kernel": 2}
-
-
-@pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[device_table.Plan]:
-    """Note plans that are made anew, of all that they are made from."""
-    plans: list[device_table.Plan] = []
-    make = device_table._make_plan
-
-    def noted(*args: Any) -> device_table.Plan:
-        plans.append(make(*args))
-        return plans[-1]
-
-    monkeypatch.setattr(device_table, "_make_plan", noted)
-    return plans
-
-
-@pytest.fixture
-def copies(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """Note what is copied to the device, of tables and of addresses."""
-    made: list[Tensor] = []
-    copied = device_table.copied
-
-    def noted(*args: Any) -> Tensor:
-        made.append(copied(*args))
-        return made[-1]
-
-    monkeypatch.setattr(device_table, "copied", noted)
-    monkeypatch.setattr(grad_addresses, "copied", noted)
-    return made
-
-
-def test_tables_are_made_once(made: list[device_table.Plan], copies: list[Tensor]) -> None:
-    """Steps on tensors that stay in place copy nothing; statistics and update of gradients that have moved share one
-    copy, of their addresses. Other dtypes, lengths or layouts make a table.
-    """
-    operands, backend = _operands(ROWS[1:3]), TritonBackend()
-    for step in range(3):
-        _set_grads(operands, seed=step)
-        backend.measure(operands.grad, True)
-        _update(backend, operands, HYPERS["adamw"], _decision())
-    assert (len(made), len(copies)) == (2, 3)  # tables of the statistics and the update, and the addresses
-    kept, *others = operands.grad
-    operands.grad = [kept.clone(), *others]
-    backend.measure(operands.grad, True)
-    _update(backend, operands, HYPERS["adamw"], _decision())
-    assert (len(made), len(copies)) == (2, 4)
-    assert copies[-1].tolist() == [grad.data_ptr() for grad in operands.grad]
-    operands.grad = [kept, *others]
-    _update(backend, operands, HYPERS["adamw"], _decision())
-    assert (len(made), len(copies)) == (2, 4)
-    backend.measure([kept], True)
-    backend.measure([kept.view(torch.bfloat16)], True)
-    backend.measure([kept[:5]], True)
-    backend.measure([kept[:10:2]], True)
-    assert len(made) == 6
-
-
-def test_parts_of_measured_gradients_are_not_copied_again(copies: list[Tensor]) -> None:
-    """Gradients of several param groups are measured together and updated apart: their addresses travel once."""
-    one, other = _operands(ROWS[1:2], seed=1), _operands(ROWS[2:3], seed=2)
-    one.grad, other.grad = TensorList(one.grad), TensorList(other.grad)
-    addresses = grad_addresses.GradAddresses()
-    whole = addresses.find(TensorList.joined([one.grad, other.grad]))
-    parts = [addresses.find(part) for part in (one.grad, other.grad)]
-    assert len(copies) == 1
-    assert torch.cat(parts).tolist() == whole.tolist() == [grad.data_ptr() for grad in (*one.grad, *other.grad)]
-
-
-def _find(cache: device_table.PlanCache, operands: Operands) -> device_table.Plan:
-    columns = [device_table.Column(tensors) for tensors in (operands.main, operands.model, operands.state["exp_avg"])]
-    beside = {device_table.STEP: device_table.Column(operands.step)}
-    return cache.find(columns, beside, device_table.Column(operands.grad))
-
-
-def _same_plans(left: device_table.Plan, right: device_table.Plan) -> bool:
-    pairs = zip(left.tables, right.tables, strict=True)
-    return left.rest == right.rest and all(
-        (a.dtypes, a.grad_dtype, a.longest) == (b.dtypes, b.grad_dtype, b.longest)
-        and torch.equal(a.rows, b.rows)
-        and torch.equal(a.chunk_rows, b.chunk_rows)
-        for a, b in pairs
-    )
-
-
-def _says_what_is_aligned(table: device_table.DeviceTable) -> bool:
-    sizes = [(dtype or SINGLE).itemsize for dtype in table.dtypes]
-    expected = []
-    for row in table.rows.tolist():
-        pointers = zip(row[device_table.TENSORS :], sizes, strict=True)
-        expected.append(int(all(pointer % (4 * size) == 0 for pointer, size in pointers)))
-    return table.rows[:, device_table.ALIGNED].tolist() == expected
-
-
-def test_tables_do_not_depend_on_where_gradients_lie(made: list[device_table.Plan]) -> None:
-    """Also where they are aligned otherwise: the table is the very same, and says what is aligned of the rest."""
-    operands, cache = _operands(), device_table.PlanCache()
-    operands.state["exp_avg"][2] = torch.zeros(2, device=DEVICE)[1:]
-    plan = _find(cache, operands)
-    assert len(plan.tables) > 2
-    assert all(map(_says_what_is_aligned, plan.tables))
-    for offset in (0, 1, 8):
-        operands.grad = [
-            torch.zeros(len(grad) + offset, dtype=grad.dtype, device=DEVICE)[offset:] for grad in operands.grad
-        ]
-        assert _find(cache, operands) is plan
-    assert len(made) == 1
-
-
-@pytest.mark.parametrize("change", ["dtype", "length", "layout", "state"])
-def test_tables_are_made_anew_where_more_than_places_changed(made: list[device_table.Plan], change: str) -> None:
-    """A gradient of another dtype, length or layout; another tensor elsewhere."""
-    operands, cache = _operands([(48, SINGLE, HALF, SINGLE), (17, SINGLE, HALF, SINGLE)]), device_table.PlanCache()
-    _find(cache, operands)
-    grad, other = operands.grad
-    if change == "state":
-        operands.state["exp_avg"][0] = operands.state["exp_avg"][0].clone()
-    else:
-        changed = {"dtype": grad.to(HALF), "length": grad[:40], "layout": torch.zeros(96, device=DEVICE)[::2]}
-        operands.grad = [changed[change], other]
-    plan = _find(cache, operands)
-    assert len(made) == 2
-    assert _same_plans(plan, _find(device_table.PlanCache(), operands))
-
-
-def test_memory_of_a_copy_is_not_written_again(copies: list[Tensor]) -> None:
-    """A copy may still be under way when gradients have moved again: each has host memory of its own."""
-    grads, addresses = [[torch.ones(3, device=DEVICE)] for _ in range(5)], grad_addresses.GradAddresses()
-    room = Room()
-    for tensors in grads:
-        addresses.find(TensorList(tensors, room=room))
-    assert len({copy.data_ptr() for copy in copies}) == len(copies) == 5
-    assert [copy.tolist() for copy in copies] == [[grad.data_ptr()] for [grad] in grads]
-
-
-def test_what_is_kept_of_tables_is_dropped_with_them(
-    monkeypatch: pytest.MonkeyPatch, made: list[device_table.Plan]
-) -> None:
-    """Calls with ever other tensors keep what they may on the device, and no more; the latest ones stay known."""
-    monkeypatch.setattr(device_table, "CACHE_BYTES", 0)
-    monkeypatch.setattr(grad_addresses, "CACHE_BYTES", 0)
-    backend = TritonBackend()
-    for count in range(1, 6):
-        grads = [torch.ones(count, device=DEVICE) for _ in range(count)]
-        for _ in range(2):
-            backend.measure(grads, False)
-    assert len(made) == 5
-    plans, columns = backend._plans, backend._addresses
-    assert len(plans._plans) == len(columns._columns) == 2
-    assert plans._nbytes == sum(table.nbytes for plan in plans._plans.values() for table in plan.tables)
-    assert columns._nbytes == sum(column.nbytes for column in columns._columns.values())
-
-
-def test_moved_gradients_have_the_bits_of_the_reference() -> None:
-    """Updates and statistics of gradients that lie elsewhere, and are aligned otherwise, in each step."""
-    backend, reference = TritonBackend(), ReferenceBackend()
-    ours, theirs = _operands(), _operands()
-    for step in range(3):
-        ours.grad = [torch.zeros(len(grad) + step, dtype=grad.dtype, device=DEVICE)[step:] for grad in ours.grad]
-        _set_grads(ours, seed=step)
-        _set_grads(theirs, seed=step)
-        assert backend.measure(ours.grad, True).zeros is not None
-        _update(backend, ours, HYPERS["adamw"], _decision())
-        _update(reference, theirs, HYPERS["adamw"], _decision())
-    assert _same(ours, theirs)
-
-
-def test_only_gradients_are_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of operands that stay, an update asks for the addresses of its gradients alone, also where those have moved."""
-    monkeypatch.setenv(tensor_reader.ENVIRONMENT_VARIABLE, "python")
-    asked = []
-    of_each = tensor_list._of_each
-
-    def noted(look: Any, tensors: Any) -> list[Any]:
-        asked.extend([tensors] if look is torch.Tensor.data_ptr else [])
-        return of_each(look, tensors)
-
-    monkeypatch.setattr(tensor_list, "_of_each", noted)
-    operands, backend = _operands(ROWS[1:4]), TritonBackend()
-    _update(backend, operands, HYPERS["adamw"], _decision())
-    assert len(asked) == 6  # main, model, grad, exp_avg, exp_avg_sq, step
-    for step in range(2):
-        asked.clear()
-        _set_grads(operands, seed=step)
-        operands.grad = [grad.clone() for grad in operands.grad]
-        _update(backend, operands, HYPERS["adamw"], _decision())
-        assert [list(tensors) for tensors in asked] == [operands.grad]
-
-
-def test_capture_reuses_tables_and_refuses_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under graph capture what was made before is taken and kept for good; tensors that have moved are a UsageError,
-    gradients too.
-    """
-    monkeypatch.setattr(device_table, "CACHE_BYTES", 0)
-    monkeypatch.setattr(grad_addresses, "CACHE_BYTES", 0)
-    operands, backend = _operands(ROWS[1:3]), TritonBackend()
-
-    def found(grads: Sequence[Tensor]) -> tuple[device_table.Plan, Tensor]:
-        column = device_table.Column(grads)
-        return backend._plans.find([], grads=column), backend._addresses.find(column.tensors)
-
-    def capture(captures: bool) -> None:
-        for module in (device_table, grad_addresses):
-            monkeypatch.setattr(module, "is_capturing", lambda device: captures)
-
-    backend.measure(operands.grad, True)
-    plan, addresses = found(operands.grad)
-    capture(True)
-    assert found(operands.grad) == (plan, addresses)
-    refusal = r"run one step before capture.*zero_grad\(set_to_none=False\)"
-    with pytest.raises(UsageError, match=refusal):
-        backend.measure([grad.clone() for grad in operands.grad], True)
-    with pytest.raises(UsageError, match=refusal):
-        backend.measure(operands.grad[:1], True)
-    capture(False)
-    moved = [[grad.clone() for grad in operands.grad] for _ in range(5)]
-    for grads in moved:
-        backend.measure([grad[: 1 + len(moved)] for grad in grads], True)
-        backend.measure(grads, True)
-    assert found(operands.grad)[0] is plan
-    assert found(operands.grad)[1] is addresses
-    assert len(backend._addresses._columns) == 2
 
 
 def test_autograd_hears_of_the_writes() -> None:
     """Versions of what an update writes go up, as with torch's own kernels; those of gradients do not."""
-    operands = _operands(ROWS[1:3])
-    before = [tensor._version for tensor in _everything(operands)]
+    operands = operands_of(ROWS[1:3])
+    before = [tensor._version for tensor in everything(operands)]
     grads = [tensor._version for tensor in operands.grad]
-    _update(TritonBackend(), operands, HYPERS["adam_l2_amsgrad"], _decision())
+    update(TritonBackend(), operands, HYPERS["adam_l2_amsgrad"], decision_of())
     changed = [*operands.model, *operands.main, *operands.step, *operands.state["max_exp_avg_sq"]]
     assert all(tensor._version > 0 for tensor in changed)
     assert [tensor._version for tensor in operands.grad] == grads
-    assert sum(tensor._version for tensor in _everything(operands)) > sum(before)
+    assert sum(tensor._version for tensor in everything(operands)) > sum(before)
 
 
 def test_tensors_on_several_devices_are_refused() -> None:
