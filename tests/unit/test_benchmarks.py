@@ -334,3 +334,20 @@ def test_muon_benchmark_has_the_same_weights_by_hand(tmp_path: Path) -> None:
     rows = table(out.read_text())
     assert len(rows) == 5
     assert {row["difference"] for row in rows} == {"0"}
+
+
+@pytest.mark.slow
+def test_certificate_compares_the_same_training(tmp_path: Path) -> None:
+    """All states have a row for each task, and remainders end with the bits of fp32 states whose ties have moved."""
+    out = tmp_path / "table.md"
+    command = [sys.executable, str(ROOT / "benchmarks/certificate.py"), "--precisions", "bf16", "--seeds", "0"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    options = ["--set", "steps=20", "--out", str(out)]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=100, env=environment)
+    assert done.returncode == 0, done.stderr
+    rows = table(out.read_text())
+    losses, weights = rows[:12], rows[12:]
+    names = ["fp32 states", "remainders", "8-bit moments", "both", "no remainders", "torch's AdamW alone"]
+    assert [row["states"] for row in losses] == 2 * names
+    assert all(float(row["loss, seed 0"]) > 0 for row in losses)
+    assert [row["from fp32 states, ties moved"] for row in weights] == ["0", "0"]
