@@ -138,7 +138,8 @@ def bits_equal(left: Tensor, right: Tensor) -> bool:
     """Whether two tensors agree in dtype, shape and every bit."""
     if left.dtype != right.dtype or left.shape != right.shape:
         return False
-    left, right = left.detach().cpu().contiguous(), right.detach().cpu().contiguous()
+    # A clone, as a single element counts as contiguous with any stride, and cannot be viewed as bytes then.
+    left, right = (each.detach().cpu().clone(memory_format=torch.contiguous_format) for each in (left, right))
     return left.reshape(-1).view(torch.uint8).equal(right.reshape(-1).view(torch.uint8))
 
 
