@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from megascale.kernels import AdamHyper, Decision, LionHyper, Operands, SgdHyper
+from megascale.kernels import AdamHyper, Decision, HeldParams, LionHyper, Operands, SgdHyper
 from megascale.kernels.compact_moments import CODE_DTYPES, FIRST_DTYPE, SCALE_SUFFIX, SECOND_DTYPE
 from megascale.kernels.decision import GradWeights, ScaleRule
 from megascale.kernels.remainders import REMAINDER_DTYPE
@@ -139,6 +139,11 @@ class Memory:
         operands.step.extend([torch.zeros(())] * len(main))
         return operands
 
+    def held(self, model: torch.dtype) -> HeldParams:
+        """Return what decodes and encodes main params."""
+        fingerprints = [torch.zeros((), dtype=torch.int64)] * len(self._numels)
+        return HeldParams(self.column(model), self.column(REMAINDER_DTYPE), fingerprints, self.column(SINGLE))
+
 
 def _decision() -> Decision:
     return Decision(*torch.zeros(4).unbind())
@@ -186,6 +191,16 @@ def lion(model: torch.dtype, grad: torch.dtype, held: bool = False, state: torch
 def writing_back(model: torch.dtype) -> Call:
     """Rounding main params into model params."""
     return lambda backend, memory: backend.write_back_(memory.column(SINGLE), memory.column(model))
+
+
+def decoding(model: torch.dtype) -> Call:
+    """Decoding main params that are held as remainders."""
+    return lambda backend, memory: backend.decode_(memory.held(model))
+
+
+def encoding(model: torch.dtype) -> Call:
+    """Encoding main params as remainders."""
+    return lambda backend, memory: backend.encode_(memory.held(model), _decision().found_inf)
 
 
 def deciding(backend: TritonBackend, memory: Memory) -> None:
@@ -246,5 +261,9 @@ CALLS: dict[str, Call] = {
     "Lion bf16, 8-bit momentum, remainders": lion(BRAIN, BRAIN, state=CODES, held=True),
     "write back fp16": writing_back(HALF),
     "write back bf16": writing_back(BRAIN),
+    "decode fp16": decoding(HALF),
+    "decode bf16": decoding(BRAIN),
+    "encode fp16": encoding(HALF),
+    "encode bf16": encoding(BRAIN),
 }
 """What is compiled. fp32 is also what torch.amp's loop is given: parameters that are their own main params."""

@@ -90,6 +90,10 @@ class HeldParams:
         """What encoding writes: models, remainders and fingerprints."""
         return self.models, self.remainders, self.fingerprints
 
+    def pick(self, indices: Sequence[int]) -> "HeldParams":
+        """Return the parameters at ``indices``."""
+        return HeldParams(*([column[i] for i in indices] for column in (*self.beside, self.mains)))
+
 
 @dataclass(frozen=True)
 class AdamHyper:

@@ -27,7 +27,7 @@ from megascale.kernels.decision import (
     TensorStats,
     TorchDecisions,
 )
-from megascale.kernels.protocol import AdamHyper, LionHyper, Operands, SgdHyper
+from megascale.kernels.protocol import AdamHyper, HeldParams, LionHyper, Operands, SgdHyper
 from megascale.kernels.reference import ReferenceBackend, stats_dtype
 from megascale.kernels.remainders import TorchRemainders
 from megascale.kernels.tensors.tensor_reader import increment_versions
@@ -88,6 +88,9 @@ class TritonBackend(TorchDecisions, TorchRemainders):
         self._plans = PlanCache()
         self._addresses = GradAddresses()
         self._kept: WeakKeyDictionary[Operands, _CachedColumns] = WeakKeyDictionary()
+        self._kept_held: WeakKeyDictionary[HeldParams, tuple[list[Column], dict[int, Column | Numbers]]] = (
+            WeakKeyDictionary()
+        )
         self._rates: dict[torch.device, tuple[float, Tensor]] = {}
 
     @property
@@ -257,6 +260,34 @@ class TritonBackend(TorchDecisions, TorchRemainders):
             _scatter(flags, plan.rest, self._reference.write_back_(*rest))
         torch.autograd.graph.increment_version(models)
         return flags.view(torch.bool)
+
+    def decode_(self, held: HeldParams) -> None:
+        """See :class:`megascale.kernels.Backend`. One launch per dtype of model params."""
+        plan = self._held_plan(held)
+        for table in plan.tables:
+            self._update(self._kernels.decode_kernel, table, (), {"MODEL_DTYPE": self._dtypes(table)[1]})
+        if plan.rest:
+            super().decode_(held.pick(plan.rest))
+        torch.autograd.graph.increment_version(held.mains)
+
+    def encode_(self, held: HeldParams, found_inf: Tensor) -> Tensor:
+        """See :class:`megascale.kernels.Backend`. One launch per dtype of model params."""
+        plan = self._held_plan(held)
+        flags = torch.empty(len(held.models), dtype=torch.uint8, device=held.mains[0].device)
+        for table in plan.tables:
+            constants = {"MODEL_DTYPE": self._dtypes(table)[1]}
+            self._update(self._kernels.encode_kernel, table, (flags, found_inf), constants)
+        if plan.rest:
+            _scatter(flags, plan.rest, super().encode_(held.pick(plan.rest), found_inf))
+        torch.autograd.graph.increment_version([tensor for column in held.beside for tensor in column])
+        return flags.view(torch.bool)
+
+    def _held_plan(self, held: HeldParams) -> Plan:
+        self._check(held.mains[0].device)
+        if held not in self._kept_held:
+            tensors = [Column(column) for column in (held.remainders, held.models, held.mains)]
+            self._kept_held[held] = tensors, {device_table.MARK: Column(held.fingerprints)}
+        return self._plans.find(*self._kept_held[held])
 
     def _check(self, device: torch.device) -> torch.device:
         """Raise UsageError unless the kernels, compiled or interpreted, can reach memory of ``device``."""

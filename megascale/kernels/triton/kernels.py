@@ -32,6 +32,8 @@ from megascale.kernels.triton.decision import decide_kernel as decide_kernel
 from megascale.kernels.triton.decision import rescale_kernel as rescale_kernel
 from megascale.kernels.triton.decision import total_kernel as total_kernel
 from megascale.kernels.triton.elements import MAIN, MODEL, NARROWER, STATE, arrive, read, round_into_model, write
+from megascale.kernels.triton.held_kernels import decode_kernel as decode_kernel
+from megascale.kernels.triton.held_kernels import encode_kernel as encode_kernel
 from megascale.kernels.triton.interpreter import INTERPRETED as INTERPRETED
 from megascale.kernels.triton.interpreter import inlined, sum_of
 from megascale.kernels.triton.measure import measure_kernel as measure_kernel

@@ -1,5 +1,7 @@
 """Muon on a device that is not there: nobody waits for the decision, in a step or in a graph of one."""
 
+from collections import Counter
+
 import pytest
 import torch
 from torch import nn
@@ -39,3 +41,18 @@ def test_muon_waits_for_nothing(on_device: OnDevice) -> None:
         ]
         products[batched] = counts
     assert products == {False: [3 * 15, 6 * 15], True: [15, 15]}
+
+
+def _train_held(device: FakeDevice, count: int, remainders: bool) -> Record:
+    params = _matrices(count)
+    return take_steps(device, wrap(torch.optim.Muon(params), store_param_remainders=remainders), params)[-1]
+
+
+def test_remainders_add_two_launches(on_device: OnDevice) -> None:
+    """One decodes all matrices that fit into the scratch memory together, one encodes them, however many there are."""
+    for count in (3, 6):
+        plain, held = (on_device(_train_held, count, remainders) for remainders in (False, True))
+        assert held.syncs() == []
+        added = Counter(held.launches()) - Counter(plain.launches())
+        assert added == {"decode_kernel": 1, "encode_kernel": 1}
+        assert sum(held.operators().values()) <= sum(plain.operators().values())

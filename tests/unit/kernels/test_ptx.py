@@ -82,6 +82,10 @@ def test_no_kernel_spills_or_contracts_or_reads_vectors_piece_by_piece(printed: 
         "Lion bf16, 8-bit momentum, remainders": 12.25,
         "write back fp16": 6,
         "write back bf16": 6,
+        "decode fp16": 8,
+        "decode bf16": 8,
+        "encode fp16": 12,
+        "encode bf16": 10,
     }
 
 

@@ -11,7 +11,16 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from megascale.kernels import AdamHyper, Backend, Decision, LionHyper, Operands, ReferenceBackend, SgdHyper
+from megascale.kernels import (
+    AdamHyper,
+    Backend,
+    Decision,
+    HeldParams,
+    LionHyper,
+    Operands,
+    ReferenceBackend,
+    SgdHyper,
+)
 from megascale.kernels.remainders import encode, fingerprint
 from megascale.kernels.triton import device_table
 from megascale.kernels.triton.backend import TritonBackend
@@ -119,6 +128,34 @@ def test_held_rows_at_any_address_and_length(rule: str, rows: list[Row], skip: b
     for left, right in zip([*our_buffers, *ours_beside], [*their_buffers, *theirs_beside], strict=True):
         assert bits_equal(left, right)
     assert [int(fingerprint(model)) for model in ours.model] == [int(mark) for mark in ours.fingerprint]
+
+
+def _held(operands: Operands, numels: list[int], address: int) -> tuple[HeldParams, list[Tensor]]:
+    """Return what is held, with memory for main params at an address, and the buffers of that."""
+    views = [at_address(torch.zeros(numel, device=DEVICE), address) for numel in numels]
+    mains = [view for view, _ in views]
+    return HeldParams(operands.model, operands.remainder, operands.fingerprint, mains), [buffer for _, buffer in views]
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(rows=st.lists(_rows(), min_size=1, max_size=3), skip=st.booleans(), address=st.sampled_from([0, 0, 4, 8]))
+def test_decoding_and_encoding_alone(rows: list[Row], skip: bool, address: int) -> None:
+    """For updates in plain tensor code: as specified, a launch per dtype; what fp16 cannot hold is kept and flagged."""
+    (ours, our_buffers), (theirs, their_buffers) = _operands(rows, []), _operands(rows, [])
+    numels = [row[0] for row in rows]
+    (our_held, our_mains), (their_held, their_mains) = _held(ours, numels, address), _held(theirs, numels, address)
+    backend, reference = TritonBackend(), ReferenceBackend()
+    backend.decode_(our_held)
+    reference.decode_(their_held)
+    assert all(map(bits_equal, our_mains, their_mains))
+    for held in (our_held, their_held):
+        for main in held.mains:
+            main.mul_(-3.7)
+            main[7::23] = 1e9
+    found_inf = _decision(skip).found_inf
+    assert torch.equal(backend.encode_(our_held, found_inf), reference.encode_(their_held, found_inf))
+    for left, right in zip([*our_buffers, *ours.fingerprint], [*their_buffers, *theirs.fingerprint], strict=True):
+        assert bits_equal(left, right)
 
 
 def _written(mains: list[Tensor], dtype: torch.dtype) -> tuple[Operands, Tensor]:

@@ -244,7 +244,8 @@ def test_parameters_that_come_later_are_held_too() -> None:
 def test_muon_runs_on_remainders() -> None:
     """Newton-Schulz reads and writes decoded matrices; the chain's AdamW holds remainders as well."""
     found = []
-    for options in (HELD, {}):
+    every: list[dict[str, Any]] = [HELD, {}, *({**HELD, "backend": name} for name in TRITON)]
+    for options in every:
         torch.manual_seed(0)
         module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)).bfloat16()
         optimizer = build_optimizer(OptimizerConfig(bf16=True, optimizer="muon", lr=0.02, **options), module)
@@ -252,7 +253,7 @@ def test_muon_runs_on_remainders() -> None:
             set_grads(module, seed=step)
             optimizer.step()
         found.append([param.detach().clone() for param in module.parameters()])
-    assert all(bits_equal(one, other) for one, other in zip(*found, strict=True))
+    assert all(bits_equal(one, other) for one, *others in zip(*found, strict=True) for other in others)
 
 
 def test_on_the_meta_device() -> None:
