@@ -13,6 +13,14 @@ def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv(tensor_reader.ENVIRONMENT_VARIABLE, request.param)
 
 
+@pytest.fixture
+def native_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors read in one walk, for tests that need it."""
+    if tensor_reader._library() is None:
+        pytest.skip("tensor_reader.cpp cannot be built here")
+    monkeypatch.setenv(tensor_reader.ENVIRONMENT_VARIABLE, "native")
+
+
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> str:
     """Every backend; triton in its interpreter."""

@@ -17,7 +17,7 @@ from tests.training import bits_equal
 from tests.unit.kernels.test_tensor_reader import CODES
 
 # The first of them may have to compile the library, which takes half a minute.
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("native_reader")]
 
 
 class _Owner:

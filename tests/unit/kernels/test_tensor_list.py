@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from megascale.kernels import MemoryRecord, TensorList
-from megascale.kernels.tensors import tensor_reader
 
 TENSORS = [
     torch.zeros(3),
@@ -21,9 +20,7 @@ TENSORS = [
 CODES = {dtype: code for code, dtype in enumerate((torch.float32, torch.float16, torch.bfloat16))}
 
 
-@pytest.fixture(autouse=True, params=["python", pytest.param("native", marks=pytest.mark.slow)])
-def _reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(tensor_reader.ENVIRONMENT_VARIABLE, request.param)
+pytestmark = pytest.mark.usefixtures("reader")
 
 
 def _facts(tensors: TensorList) -> tuple[Any, ...]:

@@ -24,16 +24,9 @@ from megascale.kernels.tensors import tensor_reader
 from megascale.main_params.write_tracker import WriteTracker
 
 # The first of them may have to compile the library, which takes half a minute.
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("native_reader")]
 
 CODES = {torch.float16: 1, torch.bfloat16: 2, torch.float32: 0, torch.float64: 3, torch.int64: 4}
-
-
-@pytest.fixture(autouse=True)
-def _native(monkeypatch: pytest.MonkeyPatch) -> None:
-    if tensor_reader._library() is None:
-        pytest.skip("tensor_reader.cpp cannot be built here")
-    monkeypatch.setenv(tensor_reader.ENVIRONMENT_VARIABLE, "native")
 
 
 def _memory(tensors: TensorList) -> tuple[object, ...]:
