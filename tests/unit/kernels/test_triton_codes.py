@@ -149,6 +149,13 @@ def _decision(skip: bool) -> Decision:
     return Decision(*torch.tensor([float(skip), 0.37, 1.0, 0.0], device=DEVICE).unbind())
 
 
+def _on_reference(update: Update, operands: Operands, held: bool, decision: Decision) -> Tensor:
+    backend = ReferenceBackend()
+    if not held:
+        return update(backend, operands, decision)
+    return backend.on_decoded(operands, lambda each: update(backend, each, decision), decision.found_inf)
+
+
 @pytest.mark.parametrize("rule", RULES)
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
@@ -162,15 +169,10 @@ def test_codes_at_any_address_and_length(rule: str, data: st.DataObject, held: b
     rows = data.draw(st.lists(_rows(held), min_size=1, max_size=3))
     update, dtypes = RULES[rule]
     (ours, our_buffers), (theirs, their_buffers) = (_operands(rows, dtypes, held) for _ in range(2))
-    backend, reference = TritonBackend(), ReferenceBackend()
-
-    def run(operands: Operands, decision: Decision) -> Tensor:
-        if not held:
-            return update(reference, operands, decision)
-        return reference.on_decoded(operands, lambda each: update(reference, each, decision), decision.found_inf)
-
+    backend = TritonBackend()
     for skip in skips:
-        assert torch.equal(update(backend, ours, _decision(skip)), run(theirs, _decision(skip)))
+        expected = _on_reference(update, theirs, held, _decision(skip))
+        assert torch.equal(update(backend, ours, _decision(skip)), expected)
     ours_beside, theirs_beside = ([*each.step, *each.fingerprint] for each in (ours, theirs))
     for left, right in zip([*our_buffers, *ours_beside], [*their_buffers, *theirs_beside], strict=True):
         assert bits_equal(left, right)
@@ -192,3 +194,25 @@ def test_moments_that_overflow_are_held_as_specified() -> None:
     for name in ours.state:
         assert bits_equal(ours.state[name][0].nan_to_num(7.0), theirs.state[name][0].nan_to_num(7.0))
     assert bits_equal(ours.main[0], theirs.main[0])
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_rows_that_no_kernel_takes_run_on_the_reference(held: bool) -> None:
+    """Codes and scales with gaps, and a gradient of fp64: beside others, in one call."""
+    update, dtypes = RULES["adamw"]
+    rows: list[Row] = [(96, 32, 3, HALF, HALF, [0] * 6)] * 4
+    (ours, _), (theirs, _) = (_operands(rows, dtypes, held) for _ in range(2))
+    for operands in (ours, theirs):
+        state = operands.state
+        grads = list(operands.grad)
+        for row, column in ((1, state["exp_avg"]), (2, state["exp_avg_sq" + SCALE_SUFFIX])):
+            column[row] = torch.stack([column[row], column[row]], -1)[..., 0]
+        grads[3] = grads[3].double()
+        operands.grad = grads
+    flags = update(TritonBackend(), ours, _decision(False))
+    assert torch.equal(flags, _on_reference(update, theirs, held, _decision(False)))
+    assert not torch.equal(ours.state["exp_avg"][2], _operands(rows, dtypes, held)[0].state["exp_avg"][2])
+    for name in ours.state:
+        assert all(map(bits_equal, ours.state[name], theirs.state[name]))
+    assert all(map(bits_equal, ours.model, theirs.model))
+    assert all(map(bits_equal, ours.remainder, theirs.remainder))
