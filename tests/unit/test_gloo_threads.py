@@ -1,10 +1,13 @@
 """The end of a process that used gloo."""
 
 import sys
+from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
+from megascale.utils import gloo_threads
 from tests.jobs import job
 
 _LATE = """
@@ -48,3 +51,33 @@ def test_a_process_ends_well_whose_gloo_thread_is_late(end: str, printed: dict[s
 def test_a_process_ends_well_without_gloo(printed: dict[str, str]) -> None:
     """Nothing is waited for."""
     assert printed["no gloo"] == "trained\n"
+
+
+@pytest.mark.parametrize(
+    ("states", "looks"),
+    [
+        ([""], 1),
+        (["S"], 6),
+        (["S", "S", "S", "R", "S"], 10),
+        (["S", "S", "SS", "RS", "SS"], 10),
+        (["R", "R", "R", "R", ""], 5),
+    ],
+    ids=["no thread", "all asleep", "one wakes up", "one of two wakes up", "the last one ends"],
+)
+def test_threads_must_be_asleep_several_times_in_a_row(
+    states: list[str], looks: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One that runs may want the lock next: the count begins anew. Without any there is nothing to wait for.
+
+    There are two looks in a round: whether there is a thread, and whether all sleep. The last of ``states`` stays.
+    """
+    seen: list[str] = []
+
+    def look() -> Iterator[str]:
+        seen.append(states[min(len(seen), len(states) - 1)])
+        return iter(seen[-1])
+
+    monkeypatch.setattr(gloo_threads, "_THREADS", tmp_path)
+    monkeypatch.setattr(gloo_threads, "_worker_states", look)
+    gloo_threads.let_workers_finish()
+    assert len(seen) == looks

@@ -103,3 +103,30 @@ def test_no_bar_in_a_log_for_little_or_without_tqdm(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(sys, "stderr", log)
     Checkpointer(tmp_path / "log").save(1, model, optimizer)
     assert log.getvalue() == ""
+
+
+@pytest.mark.usefixtures("_small_is_large")
+def test_a_bar_within_a_bar_gives_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is counted goes to the innermost bar, after its end to the one around it, and after that to none."""
+    made: list[Any] = []
+
+    class Bar:
+        def __init__(self, doing: str, total: int) -> None:
+            self.counted, self.is_open = list[int](), True
+            made.append(self)
+
+        def update(self, count: int) -> None:
+            self.counted.append(count)
+
+        def close(self) -> None:
+            self.is_open = False
+
+    monkeypatch.setattr(progress, "_new_bar", Bar)
+    with terminal():
+        with progress.progress_bar("outer", 10, wanted=True):
+            progress.advance(1)
+            with progress.progress_bar("inner", 10, wanted=True):
+                progress.advance(2)
+            progress.advance(3)
+        progress.advance(4)
+    assert [(bar.counted, bar.is_open) for bar in made] == [([1, 3], False), ([2], False)]

@@ -17,7 +17,7 @@ from megascale.debug import NonFiniteModule, TensorStatistics, report_overflows
 from megascale.debug.gradients import SeenInBackward, WatchedParam, _Unread
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.kernels import describe_non_finite
-from megascale.step.overflow_report import OverflowEntry, OwnOverflows, merged
+from megascale.step.overflow_report import OverflowEntry, OwnOverflows, in_order, merged
 from megascale.step.overflows import OverflowRecorder
 from megascale.utils.collectives import all_gather_object
 from tests.counting import OperatorCounter
@@ -380,3 +380,13 @@ def test_steps_of_a_graph_are_reported_as_they_are_replayed(monkeypatch: pytest.
         assert report.step == replays - 1
         optimizer.recipe.after_replay()
         assert reporter.num_skips == replays
+
+
+def test_entries_are_in_order() -> None:
+    """By parameter, then by micro-batch, an unknown one as the first, then by rank, all ranks' before one's."""
+    ordered = [
+        replace(_entry("a", 0, index), micro_batch=micro_batch, rank=rank)
+        for index in (0, 1)
+        for micro_batch, rank in ((0, None), (0, 1), (None, 2), (1, None), (1, 0), (2, 0))
+    ]
+    assert in_order(ordered[::-1]) == tuple(ordered)

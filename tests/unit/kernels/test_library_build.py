@@ -119,6 +119,22 @@ DAMAGES = {
 }
 
 
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="needs modes of files")
+def test_folders_that_are_made_are_the_users_alone(
+    tmp_path: Path, build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Code is loaded from there: nobody else may write, read or list it, whatever the process's mask allows."""
+    monkeypatch.delenv(library_build.CACHE_VARIABLE)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before = os.umask(0)
+    try:
+        folders = [library_build._cache_folder(), library_build._temporary_folder()]
+    finally:
+        os.umask(before)
+    assert folders[0] == tmp_path / "megascale"
+    assert [oct(folder.stat().st_mode & 0o777) for folder in folders if folder] == ["0o700", "0o700"]
+
+
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
 def test_damaged_library_is_compiled_anew(
     damage: Callable[[Path], object], build: Build, caplog: pytest.LogCaptureFixture

@@ -225,6 +225,21 @@ def test_tensor_lr_keeps_its_identity() -> None:
     assert optimizer.step().success
 
 
+def test_loaded_options_are_copies() -> None:
+    """A list or a tensor of the state dict stays its caller's: a change there is none of the optimizer's options."""
+    module = model()
+    optimizer = wrap(module, INNER["adamw_foreach"])
+    state = optimizer.state_dict()
+    saved = state["optimizer"]["param_groups"][0]
+    saved |= {"betas": [0.8, 0.9], "weight_decay": torch.tensor(0.25)}
+    optimizer.load_state_dict(state)
+    saved["betas"][0] = 0.5
+    saved["weight_decay"].fill_(0.75)
+    [group] = optimizer.param_groups
+    assert list(group["betas"]) == [0.8, 0.9]
+    assert float(group["weight_decay"]) == 0.25
+
+
 def test_frozen_parameters_do_not_shift_names() -> None:
     """A parameter frozen on one side keeps everyone's names; its main param is kept for the day it thaws."""
     module, optimizer = _trained()
