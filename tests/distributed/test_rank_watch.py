@@ -4,6 +4,7 @@ import logging
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -57,6 +58,16 @@ def _watched(run: Callable[[RankWatch], object], patience: float = PATIENCE_S) -
     finally:
         logger.removeHandler(handler)
     return handler.lines, ""
+
+
+def _threads_of_a_watch() -> list[bool]:
+    with RankWatch(60.0):
+        return [thread.daemon for thread in threading.enumerate() if thread.name == "megascale rank watch"]
+
+
+def test_a_watch_keeps_no_process_alive(ranks: RankPool) -> None:
+    """Its thread is a daemon: a rank whose main thread is gone without leaving the block must end."""
+    assert ranks.run(2, _threads_of_a_watch) == [[True]] * 2
 
 
 def _load_batch() -> None:

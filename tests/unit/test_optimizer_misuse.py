@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from megascale import ConstantGradScaler, MixedPrecisionOptimizer, OptimizerConfig
+from megascale import ConstantGradScaler, Lion, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.errors import ArgumentError, ArgumentTypeError, GradientError, UsageError
 from tests.training import (
     INNER,
@@ -107,6 +107,22 @@ def _duplicate_names() -> MixedPrecisionOptimizer:
     module = model(torch.float32)
     inner = torch.optim.SGD(module.parameters(), lr=0.1)
     return MixedPrecisionOptimizer(inner, named_parameters=[("w", module.first.weight), ("w", module.first.bias)])
+
+
+LION: list[tuple[dict[str, Any], str]] = [
+    ({"lr": -0.1}, "lr must be"),
+    ({"betas": (0.9, 1.0)}, r"betas\[1\] must be"),
+    ({"betas": (-0.1, 0.9)}, r"betas\[0\] must be"),
+    ({"weight_decay": -1.0}, "weight_decay must be"),
+    ({"maximize": "yes"}, "maximize must be True or False"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), LION)
+def test_options_of_lion_are_refused_by_name(options: dict[str, Any], message: str) -> None:
+    """When it is constructed, as torch's optimizers do."""
+    with pytest.raises((ArgumentError, ArgumentTypeError), match=message):
+        Lion([nn.Parameter(torch.ones(2))], **options)
 
 
 @pytest.mark.parametrize(("call", "kind", "message"), REFUSED)
