@@ -7,8 +7,9 @@ fp16 parameters with fp32 main params and AdamW's moments: 14 bytes a parameter.
 after the other in every round, each into an empty folder after all earlier writes have reached the disk, and each waits
 until its own bytes have. Ours adds checksums, and is a Checkpointer's second or later save, as in training; its first
 also plans. An asynchronous save is timed until it returns: training goes on then. A ratio is taken within each round:
-what slows the disk slows both. ``--out FILE.md`` also writes every round to FILE.csv. ``--skip`` is for 20,000 tensors,
-where torch.distributed.checkpoint takes most of the time.
+what slows the disk slows both. Seconds on a processor are those of rank 0's process: they do not grow with what else
+the machine does. ``--out FILE.md`` also writes every round to FILE.csv. ``--skip`` is for 20,000 tensors, where
+torch.distributed.checkpoint takes most of the time.
 
 ``--ranks N``: N processes over gloo, which share the threads, hold the same state, as under DistributedDataParallel.
 Ours and torch.distributed.checkpoint save on all of them, and ours compares them; torch.save and the bare bytes are
@@ -132,31 +133,36 @@ def contenders(saved: Saved) -> dict[str, tuple[Callable[[Path], Any], Callable[
     }
 
 
-def measure(saved: Saved, folder: Path, rounds: int, skip: str = "") -> dict[str, list[float]]:
-    """Return this rank's seconds by contender but ``skip``, one of each round; a round before them is not counted.
+Times = dict[str, list[tuple[float, float]]]
+"""Seconds of each round, of the clock and of the processor in this process, by contender."""
 
-    All ranks call it together, with the same ``folder``.
+
+def measure(saved: Saved, folder: Path, rounds: int, skip: str = "") -> Times:
+    """Return this rank's times of all contenders but ``skip``; a round before the first is not counted.
+
+    Another contender begins each round. All ranks call it together, with the same ``folder``.
     """
     is_first = not dist.is_initialized() or dist.get_rank() == 0
-    times: dict[str, list[float]] = {}
+    known = {name: pair for name, pair in contenders_of(saved).items() if name != skip}
+    times: Times = {name: [] for name in known}
     target = folder / "save"
     for number in range(rounds + 1):
-        for name, (save, afterwards) in contenders_of(saved).items():
-            if name == skip:
-                continue
+        for turn in range(len(known)):
+            name, (save, afterwards) = list(known.items())[(number + turn) % len(known)]
             barrier()
             if is_first:
                 shutil.rmtree(target, ignore_errors=True)
                 target.mkdir()
                 os.sync()
             barrier()
-            start = time.perf_counter()
+            start, busy = time.perf_counter(), time.process_time()
             save(target)
+            busy = time.process_time() - busy
             barrier()
             spent = time.perf_counter() - start
             afterwards()
             if number:
-                times.setdefault(name, []).append(spent)
+                times[name].append((spent, busy))
     return times
 
 
@@ -172,14 +178,14 @@ def serve(rank: int, ranks: int, given: argparse.Namespace, tensors: int, folder
     dist.destroy_process_group()
 
 
-def measure_alone(given: argparse.Namespace, tensors: int, folder: str) -> tuple[int, dict[str, list[float]]]:
+def measure_alone(given: argparse.Namespace, tensors: int, folder: str) -> tuple[int, Times]:
     """Return the bytes of the state and what :func:`measure` does, of this process."""
     saved = Saved(given.numel, tensors)
     times = measure(saved, Path(folder), given.rounds, given.skip)
     return sum(tensor.nbytes for tensor in saved.tensors()), times
 
 
-def measure_ranks(given: argparse.Namespace, tensors: int) -> tuple[int, dict[str, list[float]]]:
+def measure_ranks(given: argparse.Namespace, tensors: int) -> tuple[int, Times]:
     """Do so with as many ranks as asked for."""
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         if given.ranks == 1:
@@ -197,14 +203,16 @@ def contenders_of(saved: Saved) -> dict[str, tuple[Callable[[Path], Any], Callab
     return _made.setdefault(id(saved), contenders(saved))
 
 
-def table(times: dict[str, list[float]]) -> Iterator[str]:
+def table(times: Times) -> Iterator[str]:
     """Yield the rows: seconds, the ratio within rounds, and what was asked for."""
-    yield "| save | s, median (min to max) | of torch.save's, median of rounds (min to max) | asked for |"
-    yield "|---|---|---|---|"
+    ratio = "of torch.save's, median of rounds (min to max)"
+    yield f"| save | s, median (min to max) | on a processor | {ratio} | asked for |"
+    yield "|---|---|---|---|---|"
     for name, own in times.items():
-        ratios = [mine / other for mine, other in zip(own, times[RIVAL], strict=True)]
+        clock, busy = [spent for spent, _ in own], [spent for _, spent in own]
+        ratios = [mine / other for mine, (other, _) in zip(clock, times[RIVAL], strict=True)]
         asked = f"at most {TARGETS[name]}" if name in TARGETS else "-"
-        yield f"| {name} | {spread(own)} | {spread(ratios)} | {asked} |"
+        yield f"| {name} | {spread(clock)} | {statistics.median(busy):.2f} | {spread(ratios)} | {asked} |"
 
 
 def spread(values: list[float]) -> str:
@@ -237,11 +245,15 @@ def main() -> None:
     torch.set_num_threads(given.threads)
     busy = [os.getloadavg()[0]]
     tables: list[str] = []
-    rows = ["tensors,contender,round,s"]
+    rows = ["tensors,contender,round,s,processor_s"]
     for tensors in map(int, given.tensors.split(",")):
         nbytes, times = measure_ranks(given, tensors)
         tables += [f"### {nbytes / 1e6:,.0f} MB, {tensors:,} parameters' tensors", "", *table(times), ""]
-        rows += [f'{tensors},"{name}",{i},{s:.3f}' for name, own in times.items() for i, s in enumerate(own)]
+        rows += [
+            f'{tensors},"{name}",{index},{spent:.3f},{busy:.3f}'
+            for name, own in times.items()
+            for index, (spent, busy) in enumerate(own)
+        ]
         busy.append(os.getloadavg()[0])
     ranks = "1 rank" if given.ranks == 1 else f"{given.ranks} ranks"
     where = f"{place(torch.device('cpu'), given.threads)}; {ranks}, {given.rounds} rounds."
