@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -137,13 +137,13 @@ Times = dict[str, list[tuple[float, float]]]
 """Seconds of each round, of the clock and of the processor in this process, by contender."""
 
 
-def measure(saved: Saved, folder: Path, rounds: int, skip: str = "") -> Times:
+def measure(saved: Saved, folder: Path, rounds: int, skip: Sequence[str] = ()) -> Times:
     """Return this rank's times of all contenders but ``skip``; a round before the first is not counted.
 
     Another contender begins each round. All ranks call it together, with the same ``folder``.
     """
     is_first = not dist.is_initialized() or dist.get_rank() == 0
-    known = {name: pair for name, pair in contenders_of(saved).items() if name != skip}
+    known = {name: pair for name, pair in contenders_of(saved).items() if name not in skip}
     times: Times = {name: [] for name in known}
     target = folder / "save"
     for number in range(rounds + 1):
@@ -225,7 +225,7 @@ def arguments_of_command() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--numel", type=int, default=50_000_000)
     parser.add_argument("--tensors", default="200", help="numbers of tensors, separated by commas")
-    parser.add_argument("--skip", default="", help="a contender's name, to leave it out")
+    parser.add_argument("--skip", action="append", default=[], help="a contender's name, to leave it out; repeatable")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--ranks", type=int, default=1, help="processes that save together, over gloo")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
