@@ -19,6 +19,7 @@ rank 0's alone. The time is rank 0's, from a barrier before to a barrier behind.
 import argparse
 import json
 import os
+import shlex
 import shutil
 import statistics
 import sys
@@ -259,7 +260,7 @@ def main() -> None:
     where = f"{place(torch.device('cpu'), given.threads)}; {ranks}, {given.rounds} rounds."
     others = f"Load average of the machine, which others share: {', '.join(f'{load:.1f}' for load in busy)}."
     lines = ["## Saving a checkpoint", "", f"{where} {others}", ""]
-    lines += [f"`python benchmarks/checkpoint.py {' '.join(sys.argv[1:])}`", "", *tables]
+    lines += [f"`python benchmarks/checkpoint.py {shlex.join(sys.argv[1:])}`", "", *tables]
     text = "\n".join(lines)
     print(text)
     if given.out is not None:

@@ -1,12 +1,15 @@
 """Makes all ranks end a phase of a save or load alike: all succeed, or all raise the same named error."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar, cast
 
 from torch.distributed import ProcessGroup
 
 from megascale.errors import CheckpointError, MegascaleError
-from megascale.utils.collectives import raise_together
+from megascale.utils.collectives import gather_or_raise
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -18,13 +21,33 @@ def together(doing: str, group: ProcessGroup | None) -> Iterator[None]:
     error: Exception | None = None
     try:
         yield
-    except MegascaleError as named:
-        error = named
-    except Exception as other:
-        error = CheckpointError(f"cannot {doing}: {type(other).__name__}: {other}")
-        error.__cause__ = other
+    except Exception as raised:
+        error = _named(raised, doing)
+    _exchange(doing, None, error, group)
+
+
+def gathered(doing: str, make: Callable[[], T], group: ProcessGroup | None) -> list[T]:
+    """Return what ``make`` returns on each rank, or raise as :func:`together` does: in one exchange for both."""
+    value: T | None = None
+    error: Exception | None = None
     try:
-        raise_together(error, group)
+        value = make()
+    except Exception as raised:
+        error = _named(raised, doing)
+    return _exchange(doing, cast(T, value), error, group)
+
+
+def _named(error: Exception, doing: str) -> MegascaleError:
+    if isinstance(error, MegascaleError):
+        return error
+    named = CheckpointError(f"cannot {doing}: {type(error).__name__}: {error}")
+    named.__cause__ = error
+    return named
+
+
+def _exchange(doing: str, value: T, error: Exception | None, group: ProcessGroup | None) -> list[T]:
+    try:
+        return gather_or_raise(value, error, group)
     except MegascaleError:
         raise
     except Exception as lost:

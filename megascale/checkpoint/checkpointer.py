@@ -11,12 +11,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megascale.checkpoint import directory as folders
 from megascale.checkpoint import storage
-from megascale.checkpoint.agreement import named, together
+from megascale.checkpoint.agreement import gathered, named, together
 from megascale.checkpoint.contents import Contents, SavedOptimizer, check_types, collect
 from megascale.checkpoint.fingerprint import fingerprint
 from megascale.checkpoint.kept_nest import KeptNest
@@ -162,25 +162,29 @@ class Checkpointer:
             check_types(model, optimizer)
         if optimizer is not None:
             optimizer.saved_state().share_forms()
-        with together("collect the state", self._group):
+        collected: list[tuple[Contents, dict[str, Tensor]]] = []
+
+        def look() -> tuple[dict[str, int], Tree, str]:
             rank = group_rank(self._group)
             contents = collect(model, optimizer, user_state, rank_state, rank, self._groups, self._nests)
             compares = self.check_replicas and group_size(self._group) > 1
             held = contents.replicated(model) if compares else {}
-            own = fingerprint(held.values())
-        digest = {"step": step, **contents.digest}
-        gathered = all_gather_object((digest, contents.rank_tree, own), self._group)
-        first = gathered[0][0]
-        for rank, (digest, _, _) in enumerate(gathered):
+            collected.append((contents, held))
+            return {"step": step, **contents.digest}, contents.rank_tree, fingerprint(held.values())
+
+        seen = gathered("collect the state", look, self._group)
+        [(contents, held)] = collected
+        first = seen[0][0]
+        for rank, (digest, _, _) in enumerate(seen):
             parts = [part for part in first.keys() | digest.keys() if first.get(part) != digest.get(part)]
             if parts:
                 raise CheckpointError(
                     f"rank {rank} saves another {' and '.join(sorted(parts))} than rank 0 (names, shapes, dtypes or "
                     "plain values differ); pass the same on every rank, and what differs by design as rank_state"
                 )
-        if any(other != gathered[0][2] for _, _, other in gathered):
+        if any(own != seen[0][2] for _, _, own in seen):
             self._raise_differing(all_gather_object(digests(held), self._group))
-        return contents, [tree for _, tree, _ in gathered]
+        return contents, [tree for _, tree, _ in seen]
 
     def _raise_differing(self, sums: Sequence[Mapping[str, Any]]) -> None:
         """Raise CheckpointError naming tensors that differ between ranks. ``sums``: each rank's checksums by name."""
@@ -194,11 +198,10 @@ class Checkpointer:
                 )
 
     def _begin(self, step: int) -> Path:
-        folder: Path | None = None
-        with together(f"create a folder in {self.directory}", self._group):
-            if group_rank(self._group) == 0:
-                folder = folders.begin(self.directory, step)
-        folder = broadcast_object(folder, self._group)
+        def create() -> Path | None:
+            return folders.begin(self.directory, step) if group_rank(self._group) == 0 else None
+
+        folder = gathered(f"create a folder in {self.directory}", create, self._group)[0]
         with together(f"see the folder {folder}", self._group):
             if folder is None or not folder.is_dir():
                 raise CheckpointError(

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, W
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
-from megascale.checkpoint.agreement import together
+from megascale.checkpoint.agreement import gathered, together
 from megascale.checkpoint.archive_writing import write_archives, write_by_torch
 from megascale.checkpoint.kept_nest import form_of
 from megascale.checkpoint.manifest import FileMark, mark_of
@@ -194,11 +194,14 @@ class Planning:
         ``revision``: not None, and equal to that of the call before, where what the plan depends on is the same.
         """
         signature = self._signature
-        with together("plan the checkpoint", group):
+
+        def own_token() -> str | None:
+            nonlocal signature
             if self._kept is None or revision is None or revision != self._revision:
                 signature = [(key, form_of(tensor)) for key, tensor in tensors.items()]
-        own = self._kept.token if self._kept is not None and signature == self._signature else None
-        tokens = set(all_gather_object(own, group))
+            return self._kept.token if self._kept is not None and signature == self._signature else None
+
+        tokens = set(gathered("plan the checkpoint", own_token, group))
         if self._kept is None or tokens != {self._kept.token}:
             self._kept = None
             self._kept, self._signature = _planned(tensors, folder, group), signature

@@ -331,15 +331,20 @@ def raise_together(error: Exception | None, group: ProcessGroup | None) -> None:
     Each rank raises the class of the first failing rank's error; the message names that rank. Errors outside
     megascale's own come back as RankError on the ranks that did not fail.
     """
+    gather_or_raise(None, error, group)
+
+
+def gather_or_raise(value: T, error: Exception | None, group: ProcessGroup | None) -> list[T]:
+    """Return every rank's ``value``, in the order of ranks; raise as :func:`raise_together` if any has an error."""
     if group_size(group) == 1:
         if error is not None:
             raise error
-        return
+        return [value]
     mine = None if error is None else (type(error) if isinstance(error, MegascaleError) else RankError, _story(error))
-    stories = all_gather_object(mine, group)
-    failed = [(rank, story) for rank, story in enumerate(stories) if story is not None]
+    answers: list[Any] = all_gather_object((mine, value if error is None else None), group)
+    failed = [(rank, story) for rank, (story, _) in enumerate(answers) if story is not None]
     if not failed:
-        return
+        return [given for _, given in answers]
     rank, (kind, message) = failed[0]
     others = f" (ranks {', '.join(str(r) for r, _ in failed)} failed)" if len(failed) > 1 else ""
     raise kind(f"rank {rank}: {message}{others}") from error

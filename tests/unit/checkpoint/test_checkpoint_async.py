@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from megascale.checkpoint import Checkpointer, latest, load
+from megascale.checkpoint import Checkpointer, latest, load, save, storage
+from megascale.checkpoint.archive_writing import write_archives
 from megascale.errors import CheckpointError
 from tests.checkpoint_cases import build, differences, state_of, train
 
@@ -30,6 +31,33 @@ def test_training_goes_on_while_it_writes(tmp_path: Path) -> None:
     for step in (2, 3):
         assert load(tmp_path, model, optimizer, step=step).user_state == {"step": step}
         assert differences(state_of(model, optimizer), states[step]) == []
+
+
+def test_steps_before_the_write_change_nothing_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training that overtakes the background write, at a first save and at a later one into the same memory."""
+    model, optimizer = build(0)
+    trained = threading.Event()
+
+    def late(*arguments: Any) -> Any:
+        assert trained.wait(60)
+        return write_archives(*arguments)
+
+    monkeypatch.setattr(storage, "write_archives", late)
+    checkpointer = Checkpointer(tmp_path / "late", async_save=True)
+    for step in (1, 2):
+        trained.set()
+        save(tmp_path / "at once", step, model, optimizer)
+        trained.clear()
+        checkpointer.save(step, model, optimizer)
+        train(model, optimizer, step, step + 2)
+        trained.set()
+        checkpointer.wait()
+    for step in (1, 2):
+        late_files, files = (
+            {path.name: path.read_bytes() for path in (tmp_path / name / f"step_{step:08d}").iterdir()}
+            for name in ("late", "at once")
+        )
+        assert late_files == files
 
 
 def test_latest_and_load_wait(tmp_path: Path) -> None:
