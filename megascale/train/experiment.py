@@ -19,7 +19,9 @@ from pathlib import Path
 import torch
 
 from megascale.errors import ArgumentError, RunError
-from megascale.train.figure import draw_runs, read_metrics
+from megascale.metrics.sinks import FILE_NAME
+from megascale.report.runs import read_run
+from megascale.train.figure import draw_runs
 from megascale.utils.program import run_program
 
 RUNS: dict[str, tuple[str, ...]] = {
@@ -66,8 +68,7 @@ def outcome(run: str, seed: int, folder: Path) -> Outcome:
     """Read what a run left in its folder."""
     place = folder / f"seed_{seed}" / run
     summary = json.loads((place / "summary.json").read_text(encoding="utf-8"))
-    with open(place / "metrics.csv", newline="", encoding="utf-8") as stream:
-        skipped = [row["skipped"] == "1" for row in csv.DictReader(stream)]
+    skipped = [value == 1 for value in read_run(place / FILE_NAME).get("skipped").tolist()]
     return Outcome(
         run,
         seed,
@@ -152,7 +153,7 @@ def main(arguments: list[str]) -> int:
             _write(outcomes, folder, arguments)
     print(table(outcomes))
     draw_runs(
-        {run: [read_metrics(folder / f"seed_{seed}" / run / "metrics.csv") for seed in seeds] for run in RUNS},
+        {run: [read_run(folder / f"seed_{seed}" / run / FILE_NAME) for seed in seeds] for run in RUNS},
         folder / "figure.png",
     )
     print(f"{folder / 'figure.png'} shows all runs, step by step")

@@ -1,6 +1,5 @@
 """Draws runs of the training program: loss, accuracies, gradient norm, loss scale and skipped steps."""
 
-import csv
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -8,27 +7,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megascale.errors import RunError
+from megascale.report.runs import Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""Distinct for colour-blind readers too (Okabe and Ito)."""
+COLUMNS = ("loss", "batch_accuracy", "total_accuracy", "grad_norm", "scale", "skipped")
 STYLES = ("-", "--", "-.", ":")
 WINDOW = 20
 """Steps over which loss and batch accuracy are averaged: single batches scatter."""
 
-Series = dict[str, list[float]]
 
-
-def read_metrics(path: Path) -> Series:
-    """Return a run's ``metrics.csv`` by column."""
-    with open(path, newline="", encoding="utf-8") as stream:
-        rows = list(csv.DictReader(stream))
-    return {name: [float(row[name]) for row in rows] for name in (rows[0] if rows else ())}
-
-
-def draw_runs(runs: Mapping[str, Sequence[Series]], path: Path) -> None:
+def draw_runs(runs: Mapping[str, Sequence[Run]], path: Path) -> None:
     """Write a PNG of runs over their steps: one colour for each name, one line for each of its seeds.
 
     Raises RunError if matplotlib is not installed.
@@ -40,12 +30,14 @@ def draw_runs(runs: Mapping[str, Sequence[Series]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    from megascale.report.drawing import COLOURS
+
     figure, axes = pyplot.subplots(3, 2, figsize=(10, 8.5), sharex=True)
     panels = list(axes.flat)
     for index, (name, seeds) in enumerate(runs.items()):
         style = {"color": COLOURS[index % len(COLOURS)], "linestyle": STYLES[index % len(STYLES)], "linewidth": 1.2}
-        for number, series in enumerate(seeds):
-            for panel, (steps, values) in zip(panels, _curves(series), strict=True):
+        for number, run in enumerate(seeds):
+            for panel, (steps, values) in zip(panels, _curves(run), strict=True):
                 panel.plot(steps, values, alpha=0.85, label=name if number == 0 else None, **style)
     _label(panels)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="lower center", ncols=2, frameon=False)
@@ -54,15 +46,16 @@ def draw_runs(runs: Mapping[str, Sequence[Series]], path: Path) -> None:
     pyplot.close(figure)
 
 
-def _curves(series: Series) -> Iterator[tuple[list[float], list[float]]]:
+def _curves(run: Run) -> Iterator[tuple[list[float], list[float]]]:
     """Yield steps and values of each panel, without non-finite values."""
-    steps = series["step"]
-    yield _finite(steps, _averaged(series["loss"]))
-    yield _finite(steps, _averaged(series["batch_accuracy"]))
-    yield _finite(steps, series["total_accuracy"])
-    yield _finite(steps, series["grad_norm"])
-    yield _finite(steps, [math.log2(scale) for scale in series["scale"]])
-    yield steps, list(accumulate(series["skipped"]))
+    columns = {name: run.get(name).tolist() for name in COLUMNS}
+    steps: list[float] = run.steps.tolist()
+    yield _finite(steps, _averaged(columns["loss"]))
+    yield _finite(steps, _averaged(columns["batch_accuracy"]))
+    yield _finite(steps, columns["total_accuracy"])
+    yield _finite(steps, columns["grad_norm"])
+    yield _finite(steps, [math.log2(scale) for scale in columns["scale"]])
+    yield steps, list(accumulate(columns["skipped"]))
 
 
 def _label(panels: "Sequence[Axes]") -> None:

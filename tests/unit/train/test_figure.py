@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from megascale.errors import RunError
-from megascale.train.figure import draw_runs, read_metrics
+from megascale.report.runs import read_run
+from megascale.train.figure import draw_runs
 
 ROWS = """step,loss,batch_accuracy,total_accuracy,grad_norm,scale,skipped
 0,nan,0.1,nan,inf,8,1
@@ -21,8 +22,8 @@ def _drawn(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[list[tuple[lis
     (folder / "metrics.csv").write_text(ROWS)
     figures: list[object] = []
     monkeypatch.setattr(pyplot, "close", figures.append)
-    series = read_metrics(folder / "metrics.csv")
-    draw_runs({"a run": [series, series]}, folder / "figure.png")
+    run = read_run(folder / "metrics.csv")
+    draw_runs({"a run": [run, run]}, folder / "figure.png")
     (figure,) = figures
     return [[(list(line.get_xdata()), list(line.get_ydata())) for line in panel.lines] for panel in figure.axes]  # type: ignore[attr-defined]
 
@@ -43,12 +44,6 @@ def test_every_panel_shows_its_column(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_each_seed_is_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Two seeds of a run: two lines a panel, of one colour and one entry in the legend."""
     assert [len(panel) for panel in _drawn(monkeypatch, tmp_path)] == [2] * 6
-
-
-def test_a_run_without_a_step_has_no_series(tmp_path: Path) -> None:
-    """A file that ends after its header."""
-    (tmp_path / "metrics.csv").write_text(ROWS.splitlines()[0] + "\n")
-    assert read_metrics(tmp_path / "metrics.csv") == {}
 
 
 def test_missing_matplotlib_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
