@@ -62,55 +62,57 @@ INLINE Ints rounded(Floats x) {
 #endif
 }
 
-/* Return the larger elements, as signed numbers. */
-INLINE Words larger(Words a, Words b) {
+/* Return the larger elements, or the smaller ones, as signed numbers; the largest or the smallest one of a vector; and
+ * that of each of 16 vectors, into out. name: of the processors' instructions.
+ */
 #if WIDTH == 16
-    return (Words)_mm512_max_epi32((__m512i)a, (__m512i)b);
+#define EXTREMES(larger, largest, largest_of_16, name, before)                                                      \
+    INLINE Words larger(Words a, Words b) { return (Words)_mm512_##name##_epi32((__m512i)a, (__m512i)b); }           \
+    INLINE uint32_t largest(Words x) { return (uint32_t)_mm512_reduce_##name##_epi32((__m512i)x); }                  \
+    INLINE void largest_of_16(const Words *x, uint32_t *out) {                                                      \
+        __m512i pairs[8], fours[4];                                                                                 \
+        for (int i = 0; i < 8; i++) {                                                                               \
+            __m512i a = (__m512i)x[2 * i], b = (__m512i)x[2 * i + 1];                                               \
+            pairs[i] = _mm512_##name##_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));              \
+        }                                                                                                           \
+        for (int i = 0; i < 4; i++) {                                                                               \
+            __m512i a = pairs[2 * i], b = pairs[2 * i + 1];                                                         \
+            fours[i] = _mm512_##name##_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));              \
+        }                                                                                                           \
+        __m512i low = _mm512_##name##_epi32(_mm512_shuffle_i32x4(fours[0], fours[1], 0x44),                          \
+                                            _mm512_shuffle_i32x4(fours[0], fours[1], 0xee));                        \
+        __m512i high = _mm512_##name##_epi32(_mm512_shuffle_i32x4(fours[2], fours[3], 0x44),                         \
+                                             _mm512_shuffle_i32x4(fours[2], fours[3], 0xee));                       \
+        __m512i found = _mm512_##name##_epi32(_mm512_shuffle_i32x4(low, high, 0x88),                                 \
+                                              _mm512_shuffle_i32x4(low, high, 0xdd));                               \
+        _mm512_storeu_si512(out, found);                                                                            \
+    }
 #elif WIDTH == 8 && defined(__AVX2__)
-    return (Words)_mm256_max_epi32((__m256i)a, (__m256i)b);
-#else
-    return words_where((Ints)a > (Ints)b, a, b);
-#endif
-}
-
-/* Return the largest element of signed numbers. */
-INLINE uint32_t largest(Words x) {
-#if WIDTH == 16 || (WIDTH == 8 && defined(__AVX2__))
-#if WIDTH == 16
-    __m256i half = _mm256_max_epi32(_mm512_castsi512_si256((__m512i)x), _mm512_extracti64x4_epi64((__m512i)x, 1));
-#else
-    __m256i half = (__m256i)x;
-#endif
-    __m128i y = _mm_max_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
-    y = _mm_max_epi32(y, _mm_shuffle_epi32(y, 0x4e));
-    return (uint32_t)_mm_cvtsi128_si32(_mm_max_epi32(y, _mm_shuffle_epi32(y, 0xb1)));
-#else
-    int32_t most = (int32_t)x[0];
-    for (int j = 1; j < WIDTH; j++) most = (int32_t)x[j] > most ? (int32_t)x[j] : most;
-    return (uint32_t)most;
-#endif
-}
-
-/* Write the largest element of each of 16 vectors of signed numbers. */
-INLINE void largest_of_16(const Words *x, uint32_t *out) {
-#if WIDTH == 16
-#define MAX(a, b) _mm512_max_epi32(a, b)
-    __m512i pairs[8], fours[4];
-    for (int i = 0; i < 8; i++) {
-        __m512i a = (__m512i)x[2 * i], b = (__m512i)x[2 * i + 1];
-        pairs[i] = MAX(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+#define EXTREMES(larger, largest, largest_of_16, name, before)                                                      \
+    INLINE Words larger(Words a, Words b) { return (Words)_mm256_##name##_epi32((__m256i)a, (__m256i)b); }           \
+    INLINE uint32_t largest(Words x) {                                                                              \
+        __m128i y = _mm256_castsi256_si128((__m256i)x);                                                             \
+        y = _mm_##name##_epi32(y, _mm256_extracti128_si256((__m256i)x, 1));                                          \
+        y = _mm_##name##_epi32(y, _mm_shuffle_epi32(y, 0x4e));                                                       \
+        return (uint32_t)_mm_cvtsi128_si32(_mm_##name##_epi32(y, _mm_shuffle_epi32(y, 0xb1)));                       \
+    }                                                                                                               \
+    INLINE void largest_of_16(const Words *x, uint32_t *out) {                                                      \
+        for (int i = 0; i < 16; i++) out[i] = largest(x[i]);                                                        \
     }
-    for (int i = 0; i < 4; i++) {
-        __m512i a = pairs[2 * i], b = pairs[2 * i + 1];
-        fours[i] = MAX(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
-    }
-    __m512i low = MAX(_mm512_shuffle_i32x4(fours[0], fours[1], 0x44), _mm512_shuffle_i32x4(fours[0], fours[1], 0xee));
-    __m512i high = MAX(_mm512_shuffle_i32x4(fours[2], fours[3], 0x44), _mm512_shuffle_i32x4(fours[2], fours[3], 0xee));
-    _mm512_storeu_si512(out, MAX(_mm512_shuffle_i32x4(low, high, 0x88), _mm512_shuffle_i32x4(low, high, 0xdd)));
-#undef MAX
 #else
-    for (int i = 0; i < 16; i++) out[i] = largest(x[i]);
+#define EXTREMES(larger, largest, largest_of_16, name, before)                                                      \
+    INLINE Words larger(Words a, Words b) { return words_where((Ints)a before (Ints)b, a, b); }                     \
+    INLINE uint32_t largest(Words x) {                                                                              \
+        int32_t found = (int32_t)x[0];                                                                              \
+        for (int j = 1; j < WIDTH; j++) found = (int32_t)x[j] before found ? (int32_t)x[j] : found;                  \
+        return (uint32_t)found;                                                                                     \
+    }                                                                                                               \
+    INLINE void largest_of_16(const Words *x, uint32_t *out) {                                                      \
+        for (int i = 0; i < 16; i++) out[i] = largest(x[i]);                                                        \
+    }
 #endif
-}
+EXTREMES(larger, largest, largest_of_16, max, >)
+EXTREMES(smaller, smallest, smallest_of_16, min, <)
+#undef EXTREMES
 
 #endif

@@ -27,15 +27,16 @@ typedef struct {
 } CompactRow;
 
 /* All that branches depend on. first, second: whether a moment is codes. cut: whether the last group is not whole. */
-typedef struct { int64_t rule, grad, model; int first, second, l2, cut; } CompactKind;
+typedef struct { int64_t rule, held, grad, model; int first, second, l2, cut; } CompactKind;
 
 /* The addresses of up to BLOCK groups, n elements. dither: of the first element. */
 typedef struct {
     const char *grad;
-    char *main, *model, *first, *second;
+    char *main, *model, *remainder, *first, *second;
     float *first_scale, *second_scale;
     uint32_t dither;
     int64_t n;
+    Marks *marks; /* 0 where main has memory */
 } Span;
 
 typedef union { uint32_t bits[BLOCK]; float values[BLOCK]; Words words[BLOCK / WIDTH]; } PerGroup;
@@ -43,8 +44,8 @@ typedef union { uint32_t bits[BLOCK]; float values[BLOCK]; Words words[BLOCK / W
 /* What is known of a block's elements and groups between the loops. */
 typedef struct {
     Floats first[BLOCK * VECTORS], root[BLOCK * VECTORS]; /* the new moments; then quotients */
-    Words high[BLOCK], low[BLOCK]; /* of each group: maxima of roots and of their complements; then of quotients */
-    PerGroup floor, shift;
+    Words high[BLOCK], low[BLOCK]; /* of each group: maxima and minima of roots; then maxima of quotients */
+    PerGroup floor, shift, lowest; /* of the roots' codes: as they were before the update, then as they are after it */
 } Work;
 
 INLINE uint32_t bits_of(float x) {
@@ -53,15 +54,29 @@ INLINE uint32_t bits_of(float x) {
     return bits;
 }
 
+INLINE Floats main_at(Span at, CompactKind kind, int64_t o) {
+    if (kind.held) return held_value(at.model + 2 * o, at.remainder + 2 * o, kind.model, WIDTH);
+    return load(at.main + 4 * o, F32, WIDTH);
+}
+
+/* Read floor and shift of each group's roots. */
+INLINE void old_floors(Span at, Work *work, int64_t groups) {
+    PerGroup scale = {{0}};
+    memcpy(scale.bits, at.second_scale, (size_t)groups * sizeof(uint32_t));
+    for (int v = 0; v < BLOCK / WIDTH; v++) {
+        work->floor.words[v] = scale.words[v] & ~3u;
+        work->shift.words[v] = (scale.words[v] & 3u) + FINEST;
+    }
+}
+
 /* Compute the new moments of group t, and its highest and lowest root. fp32 moments are stored. */
 INLINE void new_moments(Span at, CompactKind kind, AdamScalars s, float coefficient, Work *work, int64_t t) {
-    uint32_t scale = kind.second ? bits_of(at.second_scale[t]) : 0, floor = scale & ~3u;
-    int shift = FINEST + (int)(scale & 3);
-    Words high = {0}, low = {0}; /* low: of complements */
+    Words high = {0}, low = (Words){0} + 0x7fffffffu, floor = {0}, shift = {0};
+    if (kind.second) floor += work->floor.bits[t], shift += work->shift.bits[t];
     for (int k = 0; k < VECTORS; k++) {
         int64_t o = t * GROUP + k * WIDTH;
         Floats gradient = load(at.grad + o * size_of(kind.grad), kind.grad, WIDTH) * coefficient, root_before = {0};
-        if (kind.l2) gradient = gradient + s.wd * load(at.main + 4 * o, F32, WIDTH);
+        if (kind.l2) gradient = gradient + s.wd * main_at(at, kind, o);
         Floats square, average;
         if (kind.second) {
             root_before = (Floats)(((Words)load_u8(at.second + o) << shift) + floor);
@@ -76,16 +91,11 @@ INLINE void new_moments(Span at, CompactKind kind, AdamScalars s, float coeffici
         square = s.beta2 * square + s.one_beta2 * gradient * gradient;
         if (!kind.first) store(at.first + 4 * o, average, F32, WIDTH);
         if (!kind.second) store(at.second + 4 * o, square, F32, WIDTH);
-        Floats now = root(square);
-        Words bits = (Words)now & 0x7fffffffu, complement = bits ^ 0x7fffffffu;
-        if (kind.cut) {
-            bits &= (Words)before(at.n - o);
-            complement &= (Words)before(at.n - o);
-        }
-        high = larger(high, bits);
-        low = larger(low, complement);
+        Words bits = (Words)magnitude_of(root(square));
+        high = larger(high, kind.cut ? bits & (Words)before(at.n - o) : bits);
+        low = smaller(low, kind.cut ? bits | (~(Words)before(at.n - o) & 0x7fffffffu) : bits);
         work->first[t * VECTORS + k] = average;
-        work->root[t * VECTORS + k] = now;
+        work->root[t * VECTORS + k] = (Floats)bits;
     }
     work->high[t] = high;
     work->low[t] = low;
@@ -93,6 +103,11 @@ INLINE void new_moments(Span at, CompactKind kind, AdamScalars s, float coeffici
 
 /* Store o's main params and model params. Returns -1 for elements whose rounding into fp16 is not finite. */
 INLINE Ints store_params(Span at, CompactKind kind, Floats value, int64_t o, int streamed) {
+    if (kind.held) {
+        int64_t n = kind.cut ? at.n - o : WIDTH;
+        int beyond = n > 0 && hold_value(value, at.model + 2 * o, at.remainder + 2 * o, kind.model, n, at.marks);
+        return (Ints){0} - beyond;
+    }
     store(at.main + 4 * o, value, F32, WIDTH);
     if (kind.model == NONE) return (Ints){0};
     if (streamed) stream(at.model + 2 * o, value, kind.model);
@@ -106,7 +121,7 @@ INLINE Ints new_params(Span at, CompactKind kind, AdamScalars s, const Work *wor
     Ints beyond = {0};
     for (int k = 0; k < VECTORS; k++) {
         int64_t o = t * GROUP + k * WIDTH;
-        Floats value = load(at.main + 4 * o, F32, WIDTH);
+        Floats value = main_at(at, kind, o);
         if (!kind.l2) value = value * s.lr_wd;
         Floats denominator = work->root[t * VECTORS + k] * s.inv_correction2_sqrt + s.eps;
         value = value - s.step_size * work->first[t * VECTORS + k] / denominator;
@@ -121,40 +136,48 @@ INLINE void largest_of_each(const Words *x, int64_t groups, uint32_t *out) {
         for (int64_t t = 0; t < groups; t++) out[t] = largest(x[t]);
 }
 
+INLINE void smallest_of_each(const Words *x, int64_t groups, uint32_t *out) {
+    if (groups == BLOCK) smallest_of_16(x, out);
+    else
+        for (int64_t t = 0; t < groups; t++) out[t] = smallest(x[t]);
+}
+
 /* Choose the codes' shift and floor, and store them as scales. */
 INLINE void new_floors(Span at, Work *work, int64_t groups) {
-    PerGroup highest = {{0}}, complement = {{0}}, scale; /* what is beyond the groups is computed with, not stored */
+    PerGroup highest = {{0}}, least = {{0}}, scale; /* what is beyond the groups is computed with, not stored */
     largest_of_each(work->high, groups, highest.bits);
-    largest_of_each(work->low, groups, complement.bits);
+    smallest_of_each(work->low, groups, least.bits);
     for (int v = 0; v < BLOCK / WIDTH; v++) {
-        Ints high = (Ints)highest.words[v], low = (Ints)(complement.words[v] ^ 0x7fffffffu), shift = (Ints){0} + FINEST;
+        Ints high = (Ints)highest.words[v], low = (Ints)least.words[v], shift = (Ints){0} + FINEST;
         for (int finer = FINEST; finer < FINEST + 3; finer++) shift -= (high >> finer) - (low >> finer) > TOP_CODE - 1;
-        Words lowest_code = larger((Words)((high >> shift) + (1 - TOP_CODE)), (Words){0});
+        Words lowest = larger((Words)((high >> shift) + (1 - TOP_CODE)), (Words){0});
         work->shift.words[v] = (Words)shift;
-        work->floor.words[v] = lowest_code << (Words)shift;
+        work->lowest.words[v] = lowest;
+        work->floor.words[v] = lowest << (Words)shift;
         scale.words[v] = work->floor.words[v] + (Words)(shift - FINEST);
     }
     memcpy(at.second_scale, scale.bits, (size_t)groups * sizeof(uint32_t));
 }
 
-/* Store the codes of group t's roots, and compute the quotients by the roots as held. */
-INLINE void new_roots(Span at, CompactKind kind, Work *work, int64_t t, Words weyl) {
-    uint32_t floor = kind.second ? work->floor.bits[t] : 0;
-    int shift = kind.second ? (int)work->shift.bits[t] : FINEST;
-    Words most = {0};
+/* Store the codes of group t's roots, and compute the quotients by the roots as held. weyl: of its first vector.
+ * may_be_zero: whether a root may be.
+ */
+INLINE void new_roots(Span at, CompactKind kind, Work *work, int64_t t, Words weyl, int may_be_zero) {
+    Words most = {0}, shift = {0}, lowest = {0};
+    if (kind.second) shift += work->shift.bits[t], lowest += work->lowest.bits[t];
     for (int k = 0; k < VECTORS; k++) {
         int64_t o = t * GROUP + k * WIDTH;
         Floats held = work->root[t * VECTORS + k];
         if (kind.second) {
-            Words dither = (weyl + (uint32_t)o * INDEX_STRIDE) >> (32 - shift);
-            Words code = ((((Words)held & 0x7fffffffu) + dither) >> shift) - (floor >> shift);
-            code = larger(code, (Words){0});
+            Words dither = (weyl + (uint32_t)(k * WIDTH) * INDEX_STRIDE) >> (32 - shift);
+            Words code = larger((((Words)held + dither) >> shift) - lowest, (Words){0});
             store_8(at.second + o, (Ints)code);
-            held = (Floats)((code << shift) + floor);
+            held = (Floats)((code + lowest) << shift);
         }
         if (!kind.first) continue;
-        Floats quotient = where(held == 0, (Floats){0}, work->first[t * VECTORS + k] / held);
-        most = larger(most, (Words)quotient & 0x7fffffffu);
+        Floats quotient = work->first[t * VECTORS + k] / held;
+        if (may_be_zero) quotient = where(held == 0, (Floats){0}, quotient);
+        most = larger(most, (Words)magnitude_of(quotient));
         work->first[t * VECTORS + k] = quotient;
     }
     work->high[t] = most;
@@ -176,6 +199,14 @@ INLINE void new_quotients(Span at, Work *work, int64_t groups) {
             store_8(at.first + t * GROUP + k * WIDTH, rounded(work->first[t * VECTORS + k] * inverse.values[t]));
 }
 
+/* Prefetch a group's main params. */
+INLINE void fetch_main(Span at, CompactKind kind, int64_t o) {
+    for (int64_t line = 0; !kind.held && line < 4 * GROUP; line += 64) __builtin_prefetch(at.main + 4 * o + line);
+    if (!kind.held) return;
+    __builtin_prefetch(at.model + 2 * o);
+    __builtin_prefetch(at.remainder + 2 * o);
+}
+
 /* Return the dithers of a block's first vector. */
 INLINE Words first_dithers(Span at) {
     Words weyl;
@@ -188,6 +219,7 @@ INLINE int update_adam_block(Span at, CompactKind kind, AdamScalars s, float coe
     Work work;
     Ints beyond = {0};
     Words weyl = first_dithers(at);
+    if (kind.second) old_floors(at, &work, groups);
     for (int64_t t = 0; t < groups; t++) {
         if (groups == BLOCK) {
             const int64_t ahead = t * GROUP + BLOCK * GROUP;
@@ -198,12 +230,14 @@ INLINE int update_adam_block(Span at, CompactKind kind, AdamScalars s, float coe
         new_moments(at, kind, s, coefficient, &work, t);
     }
     for (int64_t t = 0; t < groups; t++) {
-        for (int64_t line = 0; groups == BLOCK && line < 4 * GROUP; line += 64)
-            __builtin_prefetch(at.main + 4 * (t + BLOCK) * GROUP + line);
+        if (groups == BLOCK) fetch_main(at, kind, (t + BLOCK) * GROUP);
         beyond |= new_params(at, kind, s, &work, t, streamed);
     }
     if (kind.second) new_floors(at, &work, groups);
-    for (int64_t t = 0; t < groups; t++) new_roots(at, kind, &work, t, weyl);
+    for (int64_t t = 0; t < groups; t++, weyl += GROUP * INDEX_STRIDE) {
+        if (kind.second && work.lowest.bits[t]) new_roots(at, kind, &work, t, weyl, 0);
+        else new_roots(at, kind, &work, t, weyl, 1);
+    }
     if (kind.first) new_quotients(at, &work, groups);
     return any(beyond);
 }
@@ -215,10 +249,11 @@ INLINE int update_block(Span at, CompactKind kind, const Scalars *s, int64_t gro
     return update_adam_block(at, kind, s->adam, s->coefficient, groups, streamed);
 }
 
-INLINE Span span_of(const CompactRow *row, const char *grad, CompactKind kind, uint32_t dither, int64_t i, int64_t n) {
-    Span at = {grad + i * size_of(kind.grad), row->main + 4 * i, row->model + 2 * i,
+INLINE Span span_of(const CompactRow *row, const char *grad, CompactKind kind, uint32_t dither, int64_t i, int64_t n,
+                    Marks *marks) {
+    Span at = {grad + i * size_of(kind.grad), row->main + 4 * i, row->model + 2 * i, row->remainder + 2 * i,
                row->first + (kind.first ? i : 4 * i), row->second, row->first_scale + i / GROUP, row->second_scale,
-               dither + (uint32_t)i * INDEX_STRIDE, n};
+               dither + (uint32_t)i * INDEX_STRIDE, n, marks};
     if (at.second) at.second += kind.second ? i : 4 * i;
     if (at.second_scale) at.second_scale += i / GROUP;
     return at;
@@ -226,17 +261,21 @@ INLINE Span span_of(const CompactRow *row, const char *grad, CompactKind kind, u
 
 /* Update a last group that is not whole, for all kinds, in a copy that is. */
 static __attribute__((noinline)) int update_last_group(Span at, CompactKind kind, const Scalars *s) {
-    char grad[4 * GROUP] = {0}, main[4 * GROUP] = {0}, model[2 * GROUP] = {0};
+    char grad[4 * GROUP] = {0}, main[4 * GROUP] = {0}, model[2 * GROUP] = {0}, remainder[2 * GROUP] = {0};
     char first[4 * GROUP] = {0}, second[4 * GROUP] = {0};
     size_t n = (size_t)at.n, first_bytes = kind.first ? n : 4 * n, second_bytes = kind.second ? n : 4 * n;
     memcpy(grad, at.grad, n * (size_t)size_of(kind.grad));
-    memcpy(main, at.main, 4 * n);
+    if (!kind.held) memcpy(main, at.main, 4 * n);
+    if (kind.held) memcpy(model, at.model, 2 * n);
+    if (kind.held) memcpy(remainder, at.remainder, 2 * n);
     memcpy(first, at.first, first_bytes);
     if (at.second) memcpy(second, at.second, second_bytes);
     kind.cut = 1;
-    Span copy = {grad, main, model, first, second, at.first_scale, at.second_scale, at.dither, at.n};
+    Span copy = {grad,           main,            model,     remainder, first,   second,
+                 at.first_scale, at.second_scale, at.dither, at.n,      at.marks};
     int beyond = update_block(copy, kind, s, 1, 0);
-    memcpy(at.main, main, 4 * n);
+    if (!kind.held) memcpy(at.main, main, 4 * n);
+    if (kind.held) memcpy(at.remainder, remainder, 2 * n);
     if (kind.model != NONE) memcpy(at.model, model, 2 * n);
     memcpy(at.first, first, first_bytes);
     if (at.second) memcpy(at.second, second, second_bytes);
@@ -247,11 +286,15 @@ INLINE int update_groups(const CompactRow *row, const char *grad, CompactKind ki
                          Chunk chunk, int streamed) {
     int beyond = 0;
     int64_t i = chunk.start, whole = chunk.end - (chunk.end - i) % GROUP;
+    Marks marks = {{0}, {0}};
+    if (kind.held) marks = marks_from(i);
+#define SPAN(n) span_of(row, grad, kind, dither, i, n, &marks)
     for (; i + BLOCK * GROUP <= whole; i += BLOCK * GROUP)
-        beyond |= update_block(span_of(row, grad, kind, dither, i, BLOCK * GROUP), kind, s, BLOCK, streamed);
-    for (; i < whole; i += GROUP)
-        beyond |= update_block(span_of(row, grad, kind, dither, i, GROUP), kind, s, 1, streamed);
-    if (i < chunk.end) beyond |= update_last_group(span_of(row, grad, kind, dither, i, chunk.end - i), kind, s);
+        beyond |= update_block(SPAN(BLOCK * GROUP), kind, s, BLOCK, streamed);
+    for (; i < whole; i += GROUP) beyond |= update_block(SPAN(GROUP), kind, s, 1, streamed);
+    if (i < chunk.end) beyond |= update_last_group(SPAN(chunk.end - i), kind, s);
+#undef SPAN
+    if (kind.held) add_fingerprint(row->fingerprint, sum_of_marks(marks.sum));
     return beyond;
 }
 
@@ -260,39 +303,23 @@ static int update_compact_chunk(const CompactRow *row, const char *grad, Compact
                                 Chunk chunk, int streamed) {
     uint32_t dither = (uint32_t)row->start * INDEX_STRIDE + (uint32_t)(*row->step + 1.0f) * STEP_STRIDE;
     int usual = !kind.l2 && kind.grad == kind.model && (kind.rule != ADAM || (kind.first && kind.second));
-    if (((uintptr_t)row->model & 63) || kind.model == NONE) streamed = 0;
+    if (((uintptr_t)row->model & 63) || kind.model == NONE || kind.held) streamed = 0;
 #define GROUPS(...) update_groups(row, grad, (CompactKind){__VA_ARGS__, 0}, s, dither, chunk, streamed)
-#define LOOPS(of, squares)                                                                          \
-    case of:                                                                                      \
-        if (usual && kind.grad == F16) return GROUPS(of, F16, F16, 1, squares, 0);                 \
-        if (usual && kind.grad == BF16) return GROUPS(of, BF16, BF16, 1, squares, 0);           \
-        return GROUPS(of, kind.grad, kind.model, kind.first, kind.second, kind.l2);
+#define LOOPS(of, squares)                                                                            \
+    case of:                                                                                          \
+        if (usual && kind.grad == F16 && kind.held) return GROUPS(of, 1, F16, F16, 1, squares, 0);    \
+        if (usual && kind.grad == F16) return GROUPS(of, 0, F16, F16, 1, squares, 0);                 \
+        if (usual && kind.grad == BF16 && kind.held) return GROUPS(of, 1, BF16, BF16, 1, squares, 0); \
+        if (usual && kind.grad == BF16) return GROUPS(of, 0, BF16, BF16, 1, squares, 0);              \
+        break;
     switch (kind.rule) {
         LOOPS(ADAM, 1)
         LOOPS(SGD, 0)
         LOOPS(LION, 0)
     }
 #undef LOOPS
+    return GROUPS(kind.rule, kind.held, kind.grad, kind.model, kind.first, kind.second, kind.l2);
 #undef GROUPS
-    return 0;
-}
-
-/* Update a chunk of a row whose main params are held as remainders. */
-static int update_compact_held(const CompactRow *row, const char *grad, CompactKind kind, const Scalars *s,
-                               Chunk chunk) {
-    float decoded[DECODED];
-    CompactRow with_main = *row;
-    int beyond = 0;
-    kind.model = NONE;
-    for (int64_t start = chunk.start; start < chunk.end; start += DECODED) {
-        Chunk part = {chunk.row, start, start + DECODED < chunk.end ? start + DECODED : chunk.end};
-        HeldRow held = {(char *)(decoded - start), row->model, row->remainder, row->fingerprint, row->model_type};
-        with_main.main = held.main;
-        decode_chunk(&held, part);
-        update_compact_chunk(&with_main, grad, kind, s, part, 0);
-        beyond |= encode_chunk(&held, part);
-    }
-    return beyond;
 }
 
 /* Update all rows. If *found_inf is set only `overflowed`, shape [rows], is written. */
@@ -318,13 +345,13 @@ void update_compact(const Lengths *all, const Grads *grads, const CompactRow *ro
                 chunk = chunk_after(all, chunk.row, c);
                 const CompactRow *row = rows + chunk.row;
                 const Row plain = {.main = row->main, .step = row->step};
-                CompactKind kind = {rule, grads->types[chunk.row], row->model ? row->model_type : NONE,
+                CompactKind kind = {rule, row->remainder != 0, grads->types[chunk.row],
+                                    row->model ? row->model_type : NONE,
                                     row->first_scale != 0, row->second_scale != 0, l2, 0};
                 const char *grad = grads->addresses[chunk.row];
                 scalars_of(&plain, rule, hyper, &scalars);
                 int beyond = 0;
-                if (row->remainder) beyond = !skip && update_compact_held(row, grad, kind, &scalars, chunk);
-                else if (skip) beyond = kind.model == F16 && chunk_rounds_beyond(&plain, chunk);
+                if (skip) beyond = !kind.held && kind.model == F16 && chunk_rounds_beyond(&plain, chunk);
                 else beyond = update_compact_chunk(row, grad, kind, &scalars, chunk, total > STREAMED);
                 if (beyond) {
 #pragma omp atomic write

@@ -35,7 +35,7 @@ INLINE Ints new_averages(Span at, CompactKind kind, const Scalars *s, Work *work
     for (int k = 0; k < VECTORS; k++) {
         int64_t o = t * GROUP + k * WIDTH;
         Floats gradient = load(at.grad + o * size_of(kind.grad), kind.grad, WIDTH) * s->coefficient;
-        Floats value = load(at.main + 4 * o, F32, WIDTH), average = decoded_average(at.first + o, at.first_scale[t]);
+        Floats value = main_at(at, kind, o), average = decoded_average(at.first + o, at.first_scale[t]);
         if (kind.rule == SGD) {
             if (kind.l2) gradient = gradient + s->sgd.wd * value;
             average = s->sgd.momentum * average + s->sgd.kept * gradient;
@@ -58,10 +58,9 @@ INLINE int update_average_block(Span at, CompactKind kind, const Scalars *s, int
     PerGroup most = {{0}}, inverse;
     Ints beyond = {0};
     for (int64_t t = 0; t < groups; t++) {
-        for (int64_t line = 0; groups == BLOCK && line < 4 * GROUP; line += 64)
-            __builtin_prefetch(at.main + 4 * (t + BLOCK) * GROUP + line);
         if (groups == BLOCK) {
             const int64_t ahead = (t + BLOCK) * GROUP;
+            fetch_main(at, kind, ahead);
             __builtin_prefetch(at.grad + ahead * size_of(kind.grad));
             __builtin_prefetch(at.first + ahead);
         }

@@ -142,6 +142,19 @@ void measure(const Lengths *all, const Grads *grads, int64_t count_zeros, double
     }
 }
 
+/* Return -1 for elements whose rounding into fp16 is not finite. */
+INLINE Ints rounds_beyond(Floats main) { return ~(magnitude_of(main) < (Floats){0} + FP16_OVERFLOW); }
+
+/* Return whether the rounding of a chunk's main params into fp16 is not finite. */
+static int chunk_rounds_beyond(const Row *row, Chunk chunk) {
+    Ints beyond = {0};
+    for (int64_t i = chunk.start; i < chunk.end; i += WIDTH)
+        beyond |= rounds_beyond(load(row->main + 4 * i, F32, chunk.end - i));
+    return any(beyond);
+}
+
+#include "remainder.h"
+
 /* ---- rules: up to WIDTH elements ---- */
 
 enum { ADAM = 0, SGD = 1, LION = 2, NOTHING = 3 };
@@ -149,10 +162,10 @@ enum { L2 = 1, AMSGRAD = 2, MOMENTUM = 4, OPTIONS = 8 }; /* a rule's options, an
 enum { NONE = 3 }; /* the type of a missing model param */
 
 /* All that branches depend on. Where the compiler knows it, no branch is left. */
-typedef struct { int64_t rule, options, grad, model, state[3]; } Kind;
+typedef struct { int64_t rule, options, held, grad, model, state[3]; } Kind;
 
 /* The addresses of up to WIDTH elements. */
-typedef struct { const char *grad; char *main, *model, *state[3]; int64_t n; } Place;
+typedef struct { const char *grad; char *main, *model, *state[3], *remainder; int64_t n; } Place;
 
 typedef struct { float lr_wd, wd, beta1, one_beta1, beta2, one_beta2, eps, step_size, inv_correction2_sqrt; } AdamScalars;
 
@@ -247,23 +260,20 @@ static void scalars_of(const Row *row, int64_t rule, const Hyper *h, Scalars *s)
     s->known = 1;
 }
 
-/* Return -1 for elements whose rounding into fp16 is not finite. */
-INLINE Ints rounds_beyond(Floats main) { return ~(magnitude_of(main) < (Floats){0} + FP16_OVERFLOW); }
-
-/* Update up to WIDTH elements except the model param. Returns their main params. */
+/* Update up to WIDTH elements except what holds 16 bits of main params. Returns these. */
 INLINE Floats updated(Place at, Kind kind, Scalars s) {
-    Floats value = load(at.main, F32, at.n);
+    Floats value = kind.held ? held_value(at.model, at.remainder, kind.model, at.n) : load(at.main, F32, at.n);
     if (kind.rule == NOTHING) return value;
     Floats gradient = load(at.grad, kind.grad, at.n) * s.coefficient;
     if (kind.rule == ADAM) value = adam(value, gradient, at, kind, s.adam);
     if (kind.rule == SGD) value = sgd(value, gradient, at, kind, s.sgd);
     if (kind.rule == LION) value = lion(value, gradient, at, kind, s.lion);
-    store(at.main, value, F32, at.n);
+    if (!kind.held) store(at.main, value, F32, at.n);
     return value;
 }
 
 INLINE Place place_of(const Row *row, const char *grad, Kind kind, int64_t i, int64_t n) {
-    Place at = {grad + i * size_of(kind.grad), row->main + 4 * i, row->model + 2 * i, {0}, n};
+    Place at = {grad + i * size_of(kind.grad), row->main + 4 * i, row->model + 2 * i, {0}, row->remainder + 2 * i, n};
     for (int k = 0; k < 3; k++) at.state[k] = row->state[k] + i * size_of(kind.state[k]);
     return at;
 }
@@ -282,7 +292,12 @@ INLINE void fetch_line(const char *at, int second) {
 /* With mixed types, lines of 16-bit elements are prefetched twice: that costs least in the first-level cache. */
 INLINE void fetch_ahead(const Row *row, Place at, Kind kind) {
     int second = is_fp32(kind), ahead = second ? FAR : AHEAD;
-    fetch_line(at.main + ahead, second);
+    if (kind.held) {
+        fetch_line(at.model + ahead / 2, second);
+        fetch_line(at.remainder + ahead / 2, second);
+    } else {
+        fetch_line(at.main + ahead, second);
+    }
     if (kind.rule == NOTHING) return;
     fetch_line(at.grad + ahead * size_of(kind.grad) / 4, second);
     for (int k = 0; k < 3; k++)
@@ -291,8 +306,9 @@ INLINE void fetch_ahead(const Row *row, Place at, Kind kind) {
 
 /* Prefetch the start of a row: for short ones the hardware's own prefetching starts too late. */
 static inline void fetch_start(const Row *row, const char *grad) {
-    const char *starts[] = {grad, row->main, row->state[0], row->state[1], row->state[2]};
-    for (int k = 0; k < 5; k++)
+    const char *main = row->remainder ? row->model : row->main;
+    const char *starts[] = {grad, main, row->remainder, row->state[0], row->state[1], row->state[2]};
+    for (int k = 0; k < 6; k++)
         if (starts[k]) fetch(starts[k], START);
 }
 
@@ -301,16 +317,24 @@ INLINE int update_vectors(const Row *row, const char *grad, Kind kind, Scalars s
     int64_t i = chunk.start, end = chunk.end, in_lines = i;
     if (streamed && !((uintptr_t)row->model & 63)) in_lines = end - (end - i) % LINE;
     Ints beyond = {0};
+    int held_beyond = 0;
+    Marks marks = {{0}, {0}};
+    if (kind.held) marks = marks_from(i);
     for (; i + WIDTH <= end; i += WIDTH) {
         Place at = place_of(row, grad, kind, i, WIDTH);
         fetch_ahead(row, at, kind);
         Floats value = updated(at, kind, s);
+        if (kind.held) {
+            held_beyond |= hold_value(value, at.model, at.remainder, kind.model, WIDTH, &marks);
+            continue;
+        }
         if (kind.model == NONE) continue;
         if (i < in_lines) stream(at.model, value, kind.model);
         else store(at.model, value, kind.model, WIDTH);
         if (kind.model == F16) beyond |= rounds_beyond(value);
     }
-    return any(beyond);
+    if (kind.held) add_fingerprint(row->fingerprint, sum_of_marks(marks.sum));
+    return held_beyond | any(beyond);
 }
 
 /* Update the rest of a chunk after its whole vectors, for all kinds. Returns the same as update_vectors(). */
@@ -320,6 +344,12 @@ static __attribute__((noinline)) int update_rest(const Row *row, const char *gra
     if (n == 0) return 0;
     Place at = place_of(row, grad, kind, chunk.end - n, n);
     Floats value = updated(at, kind, *s);
+    if (kind.held) {
+        Marks marks = marks_from(chunk.end - n);
+        int beyond = hold_value(value, at.model, at.remainder, kind.model, n, &marks);
+        add_fingerprint(row->fingerprint, sum_of_marks(marks.sum));
+        return beyond;
+    }
     if (kind.model != NONE) store(at.model, value, kind.model, n);
     return kind.model == F16 && any(rounds_beyond(value) & before(n));
 }
@@ -332,6 +362,28 @@ static int64_t options_of(int64_t rule, const Hyper *h) {
     return options;
 }
 
+#define VECTORS(rule, options, held, grad_type, model_type, ...) \
+    update_vectors(row, grad, (Kind){rule, options, held, grad_type, model_type, {__VA_ARGS__}}, *s, chunk, streamed)
+
+/* The same as update_chunk(), for main params that are held as remainders: a loop for each of the usual kinds, and one
+ * for all others. usual: the type of 16-bit columns beside fp32 moments, or NONE.
+ */
+static int update_held(const Row *row, const char *grad, Kind kind, const Scalars *s, Chunk chunk, int64_t usual) {
+    const int streamed = 0;
+    switch (OPTIONS * kind.rule + kind.options) {
+#define LOOP(rule, options)                                                           \
+    case OPTIONS * rule + (options):                                                  \
+        if (usual == F16) return VECTORS(rule, options, 1, F16, F16, F32, F32, F32);    \
+        if (usual == BF16) return VECTORS(rule, options, 1, BF16, BF16, F32, F32, F32); \
+        break;
+        LOOP(ADAM, 0)
+        LOOP(SGD, MOMENTUM)
+        LOOP(LION, 0)
+#undef LOOP
+    }
+    return update_vectors(row, grad, kind, *s, chunk, streamed);
+}
+
 /* Update a chunk of a row. Returns whether a rounding into fp16 is not finite.
  *
  * Each rule with its options has one loop for any types, one for fp32 moments, and one for fp32 moments with 16-bit
@@ -340,15 +392,14 @@ static int64_t options_of(int64_t rule, const Hyper *h) {
 static int update_chunk(const Row *row, const char *grad, Kind kind, const Scalars *s, Chunk chunk, int streamed) {
     int fp32 = kind.state[0] == F32 && kind.state[1] == F32 && kind.state[2] == F32, beyond = 0;
     int64_t usual = fp32 && kind.grad == kind.model ? kind.grad : NONE;
+    if (kind.held) return update_held(row, grad, kind, s, chunk, usual) | update_rest(row, grad, kind, s, chunk);
     switch (OPTIONS * kind.rule + kind.options) {
-#define VECTORS(rule, options, grad_type, model_type, ...) \
-    update_vectors(row, grad, (Kind){rule, options, grad_type, model_type, {__VA_ARGS__}}, *s, chunk, streamed)
-#define LOOP(rule, options)                                                                                         \
-    case OPTIONS * rule + (options):                                                                                \
-        if (usual == F16) beyond = VECTORS(rule, options, F16, F16, F32, F32, F32);                                 \
-        else if (usual == BF16) beyond = VECTORS(rule, options, BF16, BF16, F32, F32, F32);                         \
-        else if (fp32) beyond = VECTORS(rule, options, kind.grad, kind.model, F32, F32, F32);                       \
-        else beyond = VECTORS(rule, options, kind.grad, kind.model, kind.state[0], kind.state[1], kind.state[2]);   \
+#define LOOP(rule, options)                                                                                            \
+    case OPTIONS * rule + (options):                                                                                   \
+        if (usual == F16) beyond = VECTORS(rule, options, 0, F16, F16, F32, F32, F32);                                 \
+        else if (usual == BF16) beyond = VECTORS(rule, options, 0, BF16, BF16, F32, F32, F32);                         \
+        else if (fp32) beyond = VECTORS(rule, options, 0, kind.grad, kind.model, F32, F32, F32);                       \
+        else beyond = VECTORS(rule, options, 0, kind.grad, kind.model, kind.state[0], kind.state[1], kind.state[2]);   \
         break;
         LOOP(ADAM, 0)
         LOOP(ADAM, L2)
@@ -361,37 +412,10 @@ static int update_chunk(const Row *row, const char *grad, Kind kind, const Scala
         LOOP(LION, 0)
         LOOP(NOTHING, 0)
 #undef LOOP
-#undef VECTORS
     }
     return beyond | update_rest(row, grad, kind, s, chunk);
 }
-
-/* Return whether the rounding of a chunk's main params into fp16 is not finite. */
-static int chunk_rounds_beyond(const Row *row, Chunk chunk) {
-    Ints beyond = {0};
-    for (int64_t i = chunk.start; i < chunk.end; i += WIDTH)
-        beyond |= rounds_beyond(load(row->main + 4 * i, F32, chunk.end - i));
-    return any(beyond);
-}
-
-#include "remainder.h"
-
-/* Update a chunk of a row whose main params are held as remainders. Returns the same as update_chunk(). */
-static int update_held(const Row *row, const char *grad, Kind kind, const Scalars *s, Chunk chunk) {
-    float decoded[DECODED];
-    Row with_main = *row;
-    int beyond = 0;
-    kind.model = NONE;
-    for (int64_t start = chunk.start; start < chunk.end; start += DECODED) {
-        Chunk part = {chunk.row, start, start + DECODED < chunk.end ? start + DECODED : chunk.end};
-        HeldRow held = {(char *)(decoded - start), row->model, row->remainder, row->fingerprint, row->model_type};
-        with_main.main = held.main;
-        decode_chunk(&held, part);
-        update_chunk(&with_main, grad, kind, s, part, 0);
-        beyond |= encode_chunk(&held, part);
-    }
-    return beyond;
-}
+#undef VECTORS
 
 /* The arguments of an update, shared by all threads. */
 typedef struct {
@@ -405,7 +429,8 @@ typedef struct {
 
 static Kind kind_of(const Update *u, int64_t index) {
     const Row *row = u->rows + index;
-    Kind kind = {u->rule, u->options, u->grads->types[index], row->model ? row->model_type : NONE, {0}};
+    Kind kind = {u->rule, u->options, row->remainder != 0, u->grads->types[index], row->model ? row->model_type : NONE,
+                 {0}};
     for (int k = 0; k < 3; k++) kind.state[k] = row->state_type[k];
     return kind;
 }
@@ -423,8 +448,7 @@ static void update_chunks(const Update *u, int64_t first, int64_t last, Scalars 
         Kind kind = kind_of(u, index);
         const char *grad = u->grads->addresses[index];
         int beyond = 0;
-        if (row->remainder) beyond = !u->skip && update_held(row, grad, kind, scalars, chunk);
-        else if (u->skip) beyond = kind.model == F16 && chunk_rounds_beyond(row, chunk);
+        if (u->skip) beyond = !kind.held && kind.model == F16 && chunk_rounds_beyond(row, chunk);
         else beyond = update_chunk(row, grad, kind, scalars, chunk, u->streamed);
         if (!u->skip && u->rule != NOTHING && row->step && is_one_chunk(all, index)) *row->step += 1.0f;
         if (beyond) {

@@ -1,4 +1,4 @@
-/* Main params held as remainders, which remainders.py specifies: decoded before an update, encoded after it.
+/* Main params held as remainders, which remainders.py specifies: in registers, and as passes of their own.
  *
  * Included by native.c.
  */
@@ -12,7 +12,6 @@
 #define MOST_REMAINDER 32767
 #define WEIGHT_STRIDE 0x9E3779B1u /* of an element's weight in the fingerprint */
 #define WEIGHT_START 0x85EBCA77u
-#define DECODED 4096 /* elements that a thread decodes at a time: they stay in the first-level cache */
 
 /* The tensors of a parameter: main param (fp32), model param (fp16 or bf16: type), remainder (int16), fingerprint. */
 typedef struct {
@@ -28,53 +27,63 @@ INLINE Halves load_halves(const void *at, int64_t n) {
 
 INLINE Ints sign_extended(Halves h) { return (Ints)(widened(h) << 16) >> 16; }
 
-/* Return the main params that model params and remainders stand for. */
-INLINE Floats decoded(Halves model, Halves remainder, int64_t type) {
-    Words half = widened(model), offset = (Words)sign_extended(remainder);
-    if (type == BF16) return (Floats)((half << 16) + offset);
-    Floats magnitude = from_half(model & 0x7fff), fixed = magnitude + floats_of((Ints)offset) * 0x1p-40f;
-    Words bits = words_where((Ints)(half & 0x7fffu) < FIXED_POINT_END, (Words)fixed, (Words)magnitude + offset);
+/* Return the main params in fp16 that model params and remainders stand for, whatever they are. */
+INLINE Floats decoded_fp16(Halves model, Halves remainder) {
+    Words half = widened(model), left = (Words)sign_extended(remainder);
+    Floats magnitude = from_half(model & 0x7fff), fixed = magnitude + floats_of((Ints)left) * 0x1p-40f;
+    Words bits = words_where((Ints)(half & 0x7fffu) < FIXED_POINT_END, (Words)fixed, (Words)magnitude + left);
     return (Floats)(bits | (half & 0x8000u) << 16);
 }
 
-/* Return the remainders, in the low 16 bits, of main params whose rounding is `model`. */
-INLINE Words remainder_of(Floats main, Halves model, int64_t type) {
+/* Return the remainders, in the low 16 bits, of any main params in fp16 whose rounding is `model`. */
+INLINE Words remainder_of_fp16(Floats main, Halves model) {
     Words bits = (Words)magnitude_of(main), half = widened(model) & 0x7fffu;
-    if (type == BF16) {
-        Words offset = bits - (half << 16);
-        offset = words_where((Ints)offset > MOST_REMAINDER, (Words){0} + MOST_REMAINDER, offset);
-        return words_where(main == main, offset, (Words){0});
-    }
     Floats magnitude = from_half(model & 0x7fff);
     Words exact = bits - (Words)magnitude, most = (Words){0} + MOST_REMAINDER;
     Words fixed = (Words)rounded((magnitude_of(main) - magnitude) * 0x1p40f);
     fixed = words_where((Ints)fixed > MOST_REMAINDER, most, fixed);
     fixed = words_where((Ints)fixed < -MOST_REMAINDER, -most, fixed);
-    Words offset = words_where((Ints)half < FIXED_POINT_END, fixed, exact);
-    return words_where((Ints)half >= HALF_INFINITY, (Words){0}, offset);
+    Words left = words_where((Ints)half < FIXED_POINT_END, fixed, exact);
+    return words_where((Ints)half >= HALF_INFINITY, (Words){0}, left);
 }
 
-/* Decode n <= WIDTH elements, from element i on. */
-INLINE void decode_some(const HeldRow *row, int64_t i, int64_t n, int64_t type) {
-    Halves model = load_halves(row->model + 2 * i, n), remainder = load_halves(row->remainder + 2 * i, n);
-    store(row->main + 4 * i, decoded(model, remainder, type), F32, n);
+/* Whether a model param in fp16, widened, is below 2**-16, inf or NaN. Of others remainders are differences of bits. */
+INLINE int any_rare(Floats model) {
+    const uint32_t least = 0x37800000u, range = 0x7f800000u - least;
+    Words above = ((Words)model & 0x7fffffffu) - least;
+#if WIDTH == 16
+    return _mm512_cmpge_epu32_mask((__m512i)above, _mm512_set1_epi32((int)range)) != 0;
+#else
+    return any((Ints)(above >= range));
+#endif
 }
 
-INLINE void decode_as(const HeldRow *row, Chunk chunk, int64_t type) {
-    int64_t i = chunk.start;
-    for (; i + WIDTH <= chunk.end; i += WIDTH) {
-        __builtin_prefetch(row->model + 2 * i + AHEAD);
-        __builtin_prefetch(row->remainder + 2 * i + AHEAD);
-        decode_some(row, i, WIDTH, type);
-    }
-    if (i < chunk.end) decode_some(row, i, chunk.end - i, type);
+/* Return the main params of n <= WIDTH elements. */
+INLINE Floats held_value(const char *at_model, const char *at_remainder, int64_t type, int64_t n) {
+    Halves model = load_halves(at_model, n), remainder = load_halves(at_remainder, n);
+    Words left = (Words)sign_extended(remainder);
+    if (type == BF16) return (Floats)((widened(model) << 16) + left);
+    Floats rounded = from_half(model);
+    if (__builtin_expect(any_rare(rounded), 0)) return decoded_fp16(model, remainder);
+    return (Floats)((Words)rounded + left);
 }
 
-/* Return what each element adds to the fingerprint. i: the index of the first. */
-INLINE Words marks_of(Halves model, int64_t i) {
-    Words index;
-    for (int j = 0; j < WIDTH; j++) index[j] = (uint32_t)j;
-    return widened(model) * (((index + (uint32_t)i) * WEIGHT_STRIDE + WEIGHT_START) | 1u);
+/* The fingerprint of a run of elements, lane by lane. weight: of the next ones, but for its lowest bit. */
+typedef struct { Words sum, weight; } Marks;
+
+/* i: the index of the first element in the row. */
+INLINE Marks marks_from(int64_t i) {
+    Marks marks = {{0}, {0}};
+    for (int j = 0; j < WIDTH; j++) marks.weight[j] = (uint32_t)(i + j) * WEIGHT_STRIDE + WEIGHT_START;
+    return marks;
+}
+
+/* Add the next WIDTH elements, of which the first n count. */
+INLINE void mark(Marks *marks, Halves model, int64_t n) {
+    Words bits = widened(model);
+    if (n < WIDTH) bits &= (Words)before(n);
+    marks->sum += bits * (marks->weight | 1u);
+    marks->weight += WIDTH * WEIGHT_STRIDE;
 }
 
 INLINE uint32_t sum_of_marks(Words marks) {
@@ -83,42 +92,70 @@ INLINE uint32_t sum_of_marks(Words marks) {
     return sum;
 }
 
-/* Encode n <= WIDTH elements, from element i on. Returns what each adds to the fingerprint. */
-INLINE Words encode_some(const HeldRow *row, int64_t i, int64_t n, int64_t type) {
-    Floats main = load(row->main + 4 * i, F32, n);
-    Halves model = to_16_bits(main, type), remainder = narrowed(remainder_of(main, model, type) & 0xffffu);
-    copy_first(row->model + 2 * i, &model, 2, n);
-    copy_first(row->remainder + 2 * i, &remainder, 2, n);
-    return marks_of(model, i);
-}
-
-/* Encode into fp16 like encode_some, but finite main params that would round to inf change nothing. Returns the sum. */
-static __attribute__((noinline)) uint32_t encode_large(const HeldRow *row, int64_t i, int64_t n) {
-    char *at_model = row->model + 2 * i, *at_remainder = row->remainder + 2 * i;
-    Halves old_model = load_halves(at_model, n), old_remainder = load_halves(at_remainder, n);
-    Floats main = load(row->main + 4 * i, F32, n);
-    Ints kept = rounds_beyond(main) & (magnitude_of(main) < (Floats){0} + INFINITY);
-    encode_some(row, i, n, F16);
-    Halves model = narrowed(words_where(kept, widened(old_model), widened(load_halves(at_model, n))));
-    Halves remainder = narrowed(words_where(kept, widened(old_remainder), widened(load_halves(at_remainder, n))));
+/* Hold main params in fp16 of which some are rare. Finite ones that would be inf keep what is there. */
+static __attribute__((noinline)) int hold_rare(const Floats *main, char *at_model, char *at_remainder, int64_t n,
+                                               Halves *held) {
+    Halves old_model = load_halves(at_model, n), old_remainder = load_halves(at_remainder, n), model = to_half(*main);
+    Ints beyond = rounds_beyond(*main) & before(n), kept = beyond & (magnitude_of(*main) < (Floats){0} + INFINITY);
+    Halves remainder = narrowed(remainder_of_fp16(*main, model) & 0xffffu);
+    model = narrowed(words_where(kept, widened(old_model), widened(model)));
+    remainder = narrowed(words_where(kept, widened(old_remainder), widened(remainder)));
     copy_first(at_model, &model, 2, n);
     copy_first(at_remainder, &remainder, 2, n);
-    return sum_of_marks(marks_of(model, i));
+    *held = model;
+    return any(beyond);
 }
 
-/* Encode a chunk, and add to *mark, its fingerprint. Returns whether any rounding into fp16 is not finite. */
-INLINE int encode_as(const HeldRow *row, Chunk chunk, int64_t type, uint32_t *mark) {
-    const Row plain = {.main = row->main};
-    Words marks = {0};
-    int64_t i = chunk.start;
-    if (type == F16 && chunk_rounds_beyond(&plain, chunk)) {
-        for (; i < chunk.end; i += WIDTH) *mark += encode_large(row, i, chunk.end - i);
-        return 1;
+/* Hold main params as model params and remainders. Returns whether a rounding into fp16 is not finite. */
+INLINE int hold_value(Floats main, char *at_model, char *at_remainder, int64_t type, int64_t n, Marks *marks) {
+    Halves model = to_16_bits(main, type);
+    int beyond = 0;
+    Words left = (Words)main;
+    if (type == BF16) {
+        left -= widened(model) << 16;
+        left = words_where((Ints)left > MOST_REMAINDER, (Words){0} + MOST_REMAINDER, left);
+        left = words_where(main == main, left, (Words){0});
+    } else {
+        Floats rounded = from_half(model);
+        left -= (Words)rounded;
+        if (__builtin_expect(any_rare(rounded), 0)) {
+            const Floats copy = main;
+            beyond = hold_rare(&copy, at_model, at_remainder, n, &model);
+            mark(marks, model, n);
+            return beyond;
+        }
     }
-    for (; i + WIDTH <= chunk.end; i += WIDTH) marks += encode_some(row, i, WIDTH, type);
-    if (i < chunk.end) marks += encode_some(row, i, chunk.end - i, type);
-    *mark += sum_of_marks(marks);
-    return 0;
+    Halves remainder = narrowed(left & 0xffffu);
+    copy_first(at_model, &model, 2, n);
+    copy_first(at_remainder, &remainder, 2, n);
+    mark(marks, model, n);
+    return beyond;
+}
+
+INLINE void decode_as(const HeldRow *row, Chunk chunk, int64_t type) {
+    for (int64_t i = chunk.start; i < chunk.end; i += WIDTH) {
+        int64_t n = chunk.end - i;
+        __builtin_prefetch(row->model + 2 * i + AHEAD);
+        __builtin_prefetch(row->remainder + 2 * i + AHEAD);
+        store(row->main + 4 * i, held_value(row->model + 2 * i, row->remainder + 2 * i, type, n), F32, n);
+    }
+}
+
+/* Returns whether a rounding into fp16 is not finite. */
+INLINE int encode_as(const HeldRow *row, Chunk chunk, int64_t type, uint32_t *sum) {
+    Marks marks = marks_from(chunk.start);
+    int beyond = 0;
+    for (int64_t i = chunk.start; i < chunk.end; i += WIDTH) {
+        int64_t n = chunk.end - i;
+        Floats main = load(row->main + 4 * i, F32, n);
+        beyond |= hold_value(main, row->model + 2 * i, row->remainder + 2 * i, type, n, &marks);
+    }
+    *sum = sum_of_marks(marks.sum);
+    return beyond;
+}
+
+INLINE void add_fingerprint(int64_t *fingerprint, uint32_t sum) {
+    __atomic_fetch_add((uint32_t *)fingerprint, sum, __ATOMIC_RELAXED); /* modulo 2**32, little-endian */
 }
 
 static void decode_chunk(const HeldRow *row, Chunk chunk) {
@@ -128,9 +165,9 @@ static void decode_chunk(const HeldRow *row, Chunk chunk) {
 
 /* Encode a chunk, and add to the row's fingerprint, which was 0 before its first chunk. Returns as encode_as does. */
 static int encode_chunk(const HeldRow *row, Chunk chunk) {
-    uint32_t mark = 0;
-    int beyond = row->type == F16 ? encode_as(row, chunk, F16, &mark) : encode_as(row, chunk, BF16, &mark);
-    __atomic_fetch_add((uint32_t *)row->fingerprint, mark, __ATOMIC_RELAXED); /* modulo 2**32, little-endian */
+    uint32_t sum = 0;
+    int beyond = row->type == F16 ? encode_as(row, chunk, F16, &sum) : encode_as(row, chunk, BF16, &sum);
+    add_fingerprint(row->fingerprint, sum);
     return beyond;
 }
 

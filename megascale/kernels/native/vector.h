@@ -43,9 +43,17 @@ INLINE Floats where(Ints holds, Floats yes, Floats no) {
 INLINE Words words_where(Ints holds, Words yes, Words no) { return (Words)where(holds, (Floats)yes, (Floats)no); }
 
 INLINE int any(Ints holds) {
+#if WIDTH == 16
+    return _mm512_test_epi32_mask((__m512i)holds, (__m512i)holds) != 0;
+#elif WIDTH == 8
+    return _mm256_movemask_ps((__m256)holds) != 0;
+#elif defined(__SSE2__)
+    return _mm_movemask_ps((__m128)holds) != 0;
+#else
     int found = 0;
     for (int j = 0; j < WIDTH; j++) found |= holds[j];
     return found != 0;
+#endif
 }
 
 /* Return -1 for the first n elements, 0 after them. */
