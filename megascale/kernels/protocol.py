@@ -31,8 +31,8 @@ class Operands:
         step: landed steps of each parameter before this one: 0-d fp32 tensors, counted by the update. Empty where
             nothing depends on them; 8-bit codes do.
         written: the versions of ``model`` after the update, set by a backend that has told autograd of its writes.
-        start: of each parameter, the index of its first element in the whole parameter, a multiple of 32: codes of 8
-            bits depend on it. Empty: 0.
+        start: of each parameter, the index of its first element in the whole parameter, a multiple of 32: 8-bit
+            codes depend on it. Empty: 0.
         remainder: int16, contiguous as ``model`` is: main params are held as remainders, and ``main`` has no memory.
             For backends that have ``fuses_remainders``. Empty: ``main`` holds the values.
         fingerprint: beside ``remainder``, as in :class:`HeldParams`.
