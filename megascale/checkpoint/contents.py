@@ -58,7 +58,7 @@ class Contents:
         rank_tree: of this rank's own state.
         tensors: by key.
         digest: a checksum of names, shapes, dtypes and primitives for each part that all ranks must agree on.
-        revision: the same as the save before if the tensors' keys, order, shapes, dtypes and placements are.
+        revision: a number that changes whenever the tensors' keys, order, shapes, dtypes or placements do.
     """
 
     trees: dict[str, Tree]

@@ -35,8 +35,8 @@ class KeptNest:
         name: the nest's name, the first part of every tensor's key.
 
     Attributes:
-        revision: as long as it is the same, so are the tensors' keys, order, shapes, dtypes and placements. No two
-            nests share one.
+        revision: a number that changes whenever the tensors' keys, order, shapes, dtypes or placements do. No two nests
+            share one.
     """
 
     def __init__(self, name: str) -> None:
