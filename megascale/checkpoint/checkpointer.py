@@ -230,7 +230,7 @@ class Checkpointer:
                     marks.update(rank_marks)
                 Manifest(step, group_size(group), trees, rank_trees, marks).write(planned.folder)
                 folders.commit(planned.folder, self.directory, step)
-        planned.pieces.reduce()
+        planned.pieces.reduce(index_is_kept=all(places is None for places, _ in gathered))
         with together("remove old checkpoints", group):
             if planned.rank == 0 and self.keep_last is not None:
                 folders.prune(self.directory, self.keep_last, step)

@@ -58,7 +58,7 @@ class WritePlan:
 
     Attributes:
         token: the same on all ranks that planned together.
-        plan: this rank's pieces, in the order of its file; empty once :meth:`reduce` has been called.
+        plan: this rank's pieces, in the order of its file; empty after :meth:`reduce`.
         metadata: torch's index of all pieces, without their places in the files; empty on all but the first rank.
         places: where every rank's pieces lie, by rank; on the first rank.
         index: the bytes of `.metadata` that say so.
@@ -99,14 +99,16 @@ class WritePlan:
             for piece in self.wanted
         ]
 
-    def reduce(self) -> None:
+    def reduce(self, *, index_is_kept: bool) -> None:
         """Keep what the next save needs, once the first rank knows where this rank's pieces lie.
 
         The rest is a dozen objects for each tensor, which Python's garbage collector would visit again and again.
+        ``index_is_kept``: no rank told the first one anew where its pieces lie.
         """
         self.is_indexed = True
         if self.archives is not None and len(self.wanted) == len(self.archives):
             self.plan = replace(self.plan, items=[])
+        if index_is_kept:
             self.metadata = Metadata({})
             self.places.clear()
 

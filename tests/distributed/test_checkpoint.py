@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from megascale import DynamicGradScaler, MixedPrecisionOptimizer, ParallelGroups
-from megascale.checkpoint import Checkpointer, latest, load, save
+from megascale.checkpoint import Checkpointer, latest, load, save, storage
 from megascale.errors import ArgumentTypeError, CheckpointError
 from megascale.utils import progress
 from tests.checkpoint_cases import build, differences, message_of, state_of, train
@@ -336,6 +336,29 @@ def test_plan_is_kept_by_all_ranks_or_by_none(ranks: RankPool, tmp_path: Path) -
     assert ranks.run(2, _save_thrice, tmp_path) == [[[]] * 3] * 2
     first, second, third = ((tmp_path / f"step_{step:08d}" / ".metadata").read_bytes() for step in range(3))
     assert first == second == third
+
+
+def _save_with_unknown_archives(directory: Path) -> list[list[str]]:
+    """Save three times, where one rank alone writes archives that only torch knows."""
+    model, optimizer = build(0)
+    checkpointer = Checkpointer(directory)
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(storage, "archive_of", lambda dtype, shape: None)
+        for step in range(3):
+            train(model, optimizer, step, step + 1)
+            own = torch.full((3,), step * 10 + dist.get_rank())
+            checkpointer.save(step, model, optimizer, rank_state=own)
+            fresh, loaded = build(1)
+            state = checkpointer.load(fresh, loaded, step=step).rank_state
+            found.append(differences([state_of(model, optimizer), own], [state_of(fresh, loaded), state]))
+    return found
+
+
+def test_rank_whose_archives_torch_writes_is_indexed_at_each_save(ranks: RankPool, tmp_path: Path) -> None:
+    """It tells where its pieces lie each time; the other ranks' places, told once, are still known then."""
+    assert ranks.run(2, _save_with_unknown_archives, tmp_path) == [[[]] * 3] * 2
 
 
 def _bars(directory: Path) -> str:
