@@ -100,11 +100,13 @@ def _all_at_work(seconds: float) -> None:
 
 
 def test_a_late_rank_is_named_with_its_place(ranks: RankPool) -> None:
-    """The rank that waits says who has not made its call, and what that rank does; the late one says nothing. Once both
-    are at work again, their notices are gone.
+    """The rank that waits says who has not made its call, and what that rank does, each state of affairs once; the late
+    one says nothing. Once both are at work again, their notices are gone.
     """
     ((first, error), left), (late, _) = ranks.run(2, _late_rank)
     assert (error, late, left) == ("", ([], ""), [None, None])
+    told = [re.sub(r"waited for \d+ s", "", line) for line in first]
+    assert len(told) == len(set(told))
     line = first[-1]  # on a busy machine one before it may say that rank 1 gives no sign
     assert line.startswith("rank 0 has waited for ")
     assert "all_reduce_sum_, called at test_rank_watch.py:" in line

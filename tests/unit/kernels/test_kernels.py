@@ -56,6 +56,19 @@ def test_statistics_equal_fp64(name: str, dtype: torch.dtype) -> None:
             assert not stats.sum_squares[index].isfinite()
 
 
+@pytest.mark.parametrize("name", ["reference", "native", "torch"])
+def test_fp64_is_measured_in_fp64(name: str) -> None:
+    """Numbers beyond fp32 are finite, and so are their squares; those below it are no zeros."""
+    grads = [torch.full((4,), value, dtype=torch.float64) for value in (1e60, 1e-60)]
+    stats = _backend(name).measure(grads, count_zeros=True)
+    assert stats.non_finite.tolist() == [0, 0]
+    assert stats.zeros is not None
+    assert stats.zeros.tolist() == [0, 0]
+    torch.testing.assert_close(
+        stats.sum_squares, torch.tensor([4e120, 4e-120], dtype=torch.float64), rtol=1e-12, atol=0
+    )
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_fp16_norm_does_not_overflow(name: str) -> None:
     """fp16 squares overflow at 256; the statistics accumulate wider."""

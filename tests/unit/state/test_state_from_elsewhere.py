@@ -295,3 +295,31 @@ def test_a_frozen_parameter_with_state_in_a_sharded_optimizer(kind: str, way: st
         _backward(other, resumed, step)
     assert all(map(bits_equal, other.parameters(), module.parameters()))
     assert not bits_equal(other.get_parameter("0.weight"), _half_frozen(kind)[0].get_parameter("0.weight"))
+
+
+class _Coded(torch.optim.Optimizer):
+    """A user's optimizer: an average, and a table of numbers in 16 bits that its arithmetic wants so."""
+
+    def __init__(self, params: Params) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.seen: list[tuple[torch.dtype, torch.dtype]] = []
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One step."""
+        for param in self.param_groups[0]["params"]:
+            state = self.state[param]
+            self.seen.append((state["average"].dtype, state["table"].dtype))
+            param.sub_(state["average"].lerp_(param.grad, 0.5), alpha=0.1)
+
+
+def test_only_state_of_the_parameters_shape_is_widened() -> None:
+    """Of a user's optimizer: what else it holds in 16 bits, and why, is its own matter."""
+    param = nn.Parameter(torch.ones(4).half())
+    inner = _Coded([param])
+    inner.state[param] = {"average": torch.zeros(4).half(), "table": torch.arange(3.0).half()}
+    optimizer = MixedPrecisionOptimizer(inner, None, ConstantGradScaler(1.0), grads_are_scaled=True)
+    param.grad = torch.ones(4).half()
+    assert optimizer.step().success
+    assert inner.seen == [(torch.float32, torch.float16)]
+    assert inner.state[param]["table"].dtype == torch.float16
