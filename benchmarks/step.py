@@ -13,7 +13,8 @@ round to FILE.csv. `--list` shows the contenders and how to install them.
 
 times megascale's step under every rule, dtype of parameters and dtypes of moments instead, each beside AdamW on fp16
 parameters. `--rules`, `--dtypes` and `--moments` choose; moments of two dtypes are written bfloat16/float32,
-those of 8 bits int8/uint8 (for adamw, adam and adam-l2).
+those of 8 bits int8/uint8. `--states compact` is the matrix of fp32 states, and of what is half as large or less:
+remainders, 8-bit moments, and both.
 """
 
 import argparse
@@ -32,6 +33,12 @@ from peers.work import given_work
 
 DTYPES = ("float16", "bfloat16", "float32")
 MOMENT_DTYPES = (*DTYPES, "int8", "uint8")
+COMPACT = {
+    "dtypes": "float16,bfloat16",
+    "rules": "adamw,momentum,lion",
+    "moments": "float32,float32+remainders,int8/uint8,int8/uint8+remainders",
+}
+"""What `--states compact` stands for."""
 
 
 # The table
@@ -169,10 +176,13 @@ def arguments_of_command() -> argparse.Namespace:
     parser.add_argument(
         "--moments", default="float32,bfloat16", help="of the matrix: dtypes, or first/second; +remainders"
     )
+    parser.add_argument("--states", choices=["compact"], help="the matrix of compact states")
     parser.add_argument("--backends", default="", help="backends of megascale that get a row of their own")
     parser.add_argument("--only", default="", help="peers, by parts of their names, separated by commas")
     parser.add_argument("--list", action="store_true", help="show the contenders, and how to install them")
     arguments = parser.parse_args()
+    if arguments.states:
+        vars(arguments).update(COMPACT, matrix=True)
     arguments.dtypes = arguments.dtypes or ",".join(DTYPES if arguments.matrix else DTYPES[:2])
     if not 0 < arguments.tensors <= arguments.numel:
         parser.error(f"--tensors {arguments.tensors} must be from 1 to --numel {arguments.numel}")

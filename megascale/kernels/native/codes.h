@@ -1,4 +1,4 @@
-/* Vectors of codes of 8 bits, and integers: WIDTH elements at a time. */
+/* Vectors of 8-bit codes, and integers: WIDTH elements at a time. */
 #ifndef MEGASCALE_CODES_H
 #define MEGASCALE_CODES_H
 

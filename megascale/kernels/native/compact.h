@@ -1,4 +1,4 @@
-/* Updates of moments held as codes of 8 bits: of Adam, which compact_moments.py specifies; see compact_averages.h too.
+/* Updates of moments held as 8-bit codes: Adam's, which compact_moments.py specifies; see compact_averages.h too.
  *
  * A block of some groups goes through short loops whose values stay in the first-level cache: a group's scales depend on
  * all its elements, and work on the scales of many groups at once hides how long each takes. Included by native.c.
@@ -26,7 +26,9 @@ typedef struct {
     int64_t *fingerprint;
 } CompactRow;
 
-/* All that branches depend on. first, second: whether a moment is codes. cut: whether the last group is not whole. */
+/* What the branches of a loop ask for. held: whether main params are remainders. first, second: whether a moment is
+ * codes. l2: whether decay goes through the gradient. cut: whether the last group is not whole.
+ */
 typedef struct { int64_t rule, held, grad, model; int first, second, l2, cut; } CompactKind;
 
 /* The addresses of up to BLOCK groups, n elements. dither: of the first element. */

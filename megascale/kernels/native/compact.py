@@ -1,4 +1,4 @@
-"""The table of pointers for compact.h: updates of moments held as codes of 8 bits.
+"""The table of pointers for compact.h: updates of moments held as 8-bit codes.
 
 See :mod:`megascale.kernels.compact_moments` and :mod:`megascale.kernels.compact_averages`.
 """

@@ -1,4 +1,4 @@
-/* SGD and Lion on a momentum held as codes of 8 bits, which compact_averages.py specifies. Included by compact.h. */
+/* SGD and Lion on a momentum held as 8-bit codes, which compact_averages.py specifies. Included by compact.h. */
 #ifndef MEGASCALE_COMPACT_AVERAGES_H
 #define MEGASCALE_COMPACT_AVERAGES_H
 
