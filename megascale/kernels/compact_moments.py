@@ -40,6 +40,8 @@ LEAST_QUOTIENT = 2.0**-100
 """A group whose quotients are all smaller has scale 0: the reciprocal of its scale could overflow."""
 FINEST, COARSEST = 16, 19
 TOP_CODE = 255
+NAN_BITS = 0x7FC00000
+"""Processors differ in the bits of a NaN that they compute."""
 INDEX_STRIDE, STEP_STRIDE = 0x9E3779B1, 0x85EBCA77  # odd; the first is 2**32 divided by the golden ratio
 _WORD = 0xFFFFFFFF
 
@@ -75,10 +77,10 @@ def encode_root(root: Tensor, dithers: Tensor) -> tuple[Tensor, Tensor]:
     """Return uint8 codes, shape [n], and fp32 scales, shape [groups], of roots of second moments.
 
     Args:
-        root: fp32, shape [n], 0 or above. Inf and NaN are held exactly.
+        root: fp32, shape [n], 0 or above. Inf is held exactly, and NaN as the one with the bits 0x7FC00000.
         dithers: int64, shape [n], 0 to 2**32 - 1.
     """
-    bits = root.view(torch.int32).to(torch.int64) & 0x7FFFFFFF
+    bits = torch.where(root.isnan(), NAN_BITS, root.view(torch.int32).to(torch.int64) & 0x7FFFFFFF)
     highest, lowest = grouped(bits, 0).amax(1, keepdim=True), grouped(bits, 0x7FFFFFFF).amin(1, keepdim=True)
     shift = torch.full_like(highest, FINEST)
     for finer in range(FINEST, COARSEST):

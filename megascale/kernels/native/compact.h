@@ -13,6 +13,7 @@
 #define VECTORS (GROUP / WIDTH)
 #define FINEST 16 /* the smallest shift */
 #define TOP_CODE 255
+#define NAN_BITS 0x7fc00000u
 #define LEAST_SCALED 0x1p-100f /* a group of smaller numbers has scale 0 */
 #define INDEX_STRIDE 0x9E3779B1u
 #define STEP_STRIDE 0x85EBCA77u
@@ -93,7 +94,8 @@ INLINE void new_moments(Span at, CompactKind kind, AdamScalars s, float coeffici
         square = s.beta2 * square + s.one_beta2 * gradient * gradient;
         if (!kind.first) store(at.first + 4 * o, average, F32, WIDTH);
         if (!kind.second) store(at.second + 4 * o, square, F32, WIDTH);
-        Words bits = (Words)magnitude_of(root(square));
+        Floats now = root(square);
+        Words bits = words_where(now == now, (Words)magnitude_of(now), (Words){0} + NAN_BITS);
         high = larger(high, kind.cut ? bits & (Words)before(at.n - o) : bits);
         low = smaller(low, kind.cut ? bits | (~(Words)before(at.n - o) & 0x7fffffffu) : bits);
         work->first[t * VECTORS + k] = average;

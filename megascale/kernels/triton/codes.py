@@ -22,6 +22,7 @@ GROUP = tl.constexpr(compact_moments.GROUP)
 FINEST = tl.constexpr(compact_moments.FINEST)
 COARSEST = tl.constexpr(compact_moments.COARSEST)
 TOP_ROOT = tl.constexpr(compact_moments.TOP_CODE)
+NAN_BITS = tl.constexpr(compact_moments.NAN_BITS)
 LEAST_QUOTIENT = tl.constexpr(compact_moments.LEAST_QUOTIENT)
 TOP_QUOTIENT = tl.constexpr(127.0)
 TOP_LEVEL = tl.constexpr(compact_averages.TOP_CODE)
@@ -125,7 +126,7 @@ def read_moments(
 @inlined
 def _encode_root(root, mask, dithers):
     """Return the codes of roots, the scales' bits, shape [groups], and the roots as held."""
-    bits = _magnitude(root)
+    bits = tl.where(root == root, _magnitude(root), NAN_BITS)
     highest = max_of_rows(bits)[:, None]
     lowest = 0x7FFFFFFF - max_of_rows(tl.where(mask, 0x7FFFFFFF - bits, 0))[:, None]
     shift = tl.full((root.shape[0], 1), FINEST, tl.int32)

@@ -112,6 +112,17 @@ def test_a_first_moment_that_is_not_finite_spoils_its_group_alone() -> None:
         assert (held[32:] == 1).all()
 
 
+def test_any_nan_makes_the_same_codes() -> None:
+    """Which NaN a processor computes is nobody's promise: its bits would move the codes of its neighbours."""
+    made = []
+    for bits in (0x7FC00000, 0x7FFFFFFF, -1, 0x7F800001):
+        roots = torch.rand(40, generator=torch.Generator().manual_seed(0))
+        roots[5] = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+        made.append(encode_root(roots, dither(0, 40, torch.tensor(1.0))))
+        assert decode_root(*made[-1]).isnan().tolist() == [index == 5 for index in range(40)]
+    assert all(torch.equal(one, other) for one, *others in zip(*made, strict=True) for other in others)
+
+
 def test_dither_depends_on_element_and_step_alone() -> None:
     """A range of elements has the same dither wherever it is cut; the formula is modulo 2**32."""
     step = torch.tensor(7.0)

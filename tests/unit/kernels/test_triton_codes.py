@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from megascale.kernels import AdamHyper, Backend, Decision, LionHyper, Operands, ReferenceBackend, SgdHyper
 from megascale.kernels.compact_averages import encode_average
 from megascale.kernels.compact_moments import SCALE_SUFFIX, dither, encode_moments
+from megascale.kernels.native.backend import NativeBackend
 from megascale.kernels.remainders import encode, fingerprint
 from megascale.kernels.triton import device_table
 from megascale.kernels.triton.backend import TritonBackend
@@ -178,22 +179,26 @@ def test_codes_at_any_address_and_length(rule: str, data: st.DataObject, held: b
         assert bits_equal(left, right)
 
 
-def test_moments_that_overflow_are_held_as_specified() -> None:
-    """Gradients whose squares are beyond fp32, or below it: roots of inf, groups of zeros, and of subnormal numbers."""
+@pytest.mark.parametrize("nan", [0x7FFFFFFF, -1, 0x7F800001])
+def test_moments_that_overflow_are_held_as_specified(nan: int) -> None:
+    """Gradients whose squares are beyond fp32, or below it: roots of inf, groups of zeros, subnormal numbers, a NaN."""
     update, dtypes = RULES["adamw"]
     rows: list[Row] = [(CHUNK + 40, 0, 3, SINGLE, None, [0] * 6)]
-    (ours, _), (theirs, _) = (_operands(rows, dtypes, False) for _ in range(2))
-    for operands in (ours, theirs):
+    made = []
+    backends: list[Backend] = [ReferenceBackend(), TritonBackend()]
+    if DEVICE.type == "cpu":
+        backends.append(NativeBackend())
+    for backend in backends:
+        operands, _ = _operands(rows, dtypes, False)
         grad = operands.grad[0]
         grad[:4], grad[32:40], grad[64:] = 1e30, 1e-30, 1e-22
+        grad[70] = torch.tensor(nan, dtype=torch.int32).view(SINGLE)
         for tensors in operands.state.values():
             tensors[0].zero_()
-    assert torch.equal(
-        update(TritonBackend(), ours, _decision(False)), update(ReferenceBackend(), theirs, _decision(False))
-    )
-    for name in ours.state:
-        assert bits_equal(ours.state[name][0].nan_to_num(7.0), theirs.state[name][0].nan_to_num(7.0))
-    assert bits_equal(ours.main[0], theirs.main[0])
+        flags = update(backend, operands, _decision(False))
+        states = [tensors[0].nan_to_num(7.0) for tensors in operands.state.values()]
+        made.append([flags, operands.main[0].nan_to_num(7.0), *states])
+    assert all(bits_equal(one, other) for one, *others in zip(*made, strict=True) for other in others)
 
 
 @pytest.mark.parametrize("held", [False, True])
