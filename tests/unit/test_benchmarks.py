@@ -351,3 +351,17 @@ def test_certificate_compares_the_same_training(tmp_path: Path) -> None:
     assert [row["states"] for row in losses] == 2 * names
     assert all(float(row["loss, seed 0"]) > 0 for row in losses)
     assert [row["from fp32 states, ties moved"] for row in weights] == ["0", "0"]
+
+
+@pytest.mark.slow
+def test_peers_of_8_bits_are_compared_with_ours(tmp_path: Path) -> None:
+    """There is a row for each AdamW that is installed, and ratios are to ours."""
+    out = tmp_path / "table.md"
+    command = [sys.executable, str(ROOT / "benchmarks/peers_8bit.py"), "--numel", "8192", "--tensors", "2"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    options = ["--rounds", "2", "--threads", "1", "--out", str(out)]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=100, env=environment)
+    assert done.returncode == 0, done.stderr
+    rows = table(out.read_text())
+    assert len(rows) >= 3
+    assert rows[0]["ours, 8-bit moments / it"] == "1.00 (1.00 to 1.00)"
