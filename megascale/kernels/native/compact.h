@@ -332,6 +332,7 @@ void update_compact(const Lengths *all, const Grads *grads, const CompactRow *ro
     int64_t n = all->num_rows, total = 0;
     int skip = *found_inf != 0, l2 = (options_of(rule, hyper) & L2) != 0;
     float factor = hyper->maximize ? -*coefficient : *coefficient;
+    if (n <= 0) return;
     Share shares[MOST_THREADS];
     for (int64_t r = 0; r < n; r++) total += all->numels[r];
     memset(overflowed, 0, (size_t)n);

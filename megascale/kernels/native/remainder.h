@@ -73,9 +73,9 @@ typedef struct { Words sum, weight; } Marks;
 
 /* i: the index of the first element in the row. */
 INLINE Marks marks_from(int64_t i) {
-    Marks marks = {{0}, {0}};
-    for (int j = 0; j < WIDTH; j++) marks.weight[j] = (uint32_t)(i + j) * WEIGHT_STRIDE + WEIGHT_START;
-    return marks;
+    Words weight = {0};
+    for (int j = 0; j < WIDTH; j++) weight[j] = (uint32_t)(i + j) * WEIGHT_STRIDE + WEIGHT_START;
+    return (Marks){{0}, weight};
 }
 
 /* Add the next WIDTH elements, of which the first n count. */
