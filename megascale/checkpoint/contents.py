@@ -12,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from megascale.checkpoint.kept_nest import KeptNest
 from megascale.checkpoint.manifest import Manifest
 from megascale.checkpoint.nest import Tree, flatten, join, leaves
-from megascale.errors import ArgumentTypeError, CheckpointError
+from megascale.errors import ArgumentTypeError, CheckpointError, listed
+from megascale.kernels.remainders import REMAINDER_DTYPE
 from megascale.main_params.shard import ParamShard
 from megascale.parallel import ParallelGroups, is_expert
 from megascale.state.saved_state import SavedState
@@ -103,7 +104,9 @@ def collect(
     else:
         parts["model"] = model_state(model, optimizer.saved_state().model_shards())
         parts["optimizer"] = optimizer.saved_state().pack()
-        renamed = _renamed(model, names_in(parts["optimizer"], optimizer))
+        names = names_in(parts["optimizer"], optimizer)
+        _require_weights(model, names, parts["optimizer"]["main_params"])
+        renamed = _renamed(model, names)
         parts |= {PARAM_NAMES: renamed} if renamed else {}
     if user_state is not None:
         parts["user"] = user_state
@@ -202,6 +205,20 @@ def left_out(saved: Mapping[str, Any], live: Mapping[str, Any]) -> list[str]:
 
 def _stateful(packed: Mapping[str, Any]) -> set[str]:
     return {name for name, state in packed["optimizer"]["state"].items() if state} | set(packed["main_params"])
+
+
+def _require_weights(model: nn.Module, names: Mapping[int, str], main_params: Mapping[str, Tensor]) -> None:
+    """Raise CheckpointError for a remainder whose weights are not saved beside it: nothing could be made of it.
+
+    ``names``: of the optimizer's parameters, by id.
+    """
+    saved = {names.get(id(value)) for value in model_state(model).values()}
+    alone = [name for name, main in main_params.items() if main.dtype == REMAINDER_DTYPE and name not in saved]
+    if alone:
+        raise CheckpointError(
+            f"the main params of {listed(alone)} are held as remainders of weights that the model's state_dict() does "
+            "not hold; save the model that has these parameters, and let no hook replace them"
+        )
 
 
 def _renamed(model: nn.Module, names: Mapping[int, str]) -> dict[str, str]:

@@ -157,6 +157,30 @@ def test_checkpoints_travel(
     assert all(same_bits(wide[0], other) for other in wide)
 
 
+def _fsdp_checkpoint(directory: Path) -> bool:
+    """Save remainders under fully_shard. Returns whether another run under it has the same main params."""
+    mains = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        model = nn.Linear(32, 64).bfloat16()
+        fully_shard(model, mesh=mesh_of((dist.get_world_size(),), ("fsdp",)))
+        config = OptimizerConfig(bf16=True, store_param_remainders=True)
+        optimizer = MixedPrecisionOptimizer(INNER["adamw"](model.named_parameters()), config)
+        if seed == 0:
+            model(torch.ones(4, 32).bfloat16()).float().square().mean().backward()
+            optimizer.step()
+            Checkpointer(directory).save(1, model, optimizer)
+        else:
+            Checkpointer(directory).load(model, optimizer)
+        mains.append(_whole(model, optimizer)["main weight"])
+    return bits_equal(*mains) and not bits_equal(mains[0], mains[0].bfloat16().float())
+
+
+def test_fsdp2_checkpoint_of_remainders(ranks: RankPool, tmp_path: Path) -> None:
+    """The weights that a remainder counts from are those that fully_shard saves."""
+    assert ranks.run(2, _fsdp_checkpoint, tmp_path) == [True, True]
+
+
 def _refused() -> list[str]:
     """Return the errors of cuts that leave a rank a part of a group."""
     mesh = mesh_of((dist.get_world_size(),), ("a",))

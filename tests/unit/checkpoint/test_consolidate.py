@@ -81,6 +81,23 @@ def test_main_params_that_are_remainders(tmp_path: Path) -> None:
     assert differences(model.state_dict(), whole["model"]) == []
 
 
+@pytest.mark.parametrize("hooked", [False, True])
+def test_remainders_without_their_weights_are_refused(tmp_path: Path, hooked: bool) -> None:
+    """A part of the model, or one whose state_dict() holds other tensors: said by the save, which leaves nothing."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).bfloat16()
+    inner = torch.optim.AdamW(model.named_parameters(), lr=1e-2)
+    optimizer = MixedPrecisionOptimizer(inner, OptimizerConfig(bf16=True, store_param_remainders=True))
+    if hooked:
+        model.register_state_dict_post_hook(lambda _, state, *__: state.update({"1.bias": state["1.bias"].float()}))
+    with pytest.raises(
+        CheckpointError, match=r"main params of '.*' are held as remainders of weights that the model's"
+    ):
+        Checkpointer(tmp_path).save(1, model if hooked else model[0], optimizer)
+    assert list(tmp_path.iterdir()) == []
+    wide = MixedPrecisionOptimizer(torch.optim.AdamW(model.named_parameters()), OptimizerConfig(bf16=True))
+    Checkpointer(tmp_path).save(1, model[0], wide)
+
+
 def test_optimizer_state(tmp_path: Path) -> None:
     """The whole training state, which a new optimizer goes on from as the old one does."""
     state = _saved(tmp_path / "run")
