@@ -40,7 +40,8 @@ class Checkpointer:
 
     Args:
         directory: holds the checkpoints, `step_00000040` and so on; created at the first save.
-        keep_last: how many complete checkpoints to keep, 1 or more; None keeps all.
+        keep_last: how many complete checkpoints to keep, 1 or more; None keeps all. A removal that was killed half-way
+            is finished by the next `save`, `load` or `latest`.
         async_save: copy what this rank writes to host memory, then write it in a background thread. That memory is
             kept for the next save. An error of the write is raised by the next `save` or `wait`. Call `wait` (or leave
             the ``with`` block) before torch.distributed is destroyed.
@@ -127,6 +128,7 @@ class Checkpointer:
     ) -> LoadedCheckpoint:
         """Load the latest checkpoint, or the one of ``step``; see :func:`load`."""
         self.wait()
+        self._finish_removals()
         return load(
             self.directory, model, optimizer, step=step, strict=strict, progress=self.progress, groups=self._groups
         )
@@ -134,11 +136,17 @@ class Checkpointer:
     def latest(self) -> Path | None:
         """Return the complete checkpoint of the highest step, the same on all ranks; None if there is none."""
         self.wait()
+        self._finish_removals()
         path: Path | None = None
         with together("look for checkpoints", self._group):
             if group_rank(self._group) == 0:
                 path = folders.latest(self.directory)
         return broadcast_object(path, self._group)
+
+    def _finish_removals(self) -> None:
+        """Remove what a killed process no longer could: after its last save, no other save would."""
+        if self.keep_last is not None and group_rank(self._group) == 0:
+            folders.finish_removals(self.directory)
 
     def __enter__(self) -> "Checkpointer":
         return self

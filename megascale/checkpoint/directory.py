@@ -1,7 +1,8 @@
 """The directory of checkpoints: their names, the latest one, and removal of old ones.
 
 A checkpoint is written into `.step_00000040.incomplete-<token>` and renamed to `step_00000040` when every byte is on
-disk. So a folder with the plain name is complete, whenever the writers were killed.
+disk. One to be removed is renamed to `.step_00000040.removed-<token>` first. So a folder with the plain name is
+complete, whenever the writers were killed.
 """
 
 import os
@@ -11,11 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megascale.errors import CheckpointError, listed
-from megascale.utils.atomic_files import incomplete, sync_folder
+from megascale.utils.atomic_files import hidden, sync_folder
 
 MANIFEST_NAME = "megascale.json"
 _COMPLETE = re.compile(r"step_(\d{8,})")
 _INCOMPLETE = re.compile(r"\.step_\d{8,}\.incomplete-\w+")
+_REMOVED = re.compile(r"\.step_\d{8,}\.removed-\w+")
 
 
 def latest(directory: str | os.PathLike[str]) -> Path | None:
@@ -39,7 +41,7 @@ def named(directory: Path) -> dict[int, Path]:
 
 
 def left(directory: Path) -> list[Path]:
-    """Return folders of saves and removals that were interrupted or are still running."""
+    """Return folders of saves that were interrupted or are still running."""
     return [entry for entry, _ in _matching(directory, _INCOMPLETE)]
 
 
@@ -87,7 +89,8 @@ def begin(directory: Path, step: int) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     for stale in left(directory):
         shutil.rmtree(stale, ignore_errors=True)
-    folder = incomplete(target)
+    finish_removals(directory)
+    folder = hidden(target, "incomplete")
     folder.mkdir()
     return folder
 
@@ -106,10 +109,14 @@ def prune(directory: Path, keep_last: int, saved_step: int) -> None:
     folders = complete(directory)
     others = [step for step in folders if step != saved_step]
     for step in others[: max(0, len(others) - (keep_last - 1))]:
-        # Renamed first: a removal that is killed half-way leaves no folder that looks complete.
-        doomed = incomplete(folders[step])
-        os.rename(folders[step], doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+        os.rename(folders[step], hidden(folders[step], "removed"))
+    finish_removals(directory)
+
+
+def finish_removals(directory: Path) -> None:
+    """Remove what `prune` has renamed, here or in a process that was killed before it could remove it."""
+    for entry, _ in _matching(directory, _REMOVED):
+        shutil.rmtree(entry, ignore_errors=True)
 
 
 def _matching(directory: Path, pattern: re.Pattern[str]) -> Iterator[tuple[Path, re.Match[str]]]:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
-def incomplete(target: Path) -> Path:
-    """Return a new, hidden name beside ``target``, for an incomplete file or folder."""
-    return target.with_name(f".{target.name}.incomplete-{secrets.token_hex(4)}")
+def hidden(target: Path, state: str) -> Path:
+    """Return a new, hidden name beside ``target``, for a file or folder in the ``state`` that the name tells."""
+    return target.with_name(f".{target.name}.{state}-{secrets.token_hex(4)}")
 
 
 def sync_folder(folder: Path) -> None:
@@ -27,7 +27,7 @@ def appearing(target: Path, *, overwrite: bool) -> Iterator[Path]:
 
     Raises FileExistsError if ``target`` exists by then and ``overwrite`` is False.
     """
-    unnamed = incomplete(target)
+    unnamed = hidden(target, "incomplete")
     try:
         yield unnamed
         with open(unnamed, "rb") as stream:

@@ -49,12 +49,19 @@ def kill_ranks(kills: int, seed: int, folder: Path, ranks: RankPool) -> Iterator
                 break
             found.append(fault)
         outcome = _run(ranks, place, asynchronous)
-        same = outcome[0][1] == ends[asynchronous] and not left(place) and _all_load(place)
+        broken = _broken(place, outcome[0][1] == ends[asynchronous])
         for kill in found:
-            seen = kill.seen + ("; goes on, same bits" if same else "; OTHER BITS")
-            yield replace(kill, seen=seen, as_promised=kill.as_promised and same)
+            seen = f"{kill.seen}; goes on, {broken or 'same bits'}"
+            yield replace(kill, seen=seen, as_promised=kill.as_promised and not broken)
         kills -= len(found)
         run += 1
+
+
+def _broken(place: Path, has_same_bits: bool) -> str:
+    """Return which promises of the end are broken, nothing where all are kept."""
+    remains = sorted(entry.name for entry in place.iterdir() if entry.name.startswith("."))
+    told = {"OTHER BITS": not has_same_bits, f"LEFT BEHIND: {remains}": remains, "NOT ALL LOAD": not _all_load(place)}
+    return ", ".join(name for name, is_so in told.items() if is_so)
 
 
 def _run(ranks: RankPool, place: Path, asynchronous: bool) -> list[tuple[int, str]]:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from megascale.checkpoint import Checkpointer, directory, latest, load, save
+from megascale.checkpoint.listing import listing
 from megascale.errors import ArgumentError, ArgumentTypeError, CheckpointError, StateDictError
 from tests.checkpoint_cases import build, differences, state_of, train
 
@@ -113,6 +114,30 @@ def test_leftovers_of_killed_saves_are_removed(tmp_path: Path) -> None:
     model, _ = build(0)
     save(tmp_path, 2, model)
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000002"]
+
+
+@pytest.mark.parametrize("by", ["save", "load", "latest"])
+def test_killed_removal_is_finished(tmp_path: Path, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After its last save a run has no other: the one that goes on from it removes what the killed one no longer could.
+
+    A save that still runs in another process stays, also where a third one loads.
+    """
+    model, _ = build(0)
+    with monkeypatch.context() as killed:
+        killed.setattr("shutil.rmtree", lambda *_, **__: None)
+        for step in (1, 2):
+            save(tmp_path, step, model, keep_last=1)
+    running = tmp_path / ".step_00000003.incomplete-0123abcd"
+    running.mkdir()
+    assert [entry.name for entry in tmp_path.glob(".*.removed-*")] != []
+    assert "removed" not in "".join(entry.path.name for entry in listing(tmp_path))
+    load(tmp_path, model)
+    Checkpointer(tmp_path).load(model)
+    assert [entry.name for entry in tmp_path.glob(".*.removed-*")] != [], "readers remove nothing"
+    goes_on = Checkpointer(tmp_path, keep_last=1)
+    {"save": lambda: goes_on.save(4, model), "load": lambda: goes_on.load(model), "latest": goes_on.latest}[by]()
+    assert list(tmp_path.glob(".*.removed-*")) == []
+    assert running.exists() == (by != "save")
 
 
 def test_existing_step_is_refused(tmp_path: Path) -> None:
