@@ -39,7 +39,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from megascale.errors import ArgumentError, UsageError
+from megascale.errors import UsageError
 from megascale.kernels.blocks import Block, Row, blocks_of, flat
 from megascale.kernels.decision import Decision, TensorStats, TorchDecisions
 from megascale.kernels.protocol import AdamHyper, LionHyper, Operands, SgdHyper
@@ -293,61 +293,6 @@ class _AdamCall:
             rounded = [(model, main) for model, main in zip(models, mains, strict=True) if model.dtype != main.dtype]
             if rounded:
                 torch._foreach_copy_([model for model, _ in rounded], [main for _, main in rounded])
-
-
-def update_scale_hysteresis_(
-    scale: Tensor,
-    growth_tracker: Tensor,
-    hysteresis_tracker: Tensor,
-    found_inf: Tensor,
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
-    hysteresis: int,
-) -> None:
-    """Update the loss scale by apex's rule, in one launch on the current stream.
-
-    The rule is that of :class:`megascale.DynamicGradScaler` with ``hysteresis_reset="clean_step"``, except:
-
-    * There is no ``min_scale``: overflows take the scale to 0. There is no ``max_scale``, yet no growth to inf.
-    * There is no ``hysteresis_reset="growth"``: every clean step replenishes hysteresis.
-    * Growth needs ``growth_tracker + 1 == growth_interval``: a loaded tracker at or above the interval never grows.
-    * ``hysteresis_tracker`` goes below 0 while overflows last. The scale backs off all the same.
-    * Factors multiply in fp64, not in fp32: the scale may differ in its last bit where a factor is no power of two.
-
-    Args:
-        scale: fp32, one element, on a CUDA device, as all of these tensors; updated.
-        growth_tracker: int32, one element; updated.
-        hysteresis_tracker: int32, one element; updated. It starts as ``hysteresis``.
-        found_inf: fp32, one element: 0, or positive where the step was skipped.
-        growth_factor: above 1.
-        backoff_factor: between 0 and 1, exclusive.
-        growth_interval: clean steps before the scale grows.
-        hysteresis: overflows in a row before the scale backs off.
-
-    Raises:
-        ArgumentError: a tensor has another dtype, number of elements or device.
-        UsageError: apex's CUDA extension is not installed. TransformerEngine has no such kernel.
-    """
-    tensors = {"scale": scale, "growth_tracker": growth_tracker, "hysteresis_tracker": hysteresis_tracker}
-    for name, tensor in (tensors | {"found_inf": found_inf}).items():
-        dtype = torch.int32 if name.endswith("tracker") else torch.float32
-        if tensor.dtype != dtype or tensor.numel() != 1:
-            raise ArgumentError(
-                f"{name} must have one element in {dtype}, got shape {tuple(tensor.shape)} in {tensor.dtype}"
-            )
-    kernel = getattr(_load(APEX), "update_scale_hysteresis", None)
-    if kernel is None:
-        raise UsageError(
-            f"update_scale_hysteresis needs module {APEX} with that kernel, which is not installed: {REMEDY}, or use "
-            'DynamicGradScaler(hysteresis_reset="clean_step")'
-        )
-    devices = {tensor.device for tensor in (*tensors.values(), found_inf)}
-    if len(devices) > 1 or scale.device.type != "cuda":
-        raise ArgumentError(f"all tensors must be on one CUDA device, got {sorted(map(str, devices))}")
-    with _on(scale.device):
-        kernel(*tensors.values(), found_inf, growth_factor, backoff_factor, growth_interval, hysteresis)
-    torch.autograd.graph.increment_version(list(tensors.values()))
 
 
 def _load_kernels() -> _Kernels:

@@ -13,15 +13,15 @@ import platform
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from megascale.errors import ArgumentError, RunError
 from megascale.metrics.sinks import FILE_NAME
+from megascale.report.panels import panels_of
 from megascale.report.runs import read_run
-from megascale.train.figure import draw_runs
 from megascale.utils.program import run_program
 
 RUNS: dict[str, tuple[str, ...]] = {
@@ -30,6 +30,8 @@ RUNS: dict[str, tuple[str, ...]] = {
     "dynamic_scaling_65536": ("scaler.scaler_type=dynamic", "scaler.scale=65536"),
     "dynamic_scaling_4294967296": ("scaler.scaler_type=dynamic", "scaler.scale=4294967296"),
 }
+SHOWN = ("loss", "batch_accuracy", "total_accuracy", "grad_norm", "scale", "skipped")
+"""Columns of metrics.csv that the picture shows."""
 OWN_KEYS = ("seed", "wandb_name", "output_dir", "scaler.scaler_type", "scaler.scale")
 """Keys that the experiment itself gives to each run."""
 
@@ -152,12 +154,17 @@ def main(arguments: list[str]) -> int:
             outcomes.append(outcome(run, seed, folder))
             _write(outcomes, folder, arguments)
     print(table(outcomes))
-    draw_runs(
-        {run: [read_run(folder / f"seed_{seed}" / run / FILE_NAME) for seed in seeds] for run in RUNS},
-        folder / "figure.png",
-    )
+    draw(seeds, folder)
     print(f"{folder / 'figure.png'} shows all runs, step by step")
     return 0
+
+
+def draw(seeds: Sequence[int], folder: Path) -> None:
+    """Write ``figure.png``: one colour for each run, one line for each of its seeds."""
+    from megascale.report.drawing import write_png  # needs matplotlib
+
+    runs = [replace(read_run(folder / f"seed_{seed}" / run / FILE_NAME), label=run) for run in RUNS for seed in seeds]
+    write_png([panel for panel in panels_of(runs) if panel.column in SHOWN], runs, folder / "figure.png")
 
 
 def _write(outcomes: Sequence[Outcome], folder: Path, arguments: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megascale import DynamicGradScaler
-from megascale.errors import ArgumentError, UsageError
+from megascale.errors import UsageError
 from megascale.kernels import (
     AdamHyper,
     Backend,
@@ -26,7 +26,7 @@ from megascale.kernels import (
     SgdHyper,
     TorchBackend,
 )
-from megascale.kernels.apex_backend import PIECE, ApexBackend, update_scale_hysteresis_
+from megascale.kernels.apex_backend import PIECE, ApexBackend
 from tests.training import bits_equal
 
 
@@ -366,16 +366,12 @@ def test_no_host_sync() -> None:
             backend.adam_(operands, ADAM(), decision)
 
 
-def _require_scale_rule() -> None:
-    library = pytest.importorskip("amp_C", reason="TransformerEngine has no such kernel")
-    if not hasattr(library, "update_scale_hysteresis"):
-        pytest.skip("this apex has no update_scale_hysteresis")
-
-
 @pytest.mark.parametrize("hysteresis", [1, 2, 3])
 def test_scale_rule_is_the_scalers_in_clean_step_mode(hysteresis: int) -> None:
     """Every run of overflows and clean steps gives our scaler's scale and trackers, as long as bounds are not met."""
-    _require_scale_rule()
+    library = pytest.importorskip("amp_C", reason="TransformerEngine has no such kernel")
+    if not hasattr(library, "update_scale_hysteresis"):
+        pytest.skip("this apex has no update_scale_hysteresis")
     scaler = DynamicGradScaler(
         2.0**16, 2.0**-100, 2.0, 0.5, 4, hysteresis, hysteresis_reset="clean_step", device=DEVICE
     )
@@ -385,20 +381,8 @@ def test_scale_rule_is_the_scalers_in_clean_step_mode(hysteresis: int) -> None:
     overflows = torch.rand(200, generator=torch.Generator().manual_seed(hysteresis)) < 0.3
     for found in overflows.tolist():
         found_inf = torch.full((1,), float(found), device=DEVICE)
-        update_scale_hysteresis_(scale, growth, left, found_inf, 2.0, 0.5, 4, hysteresis)
+        library.update_scale_hysteresis(scale, growth, left, found_inf, 2.0, 0.5, 4, hysteresis)
         scaler.update(found_inf)
         assert scale.item() == scaler.scale.item()
         assert growth.item() == scaler.state_dict()["growth_tracker"]
         assert max(left.item(), 0) == scaler.state_dict()["hysteresis_tracker"]
-
-
-def test_scale_rule_has_no_lower_bound() -> None:
-    """What its docstring says of min_scale and of the hysteresis tracker; and CPU tensors are refused."""
-    _require_scale_rule()
-    scale, found_inf = torch.ones(1, device=DEVICE), torch.ones(1, device=DEVICE)
-    growth, left = (torch.full((1,), count, dtype=torch.int32, device=DEVICE) for count in (0, 2))
-    for _ in range(30):
-        update_scale_hysteresis_(scale, growth, left, found_inf, 2.0, 0.5, 4, 2)
-    assert (scale.item(), left.item()) == (2.0**-29, -28)
-    with pytest.raises(ArgumentError, match="one CUDA device"):
-        update_scale_hysteresis_(scale.cpu(), growth, left, found_inf, 2.0, 0.5, 4, 2)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megascale.errors import ArgumentError, UsageError
+from megascale.errors import UsageError
 from megascale.kernels import Operands
-from megascale.kernels.apex_backend import ApexBackend, StepGroups, update_scale_hysteresis_
+from megascale.kernels.apex_backend import ApexBackend, StepGroups
 
 INSTALLED = [name for name in ("amp_C", "transformer_engine") if importlib.util.find_spec(name) is not None]
 absent = pytest.mark.skipif(bool(INSTALLED), reason=f"installed: {', '.join(INSTALLED)}")
@@ -55,39 +55,6 @@ def test_old_library_is_named(install_apex: InstallApex) -> None:
     install_apex("def multi_tensor_l2norm(): ...\ndef multi_tensor_adam_capturable(): ...\n")
     with pytest.raises(UsageError, match=r"amp_C without multi_tensor_adam_capturable_master: install a newer"):
         ApexBackend()
-
-
-def _scaler_state() -> dict[str, Tensor]:
-    tracker = torch.zeros(1, dtype=torch.int32)
-    return {
-        "scale": torch.ones(1),
-        "growth_tracker": tracker,
-        "hysteresis_tracker": tracker.clone(),
-        "found_inf": torch.zeros(1),
-    }
-
-
-@absent
-def test_scale_rule_without_the_library_says_what_to_do() -> None:
-    """The scaler's kernel exists in apex alone; the error names our scaler's mode with the same rule."""
-    with pytest.raises(UsageError, match=r"needs module amp_C .*hysteresis_reset=\"clean_step\""):
-        update_scale_hysteresis_(
-            **_scaler_state(), growth_factor=2.0, backoff_factor=0.5, growth_interval=4, hysteresis=2
-        )
-
-
-@pytest.mark.parametrize("name", ["scale", "growth_tracker", "hysteresis_tracker", "found_inf"])
-def test_scale_rule_checks_its_tensors(name: str) -> None:
-    """The kernel reads raw memory: another dtype or an empty tensor is refused by name."""
-    for wrong in (torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=_scaler_state()[name].dtype)):
-        with pytest.raises(ArgumentError, match=rf"^{name} must have one element in"):
-            update_scale_hysteresis_(
-                **(_scaler_state() | {name: wrong}),
-                growth_factor=2.0,
-                backoff_factor=0.5,
-                growth_interval=4,
-                hysteresis=2,
-            )
 
 
 def _counts(*values: float) -> list[Tensor]:

@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 from megascale.errors import ArgumentError
-from megascale.train.experiment import RUNS, Outcome, command, main, outcome, report, table
+from megascale.metrics.sinks import FILE_NAME
+from megascale.report.panels import Panel
+from megascale.report.runs import Run
+from megascale.train.experiment import RUNS, SHOWN, Outcome, command, draw, main, outcome, report, table
 
 TINY = ["task=text", "text.width=8", "text.layers=1", "text.heads=1", "text.context=8", "text.heldout_windows=4"]
 TINY += ["steps=3", "batch_size=2", "threads=1", "optimizer.clip_grad=1", "optimizer.lr=0.1"]
@@ -57,6 +60,31 @@ def test_a_run_that_only_skips_is_counted_whole(tmp_path: Path) -> None:
     """No step landed: all are skipped at the start."""
     _leave(tmp_path, "static_scaling_65536", 0, 0.1, [1, 1])
     assert outcome("static_scaling_65536", 0, tmp_path) == Outcome("static_scaling_65536", 0, 0.1, 2, 2, 0.25, 1.0, 1.0)
+
+
+def test_picture_shows_each_column_of_each_run_and_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seeds of a run share its name, and with it colour and legend; the learning rate is not shown."""
+    drawing = pytest.importorskip("megascale.report.drawing", exc_type=ImportError)
+    for seed in (0, 1):
+        for run in RUNS:
+            table_of_run = tmp_path / f"seed_{seed}" / run / FILE_NAME
+            table_of_run.parent.mkdir(parents=True)
+            table_of_run.write_text(
+                f"step,{','.join(SHOWN)},lr\n0,1,0.5,0.5,1,65536,0,0.1\n1,0.5,1,1,inf,32768,1,0.1\n"
+            )
+    written: list[tuple[list[Panel], list[Run]]] = []
+    write_png = drawing.write_png
+
+    def keep(panels: list[Panel], runs: list[Run], path: Path) -> None:
+        written.append((panels, runs))
+        write_png(panels, runs, path)
+
+    monkeypatch.setattr(drawing, "write_png", keep)
+    draw([0, 1], tmp_path)
+    [(panels, runs)] = written
+    assert [panel.column for panel in panels] == list(SHOWN)
+    assert [run.label for run in runs] == [run for run in RUNS for _ in (0, 1)]
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("seeds", ["", "0;1", "0,x", "0,,1"])
