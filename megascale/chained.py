@@ -20,6 +20,7 @@ from megascale.step.overflow_report import OverflowReport
 from megascale.step.ownership import shared_scaler
 from megascale.step.recipe import StepRecipe
 from megascale.utils import validate
+from megascale.utils.step_hooks import with_step_hooks
 
 SHARED_KEYS = ("grad_scaler", "step_counts", "norm_statistics", "version")
 """Keys of a state dict that have the same value for every optimizer of a chain."""
@@ -80,6 +81,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
 
     # The step
 
+    @with_step_hooks
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> StepResult:  # type: ignore[override]
         """Step all optimizers, or skip all, on every rank alike; see :meth:`MixedPrecisionOptimizer.step`."""

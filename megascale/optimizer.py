@@ -29,6 +29,7 @@ from megascale.step.recipe import StepRecipe
 from megascale.step.recipe import StepResult as StepResult
 from megascale.step.update_selection import check_inner
 from megascale.utils import validate
+from megascale.utils.step_hooks import with_step_hooks
 
 
 class MixedPrecisionOptimizer(torch.optim.Optimizer):
@@ -123,6 +124,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     # The step
 
+    @with_step_hooks
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> StepResult:  # type: ignore[override]
         """Take one step with the gradients that backward left, or skip it on every rank alike.

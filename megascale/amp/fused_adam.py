@@ -3,14 +3,14 @@
 torch's own kernel with a ``grad_scale`` writes back every gradient that it has divided: 4 bytes of 32 per parameter.
 """
 
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.optim import optimizer as torch_optimizer
 
 from megascale.kernels import AdamHyper, Backend, Decision, Operands, TensorList, TorchBackend
 from megascale.step.kernel_state import rate
+from megascale.utils.step_hooks import has_step_hooks
 
 
 def fits(optimizer: torch.optim.Optimizer, backend: Backend) -> TypeGuard[torch.optim.Adam]:
@@ -20,15 +20,9 @@ def fits(optimizer: torch.optim.Optimizer, backend: Backend) -> TypeGuard[torch.
     """
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW) or isinstance(backend, TorchBackend):
         return False
-    hooks: tuple[Any, ...] = (
-        optimizer._optimizer_step_pre_hooks,
-        optimizer._optimizer_step_post_hooks,
-        torch_optimizer._global_optimizer_pre_hooks,
-        torch_optimizer._global_optimizer_post_hooks,
-    )
     # An LR scheduler wraps step() only to see that it was called.
     replaced = "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched")
-    if any(hooks) or replaced:
+    if has_step_hooks(optimizer) or replaced:
         return False
     numbers = all(
         group["fused"] and not any(isinstance(beta, Tensor) for beta in group["betas"])
