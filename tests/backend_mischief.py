@@ -306,6 +306,14 @@ def _param_freed(at: Place) -> Undo:
     return undo
 
 
+def _param_within_another(at: Place) -> Undo:
+    """Make the data a view of that of a larger parameter."""
+    for other in at.params:
+        if other is not at.param and other.dtype == at.param.dtype and other.numel() > at.param.numel() > 0:
+            return _replace_data(at, other.data.reshape(-1)[: at.param.numel()].view(at.param.shape))
+    raise LookupError("none is larger")
+
+
 PARAMS: dict[str, Callable[[Place], Undo | None]] = {
     "parameter moved": _moved,
     "parameter replaced": _replaced,
@@ -329,4 +337,5 @@ PARAMS: dict[str, Callable[[Place], Undo | None]] = {
     "model as fp32": _model_as(torch.float32),
     "model as fp64": _model_as(torch.float64),
     "parameter freed": _param_freed,
+    "parameter within another": _param_within_another,
 }

@@ -130,6 +130,42 @@ def _resized(value: Tensor) -> Tensor:
     return value
 
 
+def _neighbours_moments(at: Place) -> Undo:
+    """Let the moments be views of those of the next larger parameter, in its param group or in another."""
+    moments, numel = dict(at.moments()), at.param.numel()
+    for other in (*at.params[at.index + 1 :], *at.params[: at.index]):
+        theirs = at.inner.state.get(other, {})
+        if other.numel() > numel and all(
+            isinstance(theirs.get(name), Tensor) and theirs[name].numel() > value.numel()
+            for name, value in moments.items()
+        ):
+            views = {name: theirs[name].reshape(-1)[: v.numel()].view(v.shape) for name, v in moments.items()}
+            before = dict(at.state)
+            at.state.update(views)
+            return lambda: at.state.update(before)
+    raise LookupError("none is larger")
+
+
+def _one_step_for_all(at: Place) -> None:
+    """As a state dict of older torch may have it: one tensor counts the steps of all parameters."""
+    steps = [state for state in at.inner.state.values() if isinstance(state.get("step"), Tensor)]
+    if len({float(state["step"]) for state in steps}) == 1:
+        for state in steps:
+            state["step"] = steps[0]["step"]
+
+
+def _for_inference(value: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return value.clone()
+
+
+def _replace_scales(at: Place, change: Callable[[Tensor], Any]) -> Undo:
+    before = dict(at.state)
+    scales = {name: change(value) for name, value in before.items() if name.endswith("_scale")}
+    at.state.update(scales)
+    return lambda: at.state.update(before)
+
+
 STATE: dict[str, Callable[[Place], Undo | None]] = {
     "state in shared memory": _state_shared,
     "state set": _state_set,
@@ -158,6 +194,13 @@ STATE: dict[str, Callable[[Place], Undo | None]] = {
     "data of state freed": _state_freed,
     "state all one tensor": _one_tensor,
     "state that overlaps": _overlapping_state,
+    "state within a neighbour's": _neighbours_moments,
+    "one step for all": _one_step_for_all,
+    "state for inference": lambda at: _replace_entries(at, _for_inference, steps=True),
+    "scales strided": lambda at: _replace_scales(at, lambda value: torch.stack([value, value + 1], -1)[..., 0]),
+    "scales as fp64": lambda at: _replace_scales(at, Tensor.double),
+    "scales longer": lambda at: _replace_scales(at, lambda value: torch.ones(len(value) + 1)),
+    "scales as numbers": lambda at: _replace_scales(at, lambda value: 1.0),
     "state emptied": _empty_entries,
     "state without one": _without_one,
     "all state cleared": _clear,

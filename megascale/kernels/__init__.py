@@ -25,6 +25,7 @@ from megascale.kernels.tensors.checked_memory import (
     overlapping,
     plain,
     shares_elements,
+    sharing,
 )
 from megascale.kernels.tensors.tensor_list import GradList, ParamList, TensorList
 from megascale.kernels.tensors.tensor_reader import (
@@ -75,6 +76,7 @@ __all__ = [
     "same_values",
     "select_backend",
     "shares_elements",
+    "sharing",
     "stats_dtype",
     "why_not",
 ]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megascale.errors import ArgumentError, ArgumentTypeError
 from megascale.kernels import TensorList, plain, same_objects
-from megascale.main_params.main_param import MainParam, check_trainable
+from megascale.main_params.main_param import MainParam, check_apart, check_trainable
 from megascale.main_params.shard import ParamShard
 from megascale.main_params.update_unit import UpdateUnit
 from megascale.main_params.write_tracker import WriteTracker
@@ -56,7 +56,7 @@ class MainParams(ABC):
         Returns the new main params, and a snapshot of the model params for :meth:`UpdateUnit.grads`.
 
         Raises ArgumentError or ArgumentTypeError for a parameter that cannot be trained, UsageError for one whose
-        shape, dtype or layout has changed, before anything has changed.
+        shape, dtype or layout has changed or that shares memory with another, before anything has changed.
         """
         self.wait()
         _list_params(param_groups)
@@ -72,6 +72,7 @@ class MainParams(ABC):
         for index in written:
             params[index].check()
         if self._tracker.moved(snapshot):
+            check_apart([(param.name, param.model) for param in params])
             self._make_plain([params[index] for index in written])
             self.restore()
             self._units = None
@@ -113,6 +114,8 @@ class MainParams(ABC):
                     check_trainable(name, param)
                     unseen[name] = param
                     group_of[name] = index
+        known = [self._by_id[id(p)] for group in param_groups for p in group["params"] if id(p) in self._by_id]
+        check_apart([*((param.name, param.model) for param in known), *unseen.items()])
         if not self.is_sharded:
             # Parameters may be replaced, as by Accelerate under FSDP2: the old ones must not stay in memory.
             here = {id(param) for group in param_groups for param in group["params"]}

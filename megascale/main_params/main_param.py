@@ -4,6 +4,7 @@ A copy may be held as a remainder: an int16 beside the model param, see :mod:`me
 tensor then has memory only while it is decoded.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megascale.errors import ArgumentTypeError, UsageError
-from megascale.kernels import memory_fault, shares_elements
+from megascale.kernels import memory_fault, shares_elements, sharing
 from megascale.kernels.remainders import REMAINDER_DTYPE, decode, encode, fingerprint
 from megascale.main_params.slab import Slabs
 from megascale.main_params.write_tracker import WriteTracker
@@ -222,6 +223,23 @@ def check_trainable(name: str, model: Tensor) -> None:
     if model.layout != torch.strided:
         raise ArgumentTypeError(f"parameter {name!r} has layout {model.layout}; make it dense")
     _check_elements(name, model)
+
+
+def check_apart(named: Sequence[tuple[str, Tensor]]) -> None:
+    """Raise UsageError, naming them, for two parameters that share elements, as after ``b.data = a.data``.
+
+    Each has a main param and moments of its own, and the update of one would undo that of the other. Looks at the
+    address of every parameter.
+    """
+    parts = [(name, local(param)) for name, param in named]
+    here = [(name, part) for name, part in parts if memory_fault(part) is None]
+    pair = sharing([part for _, part in here])
+    if pair:
+        first, second = (here[index][0] for index in pair)
+        raise UsageError(
+            f"parameters {first!r} and {second!r} share memory, which two updates would write; use one Parameter in "
+            "both places of the model, or give one of them a clone() of its data"
+        )
 
 
 def _check_elements(name: str, model: Tensor) -> None:

@@ -112,15 +112,15 @@ class KernelState:
                     if entry.get(name) is None:
                         scales = torch.zeros(shape_of(name, param), dtype=dtype, device=param.main.device)
                         entry[name] = scales_like(param.main, scales)
+                    elif not self._fits(name, entry[name], param):
+                        entry[name] = _with_own_memory(entry[name]).to(dtype).contiguous()
                 elif entry.get(name) is None:
                     entry[name] = slabs.zeros(param.main, dtype, name)
                 else:
                     entry[name] = slabs.moved_in(_with_own_memory(entry[name]).to(dtype), param.main, name)
 
-    def columns(self, params: Sequence[MainParam], names: Sequence[str], optional: Collection[str]) -> StateColumns:
-        """Return the state of ``params``, checked. Missing state is created as at a first step.
-
-        State that shares memory with other state here, as one ``step`` for all, or with a main param becomes a copy.
+    def complete(self, params: Sequence[MainParam], names: Sequence[str], optional: Collection[str]) -> None:
+        """Check the state of ``params``, and create what is missing, as at a first step.
 
         Args:
             params: all of one param group.
@@ -143,8 +143,25 @@ class KernelState:
                 wanting.append(param)
         if wanting:
             self.create(wanting, names)
+
+    def separate(self, units: Sequence[tuple[Sequence[MainParam], Sequence[str]]]) -> None:
+        """Replace state that shares memory with other state, as one ``step`` for all, or with a parameter, by copies.
+
+        Args:
+            units: all parameters that one step updates, each with the names of its state, which :meth:`complete` made
+                whole.
+        """
+        params = [param for unit, _ in units for param in unit]
+        keys = [(self._entry(param), name) for unit, names in units for name in names for param in unit]
+        fixed = [part for param in params for part in ((param.memory, param.part) if param.is_copy else (param.main,))]
+        for index in overlapping([_part(tensor) for tensor in (*fixed, *(entry[name] for entry, name in keys))]):
+            if index >= len(fixed):
+                entry, name = keys[index - len(fixed)]
+                entry[name] = entry[name].clone()
+
+    def columns(self, params: Sequence[MainParam], names: Sequence[str]) -> StateColumns:
+        """Return the state of ``params``, which :meth:`complete` and :meth:`separate` have checked."""
         entries = [self._entry(param) for param in params]
-        _separate(entries, names, [param.memory for param in params])
         columns = [[entry[name] for entry in entries] for name in names]
         watched = [part for param in params for part in (param.memory, param.shard) if _needs_check(part, param)]
         parts = [_part(tensor) for tensor in (*watched, *(tensor for column in columns for tensor in column))]
@@ -169,8 +186,10 @@ class KernelState:
         part = local(value)
         if name == "step":
             is_count = value.shape == () and value.dtype == torch.float32 and is_plain(value)
-            return is_count and value.device == local(param.main).device
-        return value.dtype == self._dtype(name, param) and is_plain(part) and not shares_elements(part)
+            return is_count and not value.is_inference() and value.device == local(param.main).device
+        is_ours = not shares_elements(part) and (is_dtensor(value) or not value.is_inference())
+        is_dense = part.is_contiguous() or not is_scale(name)  # kernels take scales in a row
+        return value.dtype == self._dtype(name, param) and is_plain(part) and is_ours and is_dense
 
     def _create_steps(self, entries: Sequence[dict[str, Any]], params: Sequence[MainParam]) -> None:
         steps = []
@@ -179,7 +198,7 @@ class KernelState:
             first = 1.0 if entry.get("momentum_buffer") is not None else 0.0
             step = entry.get("step")
             step = torch.as_tensor(first if step is None else step).detach()
-            steps.append(plain(step).reshape(()).float())
+            steps.append(_with_own_memory(step).reshape(()).float())
         steps = _placed(steps, [local(param.main).device for param in params])
         slabs = Slabs(steps)
         for entry, step in zip(entries, steps, strict=True):
@@ -230,21 +249,13 @@ def _check(name: str, value: Any, param: MainParam) -> None:
         raise UsageError(f"{story} has dtype {value.dtype}; it must be floating point")
 
 
-def _separate(entries: Sequence[dict[str, Any]], names: Sequence[str], mains: Sequence[Tensor]) -> None:
-    """Replace state that shares memory with other state of ``entries``, or with a main param, by copies."""
-    keys = [(entry, name) for name in names for entry in entries]
-    for index in overlapping([_part(tensor) for tensor in (*mains, *(entry[name] for entry, name in keys))]):
-        if index >= len(mains):
-            entry, name = keys[index - len(mains)]
-            entry[name] = entry[name].clone()
-
-
 def _with_own_memory(value: Tensor) -> Tensor:
-    """Return a state whose elements have memory of their own: itself, or a copy."""
+    """Return a state whose elements have memory of their own that torch lets us write: itself, or a copy."""
     if is_dtensor(value):
         return value
     value = plain(value)
-    return value.clone(memory_format=torch.contiguous_format) if shares_elements(value) else value
+    is_unusable = shares_elements(value) or value.is_inference()
+    return value.clone(memory_format=torch.contiguous_format) if is_unusable else value
 
 
 def _part(tensor: Tensor) -> Tensor:

@@ -99,8 +99,8 @@ class KernelUpdate(InnerUpdate, ABC):
         self._make_scratch(updates)
         hypers = [self._new_hyper(one) if hyper is None else hyper for one, hyper in zip(updates, known, strict=True)]
         return [
-            PendingUpdate(pending.options, pending.unit, pending.grads, KernelCall(self._operands(pending), hyper))
-            for pending, hyper in zip(updates, hypers, strict=True)
+            PendingUpdate(pending.options, pending.unit, pending.grads, KernelCall(operands, hyper))
+            for pending, operands, hyper in zip(updates, self._operands(updates), hypers, strict=True)
         ]
 
     @override
@@ -197,19 +197,41 @@ class KernelUpdate(InnerUpdate, ABC):
                 self._scratch[device] = torch.empty(numel, dtype=torch.float32, device=device)
                 self._prepared.clear()
 
-    def _operands(self, pending: PendingUpdate) -> list[Prepared]:
-        """Return operands by device: the cached ones with this step's gradients, while all else is the same."""
-        names = with_scales(self.required_state(pending.options), self._dtypes)
+    def _operands(self, updates: Sequence[PendingUpdate]) -> list[list[Prepared]]:
+        """Return operands by unit and device: the cached ones with this step's gradients, while all else is the same.
+
+        Where that of one unit is made anew, all units are looked at: state may be shared between them.
+        """
+        kept = [self._cached(pending) for pending in updates]
+        if None in kept:
+            names = [self._state_names(pending) for pending in updates]
+            for pending, own, known in zip(updates, kept, names, strict=True):
+                if own is None:
+                    self._state.complete(pending.params, known, self.optional_state)
+            self._state.separate([(pending.params, known) for pending, known in zip(updates, names, strict=True)])
+            kept = [self._cached(pending) or self._new_operands(pending) for pending in updates]
+        made = [one.prepared for one in kept if one is not None]
+        for pending, ready in zip(updates, made, strict=True):
+            for prepared in ready:
+                whole = len(prepared.indices) == len(pending.grads)
+                prepared.operands.grad = (
+                    pending.grads if whole else [pending.grads[index] for index in prepared.indices]
+                )
+        return made
+
+    def _state_names(self, pending: PendingUpdate) -> list[str]:
+        return with_scales(self.required_state(pending.options), self._dtypes)
+
+    def _cached(self, pending: PendingUpdate) -> _CachedOperands | None:
+        """Return the operands of a unit that were made in an earlier step; None if a tensor is another one by now."""
         kept = self._prepared.get(pending.unit)
-        if kept is None or not kept.state.hold(names):
-            state = self._state.columns(pending.params, names, self.optional_state)
-            kept = self._prepared[pending.unit] = _CachedOperands(
-                state, _prepare(pending.params, state.by_name, self._scratch, fuses=self.fuses_remainders)
-            )
-        for prepared in kept.prepared:
-            whole = len(prepared.indices) == len(pending.grads)
-            prepared.operands.grad = pending.grads if whole else [pending.grads[index] for index in prepared.indices]
-        return kept.prepared
+        return kept if kept is not None and kept.state.hold(self._state_names(pending)) else None
+
+    def _new_operands(self, pending: PendingUpdate) -> _CachedOperands:
+        state = self._state.columns(pending.params, self._state_names(pending))
+        prepared = _prepare(pending.params, state.by_name, self._scratch, fuses=self.fuses_remainders)
+        made = self._prepared[pending.unit] = _CachedOperands(state, prepared)
+        return made
 
     @abstractmethod
     def state_names(self, options: dict[str, Any]) -> list[str]:

@@ -23,6 +23,7 @@ gradients that a GradScaler unscales.
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -70,15 +71,48 @@ def shares_elements(tensor: Tensor) -> bool:
 
 def overlapping(tensors: Sequence[Tensor]) -> list[int]:
     """Return the indices of tensors whose memory, from first to last element, meets that of another of them."""
-    ranges = sorted((tensor.data_ptr(), _extent(tensor), i) for i, tensor in enumerate(tensors) if tensor.numel())
+    chosen = [index for index, tensor in enumerate(tensors) if tensor.numel()]
+    starts = np.array([tensors[index].data_ptr() for index in chosen], dtype=np.int64)
+    ends = starts + np.array([_extent(tensors[index]) for index in chosen], dtype=np.int64)
+    order = np.argsort(starts, kind="stable")
+    reached = np.maximum.accumulate(ends[order])
+    if not (starts[order][1:] < reached[:-1]).any():
+        return []
     found: set[int] = set()
-    reached, furthest = 0, -1  # the end of the memory before, and whose it is
-    for start, extent, index in ranges:
-        if start < reached:
-            found |= {index, furthest}
-        if start + extent > reached:
-            reached, furthest = start + extent, index
+    furthest = int(order[0])  # whose end lies furthest of those before
+    for at in map(int, order[1:]):
+        if starts[at] < ends[furthest]:
+            found |= {chosen[at], chosen[furthest]}
+        if ends[at] > ends[furthest]:
+            furthest = at
     return sorted(found)
+
+
+def sharing(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the indices of the first two tensors found that share a byte; empty if none do.
+
+    Unlike :func:`overlapping` it tells interleaved views, as the columns of a matrix, from those that share elements.
+    """
+    met = sorted(overlapping(tensors), key=lambda index: tensors[index].data_ptr())
+    while met:
+        # Those that are connected: each begins before the end of one before it.
+        cluster, end = [met.pop(0)], 0
+        first = tensors[cluster[0]].data_ptr()
+        end = first + _extent(tensors[cluster[0]])
+        while met and tensors[met[0]].data_ptr() < end:
+            cluster.append(met.pop(0))
+            end = max(end, tensors[cluster[-1]].data_ptr() + _extent(tensors[cluster[-1]]))
+        owner = np.full(end - first, -1, dtype=np.int64)
+        for index in cluster:
+            tensor = tensors[index]
+            size = tensor.element_size()
+            steps = (*(stride * size for stride in tensor.stride()), 1)
+            begin = owner[tensor.data_ptr() - first :]
+            taken = np.lib.stride_tricks.as_strided(begin, (*tensor.shape, size), tuple(8 * step for step in steps))
+            if taken.max() >= 0:
+                return sorted((int(taken.max()), index))
+            taken[...] = index
+    return []
 
 
 def _extent(tensor: Tensor) -> int:

@@ -35,6 +35,8 @@ def _data(tensor: Tensor) -> None:
 
 
 def _grow(tensor: Tensor) -> None:
+    if not tensor.untyped_storage().resizable():  # small tensors share storage, which torch does not resize
+        _set(tensor)
     tensor.untyped_storage().resize_(tensor.untyped_storage().nbytes() + (1 << 20))
 
 

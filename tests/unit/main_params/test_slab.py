@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from megascale import ConstantGradScaler, MixedPrecisionOptimizer
+from megascale import ConstantGradScaler, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.main_params.slab import ALIGNMENT, SLAB, SMALL, Slabs
 from tests.training import bits_equal
 
@@ -104,3 +104,24 @@ def test_state_of_small_params_lies_in_few_slabs(loaded: bool) -> None:
     for name in ("exp_avg", "exp_avg_sq"):
         assert len(_storages([inner.state[param][name] for param in params])) == few
     assert len(_storages([inner.state[param]["step"] for param in params])) == 1
+
+
+@pytest.mark.parametrize("backend", ["native", "reference", "torch"])
+def test_neighbours_survive_who_frees_one(backend: str) -> None:
+    """Invariant 9: ``resize_(0)`` on one tensor would free those beside it; torch refuses, and no bit has changed."""
+    params = [nn.Parameter(torch.ones(20).half()) for _ in range(3)]
+    inner = torch.optim.AdamW(params, lr=0.1)
+    config = OptimizerConfig(fp16=True, backend=backend)
+    optimizer = MixedPrecisionOptimizer(inner, config, ConstantGradScaler(1.0))
+    held = [main for _, main in optimizer.main_params()]
+    for step in range(2):
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        held = [*held[:3], *(value for param in params for value in inner.state[param].values())]
+        before = [value.clone() for value in held]
+        for value in held:
+            with pytest.raises(RuntimeError, match="not resizable"):
+                value.untyped_storage().resize_(0)
+        assert all(bits_equal(value, old) for value, old in zip(held, before, strict=True))
+        assert float(inner.state[params[0]]["step"]) == step + 1

@@ -314,6 +314,37 @@ def test_codes_whose_scales_are_gone_are_refused() -> None:
         optimizer.step()
 
 
+SCALES: dict[str, Callable[[Tensor], Tensor]] = {
+    "strided": lambda scales: torch.stack([scales, scales + 1], -1)[..., 0],
+    "fp64": Tensor.double,
+    "expanded": lambda scales: scales[:1].clone().expand(scales.shape),
+    "negative": lambda scales: torch._neg_view(scales.neg()),
+}
+
+
+@pytest.mark.parametrize("kind", SCALES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_scales_of_another_form_are_read_as_their_values(backend: str, kind: str) -> None:
+    """What the user puts into the state is taken by value: the same bits as from a dense fp32 copy of it."""
+    found = []
+    for change in (
+        SCALES[kind],
+        lambda scales: SCALES[kind](scales).float().clone(memory_format=torch.contiguous_format),
+    ):
+        module = odd(torch.bfloat16)
+        optimizer = constant(module, INNER["adamw_fused"], 256.0, backend=backend, **BOTH)
+        for step in range(3):
+            set_grads(module, seed=step, scale=256.0)
+            if step == 1:
+                for state in optimizer.optimizer.state.values():
+                    state.update(
+                        {name: change(v) for name, v in list(state.items()) if name.endswith("_scale") and len(v)}
+                    )
+            optimizer.step()
+        found.append(snapshot(optimizer, module))
+    assert same_bits(*found)
+
+
 def test_what_cannot_be_held_is_refused() -> None:
     """Other optimizers, backends without these kernels, fp64 parameters, and the optimizer's own step()."""
     half, matrices = odd(torch.float16), Bag([torch.randn(4, 4).half()])

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megascale import ConstantGradScaler, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.errors import ArgumentError, UsageError
-from megascale.kernels import overlapping
+from megascale.kernels import overlapping, sharing
 from tests.training import bits_equal
 
 BACKENDS = ("native", "reference", "torch")
@@ -18,10 +18,12 @@ BACKENDS = ("native", "reference", "torch")
 class _Training:
     """Two steps of AdamW on one backend."""
 
-    def __init__(self, backend: str, dtype: torch.dtype = torch.float16) -> None:
+    def __init__(self, backend: str, dtype: torch.dtype = torch.float16, *, groups: int = 1) -> None:
         torch.manual_seed(0)
         self.params = [nn.Parameter(torch.randn(8).to(dtype)) for _ in range(3)]
-        self.inner = torch.optim.AdamW([(f"p{i}", param) for i, param in enumerate(self.params)], lr=1e-2)
+        named = [(f"p{i}", param) for i, param in enumerate(self.params)]
+        size = len(named) // groups
+        self.inner = torch.optim.AdamW([{"params": named[i : i + size]} for i in range(0, 3, size)], lr=1e-2)
         config = OptimizerConfig(fp16=dtype == torch.float16, clip_grad=0.0, backend=backend)
         self.optimizer = MixedPrecisionOptimizer(self.inner, config, ConstantGradScaler(4.0))
         self.step()
@@ -60,13 +62,18 @@ def _the_parameter(training: _Training) -> None:
     training.state(1)["exp_avg"] = training.params[1].data
 
 
+@pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("share", [_both_moments, _a_neighbours_moment, _a_neighbours_step, _views, _the_parameter])
-def test_state_that_shares_memory_becomes_separate(share: Callable[[_Training], None], dtype: torch.dtype) -> None:
-    """Invariant 13: no update reads what another update of the step has written; each backend has the same bits."""
+def test_state_that_shares_memory_becomes_separate(
+    share: Callable[[_Training], None], dtype: torch.dtype, groups: int
+) -> None:
+    """Invariant 13: no update reads what another of the step has written, in its own param group or in another; each
+    backend has the same bits.
+    """
     found: list[list[Tensor]] = []
     for backend in BACKENDS:
-        copied, shared = _Training(backend, dtype), _Training(backend, dtype)
+        copied, shared = _Training(backend, dtype, groups=groups), _Training(backend, dtype, groups=groups)
         share(copied)
         for index in range(3):
             state = copied.state(index)
@@ -87,6 +94,99 @@ def test_overlapping_names_all_that_meet() -> None:
     tensors = [memory[30:], memory[:10], memory[2:4], memory[8:12], memory[12:14], memory[20:29:4], memory[21:22]]
     assert overlapping(tensors) == [1, 2, 3, 5, 6]
     assert overlapping([memory[:0], memory[:4], memory[4:8]]) == []
+
+
+def test_one_step_count_for_all_groups_counts_each_step_once() -> None:
+    """A state dict may hold one ``step`` tensor for all parameters; in groups of their own they advance by one."""
+    for backend in BACKENDS:
+        training = _Training(backend, groups=3)
+        _a_neighbours_step(training)
+        training.state(2)["step"] = training.state(0)["step"]
+        training.step()
+        assert [float(training.state(i)["step"]) for i in range(3)] == [2.0, 2.0, 2.0]
+
+
+def _tie(training: _Training) -> None:
+    training.params[1].data = training.params[0].data
+
+
+def _tie_partly(training: _Training) -> None:
+    memory = torch.linspace(-1, 1, 9).to(training.params[0].dtype)
+    training.params[0].data, training.params[2].data = memory[:8], memory[1:]
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("tie", [_tie, _tie_partly])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_parameters_that_share_memory_are_refused(
+    backend: str, dtype: torch.dtype, tie: Callable[[_Training], None], groups: int
+) -> None:
+    """Invariant 9: each would have a main param of its own and undo the other's update. Named before a bit changes;
+    once they lie apart again training goes on.
+    """
+    training = _Training(backend, dtype, groups=groups)
+    tie(training)
+    held = [*training.params, *(value for i in range(3) for value in training.state(i).values())]
+    before = [value.detach().clone() for value in held]
+    other = "p1" if tie is _tie else "p2"
+    for _ in range(2):
+        with pytest.raises(UsageError, match=f"parameters 'p0' and '{other}' share memory, which two updates"):
+            training.step()
+        assert all(bits_equal(value.detach(), old) for value, old in zip(held, before, strict=True))
+    for param in training.params:
+        param.data = param.data.clone()
+    training.step()
+    assert not bits_equal(training.params[0].detach(), before[0])
+
+
+def test_parameters_that_share_memory_are_not_wrapped() -> None:
+    """Found before main params are made."""
+    memory = torch.zeros(12).half()
+    params = [nn.Parameter(memory[:8]), nn.Parameter(memory[7:])]
+    with pytest.raises(UsageError, match="parameters '0' and '1' share memory"):
+        MixedPrecisionOptimizer(torch.optim.SGD(params, lr=0.1), None, ConstantGradScaler(4.0))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_columns_of_one_matrix_are_parameters(backend: str) -> None:
+    """Views that interleave share no element."""
+    matrix = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    found = []
+    for parts in (matrix.clone().split(2, 1), [part.clone() for part in matrix.split(2, 1)]):
+        params = [nn.Parameter(part) for part in parts]
+        optimizer = MixedPrecisionOptimizer(torch.optim.AdamW(params, lr=0.1), OptimizerConfig(backend=backend))
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        found.append([param.detach().contiguous() for param in params])
+    assert all(torch.allclose(one, two, rtol=1e-6) for one, two in zip(*found, strict=True))
+    assert not torch.equal(found[0][0], matrix[:, :2])
+
+
+def test_sharing_finds_the_bytes_that_two_tensors_have_in_common() -> None:
+    """Whole, partly, or as rows that cross columns; of several dtypes."""
+    memory = torch.zeros(6, 4)
+    flat = memory.view(-1)
+    assert sharing([memory[:, :2], memory[:, 2:]]) == []
+    assert sharing([memory[:, 1:3], memory[:2], memory[4:, 3:]]) == [0, 1]
+    assert sharing([flat[12:], memory[:2], flat[5:7]]) == [1, 2]
+    assert sharing([flat[:4], flat[4:8], flat.view(torch.uint8)[15:16]]) == [0, 2]
+    assert sharing([memory, torch.zeros(4), memory[:0]]) == []
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_state_of_inference_mode_is_copied(backend: str) -> None:
+    """Moments and step counts that torch lets nobody write become copies, with the same bits after a step."""
+    training, plain = _Training(backend), _Training(backend)
+    with torch.inference_mode():
+        copies = {name: value.clone() for name, value in training.state(1).items()}
+    training.state(1).update(copies)
+    for one in (training, plain):
+        one.step()
+    assert not any(value.is_inference() for value in training.state(1).values())
+    for one, two in zip(training.state(1).values(), plain.state(1).values(), strict=True):
+        assert bits_equal(one, two)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
