@@ -20,6 +20,7 @@ from megascale.main_params.main_param import MainParam
 from megascale.step.decoded import held_params
 from megascale.step.inner_step import InnerStep, without_grad
 from megascale.step.kernel_state import rate
+from megascale.step.own_state import check_options, complete_state
 from megascale.step.torch_states import state_of, widen, with_tensor_counts
 from megascale.step.update import InnerUpdate, MarkWritten, PendingUpdate, Rounded
 from megascale.utils.dtensors import dtensor_like, local
@@ -61,18 +62,25 @@ class GeneralUpdate(InnerUpdate):
         return []
 
     def prepare(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
-        """See :class:`InnerUpdate`. Of state, only that it has memory is checked, and of options the learning rate.
+        """See :class:`InnerUpdate`. Of optimizers that are not torch's only memory and learning rate are checked.
 
         Raises UsageError, naming the parameter, for state without memory, and ArgumentError for a learning rate
-        that is neither a number nor a tensor of one.
+        that is neither a number nor a tensor of one; see :mod:`megascale.step.own_state` for those of torch.
         """
         for pending in updates:
             if "lr" in pending.options:
                 rate(pending.options)
-        for param in (param for pending in updates for param in pending.params):
-            for name, value in state_of(self.optimizer, param).items():
-                if isinstance(value, Tensor) and (fault := memory_fault(local(value))):
-                    raise UsageError(f"the optimizer's state[{param.name!r}][{name!r}] {fault}; load the state anew")
+            check_options(self.optimizer, pending.options)
+        for pending in updates:
+            for param in pending.params:
+                state = state_of(self.optimizer, param)
+                for name, value in state.items():
+                    if isinstance(value, Tensor) and (fault := memory_fault(local(value))):
+                        raise UsageError(
+                            f"the optimizer's state[{param.name!r}][{name!r}] {fault}; load the state anew"
+                        )
+                if param.is_owned:
+                    complete_state(self.optimizer, pending.options, param, state)
         return [replace(pending, call=None) for pending in updates]
 
     @override
