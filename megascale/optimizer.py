@@ -106,6 +106,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self._replicas_may_differ = replicas_may_differ
         self._require_same(optimizer.param_groups)
         self._member.sync_from_model()
+        self._member.uncompared.clear()
         ownership.record(self, optimizer, self.grad_scaler)
 
     def _require_same(self, param_groups: list[dict[str, Any]]) -> None:
@@ -285,6 +286,10 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
                 self.optimizer.param_groups.pop()
                 raise
             self._member.sync_from_model()
+            for param in self.optimizer.param_groups[-1]["params"]:
+                main = self._member.main_params.get(param)
+                if main is not None:
+                    self._member.uncompared.pop(main.name, None)
 
     def main_params(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, main param) of every trainable parameter, live. An fp32 model param is its own main param.

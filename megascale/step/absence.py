@@ -1,7 +1,10 @@
-"""Parameters of a sharded optimizer that a rank leaves out of a step: frozen since, or no longer in a param group.
+"""Parameters that ranks must treat alike: what a rank leaves out of a step, and what is new in it.
+
+A sharded optimizer may leave out a parameter that was frozen since, or is no longer in a param group.
 
 All ranks may leave out a parameter, but not one alone: its shard would stay as it is while the others are updated. So
-each rank adds numbers to its count of errors that cancel where all ranks leave out the same.
+each rank adds numbers to its count of errors that cancel where all ranks leave out the same. So it does for parameters
+that are new, where GradSync reduces their gradients: their first values must be the same.
 """
 
 import functools
@@ -11,7 +14,8 @@ from collections.abc import Collection, Mapping
 
 from torch import nn
 
-from megascale.errors import UsageError, listed
+from megascale.errors import ArgumentError, UsageError, listed
+from megascale.main_params.replica_check import digests
 from megascale.parallel import ParallelGroups
 from megascale.utils.collectives import group_rank, group_size
 
@@ -38,6 +42,28 @@ def absence(params: Mapping[str, nn.Parameter], groups: ParallelGroups) -> int:
         factor = zlib.crc32(name.encode()) % _LARGEST + 1
         total += factor * cancelling(group_size(holders))[group_rank(holders)]
     return total
+
+
+def novelty(params: Mapping[str, nn.Parameter], groups: ParallelGroups) -> int:
+    """Return this rank's number for parameters that are new in this step: ranks' numbers add up to 0 if these hold the
+    same values, but for one in a thousand cases. Reads the parameters, and waits for their device.
+    """
+    total = 0
+    for name, digest in digests(params).items():
+        holders = groups.of_param(params[name]).holders
+        factor = zlib.crc32(repr((name, digest)).encode()) % _LARGEST + 1
+        total += factor * cancelling(group_size(holders))[group_rank(holders)]
+    return total
+
+
+def novelty_error(params: Collection[str]) -> ArgumentError | None:
+    """Return the error of a rank whose new parameters are not those of others; None where it has none."""
+    if not params:
+        return None
+    return ArgumentError(
+        f"parameters that are new in this step differ between data-parallel ranks: among {listed(params)}; unfreeze "
+        "the same ones with the same values on every rank, before GradSync.add(), or pass replicas_may_differ=True"
+    )
 
 
 def absence_error(params: Collection[str]) -> UsageError | None:

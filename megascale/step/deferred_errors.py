@@ -16,7 +16,7 @@ from megascale.host_view import HostView
 from megascale.kernels import Statistic, stats_dtype
 from megascale.main_params.main_param import MainParam
 from megascale.parallel import ParallelGroups
-from megascale.step.absence import absence, absence_error
+from megascale.step.absence import absence, absence_error, novelty, novelty_error
 from megascale.step.grad_stats import GradStats
 from megascale.step.update import Rounded
 from megascale.utils.collectives import group_size, raise_together
@@ -38,6 +38,8 @@ class DeferredErrors:
         self._view = HostView()
         self._error: Exception | None = None
         self._absent: Mapping[str, nn.Parameter] = {}
+        # What was new in this step and in the one before, for the same reason as below.
+        self._new: deque[list[str]] = deque(maxlen=2)
         # The roundings of this step and the one before, as the host learns of an overflow one step late.
         self._rounded: deque[list[Rounded]] = deque(maxlen=2)
         # Updated in place: captured graphs hold this address.
@@ -48,6 +50,7 @@ class DeferredErrors:
         """Forget all errors; called when main params were replaced."""
         self._error = None
         self._rounded.clear()
+        self._new.clear()
         self._num_overflowed.zero_()
         self._view.flush()
 
@@ -55,18 +58,26 @@ class DeferredErrors:
         """Forget statistics that the host has not read yet; called for a step that is dropped."""
         self._view.flush()
 
-    def as_statistic(self, error: Exception | None, absent: Mapping[str, nn.Parameter] | None = None) -> Tensor:
+    def as_statistic(
+        self,
+        error: Exception | None,
+        absent: Mapping[str, nn.Parameter] | None = None,
+        new: Mapping[str, nn.Parameter] | None = None,
+    ) -> Tensor:
         """Return this rank's number of errors, 0-d, for the statistics vector: not 0 in sum if a rank has one.
 
         Args:
             error: found in this step.
             absent: by name, parameters that this rank leaves out and that other ranks must leave out, too.
+            new: by name, parameters whose values have not been compared between ranks.
         """
         if error is not None and self._alone:
             raise error
         self._error = self._error or error
         self._absent = absent or {}
+        self._new.append(list(new or {}))
         count = (self._error is not None) + (absence(absent, self._groups) if absent else 0)
+        count += novelty(new, self._groups) if new else 0
         return self._num_overflowed + count if count else self._num_overflowed
 
     def raise_agreed(self, agreed: GradStats) -> list[float] | None:
@@ -124,8 +135,10 @@ class DeferredErrors:
 
     def _raise_together(self) -> None:
         error = self._error or self._overflow_error()
+        new = [name for names in self._new for name in names]
         self.clear()
         raise_together(error, self._group)
+        raise_together(novelty_error(new), self._group)
         raise_together(absence_error(self._absent.keys()), self._group)
 
     def _overflow_error(self) -> MegascaleError | None:

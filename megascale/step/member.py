@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megascale.config import OptimizerConfig
 from megascale.errors import MegascaleError
@@ -40,6 +40,8 @@ class ReadyStep:
 class StepMember:
     """One optimizer's main params, state, gradients and update.
 
+    ``uncompared``: by name, parameters that GradSync reduces and whose first values no rank has compared yet.
+
     Args:
         optimizer: the wrapped one; its ``param_groups`` and ``state`` are live.
         config: checked against the parameters.
@@ -71,6 +73,8 @@ class StepMember:
         self.update = select_update(optimizer, backend, config, groups.data_parallel)
         self.counter = StepCounter(device)
         self.ready: ReadyStep | None = None
+        self.uncompared: dict[str, nn.Parameter] = {}
+        self._compares = grad_sync is not None and grad_sync.compares_replicas and not replicas_may_differ
         self._ready_grads = ReadyGrads(
             groups, device, grad_sync, sharded=main_params.is_sharded, replicas_may_differ=replicas_may_differ
         )
@@ -93,6 +97,8 @@ class StepMember:
             for param in new:
                 self._ready_grads.admit(param)
                 self._keep_local_state(param)
+                if self._compares:
+                    self.uncompared[param.name] = param.model
             self.update.create_states(param_groups[unit.group], new)
         return snapshot
 

@@ -122,6 +122,8 @@ class StepRecipe:
         with span("decide"):
             overflow, decision = self._decide(stats)
         agreed = self.errors.raise_agreed(stats)
+        for member in self.members:
+            member.uncompared.clear()
         self.overflows.observe(agreed, collected, stats, self.grad_scaler)
         self._check(agreed)
         if self.spikes is not None:
@@ -269,7 +271,9 @@ class StepRecipe:
             collected = [member.collect() for member in self.members]
         with span("measure"):
             found = next((one.error for one in collected if one.error is not None), error)
-            errors = self.errors.as_statistic(found, dict(chain.from_iterable(one.absent.items() for one in collected)))
+            absent = dict(chain.from_iterable(one.absent.items() for one in collected))
+            new = dict(chain.from_iterable(member.uncompared.items() for member in self.members))
+            errors = self.errors.as_statistic(found, absent, new)
             stats = [member.measure(own, errors, scaled) for member, own in zip(self.members, collected, strict=True)]
         return collected, stats[0] if len(stats) == 1 else grad_stats.combined(stats)
 
