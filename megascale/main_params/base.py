@@ -97,7 +97,7 @@ class MainParams(ABC):
         if len(groups) != len(self._known) or not all(map(same_objects, groups, self._known)):
             return False
         thawed = any(map(_REQUIRES_GRAD, self._frozen))
-        return not thawed and np.array_equal(self._tracker.requires_grad(snapshot), self._trained)
+        return not thawed and not (self._tracker.requires_grad(snapshot) != self._trained).any()
 
     def _add_new(self, param_groups: Sequence[dict[str, Any]]) -> list[MainParam]:
         """Create main params for parameters that have none, and order all of them."""

@@ -96,7 +96,8 @@ class WriteTracker:
     def written(self, snapshot: TensorList) -> list[int]:
         """Return the slots of params that others have written, or that have moved."""
         changed = (snapshot.versions != self._versions) | self._has_moved(snapshot)
-        return np.flatnonzero(changed).tolist()
+        found: list[int] = changed.nonzero()[0].tolist()
+        return found
 
     def _has_moved(self, snapshot: TensorList) -> NDArray[np.bool_]:
         found = snapshot.findings(self._memory)

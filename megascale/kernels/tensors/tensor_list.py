@@ -1,7 +1,6 @@
 """Lists of tensors that cache addresses and types: reading these dominates the cost of many small tensors."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 from itertools import chain
 from operator import attrgetter, ne
 from typing import Any, cast, overload
@@ -14,6 +13,7 @@ from torch import Tensor
 from megascale.kernels.tensors import tensor_reader
 from megascale.kernels.tensors.checked_memory import is_plain, memory_fault
 from megascale.kernels.tensors.tensor_reader import Facts, Memory, Room
+from megascale.utils.cached import cached
 
 # attrgetters, as map() then runs in C: at every step, over every tensor.
 _DTYPE = attrgetter("dtype")
@@ -137,34 +137,34 @@ class TensorList(Sequence[Tensor]):
         found = None if self._facts is None else self._facts.findings
         return {} if found is None else found.setdefault(owner, {})
 
-    @cached_property
+    @cached
     def versions(self) -> NDArray[np.int64]:
         """Versions: how many times torch has written each, shape [len(self)]."""
         return self._looked_up("versions") if self._facts is None else self._facts.versions
 
-    @cached_property
+    @cached
     def pointers(self) -> NDArray[np.int64]:
         """Addresses, shape [len(self)]."""
         return self._looked_up("pointers") if self._memory is None else self._memory.pointers
 
-    @cached_property
+    @cached
     def numels(self) -> NDArray[np.int64]:
         """Numbers of elements, shape [len(self)]."""
         return self._looked_up("numels") if self._memory is None else self._memory.numels
 
-    @cached_property
+    @cached
     def forms(self) -> Forms:
         """The form of each: shape, strides, dtype, device and flag bits."""
         if self._memory is not None:
             return Forms((self._memory.kinds, self._memory.layouts))
         return Forms(tuple(_of_each(look, self) for look in _FORM))
 
-    @cached_property
+    @cached
     def places(self) -> bytes:
         """A key of the tensors' addresses and devices."""
         return self.pointers.tobytes()
 
-    @cached_property
+    @cached
     def form(self) -> Hashable:
         """A key of the forms of plain tensors. Lists that were read in different ways have different keys."""
         if self._memory is not None:
@@ -174,17 +174,17 @@ class TensorList(Sequence[Tensor]):
             layouts = tuple((i, each.shape, each.stride()) for i, each in enumerate(self) if not each.is_contiguous())
         return self.numels.tobytes(), tuple(map(_DTYPE, self)), frozenset(self.devices), layouts
 
-    @cached_property
+    @cached
     def requires_grad(self) -> NDArray[np.int64]:
         """1 where a tensor requires grad, else 0, shape [len(self)]."""
         return self._looked_up("requires_grad") if self._facts is None else self._facts.requires_grad
 
-    @cached_property
+    @cached
     def dtypes(self) -> set[torch.dtype]:
         """The dtypes that occur."""
         return set(map(_DTYPE, self._examples))
 
-    @cached_property
+    @cached
     def devices(self) -> set[torch.device]:
         """The devices that occur."""
         return set(map(_DEVICE, self._examples))
@@ -203,7 +203,7 @@ class TensorList(Sequence[Tensor]):
         are_held = (ends * itemsizes <= storages) & ((self.pointers != 0) | (self.numels == 0))
         return bool(are_held.all()) and not any(map(Tensor.is_neg, self)) and not any(map(Tensor.is_conj, self))
 
-    @cached_property
+    @cached
     def contiguous(self) -> bool:
         """Whether all of them are contiguous."""
         return all(map(Tensor.is_contiguous, self._examples))
@@ -219,7 +219,7 @@ class TensorList(Sequence[Tensor]):
             found[members] = codes[example.dtype]
         return found
 
-    @cached_property
+    @cached
     def _facts(self) -> Facts | None:
         """The result of one walk; None if attributes are read one by one."""
         return tensor_reader.read(self._given, among=self._among, room=self._room)
@@ -229,7 +229,7 @@ class TensorList(Sequence[Tensor]):
         """The tensors' memory as one walk has read it, or None."""
         return None if self._facts is None else self._facts.memory
 
-    @cached_property
+    @cached
     def _kinds(self) -> list[tuple[Tensor, NDArray[np.bool_]]] | None:
         """One tensor of each kind, and a mask of that kind's tensors; None without a walk."""
         return None if self._memory is None else [(self[first], members) for first, members in self._members]
@@ -288,7 +288,7 @@ class ParamList(TensorList):
         found = None if owner is None else self.findings(owner)
         return GradList(params, memory, self.forms.at(places), found)
 
-    @cached_property
+    @cached
     def _facts(self) -> Facts | None:
         return tensor_reader.read(self._given, among=self._among, grads=True, room=self._room)
 
@@ -347,11 +347,11 @@ class GradList(TensorList):
         is_held = "_held" in self.__dict__ or not isinstance(index, int)
         return self._held[index] if is_held else self._given[index].grad
 
-    @cached_property
+    @cached
     def _held(self) -> list[Tensor]:
         return list(map(_GRAD, self._given))
 
-    @cached_property
+    @cached
     def _facts(self) -> Facts | None:
         return None
 
@@ -397,7 +397,7 @@ class _Joined(TensorList):
     def dtype_codes(self, codes: Mapping[torch.dtype, int]) -> NDArray[np.int64]:
         return np.concatenate([part.dtype_codes(codes) for part in self._parts])
 
-    @cached_property
+    @cached
     def _held(self) -> list[Tensor]:
         return [tensor for part in self._parts for tensor in part]
 
@@ -405,7 +405,7 @@ class _Joined(TensorList):
     def _examples(self) -> Iterable[Tensor]:
         return chain.from_iterable(part._examples for part in self._parts)
 
-    @cached_property
+    @cached
     def _facts(self) -> Facts | None:
         return None
 

@@ -5,16 +5,16 @@
  * prefetched. The cost is that of cache lines: only those that are needed are fetched, and a gradient is read together
  * with its parameter.
  *
- * Call with the interpreter's lock held. The functions that return a number return 0 if all tensors could be read.
+ * functions() returns a module of functions, which Python calls without ctypes' conversions: these would cost a step of
+ * hundreds of tensors more than the walks.
  */
-#include <torch/csrc/autograd/python_variable.h>
+#include <ATen/Parallel.h>
 
-#include <algorithm>
-#include <cstdint>
-#include <cstring>
 #include <memory>
 #include <type_traits>
 #include <vector>
+
+#include "tensor_memory.h"
 
 #ifdef Py_GIL_DISABLED
 #error "lists could change while they are read"
@@ -22,162 +22,9 @@
 
 namespace {
 
-using c10::TensorImpl;
-
 constexpr Py_ssize_t AHEAD = 16;   // tensors between a prefetch and its use
 constexpr Py_ssize_t WINDOW = 128;  // tensors in flight at a time: a power of two
 constexpr Py_ssize_t FEW = 2048;   // with fewer tensors a second thread does not pay
-
-/* Addresses and forms of tensors: [4][n]. At first the result of an earlier walk, or zeros. */
-struct Memory {
-  int64_t *pointer, *numel, *kind, *layout;
-
-  Memory(int64_t* out, Py_ssize_t n) : pointer(out), numel(out + n), kind(out + 2 * n), layout(out + 3 * n) {}
-};
-
-/* What may change without new memory: [2][n]. */
-struct Status {
-  int64_t *version, *requires_grad;
-
-  Status(int64_t* out, Py_ssize_t n) : version(out), requires_grad(out + n) {}
-};
-
-PyObject** items_of(PyObject* list) { return reinterpret_cast<PyListObject*>(list)->ob_item; }
-
-TensorImpl* tensor_of(PyObject* object) {
-  return THPVariable_CheckExact(object) ? THPVariable_Unpack(object).unsafeGetTensorImpl() : nullptr;
-}
-
-TensorImpl* grad_of(TensorImpl* tensor) {
-  const auto& grad = tensor->grad();
-  return grad.defined() ? grad.unsafeGetTensorImpl() : nullptr;
-}
-
-/* ---- fetching ---- */
-
-/* Prefetch into the second-level cache, which can wait for many more lines at once than the first. */
-inline void fetch(const void* address) { __builtin_prefetch(address, 0, 2); }
-
-/* Prefetch bytes [begin, end) of an object, which are on at most two cache lines. */
-inline void fetch(const void* object, size_t begin, size_t end) {
-  fetch(static_cast<const char*>(object) + begin);
-  fetch(static_cast<const char*>(object) + end - 1);
-}
-
-void fetch_object(const PyObject* object) { fetch(object, 8, 24); }  // its type, and the pointer to its tensor
-
-/* Prefetch the fields after the shape: offset, elements, dtype, device, keys. */
-inline void fetch_end(const TensorImpl* tensor) { fetch(tensor, sizeof(TensorImpl) - 32, sizeof(TensorImpl)); }
-
-/* Prefetch all but shape and strides. */
-inline void fetch_ends(const TensorImpl* tensor) {
-  fetch(tensor, 16, 48);  // pointers to its parts
-  fetch_end(tensor);
-}
-
-inline void fetch_whole(const TensorImpl* tensor) {
-  for (size_t at = 16; at < sizeof(TensorImpl); at += 64) fetch(reinterpret_cast<const char*>(tensor) + at);
-  fetch_end(tensor);
-}
-
-inline void fetch_storage(const TensorImpl* tensor) {
-  fetch(tensor->unsafe_storage().unsafeGetStorageImpl(), 16, 64);  // the data pointer, and whether it may be written
-}
-
-inline void fetch_version(const TensorImpl* tensor) {
-  const void* counter;
-  std::memcpy(&counter, &tensor->version_counter(), sizeof counter);
-  fetch(static_cast<const char*>(counter) + 16);
-}
-
-inline void fetch_autograd(const TensorImpl* tensor) {
-  const auto* meta = reinterpret_cast<const char*>(tensor->autograd_meta());
-  if (meta == nullptr) return;
-  fetch(meta, 0, 48);  // its vtable, and the gradient
-  fetch(meta + 128);   // whether it requires one
-}
-
-/* ---- reading ---- */
-
-/* Whether the tensor is plain memory: no wrapper that Python dispatches, such as a DTensor, no conj or neg bit, and no
- * zeros without memory.
- */
-bool is_plain(TensorImpl* tensor) {
-  using c10::DispatchKey;
-  const auto special = c10::DispatchKeySet({
-      DispatchKey::Python, DispatchKey::Functionalize, DispatchKey::Negative, DispatchKey::Conjugate,
-      DispatchKey::ZeroTensor});
-  return tensor != nullptr && tensor->layout() == c10::kStrided &&
-      tensor->unsafe_storage().unsafeGetStorageImpl() != nullptr && !tensor->is_inference() &&
-      !tensor->key_set().has_any(special);
-}
-
-/* Return a number, not negative, that is equal for two tensors of the same dtype, device and contiguity.
- * in_a_row: whether it is contiguous.
- */
-inline int64_t kind_of(const TensorImpl* tensor, bool in_a_row) {
-  const auto device = tensor->device();
-  return static_cast<int64_t>(c10::typeMetaToScalarType(tensor->dtype())) |
-      static_cast<int64_t>(device.type()) << 8 | static_cast<int64_t>(device.index() + 1) << 16 |
-      static_cast<int64_t>(in_a_row) << 32;
-}
-
-/* Return a hash, of 64 bits, of shape and strides. */
-int64_t layout_of(const TensorImpl* tensor) {
-  uint64_t mixed = tensor->dim();
-  const auto mix = [&mixed](int64_t number) {
-    mixed = (mixed ^ static_cast<uint64_t>(number)) * 0x9E3779B97F4A7C15u;
-    mixed ^= mixed >> 29;
-  };
-  for (const auto size : tensor->sizes()) mix(size);
-  for (const auto stride : tensor->strides()) mix(stride);
-  return static_cast<int64_t>(mixed);
-}
-
-/* Return the end of a non-empty tensor in its storage, in elements. in_a_row: whether it is contiguous. */
-inline int64_t end_of(const TensorImpl* tensor, bool in_a_row) {
-  if (in_a_row) return tensor->storage_offset() + tensor->numel();
-  int64_t last = tensor->storage_offset();
-  for (int64_t dim = 0; dim < tensor->dim(); dim++) last += (tensor->sizes()[dim] - 1) * tensor->strides()[dim];
-  return last + 1;
-}
-
-/* Write a number if it differs, as a cache line that is only read need not go back to memory. */
-void put(int64_t& place, int64_t number, bool& changed) {
-  if (place == number) return;
-  place = number;
-  changed = true;
-}
-
-/* Return whether the tensor could be read; if not, its kind is -1.
- *
- * moved, changed: set if its address, or its form, differs from the last walk.
- */
-[[gnu::flatten]] inline bool read_memory(
-    TensorImpl* tensor, const Memory& out, Py_ssize_t at, bool& moved, bool& changed) {
-  const auto unread = [&] {
-    put(out.kind[at], -1, changed);
-    return false;
-  };
-  if (!is_plain(tensor)) return unread();
-  const bool in_a_row = tensor->is_contiguous();
-  const auto numel = tensor->numel(), itemsize = static_cast<int64_t>(tensor->itemsize());
-  // As Tensor.data_ptr(): null for an empty tensor. Throws for memory that may not be written.
-  auto* storage = tensor->unsafe_storage().unsafeGetStorageImpl();
-  auto* data = numel == 0 ? nullptr : static_cast<char*>(storage->mutable_data());
-  if (numel != 0 && (data == nullptr || end_of(tensor, in_a_row) * itemsize > static_cast<int64_t>(storage->nbytes()))) return unread();
-  const auto* first = data == nullptr ? nullptr : data + tensor->storage_offset() * itemsize;
-  put(out.pointer[at], reinterpret_cast<int64_t>(first), moved);
-  put(out.numel[at], numel, changed);
-  put(out.kind[at], kind_of(tensor, in_a_row), changed);
-  put(out.layout[at], layout_of(tensor), changed);
-  return true;
-}
-
-void read_status(TensorImpl* tensor, const Status& out, Py_ssize_t at, bool& changed) {
-  out.version[at] = tensor->version_counter().current_version();
-  put(out.requires_grad[at], tensor->requires_grad(), changed);
-}
 
 /* ---- walking ---- */
 
@@ -233,8 +80,8 @@ int64_t walk_part(const Source& source, Py_ssize_t begin, Py_ssize_t end, const 
  * as soon as the tensor's address is known.
  */
 template <typename Source, typename Read, typename... Fetch>
-int64_t walk(const Source& source, Py_ssize_t n, int threads, const Read& read, const Fetch&... fetch) {
-  const Py_ssize_t parts = n > FEW ? threads : 1;
+int64_t walk(const Source& source, Py_ssize_t n, const Read& read, const Fetch&... fetch) {
+  const Py_ssize_t parts = n > FEW ? at::get_num_threads() : 1;
   int64_t sum = 0;
 #pragma omp parallel for num_threads(parts) schedule(static) reduction(+ : sum) if (parts > 1)
   for (Py_ssize_t part = 0; part < parts; part++)
@@ -331,20 +178,58 @@ bool holds(PyObject* dict, Py_ssize_t i, PyObject** names, PyObject** columns, P
   return found == k;
 }
 
-}  // namespace
+/* ---- arguments ---- */
 
-extern "C" {
+/* The numbers of an int64 array that is written. */
+class Numbers {
+ public:
+  Numbers(PyObject* array, Py_ssize_t count) {
+    if (PyObject_GetBuffer(array, &view_, PyBUF_WRITABLE) != 0) return;
+    if (view_.len == count * static_cast<Py_ssize_t>(sizeof(int64_t))) return;
+    PyErr_Format(PyExc_ValueError, "an array of %zd bytes, %zd numbers are written", view_.len, count);
+    PyBuffer_Release(&view_);
+  }
+  Numbers(const Numbers&) = delete;
+  ~Numbers() { PyBuffer_Release(&view_); }
 
-/* memory: [4][n]. status: [2][n]. grads: [4][n], the memory of their gradients, or null. A gradient that is missing or
- * cannot be read has kind -1; its tensor counts as read.
+  explicit operator bool() const { return view_.obj != nullptr; }  // if not, an error is set
+  int64_t* get() const { return static_cast<int64_t*>(view_.buf); }
+
+ private:
+  Py_buffer view_{};
+};
+
+PyObject* truth(bool value) { return Py_NewRef(value ? Py_True : Py_False); }
+
+bool takes(Py_ssize_t given, Py_ssize_t wanted) {
+  if (given != wanted) PyErr_Format(PyExc_TypeError, "%zd arguments, %zd are taken", given, wanted);
+  return given == wanted;
+}
+
+/* Whether an argument is a list; if not, an error is set. */
+bool is_list(PyObject* argument) {
+  if (!PyList_Check(argument)) PyErr_Format(PyExc_TypeError, "%R is no list", argument);
+  return PyList_Check(argument);
+}
+
+/* ---- functions: Python's arguments are named before each ---- */
+
+/* read_facts(tensors, facts, grads: bool) -> bool | None
  *
- * changed: whether anything but a version or a gradient's address differs from what the arrays held. Only valid if all tensors could be read.
+ * facts: [10][n], the memory of the tensors, [4], their status, [2], and the memory of their gradients, [4]; [6][n]
+ * without gradients. A gradient that is missing or cannot be read has kind -1; its tensor counts as read.
+ *
+ * Returns whether anything but a version or a gradient's address differs from what the array held; None if a tensor
+ * could not be read.
  */
-int64_t read_tensors(
-    PyObject* list, int64_t* memory, int64_t* status, int64_t* grads, int64_t* changed, int threads) {
-  const auto n = PyList_GET_SIZE(list);
-  const Memory out(memory, n), out_of_grads(grads, n);
-  const Status out_of_status(status, n);
+PyObject* read_facts(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  if (!takes(count, 3) || !is_list(given[0])) return nullptr;
+  const auto n = PyList_GET_SIZE(given[0]);
+  const bool with_grads = given[2] == Py_True;
+  const Numbers facts(given[1], (with_grads ? 10 : 6) * n);
+  if (!facts) return nullptr;
+  const Memory out(facts.get(), n), out_of_grads(facts.get() + 6 * n, n);
+  const Status out_of_status(facts.get() + 4 * n, n);
   const auto fetch_parts = [](const Visited& at) {
     fetch_storage(at.tensor);
     fetch_version(at.tensor);
@@ -359,16 +244,12 @@ int64_t read_tensors(
   };
   // The upper half of a walk's sum counts changed tensors, the lower half unreadable ones.
   constexpr auto CHANGED = int64_t{1} << 32;
-  const auto told = [changed](int64_t sum) {
-    *changed = sum >= CHANGED;
-    return sum % CHANGED;
-  };
   const auto read_one = [=](TensorImpl* tensor, Py_ssize_t i, bool& is_other) {
     const bool is_read = read_memory(tensor, out, i, is_other, is_other);
     if (is_read) read_status(tensor, out_of_status, i, is_other);
     return !is_read;
   };
-  const auto read = [=](const Visited& at, Py_ssize_t i) {
+  const auto read_alone = [=](const Visited& at, Py_ssize_t i) {
     bool is_other = false;
     const bool is_unread = read_one(at.tensor, i, is_other);
     return is_unread + CHANGED * is_other;
@@ -379,14 +260,21 @@ int64_t read_tensors(
     const bool is_unread = read_one(at.tensor, i, is_other);
     return is_unread + CHANGED * is_other;
   };
-  const Listed tensors{items_of(list)};
+  const Listed tensors{items_of(given[0])};
   const auto fetch_tensor = [](const Visited& at) { fetch_whole(at.tensor); };
-  if (grads == nullptr) return told(walk(tensors, n, threads, read, fetch_tensor, fetch_parts));
-  return told(walk(tensors, n, threads, read_both, fetch_tensor, fetch_parts, fetch_grad, fetch_storage_of_grad));
+  const auto sum = with_grads
+      ? walk(tensors, n, read_both, fetch_tensor, fetch_parts, fetch_grad, fetch_storage_of_grad)
+      : walk(tensors, n, read_alone, fetch_tensor, fetch_parts);
+  if (sum % CHANGED != 0) Py_RETURN_NONE;
+  return truth(sum >= CHANGED);
 }
 
-/* Return a capsule of the tensors' present values for hold_tensors(); None if one of them could not be read. */
-PyObject* expect_tensors(PyObject* list) {
+/* expect_memory(tensors) -> capsule | None
+ *
+ * Returns the tensors' present values for holds_memory(); None if one of them could not be read.
+ */
+PyObject* expect_memory(PyObject*, PyObject* list) {
+  if (!is_list(list)) return nullptr;
   std::vector<Expected> all;
   const auto n = PyList_GET_SIZE(list);
   all.reserve(n);
@@ -412,80 +300,111 @@ PyObject* expect_tensors(PyObject* list) {
   return capsule;
 }
 
-/* Whether no tensor has moved or changed its form. capsule: from expect_tensors().
+/* holds_memory(capsule) -> bool: whether no tensor has moved or changed its form.
  *
  * Called for all of an optimizer's state in every step, so it reads only two or three cache lines per tensor, not the
  * Python object, which keeps its tensor while the capsule owns that too.
  */
-int64_t hold_tensors(PyObject* capsule, int threads) {
-  const auto& kept = *static_cast<Expectations*>(PyCapsule_GetPointer(capsule, EXPECTATIONS));
-  const auto is_wrong = [&kept](const Visited&, Py_ssize_t i) { return !kept.all[i].holds(); };
+PyObject* holds_memory(PyObject*, PyObject* capsule) {
+  const auto* kept = static_cast<Expectations*>(PyCapsule_GetPointer(capsule, EXPECTATIONS));
+  if (kept == nullptr) return nullptr;
+  const auto is_wrong = [kept](const Visited&, Py_ssize_t i) { return !kept->all[i].holds(); };
   const auto fetch_looked_at = [](const Visited& at) {
     fetch(&at.tensor->unsafe_storage());
     fetch_end(at.tensor);
   };
   const auto fetch_its_storage = [](const Visited& at) { fetch_storage(at.tensor); };
-  return walk(kept, kept.all.size(), threads, is_wrong, fetch_looked_at, fetch_its_storage) == 0;
+  return truth(walk(*kept, kept->all.size(), is_wrong, fetch_looked_at, fetch_its_storage) == 0);
 }
 
-/* versions: [n]. */
-int64_t read_versions(PyObject* list, int64_t* versions, int threads) {
-  const auto read = [=](const Visited& at, Py_ssize_t i) {
+/* read_versions(tensors, versions) -> bool: whether all tensors have a version. versions: [n]. */
+PyObject* read_versions(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  if (!takes(count, 2) || !is_list(given[0])) return nullptr;
+  const auto n = PyList_GET_SIZE(given[0]);
+  const Numbers versions(given[1], n);
+  if (!versions) return nullptr;
+  const auto visit = [out = versions.get()](const Visited& at, Py_ssize_t i) {
     auto* tensor = at.tensor;
     const bool counts = tensor != nullptr && !tensor->is_inference();
-    if (counts) versions[i] = tensor->version_counter().current_version();
+    if (counts) out[i] = tensor->version_counter().current_version();
     return !counts;
   };
-  return walk(Listed{items_of(list)}, PyList_GET_SIZE(list), threads, read, fetch_counted, fetch_counter);
+  return truth(walk(Listed{items_of(given[0])}, n, visit, fetch_counted, fetch_counter) == 0);
 }
 
-/* Tell autograd that all tensors have been written, or all that can be. versions: [n], the new ones; 0 if a tensor has
- * none.
+/* increment_versions(tensors, versions) -> bool
+ *
+ * Tells autograd that all tensors have been written, or all that can be; returns whether that is all.
+ * versions: [n], the new ones; 0 if a tensor has none.
  */
-int64_t increment_versions(PyObject* list, int64_t* versions, int threads) {
-  const auto increment = [=](const Visited& at, Py_ssize_t i) {
+PyObject* increment_versions(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  if (!takes(count, 2) || !is_list(given[0])) return nullptr;
+  const auto n = PyList_GET_SIZE(given[0]);
+  const Numbers versions(given[1], n);
+  if (!versions) return nullptr;
+  const auto visit = [out = versions.get()](const Visited& at, Py_ssize_t i) {
     auto* tensor = at.tensor;
     const bool counts = tensor != nullptr && !tensor->is_inference();
     if (counts) tensor->bump_version();
-    versions[i] = counts ? tensor->version_counter().current_version() : 0;
+    out[i] = counts ? tensor->version_counter().current_version() : 0;
     return tensor == nullptr;
   };
-  return walk(Listed{items_of(list)}, PyList_GET_SIZE(list), threads, increment, fetch_counted, fetch_counter);
+  return truth(walk(Listed{items_of(given[0])}, n, visit, fetch_counted, fetch_counter) == 0);
 }
 
-/* Whether two lists hold the same objects. */
-int64_t same_objects(PyObject* one, PyObject* other) {
-  const auto n = PyList_GET_SIZE(one);
-  return n == PyList_GET_SIZE(other) && (n == 0 || !std::memcmp(items_of(one), items_of(other), n * sizeof(PyObject*)));
+/* same_objects(one, other) -> bool: whether two lists hold the same objects. */
+PyObject* same_objects(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  if (!takes(count, 2) || !is_list(given[0]) || !is_list(given[1])) return nullptr;
+  const auto n = PyList_GET_SIZE(given[0]);
+  const bool is_long = n == PyList_GET_SIZE(given[1]);
+  return truth(is_long && (n == 0 || !std::memcmp(items_of(given[0]), items_of(given[1]), n * sizeof(PyObject*))));
 }
 
-/* Whether the values of a dict, in its order, are the objects of a list. tag: see hold_objects(). */
-int64_t same_values(PyObject* dict, PyObject* list, int64_t* tag) {
+/* same_values(dict, list, tag) -> bool: whether the values of a dict, in its order, are the objects of a list.
+ *
+ * tag: [1], see hold_objects().
+ */
+PyObject* same_values(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  if (!takes(count, 3) || !is_list(given[1])) return nullptr;
+  auto *dict = given[0], *list = given[1];
+  const Numbers tag(given[2], 1);
+  if (!tag) return nullptr;
   const auto n = PyList_GET_SIZE(list);
-  if (has_tag(dict, *tag)) return 1;
-  if (PyDict_GET_SIZE(dict) != n) return 0;
+  if (!PyDict_Check(dict)) return PyErr_Format(PyExc_TypeError, "%R is no dict", dict);
+  if (has_tag(dict, *tag.get())) Py_RETURN_TRUE;
+  if (PyDict_GET_SIZE(dict) != n) Py_RETURN_FALSE;
   auto** items = items_of(list);
   PyObject *key, *value;
   Py_ssize_t at = 0, i = 0;
   while (PyDict_Next(dict, &at, &key, &value))
-    if (i == n || items[i++] != value) return 0;
-  if (i == n) *tag = tag_of(dict);
-  return i == n;
+    if (i == n || items[i++] != value) Py_RETURN_FALSE;
+  if (i == n) *tag.get() = tag_of(dict);
+  return truth(i == n);
 }
 
-/* Whether entries[i][names[k]] is columns[k][i], for all dicts and all names.
+/* hold_objects(entries, names, columns, tags) -> bool: whether entries[i][names[k]] is columns[k][i], for all dicts and
+ * all names.
  *
  * tags: [n], zeros in the first call with the same lists. A dict that was right and has not changed since is not read
  * again, which saves two or three of its cache lines.
  */
-int64_t hold_objects(PyObject* entries, PyObject* names, PyObject* columns, int64_t* tags, int threads) {
-  const auto n = PyList_GET_SIZE(entries), k = PyList_GET_SIZE(names);
-  for (Py_ssize_t name = 0; name < k; name++)
-    if (PyList_GET_SIZE(PyList_GET_ITEM(columns, name)) != n) return 0;
-  auto** dicts = items_of(entries);
+PyObject* hold_objects(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  if (!takes(count, 4) || !is_list(given[0]) || !is_list(given[1]) || !is_list(given[2])) return nullptr;
+  auto *names = given[1], *columns = given[2];
+  const auto n = PyList_GET_SIZE(given[0]), k = PyList_GET_SIZE(names);
+  const Numbers all_tags(given[3], n);
+  if (!all_tags) return nullptr;
+  if (PyList_GET_SIZE(columns) != k) Py_RETURN_FALSE;
+  for (Py_ssize_t name = 0; name < k; name++) {
+    if (!is_list(PyList_GET_ITEM(columns, name))) return nullptr;
+    if (PyList_GET_SIZE(PyList_GET_ITEM(columns, name)) != n) Py_RETURN_FALSE;
+  }
+  auto* tags = all_tags.get();
+  auto** dicts = items_of(given[0]);
   int64_t wrong = 0;
   // Dicts are iterated: a look-up might run Python code, which other threads may not.
-#pragma omp parallel for num_threads(threads) schedule(static) reduction(+ : wrong) if (n > FEW)
+  const int parts = n > FEW ? at::get_num_threads() : 1;
+#pragma omp parallel for num_threads(parts) schedule(static) reduction(+ : wrong) if (parts > 1)
   for (Py_ssize_t i = 0; i < n; i++) {
     if (i + 2 * AHEAD < n) fetch(dicts[i + 2 * AHEAD], 8, 48);
     if (i + AHEAD < n && !has_tag(dicts[i + AHEAD], tags[i + AHEAD])) fetch_entries(dicts[i + AHEAD]);
@@ -494,6 +413,29 @@ int64_t hold_objects(PyObject* entries, PyObject* names, PyObject* columns, int6
     tags[i] = is_held ? tag_of(dicts[i]) : 0;
     wrong += !is_held;
   }
-  return wrong == 0;
+  return truth(wrong == 0);
 }
+
+template <typename Function>
+PyMethodDef method(const char* name, Function* function, int kind) {
+  return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), kind, nullptr};
+}
+
+}  // namespace
+
+/* Return a new module of the functions above. Call with the interpreter's lock held, as they are called. */
+extern "C" PyObject* functions() {
+  static PyMethodDef methods[] = {
+      method("read_facts", read_facts, METH_FASTCALL),
+      method("expect_memory", expect_memory, METH_O),
+      method("holds_memory", holds_memory, METH_O),
+      method("read_versions", read_versions, METH_FASTCALL),
+      method("increment_versions", increment_versions, METH_FASTCALL),
+      method("same_objects", same_objects, METH_FASTCALL),
+      method("same_values", same_values, METH_FASTCALL),
+      method("hold_objects", hold_objects, METH_FASTCALL),
+      {nullptr, nullptr, 0, nullptr},
+  };
+  static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "megascale.tensor_reader", nullptr, -1, methods};
+  return PyModule_Create(&definition);
 }

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter, is_, methodcaller
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -27,6 +28,8 @@ from megascale.kernels.compiler import Command, CompilerError, find_compiler
 from megascale.kernels.library_build import Recipe, load, load_kept, share_openmp
 
 SOURCE = Path(__file__).with_name("tensor_reader.cpp")
+HEADER = "tensor_memory.h"
+"""Lies beside the source."""
 FLAGS = ("-std=c++20", "-O3", "-fPIC")
 LIBRARIES = ("torch_python", "torch_cpu", "c10")
 
@@ -136,19 +139,10 @@ def read(
     if native is None:
         return None
     rows, findings = (Room() if room is None else room).take(10 if grads else 6, len(tensors))
-    changed = ctypes.c_int64()
-    at, row = rows.ctypes.data, 8 * len(tensors)
-    unread = native.read_tensors(
-        tensors,
-        at,
-        at + 4 * row,
-        at + 6 * row if grads else None,
-        ctypes.byref(changed),
-        torch.get_num_threads(),
-    )
-    if unread or changed.value:
+    changed = native.read_facts(tensors, rows, grads)
+    if changed is not False:
         findings.clear()
-    if unread:
+    if changed is None:
         return None
     pointers, numels, kinds, layouts, versions, requires_grad, *of_grads = rows
     memory = Memory(pointers, numels, kinds, layouts)
@@ -163,9 +157,9 @@ def expect_memory(tensors: list[Tensor]) -> Callable[[], bool]:
     """
     native = _native(len(tensors))
     if native is not None:
-        expected = native.expect_tensors(tensors)
+        expected = native.expect_memory(tensors)
         if expected is not None:
-            return lambda: bool(native.hold_tensors(expected, torch.get_num_threads()))
+            return functools.partial(native.holds_memory, expected)
     memory = _looked_up(tensors)
     return lambda: _looked_up(tensors) == memory
 
@@ -184,7 +178,7 @@ def read_versions(tensors: list[Tensor]) -> NDArray[np.int64]:
     native = _native(len(tensors))
     if native is not None:
         versions = np.empty(len(tensors), dtype=np.int64)
-        if native.read_versions(tensors, versions.ctypes.data, torch.get_num_threads()) == 0:
+        if native.read_versions(tensors, versions):
             return versions
     return np.array([tensor._version for tensor in tensors], dtype=np.int64)
 
@@ -197,7 +191,7 @@ def increment_versions(tensors: list[Tensor]) -> NDArray[np.int64] | None:
     native = _native(len(tensors))
     if native is not None:
         versions = np.empty(len(tensors), dtype=np.int64)
-        if native.increment_versions(tensors, versions.ctypes.data, torch.get_num_threads()) == 0:
+        if native.increment_versions(tensors, versions):
             return versions
     torch.autograd.graph.increment_version(tensors)
     return None
@@ -224,7 +218,7 @@ def same_values(entries: Mapping[Any, Any], values: list[Any], tag: NDArray[np.i
     """Whether the values of a mapping, in its order, are the same objects as a list's. ``tag``: of the mapping."""
     native = _native(len(values))
     if native is not None and isinstance(entries, dict):
-        return bool(native.same_values(entries, values, tag.ctypes.data))
+        return bool(native.same_values(entries, values, tag))
     return len(entries) == len(values) and all(map(is_, entries.values(), values))
 
 
@@ -234,15 +228,15 @@ def hold_objects(
     """Whether ``entries[i][names[k]] is columns[k][i]`` for all i and k. ``tags``: of the entries."""
     native = _native(len(entries))
     if native is not None:
-        return bool(native.hold_objects(entries, names, columns, tags.ctypes.data, torch.get_num_threads()))
+        return bool(native.hold_objects(entries, names, columns, tags))
     return all(
         len(column) == len(entries) and all(map(is_, column, map(methodcaller("get", name), entries)))
         for name, column in zip(names, columns, strict=True)
     )
 
 
-def _native(count: int) -> ctypes.PyDLL | None:
-    """Return the library if it pays for ``count`` tensors and can be built."""
+def _native(count: int) -> Any:
+    """Return the library's functions if it pays for ``count`` tensors and can be built."""
     wanted = os.environ.get(ENVIRONMENT_VARIABLE)
     if wanted == "python" or (count < SOME and wanted != "native"):
         return None
@@ -250,7 +244,7 @@ def _native(count: int) -> ctypes.PyDLL | None:
 
 
 @functools.cache
-def _library() -> ctypes.PyDLL | None:
+def _library() -> ModuleType | None:
     start = time.perf_counter()
     loaded = _loaded(load)
     if loaded is not None:
@@ -259,11 +253,11 @@ def _library() -> ctypes.PyDLL | None:
 
 
 @functools.cache
-def _kept_library() -> ctypes.PyDLL | None:
+def _kept_library() -> ModuleType | None:
     return _loaded(load_kept)
 
 
-def _loaded(load_recipe: Callable[[Recipe, type[ctypes.PyDLL]], ctypes.PyDLL | None]) -> ctypes.PyDLL | None:
+def _loaded(load_recipe: Callable[[Recipe, type[ctypes.PyDLL]], ctypes.PyDLL | None]) -> ModuleType | None:
     try:
         compiler = find_compiler("CXX", ("c++", "g++", "clang++"))
         if compiler is None:
@@ -273,7 +267,14 @@ def _loaded(load_recipe: Callable[[Recipe, type[ctypes.PyDLL]], ctypes.PyDLL | N
     except CompilerError as error:
         logger.info("tensor_reader.cpp cannot be built, many tensors are read from Python: %s", error)
         return None
-    return None if loaded is None else _declare(loaded)
+    return None if loaded is None else _functions(loaded)
+
+
+def _functions(loaded: ctypes.PyDLL) -> ModuleType:
+    """Return the library's functions, which tensor_reader.cpp describes."""
+    loaded.functions.restype = ctypes.py_object
+    functions: ModuleType = loaded.functions()
+    return functions
 
 
 def _recipe(compiler: Command, flags: Sequence[str]) -> Recipe:
@@ -286,24 +287,5 @@ def _recipe(compiler: Command, flags: Sequence[str]) -> Recipe:
         SOURCE,
         compile_flags=(*flags, abi, *(flag for folder in headers for flag in ("-isystem", folder))),
         link_flags=(f"-L{torch_folder / 'lib'}", *(f"-l{name}" for name in LIBRARIES)),
-        depends=(torch.__version__, sysconfig.get_python_version()),
+        depends=(SOURCE.with_name(HEADER).read_text(), torch.__version__, sysconfig.get_python_version()),
     )
-
-
-def _declare(loaded: ctypes.PyDLL) -> ctypes.PyDLL:
-    objects, memory, threads = ctypes.py_object, ctypes.c_void_p, ctypes.c_int
-    signatures = {
-        "read_tensors": [objects, memory, memory, memory, memory, threads],
-        "expect_tensors": [objects],
-        "hold_tensors": [objects, threads],
-        "read_versions": [objects, memory, threads],
-        "increment_versions": [objects, memory, threads],
-        "same_objects": [objects, objects],
-        "same_values": [objects, objects, memory],
-        "hold_objects": [objects, objects, objects, memory, threads],
-    }
-    for name, types in signatures.items():
-        function = getattr(loaded, name)
-        function.argtypes, function.restype = types, ctypes.c_int64
-    loaded.expect_tensors.restype = objects
-    return loaded

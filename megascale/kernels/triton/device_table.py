@@ -10,7 +10,6 @@ step: see :mod:`megascale.kernels.triton.grad_addresses`.
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from types import MappingProxyType
 
 import numpy as np
@@ -23,6 +22,7 @@ from megascale.kernels.blocks import flat
 from megascale.kernels.compact_moments import CODE_DTYPES
 from megascale.kernels.remainders import REMAINDER_DTYPE
 from megascale.kernels.tensors.tensor_list import TensorList
+from megascale.utils.cached import cached
 from megascale.utils.graph_capture import is_capturing
 
 CHUNK = 1 << 14  # elements; a power of two, and a whole number of vectors
@@ -82,12 +82,12 @@ class Column:
         """Addresses, shape [len(self)]."""
         return self.tensors.pointers
 
-    @cached_property
+    @cached
     def codes(self) -> NDArray[np.int64]:
         """Indices of the dtypes in :data:`DTYPES`, or :data:`UNKNOWN`, shape [len(self)]."""
         return self.tensors.dtype_codes(_CODES)
 
-    @cached_property
+    @cached
     def signature(self) -> Hashable:
         """A key of the tensors' addresses and forms."""
         return self.tensors.places, self.tensors.form
