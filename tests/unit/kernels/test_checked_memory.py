@@ -90,6 +90,29 @@ def test_state_that_a_process_queue_has_taken_is_trained_on(dtype: torch.dtype, 
     assert same_training(queued, left)
 
 
+def test_swapped_state_is_followed_or_the_swap_is_refused(backend: str) -> None:
+    """``torch.utils.swap_tensors`` refuses a tensor that tensor_reader.cpp refers to; else the step takes the new one.
+
+    Either way the next step has the bits of the state that is then in the dict.
+    """
+    swapped, left = Training(backend), Training(backend)
+    for training in (swapped, left):
+        torch.manual_seed(1)
+        training.step(2)
+        state = training.inner.state[training.params[0]]
+        doubled = state["exp_avg"] * 2
+        if training is swapped:
+            try:
+                torch.utils.swap_tensors(state["exp_avg"], doubled)
+                was_swapped = True
+            except RuntimeError:
+                was_swapped = False
+        elif was_swapped:
+            state["exp_avg"].copy_(doubled)
+        training.step(2)
+    assert same_training(swapped, left)
+
+
 # What becomes something else
 
 
