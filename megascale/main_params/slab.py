@@ -15,7 +15,6 @@ from megascale.utils.dtensors import is_dtensor
 
 SLAB = 1 << 14  # elements, at most
 SMALL = 1 << 12  # elements; a larger tensor has memory of its own
-_WITH_DLPACK = ("cpu", "cuda")
 ALIGNMENT = 16  # elements; a shorter tensor begins where the one before it ends
 
 
@@ -74,11 +73,11 @@ class Slabs:
 
 
 def _fixed(slab: Tensor) -> Tensor:
-    """Return the same memory in a storage that torch refuses to resize.
+    """Return the same memory in a storage that torch refuses to resize, where it is host memory.
 
     Who frees a tensor by ``untyped_storage().resize_(0)`` and lets it grow again would lose its neighbours' values.
     """
-    return from_dlpack(slab) if type(slab) is Tensor and slab.device.type in _WITH_DLPACK else slab
+    return from_dlpack(slab) if type(slab) is Tensor and slab.device.type == "cpu" else slab
 
 
 class _Slot(NamedTuple):
