@@ -44,17 +44,39 @@ typedef struct {
 
 typedef union { uint32_t bits[BLOCK]; float values[BLOCK]; Words words[BLOCK / WIDTH]; } PerGroup;
 
+/* Vectors whose rounding was rare: their main params, number and offset. They are held after the others. */
+typedef struct {
+    Floats value[BLOCK * VECTORS];
+    Halves model[BLOCK * VECTORS], remainder[BLOCK * VECTORS]; /* before the update */
+    uint32_t times[BLOCK * VECTORS];
+    int64_t offset[BLOCK * VECTORS];
+    int64_t n;
+    int beyond; /* whether a rounding into fp16 is not finite */
+} Rare;
+
+typedef struct { Rare *rare; Marks marks; } Held;
+
 /* What is known of a block's elements and groups between the loops. */
 typedef struct {
     Floats first[BLOCK * VECTORS], root[BLOCK * VECTORS]; /* the new moments; then quotients */
     Words high[BLOCK], low[BLOCK]; /* of each group: maxima and minima of roots; then maxima of quotients */
-    PerGroup floor, shift, lowest; /* of the roots' codes: as they were before the update, then as they are after it */
+    PerGroup floor, shift, kept; /* of the roots' codes: as they were before the update, then as they are after it */
 } Work;
 
 INLINE uint32_t bits_of(float x) {
     uint32_t bits;
     memcpy(&bits, &x, sizeof bits);
     return bits;
+}
+
+/* Replace each NaN by the one of NAN_BITS. */
+INLINE Floats with_one_nan(Floats x) {
+    const Floats nan = (Floats)((Words){0} + NAN_BITS);
+#if WIDTH == 16
+    return (Floats)_mm512_mask_mov_ps((__m512)nan, _mm512_cmp_ps_mask((__m512)x, (__m512)x, _CMP_EQ_OQ), (__m512)x);
+#else
+    return where(x == x, x, nan);
+#endif
 }
 
 INLINE Floats main_at(Span at, CompactKind kind, int64_t o) {
@@ -95,7 +117,7 @@ INLINE void new_moments(Span at, CompactKind kind, AdamScalars s, float coeffici
         if (!kind.first) store(at.first + 4 * o, average, F32, WIDTH);
         if (!kind.second) store(at.second + 4 * o, square, F32, WIDTH);
         Floats now = root(square);
-        Words bits = words_where(now == now, (Words)magnitude_of(now), (Words){0} + NAN_BITS);
+        Words bits = (Words)with_one_nan(kind.second ? now : magnitude_of(now));
         high = larger(high, kind.cut ? bits & (Words)before(at.n - o) : bits);
         low = smaller(low, kind.cut ? bits | (~(Words)before(at.n - o) & 0x7fffffffu) : bits);
         work->first[t * VECTORS + k] = average;
@@ -105,12 +127,64 @@ INLINE void new_moments(Span at, CompactKind kind, AdamScalars s, float coeffici
     work->low[t] = low;
 }
 
+/* Store o's main params as model params and remainders. The rare ones wait. */
+INLINE void store_held(Span at, CompactKind kind, Held *held, Floats value, int64_t o) {
+    Halves model = to_16_bits(value, kind.model), remainder;
+    char *at_model = at.model + 2 * o, *at_remainder = at.remainder + 2 * o;
+    if (kind.model == BF16) {
+        remainder = saturated((Ints)words_where(value == value, (Words)value - (widened(model) << 16), (Words){0}));
+    } else {
+        remainder = saturated((Ints)((Words)value - (Words)from_half(model)));
+        if (__builtin_expect(any_halves(rare_ones(model)), 0)) {
+            Rare *rare = held->rare;
+            rare->value[rare->n] = value;
+            memcpy(rare->model + rare->n, at_model, sizeof model);
+            memcpy(rare->remainder + rare->n, at_remainder, sizeof model);
+            rare->times[rare->n] = held->marks.times;
+            rare->offset[rare->n++] = o;
+        }
+    }
+    memcpy(at_model, &model, sizeof model);
+    memcpy(at_remainder, &remainder, sizeof remainder);
+    Words bits = widened(model);
+    if (kind.cut) bits &= (Words)before(at.n - o);
+    mark_bits(&held->marks, bits);
+}
+
+/* Hold the rare ones. Returns what this adds to the fingerprint. weight: of the first vector. */
+static __attribute__((noinline)) Words store_rare(Span at, Rare *rare, Words weight) {
+    Words sum = {0};
+    for (int64_t r = 0; r < rare->n; r++) {
+        int64_t o = rare->offset[r], n = at.n - o < WIDTH ? at.n - o : WIDTH;
+        Halves model = rare->model[r], remainder = rare->remainder[r], wrong, right;
+        memcpy(&wrong, at.model + 2 * o, sizeof wrong);
+        memcpy(at.model + 2 * o, &model, sizeof model);
+        memcpy(at.remainder + 2 * o, &remainder, sizeof remainder);
+        if (n <= 0) continue;
+        rare->beyond |= hold_rare(rare->value + r, at.model + 2 * o, at.remainder + 2 * o, n, &right);
+        Words more = (widened(right) - widened(wrong)) & (Words)before(n);
+        sum += more * (weight + rare->times[r] * (WIDTH * WEIGHT_STRIDE));
+    }
+    return sum;
+}
+
+INLINE Held held_from(Span at, CompactKind kind, Rare *rare) {
+    rare->n = rare->beyond = 0;
+    Held held = {rare, {{0}, {0}, {0}, {0}, 0}};
+    if (kind.held) held.marks = *at.marks;
+    return held;
+}
+
+INLINE void finish_held(Span at, Held held) {
+    if (__builtin_expect(held.rare->n != 0, 0)) held.marks.more += store_rare(at, held.rare, held.marks.weight);
+    *at.marks = held.marks;
+}
+
 /* Store o's main params and model params. Returns -1 for elements whose rounding into fp16 is not finite. */
-INLINE Ints store_params(Span at, CompactKind kind, Floats value, int64_t o, int streamed) {
+INLINE Ints store_params(Span at, CompactKind kind, Held *held, Floats value, int64_t o, int streamed) {
     if (kind.held) {
-        int64_t n = kind.cut ? at.n - o : WIDTH;
-        int beyond = n > 0 && hold_value(value, at.model + 2 * o, at.remainder + 2 * o, kind.model, n, at.marks);
-        return (Ints){0} - beyond;
+        store_held(at, kind, held, value, o);
+        return (Ints){0};
     }
     store(at.main + 4 * o, value, F32, WIDTH);
     if (kind.model == NONE) return (Ints){0};
@@ -121,7 +195,8 @@ INLINE Ints store_params(Span at, CompactKind kind, Floats value, int64_t o, int
 }
 
 /* Update group t's main params and model params. Returns -1 for elements whose rounding into fp16 is not finite. */
-INLINE Ints new_params(Span at, CompactKind kind, AdamScalars s, const Work *work, int64_t t, int streamed) {
+INLINE Ints new_params(Span at, CompactKind kind, AdamScalars s, const Work *work, Held *held, int64_t t,
+                       int streamed) {
     Ints beyond = {0};
     for (int k = 0; k < VECTORS; k++) {
         int64_t o = t * GROUP + k * WIDTH;
@@ -129,7 +204,7 @@ INLINE Ints new_params(Span at, CompactKind kind, AdamScalars s, const Work *wor
         if (!kind.l2) value = value * s.lr_wd;
         Floats denominator = work->root[t * VECTORS + k] * s.inv_correction2_sqrt + s.eps;
         value = value - s.step_size * work->first[t * VECTORS + k] / denominator;
-        beyond |= store_params(at, kind, value, o, streamed);
+        beyond |= store_params(at, kind, held, value, o, streamed);
     }
     return beyond;
 }
@@ -156,7 +231,7 @@ INLINE void new_floors(Span at, Work *work, int64_t groups) {
         for (int finer = FINEST; finer < FINEST + 3; finer++) shift -= (high >> finer) - (low >> finer) > TOP_CODE - 1;
         Words lowest = larger((Words)((high >> shift) + (1 - TOP_CODE)), (Words){0});
         work->shift.words[v] = (Words)shift;
-        work->lowest.words[v] = lowest;
+        work->kept.words[v] = ((Words){0} - 1) << (Words)shift;
         work->floor.words[v] = lowest << (Words)shift;
         scale.words[v] = work->floor.words[v] + (Words)(shift - FINEST);
     }
@@ -167,16 +242,16 @@ INLINE void new_floors(Span at, Work *work, int64_t groups) {
  * may_be_zero: whether a root may be.
  */
 INLINE void new_roots(Span at, CompactKind kind, Work *work, int64_t t, Words weyl, int may_be_zero) {
-    Words most = {0}, shift = {0}, lowest = {0};
-    if (kind.second) shift += work->shift.bits[t], lowest += work->lowest.bits[t];
+    Words most = {0}, shift = {0}, floor = {0}, kept = {0};
+    if (kind.second) shift += work->shift.bits[t], floor += work->floor.bits[t], kept += work->kept.bits[t];
     for (int k = 0; k < VECTORS; k++) {
         int64_t o = t * GROUP + k * WIDTH;
         Floats held = work->root[t * VECTORS + k];
         if (kind.second) {
             Words dither = (weyl + (uint32_t)(k * WIDTH) * INDEX_STRIDE) >> (32 - shift);
-            Words code = larger((((Words)held + dither) >> shift) - lowest, (Words){0});
-            store_8(at.second + o, (Ints)code);
-            held = (Floats)((code + lowest) << shift);
+            Words dithered = larger((Words)held + dither, floor);
+            store_8(at.second + o, (Ints)((dithered - floor) >> shift));
+            held = (Floats)(dithered & kept);
         }
         if (!kind.first) continue;
         Floats quotient = work->first[t * VECTORS + k] / held;
@@ -222,6 +297,8 @@ INLINE int update_adam_block(Span at, CompactKind kind, AdamScalars s, float coe
                              int streamed) {
     Work work;
     Ints beyond = {0};
+    Rare rare;
+    Held held = held_from(at, kind, &rare);
     Words weyl = first_dithers(at);
     if (kind.second) old_floors(at, &work, groups);
     for (int64_t t = 0; t < groups; t++) {
@@ -235,15 +312,16 @@ INLINE int update_adam_block(Span at, CompactKind kind, AdamScalars s, float coe
     }
     for (int64_t t = 0; t < groups; t++) {
         if (groups == BLOCK) fetch_main(at, kind, (t + BLOCK) * GROUP);
-        beyond |= new_params(at, kind, s, &work, t, streamed);
+        beyond |= new_params(at, kind, s, &work, &held, t, streamed);
     }
+    if (kind.held) finish_held(at, held);
     if (kind.second) new_floors(at, &work, groups);
     for (int64_t t = 0; t < groups; t++, weyl += GROUP * INDEX_STRIDE) {
-        if (kind.second && work.lowest.bits[t]) new_roots(at, kind, &work, t, weyl, 0);
+        if (kind.second && work.floor.bits[t]) new_roots(at, kind, &work, t, weyl, 0);
         else new_roots(at, kind, &work, t, weyl, 1);
     }
     if (kind.first) new_quotients(at, &work, groups);
-    return any(beyond);
+    return (kind.held && rare.beyond) | any(beyond);
 }
 
 #include "compact_averages.h"
@@ -290,7 +368,7 @@ INLINE int update_groups(const CompactRow *row, const char *grad, CompactKind ki
                          Chunk chunk, int streamed) {
     int beyond = 0;
     int64_t i = chunk.start, whole = chunk.end - (chunk.end - i) % GROUP;
-    Marks marks = {{0}, {0}};
+    Marks marks = {{0}, {0}, {0}, {0}, 0};
     if (kind.held) marks = marks_from(i);
 #define SPAN(n) span_of(row, grad, kind, dither, i, n, &marks)
     for (; i + BLOCK * GROUP <= whole; i += BLOCK * GROUP)
@@ -298,7 +376,7 @@ INLINE int update_groups(const CompactRow *row, const char *grad, CompactKind ki
     for (; i < whole; i += GROUP) beyond |= update_block(SPAN(GROUP), kind, s, 1, streamed);
     if (i < chunk.end) beyond |= update_last_group(SPAN(chunk.end - i), kind, s);
 #undef SPAN
-    if (kind.held) add_fingerprint(row->fingerprint, sum_of_marks(marks.sum));
+    if (kind.held) add_fingerprint(row->fingerprint, sum_of_marks(marks));
     return beyond;
 }
 

@@ -29,7 +29,8 @@ INLINE Ints codes_of_averages(Floats average, float inverse, Words dither) {
 }
 
 /* Update group t: main params, model params and averages, which are stored as codes later. Returns as new_params(). */
-INLINE Ints new_averages(Span at, CompactKind kind, const Scalars *s, Work *work, int64_t t, int streamed) {
+INLINE Ints new_averages(Span at, CompactKind kind, const Scalars *s, Work *work, Held *held, int64_t t,
+                         int streamed) {
     Words high = {0};
     Ints beyond = {0};
     for (int k = 0; k < VECTORS; k++) {
@@ -47,7 +48,7 @@ INLINE Ints new_averages(Span at, CompactKind kind, const Scalars *s, Work *work
         Words bits = (Words)magnitude_of(average);
         high = larger(high, kind.cut ? bits & (Words)before(at.n - o) : bits);
         work->first[t * VECTORS + k] = average;
-        beyond |= store_params(at, kind, value, o, streamed);
+        beyond |= store_params(at, kind, held, value, o, streamed);
     }
     work->high[t] = high;
     return beyond;
@@ -57,6 +58,8 @@ INLINE int update_average_block(Span at, CompactKind kind, const Scalars *s, int
     Work work;
     PerGroup most = {{0}}, inverse;
     Ints beyond = {0};
+    Rare rare;
+    Held held = held_from(at, kind, &rare);
     for (int64_t t = 0; t < groups; t++) {
         if (groups == BLOCK) {
             const int64_t ahead = (t + BLOCK) * GROUP;
@@ -64,8 +67,9 @@ INLINE int update_average_block(Span at, CompactKind kind, const Scalars *s, int
             __builtin_prefetch(at.grad + ahead * size_of(kind.grad));
             __builtin_prefetch(at.first + ahead);
         }
-        beyond |= new_averages(at, kind, s, &work, t, streamed);
+        beyond |= new_averages(at, kind, s, &work, &held, t, streamed);
     }
+    if (kind.held) finish_held(at, held);
     largest_of_each(work.high, groups, most.bits);
     for (int v = 0; v < BLOCK / WIDTH; v++) {
         Floats largest = (Floats)most.words[v];
@@ -81,7 +85,7 @@ INLINE int update_average_block(Span at, CompactKind kind, const Scalars *s, int
             Words dither = weyl + (uint32_t)o * INDEX_STRIDE;
             store_8(at.first + o, codes_of_averages(work.first[t * VECTORS + k], inverse.values[t], dither));
         }
-    return any(beyond);
+    return (kind.held && rare.beyond) | any(beyond);
 }
 
 #endif

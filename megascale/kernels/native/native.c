@@ -318,7 +318,7 @@ INLINE int update_vectors(const Row *row, const char *grad, Kind kind, Scalars s
     if (streamed && !((uintptr_t)row->model & 63)) in_lines = end - (end - i) % LINE;
     Ints beyond = {0};
     int held_beyond = 0;
-    Marks marks = {{0}, {0}};
+    Marks marks = {{0}, {0}, {0}, {0}, 0};
     if (kind.held) marks = marks_from(i);
     for (; i + WIDTH <= end; i += WIDTH) {
         Place at = place_of(row, grad, kind, i, WIDTH);
@@ -333,7 +333,7 @@ INLINE int update_vectors(const Row *row, const char *grad, Kind kind, Scalars s
         else store(at.model, value, kind.model, WIDTH);
         if (kind.model == F16) beyond |= rounds_beyond(value);
     }
-    if (kind.held) add_fingerprint(row->fingerprint, sum_of_marks(marks.sum));
+    if (kind.held) add_fingerprint(row->fingerprint, sum_of_marks(marks));
     return held_beyond | any(beyond);
 }
 
@@ -347,7 +347,7 @@ static __attribute__((noinline)) int update_rest(const Row *row, const char *gra
     if (kind.held) {
         Marks marks = marks_from(chunk.end - n);
         int beyond = hold_value(value, at.model, at.remainder, kind.model, n, &marks);
-        add_fingerprint(row->fingerprint, sum_of_marks(marks.sum));
+        add_fingerprint(row->fingerprint, sum_of_marks(marks));
         return beyond;
     }
     if (kind.model != NONE) store(at.model, value, kind.model, n);

@@ -25,7 +25,30 @@ INLINE Halves load_halves(const void *at, int64_t n) {
     return h;
 }
 
-INLINE Ints sign_extended(Halves h) { return (Ints)(widened(h) << 16) >> 16; }
+INLINE Ints sign_extended(Halves h) {
+#if WIDTH == 16
+    return (Ints)_mm512_cvtepi16_epi32((__m256i)h);
+#elif WIDTH == 8 && defined(__AVX2__)
+    return (Ints)_mm256_cvtepi16_epi32((__m128i)h);
+#else
+    return (Ints)(widened(h) << 16) >> 16;
+#endif
+}
+
+/* Narrow signed numbers; those beyond 16 bits become the nearest that are not. */
+INLINE Halves saturated(Ints x) {
+#if WIDTH == 16
+    return (Halves)_mm512_cvtsepi32_epi16((__m512i)x);
+#elif WIDTH == 8
+    return (Halves)_mm_packs_epi32(_mm256_castsi256_si128((__m256i)x), _mm256_extractf128_si256((__m256i)x, 1));
+#elif defined(__x86_64__)
+    return (Halves)_mm_cvtsi128_si64(_mm_packs_epi32((__m128i)x, (__m128i)x));
+#else
+    const Words most = (Words){0} + 32767, least = (Words){0} - 32768;
+    Words low = words_where(x > 32767, most, (Words)x);
+    return narrowed(words_where((Ints)low < -32768, least, low) & 0xffffu);
+#endif
+}
 
 /* Return the main params in fp16 that model params and remainders stand for, whatever they are. */
 INLINE Floats decoded_fp16(Halves model, Halves remainder) {
@@ -58,37 +81,66 @@ INLINE int any_rare(Floats model) {
 #endif
 }
 
+typedef int16_t Shorts __attribute__((vector_size(2 * WIDTH)));
+
+/* Return -1 for model params in fp16 that are below 2**-16, inf or NaN. */
+INLINE Halves rare_ones(Halves model) {
+    const int16_t most = HALF_INFINITY - FIXED_POINT_END - 0x8000;
+    Shorts ordered = (Shorts)((model & 0x7fff) + (uint16_t)(0x8000 - FIXED_POINT_END)); /* as signed numbers */
+    return (Halves)(ordered >= most);
+}
+
+INLINE int any_halves(Halves holds) {
+#if WIDTH == 16
+    return !_mm256_testz_si256((__m256i)holds, (__m256i)holds);
+#elif WIDTH == 8
+    return !_mm_testz_si128((__m128i)holds, (__m128i)holds);
+#else
+    uint64_t bits;
+    memcpy(&bits, &holds, sizeof bits);
+    return bits != 0;
+#endif
+}
+
 /* Return the main params of n <= WIDTH elements. */
 INLINE Floats held_value(const char *at_model, const char *at_remainder, int64_t type, int64_t n) {
     Halves model = load_halves(at_model, n), remainder = load_halves(at_remainder, n);
     Words left = (Words)sign_extended(remainder);
     if (type == BF16) return (Floats)((widened(model) << 16) + left);
-    Floats rounded = from_half(model);
-    if (__builtin_expect(any_rare(rounded), 0)) return decoded_fp16(model, remainder);
-    return (Floats)((Words)rounded + left);
+    if (__builtin_expect(any_halves(rare_ones(model)), 0)) return decoded_fp16(model, remainder);
+    return (Floats)((Words)from_half(model) + left);
 }
 
-/* The fingerprint of a run of elements, lane by lane. weight: of the next ones, but for its lowest bit. */
-typedef struct { Words sum, weight; } Marks;
+/* The fingerprint of a run of elements, lane by lane: sums of their bits and of those sums, from which follow the sums
+ * of products with weights that rise evenly. weight: of the first ones. times: vectors so far.
+ */
+typedef struct { Words sum, sums, more, weight; uint32_t times; } Marks;
 
-/* i: the index of the first element in the row. */
+/* i: the index of the first element in the row. WIDTH is even: the lowest bit of a lane's weight never changes. */
 INLINE Marks marks_from(int64_t i) {
     Words weight = {0};
-    for (int j = 0; j < WIDTH; j++) weight[j] = (uint32_t)(i + j) * WEIGHT_STRIDE + WEIGHT_START;
-    return (Marks){{0}, weight};
+    for (int j = 0; j < WIDTH; j++) weight[j] = ((uint32_t)(i + j) * WEIGHT_STRIDE + WEIGHT_START) | 1u;
+    return (Marks){{0}, {0}, {0}, weight, 0};
+}
+
+INLINE void mark_bits(Marks *marks, Words bits) {
+    marks->sum += bits;
+    marks->sums += marks->sum;
+    marks->times++;
 }
 
 /* Add the next WIDTH elements, of which the first n count. */
 INLINE void mark(Marks *marks, Halves model, int64_t n) {
     Words bits = widened(model);
     if (n < WIDTH) bits &= (Words)before(n);
-    marks->sum += bits * (marks->weight | 1u);
-    marks->weight += WIDTH * WEIGHT_STRIDE;
+    mark_bits(marks, bits);
 }
 
-INLINE uint32_t sum_of_marks(Words marks) {
+INLINE uint32_t sum_of_marks(Marks marks) {
+    Words indices = marks.times * marks.sum - marks.sums;
+    Words lanes = marks.sum * marks.weight + indices * (WIDTH * WEIGHT_STRIDE) + marks.more;
     uint32_t sum = 0;
-    for (int j = 0; j < WIDTH; j++) sum += marks[j];
+    for (int j = 0; j < WIDTH; j++) sum += lanes[j];
     return sum;
 }
 
@@ -150,7 +202,7 @@ INLINE int encode_as(const HeldRow *row, Chunk chunk, int64_t type, uint32_t *su
         Floats main = load(row->main + 4 * i, F32, n);
         beyond |= hold_value(main, row->model + 2 * i, row->remainder + 2 * i, type, n, &marks);
     }
-    *sum = sum_of_marks(marks.sum);
+    *sum = sum_of_marks(marks);
     return beyond;
 }
 
