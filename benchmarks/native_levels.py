@@ -2,8 +2,9 @@
 
     python benchmarks/native_levels.py --numel 10000000 --tensors 50 --rounds 40 --threads 2
 
-One update (AdamW, fp16 model params and gradients, fp32 main params and moments) and one measure of the gradients, ms:
-median (smallest to largest). All take turns. The last column tells whether all of them have left the same bits.
+One update (AdamW, fp16 model params and gradients, fp32 main params and moments; with ``--states compact`` remainders
+and 8-bit moments) and one measure of the gradients, ms: median (smallest to largest). All take turns. The last column
+tells whether all of them have left the same bits.
 """
 
 import argparse
@@ -18,9 +19,11 @@ import torch
 from torch import Tensor
 
 from megascale.kernels import AdamHyper, Decision, NativeBackend, Operands, TorchBackend
+from megascale.kernels.compact_moments import SCALE_SUFFIX, num_groups
 from megascale.kernels.compiler import find_compiler
 from megascale.kernels.native import levels, library
 from megascale.kernels.protocol import Backend
+from megascale.kernels.remainders import encode, fingerprint
 
 HYPER = AdamHyper(1e-3, 0.9, 0.999, 1e-8, 0.01, True, False, False)
 COMPILED, OTHER = "native, compiled here", "torch"
@@ -41,22 +44,32 @@ def backends() -> dict[str, Backend]:
     return found | {OTHER: TorchBackend()}
 
 
-def operands(numel: int, tensors: int) -> Operands:
+def operands(numel: int, tensors: int, states: str) -> Operands:
     """Return what is updated: the same numbers in every call."""
     generator = torch.Generator().manual_seed(0)
     mains = [torch.randn(numel // tensors, generator=generator) for _ in range(tensors)]
-    return Operands(
+    made = Operands(
         model=[main.half() for main in mains],
         main=mains,
         grad=[torch.randn(numel // tensors, generator=generator).half() for _ in mains],
         state={name: [torch.zeros_like(main) for main in mains] for name in ("exp_avg", "exp_avg_sq")},
         step=[torch.tensor(0.0) for _ in mains],
     )
+    if states == "compact":
+        made.remainder = [encode(main, torch.float16)[1] for main in mains]
+        made.fingerprint = [fingerprint(model) for model in made.model]
+        for main in mains:
+            main.untyped_storage().resize_(0)
+        for name, dtype in {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}.items():
+            made.state[name] = [torch.zeros(main.numel(), dtype=dtype) for main in mains]
+            made.state[name + SCALE_SUFFIX] = [torch.zeros(num_groups(main.numel())) for main in mains]
+    return made
 
 
 def tensors_of(found: Operands) -> list[Tensor]:
     """Return all that an update writes."""
-    return [*found.main, *found.model, *(tensor for column in found.state.values() for tensor in column)]
+    states = (tensor for column in found.state.values() for tensor in column)
+    return [*(found.remainder or found.main), *found.model, *states]
 
 
 def cell(times: list[float], against: list[float]) -> str:
@@ -70,11 +83,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in {"numel": 10_000_000, "tensors": 50, "rounds": 40, "threads": 2}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--states", choices=("float32", "compact"), default="float32")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     decision = Decision(*torch.tensor([0.0, 2.0**-10, 1.0, 0.0]).unbind())
     compared = backends()
-    held = {name: operands(given.numel, given.tensors) for name in compared}
+    if given.states == "compact":
+        del compared[OTHER]  # its remainders are decoded by the optimizer, not by the update
+    held = {name: operands(given.numel, given.tensors, given.states) for name in compared}
     updates: dict[str, list[float]] = {name: [] for name in compared}
     measures: dict[str, list[float]] = {name: [] for name in compared}
     for turn in range(given.rounds + WARM_UP):
