@@ -33,6 +33,15 @@ INLINE Ints load_u8(const void *at) {
 #endif
 }
 
+/* Shift all elements by n bits. */
+INLINE Words shifted_left(Words x, uint32_t n) {
+#if WIDTH == 16
+    return (Words)_mm512_sllv_epi32((__m512i)x, _mm512_set1_epi32((int)n)); /* not on the ports of products */
+#else
+    return x << ((Words){0} + n);
+#endif
+}
+
 /* Store the lowest 8 bits of each element. */
 INLINE void store_8(void *at, Ints x) {
 #if WIDTH == 16

@@ -11,6 +11,7 @@
 #define GROUP 32 /* elements that share a scale */
 #define BLOCK 16 /* groups */
 #define VECTORS (GROUP / WIDTH)
+#define PAIRS (VECTORS / 2)
 #define FINEST 16 /* the smallest shift */
 #define TOP_CODE 255
 #define NAN_BITS 0x7fc00000u
@@ -32,33 +33,25 @@ typedef struct {
  */
 typedef struct { int64_t rule, held, grad, model; int first, second, l2, cut; } CompactKind;
 
-/* The addresses of up to BLOCK groups, n elements. dither: of the first element. */
+/* The addresses of up to BLOCK groups, n elements from `index` on in the row. dither: of the first element. */
 typedef struct {
     const char *grad;
     char *main, *model, *remainder, *first, *second;
     float *first_scale, *second_scale;
     uint32_t dither;
-    int64_t n;
-    Marks *marks; /* 0 where main has memory */
+    int64_t n, index;
+    PairMarks *marks;
 } Span;
 
 typedef union { uint32_t bits[BLOCK]; float values[BLOCK]; Words words[BLOCK / WIDTH]; } PerGroup;
 
-/* Vectors whose rounding was rare: their main params, number and offset. They are held after the others. */
-typedef struct {
-    Floats value[BLOCK * VECTORS];
-    Halves model[BLOCK * VECTORS], remainder[BLOCK * VECTORS]; /* before the update */
-    uint32_t times[BLOCK * VECTORS];
-    int64_t offset[BLOCK * VECTORS];
-    int64_t n;
-    int beyond; /* whether a rounding into fp16 is not finite */
-} Rare;
-
-typedef struct { Rare *rare; Marks marks; } Held;
+/* Offsets of pairs of vectors whose rounding is rare. They are held after the others. */
+typedef struct { int64_t n, offset[BLOCK * PAIRS]; } Rare;
 
 /* What is known of a block's elements and groups between the loops. */
 typedef struct {
     Floats first[BLOCK * VECTORS], root[BLOCK * VECTORS]; /* the new moments; then quotients */
+    Floats value[BLOCK * VECTORS]; /* the new main params that are to be held */
     Words high[BLOCK], low[BLOCK]; /* of each group: maxima and minima of roots; then maxima of quotients */
     PerGroup floor, shift, kept; /* of the roots' codes: as they were before the update, then as they are after it */
 } Work;
@@ -69,19 +62,28 @@ INLINE uint32_t bits_of(float x) {
     return bits;
 }
 
-/* Replace each NaN by the one of NAN_BITS. */
-INLINE Floats with_one_nan(Floats x) {
-    const Floats nan = (Floats)((Words){0} + NAN_BITS);
+/* Return the bits of x >= +0. NaN's are NAN_BITS. */
+INLINE Words bits_of_root(Floats x) {
 #if WIDTH == 16
-    return (Floats)_mm512_mask_mov_ps((__m512)nan, _mm512_cmp_ps_mask((__m512)x, (__m512)x, _CMP_EQ_OQ), (__m512)x);
+    return (Words)_mm512_min_epu32((__m512i)x, _mm512_set1_epi32(NAN_BITS)); /* larger numbers are NaNs */
 #else
-    return where(x == x, x, nan);
+    return words_where(x == x, (Words)x, (Words){0} + NAN_BITS);
 #endif
 }
 
-INLINE Floats main_at(Span at, CompactKind kind, int64_t o) {
-    if (kind.held) return held_value(at.model + 2 * o, at.remainder + 2 * o, kind.model, WIDTH);
-    return load(at.main + 4 * o, F32, WIDTH);
+/* Read group t's main params. */
+INLINE void read_main(Span at, CompactKind kind, int64_t t, Floats *value) {
+    int rare = 0;
+    for (int k = 0; k < VECTORS; k++) {
+        int64_t o = t * GROUP + k * WIDTH;
+        if (!kind.held) {
+            value[k] = load(at.main + 4 * o, F32, WIDTH);
+            continue;
+        }
+        if (k % 2 == 0) rare = kind.model == F16 && any_rare_pair(load_pair(at.model + 2 * o));
+        Halves model = load_halves(at.model + 2 * o, WIDTH), remainder = load_halves(at.remainder + 2 * o, WIDTH);
+        value[k] = decoded(model, remainder, kind.model, rare);
+    }
 }
 
 /* Read floor and shift of each group's roots. */
@@ -96,15 +98,18 @@ INLINE void old_floors(Span at, Work *work, int64_t groups) {
 
 /* Compute the new moments of group t, and its highest and lowest root. fp32 moments are stored. */
 INLINE void new_moments(Span at, CompactKind kind, AdamScalars s, float coefficient, Work *work, int64_t t) {
-    Words high = {0}, low = (Words){0} + 0x7fffffffu, floor = {0}, shift = {0};
-    if (kind.second) floor += work->floor.bits[t], shift += work->shift.bits[t];
+    Words high = {0}, low = {0}, floor = {0};
+    Floats value[VECTORS] = {{0}};
+    uint32_t shift = 0;
+    if (kind.second) floor += work->floor.bits[t], shift = work->shift.bits[t];
+    if (kind.l2) read_main(at, kind, t, value);
     for (int k = 0; k < VECTORS; k++) {
         int64_t o = t * GROUP + k * WIDTH;
         Floats gradient = load(at.grad + o * size_of(kind.grad), kind.grad, WIDTH) * coefficient, root_before = {0};
-        if (kind.l2) gradient = gradient + s.wd * main_at(at, kind, o);
+        if (kind.l2) gradient = gradient + s.wd * value[k];
         Floats square, average;
         if (kind.second) {
-            root_before = (Floats)(((Words)load_u8(at.second + o) << shift) + floor);
+            root_before = (Floats)(shifted_left((Words)load_u8(at.second + o), shift) + floor);
             square = root_before * root_before;
         } else {
             square = load(at.second + 4 * o, F32, WIDTH);
@@ -117,9 +122,10 @@ INLINE void new_moments(Span at, CompactKind kind, AdamScalars s, float coeffici
         if (!kind.first) store(at.first + 4 * o, average, F32, WIDTH);
         if (!kind.second) store(at.second + 4 * o, square, F32, WIDTH);
         Floats now = root(square);
-        Words bits = (Words)with_one_nan(kind.second ? now : magnitude_of(now));
-        high = larger(high, kind.cut ? bits & (Words)before(at.n - o) : bits);
-        low = smaller(low, kind.cut ? bits | (~(Words)before(at.n - o) & 0x7fffffffu) : bits);
+        Words bits = bits_of_root(kind.second ? now : magnitude_of(now)), above = bits, below = bits;
+        if (kind.cut) above &= (Words)before(at.n - o), below |= ~(Words)before(at.n - o) & 0x7fffffffu;
+        high = k ? larger(high, above) : above;
+        low = k ? smaller(low, below) : below;
         work->first[t * VECTORS + k] = average;
         work->root[t * VECTORS + k] = (Floats)bits;
     }
@@ -127,65 +133,61 @@ INLINE void new_moments(Span at, CompactKind kind, AdamScalars s, float coeffici
     work->low[t] = low;
 }
 
-/* Store o's main params as model params and remainders. The rare ones wait. */
-INLINE void store_held(Span at, CompactKind kind, Held *held, Floats value, int64_t o) {
-    Halves model = to_16_bits(value, kind.model), remainder;
+/* Store two vectors' main params as model params and remainders. The rare ones wait. */
+INLINE void hold_pair(Span at, CompactKind kind, const Floats *value, Rare *rare, PairMarks *marks, int64_t o) {
     char *at_model = at.model + 2 * o, *at_remainder = at.remainder + 2 * o;
+    Pair model, remainder, marked;
+    Words left[2];
     if (kind.model == BF16) {
-        remainder = saturated((Ints)words_where(value == value, (Words)value - (widened(model) << 16), (Words){0}));
-    } else {
-        remainder = saturated((Ints)((Words)value - (Words)from_half(model)));
-        if (__builtin_expect(any_halves(rare_ones(model)), 0)) {
-            Rare *rare = held->rare;
-            rare->value[rare->n] = value;
-            memcpy(rare->model + rare->n, at_model, sizeof model);
-            memcpy(rare->remainder + rare->n, at_remainder, sizeof model);
-            rare->times[rare->n] = held->marks.times;
-            rare->offset[rare->n++] = o;
+        Words rounded[2];
+        for (int k = 0; k < 2; k++) {
+            rounded[k] = rounded_to_bfloat(value[k]);
+            left[k] = words_where(value[k] == value[k], (Words)value[k] - (rounded[k] & 0xffff0000u), (Words){0});
         }
+        model = saturated_pair((Ints)rounded[0] >> 16, (Ints)rounded[1] >> 16);
+    } else {
+        Halves halves[2] = {to_half(value[0]), to_half(value[1])};
+        for (int k = 0; k < 2; k++) left[k] = (Words)value[k] - (Words)from_half(halves[k]);
+        model = joined(halves[0], halves[1]);
+    }
+    remainder = saturated_pair((Ints)left[0], (Ints)left[1]);
+    marked = model;
+    if (kind.model == F16 && __builtin_expect(any_rare_pair(model), 0)) {
+        rare->offset[rare->n++] = o;
+        model = load_pair(at_model);
+        remainder = load_pair(at_remainder);
+        marked = (Pair){0};
     }
     memcpy(at_model, &model, sizeof model);
     memcpy(at_remainder, &remainder, sizeof remainder);
-    Words bits = widened(model);
-    if (kind.cut) bits &= (Words)before(at.n - o);
-    mark_bits(&held->marks, bits);
+    for (int j = 0; kind.cut && j < 2 * WIDTH; j++) marked[j] = o + j < at.n ? marked[j] : 0;
+    mark_pair(marks, marked);
 }
 
-/* Hold the rare ones. Returns what this adds to the fingerprint. weight: of the first vector. */
-static __attribute__((noinline)) Words store_rare(Span at, Rare *rare, Words weight) {
-    Words sum = {0};
-    for (int64_t r = 0; r < rare->n; r++) {
-        int64_t o = rare->offset[r], n = at.n - o < WIDTH ? at.n - o : WIDTH;
-        Halves model = rare->model[r], remainder = rare->remainder[r], wrong, right;
-        memcpy(&wrong, at.model + 2 * o, sizeof wrong);
-        memcpy(at.model + 2 * o, &model, sizeof model);
-        memcpy(at.remainder + 2 * o, &remainder, sizeof remainder);
+/* Store a block's main params as model params and remainders. The rare ones wait. */
+INLINE void hold_block(Span at, CompactKind kind, const Work *work, Rare *rare, int64_t groups) {
+    PairMarks marks = *at.marks;
+    rare->n = 0;
+    for (int64_t p = 0; p < groups * PAIRS; p++) hold_pair(at, kind, work->value + 2 * p, rare, &marks, 2 * WIDTH * p);
+    marks.times += (uint32_t)(groups * PAIRS);
+    *at.marks = marks;
+}
+
+/* Store the rare ones. Returns whether a rounding into fp16 is not finite. */
+static __attribute__((noinline)) int hold_rare_pairs(Span at, const Rare *rare, const Floats *value) {
+    int beyond = 0;
+    for (int64_t v = 0; v < 2 * rare->n; v++) {
+        int64_t o = rare->offset[v / 2] + v % 2 * WIDTH, n = at.n - o < WIDTH ? at.n - o : WIDTH;
+        Halves held;
         if (n <= 0) continue;
-        rare->beyond |= hold_rare(rare->value + r, at.model + 2 * o, at.remainder + 2 * o, n, &right);
-        Words more = (widened(right) - widened(wrong)) & (Words)before(n);
-        sum += more * (weight + rare->times[r] * (WIDTH * WEIGHT_STRIDE));
+        beyond |= hold_rare(value + o / WIDTH, at.model + 2 * o, at.remainder + 2 * o, n, &held);
+        at.marks->more += (widened(held) & (Words)before(n)) * marks_from(at.index + o).weight;
     }
-    return sum;
+    return beyond;
 }
 
-INLINE Held held_from(Span at, CompactKind kind, Rare *rare) {
-    rare->n = rare->beyond = 0;
-    Held held = {rare, {{0}, {0}, {0}, {0}, 0}};
-    if (kind.held) held.marks = *at.marks;
-    return held;
-}
-
-INLINE void finish_held(Span at, Held held) {
-    if (__builtin_expect(held.rare->n != 0, 0)) held.marks.more += store_rare(at, held.rare, held.marks.weight);
-    *at.marks = held.marks;
-}
-
-/* Store o's main params and model params. Returns -1 for elements whose rounding into fp16 is not finite. */
-INLINE Ints store_params(Span at, CompactKind kind, Held *held, Floats value, int64_t o, int streamed) {
-    if (kind.held) {
-        store_held(at, kind, held, value, o);
-        return (Ints){0};
-    }
+/* Store main params and model params. Returns -1 for elements whose rounding into fp16 is not finite. */
+INLINE Ints store_params(Span at, CompactKind kind, Floats value, int64_t o, int streamed) {
     store(at.main + 4 * o, value, F32, WIDTH);
     if (kind.model == NONE) return (Ints){0};
     if (streamed) stream(at.model + 2 * o, value, kind.model);
@@ -194,17 +196,19 @@ INLINE Ints store_params(Span at, CompactKind kind, Held *held, Floats value, in
     return kind.cut ? rounds_beyond(value) & before(at.n - o) : rounds_beyond(value);
 }
 
-/* Update group t's main params and model params. Returns -1 for elements whose rounding into fp16 is not finite. */
-INLINE Ints new_params(Span at, CompactKind kind, AdamScalars s, const Work *work, Held *held, int64_t t,
-                       int streamed) {
+/* Update group t's main params and, unless they are to be held, store them and model params. Returns -1 for elements
+ * whose rounding into fp16 is not finite.
+ */
+INLINE Ints new_params(Span at, CompactKind kind, AdamScalars s, Work *work, int64_t t, int streamed) {
     Ints beyond = {0};
+    Floats value[VECTORS];
+    read_main(at, kind, t, value);
     for (int k = 0; k < VECTORS; k++) {
-        int64_t o = t * GROUP + k * WIDTH;
-        Floats value = main_at(at, kind, o);
-        if (!kind.l2) value = value * s.lr_wd;
+        Floats now = kind.l2 ? value[k] : value[k] * s.lr_wd;
         Floats denominator = work->root[t * VECTORS + k] * s.inv_correction2_sqrt + s.eps;
-        value = value - s.step_size * work->first[t * VECTORS + k] / denominator;
-        beyond |= store_params(at, kind, held, value, o, streamed);
+        now = now - s.step_size * work->first[t * VECTORS + k] / denominator;
+        if (kind.held) work->value[t * VECTORS + k] = now;
+        else beyond |= store_params(at, kind, now, t * GROUP + k * WIDTH, streamed);
     }
     return beyond;
 }
@@ -256,26 +260,30 @@ INLINE void new_roots(Span at, CompactKind kind, Work *work, int64_t t, Words we
         if (!kind.first) continue;
         Floats quotient = work->first[t * VECTORS + k] / held;
         if (may_be_zero) quotient = where(held == 0, (Floats){0}, quotient);
-        most = larger(most, (Words)magnitude_of(quotient));
+        Words magnitude = (Words)magnitude_of(quotient);
+        most = k ? larger(most, magnitude) : magnitude;
         work->first[t * VECTORS + k] = quotient;
     }
     work->high[t] = most;
 }
 
-/* Store the codes of quotients and their scales. */
-INLINE void new_quotients(Span at, Work *work, int64_t groups) {
-    PerGroup most = {{0}}, scale, inverse;
+/* Store the scales of quotients. inverse: their reciprocals, 0 of 0. */
+INLINE void new_scales(Span at, const Work *work, int64_t groups, PerGroup *inverse) {
+    PerGroup most = {{0}}, scale;
     largest_of_each(work->high, groups, most.bits);
     for (int v = 0; v < BLOCK / WIDTH; v++) {
         Floats largest = (Floats)most.words[v];
         Floats of_code = where(largest < LEAST_SCALED, (Floats){0}, largest / 127);
         scale.words[v] = (Words)of_code;
-        inverse.words[v] = (Words)where(of_code == 0, (Floats){0}, 1 / of_code);
+        inverse->words[v] = (Words)where(of_code == 0, (Floats){0}, 1 / of_code);
     }
     memcpy(at.first_scale, scale.bits, (size_t)groups * sizeof(uint32_t));
-    for (int64_t t = 0; t < groups; t++)
-        for (int k = 0; k < VECTORS; k++)
-            store_8(at.first + t * GROUP + k * WIDTH, rounded(work->first[t * VECTORS + k] * inverse.values[t]));
+}
+
+/* Store the codes of group t's quotients. */
+INLINE void new_quotients(Span at, const Work *work, int64_t t, float inverse) {
+    for (int k = 0; k < VECTORS; k++)
+        store_8(at.first + t * GROUP + k * WIDTH, rounded(work->first[t * VECTORS + k] * inverse));
 }
 
 /* Prefetch a group's main params. */
@@ -293,12 +301,13 @@ INLINE Words first_dithers(Span at) {
     return weyl;
 }
 
+/* Loops that wait for few results come between a reduction over groups and the loop that needs it. */
 INLINE int update_adam_block(Span at, CompactKind kind, AdamScalars s, float coefficient, int64_t groups,
                              int streamed) {
     Work work;
+    PerGroup inverse;
     Ints beyond = {0};
     Rare rare;
-    Held held = held_from(at, kind, &rare);
     Words weyl = first_dithers(at);
     if (kind.second) old_floors(at, &work, groups);
     for (int64_t t = 0; t < groups; t++) {
@@ -310,18 +319,20 @@ INLINE int update_adam_block(Span at, CompactKind kind, AdamScalars s, float coe
         }
         new_moments(at, kind, s, coefficient, &work, t);
     }
+    if (kind.second) new_floors(at, &work, groups);
     for (int64_t t = 0; t < groups; t++) {
         if (groups == BLOCK) fetch_main(at, kind, (t + BLOCK) * GROUP);
-        beyond |= new_params(at, kind, s, &work, &held, t, streamed);
+        beyond |= new_params(at, kind, s, &work, t, streamed);
     }
-    if (kind.held) finish_held(at, held);
-    if (kind.second) new_floors(at, &work, groups);
     for (int64_t t = 0; t < groups; t++, weyl += GROUP * INDEX_STRIDE) {
         if (kind.second && work.floor.bits[t]) new_roots(at, kind, &work, t, weyl, 0);
         else new_roots(at, kind, &work, t, weyl, 1);
     }
-    if (kind.first) new_quotients(at, &work, groups);
-    return (kind.held && rare.beyond) | any(beyond);
+    if (kind.first) new_scales(at, &work, groups, &inverse);
+    if (kind.held) hold_block(at, kind, &work, &rare, groups);
+    for (int64_t t = 0; kind.first && t < groups; t++) new_quotients(at, &work, t, inverse.values[t]);
+    if (kind.held && __builtin_expect(rare.n != 0, 0)) return hold_rare_pairs(at, &rare, work.value);
+    return any(beyond);
 }
 
 #include "compact_averages.h"
@@ -332,10 +343,10 @@ INLINE int update_block(Span at, CompactKind kind, const Scalars *s, int64_t gro
 }
 
 INLINE Span span_of(const CompactRow *row, const char *grad, CompactKind kind, uint32_t dither, int64_t i, int64_t n,
-                    Marks *marks) {
+                    PairMarks *marks) {
     Span at = {grad + i * size_of(kind.grad), row->main + 4 * i, row->model + 2 * i, row->remainder + 2 * i,
                row->first + (kind.first ? i : 4 * i), row->second, row->first_scale + i / GROUP, row->second_scale,
-               dither + (uint32_t)i * INDEX_STRIDE, n, marks};
+               dither + (uint32_t)i * INDEX_STRIDE, n, i, marks};
     if (at.second) at.second += kind.second ? i : 4 * i;
     if (at.second_scale) at.second_scale += i / GROUP;
     return at;
@@ -343,7 +354,7 @@ INLINE Span span_of(const CompactRow *row, const char *grad, CompactKind kind, u
 
 /* Update a last group that is not whole, for all kinds, in a copy that is. */
 static __attribute__((noinline)) int update_last_group(Span at, CompactKind kind, const Scalars *s) {
-    char grad[4 * GROUP] = {0}, main[4 * GROUP] = {0}, model[2 * GROUP] = {0}, remainder[2 * GROUP] = {0};
+    char grad[4 * GROUP] = {0}, main[4 * GROUP] = {0}, model[4 * GROUP] = {0}, remainder[2 * GROUP] = {0};
     char first[4 * GROUP] = {0}, second[4 * GROUP] = {0};
     size_t n = (size_t)at.n, first_bytes = kind.first ? n : 4 * n, second_bytes = kind.second ? n : 4 * n;
     memcpy(grad, at.grad, n * (size_t)size_of(kind.grad));
@@ -353,9 +364,9 @@ static __attribute__((noinline)) int update_last_group(Span at, CompactKind kind
     memcpy(first, at.first, first_bytes);
     if (at.second) memcpy(second, at.second, second_bytes);
     kind.cut = 1;
-    Span copy = {grad,           main,            model,     remainder, first,   second,
-                 at.first_scale, at.second_scale, at.dither, at.n,      at.marks};
-    int beyond = update_block(copy, kind, s, 1, 0);
+    Span copy = {grad,           main,      model, remainder, first,   second, at.first_scale,
+                 at.second_scale, at.dither, at.n,  at.index,  at.marks};
+    int beyond = update_block(copy, kind, s, (at.n + GROUP - 1) / GROUP, 0);
     if (!kind.held) memcpy(at.main, main, 4 * n);
     if (kind.held) memcpy(at.remainder, remainder, 2 * n);
     if (kind.model != NONE) memcpy(at.model, model, 2 * n);
@@ -368,15 +379,14 @@ INLINE int update_groups(const CompactRow *row, const char *grad, CompactKind ki
                          Chunk chunk, int streamed) {
     int beyond = 0;
     int64_t i = chunk.start, whole = chunk.end - (chunk.end - i) % GROUP;
-    Marks marks = {{0}, {0}, {0}, {0}, 0};
-    if (kind.held) marks = marks_from(i);
+    PairMarks marks = {{0}, {0}, {0}, {0}, {0}, 0};
 #define SPAN(n) span_of(row, grad, kind, dither, i, n, &marks)
     for (; i + BLOCK * GROUP <= whole; i += BLOCK * GROUP)
         beyond |= update_block(SPAN(BLOCK * GROUP), kind, s, BLOCK, streamed);
     for (; i < whole; i += GROUP) beyond |= update_block(SPAN(GROUP), kind, s, 1, streamed);
     if (i < chunk.end) beyond |= update_last_group(SPAN(chunk.end - i), kind, s);
 #undef SPAN
-    if (kind.held) add_fingerprint(row->fingerprint, sum_of_marks(marks));
+    if (kind.held) add_fingerprint(row->fingerprint, sum_of_pair_marks(&marks, chunk.start));
     return beyond;
 }
 

@@ -16,27 +16,58 @@ INLINE Floats decoded_average(const char *at, float scale) {
     return where(code < 0, -level, level) * scale;
 }
 
-/* Return the codes of averages. inverse: of the scale, 0 where that is. dither: of each element. */
-INLINE Ints codes_of_averages(Floats average, float inverse, Words dither) {
-    Floats ratio = magnitude_of(average) * inverse;
-    ratio = where(ratio != ratio, (Floats){0}, ratio);
-    Ints lower = __builtin_convertvector(root(root(ratio)) * TOP_LEVEL, Ints);
-    lower = (Ints)words_where(lower > TOP_LEVEL - 1, (Words){0} + (TOP_LEVEL - 1), (Words)lower);
+/* Compute vector v's ratios to their scale, with signs, and of each the largest code below: a slow chain of roots. */
+INLINE void codes_below(Work *work, int64_t v, float inverse) {
+    Floats ratio = work->first[v] * inverse;
+    ratio = (Floats)((Words)ratio & (Words)(ratio == ratio));
+    Ints below = __builtin_convertvector(root(root(magnitude_of(ratio))) * TOP_LEVEL, Ints);
+    work->first[v] = ratio;
+    work->root[v] = (Floats)smaller((Words)below, (Words){0} + (TOP_LEVEL - 1));
+}
+
+/* Return the codes of vector v's averages. dither: of each element. */
+INLINE Ints codes_of_averages(const Work *work, int64_t v, Words dither) {
+    Floats ratio = magnitude_of(work->first[v]);
+    Ints lower = (Ints)work->root[v], sign = (Ints)work->first[v] >> 31;
     Floats from = floats_of(lower), below = level_of(from), distance = level_of(from + 1) - below;
     Floats threshold = floats_of((Ints)(dither >> 16)) * 0x1p-16f * distance;
     Ints code = lower - (ratio - below > threshold);
-    return (Ints)words_where(average < 0, (Words)-code, (Words)code);
+    return (code ^ sign) - sign;
 }
 
-/* Update group t: main params, model params and averages, which are stored as codes later. Returns as new_params(). */
-INLINE Ints new_averages(Span at, CompactKind kind, const Scalars *s, Work *work, Held *held, int64_t t,
-                         int streamed) {
+INLINE void group_codes_below(Work *work, int64_t t, const PerGroup *inverse) {
+    for (int k = 0; k < VECTORS; k++) codes_below(work, t * VECTORS + k, inverse->values[t]);
+}
+
+INLINE void store_group_codes(Span at, const Work *work, int64_t t, Words weyl) {
+    for (int k = 0; k < VECTORS; k++) {
+        int64_t o = t * GROUP + k * WIDTH;
+        store_8(at.first + o, codes_of_averages(work, o / WIDTH, weyl + (uint32_t)o * INDEX_STRIDE));
+    }
+}
+
+/* Store the codes of averages, of one group while the roots of the next are computed. */
+INLINE void new_average_codes(Span at, Work *work, const PerGroup *inverse, int64_t groups) {
+    const Words weyl = first_dithers(at);
+    int64_t t = 0;
+    group_codes_below(work, 0, inverse);
+    for (; t + 1 < groups; t++) {
+        group_codes_below(work, t + 1, inverse);
+        store_group_codes(at, work, t, weyl);
+    }
+    store_group_codes(at, work, t, weyl);
+}
+
+/* Update group t: main params as new_params() does, and averages, which are stored as codes later. Returns as new_params(). */
+INLINE Ints new_averages(Span at, CompactKind kind, const Scalars *s, Work *work, int64_t t, int streamed) {
     Words high = {0};
     Ints beyond = {0};
+    Floats values[VECTORS];
+    read_main(at, kind, t, values);
     for (int k = 0; k < VECTORS; k++) {
         int64_t o = t * GROUP + k * WIDTH;
         Floats gradient = load(at.grad + o * size_of(kind.grad), kind.grad, WIDTH) * s->coefficient;
-        Floats value = main_at(at, kind, o), average = decoded_average(at.first + o, at.first_scale[t]);
+        Floats value = values[k], average = decoded_average(at.first + o, at.first_scale[t]);
         if (kind.rule == SGD) {
             if (kind.l2) gradient = gradient + s->sgd.wd * value;
             average = s->sgd.momentum * average + s->sgd.kept * gradient;
@@ -46,9 +77,11 @@ INLINE Ints new_averages(Span at, CompactKind kind, const Scalars *s, Work *work
             average = s->lion.beta2 * average + s->lion.one_beta2 * gradient;
         }
         Words bits = (Words)magnitude_of(average);
-        high = larger(high, kind.cut ? bits & (Words)before(at.n - o) : bits);
+        if (kind.cut) bits &= (Words)before(at.n - o);
+        high = k ? larger(high, bits) : bits;
         work->first[t * VECTORS + k] = average;
-        beyond |= store_params(at, kind, held, value, o, streamed);
+        if (kind.held) work->value[t * VECTORS + k] = value;
+        else beyond |= store_params(at, kind, value, o, streamed);
     }
     work->high[t] = high;
     return beyond;
@@ -59,7 +92,6 @@ INLINE int update_average_block(Span at, CompactKind kind, const Scalars *s, int
     PerGroup most = {{0}}, inverse;
     Ints beyond = {0};
     Rare rare;
-    Held held = held_from(at, kind, &rare);
     for (int64_t t = 0; t < groups; t++) {
         if (groups == BLOCK) {
             const int64_t ahead = (t + BLOCK) * GROUP;
@@ -67,9 +99,9 @@ INLINE int update_average_block(Span at, CompactKind kind, const Scalars *s, int
             __builtin_prefetch(at.grad + ahead * size_of(kind.grad));
             __builtin_prefetch(at.first + ahead);
         }
-        beyond |= new_averages(at, kind, s, &work, &held, t, streamed);
+        beyond |= new_averages(at, kind, s, &work, t, streamed);
     }
-    if (kind.held) finish_held(at, held);
+    if (kind.held) hold_block(at, kind, &work, &rare, groups);
     largest_of_each(work.high, groups, most.bits);
     for (int v = 0; v < BLOCK / WIDTH; v++) {
         Floats largest = (Floats)most.words[v];
@@ -78,14 +110,9 @@ INLINE int update_average_block(Span at, CompactKind kind, const Scalars *s, int
         inverse.words[v] = (Words)where(scale == 0, (Floats){0}, 1 / scale);
     }
     memcpy(at.first_scale, most.bits, (size_t)groups * sizeof(uint32_t));
-    Words weyl = first_dithers(at);
-    for (int64_t t = 0; t < groups; t++)
-        for (int k = 0; k < VECTORS; k++) {
-            int64_t o = t * GROUP + k * WIDTH;
-            Words dither = weyl + (uint32_t)o * INDEX_STRIDE;
-            store_8(at.first + o, codes_of_averages(work.first[t * VECTORS + k], inverse.values[t], dither));
-        }
-    return (kind.held && rare.beyond) | any(beyond);
+    new_average_codes(at, &work, &inverse, groups);
+    if (kind.held && __builtin_expect(rare.n != 0, 0)) return hold_rare_pairs(at, &rare, work.value);
+    return any(beyond);
 }
 
 #endif

@@ -81,65 +81,127 @@ INLINE int any_rare(Floats model) {
 #endif
 }
 
-typedef int16_t Shorts __attribute__((vector_size(2 * WIDTH)));
+/* As many 16-bit elements as fill a register: those of two vectors. */
+typedef uint16_t Pair __attribute__((vector_size(4 * WIDTH)));
+typedef int16_t SignedPair __attribute__((vector_size(4 * WIDTH)));
 
-/* Return -1 for model params in fp16 that are below 2**-16, inf or NaN. */
-INLINE Halves rare_ones(Halves model) {
-    const int16_t most = HALF_INFINITY - FIXED_POINT_END - 0x8000;
-    Shorts ordered = (Shorts)((model & 0x7fff) + (uint16_t)(0x8000 - FIXED_POINT_END)); /* as signed numbers */
-    return (Halves)(ordered >= most);
+INLINE Pair load_pair(const char *at) {
+    Pair pair;
+    memcpy(&pair, at, sizeof pair);
+    return pair;
 }
 
-INLINE int any_halves(Halves holds) {
+INLINE Pair joined(Halves first, Halves second) {
 #if WIDTH == 16
-    return !_mm256_testz_si256((__m256i)holds, (__m256i)holds);
+    return (Pair)_mm512_inserti64x4(_mm512_castsi256_si512((__m256i)first), (__m256i)second, 1);
 #elif WIDTH == 8
-    return !_mm_testz_si128((__m128i)holds, (__m128i)holds);
+    return (Pair)_mm256_insertf128_si256(_mm256_castsi128_si256((__m128i)first), (__m128i)second, 1);
+#elif defined(__x86_64__)
+    return (Pair)_mm_set_epi64x((long long)second, (long long)first);
 #else
-    uint64_t bits;
-    memcpy(&bits, &holds, sizeof bits);
-    return bits != 0;
+    Pair pair;
+    memcpy(&pair, &first, sizeof first);
+    memcpy((char *)&pair + sizeof first, &second, sizeof second);
+    return pair;
 #endif
+}
+
+/* Narrow two vectors as saturated() does. */
+INLINE Pair saturated_pair(Ints first, Ints second) {
+#ifdef MASKED
+    const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+    return (Pair)_mm512_permutexvar_epi64(order, _mm512_packs_epi32((__m512i)first, (__m512i)second));
+#elif WIDTH == 8 && defined(__AVX2__)
+    return (Pair)_mm256_permute4x64_epi64(_mm256_packs_epi32((__m256i)first, (__m256i)second), 0xd8);
+#elif WIDTH == 4 && defined(__SSE2__)
+    return (Pair)_mm_packs_epi32((__m128i)first, (__m128i)second);
+#else
+    return joined(saturated(first), saturated(second));
+#endif
+}
+
+/* Whether model params in fp16 are below 2**-16, inf or NaN. */
+INLINE int any_rare_pair(Pair model) {
+    const int16_t most = 2 * (HALF_INFINITY - FIXED_POINT_END) - 0x8000 - 1;
+    SignedPair ordered = (SignedPair)(model + model + (uint16_t)(0x8000 - 2 * FIXED_POINT_END)); /* without the sign */
+#ifdef MASKED
+    return _mm512_cmpgt_epi16_mask((__m512i)ordered, _mm512_set1_epi16(most)) != 0;
+#elif WIDTH == 8
+    __m256i rare = (__m256i)(ordered > most);
+    return !_mm256_testz_si256(rare, rare);
+#elif defined(__SSE2__) && WIDTH == 4
+    return _mm_movemask_epi8((__m128i)(ordered > most)) != 0;
+#else
+    return any((Ints)(ordered > most) != 0);
+#endif
+}
+
+/* Return main params. rare: whether any model param of these in fp16 may be one that any_rare() tells. */
+INLINE Floats decoded(Halves model, Halves remainder, int64_t type, int rare) {
+    Words left = (Words)sign_extended(remainder);
+    if (type == BF16) return (Floats)((widened(model) << 16) + left);
+    if (__builtin_expect(rare, 0)) return decoded_fp16(model, remainder);
+    return (Floats)((Words)from_half(model) + left);
 }
 
 /* Return the main params of n <= WIDTH elements. */
 INLINE Floats held_value(const char *at_model, const char *at_remainder, int64_t type, int64_t n) {
     Halves model = load_halves(at_model, n), remainder = load_halves(at_remainder, n);
-    Words left = (Words)sign_extended(remainder);
-    if (type == BF16) return (Floats)((widened(model) << 16) + left);
-    if (__builtin_expect(any_halves(rare_ones(model)), 0)) return decoded_fp16(model, remainder);
-    return (Floats)((Words)from_half(model) + left);
+    int rare = type == F16 && any_rare_pair(joined(model, model));
+    return decoded(model, remainder, type, rare);
 }
 
 /* The fingerprint of a run of elements, lane by lane: sums of their bits and of those sums, from which follow the sums
  * of products with weights that rise evenly. weight: of the first ones. times: vectors so far.
  */
-typedef struct { Words sum, sums, more, weight; uint32_t times; } Marks;
+typedef struct { Words sum, sums, weight; uint32_t times; } Marks;
 
 /* i: the index of the first element in the row. WIDTH is even: the lowest bit of a lane's weight never changes. */
 INLINE Marks marks_from(int64_t i) {
     Words weight = {0};
     for (int j = 0; j < WIDTH; j++) weight[j] = ((uint32_t)(i + j) * WEIGHT_STRIDE + WEIGHT_START) | 1u;
-    return (Marks){{0}, {0}, {0}, weight, 0};
-}
-
-INLINE void mark_bits(Marks *marks, Words bits) {
-    marks->sum += bits;
-    marks->sums += marks->sum;
-    marks->times++;
+    return (Marks){{0}, {0}, weight, 0};
 }
 
 /* Add the next WIDTH elements, of which the first n count. */
 INLINE void mark(Marks *marks, Halves model, int64_t n) {
     Words bits = widened(model);
     if (n < WIDTH) bits &= (Words)before(n);
-    mark_bits(marks, bits);
+    marks->sum += bits;
+    marks->sums += marks->sum;
+    marks->times++;
 }
 
 INLINE uint32_t sum_of_marks(Marks marks) {
     Words indices = marks.times * marks.sum - marks.sums;
-    Words lanes = marks.sum * marks.weight + indices * (WIDTH * WEIGHT_STRIDE) + marks.more;
+    Words lanes = marks.sum * marks.weight + indices * (WIDTH * WEIGHT_STRIDE);
     uint32_t sum = 0;
+    for (int j = 0; j < WIDTH; j++) sum += lanes[j];
+    return sum;
+}
+
+/* The same of pairs. A lane is the bits of an element and, times 2**16, those of the next one, odd. more: what is added
+ * otherwise.
+ */
+typedef struct { Words sum, sums, odd, odds, more; uint32_t times; } PairMarks;
+
+INLINE void mark_pair(PairMarks *marks, Pair model) {
+    Words bits = (Words)model;
+    marks->sum += bits;
+    marks->sums += marks->sum;
+    marks->odd += bits >> 16;
+    marks->odds += marks->odd;
+}
+
+/* start: the index of the first element in the row, even: the next one's weight is WEIGHT_STRIDE + 1 more. */
+INLINE uint32_t sum_of_pair_marks(const PairMarks *marks, int64_t start) {
+    Words weight, both = marks->sum + marks->odd - (marks->odd << 16);
+    Words boths = marks->sums + marks->odds - (marks->odds << 16);
+    for (int j = 0; j < WIDTH; j++) weight[j] = (uint32_t)(start + 2 * j) * WEIGHT_STRIDE + WEIGHT_START;
+    Words indices = marks->times * both - boths;
+    Words lanes = both * weight + indices * (2 * WIDTH * WEIGHT_STRIDE) + marks->odd * (WEIGHT_STRIDE + 1);
+    uint32_t sum = 0;
+    lanes += marks->more;
     for (int j = 0; j < WIDTH; j++) sum += lanes[j];
     return sum;
 }

@@ -147,11 +147,14 @@ INLINE Halves to_half(Floats x) {
 
 INLINE Floats from_bfloat(Halves h) { return (Floats)(widened(h) << 16); }
 
-INLINE Halves to_bfloat(Floats x) {
-    const Words nan = (Words){0} + 0x7fc0u;
-    Words u = (Words)x, rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
-    return narrowed(words_where(x != x, nan, rounded));
+/* Return the bits of the nearest bf16 values in the upper halves; the lower ones may hold anything. */
+INLINE Words rounded_to_bfloat(Floats x) {
+    const Words nan = (Words){0} + 0x7fc00000u;
+    Words u = (Words)x, rounded = u + 0x7fffu + ((u >> 16) & 1u);
+    return words_where(x != x, nan, rounded);
 }
+
+INLINE Halves to_bfloat(Floats x) { return narrowed(rounded_to_bfloat(x) >> 16); }
 
 /* ---- memory: the first n of WIDTH elements; n may be below 0 or above WIDTH ---- */
 

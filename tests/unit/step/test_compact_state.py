@@ -1,5 +1,6 @@
 """Optimizers whose moments are 8-bit codes: backends agree, state travels, and what cannot be held is refused."""
 
+import contextlib
 import math
 from collections.abc import Callable
 from functools import partial
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megascale import Lion, MixedPrecisionOptimizer
-from megascale.errors import ArgumentError, StateDictError, UsageError
+from megascale.errors import ArgumentError, MainParamOverflowError, StateDictError, UsageError
 from megascale.kernels import ReferenceBackend
 from megascale.step.compact_state import require_supported
 from tests.counting import OperatorCounter
@@ -99,6 +100,47 @@ def test_rows_of_several_chunks(inner: Inner) -> None:
     options = BOTH if inner is ADAM["adamw"] else FIRST
     found = [trained(make, inner, 4, backend=backend, **options) for backend in ("reference", "native")]
     assert same_bits(*found)
+
+
+COARSE: dict[str, Inner] = {
+    "adamw": lambda m: torch.optim.AdamW(m.named_parameters(), lr=16.0, weight_decay=0.0),
+    "sgd": lambda m: torch.optim.SGD(m.named_parameters(), lr=16.0, momentum=0.9),
+    "lion": lambda m: Lion(m.named_parameters(), lr=16.0),
+}
+
+
+@pytest.mark.parametrize("inner", COARSE)
+@pytest.mark.parametrize("largest", [1.0, 65504.0])
+def test_rare_remainders_beside_codes(largest: float, inner: str) -> None:
+    """In rows of any length, remainders of weights below 2**-16, and of those that would round to inf, which stay what
+    they were, have the reference's bits, and so do those beside them.
+    """
+
+    def moved(backend: str) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        lengths = [*range(1, 70, 3), *torch.randint(500, 1200, (4,), generator=generator).tolist()]
+        sizes = torch.tensor([0.0, 2.0**-20, 2.0**-16, 1.0, 1.0, 1.0, largest])
+        tensors = [
+            torch.randn(n, generator=generator).clamp(-1, 1) * sizes[torch.randint(7, (n,), generator=generator)]
+            for n in lengths
+        ]
+        module = Bag([tensor.half() for tensor in tensors])
+        options = {**(BOTH if inner == "adamw" else FIRST), "store_param_remainders": True, "backend": backend}
+        optimizer = constant(module, COARSE[inner], 1.0, **options)
+        with contextlib.suppress(MainParamOverflowError):
+            for step in range(3):
+                set_grads(module, seed=step, scale=100.0)
+                for param in module.parameters():
+                    grad_of(param).masked_fill_(param.detach().abs() < 2.0**-14, 0.0)
+                optimizer.step()
+                if largest > 1:
+                    break
+        main = {f"main.{name}": tensor.clone() for name, tensor in optimizer.main_params()}
+        return main | {f"model.{name}": param.detach().clone() for name, param in module.named_parameters()}
+
+    expected = moved("reference")
+    assert same_bits(expected, moved("native"))
+    assert any(tensor.abs().max() == largest for tensor in expected.values()) == (largest > 1)
 
 
 @pytest.mark.parametrize("kind", [BOTH, {**BOTH, "store_param_remainders": True}], ids=["main params", "remainders"])
