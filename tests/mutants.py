@@ -3,14 +3,15 @@
     python -m tests.mutants --sample 100 --seed 1 --jobs 2 --out benchmarks/results/mutants.md
 
 Each mutant is one operator, comparison, constant, condition or statement of one module, changed in a copy of the
-repository. First each mutant meets the tests that name its module, so that what lacks a test shows early; then those
-that survived meet all others of the default run. The first failure ends a run. What survives is printed: either a test
-is missing, or the change makes no difference. What is caught is printed with the test that failed, so that a failure by
-chance can be told. A mutant that takes more memory than ``--memory`` fails, before the machine does.
+repository. One run of the default tests, with a mark before the statement of every mutant, shows which tests execute
+it. Each mutant then meets those tests, the quickest files first, until one fails. What survives is printed: either a
+test is missing, or the change makes no difference. What is caught is printed with the test that failed, so that a
+failure by chance can be told. A mutant that takes more memory than ``--memory`` fails, before the machine does.
 """
 
 import argparse
 import ast
+import json
 import os
 import queue
 import random
@@ -23,8 +24,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 # What the project exists for: the step and what it stands on. Programs, adapters, file formats and pages are not in it,
@@ -35,6 +38,9 @@ OUTSIDE = (
 )  # fmt: skip
 SECONDS = 900
 """After which a run of tests counts as failed: something waits for ever. A busy machine needs more (``--limit``)."""
+
+MARKS = "MEGASCALE_MARKS"
+"""The environment variable that names the folder of marks."""
 
 MEMORY = 8.0
 """GB: a mutant whose loop does not end may take all that there is."""
@@ -165,77 +171,172 @@ def _changes(node: ast.expr | ast.stmt) -> Iterator[str]:
         yield "return None"
 
 
+def marked(source: str, places: dict[int, tuple[int, int]]) -> str:
+    """Return a module that makes a file, named by the mutant, before it executes the statement of each.
+
+    ``places``: of each mutant, its line and column.
+    """
+    tree = ast.parse(source)
+    inner: dict[int, tuple[list[ast.stmt], ast.stmt]] = {}
+    for body in _bodies(tree):
+        for statement in body:
+            begin = min([statement.lineno, *(one.lineno for one in getattr(statement, "decorator_list", []))])
+            for number, (line, column) in places.items():
+                end = statement.end_lineno or statement.lineno, statement.end_col_offset or 0
+                if (begin, 0 if begin < statement.lineno else statement.col_offset) <= (line, column) < end:
+                    inner[number] = body, statement  # bodies come before those inside them
+    for number, (body, statement) in inner.items():
+        text = f"(lambda to: to and open(f'{{to}}/{number}', 'ab').close())(__import__('os').environ.get('{MARKS}'))"
+        body.insert(body.index(statement), ast.parse(text).body[0])
+    head = [one for one in tree.body if isinstance(one, ast.ImportFrom) and one.module == "__future__"]
+    tree.body = [*head, *(one for one in tree.body if one not in head)]
+    return ast.unparse(ast.fix_missing_locations(tree))
+
+
+def _bodies(tree: ast.AST) -> Iterator[list[ast.stmt]]:
+    """Yield each list of statements, outer ones first."""
+    for node in ast.walk(tree):
+        for name in ("body", "orelse", "finalbody"):
+            body = getattr(node, name, None)
+            if isinstance(body, list) and body and isinstance(body[0], ast.stmt):
+                yield body
+
+
+@dataclass
+class Executed:
+    """Which tests execute each mutant's statement; as a pytest plugin it finds out."""
+
+    marks: Path
+    tests: dict[int, list[str]] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    always: set[int] = field(default_factory=set)
+    """Executed on import: any test may notice."""
+
+    def taken(self) -> list[int]:
+        """Return the mutants whose marks were met since the last call."""
+        met = [int(path.name) for path in self.marks.iterdir()]
+        for number in met:
+            (self.marks / str(number)).unlink()
+        return met
+
+    def pytest_collection_finish(self) -> None:
+        """What was executed until here belongs to no test."""
+        self.always |= set(self.taken())
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note what each test has executed, with what was set up for it."""
+        self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration
+        for number in self.taken():
+            tests = self.tests.setdefault(number, [])
+            if report.nodeid not in tests:
+                tests.append(report.nodeid)
+
+    def pytest_sessionfinish(self) -> None:
+        """Write everything for the process that waits."""
+        found = {"tests": self.tests, "seconds": self.seconds, "always": sorted(self.always)}
+        (self.marks.parent / "executed.json").write_text(json.dumps(found))
+
+    @staticmethod
+    def read(folder: Path) -> "Executed":
+        """Return what a run has written."""
+        found = json.loads((folder / "executed.json").read_text())
+        tests = {int(number): names for number, names in found["tests"].items()}
+        return Executed(folder, tests, found["seconds"], set(found["always"]))
+
+    def of(self, number: int) -> list[str]:
+        """Return the tests to run, those of the quickest file first."""
+        chosen = list(self.seconds) if number in self.always else self.tests.get(number, [])
+        files: dict[str, float] = {}
+        for name in chosen:
+            file = name.partition("::")[0]
+            files[file] = files.get(file, 0.0) + self.seconds[name]
+        return sorted(chosen, key=lambda name: (files[name.partition("::")[0]], name.partition("::")[0]))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Take part in the run with marks, as its plugin."""
+    if MARKS in os.environ and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Executed(Path(os.environ[MARKS])), "executed")
+
+
 class Copy:
     """A copy of the repository in which mutants live, one after the other."""
 
     def __init__(self, folder: Path, limit: float = SECONDS) -> None:
-        self.folder = folder
+        self.folder = folder / "repository"
         self.limit = limit
         files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
         for name in filter(None, files.split("\0")):
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)
+            (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, self.folder / name, follow_symlinks=False)
 
-    def outcome(self, mutant: Mutant, *, related: bool) -> str:
-        """Return ``"caught"`` and the test that did it, ``"SURVIVED"`` where none did, or ``"waited"`` at the limit.
+    def executed(self, sample: list[Mutant]) -> Executed:
+        """Run all default tests and return which of them execute which mutants."""
+        marks = self.folder.parent / "marks"
+        marks.mkdir()
+        originals = {name: (self.folder / name).read_bytes() for name in {mutant.file for mutant in sample}}
+        for name, original in originals.items():
+            places = {at: (one.line, one.begin) for at, one in enumerate(sample) if one.file == name}
+            (self.folder / name).write_text(marked(original.decode(), places))
+        self._pytest(["-p", "tests.mutants"], {MARKS: str(marks)}, None)
+        for name, original in originals.items():
+            (self.folder / name).write_bytes(original)
+        return Executed.read(self.folder.parent)
 
-        ``related``: try the tests that name the module; else all others.
-        """
+    def outcome(self, mutant: Mutant, tests: list[str]) -> str:
+        """Return ``"caught"`` and the test that did it, ``"SURVIVED"`` where none did, or ``"waited"`` at the limit."""
+        if not tests:
+            return "SURVIVED, as no test executes it"
         target = self.folder / mutant.file
         original = target.read_bytes()
-        tests = self._tests(target)[not related]
+        names = self.folder.parent / "names"
+        names.write_text("\n".join(tests))
         target.write_bytes(mutant.applied(original))
         try:
-            failure = self._failure(tests) if tests else None
-            return f"caught by {failure}" if failure else "SURVIVED"
+            done = self._pytest(["-x", "--timeout", str(self.limit / 9), f"@{names}"], {}, self.limit)
         except subprocess.TimeoutExpired:
             return "waited"
         finally:
             target.write_bytes(original)
+        if done.returncode == 0:
+            return "SURVIVED"
+        failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+        return f"caught by {failed[1] if failed else f'an exit with {done.returncode}'}"
 
-    def _tests(self, target: Path) -> tuple[list[str], list[str]]:
-        """Return the test files that name the module or its public names, and all others."""
-        names = [target.stem, *re.findall(r"^(?:class|def) ([A-Za-z]\w+)", target.read_text(), re.MULTILINE)]
-        named = re.compile(r"\b(?:" + "|".join(map(re.escape, names)) + r")\b")
-        files = sorted(self.folder.glob("tests/**/test_*.py"), key=lambda path: "unit" not in path.parts)
-        related = [path for path in files if named.search(path.read_text())]
-        return [str(path) for path in related], [str(path) for path in files if path not in related]
-
-    def _failure(self, tests: list[str]) -> str | None:
-        options = ["-x", "-q", "-p", "no:cacheprovider", "--timeout", str(self.limit / 9)]
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", *options, *tests],
+    def _pytest(
+        self, options: list[str], environment: dict[str, str], limit: float | None
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options],
             cwd=self.folder,
-            env=os.environ | {"PYTHONPATH": str(self.folder)},
+            env=os.environ | {"PYTHONPATH": str(self.folder)} | environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
             errors="replace",
-            timeout=self.limit,
+            timeout=limit,
+            check=False,
         )
-        if done.returncode in (0, 5):  # 5: nothing to run
-            return None
-        failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-        return failed[1] if failed else f"an exit with {done.returncode}"
 
 
-def tried(mutants: list[Mutant], copies: list[Copy], *, related: bool) -> dict[Mutant, str]:
+def tried(sample: list[Mutant], copies: list[Copy]) -> dict[Mutant, str]:
     """Return the outcome of each mutant, and print it. Each copy has a thread."""
-    todo: queue.SimpleQueue[Mutant] = queue.SimpleQueue()
-    for mutant in mutants:
-        todo.put(mutant)
+    executed = copies[0].executed(sample)
+    print(f"{len(executed.seconds)} tests in {sum(executed.seconds.values()):.0f} s", flush=True)
+    todo: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for number in range(len(sample)):
+        todo.put(number)
     outcomes: dict[Mutant, str] = {}
 
     def work(copy: Copy) -> None:
         while True:
             try:
-                mutant = todo.get_nowait()
+                number = todo.get_nowait()
             except queue.Empty:
                 return
-            start = time.monotonic()
-            outcomes[mutant] = copy.outcome(mutant, related=related)
-            met = "tests that name it" if related else "all others"
-            print(f"{outcomes[mutant]}, {met}, in {time.monotonic() - start:.0f} s: {mutant}", flush=True)
+            start, mutant, tests = time.monotonic(), sample[number], executed.of(number)
+            outcomes[mutant] = copy.outcome(mutant, tests)
+            print(f"{outcomes[mutant]}, {len(tests)} tests, {time.monotonic() - start:.0f} s: {mutant}", flush=True)
 
     workers = [threading.Thread(target=work, args=[copy]) for copy in copies]
     for worker in workers:
@@ -266,11 +367,9 @@ def main() -> None:
     sample = random.Random(given.seed).sample(everything, min(given.sample, len(everything)))
     with tempfile.TemporaryDirectory() as folder:
         copies = [Copy(Path(folder) / str(job), given.limit) for job in range(given.jobs)]
-        outcomes = tried(sample, copies, related=True)
-        left = [mutant for mutant in sample if outcomes[mutant] == "SURVIVED"]
-        outcomes |= tried(left, copies, related=False)
-    survivors = [mutant for mutant in sample if outcomes.get(mutant) == "SURVIVED"]
-    waited = [mutant for mutant in sample if outcomes.get(mutant) == "waited"]
+        outcomes = tried(sample, copies)
+    survivors = [mutant for mutant in sample if outcomes[mutant].startswith("SURVIVED")]
+    waited = [mutant for mutant in sample if outcomes[mutant] == "waited"]
     caught = f"{len(sample) - len(survivors)} of {len(sample)} mutants caught, of {len(everything)} that there are"
     if waited:
         caught += f"; {len(waited)} of them by the limit of {given.limit:g} s"
