@@ -2,10 +2,11 @@
 
     python benchmarks/traffic.py --rounds 12 --threads 2 --device cpu --out benchmarks/results/traffic_cpu.md
 
-Loops in C over the same tables: gradients are read, then read once more while the main param and the moments, all fp32,
-are read and written, and a 16-bit model param is written past the caches. `step.py --matrix` compares each rule with
-AdamW on fp16 parameters in GB/s; here the same ratios are those of bare loops. A rule that mostly reads has the lower
-ratio: a core waits for what it reads, and not for what is written back later.
+Loops in C over the same tables: gradients are read, then read once more, the last ones first as caches may hold them,
+while the main param and the moments, all fp32, are read and written, and a 16-bit model param is written past the
+caches. `step.py --matrix` compares each rule with AdamW on fp16 parameters in GB/s; here the same ratios are those of
+bare loops. A rule that mostly reads has the lower ratio: a core waits for what it reads, and not for what is written
+back later.
 """
 
 import argparse
@@ -114,7 +115,8 @@ def measure(arguments: argparse.Namespace) -> list[Loops]:
     bandwidth = Bandwidth(arguments.probe or PROBE["cpu"], device)
 
     def made(dtype: torch.dtype) -> list[Tensor]:
-        return [torch.zeros(length, dtype=dtype) for _ in range(arguments.tensors)]
+        # Not zeros: those have no memory until they are written, and gradients never are.
+        return [torch.ones(length, dtype=dtype) for _ in range(arguments.tensors)]
 
     columns = [made(torch.float32) for _ in range(COLUMNS)]
     tensors = {dtype: (made(dtype), made(dtype)) for dtype in TYPES}

@@ -46,7 +46,7 @@ INLINE void update_row(Row row, int64_t numel, int64_t type, int64_t model_type,
 
 INLINE void update_rows(const Row *rows, int64_t num_rows, int64_t numel, int64_t type, int columns, int threads) {
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
-    for (int64_t r = 0; r < num_rows; r++) update_row(rows[r], numel, type, type, columns);
+    for (int64_t r = num_rows - 1; r >= 0; r--) update_row(rows[r], numel, type, type, columns);
     finish_streams();
 }
 
