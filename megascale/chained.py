@@ -11,7 +11,7 @@ from megascale.errors import ArgumentError, ArgumentTypeError, StateDictError, U
 from megascale.grad_scaler import MegatronGradScaler
 from megascale.kernels import Decision
 from megascale.optimizer import MixedPrecisionOptimizer, StepResult
-from megascale.state.hooks import load_with_hooks, pack_with_hooks
+from megascale.state.hooks import load_with_hooks, pack_with_hooks, raise_own
 from megascale.state.live_state import LiveState, Plan, load_together
 from megascale.state.saved_state import ChainState, SavedState
 from megascale.state.schema import SHARED_STATE, check_layout, shared_by_optimizer
@@ -229,7 +229,20 @@ class ChainedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
         """Return the state of all optimizers in the form of one; see :meth:`MixedPrecisionOptimizer.state_dict`."""
-        return pack_with_hooks(self, lambda: _joined([one.state_dict(copy=copy) for one in self.optimizers]))
+        return pack_with_hooks(
+            self,
+            self._sync_from_model,
+            lambda: _joined([one.state_dict(copy=copy) for one in self.optimizers]),
+            self._agree if copy else raise_own,
+        )
+
+    def _sync_from_model(self) -> None:
+        for member in self.recipe.members:
+            member.sync_from_model()
+
+    def _agree(self, error: Exception | None) -> None:
+        for optimizer in self.optimizers:
+            optimizer.live_state().main_params.agree(error)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
@@ -238,13 +251,14 @@ class ChainedOptimizer(torch.optim.Optimizer):
         Raises:
             StateDictError, MainParamOverflowError: on every rank alike; nothing has changed.
         """
-        load_with_hooks(self, state_dict, lambda given: self._load(given, strict))
+        load_with_hooks(self, state_dict, lambda given: self._load(given, strict), self.groups.grad_stats)
 
-    def _load(self, state_dict: dict[str, Any], strict: bool) -> None:
-        lives = [optimizer.live_state() for optimizer in self.optimizers]
-
+    def _load(self, given: Callable[[], dict[str, Any]], strict: bool) -> None:
         def plan() -> list[tuple[LiveState, Plan]]:
+            state_dict = given()
+            self._sync_from_model()
             parts = self._split(state_dict, strict)
+            lives = [optimizer.live_state() for optimizer in self.optimizers]
             return [(live, live.plan(part, strict=strict)) for live, part in zip(lives, parts, strict=True)]
 
         load_together(plan, self.groups.grad_stats)

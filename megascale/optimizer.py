@@ -17,12 +17,12 @@ from megascale.main_params.base import MainParams
 from megascale.main_params.replica_check import require_same
 from megascale.main_params.replicated import ReplicatedMainParams
 from megascale.parallel import ParallelGroups
-from megascale.state.hooks import load_with_hooks, pack_with_hooks
-from megascale.state.live_state import LiveState, load_together
+from megascale.state.hooks import load_with_hooks, pack_with_hooks, raise_own
+from megascale.state.live_state import LiveState, Plan, load_together
 from megascale.state.saved_state import OwnState, SavedState
 from megascale.state.torch_layout import StateNames, is_read_by_torch
 from megascale.step import ownership
-from megascale.step.arguments import check_arguments, require_values
+from megascale.step.arguments import check_arguments, check_grad_scaler, require_values
 from megascale.step.member import StepMember
 from megascale.step.overflow_report import OverflowReport
 from megascale.step.recipe import StepRecipe
@@ -194,11 +194,13 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     @property
     def grad_scaler(self) -> MegatronGradScaler | None:
-        """The scaler of the loss."""
+        """The scaler of the loss. May be set between steps, on all ranks alike."""
         return self.recipe.grad_scaler
 
     @grad_scaler.setter
     def grad_scaler(self, value: MegatronGradScaler | None) -> None:
+        check_grad_scaler(value)
+        _check_scaler(self.config, value)
         self.recipe.grad_scaler = value
 
     @property
@@ -342,8 +344,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         ``copy=False`` returns live tensors instead of copies: for a caller that writes them out before the next step.
         """
         require_values(self.device)
-        self._member.sync_from_model()
-        return pack_with_hooks(self, lambda: self.live_state().pack(copy=copy))
+        agree = self._member.main_params.agree if copy else raise_own
+        return pack_with_hooks(self, self._member.sync_from_model, lambda: self.live_state().pack(copy=copy), agree)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
@@ -357,12 +359,16 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             StateDictError, MainParamOverflowError: on every rank alike; nothing has changed.
         """
         require_values(self.device)
-        load_with_hooks(self, state_dict, lambda given: self._load(given, strict))
+        load_with_hooks(self, state_dict, lambda given: self._load(given, strict), self.groups.grad_stats)
 
-    def _load(self, state_dict: dict[str, Any], strict: bool) -> None:
-        self._member.sync_from_model()
-        live = self.live_state()
-        load_together(lambda: [(live, live.plan(state_dict, strict=strict))], self.groups.grad_stats)
+    def _load(self, given: Callable[[], dict[str, Any]], strict: bool) -> None:
+        def plan() -> list[tuple[LiveState, Plan]]:
+            state_dict = given()
+            self._member.sync_from_model()
+            live = self.live_state()
+            return [(live, live.plan(state_dict, strict=strict))]
+
+        load_together(plan, self.groups.grad_stats)
         self.recipe.forget_ready()
         self.recipe.begin_anew()
 

@@ -128,7 +128,8 @@ class Checkpointer:
     ) -> LoadedCheckpoint:
         """Load the latest checkpoint, or the one of ``step``; see :func:`load`."""
         self.wait()
-        self._finish_removals()
+        with named("load the checkpoint"), together("remove old checkpoints", self._group):
+            self._finish_removals()
         return load(
             self.directory, model, optimizer, step=step, strict=strict, progress=self.progress, groups=self._groups
         )
@@ -136,9 +137,9 @@ class Checkpointer:
     def latest(self) -> Path | None:
         """Return the complete checkpoint of the highest step, the same on all ranks; None if there is none."""
         self.wait()
-        self._finish_removals()
         path: Path | None = None
         with together("look for checkpoints", self._group):
+            self._finish_removals()
             if group_rank(self._group) == 0:
                 path = folders.latest(self.directory)
         return broadcast_object(path, self._group)

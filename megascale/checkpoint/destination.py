@@ -13,6 +13,7 @@ from megascale.checkpoint.manifest import Manifest
 from megascale.checkpoint.nest import Tree, flatten, join, leaves
 from megascale.checkpoint.remainders import is_remainder
 from megascale.main_params.shard import ParamShard
+from megascale.step.torch_states import PER_PARAMETER
 from megascale.utils.dtypes import HALF_DTYPES
 
 
@@ -92,7 +93,10 @@ def _may_overflow(manifest: Manifest, state: Mapping[str, Any]) -> bool:
 
 
 def _main_param_key(key: str) -> str:
-    """Return the key of the main param that an optimizer state tensor belongs to: both have one placement."""
+    """Return the key of the main param that an optimizer state tensor belongs to: both have one placement.
+
+    A step count has none: of a 0-d parameter it has the shape, but each rank has its own.
+    """
     parts = key.split("/")
-    of_state = parts[:3] == ["optimizer", "optimizer", "state"] and len(parts) > 4
+    of_state = parts[:3] == ["optimizer", "optimizer", "state"] and len(parts) > 4 and parts[-1] not in PER_PARAMETER
     return f"{MAIN_PARAMS}/{parts[3]}" if of_state else ""

@@ -110,7 +110,8 @@ def load(
             _load_optimizer(folder, optimizer, staged.optimizer_state, staged.in_place, strict, is_shown, group)
             if not strict:
                 optimizer.saved_state().share_forms()
-                skipped += left_out(staged.optimizer_state, optimizer.saved_state().pack())
+                with together("list what was left out", group):
+                    skipped += left_out(staged.optimizer_state, optimizer.saved_state().pack())
         with together("load the weights into the model", group):
             bare(model).load_state_dict(staged.weights, strict=False)
             if optimizer is not None and staged.optimizer_state is None:

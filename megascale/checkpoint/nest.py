@@ -75,7 +75,10 @@ def tree_of_leaf(value: Any, path: str) -> Tree:
         return value
     if isinstance(value, Tensor):
         if not is_storable(value):
-            raise ArgumentError(f"{path} is a tensor that a checkpoint cannot hold ({value.layout=}, {value.device=})")
+            raise ArgumentError(
+                f"{path} is a tensor that a checkpoint cannot hold ({value.layout}, {value.dtype}, on {value.device}): "
+                "convert it to a dense tensor of a plain dtype, with values"
+            )
         return {"tensor": {"key": path, "shape": tuple(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}}
     if isinstance(value, bytes):
         return {"bytes": base64.b64encode(value).decode()}

@@ -68,22 +68,29 @@ def copy_to_host(held: Sequence[Tensor], live: Sequence[Tensor], few: Sequence[i
     tasks: list[Task] = []
     for start in range(0, len(few), _BATCH_COUNT):
         places = few[start : start + _BATCH_COUNT]
-        tasks.append(partial(_copy, [held[index] for index in places], [live[index] for index in places]))
+        targets, sources = [held[index] for index in places], [live[index] for index in places]
+        if all(source.is_cpu for source in sources):
+            tasks.append(partial(_copy, targets, sources))
+        else:
+            _bring(targets, sources)
     for index in many:
         if _is_plain(live[index]):
             tasks += _copies_of_chunks(held[index].data_ptr(), live[index].data_ptr(), live[index].nbytes)
         else:
-            _copy([held[index]], [live[index]])
+            _bring([held[index]], [live[index]])
     _run(tasks)
 
 
 @torch.no_grad()
 def _copy(held: list[Tensor], live: list[Tensor]) -> None:
-    if all(tensor.is_cpu for tensor in live):
-        torch._foreach_copy_(held, live)
-        return
-    for there, tensor in zip(held, live, strict=True):
-        there.copy_(tensor)
+    torch._foreach_copy_(held, live)
+
+
+@torch.no_grad()
+def _bring(held: list[Tensor], live: list[Tensor]) -> None:
+    """Copy tensors of any device, on the caller's stream: another thread's would not wait for the step's."""
+    for target, source in zip(held, live, strict=True):
+        target.copy_(source)
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -255,11 +255,16 @@ class MainParams(ABC):
         """Return, by id of the parameter, this rank's piece of every sharded model param, live; here none."""
         return {}
 
+    def agree(self, error: Exception | None) -> None:
+        """Raise ``error``, if there is one; also on the ranks that hold other shards, which call this together."""
+        if error is not None:
+            raise error
+
     def share_state_forms(self, states: Callable[[], Mapping[int, Any]]) -> None:
         """Tell other ranks what state this rank alone holds, before :meth:`export_state`. All ranks call it together.
 
-        Here no rank holds any. ``states``: returns portable state, by id of the parameter. If it raises on one rank,
-        all raise that error.
+        Here no rank holds any. ``states``: returns portable state, by id of the parameter. Where ranks hold shards, an
+        error that it raises on one rank is raised by all.
         """
         return
 

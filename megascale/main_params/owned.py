@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from megascale.errors import MegascaleError, StateDictError
+from megascale.errors import StateDictError
 from megascale.main_params.main_param import MainParam
 from megascale.main_params.shard import ParamShard
 from megascale.main_params.sharded import ShardedMainParams
 from megascale.parallel import is_expert
-from megascale.utils.collectives import all_gather_object, raise_together
 from megascale.utils.nests import map_tensors
 
 
@@ -35,26 +34,24 @@ class OwnedMainParams(ShardedMainParams):
 
     @override
     def share_state_forms(self, states: Callable[[], Mapping[int, Any]]) -> None:
-        forms: dict[str, Any] = {}
-        held: Mapping[int, Any] = {}
+        mine: dict[bool, dict[str, Any]] = {False: {}, True: {}}
         error: Exception | None = None
         try:
             held = states()
-        except MegascaleError as caught:
+            for param in self:
+                if param.is_owned:
+                    form = map_tensors(
+                        lambda value: TensorForm(value.shape, value.dtype), held.get(id(param.model), {})
+                    )
+                    mine[is_expert(param.model)][param.name] = form
+        except Exception as caught:  # whatever it is: other ranks wait
             error = caught
-        groups = {is_expert(param.model): self._groups.of_param(param.model) for param in self}
-        for experts in sorted(groups):
-            raise_together(error, groups[experts].shard)
-            mine = {
-                param.name: map_tensors(
-                    lambda value: TensorForm(value.shape, value.dtype), held.get(id(param.model), {})
-                )
-                for param in self
-                if param.is_owned and is_expert(param.model) == experts
-            }
-            for theirs in all_gather_object(mine, groups[experts].shard):
-                forms |= theirs
-        self._forms = forms
+        self._forms = {
+            name: form
+            for every in self._gathered(mine, error).values()
+            for theirs in every
+            for name, form in (theirs or {}).items()
+        }
 
     @override
     def export_state(self, param: MainParam, state: Mapping[str, Any], *, copy: bool) -> dict[str, Any]:

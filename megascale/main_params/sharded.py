@@ -5,7 +5,8 @@ state; or whole parameters, each of one owner: :mod:`megascale.main_params.owned
 reduced gradients, writes them into flat buckets that the model's parameters are views of, and gathers those buckets.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from typing_extensions import override
 
-from megascale.errors import MegascaleError, StateDictError
+from megascale.errors import MegascaleError, StateDictError, listed
 from megascale.grad_sync.layout import Piece
 from megascale.grad_sync.sync import GradSync, check_syncable
 from megascale.kernels.compact_moments import GROUP, is_scale, num_groups
@@ -27,7 +28,9 @@ from megascale.main_params.shard import ParamShard
 from megascale.main_params.slab import Slabs
 from megascale.main_params.update_unit import UpdateUnit
 from megascale.parallel import ParallelGroups, is_expert
-from megascale.utils.collectives import all_reduce_sum_, raise_together
+from megascale.utils.collectives import all_reduce_sum_, gather_or_raise, raise_together
+
+T = TypeVar("T")
 
 
 class ShardedMainParams(MainParams):
@@ -111,6 +114,40 @@ class ShardedMainParams(MainParams):
         """Return where this rank's piece begins in the flattened parameter; 0 for an empty one."""
         piece = self._pieces.get(id(param))
         return 0 if piece is None else piece.param_start
+
+    @override
+    def agree(self, error: Exception | None) -> None:
+        self._gathered({}, error)
+
+    @override
+    def share_state_forms(self, states: Callable[[], Mapping[int, Any]]) -> None:
+        """See :class:`MainParams`. Raises StateDictError if ranks hold pieces of different tensors."""
+        forms: dict[bool, list[tuple[str, list[str]]]] = {}
+        error: Exception | None = None
+        try:
+            held = states()
+            for param in self:
+                forms.setdefault(is_expert(param.model), []).append((param.name, list(held[id(param.model)])))
+        except Exception as caught:  # whatever it is: other ranks wait
+            error = caught
+        for every in self._gathered(forms, error).values():
+            first = every[0] or []
+            for rank, own in enumerate(one or [] for one in every):
+                if own != first:
+                    other = [name for name, keys in own + first if (name, keys) not in own or (name, keys) not in first]
+                    names = listed(dict.fromkeys(other))
+                    what = f"state of {names} under other names" if other else "its parameters in another order"
+                    raise StateDictError(
+                        f"rank {rank} holds {what} than rank 0: change param_groups and state on every rank alike"
+                    )
+
+    def _gathered(self, values: Mapping[bool, T], error: Exception | None) -> dict[bool, list[T | None]]:
+        """Return what the ranks that hold other shards give, for experts and for other parameters, in their order.
+
+        Raises on all of them if one has an ``error``. Not all ranks need have both kinds of parameters.
+        """
+        groups = {is_expert(param): self._groups.of_param(param).shard for param in self._everywhere.values()}
+        return {kind: gather_or_raise(values.get(kind), error, groups[kind]) for kind in sorted(groups)}
 
     @override
     def model_shards(self) -> dict[int, ParamShard]:

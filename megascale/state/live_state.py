@@ -74,12 +74,8 @@ class LiveState:
                 states[name] = portable_state.portable(exported, where, copy=False) if inner else exported
             else:
                 states[name] = portable_state.portable(state, where, copy=copy)
-        groups = [
-            portable_state.pack_group(group, [names[id(p)] for p in group["params"]], index, copy=copy)
-            for index, group in enumerate(self.param_groups)
-        ]
         return StateDict(
-            optimizer={"state": states, "param_groups": groups} | portable_state.pack_shared(self.state, copy=copy),
+            optimizer={"state": states} | self._pack_options(names, copy=copy),
             main_params=mains,
             grad_scaler={} if self.grad_scaler is None else self.grad_scaler.state_dict(),
             step_counts=self.counter.state_dict(),
@@ -94,8 +90,18 @@ class LiveState:
         """
         self.main_params.share_state_forms(self._portable_states)
 
+    def _pack_options(self, names: Mapping[int, str], *, copy: bool) -> dict[str, Any]:
+        """Return the param groups and the state that belongs to no parameter. ``names``: of parameters, by id."""
+        groups = [
+            portable_state.pack_group(group, [names[id(p)] for p in group["params"]], index, copy=copy)
+            for index, group in enumerate(self.param_groups)
+        ]
+        return {"param_groups": groups} | portable_state.pack_shared(self.state, copy=copy)
+
     def _portable_states(self) -> dict[int, Any]:
+        """Return the state of each parameter, by id. Raises StateDictError for what a state dict cannot hold."""
         names = self.main_params.names(self.param_groups)
+        self._pack_options(names, copy=False)
         return {
             id(param): portable_state.portable(self.state.get(param, {}), f"state[{names[id(param)]!r}]", copy=False)
             for param in self._params()
@@ -134,7 +140,8 @@ class LiveState:
         for name in (name for name in params if name in mains):
             portable_state.check_main_param(name, mains[name], params[name])
         for name in (name for name in params if name in states):
-            required = self.update.required_state(options[id(params[name])]) if states[name] else ()
+            is_empty = isinstance(states[name], Mapping) and not states[name]
+            required = () if is_empty else self.update.required_state(options[id(params[name])])
             portable_state.check_state(name, _counted(states[name], required), params[name], required)
         portable_state.check_shared(state_dict["optimizer"], self.state, strict=strict)
         for index, group in enumerate(groups):
@@ -178,7 +185,7 @@ class LiveState:
         )
         if len(groups) == len(self.param_groups):
             plan.options = [
-                (live, portable_state.loadable_options(given, index))
+                (live, self._planned_options(live, given, index))
                 for index, (live, given) in enumerate(zip(self.param_groups, groups, strict=True))
             ]
         shared = portable_state.check_shared(state_dict["optimizer"], self.state, strict=strict)
@@ -195,6 +202,21 @@ class LiveState:
                 placed = self._placed_state(name, param, _counted(states[name], required))
                 plan.states.append((param, self.update.readable_state(name, placed)))
         return plan
+
+    def _planned_options(self, live: Mapping[str, Any], given: Mapping[str, Any], index: int) -> dict[str, Any]:
+        """Return the options that ``live`` takes over. Raises StateDictError for those that no step could use."""
+        options = portable_state.loadable_options(given, index)
+        try:
+            self.update.check_options({**live, **options})
+            for key, value in options.items():
+                if _is_kept(live.get(key), value):
+                    options[key] = torch.as_tensor(value).reshape(live[key].shape)
+        except Exception as error:  # whatever reads them
+            raise StateDictError(
+                f"param_groups[{index}] of the state dict has options that no step could use: {error}; leave such an "
+                "option out to keep the live one"
+            ) from error
+        return options
 
     def _placed_state(self, name: str, param: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return one parameter's state: of per-element tensors this rank's part, others copied to its device."""
@@ -249,8 +271,8 @@ class LiveState:
         """Carry out the plan. All ranks call it together."""
         for live, options in plan.options:
             for key, value in options.items():
-                if isinstance(live.get(key), Tensor) and isinstance(value, (Tensor, float, int)):
-                    live[key].copy_(torch.as_tensor(value))
+                if _is_kept(live.get(key), value):
+                    live[key].copy_(value)
                 else:
                     live[key] = value
         for param, name, value in plan.main_params:
@@ -277,6 +299,11 @@ class LiveState:
     def _trained(self) -> Sequence[Sequence[Any]]:
         self.main_params.sync_from_model(self.param_groups)
         return self.main_params.ordered
+
+
+def _is_kept(live: Any, value: Any) -> bool:
+    """Return whether a live option is a tensor that takes over ``value`` in place."""
+    return isinstance(live, Tensor) and isinstance(value, (Tensor, float, int))
 
 
 def _planned_counts(state_dict: Mapping[str, Any]) -> Mapping[str, int] | None:

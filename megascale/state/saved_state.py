@@ -62,8 +62,9 @@ class OwnState:
 
     def pack(self) -> dict[str, Any]:
         """See :class:`SavedState`."""
-        self._sync_from_model()
-        return pack_with_hooks(self._optimizer, lambda: self._live().pack(copy=False, decode=False))
+        return pack_with_hooks(
+            self._optimizer, self._sync_from_model, lambda: self._live().pack(copy=False, decode=False)
+        )
 
     def share_forms(self) -> None:
         """See :class:`SavedState`."""
@@ -110,7 +111,7 @@ class ChainState:
 
     def pack(self) -> dict[str, Any]:
         """See :class:`SavedState`."""
-        return pack_with_hooks(self._chain, lambda: self._join([part.pack() for part in self._parts]))
+        return pack_with_hooks(self._chain, lambda: None, lambda: self._join([part.pack() for part in self._parts]))
 
     def share_forms(self) -> None:
         """See :class:`SavedState`."""

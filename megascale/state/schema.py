@@ -64,10 +64,9 @@ def check_layout(state_dict: Any) -> None:
     missing = [key for key in KEYS if key not in state_dict]
     if missing:
         raise StateDictError(f"state dict lacks {missing}; it has {sorted(map(str, state_dict))}")
-    if state_dict["version"] != VERSION:
-        raise StateDictError(
-            f"state dict has version {state_dict['version']!r}; this megascale reads version {VERSION}"
-        )
+    version = state_dict["version"]
+    if (isinstance(version, Tensor) and (version.numel() != 1 or version.is_meta)) or version != VERSION:
+        raise StateDictError(f"state dict has version {version!r}; this megascale reads version {VERSION}")
     optimizer = state_dict["optimizer"]
     if not isinstance(optimizer, Mapping) or not {"state", "param_groups"} <= set(optimizer):
         raise StateDictError("state dict's 'optimizer' must hold 'state' and 'param_groups'")
@@ -76,9 +75,15 @@ def check_layout(state_dict: Any) -> None:
             raise StateDictError(f"state dict's '{key}' must map parameter names to their state")
     groups = optimizer["param_groups"]
     if not isinstance(groups, (list, tuple)) or not all(
-        isinstance(group, Mapping) and "params" in group for group in groups
+        isinstance(group, Mapping) and _are_names(group.get("params")) for group in groups
     ):
-        raise StateDictError("state dict's 'optimizer.param_groups' must be a list of dicts with 'params'")
+        raise StateDictError(
+            "state dict's 'optimizer.param_groups' must be a list of dicts with 'params', a list of parameter names"
+        )
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value)
 
 
 def check_names(given: Iterable[str], known: Iterable[str], required: Iterable[str], what: str) -> None:
@@ -198,6 +203,8 @@ def check_state(name: str, state: Any, param: Tensor, required: Collection[str])
                 f"optimizer state of {name!r} has a step that is not one number: {_described(state[key])}"
             )
     portable(state, f"state[{name!r}]", copy=False)
+    for key, value in state.items():
+        _require_values(f"{key} of {name!r}", value)
 
 
 def is_held_as_codes(key: str, value: Any) -> bool:
@@ -238,6 +245,7 @@ def check_main_param(name: str, value: Any, model: Tensor) -> None:
             "beside it; save and load with megascale.checkpoint, or save state_dict(), which has fp32"
         )
     check_tensor(name, "main param", value, model)
+    _require_values(f"main param of {name!r}", value)
     if value.dtype not in (torch.float32, torch.float64):
         raise StateDictError(f"main param of {name!r} has dtype {value.dtype}; main params are fp32")
 
@@ -250,6 +258,11 @@ def check_fits_model(name: str, main: Tensor, model: Tensor) -> None:
             f"main param of {name!r} holds values of {FP16_OVERFLOW:.0f} or more, which round to inf in fp16; "
             "train this model in bf16"
         )
+
+
+def _require_values(what: str, value: Any) -> None:
+    if isinstance(value, Tensor) and value.is_meta:
+        raise StateDictError(f"{what} is on the meta device and has no values; save a state dict that has them")
 
 
 def _described(value: Any) -> str:

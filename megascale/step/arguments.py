@@ -28,6 +28,15 @@ def check_arguments(optimizer: Any, config: Any, grad_scaler: Any, *, sharded: b
         raise ArgumentTypeError(f"optimizer is a {type(optimizer).__name__} already; wrap the torch optimizer once")
     if config is not None and not isinstance(config, OptimizerConfig):
         raise ArgumentTypeError(f"config must be an OptimizerConfig or None, got {type(config).__name__}")
+    check_grad_scaler(grad_scaler)
+    _check_meta(optimizer)
+    if config is not None:
+        for field in ineffective(config, optimizer, grad_scaler, sharded=sharded):
+            raise field.error()
+
+
+def check_grad_scaler(grad_scaler: Any) -> None:
+    """Raise ArgumentTypeError for what is neither one of our scalers nor None."""
     if isinstance(grad_scaler, torch.amp.GradScaler):
         kind = f"{type(grad_scaler).__module__.partition('.')[0]}.amp.GradScaler"
         raise ArgumentTypeError(
@@ -36,10 +45,6 @@ def check_arguments(optimizer: Any, config: Any, grad_scaler: Any, *, sharded: b
         )
     if grad_scaler is not None and not isinstance(grad_scaler, MegatronGradScaler):
         raise ArgumentTypeError(f"grad_scaler must be a MegatronGradScaler or None, got {type(grad_scaler).__name__}")
-    _check_meta(optimizer)
-    if config is not None:
-        for field in ineffective(config, optimizer, grad_scaler, sharded=sharded):
-            raise field.error()
 
 
 def _check_meta(optimizer: torch.optim.Optimizer) -> None:

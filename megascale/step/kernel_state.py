@@ -1,5 +1,6 @@
 """The optimizer state that our kernels read and write: created as torch creates it, checked before each step."""
 
+import math
 import numbers
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
@@ -282,19 +283,29 @@ def require_options(options: Mapping[str, Any], names: Collection[str]) -> None:
 
 
 def number(options: Mapping[str, Any], name: str) -> float:
-    """Return an option that is a number. Raises ArgumentError, naming it, for what is none."""
+    """Return an option that is a finite number. Raises ArgumentError, naming it, for what is none."""
     value = options[name]
     if isinstance(value, numbers.Real):
-        return float(value)
+        return _finite(name, value)
     raise ArgumentError(f"{name} of a param group must be a number, got {value!r} of type {type(value).__name__}")
 
 
+def _finite(name: str, value: Any) -> float:
+    try:
+        result = float(value)
+    except OverflowError:  # an integer that is too large
+        result = math.inf
+    if math.isfinite(result):
+        return result
+    raise ArgumentError(f"{name} of a param group must be finite, got {result}")
+
+
 def pair(options: Mapping[str, Any], name: str) -> tuple[float, float]:
-    """Return an option that is two numbers. Raises ArgumentError, naming it, for what is none."""
+    """Return an option that is two finite numbers. Raises ArgumentError, naming it, for what is none."""
     value = options[name]
     if isinstance(value, Collection) and len(value) == 2 and all(isinstance(one, numbers.Real) for one in value):
         first, second = value
-        return float(first), float(second)
+        return _finite(name, first), _finite(name, second)
     raise ArgumentError(f"{name} of a param group must be two numbers, got {value!r}")
 
 

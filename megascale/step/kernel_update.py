@@ -128,6 +128,15 @@ class KernelUpdate(InnerUpdate, ABC):
         return prepared.decoded.encode(self.backend, decision)
 
     @override
+    def check_options(self, options: dict[str, Any]) -> None:
+        require_options(options, self._option_names)
+        if self.fits(options):
+            self.hyper(options)
+        else:
+            self._general.check_options(options)
+        self.required_state(options)
+
+    @override
     def readable_state(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return a copy of the dict: :meth:`create_states` converts its tensors."""
         return dict(state)

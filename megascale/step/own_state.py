@@ -94,7 +94,7 @@ def complete_state(
 
 def _is_number(value: Any) -> bool:
     if isinstance(value, Tensor):
-        return value.numel() == 1 and not value.dtype.is_complex
+        return value.numel() == 1 and not value.dtype.is_complex and not value.is_meta
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 

@@ -47,6 +47,12 @@ class GeneralUpdate(InnerUpdate):
                 widen(self.optimizer, options, param)
 
     @override
+    def check_options(self, options: dict[str, Any]) -> None:
+        if "lr" in options:
+            rate(options)
+        check_options(self.optimizer, options)
+
+    @override
     def readable_state(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
         return with_tensor_counts(self.optimizer, name, state)
 
@@ -68,9 +74,7 @@ class GeneralUpdate(InnerUpdate):
         that is neither a number nor a tensor of one; see :mod:`megascale.step.own_state` for those of torch.
         """
         for pending in updates:
-            if "lr" in pending.options:
-                rate(pending.options)
-            check_options(self.optimizer, pending.options)
+            self.check_options(pending.options)
         for pending in updates:
             for param in pending.params:
                 state = state_of(self.optimizer, param)

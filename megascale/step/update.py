@@ -82,6 +82,9 @@ class InnerUpdate(Protocol):
     def required_state(self, options: dict[str, Any]) -> list[str]:
         """Return the keys without which a saved state of a parameter is not whole."""
 
+    def check_options(self, options: dict[str, Any]) -> None:
+        """Raise an error for options of a param group that :meth:`prepare` could not use."""
+
     def readable_state(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return a loaded state of the parameter ``name`` in the types that the update reads. Raises StateDictError."""
 

@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megascale import DynamicGradScaler, MixedPrecisionOptimizer, ParallelGroups
 from megascale.checkpoint import Checkpointer, latest, load, save, storage
-from megascale.errors import ArgumentTypeError, CheckpointError
+from megascale.checkpoint import directory as checkpoint_directory
+from megascale.errors import ArgumentTypeError, CheckpointError, RankError
 from megascale.utils import progress
 from tests.checkpoint_cases import build, differences, message_of, state_of, train
 from tests.meshes import mesh_of
@@ -233,6 +234,54 @@ def test_background_error_of_one_rank_surfaces_on_all(ranks: RankPool, tmp_path:
     assert "rank 1: cannot write" in messages[0]
     assert "No space left on device" in messages[0]
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000002"]
+
+
+def _removal_errors(directory: Path) -> list[str]:
+    model, optimizer = build(0)
+    checkpointer = Checkpointer(directory, keep_last=2)
+    checkpointer.save(1, model, optimizer)
+    with pytest.MonkeyPatch.context() as broken:
+        if dist.get_rank() == 0:
+            broken.setattr(checkpoint_directory, "finish_removals", _full_disk)
+        messages = [
+            message_of(CheckpointError, lambda: checkpointer.load(model, optimizer)),
+            message_of(CheckpointError, checkpointer.latest),
+        ]
+    assert checkpointer.load(model, optimizer).step == 1
+    return messages
+
+
+def test_failed_removal_of_old_checkpoints_is_one_error_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    """The folder that rank 0 cannot clear before a load, or before it looks for the latest, is every rank's error."""
+    messages = ranks.run(2, _removal_errors, tmp_path)
+    assert messages[0] == messages[1]
+    for message, action in zip(messages[0], ("remove old checkpoints", "look for checkpoints"), strict=True):
+        assert f"rank 0: cannot {action}" in message
+        assert "No space left on device" in message
+
+
+def _hook_errors(directory: Path) -> list[str]:
+    model, optimizer = build(0)
+    save(directory, 1, model, optimizer)
+    messages = []
+    hooks: list[tuple[Any, type[Exception]]] = [
+        (optimizer.register_load_state_dict_post_hook, RankError),
+        (optimizer.register_state_dict_post_hook, CheckpointError),
+    ]
+    for register, kind in hooks:
+        handle = register(_full_disk) if dist.get_rank() == 1 else None
+        messages.append(message_of(kind, lambda: load(directory, model, optimizer, strict=False)))
+        if handle is not None:
+            handle.remove()
+        assert load(directory, model, optimizer).step == 1
+    return messages
+
+
+def test_hook_that_fails_on_one_rank_while_loading_is_every_ranks_error(ranks: RankPool, tmp_path: Path) -> None:
+    """The other ranks went on to their next collective, which met another one of the rank that had failed."""
+    first, second = ranks.run(2, _hook_errors, tmp_path)
+    assert first == second
+    assert all("rank 1: " in message and "No space left on device" in message for message in first)
 
 
 def _save_and_die(directory: Path, dying_rank: int, event: str, name: str, async_save: bool) -> str:

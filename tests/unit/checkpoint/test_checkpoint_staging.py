@@ -7,6 +7,8 @@ from torch import Tensor
 from megascale.checkpoint import staging
 from megascale.checkpoint.manifest import CHUNK_BYTES
 from megascale.checkpoint.staging import Staging
+from tests.fake_device.device import FakeDevice
+from tests.fake_device.process import OnDevice
 
 
 def test_copies_lie_in_the_same_memory() -> None:
@@ -81,3 +83,18 @@ def test_what_is_known_is_not_looked_at_again() -> None:
     assert all(torch.equal(copy, tensor) for copy, tensor in zip(after, live, strict=True))
     fewer = memory.copied(live[-1:], "another plan")
     assert torch.equal(fewer[0], live[-1])
+
+
+def _staged_on_a_stream(device: FakeDevice) -> tuple[int, set[tuple[int, int]]]:
+    """Return the stream that a save was called on, and those that its copies were queued on."""
+    live = [torch.ones(3, device="cuda") for _ in range(1500)] + [torch.ones(3)]
+    with torch.Stream("cuda") as stream, device.watch() as seen:
+        held = Staging().copied(live)
+    assert all(torch.equal(there, torch.ones(3)) for there in held)
+    return stream.stream_id, {call.stream for call in seen if call.kind == "copy"}
+
+
+def test_tensors_of_a_device_are_copied_on_the_callers_stream(on_device: OnDevice) -> None:
+    """However many there are: a thread of our own has another stream, which waits for no step."""
+    stream, copied_on = on_device(_staged_on_a_stream)
+    assert copied_on == {(0, stream)}

@@ -281,6 +281,17 @@ def test_16_bit_state_loads_into_fp32_training() -> None:
         assert bits_equal(main, param)
 
 
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_tensor_lr_of_another_shape_loads(shape: tuple[int, ...]) -> None:
+    """One number is one number: a saved lr of shape [1] fills a live one of shape [], and the other way round."""
+    optimizer = wrap(model(), lambda m: torch.optim.AdamW(m.named_parameters(), lr=torch.zeros(shape), foreach=False))
+    state = optimizer.state_dict()
+    state["optimizer"]["param_groups"][0]["lr"] = torch.full((1,) if shape == () else (), 0.5)
+    optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["lr"].shape == shape
+    assert optimizer.param_groups[0]["lr"].item() == 0.5
+
+
 Change = Callable[[dict[str, Any]], Any]
 
 
@@ -290,6 +301,14 @@ def _set(*path: str, value: Any) -> Change:
         for key in path[:-1]:
             target = target[key]
         target[path[-1]] = value
+        return state
+
+    return change
+
+
+def _set_option(name: str, value: Any) -> Change:
+    def change(state: dict[str, Any]) -> dict[str, Any]:
+        state["optimizer"]["param_groups"][0][name] = value
         return state
 
     return change
@@ -371,6 +390,26 @@ REFUSED: list[tuple[Change, type[Exception], str]] = [
         StateDictError,
         "state of 'first.bias' must be a dict, got int",
     ),
+    (_set("optimizer", "state", "first.bias", value=torch.ones(3)), StateDictError, "must be a dict, got Tensor"),
+    (_set("version", value=torch.ones(2)), StateDictError, "state dict has version tensor"),
+    (_set_option("params", None), StateDictError, "'params', a list of parameter names"),
+    (_set_option("params", [*NAMES[:-1], 3]), StateDictError, "'params', a list of parameter names"),
+    (_set_option("lr", "1e-3"), StateDictError, r"param_groups\[0\] of the state dict .* lr .* must be a number"),
+    (_set_option("lr", math.nan), StateDictError, r"options that no step could use: lr .* must be finite, got nan"),
+    (_set_option("betas", (0.9, math.inf)), StateDictError, r"betas of a param group must be finite, got inf"),
+    (_set_option("weight_decay", torch.ones(1, device="meta")), StateDictError, "weight_decay .* must be a number"),
+    (_set_option("amsgrad", torch.ones(3)), StateDictError, r"no step could use: .* ambiguous"),
+    (
+        _set("main_params", "first.bias", value=torch.ones(6, device="meta")),
+        StateDictError,
+        "main param of 'first.bias' is on the meta device and has no values",
+    ),
+    (
+        _set("optimizer", "state", "first.bias", "step", value=torch.ones((), device="meta")),
+        StateDictError,
+        "step of 'first.bias' is on the meta device and has no values",
+    ),
+    (_set("grad_scaler", "scale", value=torch.ones(1, device="meta")), StateDictError, "'scale' is on the meta device"),
     (_set("grad_scaler", "scale", value=math.nan), StateDictError, "'scale' must be finite, got nan"),
     (_set("grad_scaler", value={}), StateDictError, "grad scaler state lacks"),
 ]

@@ -77,6 +77,20 @@ def test_a_scaler_put_into_an_optimizer_later_counts_too() -> None:
     assert first.step() is not None
 
 
+def test_a_scaler_that_does_not_fit_is_refused_later_too() -> None:
+    """Assigning ``grad_scaler`` has the constructor's rules, for a chain as well; nothing has changed."""
+    optimizer = MixedPrecisionOptimizer(_sgd(model()), None, DynamicGradScaler(), grads_are_scaled=True)
+    kept = optimizer.grad_scaler
+    for target in (optimizer, ChainedOptimizer([optimizer])):
+        with pytest.raises(ArgumentTypeError, match=r"grad_scaler is a torch.amp.GradScaler, which drives a bare"):
+            target.grad_scaler = torch.amp.GradScaler("cpu")  # type: ignore[assignment]
+        with pytest.raises(ArgumentTypeError, match=r"grad_scaler must be a MegatronGradScaler or None, got float"):
+            target.grad_scaler = 128.0  # type: ignore[assignment]
+        with pytest.raises(ArgumentError, match=r"grad_scaler is None, but fp16 gradients need one"):
+            target.grad_scaler = None
+        assert target.grad_scaler is kept
+
+
 def test_an_inner_optimizer_is_wrapped_once() -> None:
     """A second wrapper would keep main params of its own for the same parameters. A dropped one makes place."""
     module = model()

@@ -1,5 +1,6 @@
 """Options of a param group are read again where they may have changed: numbers are kept, what can be written is not."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 
 from megascale import MixedPrecisionOptimizer, OptimizerConfig
+from megascale.errors import ArgumentError
 from megascale.step.grad_stats import Holders
 from tests.training import bits_equal
 
@@ -97,3 +99,20 @@ def test_weights_of_statistics_are_computed_once(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(Holders, "of", counting)
     assert [step(params), step(params), step(params[1:]), step(params[1:]), step(params)] == [3, 0, 2, 0, 3]
+
+
+@pytest.mark.parametrize(
+    "change", [{"lr": math.nan}, {"lr": 10**400}, {"betas": (math.inf, 0.9)}, {"weight_decay": -math.inf}]
+)
+def test_what_is_not_finite_is_refused(change: dict[str, Any]) -> None:
+    """A schedule that divides by zero would make every parameter NaN: the step raises before a bit has changed."""
+    param = nn.Parameter(torch.linspace(-1, 1, 8))
+    optimizer = MixedPrecisionOptimizer(torch.optim.AdamW([param], lr=0.1), OptimizerConfig())
+    before = param.detach().clone()
+    optimizer.param_groups[0].update(change)
+    param.grad = torch.arange(8.0)
+    with pytest.raises(ArgumentError, match=f"{next(iter(change))} of a param group must be finite"):
+        optimizer.step()
+    assert bits_equal(param.detach(), before)
+    optimizer.param_groups[0].update(lr=0.1, betas=(0.9, 0.99), weight_decay=0.0)
+    assert optimizer.step().success
