@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed import Work
 from typing_extensions import override
 
+from megascale.errors import ArgumentError
 from megascale.grad_sync.message_thread import MessageThread
 from megascale.parallel import GradGroup
 from megascale.utils.collectives import (
@@ -95,13 +96,18 @@ def bucket_reduction(
     *,
     cuts: Sequence[int] | None,
 ) -> BucketReduction:
-    """Return the reduction of the bucket ``flat``.
+    """Return the reduction of the bucket ``flat``. Raises ArgumentError for shards that gloo would have to send.
 
     ``tag``: of its messages. ``cuts``: where the ranks' shards begin and end; None: every rank keeps the whole bucket.
     """
     if cuts is None:
         return AllReduced(flat, group, travel_dtype)
-    if is_message_passing(group.shard):
+    if is_message_passing(group.shard, flat.device):
+        if flat.device.type != "cpu":
+            raise ArgumentError(
+                f"gloo sends no shards of parameters on {flat.device}, as it reads host memory alone; name a backend "
+                'for them: init_process_group("nccl"), or "cpu:gloo,cuda:nccl"'
+            )
         return P2PReduceScatter(flat, group, travel_dtype, cuts, thread, tag)
     return ReduceScattered(flat, group, travel_dtype, cuts)
 
@@ -118,7 +124,7 @@ class _Reduction(BucketReduction, ABC):
         self.alone = group_size(group.holders) == 1
         self._num_holders = group_size(group.holders)
         self._pre_divisor = self._num_holders if travel_dtype.itemsize < 4 else 1
-        self._can_average = travel_dtype.itemsize >= 4 and can_average_exactly(group.holders)
+        self._can_average = travel_dtype.itemsize >= 4 and can_average_exactly(group.holders, flat.device)
         self._averages = False
         self._divisor: Divisor = 1
         self._order = WriteOrder(kept)

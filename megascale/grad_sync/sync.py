@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import attrgetter
+from threading import Lock
 from types import NoneType
 from weakref import finalize
 
@@ -139,7 +140,8 @@ class GradSync:
 
     A parameter belongs to one GradSync at a time, until that is freed or :meth:`detach` is called, which removes its
     hooks, main grads and thread. Free it between steps. If some ranks have started a reduction and others have not, as
-    after an error in backward, call :meth:`zero_` on all of them before.
+    after an error of one rank in forward or backward, call :meth:`finish` and :meth:`zero_` on all of them before that,
+    and before another backward: a rank that has started none would leave the others waiting.
 
     Args:
         named_parameters: in the order of the forward pass, as ``model.named_parameters()`` gives them. Frozen ones are
@@ -197,6 +199,7 @@ class GradSync:
         self._syncing = True
         self._error: GradientError | None = None  # of a gradient of this rank, found in backward
         self._next = 0
+        self._starting = Lock()  # held to change `_next` in backward, which has a thread for each device
         self._waited = 0
         self._finished = False
         self._ddp_is_absent = False
@@ -376,8 +379,14 @@ class GradSync:
                 "overlap_grad_reduce=False) with reentrant activation checkpointing"
             )
         self._accumulate(name, param, bucket)
-        while self._overlap and self._next < len(self.buckets) and not self.buckets[self._next].waiting:
-            self._start_next()
+        if self._overlap and self._next_is_complete():
+            with self._starting:
+                while self._next_is_complete():
+                    self._start_next()
+
+    def _next_is_complete(self) -> bool:
+        """Whether all gradients of the next bucket to start have arrived."""
+        return self._next < len(self.buckets) and not self.buckets[self._next].waiting
 
     def _accumulate(self, name: str, param: nn.Parameter, bucket: SyncedBucket) -> None:
         if param.grad is not None:

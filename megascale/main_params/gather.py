@@ -54,7 +54,7 @@ class GatheredBucket:
         shard = self.memory.shard(self.synced.rank)
         group, tag = self.synced.group.shard, self.synced.tag | _GATHER_BIT
         gathering = all_gather_start(self.memory.flat, shard, group, tag, self._uneven)
-        wait = self._in_thread(gathering) if is_message_passing(group) else gathering.wait
+        wait = self._in_thread(gathering) if is_message_passing(group, shard.device) else gathering.wait
         self._arrival = Arrival(wait, self.memory.flat.device)
 
     @property

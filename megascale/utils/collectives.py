@@ -3,11 +3,11 @@
 A group of None means "this rank alone": every function then returns without communication.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
+from functools import lru_cache, partial
 from threading import Thread
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -60,7 +60,18 @@ def all_to_all(message: Tensor, sent: list[int], received: list[int], group: Pro
     return arrived
 
 
-def can_average_exactly(group: ProcessGroup | None) -> bool:
+@lru_cache
+def _backends(config: str) -> dict[str, str]:
+    """Return the backends of a group by the types of their devices. ``config``: as torch writes it."""
+    return {kind: name for kind, _, name in (pair.partition(":") for pair in config.split(","))}
+
+
+def _is_carried_by(names: Collection[str], group: ProcessGroup | None, device: torch.device) -> bool:
+    """Return whether one of these backends carries tensors of ``device`` over ``group``, of more than one rank."""
+    return group_size(group) > 1 and _backends(dist.get_backend_config(group)).get(device.type) in names
+
+
+def can_average_exactly(group: ProcessGroup | None, device: torch.device) -> bool:
     """Return whether the backend's average over ``group`` has the same bits as a sum that is divided.
 
     NCCL multiplies each addend by the reciprocal of the number of ranks. For a power of two that is exact, except for
@@ -68,7 +79,7 @@ def can_average_exactly(group: ProcessGroup | None) -> bool:
     average is a separate pass, no faster than ours.
     """
     size = group_size(group)
-    return size > 1 and size & (size - 1) == 0 and dist.get_backend(group) == "nccl"
+    return size & (size - 1) == 0 and _is_carried_by(("nccl",), group, device)
 
 
 def all_reduce_start(tensor: Tensor, group: ProcessGroup | None, *, average: bool = False) -> Work | None:
@@ -156,18 +167,18 @@ class Pending:
             self._lost.add(peer)
 
 
-def is_message_passing(group: ProcessGroup | None) -> bool:
-    """Return whether point-to-point messages are the fastest way to move shards over ``group``.
+def is_message_passing(group: ProcessGroup | None, device: torch.device) -> bool:
+    """Return whether point-to-point messages are the fastest way to move shards on ``device`` over ``group``.
 
     gloo's own reduce-scatter reduces the whole tensor on every rank, and its all-gather makes one more copy: messages
     move half as much data, in a third of the time.
     """
-    return group_size(group) > 1 and dist.get_backend(group) == "gloo"
+    return _is_carried_by(("gloo",), group, device)
 
 
-def can_be_captured(group: ProcessGroup | None) -> bool:
+def can_be_captured(group: ProcessGroup | None, device: torch.device) -> bool:
     """Return whether a device's graph can capture collectives over ``group``: not if the host carries them out."""
-    return group_size(group) == 1 or dist.get_backend(group) not in ("gloo", "mpi")
+    return not _is_carried_by(("gloo", "mpi"), group, device)
 
 
 def reduce_scatter_start(
@@ -215,7 +226,7 @@ def all_gather_start(
     """
     if group_size(group) == 1:
         return Pending([])
-    if not is_message_passing(group):
+    if not is_message_passing(group, tensor.device):
         if shards is not None:
             start = partial(dist.all_gather, list(shards), shard, group=group, async_op=True)
         else:

@@ -46,10 +46,10 @@ class _Asked:
         return collective
 
 
-def _as_on_nccl(group: Any) -> bool:
+def _as_on_nccl(group: Any, device: torch.device) -> bool:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "get_backend", lambda group=None: "nccl")
-        return collectives.can_average_exactly(group)
+        patch.setattr(dist, "get_backend_config", lambda group=None: "cpu:nccl")
+        return collectives.can_average_exactly(group, device)
 
 
 def _reduced(
@@ -61,7 +61,7 @@ def _reduced(
     torch.manual_seed(dist.get_rank())
     grads = [torch.randn(24) * 10.0**power for power in (-30, 0, 30)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reduction, "is_message_passing", lambda group: False)
+        patch.setattr(reduction, "is_message_passing", lambda *_: False)
         if backend == "nccl":
             patch.setattr(reduction, "can_average_exactly", _as_on_nccl)
         named = [(str(index), param) for index, param in enumerate(params)]

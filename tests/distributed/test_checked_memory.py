@@ -56,6 +56,10 @@ def _unforeseen(bag: Bag, optimizer: MixedPrecisionOptimizer) -> None:
     optimizer.optimizer.param_groups[0]["maximize"] = torch.ones(2)
 
 
+def _unreadable(bag: Bag, optimizer: MixedPrecisionOptimizer) -> None:
+    optimizer.optimizer.param_groups[0]["params"] = map(int, ["three"])
+
+
 BREAKS: dict[str, tuple[Callable[[Bag, MixedPrecisionOptimizer], None], str, str]] = {
     "freed_grad": (_freed_grad, "GradientError", "the gradient of 'params.1' has lost its memory"),
     "small_grad": (_small_grad, "GradientError", "the gradient of 'params.1' is (1,)"),
@@ -66,6 +70,7 @@ BREAKS: dict[str, tuple[Callable[[Bag, MixedPrecisionOptimizer], None], str, str
     "option": (_option, "ArgumentError", "lr of a param group must be a number"),
     "option_lacks": (_option_lacks, "ArgumentError", "a param group lacks 'eps'"),
     "unforeseen": (_unforeseen, "RankError", "RuntimeError: Boolean value of Tensor"),
+    "unreadable": (_unreadable, "RankError", "ValueError: invalid literal for int()"),
 }
 
 

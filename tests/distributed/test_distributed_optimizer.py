@@ -429,7 +429,7 @@ def _native() -> list[Any]:
     passing = collectives.is_message_passing
     for native in (False, True):
         for place in (collectives, reduction):
-            place.is_message_passing = (lambda group: False) if native else passing  # type: ignore[attr-defined]
+            place.is_message_passing = (lambda *_: False) if native else passing  # type: ignore[attr-defined]
         try:
             for reduce_dtype in (None, torch.float16):
                 module = net()

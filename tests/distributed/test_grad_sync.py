@@ -437,3 +437,48 @@ def test_lost_message_is_an_error_where_it_was_lost(ranks: RankPool, victim: int
     expected = ["finished"] * 2
     expected[victim] = "the wire was cut"
     assert ranks.run(2, _broken_message, victim) == expected
+
+
+def _failed_on_one_rank(is_sharded: bool, fails_at: str) -> list[bool]:
+    module = model(torch.float32)
+    sync = KINDS[is_sharded](module.named_parameters(), bucket_numel=SMALL_BUCKET)
+    rank = dist.get_rank()
+    is_same = []
+    for step in range(3):
+        params = list(module.parameters())
+        handle = None
+        if step == 1 and rank == 1 and fails_at == "backward":
+            handle = params[0].register_hook(_fail)
+        try:
+            if step == 1 and rank == 1 and fails_at == "forward":
+                _fail()
+            module(_data(step, rank)).square().mean().backward()
+        except ValueError:
+            assert step == 1
+        if handle is not None:
+            handle.remove()
+        sync.finish()
+        local = [grad.clone() for param in params if (grad := sync.local_grad(param)) is not None]
+        sync.zero_()
+        for param in params:
+            param.grad = None
+        if step != 1:
+            losses = [module(_data(step, one)).square().mean() for one in range(dist.get_world_size())]
+            wanted = torch.autograd.grad(torch.stack(losses).mean(), params)
+            squares = torch.stack([grad.square().sum() for grad in local]).sum()
+            dist.all_reduce(squares)
+            copies = 1 if is_sharded else dist.get_world_size()
+            is_same.append(torch.allclose(squares / copies, torch.stack([g.square().sum() for g in wanted]).sum()))
+    return is_same
+
+
+def _fail(*_: Any) -> None:
+    raise ValueError("a bad batch")
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+@pytest.mark.parametrize("fails_at", ["forward", "backward"])
+def test_training_goes_on_after_one_ranks_backward_has_failed(ranks: RankPool, is_sharded: bool, fails_at: str) -> None:
+    """finish() takes part in the reductions that other ranks have begun; zero_() drops the step on all of them."""
+    for is_same in ranks.run(2, _failed_on_one_rank, is_sharded, fails_at):
+        assert all(is_same)

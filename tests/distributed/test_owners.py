@@ -217,7 +217,7 @@ def _by_collectives(native: bool) -> tuple[dict[str, Tensor], int, int, int]:
     with pytest.MonkeyPatch.context() as patch:
         if native:
             for place in (collectives, reduction, gather):
-                patch.setattr(place, "is_message_passing", lambda group: False)
+                patch.setattr(place, "is_message_passing", lambda *_: False)
             patch.setattr(dist, "all_gather", gathers)
         optimizer = build(module, "sign")
         take_step(optimizer, module, 0)
@@ -234,6 +234,20 @@ def test_collectives_of_the_backend(ranks: RankPool) -> None:
     for (ours, _, _, _), (theirs, reductions, gathers, buckets) in zip(by_messages, native, strict=True):
         assert same(ours, theirs)
         assert reductions == gathers == buckets
+
+
+def _over_a_group_of(backend: str) -> dict[str, Tensor]:
+    group, module = dist.new_group(backend=backend), net()
+    optimizer = build(module, "sign", groups=group, overlap_param_gather=True)
+    for step in range(2):
+        take_step(optimizer, module, step)
+    return everything(optimizer, module)
+
+
+def test_backends_by_device(ranks: RankPool) -> None:
+    """A group with a backend for each kind of device, as docs/fsdp2.md asks for: what counts is the parameters'."""
+    alone, by_device = (ranks.run(2, _over_a_group_of, backend) for backend in ("gloo", "cpu:gloo"))
+    assert all(map(same, alone, by_device))
 
 
 def _made(mode: str, inner: str, seed: int) -> tuple[nn.Module, MixedPrecisionOptimizer]:

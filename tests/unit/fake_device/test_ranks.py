@@ -3,12 +3,20 @@
 What gloo does between real ranks is tested in tests/distributed; NCCL's own streams show on a GPU only.
 """
 
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from megascale import MixedPrecisionOptimizer, StepGraph
+from megascale.errors import ArgumentError
+from megascale.grad_sync import GradSync
+from megascale.grad_sync.sync import SyncedBucket
 from tests.fake_device.device import FakeDevice
 from tests.fake_device.models import BUILD, CONFIG, adamw, loss_of, model, synced, world_of_two
 from tests.fake_device.process import OnDevice
@@ -71,6 +79,55 @@ def test_a_divisor_of_the_host_travels_without_a_wait(on_device: OnDevice) -> No
     first, second, _ = records
     assert len([copy for copy in second.of("copy") if " to " in copy]) == 0
     assert len([copy for copy in first.of("copy") if copy == "4 to async pinned"]) == 1
+
+
+def _backward_on_two_devices(device: FakeDevice) -> tuple[int, list[int]]:
+    """Return how many threads had gradients, and the buckets whose reductions they started."""
+    world_of_two()
+    parts = [nn.Linear(8, 8, device=f"cuda:{index}") for index in range(2)]
+    named = [(f"{index}.{name}", param) for index, part in enumerate(parts) for name, param in part.named_parameters()]
+    sync = GradSync(named, bucket_numel=10)
+    threads, started, start, begun = set(), [], SyncedBucket.start, threading.Event()
+
+    def arrive(grad: Tensor) -> None:
+        threads.add(threading.get_ident())
+        if grad.device.index == 0:
+            begun.wait(30)
+
+    for _, param in named:
+        param.register_hook(arrive)
+
+    def slow(bucket: SyncedBucket, divisor: Any) -> None:
+        started.append(bucket.index)
+        begun.set()
+        time.sleep(0.2)  # the other device's gradients arrive meanwhile
+        start(bucket, divisor)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(SyncedBucket, "start", slow)
+        torch.autograd.backward([part(torch.ones(4, 8, device=part.weight.device)).sum() for part in parts])
+    sync.finish()
+    return len(threads), started
+
+
+def test_threads_of_backward_start_each_bucket_once(on_device: OnDevice) -> None:
+    """Backward has a thread for each device: whoever comes first starts a bucket, always in the same order."""
+    assert on_device(_backward_on_two_devices) == (2, [0, 1, 2, 3])
+
+
+def _sharded_over_gloo(device: FakeDevice) -> None:
+    world_of_two()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(dist, "get_backend_config", lambda group=None: "cpu:gloo,cuda:gloo")
+        BUILD["sharded"](model())
+
+
+def test_shards_of_a_device_are_not_sent_by_gloo(on_device: OnDevice) -> None:
+    """It would take a device's address for one of the host: an error says so when the optimizer is built."""
+    with pytest.raises(
+        ArgumentError, match=r'gloo sends no shards of parameters on cuda:0.*init_process_group\("nccl"'
+    ):
+        on_device(_sharded_over_gloo)
 
 
 def _graphed(device: FakeDevice, kind: str) -> Record:
