@@ -21,6 +21,7 @@ from megascale.optimizer import MixedPrecisionOptimizer
 from megascale.utils.collectives import raise_together
 from megascale.utils.dtensors import dtensor_like, local
 from megascale.utils.dtypes import HALF_DTYPES
+from megascale.utils.staging import staged
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,7 +132,7 @@ class AveragedMainParams:
         self._averaged_buffers.update(buffers, landed, self.n_averaged, rule, self._has_started)
         mains = [local(entry.source.value()) for entry in self._entries]
         self._params.update(mains, landed, self.n_averaged, self._average, self._has_started)
-        self.n_averaged.add_(landed.to(self.n_averaged.device, non_blocking=True))
+        self.n_averaged.add_(staged(landed, self.n_averaged.device))
         if not self._has_started:
             heard = self._view.push({"n_averaged": self.n_averaged})
             self._has_started = heard is not None and heard["n_averaged"] > 0

@@ -290,7 +290,7 @@ def _flag(found_inf: bool | Tensor, device: torch.device) -> Tensor:
         if found_inf.numel() != 1:
             raise ArgumentError(f"found_inf must have one element, got shape {tuple(found_inf.shape)}")
         flag = found_inf if found_inf.dtype == torch.float32 else (found_inf != 0).float()
-        return flag.to(device, non_blocking=True)
+        return staged(flag, device)
     if not isinstance(found_inf, bool):
         raise ArgumentTypeError(
             f"found_inf must be a bool or a tensor, got {found_inf!r} of type {type(found_inf).__name__}"
@@ -311,6 +311,8 @@ def _entry(state_dict: Mapping[str, Any], key: str) -> Any:
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise StateDictError(f"grad scaler state '{key}' must have one element, got shape {tuple(value.shape)}")
+        if value.is_meta:
+            raise StateDictError(f"grad scaler state '{key}' is on the meta device and has no value; save the live one")
         value = value.item()
     return value
 

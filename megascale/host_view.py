@@ -64,7 +64,8 @@ class _Copy:
             self._buffer = torch.empty(row.shape, dtype=row.dtype, pin_memory=True)
             self._buffer.copy_(row, non_blocking=True)
             self._event = torch.Event(row.device)
-            self._event.record()
+            # Without a stream it would be that of the device that is current.
+            self._event.record(torch.accelerator.current_stream(row.device))
 
     def read(self) -> dict[str, float]:
         if self._event is not None:

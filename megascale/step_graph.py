@@ -87,6 +87,7 @@ class StepGraph:
         with self._module.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
             self.output = self._run_forward_backward()
             self._result = optimizer.step()
+        self._captured = optimizer.recipe.captured()
 
     def replay(self) -> StepResult:
         """Run the step. Returns the same tensors each time, with the values of this replay.
@@ -106,7 +107,7 @@ class StepGraph:
                 "gradients have moved since the graph was captured; keep them in place: zero_grad(set_to_none=False)"
             )
         self._graph.replay()
-        self._optimizer.recipe.after_replay()
+        self._optimizer.recipe.after_replay(self._captured)
         return self._result
 
     def _run_forward_backward(self) -> Any:
@@ -137,7 +138,7 @@ def check_capturable(optimizer: Any) -> None:
     device = optimizer.device
     if reason is None and not hasattr(torch.get_device_module(device), "CUDAGraph"):
         reason = f"its parameters are on {device}, which has no graphs: move the model to a GPU"
-    if reason is None and not can_be_captured(optimizer.groups.grad_stats):
+    if reason is None and not can_be_captured(optimizer.groups.grad_stats, device):
         reason = "its process group's backend runs on the host: use NCCL"
     if reason is None and is_capturing(device):
         reason = "another capture is under way"

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from megascale.utils.dtensors import local
+from megascale.utils.staging import staged
 
 
 def params_without_momentum(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -24,4 +25,4 @@ def fill_momentum_(optimizer: torch.optim.Optimizer, params: list[Tensor], found
     for param in params:
         buffer = optimizer.state.get(param, {}).get("momentum_buffer")
         if buffer is not None:
-            local(buffer).masked_fill_(found_inf.to(buffer.device, non_blocking=True) > 0, 0.0)
+            local(buffer).masked_fill_(staged(found_inf, buffer.device) > 0, 0.0)

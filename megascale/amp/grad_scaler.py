@@ -24,6 +24,7 @@ from megascale.kernels import Backend, select_backend, stats_dtype
 from megascale.optimizer import MixedPrecisionOptimizer
 from megascale.step.overflow_report import OverflowReport
 from megascale.utils import validate
+from megascale.utils.staging import staged
 
 
 class GradMeasure(NamedTuple):
@@ -248,7 +249,7 @@ class GradScaler(torch.amp.GradScaler):
         for mesh in agreement.meshes:
             squares[mesh] = torch.zeros_like(alone)
         for location, found in stats.items():
-            share = squares_in(location, found).to(alone, non_blocking=True)
+            share = squares_in(location, found).to(alone, non_blocking=scale.device.type != "cpu")
             if location.mesh is None:
                 alone = alone + share
             else:
@@ -266,7 +267,7 @@ class GradScaler(torch.amp.GradScaler):
         state = self._state_of(optimizer)
         _check_unscaled(state)
         if multiplier is not None:
-            factor = factor * multiplier.to(factor.device, non_blocking=True)
+            factor = factor * staged(multiplier, factor.device)
         found_infs = LocalGrads(optimizer).unscale_(factor, self._backend)
         # Only fp16 gradients can overflow in this pass, after _measure() found them finite. All ranks know the dtypes.
         if not state["found_inf_per_device"] or any(param.dtype == torch.float16 for param in _params(optimizer)):
@@ -356,7 +357,7 @@ class GradScaler(torch.amp.GradScaler):
         if agreement.is_alone:
             return found_infs
         found_inf, _ = agreement.agree(_any(list(found_infs.values()), scale.device))
-        return {device: found_inf.to(device, non_blocking=True) for device in found_infs or [scale.device]}
+        return {device: staged(found_inf, device) for device in found_infs or [scale.device]}
 
     def _backend(self, device: torch.device) -> Backend:
         if device not in self._backends:
@@ -467,7 +468,7 @@ def _any(flags: list[Tensor], device: torch.device) -> Tensor:
     """Return whether any of the flags is set: fp32, 0-d, exactly 0 or 1: a fused optimizer would not skip at 2."""
     if not flags:
         return torch.zeros((), device=device)
-    found_inf = flags[0].to(device, non_blocking=True)
+    found_inf = staged(flags[0], device)
     for flag in flags[1:]:
-        found_inf = torch.maximum(found_inf, flag.to(device, non_blocking=True))
+        found_inf = torch.maximum(found_inf, staged(flag, device))
     return found_inf

@@ -12,6 +12,7 @@ from megascale.grad_sync.usable_grads import memory_error
 from megascale.kernels import Backend, ParamList, TensorStats, is_plain, plain, stats_dtype
 from megascale.utils.collectives import redistribute_like
 from megascale.utils.dtensors import is_dtensor, local
+from megascale.utils.staging import staged
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -77,7 +78,7 @@ class LocalGrads:
         found_infs: dict[torch.device, Tensor] = {}
         for location, by_dtype in self._grads.items():
             found_inf = found_infs.setdefault(location.device, torch.zeros((), device=location.device))
-            factor = inv_scale.to(location.device, non_blocking=True)
+            factor = staged(inv_scale, location.device)
             for dtype, grads in by_dtype.items():
                 torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, factor)
                 if dtype == torch.float16:

@@ -17,6 +17,7 @@ from megascale.optimizer import MixedPrecisionOptimizer, StepResult
 from megascale.utils import validate
 from megascale.utils.collectives import full_tensor
 from megascale.utils.dtensors import local
+from megascale.utils.staging import staged
 
 WRAPPERS = (MixedPrecisionOptimizer, ChainedOptimizer)
 """Optimizers that scale and clip by themselves; a DistributedOptimizer is a MixedPrecisionOptimizer."""
@@ -165,7 +166,7 @@ def _step_as_torch_does(
 
 def _result(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, norm: Tensor) -> StepResult:
     """Return the result of a step, before the scaler's update() drops it."""
-    flags = [flag.to(norm.device, non_blocking=True) for flag in scaler._found_inf_per_device(optimizer).values()]
+    flags = [staged(flag, norm.device) for flag in scaler._found_inf_per_device(optimizer).values()]
     zeros = torch.full((), torch.nan, dtype=torch.float64, device=norm.device)
     return StepResult(torch.stack(flags).sum() == 0, norm.float(), zeros)
 
@@ -189,7 +190,7 @@ def _clamp_(optimizer: torch.optim.Optimizer, bound: Tensor) -> None:
     """Clamp every element to [-bound, bound], 0-d, without a sync. Overflows were recorded before."""
     for param in _with_grads(optimizer):
         grad = local(param.grad)  # type: ignore[arg-type]
-        limit = bound.to(grad.device, non_blocking=True)
+        limit = staged(bound, grad.device)
         torch.clamp(grad, -limit, limit, out=grad)
 
 

@@ -47,7 +47,7 @@ def run(given: argparse.Namespace) -> int:
         if not 0 < getattr(given, name) < math.inf:
             raise ArgumentError(f"{name} must be above 0 and finite, got {getattr(given, name)}")
     length, dtype = max(int(given.numel) // given.tensors, 1), DTYPES[given.dtype]
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = device_here()
     optimizer = _optimizer([length] * given.tensors, dtype, device)
     probe = torch.zeros(PROBE_BYTES // 4, device=device)
     timed = _timed(lambda: optimizer.step(), lambda: probe.mul_(1.0), device, given.seconds)
@@ -71,8 +71,14 @@ def bytes_per_parameter(dtype: torch.dtype) -> int:
     return int(sum(traffic_per_element(dtype, dtype, (torch.float32, torch.float32))))
 
 
-def measured_bandwidth(device: torch.device) -> float:
-    """Return bytes a second that are read and written in place on ``device``: the median of a few seconds."""
+def device_here() -> torch.device:
+    """Return this machine's accelerator, else its CPU. A torch that was built for CUDA may find no GPU."""
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+def measured_bandwidth() -> float:
+    """Return bytes a second that are read and written in place on this machine: the median of a few seconds."""
+    device = device_here()
     probe = torch.zeros(PROBE_BYTES // 4, device=device)
     timed = _timed(lambda: None, lambda: probe.mul_(1.0), device, PROBE_SECONDS)
     return 2 * PROBE_BYTES / statistics.median(timed.probe)

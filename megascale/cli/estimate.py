@@ -134,7 +134,7 @@ def _bandwidth(name: str, text: str | None) -> float | None:
     if text is None:
         return None
     if text == MEASURE and name == "memory_bandwidth":
-        return measured_bandwidth(torch.accelerator.current_accelerator() or torch.device("cpu"))
+        return measured_bandwidth()
     try:
         return float(text) * 1e9
     except ValueError:

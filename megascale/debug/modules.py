@@ -141,7 +141,7 @@ class ModuleWatch:
         index = self._sites.setdefault(site, len(self._sites))
         event = staged(torch.tensor([self._num_events, index, call], dtype=found.dtype), found.device)
         self._num_events += 1
-        row = torch.cat([event, inputs.to(found.device, non_blocking=True), found])
+        row = torch.cat([event, staged(inputs, found.device), found])
         kept = self._rows.get(found.device)
         if kept is None:
             kept = torch.full_like(row, -1.0)
@@ -195,7 +195,7 @@ def _as_statistics(numbers: list[float], dtype: torch.dtype) -> TensorStatistics
 def _statistics(tensors: list[Tensor]) -> Tensor:
     """Return the numbers of :class:`TensorStatistics`, fp32, shape [4], on the first tensor's device."""
     device = tensors[0].device
-    parts = [_of_one(local(tensor)).to(device, non_blocking=True) for tensor in tensors if tensor.numel()]
+    parts = [staged(_of_one(local(tensor)), device) for tensor in tensors if tensor.numel()]
     if not parts:
         return torch.zeros(NUM_STATISTICS, device=device)
     table = torch.stack(parts)

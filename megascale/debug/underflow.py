@@ -17,6 +17,7 @@ from megascale.step.member import StepMember
 from megascale.utils import validate
 from megascale.utils.collectives import all_gather_object
 from megascale.utils.graph_capture import is_capturing
+from megascale.utils.staging import staged
 
 LARGEST_FP16 = torch.finfo(torch.float16).max
 SMALLEST_NORMAL_FP16 = torch.finfo(torch.float16).smallest_normal
@@ -157,7 +158,7 @@ class UnderflowMeter:
             grad = member.grad_of(param)
             if grad is not None and grad.numel():
                 row = _measure(grad, holders.of(param.model).share)
-                rows.append(row.to(self._device, non_blocking=True))
+                rows.append(staged(row, self._device))
         return torch.stack(rows) if rows else None
 
     def _take(self, seen: dict[str, float] | None) -> None:

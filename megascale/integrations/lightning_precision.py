@@ -25,6 +25,7 @@ from megascale.optimizer import MixedPrecisionOptimizer, StepResult
 from megascale.parallel import ParallelGroups
 from megascale.utils import validate
 from megascale.utils.dtensors import local
+from megascale.utils.staging import staged
 
 Base: Any = object  # Subclasses also derive from their package's Precision, which super() then finds.
 
@@ -271,7 +272,7 @@ class PrecisionRecipe(Base):
             if param.grad is not None:
                 grad = local(param.grad).to(torch.promote_types(param.grad.dtype, torch.float32), copy=True)
                 if self.grad_scaler is not None:
-                    grad.mul_(self.grad_scaler.inv_scale.reshape(()).to(grad.device, non_blocking=True))
+                    grad.mul_(staged(self.grad_scaler.inv_scale.reshape(()), grad.device))
                 yield name, grad
 
 

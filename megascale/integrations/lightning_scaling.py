@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from megascale.grad_scaler import MegatronGradScaler, ScalerState
 from megascale.utils.dtensors import local
+from megascale.utils.staging import staged
 
 
 class PerBatchScaler(MegatronGradScaler):
@@ -85,7 +86,7 @@ class PerBatchScaler(MegatronGradScaler):
         self._found_inf = None
         change = (self.scaler.live_scale / before).reshape(())
         for grad in map(local, grads):
-            grad.mul_(change.to(grad.device, non_blocking=True))
+            grad.mul_(staged(change, grad.device))
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megascale.utils.staging import staged
+
 LARGEST_SUM_SQUARES = torch.finfo(torch.float32).max
 """A larger sum of squares counts as overflow on every backend, because some accumulate in fp32."""
 CLIP_EPSILON = 1e-6
@@ -80,9 +82,7 @@ class Decision:
         """Return the decision on ``device``."""
         if self.found_inf.device == device:
             return self
-        moved = (
-            t.to(device, non_blocking=True) for t in (self.found_inf, self.coefficient, self.grad_norm, self.num_zeros)
-        )
+        moved = (staged(t, device) for t in (self.found_inf, self.coefficient, self.grad_norm, self.num_zeros))
         return Decision(*moved)
 
 

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import get_swa_avg_fn
 
+from megascale.utils.staging import staged
+
 AvgFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 MultiAvgFn = Callable[[Sequence[Tensor], Sequence[Tensor], Tensor], None]
 
@@ -39,7 +41,7 @@ class RunningAverages:
         """
         for indices, flat in self._chunks:
             here = [currents[index] for index in indices]
-            count = n_averaged.to(flat.device, non_blocking=True)
+            count = staged(n_averaged, flat.device)
             candidate = flat.clone()
             proposed = _views(candidate, here)
             average(proposed, here, count)
@@ -47,7 +49,7 @@ class RunningAverages:
                 is_first = count == 0
                 for new, current in zip(proposed, here, strict=True):
                     new.copy_(torch.where(is_first, current, new))
-            torch.where(landed.to(flat.device, non_blocking=True), candidate, flat, out=flat)
+            torch.where(staged(landed, flat.device), candidate, flat, out=flat)
 
 
 def _chunked(tensors: Sequence[Tensor]) -> Iterator[list[int]]:

@@ -22,6 +22,7 @@ from megascale.step.update import Rounded
 from megascale.utils.collectives import group_size, raise_together
 from megascale.utils.dtensors import local
 from megascale.utils.graph_capture import is_capturing
+from megascale.utils.staging import staged
 
 _NAMES = [field.name for field in Statistic]
 
@@ -44,7 +45,6 @@ class DeferredErrors:
         self._rounded: deque[list[Rounded]] = deque(maxlen=2)
         # Updated in place: captured graphs hold this address.
         self._num_overflowed = torch.zeros((), dtype=stats_dtype(device), device=device)
-        self._agreed: GradStats | None = None
 
     def clear(self) -> None:
         """Forget all errors; called when main params were replaced."""
@@ -84,16 +84,28 @@ class DeferredErrors:
         """Raise on every rank alike if any had an error, as soon as the host can know.
 
         Returns the statistics that the host can know without waiting: of this step, or of the one before, or None.
-        While a graph is captured nothing can be known: call :meth:`raise_pending` after each replay.
+        While a graph is captured nothing can be known: call :meth:`raise_replayed` after each replay.
         """
-        self._agreed = agreed
-        return None if is_capturing(self._device) else self.raise_pending()
+        return None if is_capturing(self._device) else self._raise_known(agreed.vector)
 
-    def raise_pending(self) -> list[float] | None:
-        """Raise for the errors that were agreed on last, as soon as the host can know. Returns the statistics."""
-        if self._agreed is None:
-            return None
-        seen = self._read(self._agreed.vector)
+    def raise_replayed(self, vector: Tensor, rounded: list[Rounded]) -> list[float] | None:
+        """Do the host's part of a replayed step: raise as :meth:`raise_agreed`, record as :meth:`record_overflows`.
+
+        Args:
+            vector: where the replay has left the agreed statistics.
+            rounded: what was recorded when it was captured: its flags are the replay's.
+        """
+        seen = self._raise_known(vector)
+        self._rounded.append(rounded)
+        return seen
+
+    @property
+    def newest_rounded(self) -> list[Rounded]:
+        """What :meth:`record_overflows` was given last."""
+        return self._rounded[-1]
+
+    def _raise_known(self, vector: Tensor) -> list[float] | None:
+        seen = self._read(vector)
         if seen is not None and seen[Statistic.ERRORS] != 0:
             self._raise_together()
         return seen
@@ -121,7 +133,7 @@ class DeferredErrors:
 
     def _count(self, rounded: list[Rounded], out: Tensor) -> None:
         """Write into ``out`` how many of all flags are set."""
-        flags = [one.overflowed.to(self._device, non_blocking=True) for one in rounded]
+        flags = [staged(one.overflowed, self._device) for one in rounded]
         if flags:
             together = flags[0] if len(flags) == 1 else torch.cat(flags)
             torch.sum(together, 0, dtype=out.dtype, out=out)

@@ -11,6 +11,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -160,17 +161,22 @@ def _measure_by_device(
     devices = TensorList.of(grads).devices
     if devices == {device}:
         return backend.measure(grads, count_zeros)
-    indices = [[i for i, grad in enumerate(grads) if grad.device == place] for place in devices]
-    parts = [backend.measure([grads[i] for i in chosen], count_zeros) for chosen in indices]
-    order = torch.tensor([i for chosen in indices for i in chosen], device=device).argsort()
+    parts = {place: backend.measure([grad for grad in grads if grad.device == place], count_zeros) for place in devices}
+    runs = [(place, len(list(run))) for place, run in groupby(grad.device for grad in grads)]
 
-    def gathered(values: list[Tensor]) -> Tensor:
-        return torch.cat([value.to(device, stats_dtype(device), non_blocking=True) for value in values])[order]
+    def gathered(name: str) -> Tensor:
+        waits = device.type == "cpu"  # for what the host reads next
+        left = {
+            place: getattr(part, name).to(device, stats_dtype(device), non_blocking=not waits)
+            for place, part in parts.items()
+        }
+        pieces = []
+        for place, count in runs:
+            pieces.append(left[place][:count])
+            left[place] = left[place][count:]
+        return torch.cat(pieces)
 
-    zeros = gathered([part.zeros for part in parts if part.zeros is not None]) if count_zeros else None
-    return TensorStats(
-        gathered([part.sum_squares for part in parts]), gathered([part.non_finite for part in parts]), zeros
-    )
+    return TensorStats(gathered("sum_squares"), gathered("non_finite"), gathered("zeros") if count_zeros else None)
 
 
 def combined(parts: Sequence[GradStats]) -> GradStats:

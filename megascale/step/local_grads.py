@@ -88,6 +88,11 @@ class ReadyGrads:
         self._kept: WeakKeyDictionary[UpdateUnit, _MainGrads] = WeakKeyDictionary()
         self._measured: tuple[list[UpdateUnit], tuple[list[MainParam], TensorList]] | None = None
 
+    @property
+    def weights(self) -> GradWeights | None:
+        """Those of the newest step."""
+        return None if self._weights is None else self._weights[1]
+
     def admit(self, param: MainParam) -> None:
         """Raise ArgumentError for a parameter whose gradient goes elsewhere or that ``grad_stats`` cannot agree on."""
         if self._is_taken_elsewhere(param):
@@ -100,20 +105,17 @@ class ReadyGrads:
     def collect(
         self, param_groups: Sequence[dict[str, Any]], main_params: MainParams, snapshot: TensorList
     ) -> Collected:
-        """Finish reductions and return the gradients there are. Parameters without a gradient take no part.
+        """Return the gradients there are, after :meth:`finish`. Parameters without a gradient take no part.
 
         ``snapshot``: as ``main_params.sync_from_model()`` has just returned it.
         """
-        error = self.finish(main_params)
         updates: list[PendingUpdate] = []
         for unit in main_params.units():
             found = self._synced(unit) or self._plain(unit, snapshot) or self._one_by_one(unit)
             if isinstance(found, MegascaleError):
-                error = error or found
-            elif found[0].params:
+                return self.failed(found)
+            if found[0].params:
                 updates.append(PendingUpdate(param_groups[unit.group], *found))
-        if error is not None:
-            return self.failed(error)
         params, grads = self._to_measure(updates)
         return Collected(updates, params, grads, self._weigh(params), None, _absent(updates, main_params))
 

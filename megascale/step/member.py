@@ -6,9 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from megascale.config import OptimizerConfig
-from megascale.errors import MegascaleError
 from megascale.grad_sync.reduced_grads import ReducedGrads
-from megascale.kernels import Backend, Decision, TensorList
+from megascale.kernels import Backend, Decision, GradWeights, TensorList
 from megascale.main_params.base import MainParams
 from megascale.main_params.main_param import MainParam
 from megascale.main_params.update_unit import UpdateUnit
@@ -108,15 +107,18 @@ class StepMember:
         All of it is checked: once ranks have agreed, nothing can fail. An error of this rank is returned, not raised:
         other ranks wait for its statistics.
         """
+        found: Exception | None = None
         try:
             snapshot = self.sync_from_model()
-        except MegascaleError as error:
-            self._ready_grads.finish(self.main_params)
-            return self._ready_grads.failed(error)
-        collected = self._ready_grads.collect(self.optimizer.param_groups, self.main_params, snapshot)
-        try:
-            return replace(collected, updates=self.update.prepare(collected.updates))
         except Exception as error:  # whatever it is: other ranks wait
+            found = error
+        found = self._ready_grads.finish(self.main_params) or found
+        if found is not None:
+            return self._ready_grads.failed(found)
+        try:
+            collected = self._ready_grads.collect(self.optimizer.param_groups, self.main_params, snapshot)
+            return replace(collected, updates=self.update.prepare(collected.updates))
+        except Exception as error:  # likewise
             return self._ready_grads.failed(error)
 
     def measure(self, collected: Collected, errors: Tensor, scaled: bool) -> GradStats:
@@ -130,6 +132,11 @@ class StepMember:
             count_zeros=self.config.log_num_zeros_in_grad,
             device=self.device,
         )
+
+    @property
+    def weights(self) -> GradWeights | None:
+        """The weights of the newest step's statistics."""
+        return self._ready_grads.weights
 
     def grad_of(self, param: MainParam) -> Tensor | None:
         """See :meth:`megascale.step.local_grads.ReadyGrads.grad_of`."""
@@ -172,6 +179,9 @@ class StepMember:
 
     def why_not_capturable(self) -> str | None:
         """Return why a step cannot be part of a device's graph; None where it can."""
+        others = {param.model.device for param in self.main_params} - {self.device}
+        if others:
+            return f"its parameters are on {self.device} and on {others.pop()}: a graph is of one device"
         return self.main_params.why_not_capturable() or self.update.why_not_capturable()
 
     def _keep_local_state(self, param: MainParam) -> None:

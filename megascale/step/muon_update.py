@@ -145,7 +145,8 @@ class MuonUpdate(KernelUpdate):
             flags = self.backend.write_back_([operands.main[i] for i in copies], [operands.model[i] for i in copies])
             if len(copies) == len(operands.main):
                 return flags
-            overflowed[copies] = flags
+            found = dict(zip(copies, flags.unbind(), strict=True))  # stacked, as an index would travel to the device
+            return torch.stack([found.get(index, one) for index, one in enumerate(overflowed.unbind())])
         return overflowed
 
     def _plan(self, params: Sequence[MainParam]) -> list["_MatrixSet"]:

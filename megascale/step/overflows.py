@@ -58,7 +58,7 @@ class OverflowListener(Protocol):
 
 
 @dataclass(frozen=True)
-class _Record:
+class StepRecord:
     """What is kept of one step.
 
     Attributes:
@@ -125,8 +125,8 @@ class OverflowRecorder(LastOverflow):
         self._members = list(members)
         self._device = device
         self._on_host = device.type == "cpu"
-        self._newest: _Record | None = None
-        self._skipped: _Record | None = None
+        self._newest: StepRecord | None = None
+        self._skipped: StepRecord | None = None
         self._own_serial = 0  # of the record that `_own` describes
 
     # In a step
@@ -148,7 +148,7 @@ class OverflowRecorder(LastOverflow):
             scaler: of the loss.
         """
         self._num_records += 1
-        record = _Record(
+        record = StepRecord(
             self._num_records,
             None if is_capturing(self._device) else self._members[0].counter.taken,
             [own.params for own in collected],
@@ -160,14 +160,23 @@ class OverflowRecorder(LastOverflow):
             non_finite_module.take(self._params),
         )
         self.num_losses = 0
+        self.observe_replay(agreed, record)
+
+    def observe_replay(self, agreed: Statistics | None, record: StepRecord) -> None:
+        """Record a replayed step. ``record``: :attr:`newest` when it was captured; its counts are the newest replay's.
+
+        agreed: see :meth:`observe`.
+        """
         known, self._newest = record if self._on_host else self._newest, record
         if agreed is not None and known is not None and was_skipped(agreed):
             self._keep(known)
 
-    def observe_replay(self, agreed: Statistics | None) -> None:
-        """Record that a step in a graph was skipped. Its counts are those of the newest replay."""
-        if agreed is not None and self._newest is not None and was_skipped(agreed):
-            self._keep(self._newest)
+    @property
+    def newest(self) -> StepRecord:
+        """What is kept of the newest step. Raises LookupError before the first."""
+        if self._newest is None:
+            raise LookupError("no step yet")
+        return self._newest
 
     def _scale_of(self, scaler: MegatronGradScaler | None) -> Tensor | float | None:
         """Return the scale. On an accelerator it must be copied before it changes: only if there is a listener."""
@@ -177,7 +186,7 @@ class OverflowRecorder(LastOverflow):
             return scaler.live_scale
         return None if self.listener is None else scaler.live_scale.clone()
 
-    def _keep(self, record: _Record) -> None:
+    def _keep(self, record: StepRecord) -> None:
         """Keep a skipped step, and describe it to the listener."""
         self._skipped = replace(record, scale=_on_host(record.scale)) if self._on_host else record
         if self.listener is not None:
@@ -199,7 +208,7 @@ class OverflowRecorder(LastOverflow):
             self._read(skipped, grads_are_there=False)
         return self.last_known(gather=gather)
 
-    def _read(self, record: _Record, *, grads_are_there: bool) -> None:
+    def _read(self, record: StepRecord, *, grads_are_there: bool) -> None:
         """Describe a skipped step, unless that was done before. A step in a graph is described at each call."""
         if record.serial == self._own_serial and record.step is not None:
             return
@@ -212,7 +221,7 @@ class OverflowRecorder(LastOverflow):
         module = non_finite_module.first_of(record.modules)
         self._own = OwnOverflows(step, _on_host(record.scale), seen, entries, module)
 
-    def _entries(self, record: _Record, grads_are_there: bool) -> Entries:
+    def _entries(self, record: StepRecord, grads_are_there: bool) -> Entries:
         """Return the gradients of the step that were not finite."""
         if record.counts is None:
             return ()

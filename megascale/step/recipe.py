@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megascale.errors import ArgumentTypeError, InnerStepError, MegascaleError, UsageError
 from megascale.grad_scaler import MegatronGradScaler
-from megascale.kernels import Decision
+from megascale.kernels import Decision, GradWeights
 from megascale.parallel import ParallelGroups
 from megascale.step import grad_stats
 from megascale.step.arguments import require_values
@@ -20,13 +20,14 @@ from megascale.step.grad_stats import GradStats
 from megascale.step.local_grads import Collected
 from megascale.step.member import ReadyStep, StepMember
 from megascale.step.misuse import Statistics, check_usage, unscaled_loss
-from megascale.step.overflows import OverflowRecorder
+from megascale.step.overflows import OverflowRecorder, StepRecord
 from megascale.step.spikes import NormStatistics, SpikeJudge
 from megascale.step.stalls import StallWatch
 from megascale.step.update import Rounded
 from megascale.utils.collectives import group_size, raise_together
 from megascale.utils.graph_capture import is_capturing
 from megascale.utils.profiling import span
+from megascale.utils.staging import staged
 
 
 class StepResult(NamedTuple):
@@ -45,6 +46,26 @@ class StepResult(NamedTuple):
     num_zeros_in_grad: Tensor
 
 
+class CapturedStep(NamedTuple):
+    """What a graph keeps of the step that it holds: tensors that replays write, and the host reads after each, or read.
+
+    Other steps, eager or of another graph, may come between two replays.
+
+    Attributes:
+        record: of its statistics.
+        rounded: which main params did not fit their model params.
+        skipped: of the judge of spikes; None without one.
+        weights: of each member's statistics.
+        result: what the step returned.
+    """
+
+    record: StepRecord
+    rounded: list[Rounded]
+    skipped: Tensor | None
+    weights: list[GradWeights | None]
+    result: StepResult | None
+
+
 class StepRecipe:
     """One step of one or more members under one decision: all of them update, or none.
 
@@ -58,7 +79,7 @@ class StepRecipe:
         grads_are_scaled: the caller guarantees gradients of a scaled loss, though the scale is not read here.
 
     Attributes:
-        last_result: what :meth:`carry_out` returned last; None before the first step.
+        last_result: of the newest step or replay, what :meth:`carry_out` returned; None before the first.
         chain: the recipe of a ChainedOptimizer, which steps the members in place of this one; None before.
     """
 
@@ -99,7 +120,7 @@ class StepRecipe:
             )
         if self.grad_scaler is None:
             return loss
-        scale = self.grad_scaler.scale.reshape(()).to(loss.device, non_blocking=True)
+        scale = staged(self.grad_scaler.scale.reshape(()), loss.device)
         return loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale
 
     def get_loss_scale(self) -> Tensor:
@@ -153,7 +174,7 @@ class StepRecipe:
         for ready in self._ready("clip_grad_value_() needs prepare_grads() first: gradients are not unscaled before"):
             for update in ready.updates:
                 for grad in update.grads:
-                    bound = (max_value / ready.decision.coefficient).to(grad.device, non_blocking=True)
+                    bound = staged(max_value / ready.decision.coefficient, grad.device)
                     torch.clamp(grad, -bound, bound, out=grad)
 
     # The second half
@@ -220,12 +241,25 @@ class StepRecipe:
         """Return a list that differs once parameters or state have moved. Takes over weights loaded into the model."""
         return [place for member in self.members for place in member.memory_layout()]
 
-    def after_replay(self) -> None:
+    def captured(self) -> CapturedStep:
+        """Return what a graph must keep of the step that was captured last."""
+        return CapturedStep(
+            self.overflows.newest,
+            self.errors.newest_rounded,
+            None if self.spikes is None else self.spikes.newest,
+            [member.weights for member in self.members],
+            self.last_result,
+        )
+
+    def after_replay(self, captured: CapturedStep) -> None:
         """Raise a replayed step's errors, one step late as on any accelerator."""
         for member in self.members:
             member.counter.steps += 1
-        agreed = self.errors.raise_pending()
-        self.overflows.observe_replay(agreed)
+        self.last_result = captured.result
+        agreed = self.errors.raise_replayed(captured.record.vector, captured.rounded)
+        self.overflows.observe_replay(agreed, captured.record)
+        if self.spikes is not None:
+            self.spikes.replayed(captured.skipped)
         self._check(agreed)
 
     def why_not_capturable(self) -> str | None:

@@ -187,6 +187,15 @@ class SpikeJudge:
         if self.statistics is not None and self._new_state is not None:
             self.statistics.state.copy_(self._new_state)
 
+    @property
+    def newest(self) -> Tensor | None:
+        """What :meth:`was_skipped` looks at: of the step that was judged last."""
+        return self._skipped
+
+    def replayed(self, skipped: Tensor | None) -> None:
+        """Let :meth:`was_skipped` look at a replayed step, which has left ``skipped``."""
+        self._skipped = skipped
+
     def rehearse(self) -> None:
         """Run the device work of :meth:`commit` on a copy."""
         if self.statistics is not None and self._new_state is not None:

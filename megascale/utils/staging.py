@@ -1,15 +1,18 @@
-"""Copies host values to a device without a host sync."""
+"""Moves values between the host and devices; the host waits for none but those that it is to read."""
 
 import torch
 from torch import Tensor
 
 
 def staged(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return ``tensor`` on ``device``: itself if it is there.
+    """Return ``tensor`` on ``device``: itself if it is there. The host waits only where ``device`` is the host.
 
-    Host memory is copied through pinned memory, which torch keeps until the copy is done: a copy from pageable memory
-    would wait for all queued work of the device.
+    There the values could otherwise be read before they have arrived. Host memory is copied through pinned memory,
+    which torch keeps until the copy is done: a copy from pageable memory would wait for all queued work of the device.
     """
-    if tensor.device.type != "cpu" or device.type in ("cpu", "meta"):
-        return tensor.to(device, non_blocking=True)
-    return tensor.pin_memory().to(device, non_blocking=True)
+    if tensor.device == device:
+        return tensor
+    if device.type in ("cpu", "meta"):
+        return tensor.to(device)
+    source = tensor.pin_memory() if tensor.device.type == "cpu" else tensor
+    return source.to(device, non_blocking=True)

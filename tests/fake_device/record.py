@@ -76,6 +76,17 @@ class Record(list[Call]):
         """Return what made the host wait, each with the lines that did it."""
         return [str(call) for call in self if call.makes_host_wait()]
 
+    def unawaited(self) -> list[str]:
+        """Return the asynchronous copies to the host that no event follows: who reads them reads them too early."""
+        pairs = zip(self, [*self[1:], None], strict=True)
+        return [
+            str(call)
+            for call, after in pairs
+            if call.kind == "copy"
+            and " from async" in call.what
+            and not (after is not None and after.kind == "record" and after.stream == call.stream)
+        ]
+
     def event_waits(self) -> list[str]:
         """Return the events that the host waited for."""
         return [call.what for call in self if call.kind == "wait" and call.what.startswith("event")]

@@ -4,6 +4,7 @@ import math
 import os
 import subprocess
 import sys
+from functools import partial
 from typing import Any
 
 import pytest
@@ -134,6 +135,38 @@ def test_forward_and_backward_in_the_graph(sharded: bool) -> None:
         loss = forward_backward(1)
         made[1][1].step()
         assert torch.equal(graph.output, loss) or step == 9
+        assert same_bits(snapshot(made[0][1], made[0][0]), snapshot(made[1][1], made[1][0]))
+    assert made[0][1].num_skipped_steps.item() == 1
+
+
+def test_graphs_and_eager_steps_take_turns() -> None:
+    """Two graphs of one optimizer, for batches of two lengths, and eager steps between: the bits of eager steps alone.
+
+    Before its first replay a graph's memory holds nothing, and no replay of the other one reads it.
+    """
+    made = [_made("adamw_fused", "triton") for _ in range(2)]
+    inputs = [torch.zeros(rows, 4, dtype=torch.float16, device="cuda") for rows in (8, 5)]
+
+    def forward_backward(index: int, rows: int) -> None:
+        module, optimizer = made[index]
+        optimizer.scale_loss(module(inputs[rows]).float().square().mean()).backward()
+
+    def eager(index: int, rows: int) -> None:
+        made[index][1].zero_grad(set_to_none=False)
+        forward_backward(index, rows)
+        made[index][1].step()
+
+    graphs = [StepGraph(made[0][1], partial(forward_backward, 0, rows)) for rows in range(2)]
+    _as_tensor_rates(made[1][1])
+    generator = torch.Generator().manual_seed(0)
+    for step, turn in enumerate([0, 0, 0, 2, 0, 1, 1, 2, 2, 1, 0]):
+        rows = turn % 2
+        inputs[rows].copy_(torch.randn(inputs[rows].shape, generator=generator) * (math.inf if step == 6 else 1.0))
+        if turn == 2:
+            eager(0, rows)
+        else:
+            graphs[turn].replay()
+        eager(1, rows)
         assert same_bits(snapshot(made[0][1], made[0][0]), snapshot(made[1][1], made[1][0]))
     assert made[0][1].num_skipped_steps.item() == 1
 

@@ -122,6 +122,21 @@ def test_bench_says_time_bytes_and_bandwidth(
     assert float(share[0]) == pytest.approx(float(moved[1]) / float(bandwidth[0]), rel=0.1, abs=0.02)
 
 
+def test_bench_runs_on_the_cpu_where_torchs_accelerator_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As with the usual torch, which was built for CUDA, on a machine without a GPU."""
+    built_for = torch.device("cuda")
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available=False: None if check_available else built_for
+    )
+    monkeypatch.setattr(bench, "PROBE_BYTES", 1 << 16)
+    monkeypatch.setattr(bench, "PROBE_SECONDS", 0.02)
+    assert tools(["bench", "--numel", "1e4", "--tensors", "7", "--seconds", "0.05"]) == 0
+    assert "on cpu" in capsys.readouterr().out
+    assert tools(["estimate", "1e6", "--memory-bandwidth", "measure"]) == 0
+
+
 @pytest.mark.parametrize("arguments", [["--numel", "0"], ["--numel", "inf"], ["--tensors", "-1"], ["--seconds", "nan"]])
 def test_bench_names_what_does_not_fit(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """One line, with the option as it is typed."""

@@ -25,6 +25,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megascale.kernels.tensors.tensor_reader import expect_memory
@@ -89,30 +90,45 @@ def overlapping(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def sharing(tensors: Sequence[Tensor]) -> list[int]:
-    """Return the indices of the first two tensors found that share a byte; empty if none do.
+    """Return the indices of two tensors that share a byte, none if no two do.
 
     Unlike :func:`overlapping` it tells interleaved views, as the columns of a matrix, from those that share elements.
     """
     met = sorted(overlapping(tensors), key=lambda index: tensors[index].data_ptr())
     while met:
         # Those that are connected: each begins before the end of one before it.
-        cluster, end = [met.pop(0)], 0
+        cluster = [met.pop(0)]
         first = tensors[cluster[0]].data_ptr()
         end = first + _extent(tensors[cluster[0]])
         while met and tensors[met[0]].data_ptr() < end:
             cluster.append(met.pop(0))
             end = max(end, tensors[cluster[-1]].data_ptr() + _extent(tensors[cluster[-1]]))
-        owner = np.full(end - first, -1, dtype=np.int64)
-        for index in cluster:
-            tensor = tensors[index]
-            size = tensor.element_size()
-            steps = (*(stride * size for stride in tensor.stride()), 1)
-            begin = owner[tensor.data_ptr() - first :]
-            taken = np.lib.stride_tricks.as_strided(begin, (*tensor.shape, size), tuple(8 * step for step in steps))
-            if taken.max() >= 0:
-                return sorted((int(taken.max()), index))
-            taken[...] = index
+        is_taken = np.zeros(end - first, dtype=np.bool_)
+        for at, index in enumerate(cluster):
+            own = _bytes_of(tensors[index], is_taken, first)
+            if own.any():
+                return sorted((_met_by(cluster[:at], index, tensors, is_taken, first), index))
+            own[...] = True
     return []
+
+
+def _met_by(
+    earlier: Sequence[int], index: int, tensors: Sequence[Tensor], is_taken: NDArray[np.bool_], first: int
+) -> int:
+    """Return which of ``earlier`` shares a byte with the tensor at ``index``: one of them does."""
+    for other in earlier:
+        is_taken[...] = False
+        _bytes_of(tensors[other], is_taken, first)[...] = True
+        if _bytes_of(tensors[index], is_taken, first).any():
+            break
+    return other
+
+
+def _bytes_of(tensor: Tensor, is_taken: NDArray[np.bool_], first: int) -> NDArray[np.bool_]:
+    """Return the view of ``is_taken``, one element for each byte from address ``first``, that a tensor's bytes are."""
+    size = tensor.element_size()
+    steps = (*(stride * size for stride in tensor.stride()), 1)
+    return np.lib.stride_tricks.as_strided(is_taken[tensor.data_ptr() - first :], (*tensor.shape, size), steps)
 
 
 def _extent(tensor: Tensor) -> int:

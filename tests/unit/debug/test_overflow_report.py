@@ -373,12 +373,13 @@ def test_steps_of_a_graph_are_reported_as_they_are_replayed(monkeypatch: pytest.
     with monkeypatch.context() as patched:
         patched.setattr("megascale.step.overflows.is_capturing", lambda _: True)
         _overflow(model, optimizer)
+    captured = optimizer.recipe.captured()
     reporter = report_overflows(optimizer, log=False)
     for replays in range(1, 3):
         report = optimizer.last_overflow()
         assert report is not None
         assert report.step == replays - 1
-        optimizer.recipe.after_replay()
+        optimizer.recipe.after_replay(captured)
         assert reporter.num_skips == replays
 
 

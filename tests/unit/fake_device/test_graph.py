@@ -2,11 +2,15 @@
 
 import threading
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
+from torch import Tensor
 
-from megascale import StepGraph
+from megascale import MixedPrecisionOptimizer, StepGraph
+from megascale.errors import SkippedStepsError, UsageError
+from megascale.kernels import Statistic
 from tests.fake_device.device import FakeDevice
 from tests.fake_device.process import OnDevice
 from tests.fake_device.record import Record
@@ -55,6 +59,19 @@ def test_capture_is_of_the_parameters_device(on_device: OnDevice) -> None:
     assert {call.stream[0] for call in construction if call.captured} == {1}
 
 
+def _on_two_devices(device: FakeDevice, other: str) -> None:
+    params = parameters(2) + parameters(2, device=other)
+    StepGraph(wrap(INNER["adamw"](params), backend="torch"))
+
+
+@pytest.mark.parametrize("other", ["cuda:1", "cpu"])
+def test_parameters_of_another_device_are_refused(on_device: OnDevice, other: str) -> None:
+    """What is done there would be done once, while capturing, and in no replay."""
+    message = f"the step cannot be captured into a graph: its parameters are on cuda:0 and on {other}"
+    with pytest.raises(UsageError, match=message):
+        on_device(_on_two_devices, other)
+
+
 def _beside_a_loader(device: FakeDevice) -> Record:
     params = parameters(3)
     optimizer = wrap(INNER["adamw"](params))
@@ -98,8 +115,71 @@ def test_rates_keep_all_bits(on_device: OnDevice) -> None:
     assert on_device(_rates) == [(torch.float64, number) for number in numbers]
 
 
+def _totals(optimizer: MixedPrecisionOptimizer) -> list[tuple[Tensor, "ref[Tensor]"]]:
+    """Return a list of the statistics that are added up from now on, each with its weights."""
+    found: list[tuple[Tensor, ref[Tensor]]] = []
+    total = optimizer.backend.total
+
+    def noted(stats: Any, weights: Any, *rest: Any) -> Tensor:
+        vector = total(stats, weights, *rest)
+        found.append((vector, ref(weights.shares)))
+        return vector
+
+    optimizer.backend.total = noted  # type: ignore[method-assign, assignment]
+    return found
+
+
+def _two_graphs(device: FakeDevice) -> bool:
+    params = parameters(3)
+    optimizer = wrap(INNER["adamw"](params), max_consecutive_skips=2)
+    totals = _totals(optimizer)
+    give_grads(params)
+    first = StepGraph(optimizer)
+    mine, _ = totals[-1]
+    StepGraph(optimizer)
+    totals[-1][0].zero_()  # a GPU's memory before the first replay, as a capture runs nothing
+    for _ in range(3):
+        result = first.replay()
+    is_told = optimizer.recipe.last_result is result
+    optimizer.step()
+    mine[Statistic.NON_FINITE] = 1.0
+    for _ in range(3):
+        first.replay()
+    with pytest.raises(SkippedStepsError):
+        first.replay()
+    return is_told
+
+
+def test_a_replay_is_judged_by_its_own_statistics(on_device: OnDevice) -> None:
+    """Whatever was captured, or stepped, in between: the host, and metrics, read what this graph has left."""
+    assert on_device(_two_graphs)
+
+
+def _other_gradients(device: FakeDevice) -> list[bool]:
+    params = parameters(3)
+    optimizer = wrap(INNER["adamw"](params))
+    totals = _totals(optimizer)
+    give_grads(params)
+    graph = StepGraph(optimizer)
+    _, weights = totals[-1]
+    totals.clear()
+    held, params[0].grad = params[0].grad, None
+    for _ in range(2):
+        optimizer.step()
+    params[0].grad = held
+    graph.replay()
+    alive = weights() is not None
+    del graph
+    return [alive, weights() is None]
+
+
+def test_a_graph_keeps_the_weights_that_it_reads(on_device: OnDevice) -> None:
+    """An eager step of other gradients replaces the cached ones: the graph's must not be freed under it."""
+    assert on_device(_other_gradients) == [True, True]
+
+
 def _readme(device: FakeDevice) -> tuple[Record, list[float]]:
-    from megascale import DynamicGradScaler, MixedPrecisionOptimizer
+    from megascale import DynamicGradScaler
 
     model = torch.nn.Linear(64, 1).half().cuda()
     x = torch.randn(32, 64).half().cuda()

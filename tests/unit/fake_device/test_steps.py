@@ -1,5 +1,6 @@
 """Whole steps on a device that is not there: nobody waits for it, and launches do not grow with the tensors."""
 
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -8,7 +9,8 @@ import torch
 from tests.fake_device.device import FakeDevice
 from tests.fake_device.process import OnDevice
 from tests.fake_device.record import Record
-from tests.fake_device.training import CODES, INNER, give_grads, parameters, take_steps, wrap
+from tests.fake_device.training import CODES, INNER, give_grads, parameters, scaler, take_steps, wrap
+from tests.training import grad_of
 
 DECISION = ["total_kernel", "decide_kernel", "rescale_kernel"]
 EACH_STEP = ["measure_kernel", *DECISION]
@@ -52,6 +54,9 @@ def test_no_step_waits_for_the_device(on_device: OnDevice, inner: str) -> None:
     _check(records, [*EACH_STEP, _kernel_of(inner)])
     assert all(seen.of("copy") == ["48 from async pinned"] for seen in records[2:])
     assert all(sum(seen.operators().values()) == 4 for seen in records[2:])
+    assert {len(seen.of("launch", "operator", "copy")) for seen in records[2:]} == {
+        import_module("benchmarks.paper").LAUNCHES
+    }
 
 
 @pytest.mark.slow
@@ -136,6 +141,75 @@ def test_a_set_of_gradients_that_changes(on_device: OnDevice) -> None:
     records = on_device(_changing)
     assert [seen.syncs() for seen in records] == [[]] * 4
     assert [seen.launches() for seen in records] == [[*EACH_STEP, "adam_kernel"]] * 4
+
+
+def _beside_the_current_device(device: FakeDevice) -> list[Record]:
+    params = parameters(6, device="cuda:1")
+    return take_steps(device, wrap(INNER["adamw"](params)), params)
+
+
+def test_a_step_beside_the_current_device(on_device: OnDevice) -> None:
+    """Of parameters on the second device, while the first one is current: the events that the host waits for later are
+    recorded where the copies before them are queued, on the second one's stream.
+    """
+    records = on_device(_beside_the_current_device)
+    queued = [call for seen in records for call in seen if call.kind in ("operator", "launch", "copy", "record")]
+    assert {call.kind for call in queued} == {"operator", "launch", "copy", "record"}
+    assert {call.stream for call in queued} == {(1, 0)}
+    assert [seen.unawaited() for seen in records] == [[]] * 4
+
+
+def _on_several_devices(device: FakeDevice, devices: list[str], backend: str) -> list[Record]:
+    params = [param for where in devices for param in parameters(2, device=where)]
+    optimizer = wrap(INNER["adamw"](params), backend=backend)
+    return take_steps(device, optimizer, params)
+
+
+def test_parameters_on_two_devices(on_device: OnDevice) -> None:
+    """Statistics of both come together on the first one, in the order of the parameters: the host waits for neither."""
+    records = on_device(_on_several_devices, ["cuda:0", "cuda:1", "cuda:0"], "triton")
+    assert [seen.syncs() for seen in records] == [[]] * 4
+
+
+def _overflow_on_several_devices(device: FakeDevice) -> list[list[str]]:
+    params = [param for where in ("cuda:0", "cuda:1", "cuda:0") for param in parameters(2, device=where)]
+    optimizer = wrap(INNER["adamw"](params), backend="torch")
+    found = []
+    for index in range(6):
+        give_grads(params)
+        grad_of(params[index])[3] = torch.inf
+        optimizer.step()
+        report = optimizer.last_overflow()
+        assert report is not None
+        found.append([entry.parameter for entry in report.entries])
+    return found
+
+
+def test_statistics_of_two_devices_keep_their_order(on_device: OnDevice) -> None:
+    """The gradient that overflows is the one that is named, wherever it lies."""
+    assert on_device(_overflow_on_several_devices) == [[str(index)] for index in range(6)]
+
+
+@pytest.mark.parametrize("devices", [["cpu", "cuda"], ["cuda", "cpu"]])
+def test_parameters_on_the_host_too(on_device: OnDevice, devices: list[str]) -> None:
+    """What comes from a device to the host is waited for: read at once, it would not have arrived."""
+    records = on_device(_on_several_devices, devices, "torch")
+    assert [seen.unawaited() for seen in records] == [[]] * 4
+    assert all(seen.syncs() for seen in records)
+
+
+def _scaler_to_the_host(device: FakeDevice) -> Record:
+    there = scaler().to("cuda")
+    with device.watch() as seen:
+        there.to("cpu")
+    return seen
+
+
+def test_a_scaler_comes_back_whole(on_device: OnDevice) -> None:
+    """``scaler.to("cpu")`` waits for the scale and the trackers."""
+    seen = on_device(_scaler_to_the_host)
+    assert seen.unawaited() == []
+    assert len(seen.syncs()) == 3
 
 
 def _grouped(device: FakeDevice) -> list[Record]:

@@ -1,0 +1,68 @@
+"""What the host reads has arrived, however much work is queued before it, on whatever stream and device."""
+
+import pytest
+import torch
+
+from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
+from megascale.checkpoint.staging import Staging
+from megascale.host_view import HostView
+from tests.training import INNER, Bag, bits_equal
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA's streams")]
+
+CYCLES = 200_000_000
+"""That a device is kept busy: a tenth of a second."""
+
+
+def test_a_scaler_comes_to_the_host_whole() -> None:
+    """With an update still queued: the scale after it."""
+    scaler = DynamicGradScaler(1024.0, 1.0, 2.0, 0.5, 4, 1, device="cuda")
+    torch.cuda._sleep(CYCLES)
+    scaler.update(True)
+    state = scaler.to("cpu").state_dict()
+    assert state["scale"].tolist() == [512.0]
+    assert (state["growth_tracker"], state["hysteresis_tracker"]) == (0, 0)
+
+
+@pytest.mark.parametrize("devices", [["cpu", "cuda"], ["cuda", "cpu"]])
+def test_parameters_on_host_and_device(devices: list[str]) -> None:
+    """Statistics and decisions that cross over are those of the step: the bits of parameters that are all on a CPU."""
+
+    def built(where: list[str]) -> tuple[Bag, MixedPrecisionOptimizer]:
+        values = torch.arange(1.0, 13.0).view(2, 6)
+        module = Bag([value.half().to(device) for value, device in zip(values, where, strict=True)])
+        config = OptimizerConfig(fp16=True, clip_grad=0.0, backend="torch")
+        scaler = DynamicGradScaler(2.0**10, 1.0, 2.0, 0.5, 4, 1)
+        return module, MixedPrecisionOptimizer(INNER["sgd"](module), config, scaler, grads_are_scaled=True)
+
+    (module, optimizer), (twin, other) = built(devices), built(["cpu", "cpu"])
+    for step in range(8):
+        for one in (module, twin):
+            for index, param in enumerate(one.parameters()):
+                param.grad = torch.full_like(param, float("inf") if step == 3 and index == 1 else 64.0)
+        torch.cuda._sleep(CYCLES // 8)
+        assert bool(optimizer.step().success) == bool(other.step().success) == (step != 3)
+    for param, expected in zip(module.parameters(), twin.parameters(), strict=True):
+        assert bits_equal(param.cpu(), expected)
+
+
+def test_late_values_of_a_device_that_is_not_current() -> None:
+    """The event is behind the copy, on the stream of the values."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two devices")
+    view, value = HostView(), torch.ones((), device="cuda:1")
+    with torch.cuda.device(1):
+        torch.cuda._sleep(CYCLES)
+    value.add_(1)
+    view.push({"value": value})
+    assert view.flush() == {"value": 2.0}
+
+
+def test_staged_copies_are_behind_the_callers_stream() -> None:
+    """A save in a loop on a stream of its own, of more tensors than one thread takes."""
+    live = [torch.zeros(3, device="cuda") for _ in range(1500)] + [torch.ones(3)]
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(CYCLES)
+        torch._foreach_add_(live[:-1], 1.0)
+        held = Staging().copied(live)
+    assert all(torch.equal(there, torch.ones(3)) for there in held)
