@@ -202,7 +202,7 @@ def _bodies(tree: ast.AST) -> Iterator[list[ast.stmt]]:
                 yield body
 
 
-@dataclass
+@dataclass(eq=False)  # pytest puts plugins into sets
 class Executed:
     """Which tests execute each mutant's statement; as a pytest plugin it finds out."""
 
@@ -278,7 +278,9 @@ class Copy:
         for name, original in originals.items():
             places = {at: (one.line, one.begin) for at, one in enumerate(sample) if one.file == name}
             (self.folder / name).write_text(marked(original.decode(), places))
-        self._pytest(["-p", "tests.mutants"], {MARKS: str(marks)}, None)
+        done = self._pytest(["-p", "tests.mutants"], {MARKS: str(marks)}, None)
+        if done.returncode:
+            sys.exit(f"the tests fail without a mutant:\n{done.stdout[-3000:]}")
         for name, original in originals.items():
             (self.folder / name).write_bytes(original)
         return Executed.read(self.folder.parent)

@@ -9,6 +9,7 @@
 #include "vector.h"
 
 #define STAGE 1024  /* elements of a gradient that are measured at a time */
+#define STAGES_AHEAD 4 /* between those that are measured and those that are prefetched */
 #define LINE 32     /* 16-bit elements in a cache line; only whole lines are worth streaming */
 #define LANES 32    /* partial sums of a stage */
 #define AHEAD 384   /* bytes of fp32 between the update and its prefetch into the first-level cache */
@@ -81,11 +82,11 @@ INLINE void measure_as(const char *grad, int64_t type, int64_t start, int64_t en
     for (int64_t at = start; at < end; at += STAGE) {
         const char *from = grad + at * size_of(type);
         int64_t n = end - at < STAGE ? end - at : STAGE, i = 0;
-        int more = at + n < end; /* stages to fetch meanwhile */
+        int more = at + STAGES_AHEAD * STAGE < end;
         Floats lanes[LANES / WIDTH] = {{0}};
         for (; i + LANES <= n; i += LANES) {
             /* The hardware's own prefetching stops at each page boundary. */
-            if (more) fetch(from + (i + STAGE) * size_of(type), LANES * size_of(type));
+            if (more) fetch(from + (i + STAGES_AHEAD * STAGE) * size_of(type), LANES * size_of(type));
             add_squares(lanes, from + i * size_of(type), type, LANES);
         }
         if (i < n) add_squares(lanes, from + i * size_of(type), type, n - i);
