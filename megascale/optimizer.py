@@ -314,7 +314,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             if param.name == name:
                 return self._member.grad_of(param)
         raise ArgumentError(
-            f"name={name!r} is no trainable parameter of this optimizer; it has {listed(self.param_names())}"
+            f"name={name!r} is no trainable parameter of this optimizer; those are "
+            f"{listed([param.name for param in self._member.main_params])}"
         )
 
     def param_names(self) -> list[str]:
