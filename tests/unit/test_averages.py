@@ -342,6 +342,13 @@ def test_chunks_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert same_bits(runs[0], runs[2])
 
 
+def test_chunks_hold_as_much_as_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of exactly CHUNK_NUMEL elements together share a chunk, and a larger one has its own."""
+    monkeypatch.setattr(running_averages, "CHUNK_NUMEL", 8)
+    tensors = [torch.zeros(n) for n in (3, 5, 8, 1, 9, 4, 4)]
+    assert list(running_averages._chunked(tensors)) == [[0, 1], [2], [3], [4], [5, 6]]
+
+
 def test_updates_now_and_then() -> None:
     """Called once for several steps, as SWA does, it averages if any of them landed; a bool may say so."""
     module = _normed()

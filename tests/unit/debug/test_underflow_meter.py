@@ -204,7 +204,7 @@ def test_local_grad_of_plain_and_synced_parameters() -> None:
     assert optimizer.local_grad("a") is None
     _give(params)
     assert _place(optimizer.local_grad("a")) == _place(params[0].grad)
-    with pytest.raises(ArgumentError, match=r"name='c' is no trainable parameter of this optimizer; those are 'a', 'b'"):
+    with pytest.raises(ArgumentError, match=r"name='c' is no trainable parameter .*; those are 'a', 'b'"):
         optimizer.local_grad("c")
     model: nn.Module = nn.Linear(2, 1).half()
     weight = dict(model.named_parameters())["weight"]
