@@ -61,7 +61,7 @@ class _Copy:
         self._event: torch.Event | None = None
         self._buffer = row
         if row is not None and row.device.type != "cpu":
-            self._buffer = torch.empty(row.shape, dtype=row.dtype, pin_memory=True)
+            self._buffer = torch.empty(row.shape, dtype=row.dtype, device="cpu", pin_memory=True)
             self._buffer.copy_(row, non_blocking=True)
             self._event = torch.Event(row.device)
             # Without a stream it would be that of the device that is current.

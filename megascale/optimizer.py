@@ -277,21 +277,22 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         With a GradSync, as in a DistributedOptimizer, all ranks call it together. One that calls it alone waits for the
         others; :class:`megascale.rank_watch.RankWatch` names them.
 
-        Raises ArgumentError, with nothing added, where ranks that reduce gradients together hold different values of a
-        parameter.
+        Raises ArgumentError, with nothing added, for a parameter that cannot be trained, or of which ranks that reduce
+        gradients together hold different values.
         """
-        if self._constructed:
-            self.optimizer.add_param_group(param_group)
-            try:
-                self._require_same(self.optimizer.param_groups[-1:])
-            except ArgumentError:
-                self.optimizer.param_groups.pop()
-                raise
+        if not self._constructed:
+            return
+        self.optimizer.add_param_group(param_group)
+        try:
+            self._require_same(self.optimizer.param_groups[-1:])
             self._member.sync_from_model()
-            for param in self.optimizer.param_groups[-1]["params"]:
-                main = self._member.main_params.get(param)
-                if main is not None:
-                    self._member.uncompared.pop(main.name, None)
+        except Exception:
+            self.optimizer.param_groups.pop()
+            raise
+        for param in self.optimizer.param_groups[-1]["params"]:
+            main = self._member.main_params.get(param)
+            if main is not None:
+                self._member.uncompared.pop(main.name, None)
 
     def main_params(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, main param) of every trainable parameter, live. An fp32 model param is its own main param.

@@ -97,7 +97,7 @@ def _weights(folder: Path, manifest: Manifest, metadata: Metadata, dtype: torch.
         main = join(MAIN_PARAMS, names.get(name, name))
         for key, shape, saved in leaves(node):
             source, stored = (main, mains[main]) if main in mains else (key, saved)
-            read = {source: torch.empty(shape, dtype=stored)}
+            read = {source: torch.empty(shape, dtype=stored, device="cpu")}
             storage.plan_read(folder, metadata, read).read()
             remainders.decode_(folder, manifest, metadata, read)
             value = read[source]

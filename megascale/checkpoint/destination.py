@@ -66,14 +66,14 @@ class Destination:
         for key, shape, dtype in leaves(tree):
             like = self.live.get(key, self.live.get(_main_param_key(key)))
             if like is None or tuple(like.shape) != shape:
-                templates[key] = torch.empty(shape, dtype=dtype)
+                templates[key] = torch.empty(shape, dtype=dtype, device="cpu")
             elif isinstance(like, ParamShard):
                 fits = key in self.live and like.dtype == dtype and not is_remainder(key, dtype)
                 templates[key] = like if self._in_place and fits else like.like(dtype)
             elif isinstance(like, DTensor):
                 templates[key] = torch.empty_like(like, dtype=dtype)
             else:
-                templates[key] = torch.empty(shape, dtype=dtype)
+                templates[key] = torch.empty(shape, dtype=dtype, device="cpu")
         return templates
 
     def is_live(self, key: str, template: Tensor) -> bool:

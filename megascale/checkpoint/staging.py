@@ -52,7 +52,7 @@ class Staging:
         self._held = [
             there
             if there is not None and there.shape == tensor.shape and there.dtype == tensor.dtype
-            else torch.empty(tensor.shape, dtype=tensor.dtype)
+            else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
             for there, tensor in zip(held, live, strict=True)
         ]
         is_small = [there.numel() <= _FEW_ELEMENTS for there in self._held]

@@ -139,7 +139,7 @@ class ModuleWatch:
     def _record(self, site: _Site, call: int, inputs: Tensor, found: Tensor) -> None:
         """Keep this event's row if it is the first that is not finite, on the device."""
         index = self._sites.setdefault(site, len(self._sites))
-        event = staged(torch.tensor([self._num_events, index, call], dtype=found.dtype), found.device)
+        event = staged(torch.tensor([self._num_events, index, call], dtype=found.dtype, device="cpu"), found.device)
         self._num_events += 1
         row = torch.cat([event, staged(inputs, found.device), found])
         kept = self._rows.get(found.device)

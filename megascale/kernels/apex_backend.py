@@ -218,7 +218,7 @@ class _CountsCopy:
         self._values = torch.stack(steps)
         device = self._values.device
         if device.type != "cpu":
-            pinned = torch.empty(self._values.shape, dtype=self._values.dtype, pin_memory=True)
+            pinned = torch.empty(self._values.shape, dtype=self._values.dtype, device="cpu", pin_memory=True)
             self._values = pinned.copy_(self._values, non_blocking=True)
             self._event = torch.Event(device)
             self._event.record(torch.accelerator.current_stream(device))

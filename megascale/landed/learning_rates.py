@@ -54,7 +54,7 @@ class GroupRates:
                 self.numbers[index] = lr
             elif not self._is_ours(index, lr):
                 value = number_of(lr)
-                if value != number_of(torch.tensor(self.numbers[index], dtype=lr.dtype)):
+                if value != number_of(torch.tensor(self.numbers[index], dtype=lr.dtype, device="cpu")):
                     self.numbers[index] = value
                 self._written[index] = (lr, lr._version)
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from megascale.errors import ArgumentError, ArgumentTypeError
-from megascale.kernels import TensorList, plain, same_objects
+from megascale.kernels import TensorList, is_plain, plain, same_objects
 from megascale.main_params.main_param import MainParam, check_apart, check_trainable
 from megascale.main_params.shard import ParamShard
 from megascale.main_params.update_unit import UpdateUnit
@@ -73,7 +73,7 @@ class MainParams(ABC):
             params[index].check()
         if self._tracker.moved(snapshot):
             check_apart([(param.name, param.model) for param in params])
-            self._make_plain([params[index] for index in written])
+            _make_plain(params[index].model for index in written)
             self.restore()
             self._units = None
             snapshot = self._tracker.snapshot()
@@ -81,15 +81,6 @@ class MainParams(ABC):
         for index in written:
             params[index].sync_from_model()
         return made, snapshot
-
-    def _make_plain(self, params: Sequence[MainParam]) -> None:
-        """Copy parameters whose bytes are not their values, as after ``param.data = x.conj().imag``, and those that
-        torch lets nobody write, as ``x`` was created in inference mode.
-        """
-        for param in params:
-            if not is_dtensor(param.model):
-                data = plain(param.model.data)
-                param.model.data = data.clone() if data.is_inference() else data
 
     def _is_unchanged(self, param_groups: Sequence[dict[str, Any]], snapshot: TensorList) -> bool:
         """Whether the groups hold the same parameters as before, and the same of them are frozen."""
@@ -116,6 +107,7 @@ class MainParams(ABC):
                     group_of[name] = index
         known = [self._by_id[id(p)] for group in param_groups for p in group["params"] if id(p) in self._by_id]
         check_apart([*((param.name, param.model) for param in known), *unseen.items()])
+        _make_plain(unseen.values())
         if not self.is_sharded:
             # Parameters may be replaced, as by Accelerate under FSDP2: the old ones must not stay in memory.
             here = {id(param) for group in param_groups for param in group["params"]}
@@ -276,6 +268,17 @@ class MainParams(ABC):
     def own_state(self, param: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return what this rank keeps of a saved state; None where each tensor's shape tells: :meth:`to_local`."""
         return None
+
+
+def _make_plain(params: Iterable[Tensor]) -> None:
+    """Copy parameters whose bytes are not their values, as after ``param.data = x.conj().imag``, and those that torch
+    lets nobody write, as ``x`` was created in inference mode.
+    """
+    for param in params:
+        if is_dtensor(param) or (is_plain(param) and not param.data.is_inference()):
+            continue
+        data = plain(param.data)
+        param.data = data.clone() if data.is_inference() else data
 
 
 def _list_params(param_groups: Sequence[dict[str, Any]]) -> None:

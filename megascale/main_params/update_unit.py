@@ -44,8 +44,10 @@ class UpdateUnit:
     def record_version(self, versions: NDArray[np.int64] | None = None) -> None:
         """Record that all model params have just been written, as the roundings of their main params.
 
-        ``versions``: of the model params, where known.
+        ``versions``: of their local parts, where known.
         """
         watch = self.params[0].tracker if self.params else None
         if watch is not None:
-            watch.take_written(self._slots, self.models.versions() if versions is None else versions)
+            if versions is None or self.models.are_dtensors:
+                versions = self.models.versions()
+            watch.take_written(self._slots, versions)

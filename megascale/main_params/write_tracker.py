@@ -34,9 +34,14 @@ class TrackedParams:
         kind = ParamList if self._plain else TensorList
         return kind(self._parts(), among, self._room)
 
-    def versions(self) -> NDArray[np.int64]:
-        """Return torch's version of each: the number of writes so far."""
-        return read_versions(self._parts())
+    def versions(self, snapshot: TensorList | None = None) -> NDArray[np.int64]:
+        """Return a number for each that changes with every write.
+
+        Torch counts a write to a DTensor, as ``load_state_dict()`` makes, in the DTensor, and a write to its local
+        tensor, as our kernels make, in that. ``snapshot``: what :meth:`snapshot` returned; None: read them again.
+        """
+        of_parts = read_versions(self._parts()) if snapshot is None else snapshot.versions
+        return of_parts if self._plain else of_parts + (read_versions(self.params) << 32)
 
     def requires_grad(self, snapshot: TensorList) -> NDArray[np.int64]:
         """Return, for each, whether it requires grad. ``snapshot``: what :meth:`snapshot` returned."""
@@ -58,7 +63,8 @@ class WriteTracker:
         self._tracked = TrackedParams(params)
         now = self.snapshot()
         # Copies, as these may be parts of one walk's whole result.
-        self._versions, self._pointers, self._forms = now.versions.copy(), now.pointers.copy(), now.forms.copy()
+        self._versions = self._tracked.versions(now).copy()
+        self._pointers, self._forms = now.pointers.copy(), now.forms.copy()
         self._memory = _Memory()
 
     def remember(self, slot: int, other: "WriteTracker", other_slot: int) -> None:
@@ -79,9 +85,10 @@ class WriteTracker:
 
     def take(self, slot: int) -> None:
         """Remember one param as it is now."""
-        now = TrackedParams(self._tracked.params[slot : slot + 1]).snapshot(among=len(self._tracked.params))
+        param = TrackedParams(self._tracked.params[slot : slot + 1])
+        now = param.snapshot(among=len(self._tracked.params))
         self._memory = _Memory()
-        self._versions[slot : slot + 1] = now.versions
+        self._versions[slot : slot + 1] = param.versions(now)
         self._pointers[slot : slot + 1] = now.pointers
         self._forms.put(slot, now.forms, 0)
 
@@ -95,7 +102,7 @@ class WriteTracker:
 
     def written(self, snapshot: TensorList) -> list[int]:
         """Return the slots of params that others have written, or that have moved."""
-        changed = (snapshot.versions != self._versions) | self._has_moved(snapshot)
+        changed = (self._tracked.versions(snapshot) != self._versions) | self._has_moved(snapshot)
         found: list[int] = changed.nonzero()[0].tolist()
         return found
 

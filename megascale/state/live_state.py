@@ -210,7 +210,7 @@ class LiveState:
             self.update.check_options({**live, **options})
             for key, value in options.items():
                 if _is_kept(live.get(key), value):
-                    options[key] = torch.as_tensor(value).reshape(live[key].shape)
+                    options[key] = torch.as_tensor(value, device=live[key].device).reshape(live[key].shape)
         except Exception as error:  # whatever reads them
             raise StateDictError(
                 f"param_groups[{index}] of the state dict has options that no step could use: {error}; leave such an "
@@ -318,7 +318,7 @@ def _counted(state: Any, required: Collection[str]) -> Any:
     """
     if "step" not in required or not isinstance(state, Mapping) or "step" in state or "momentum_buffer" not in state:
         return state
-    return {**state, "step": torch.tensor(1.0)}
+    return {**state, "step": torch.tensor(1.0, device="cpu")}
 
 
 def load_together(plan: Callable[[], Sequence[tuple[LiveState, Plan]]], group: ProcessGroup | None) -> None:

@@ -18,6 +18,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -116,12 +117,13 @@ def to_torch_layout(own: Mapping[str, Any]) -> dict[str, Any]:
         )
     names = [name for group in own["optimizer"]["param_groups"] for name in group["params"]]
     positions = {name: position for position, name in enumerate(names)}
+    on_host = partial(torch.tensor, device="cpu")
     scaler = {
         SCALER_PREFIX + key: torch.as_tensor(value).reshape(()).cpu() for key, value in own["grad_scaler"].items()
     }
-    counts = {COUNT_PREFIX + key: torch.tensor(value) for key, value in own.get("step_counts", {}).items()}
+    counts = {COUNT_PREFIX + key: on_host(value) for key, value in own.get("step_counts", {}).items()}
     norms = {
-        NORM_PREFIX + key: torch.tensor(value, dtype=torch.int64 if key == "count" else torch.float64)
+        NORM_PREFIX + key: on_host(value, dtype=torch.int64 if key == "count" else torch.float64)
         for key, value in own.get("norm_statistics", {}).items()
     }
     state: dict[int, Any] = {}
@@ -129,7 +131,7 @@ def to_torch_layout(own: Mapping[str, Any]) -> dict[str, Any]:
         entries = own["optimizer"]["state"][name]
         if taken := sorted(set(entries) & {*ADDED, *NORMS}):
             raise StateDictError(f"optimizer state of {name!r} has entries called {taken}, names that megascale needs")
-        state[position] = dict(entries) | scaler | counts | norms | {NUM_STATES: torch.tensor(len(entries))}
+        state[position] = dict(entries) | scaler | counts | norms | {NUM_STATES: on_host(len(entries))}
         if name in own["main_params"]:
             state[position][MAIN_PARAM] = own["main_params"][name]
     groups = [

@@ -1,18 +1,23 @@
 """Checks a constructor's arguments: their types, and that every field of the config has an effect."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from megascale.config import MOMENT_DTYPES, OptimizerConfig
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.grad_scaler import ConstantGradScaler, MegatronGradScaler
 from megascale.kernels.newton_schulz import POLAR_EXPRESS, QUINTIC
 from megascale.lion import Lion
+from megascale.main_params.main_param import MainParam
+from megascale.utils.dtensors import is_dtensor
+
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
 def check_arguments(optimizer: Any, config: Any, grad_scaler: Any, *, sharded: bool = False) -> None:
@@ -72,6 +77,18 @@ def require_values(device: torch.device) -> None:
         raise UsageError(
             "the optimizer was built while its parameters were on the meta device, and so are its main params and "
             "state; call module.to_empty(device=...), load or initialise the weights, then build the optimizer"
+        )
+
+
+def refuse_fake_mode(params: Iterable[MainParam]) -> None:
+    """Raise UsageError inside a FakeTensorMode, in which new tensors have no memory, if ``params`` are real."""
+    if torch._C._get_dispatch_mode(_FAKE) is None:
+        return
+    models = (param.model for param in params)
+    if not all(isinstance(model._local_tensor if is_dtensor(model) else model, FakeTensor) for model in models):
+        raise UsageError(
+            "a step inside a FakeTensorMode computes nothing, but the optimizer's parameters are real: take the step "
+            "outside it, or build the model and the optimizer inside it"
         )
 
 

@@ -126,7 +126,8 @@ def convert_(entry: dict[str, Any], dtypes: Mapping[str, torch.dtype], param: Ma
         )
     if fits:
         return
-    step = torch.as_tensor(entry.get("step", 0.0))
+    step = entry.get("step", 0.0)
+    step = step if isinstance(step, Tensor) else torch.as_tensor(step, device="cpu")
     parts = {name: local(value) for name, value in entry.items() if name in names or is_scale(name)}
     if names == _PAIR:
         decoded = decode_moments(parts)

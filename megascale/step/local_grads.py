@@ -261,7 +261,7 @@ class ReadyGrads:
         return sync is None or sync.compares_replicas or sync.main_grad(param.model) is None
 
     def _column(self, values: list[float]) -> Tensor:
-        return staged(torch.tensor(values, dtype=stats_dtype(self._device)), self._device)
+        return staged(torch.tensor(values, dtype=stats_dtype(self._device), device="cpu"), self._device)
 
 
 def _absent(updates: Sequence[PendingUpdate], main_params: MainParams) -> dict[str, nn.Parameter]:

@@ -14,7 +14,7 @@ from megascale.grad_scaler import MegatronGradScaler
 from megascale.kernels import Decision, GradWeights
 from megascale.parallel import ParallelGroups
 from megascale.step import grad_stats
-from megascale.step.arguments import require_values
+from megascale.step.arguments import refuse_fake_mode, require_values
 from megascale.step.deferred_errors import DeferredErrors, non_finite_params
 from megascale.step.grad_stats import GradStats
 from megascale.step.local_grads import Collected
@@ -133,7 +133,7 @@ class StepRecipe:
 
     def prepare(self, error: MegascaleError | None = None) -> Decision:
         """Finish, measure, agree, decide, rescale. ``error``: what this rank found already; all ranks raise it."""
-        require_values(self.members[0].device)
+        self._check_surroundings()
         scaled = self._is_loss_scaled()
         if not scaled and group_size(self.groups.grad_stats) == 1:
             error = error or unscaled_loss()
@@ -186,6 +186,7 @@ class StepRecipe:
         the error at the next step.
         """
         ready = self._ready("step_with_ready_grads() needs prepare_grads() first; step() calls both")
+        self._check_surroundings()
         if self._is_held:
             ready = self._checked_again(ready)
         self.forget_ready()
@@ -267,6 +268,11 @@ class StepRecipe:
         return next(filter(None, (member.why_not_capturable() for member in self.members)), None)
 
     # Parts
+
+    def _check_surroundings(self) -> None:
+        """Raise UsageError where no step can be computed."""
+        require_values(self.members[0].device)
+        refuse_fake_mode(param for member in self.members for param in member.main_params)
 
     def _is_loss_scaled(self) -> bool:
         """Return whether the gradients can be those of a scaled loss, as far as this rank knows.

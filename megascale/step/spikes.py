@@ -104,7 +104,7 @@ class NormStatistics:
 
     def load_state_dict(self, given: Mapping[str, float]) -> None:
         """Continue from numbers that :func:`parse_norm_statistics` returned."""
-        self.state.copy_(torch.tensor([given[key] for key in NORM_KEYS], dtype=self.state.dtype))
+        self.state.copy_(torch.tensor([given[key] for key in NORM_KEYS], dtype=self.state.dtype, device="cpu"))
 
 
 def parse_norm_statistics(given: Any) -> dict[str, float]:

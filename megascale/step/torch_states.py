@@ -43,7 +43,9 @@ def with_tensor_counts(optimizer: torch.optim.Optimizer, name: str, state: Mappi
     """
     if not _is_torchs(optimizer):
         return dict(state)
-    made = {key: torch.tensor(float(value)) if _is_number(value) else value for key, value in state.items()}
+    made = {
+        key: torch.tensor(float(value), device="cpu") if _is_number(value) else value for key, value in state.items()
+    }
     if "step" in made:
         step = made["step"]
         if not isinstance(step, Tensor) or step.numel() != 1 or step.is_complex():

@@ -150,7 +150,7 @@ class Pending:
             return None
         peer, work = awaited
         try:
-            dist.isend(torch.empty(0), group=self._group, group_dst=peer, tag=PROBE_TAG)
+            dist.isend(torch.empty(0, device="cpu"), group=self._group, group_dst=peer, tag=PROBE_TAG)
         except Exception as error:  # whatever the backend raises
             return LostMessage(work, error)
         return None

@@ -2,14 +2,16 @@
 
 import copy
 import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megascale import ConstantGradScaler, MixedPrecisionOptimizer, OptimizerConfig
-from megascale.errors import MainParamOverflowError, UsageError
+from megascale.errors import ArgumentError, MainParamOverflowError, UsageError
 from tests.counting import OperatorCounter
 from tests.training import (
     INNER,
@@ -124,6 +126,53 @@ def test_parameters_without_gradients_stand_still() -> None:
     changed = {key for key, value in snapshot(optimizer, module).items() if not bits_equal(value, before[key])}
     assert changed
     assert all("first.bias" in key for key in changed)
+
+
+ODD_PARAMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "negative bit": lambda values: torch._neg_view(-values),
+    "imaginary part of a conjugate": lambda values: torch.complex(values.float(), -values.float()).conj().imag,
+    "zero tensor": lambda values: torch._efficientzerotensor(values.shape, dtype=values.dtype),
+}
+
+
+@pytest.mark.parametrize("backend", ["native", "torch", "reference"])
+@pytest.mark.parametrize("inner", ["adamw", "sgd"])
+@pytest.mark.parametrize("when", ["built", "added", "unfrozen"])
+@pytest.mark.parametrize("odd", ODD_PARAMS)
+def test_parameters_whose_bytes_are_not_their_values(odd: str, when: str, inner: str, backend: str) -> None:
+    """Invariant 9: a parameter may come with torch's negative or conjugate bit, or without memory, at construction, in
+    a new group or when it is unfrozen. It is trained as one that holds the same values.
+    """
+
+    def trained(make: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        values = torch.linspace(-1, 1, 12) * (odd != "zero tensor")
+        first, second = nn.Parameter(torch.ones(3)), nn.Parameter(make(values), requires_grad=when != "unfrozen")
+        params = [first] if when == "added" else [first, second]
+        kinds: dict[str, Any] = {"adamw": torch.optim.AdamW, "sgd": partial(torch.optim.SGD, momentum=0.9)}
+        optimizer = MixedPrecisionOptimizer(kinds[inner](params, lr=0.1), OptimizerConfig(backend=backend))
+        if when == "added":
+            optimizer.add_param_group({"params": [second]})
+        second.requires_grad_()
+        for step in range(3):
+            first.grad = torch.full((3,), 0.5)
+            second.grad = torch.linspace(1, 2, 12) + step
+            optimizer.step()
+        return [first.detach(), second.detach()]
+
+    for ours, expected in zip(trained(ODD_PARAMS[odd]), trained(torch.clone), strict=True):
+        assert bits_equal(ours.clone(), expected)
+
+
+def test_a_refused_group_is_not_added() -> None:
+    """Invariant 10: add_param_group() adds a group that can be trained, or nothing; training goes on."""
+    param = nn.Parameter(torch.ones(3))
+    optimizer = MixedPrecisionOptimizer(torch.optim.SGD([("weight", param)], lr=0.1))
+    for bad in ([("c", nn.Parameter(torch.ones(2, dtype=torch.complex64)))], [("weight", nn.Parameter(torch.ones(2)))]):
+        with pytest.raises(ArgumentError):
+            optimizer.add_param_group({"params": bad})
+        assert len(optimizer.param_groups) == 1
+        param.grad = torch.ones(3)
+        assert optimizer.step().success
 
 
 def test_tied_weights_count_once() -> None:

@@ -135,8 +135,8 @@ class NativeBackend(TorchDecisions, TorchRemainders):
         if not np.array_equal(self._measured.numels, looked.numels):
             self._measured = _Lengths(looked.numels)
         lengths = self._measured
-        partial = torch.empty(lengths.num_chunks, 3, dtype=torch.float64)
-        out = torch.empty(3, len(grads), dtype=torch.float64)
+        partial = torch.empty(lengths.num_chunks, 3, dtype=torch.float64, device="cpu")
+        out = torch.empty(3, len(grads), dtype=torch.float64, device="cpu")
         self._library.measure(
             ctypes.byref(lengths),
             ctypes.byref(_Grads(looked)),
@@ -152,7 +152,7 @@ class NativeBackend(TorchDecisions, TorchRemainders):
         columns = (stats.sum_squares, stats.non_finite, stats.zeros, *weights)
         if not all(column is None or _is_plain(column) for column in (*columns, errors)):
             return super().total(stats, weights, errors, scaled)
-        vector = torch.empty(NUM_STATISTICS, dtype=torch.float64)
+        vector = torch.empty(NUM_STATISTICS, dtype=torch.float64, device="cpu")
         addresses = (None if column is None else column.data_ptr() for column in columns)
         self._library.total(*addresses, len(weights.shares), errors.data_ptr(), scaled, vector.data_ptr())
         return vector
@@ -161,7 +161,8 @@ class NativeBackend(TorchDecisions, TorchRemainders):
         """See :class:`megascale.kernels.Backend`."""
         if not _is_on_cpu(vector, scale):
             return super().decide(vector, scale, clip_grad)
-        numbers, num_zeros = torch.empty(3, dtype=torch.float32), torch.empty((), dtype=torch.float64)
+        numbers = torch.empty(3, dtype=torch.float32, device="cpu")
+        num_zeros = torch.empty((), dtype=torch.float64, device="cpu")
         at_scale = None if scale is None else scale.data_ptr()
         self._library.decide(vector.data_ptr(), at_scale, clip_grad, numbers.data_ptr(), num_zeros.data_ptr())
         found_inf, coefficient, grad_norm = numbers.unbind()
@@ -211,7 +212,7 @@ class NativeBackend(TorchDecisions, TorchRemainders):
                 return self.on_decoded(operands, slow, _found_inf(call))
             return slow(operands)
         operands.written = increment_versions(operands.model)
-        overflowed = torch.empty(len(table.rows), dtype=torch.bool)
+        overflowed = torch.empty(len(table.rows), dtype=torch.bool, device="cpu")
         self._library.update_compact(
             ctypes.byref(table.lengths),
             ctypes.byref(_Grads(grads)),
@@ -270,7 +271,7 @@ class NativeBackend(TorchDecisions, TorchRemainders):
         table = self._held_table(held)
         if table is None or found_inf.device.type != "cpu":
             return super().encode_(held, found_inf)
-        overflowed = torch.zeros(len(held.models), dtype=torch.bool)
+        overflowed = torch.zeros(len(held.models), dtype=torch.bool, device="cpu")
         if not found_inf.item():
             increment_versions(held.models)
             self._hold(table, overflowed)
@@ -322,7 +323,7 @@ class NativeBackend(TorchDecisions, TorchRemainders):
         return split.joined(fast, slow)
 
     def _call(self, table: _Table, grads: TensorList, call: _Call) -> Tensor:
-        overflowed = torch.empty(len(table.rows), dtype=torch.bool)
+        overflowed = torch.empty(len(table.rows), dtype=torch.bool, device="cpu")
         self._library.update(
             ctypes.byref(table.lengths),
             ctypes.byref(_Grads(grads)),
@@ -337,7 +338,7 @@ class NativeBackend(TorchDecisions, TorchRemainders):
 
 
 def _found_inf(call: _Call) -> Tensor:
-    return torch.zeros(()) if call.decision is None else call.decision.found_inf
+    return torch.zeros((), device="cpu") if call.decision is None else call.decision.found_inf
 
 
 def _takes(tensors: Sequence[Tensor]) -> bool:

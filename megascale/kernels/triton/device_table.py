@@ -302,6 +302,6 @@ def copied(values: NDArray[np.int64], device: torch.device) -> Tensor:
 
     Every copy has its own pinned memory, which torch's allocator does not reuse before the copy is done.
     """
-    host = torch.empty(len(values), dtype=torch.int64, pin_memory=device.type != "cpu")
+    host = torch.empty(len(values), dtype=torch.int64, device="cpu", pin_memory=device.type != "cpu")
     host.numpy()[:] = values
     return host.to(device, non_blocking=True)
