@@ -28,7 +28,7 @@ teacher = nn.Linear(32, 10)  # labels to learn: the largest of ten random projec
 model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 10)).to(device, torch.float16)
 model = DistributedDataParallel(model)
 optimizer = MixedPrecisionOptimizer(
-    torch.optim.AdamW(model.named_parameters(), lr=1e-2),
+    torch.optim.AdamW(model.module.named_parameters(), lr=1e-2),  # names that a DistributedOptimizer has, too
     OptimizerConfig(fp16=True, clip_grad=1.0, initial_loss_scale=2.0**24, loss_scale_window=20),
     DynamicGradScaler(2.0**24, growth_interval=20),  # too large on purpose: the first steps are skipped
 )

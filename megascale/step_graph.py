@@ -32,7 +32,7 @@ class StepGraph:
     schedulers write into; a number put into a param group is copied there by the next replay.
 
     Args:
-        optimizer: on one accelerator; Adam, AdamW, SGD or Lion, whose updates read the decision on the device.
+        optimizer: on one accelerator; Adam, AdamW, SGD, Lion or Muon, whose updates read the decision on the device.
         forward_backward: forward and backward, through ``optimizer.scale_loss``. None: the graph holds the step alone;
             before each replay, write gradients into the tensors that were ``.grad`` at construction.
         warmup: runs before capture, at least 1: they compile kernels and make buffers.

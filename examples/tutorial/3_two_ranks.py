@@ -46,7 +46,7 @@ dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
 model = DistributedDataParallel(GPT().half())
-inner = torch.optim.AdamW(model.named_parameters(), lr=3e-3)
+inner = torch.optim.AdamW(model.module.named_parameters(), lr=3e-3)
 optimizer = MixedPrecisionOptimizer(inner, grad_scaler=DynamicGradScaler())
 
 for step in range(STEPS):
