@@ -167,6 +167,24 @@ def test_backend_equals_reference(inner: str, name: str) -> None:
         assert same_bits(everything, our_everything)
 
 
+@pytest.mark.parametrize("dampening", [0.0, 0.3, 1.0])
+def test_torchs_kernel_runs_momentum_without_dampening(dampening: float) -> None:
+    """With dampening the first step is another one, which torch's fused kernel would not know."""
+    mains = []
+    for backend in ("reference", "torch"):
+        module = Bag([torch.linspace(-1, 1, 40)])
+        inner = torch.optim.SGD(module.named_parameters(), lr=0.1, momentum=0.9, dampening=dampening)
+        optimizer = MixedPrecisionOptimizer(inner, OptimizerConfig(backend=backend, clip_grad=0.0))
+        for step in range(3):
+            set_grads(module, seed=step)
+            with OperatorCounter() as counter:
+                optimizer.step()
+        mains.append([main.clone() for _, main in optimizer.main_params()])
+        is_fused = any("_fused_sgd" in str(operator) for operator in counter.counts)
+        assert is_fused == (backend == "torch" and dampening == 0)
+    torch.testing.assert_close(*mains, rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.parametrize("name", ALL[1:])
 @pytest.mark.parametrize("inner", ["adamw_fused", "adam_amsgrad", "sgd_momentum_fused", "sgd_dampening", "lion"])
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float16), (torch.float16, torch.bfloat16)])

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megascale import (
@@ -91,6 +91,7 @@ def test_a_norm_at_the_threshold_lands() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @settings(max_examples=20, deadline=None)
+@example(events=[1.0, 1.25, 1.0, 1.25, 16.0, 1.0], limit=math.inf, mode="clip", clip_grad=0.0)
 @given(EVENTS, st.sampled_from([math.inf, 8.0]), st.sampled_from([None, "clip", "skip"]), st.sampled_from([0.0, 1.5]))
 def test_rules_of_the_host(backend: str, events: list[Any], limit: float, mode: str | None, clip_grad: float) -> None:
     """Decision, coefficient and statistics have the host's bits; the scale moves as if only overflows were skipped."""
