@@ -74,6 +74,10 @@ class MegatronGradScaler(ABC):
         """Whether the loss must be scaled: False only where the host knows that the scale is 1."""
         return True
 
+    def settings(self) -> tuple[Any, ...]:
+        """Return what the host knows of the scale: its rule, and what was loaded. Ranks that agree on it share it."""
+        return (type(self).__name__,)
+
     @property
     def lowest_scale(self) -> float | None:
         """The scale never falls below it; None: it never falls."""
@@ -135,6 +139,10 @@ class ConstantGradScaler(MegatronGradScaler):
     @override
     def needs_scaled_loss(self) -> bool:
         return self._on_host != 1.0
+
+    @override
+    def settings(self) -> tuple[Any, ...]:
+        return (*super().settings(), self._on_host)
 
     def update(self, found_inf: bool | Tensor) -> None:
         """Check the argument; the scale does not change."""
@@ -218,6 +226,12 @@ class DynamicGradScaler(MegatronGradScaler):
         self.hysteresis_reset = validate.one_of("hysteresis_reset", hysteresis_reset, HYSTERESIS_RESETS)
         self._growth_tracker = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._hysteresis_tracker = torch.full_like(self._growth_tracker, self.hysteresis)
+        self._begun_from: tuple[float, int, int] = (self.initial_scale, 0, self.hysteresis)
+
+    @override
+    def settings(self) -> tuple[Any, ...]:
+        rule = (self.min_scale, self.max_scale, self.growth_factor, self.backoff_factor, self.growth_interval)
+        return (*super().settings(), *rule, self.hysteresis, self.hysteresis_reset, self._begun_from)
 
     @property
     @override
@@ -279,9 +293,11 @@ class DynamicGradScaler(MegatronGradScaler):
         """Load a state. On StateDictError nothing has changed."""
         state = self.parse_state_dict(state_dict)
         hysteresis = self.hysteresis if state.hysteresis_tracker is None else state.hysteresis_tracker
-        self._scale.fill_(state.scale)
-        self._growth_tracker.fill_(state.growth_tracker or 0)
-        self._hysteresis_tracker.fill_(min(hysteresis, self.hysteresis))
+        self._begun_from = (state.scale, state.growth_tracker or 0, min(hysteresis, self.hysteresis))
+        for live, number in zip(
+            (self._scale, self._growth_tracker, self._hysteresis_tracker), self._begun_from, strict=True
+        ):
+            live.fill_(number)
 
 
 def _flag(found_inf: bool | Tensor, device: torch.device) -> Tensor:

@@ -47,6 +47,10 @@ class PerBatchScaler(MegatronGradScaler):
     def needs_scaled_loss(self) -> bool:
         return self.scaler.needs_scaled_loss
 
+    @override
+    def settings(self) -> tuple[Any, ...]:
+        return self.scaler.settings()
+
     @property
     @override
     def lowest_scale(self) -> float | None:

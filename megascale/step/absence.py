@@ -19,7 +19,7 @@ from megascale.main_params.replica_check import digests
 from megascale.parallel import ParallelGroups
 from megascale.utils.collectives import group_rank, group_size
 
-_LARGEST = 1023
+LARGEST = 1023
 """Of a factor. Sums of their products are exact in the statistics dtype."""
 
 
@@ -30,7 +30,7 @@ def cancelling(num_ranks: int) -> tuple[int, ...]:
     They are drawn at random with a fixed seed.
     """
     generator = random.Random(0)
-    drawn = [generator.randint(1, _LARGEST) for _ in range(num_ranks - 1)]
+    drawn = [generator.randint(1, LARGEST) for _ in range(num_ranks - 1)]
     return (*drawn, -sum(drawn))
 
 
@@ -39,7 +39,7 @@ def absence(params: Mapping[str, nn.Parameter], groups: ParallelGroups) -> int:
     total = 0
     for name, param in params.items():
         holders = groups.of_param(param).holders
-        factor = zlib.crc32(name.encode()) % _LARGEST + 1
+        factor = zlib.crc32(name.encode()) % LARGEST + 1
         total += factor * cancelling(group_size(holders))[group_rank(holders)]
     return total
 
@@ -51,7 +51,7 @@ def novelty(params: Mapping[str, nn.Parameter], groups: ParallelGroups) -> int:
     total = 0
     for name, digest in digests(params).items():
         holders = groups.of_param(params[name]).holders
-        factor = zlib.crc32(repr((name, digest)).encode()) % _LARGEST + 1
+        factor = zlib.crc32(repr((name, digest)).encode()) % LARGEST + 1
         total += factor * cancelling(group_size(holders))[group_rank(holders)]
     return total
 

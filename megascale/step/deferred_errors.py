@@ -18,6 +18,7 @@ from megascale.main_params.main_param import MainParam
 from megascale.parallel import ParallelGroups
 from megascale.step.absence import absence, absence_error, novelty, novelty_error
 from megascale.step.grad_stats import GradStats
+from megascale.step.settings import SharedSettings
 from megascale.step.update import Rounded
 from megascale.utils.collectives import group_size, raise_together
 from megascale.utils.dtensors import local
@@ -28,10 +29,17 @@ _NAMES = [field.name for field in Statistic]
 
 
 class DeferredErrors:
-    """Collects this rank's errors, and raises them on all ranks of ``grad_stats`` at the same step."""
+    """Collects this rank's errors, and raises them on all ranks of ``grad_stats`` at the same step.
 
-    def __init__(self, groups: ParallelGroups, device: torch.device) -> None:
+    Args:
+        groups: of the optimizer.
+        device: of the statistics.
+        settings: names those that differ between ranks.
+    """
+
+    def __init__(self, groups: ParallelGroups, device: torch.device, settings: SharedSettings) -> None:
         self._groups = groups
+        self._settings = settings
         self._group = groups.grad_stats
         self._alone = group_size(self._group) == 1
         self._on_host = device.type == "cpu"
@@ -63,6 +71,7 @@ class DeferredErrors:
         error: Exception | None,
         absent: Mapping[str, nn.Parameter] | None = None,
         new: Mapping[str, nn.Parameter] | None = None,
+        settings: int = 0,
     ) -> Tensor:
         """Return this rank's number of errors, 0-d, for the statistics vector: not 0 in sum if a rank has one.
 
@@ -70,6 +79,7 @@ class DeferredErrors:
             error: found in this step.
             absent: by name, parameters that this rank leaves out and that other ranks must leave out, too.
             new: by name, parameters whose values have not been compared between ranks.
+            settings: this rank's number for what ranks must set alike.
         """
         if error is not None and self._alone:
             raise error
@@ -77,7 +87,7 @@ class DeferredErrors:
         self._absent = absent or {}
         self._new.append(list(new or {}))
         count = (self._error is not None) + (absence(absent, self._groups) if absent else 0)
-        count += novelty(new, self._groups) if new else 0
+        count += (novelty(new, self._groups) if new else 0) + settings
         return self._num_overflowed + count if count else self._num_overflowed
 
     def raise_agreed(self, agreed: GradStats) -> list[float] | None:
@@ -152,6 +162,7 @@ class DeferredErrors:
         raise_together(error, self._group)
         raise_together(novelty_error(new), self._group)
         raise_together(absence_error(self._absent.keys()), self._group)
+        raise_together(self._settings.error(), self._group)
 
     def _overflow_error(self) -> MegascaleError | None:
         found = {

@@ -71,6 +71,7 @@ class StepMember:
         self.grad_sync = grad_sync
         self.update = select_update(optimizer, backend, config, groups.data_parallel)
         self.counter = StepCounter(device)
+        self.replicas_may_differ = replicas_may_differ
         self.ready: ReadyStep | None = None
         self.uncompared: dict[str, nn.Parameter] = {}
         self._compares = grad_sync is not None and grad_sync.compares_replicas and not replicas_may_differ

@@ -21,6 +21,7 @@ from megascale.step.local_grads import Collected
 from megascale.step.member import ReadyStep, StepMember
 from megascale.step.misuse import Statistics, check_usage, unscaled_loss
 from megascale.step.overflows import OverflowRecorder, StepRecord
+from megascale.step.settings import SharedSettings
 from megascale.step.spikes import NormStatistics, SpikeJudge
 from megascale.step.stalls import StallWatch
 from megascale.step.update import Rounded
@@ -94,9 +95,10 @@ class StepRecipe:
     ) -> None:
         self.members = list(members)
         self.groups = groups
-        self.grad_scaler = grad_scaler
+        self._grad_scaler = grad_scaler
         self.clip_grad = clip_grad
-        self.errors = DeferredErrors(groups, members[0].device)
+        self._settings = SharedSettings(groups)
+        self.errors = DeferredErrors(groups, members[0].device, self._settings)
         self.grads_are_scaled = grads_are_scaled
         self.last_result: StepResult | None = None
         self.chain: weakref.ref[StepRecipe] | None = None
@@ -106,6 +108,16 @@ class StepRecipe:
         self._backend = members[0].backend
         self._is_held = False  # whether prepare_grads() has returned to the caller since the decision
         self._times_asked = 0
+
+    @property
+    def grad_scaler(self) -> MegatronGradScaler | None:
+        """Of the loss. Set it between steps."""
+        return self._grad_scaler
+
+    @grad_scaler.setter
+    def grad_scaler(self, value: MegatronGradScaler | None) -> None:
+        self._grad_scaler = value
+        self._times_asked = 0 if value is None else value.times_asked()
 
     # The loss
 
@@ -313,7 +325,8 @@ class StepRecipe:
             found = next((one.error for one in collected if one.error is not None), error)
             absent = dict(chain.from_iterable(one.absent.items() for one in collected))
             new = dict(chain.from_iterable(member.uncompared.items() for member in self.members))
-            errors = self.errors.as_statistic(found, absent, new)
+            settings = 0 if found else self._settings.number(self.members, self.clip_grad, self.grad_scaler)
+            errors = self.errors.as_statistic(found, absent, new, settings)
             stats = [member.measure(own, errors, scaled) for member, own in zip(self.members, collected, strict=True)]
         return collected, stats[0] if len(stats) == 1 else grad_stats.combined(stats)
 

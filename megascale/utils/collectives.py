@@ -38,6 +38,11 @@ def group_size(group: ProcessGroup | None) -> int:
     return 1 if group is None else group.size()
 
 
+def group_ranks(group: ProcessGroup | None) -> tuple[int, ...]:
+    """Return the ranks of ``group`` as numbers of the world; none for this rank alone."""
+    return () if group is None else tuple(dist.get_process_group_ranks(group))
+
+
 def group_rank(group: ProcessGroup | None) -> int:
     """Return this rank's index in ``group``."""
     return 0 if group is None else group.rank()

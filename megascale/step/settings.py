@@ -1,0 +1,125 @@
+"""Settings that ranks which hold the same parameters must share: options, the clip, the rule of the loss scale.
+
+Ranks with the same gradients and other learning rates would part. So each rank adds a number to its count of errors, as
+:mod:`megascale.step.absence` does: they add up to 0 where the settings are the same, and otherwise do not, but for one
+case in a thousand. No collective is added. Tensors are not compared: the host does not read them.
+"""
+
+import numbers
+import zlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch.distributed import ProcessGroup
+
+from megascale.errors import UsageError
+from megascale.grad_scaler import MegatronGradScaler
+from megascale.parallel import ParallelGroups, is_expert
+from megascale.step.absence import LARGEST, cancelling
+from megascale.step.member import StepMember
+from megascale.utils.collectives import all_gather_object, group_rank, group_ranks, group_size
+
+Settings = tuple[Any, ...]
+"""Of one kind of parameters: the clip, the scaler's rule, and for each param group its names and values."""
+
+_ANY_VALUE = ("params", "foreach", "fused", "capturable", "differentiable")
+"""Options that choose how a step is computed, and may differ between ranks."""
+_SIMPLE = (float, int, bool, str, type(None))
+
+
+class SharedSettings:
+    """Compares settings between ranks, and the number of steps that they have taken, without asking them.
+
+    Args:
+        groups: of all members.
+    """
+
+    def __init__(self, groups: ParallelGroups) -> None:
+        self._groups = groups
+        self._is_alone = group_size(groups.grad_stats) == 1
+        # Of this step and the one before, as the host learns of a difference one step late on an accelerator.
+        self._recent: deque[tuple[tuple[int, ...], dict[bool, Settings]]] = deque(maxlen=2)
+        self._holders: dict[bool, ProcessGroup | None] = {}
+        self._digests: dict[bool, int] = {}
+
+    def number(self, members: Sequence[StepMember], clip_grad: float, scaler: MegatronGradScaler | None) -> int:
+        """Return this rank's number for the present settings: 0 where it is alone."""
+        if self._is_alone or any(member.replicas_may_differ for member in members):
+            return 0
+        now = self._read(members, clip_grad, scaler)
+        if not self._recent or self._recent[-1][1] != now:
+            self._digests = {kind: zlib.crc32(repr(settings).encode()) for kind, settings in now.items()}
+        taken = tuple(member.counter.taken for member in members)
+        self._recent.append((taken, now))
+        seed = repr(taken).encode()
+        return sum(self._share(kind, zlib.crc32(seed, digest)) for kind, digest in self._digests.items())
+
+    def _read(
+        self, members: Sequence[StepMember], clip_grad: float, scaler: MegatronGradScaler | None
+    ) -> dict[bool, Settings]:
+        """Return the settings of dense parameters and those of experts, as far as there are any."""
+        head = (clip_grad, None if scaler is None else scaler.settings())
+        found: dict[bool, Settings] = {}
+        for member in members:
+            names = [name for name in member.optimizer.defaults if name not in _ANY_VALUE]
+            for group in member.optimizer.param_groups:
+                if not group["params"]:
+                    continue
+                first = group["params"][0]
+                kind = is_expert(first)
+                if kind not in self._holders:
+                    self._holders[kind] = self._groups.of_param(first).holders
+                values = tuple(_comparable(group.get(name)) for name in names)
+                found[kind] = (*found.get(kind, head), (tuple(names), values))
+        return found
+
+    def _share(self, kind: bool, digest: int) -> int:
+        holders = self._holders[kind]
+        return (digest % LARGEST + 1) * cancelling(group_size(holders))[group_rank(holders)]
+
+    def error(self) -> UsageError | None:
+        """Return the error that names a setting which differs between ranks, if any. All ranks call it together."""
+        mine = {
+            (kind, group_ranks(holders)): [
+                dict(_labelled(taken, own[kind])) for taken, own in self._recent if kind in own
+            ]
+            for kind, holders in self._holders.items()
+        }
+        everyones = all_gather_object(mine, self._groups.grad_stats)
+        first: dict[Any, tuple[int, list[dict[str, Any]]]] = {}
+        for rank, theirs in enumerate(everyones):
+            for key, steps in theirs.items():
+                first_rank, first_steps = first.setdefault(key, (rank, steps))
+                for one, other in zip(first_steps, steps, strict=False):
+                    for label in dict.fromkeys((*one, *other)):
+                        if one.get(label) != other.get(label):
+                            return UsageError(
+                                f"ranks that hold the same parameters have other settings: {label} is "
+                                f"{one.get(label)!r} on rank {first_rank} and {other.get(label)!r} on rank {rank}; set "
+                                "it alike on every rank, or, where their parameters are meant to part, pass "
+                                "replicas_may_differ=True to MixedPrecisionOptimizer"
+                            )
+        return None
+
+
+def _comparable(value: Any) -> Any:
+    """Return an option's value if it is numbers or words, as such; None for anything else."""
+    if type(value) in _SIMPLE:
+        return value
+    if isinstance(value, numbers.Real):
+        return float(value)
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_comparable, value))
+    return None
+
+
+def _labelled(taken: tuple[int, ...], settings: Settings) -> Iterator[tuple[str, Any]]:
+    """Yield what each setting is called, and its value."""
+    clip_grad, scaler, *groups = settings
+    yield "the number of steps taken", taken[0] if len(taken) == 1 else taken
+    yield "clip_grad", clip_grad
+    yield "grad_scaler (its rule, and the state that was loaded)", scaler
+    for index, (names, values) in enumerate(groups):
+        for name, value in zip(names, values, strict=True):
+            yield f"{name} of param group {index}", value

@@ -1,0 +1,156 @@
+"""What ranks that hold the same parameters must set alike: a difference is one named error on all of them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from megascale import (
+    ChainedOptimizer,
+    ConstantGradScaler,
+    DistributedOptimizer,
+    DynamicGradScaler,
+    MixedPrecisionOptimizer,
+    OptimizerConfig,
+)
+from megascale.errors import UsageError
+from megascale.grad_sync import GradSync
+from tests.checkpoint_cases import message_of
+from tests.pool import RankPool
+
+WAYS = ("DDP", "GradSync", "DistributedOptimizer", "ChainedOptimizer")
+Optimizer = MixedPrecisionOptimizer | ChainedOptimizer
+
+
+def _built(way: str) -> tuple[nn.Module, Optimizer]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3)).half()
+    config, scaler = OptimizerConfig(fp16=True), DynamicGradScaler(256.0)
+    named = list(net.named_parameters())
+    if way == "DistributedOptimizer":
+        return net, DistributedOptimizer(torch.optim.AdamW(named, lr=0.1), config, scaler, modules=net)
+    sync = None if way == "DDP" else GradSync(named)
+    groups = [[{"params": named}]] if way != "ChainedOptimizer" else [[{"params": named[:2]}], [{"params": named[2:]}]]
+    made = [
+        MixedPrecisionOptimizer(torch.optim.AdamW(one, lr=0.1), config, scaler, grad_sync=sync)  # type: ignore[arg-type]
+        for one in groups
+    ]
+    module: nn.Module = DistributedDataParallel(net) if way == "DDP" else net
+    return module, made[0] if len(made) == 1 else ChainedOptimizer(made)
+
+
+def _step(module: nn.Module, optimizer: Optimizer, step: int) -> None:
+    optimizer.zero_grad()
+    generator = torch.Generator().manual_seed(step * 10 + dist.get_rank())
+    loss = module(torch.randn(4, 6, generator=generator).half()).float().square().mean()
+    optimizer.scale_loss(loss).backward()
+    optimizer.step()
+
+
+def _set(**options: Any) -> Callable[[Optimizer], None]:
+    def change(optimizer: Optimizer) -> None:
+        optimizer.param_groups[0].update(options)
+
+    return change
+
+
+def _clip(optimizer: Optimizer) -> None:
+    optimizer.clip_grad = 0.5
+
+
+def _constant(optimizer: Optimizer) -> None:
+    optimizer.grad_scaler = ConstantGradScaler(256.0)
+
+
+def _interval(optimizer: Optimizer) -> None:
+    assert isinstance(optimizer.grad_scaler, DynamicGradScaler)
+    optimizer.grad_scaler.growth_interval = 7
+
+
+def _loaded_scale(optimizer: Optimizer) -> None:
+    assert optimizer.grad_scaler is not None
+    optimizer.grad_scaler.load_state_dict({**optimizer.grad_scaler.state_dict(), "scale": torch.tensor([64.0])})
+
+
+CHANGES: dict[str, tuple[Callable[[Optimizer], None], str]] = {
+    "lr": (_set(lr=0.2), "lr of param group 0"),
+    "weight_decay": (_set(weight_decay=0.5), "weight_decay of param group 0"),
+    "betas": (_set(betas=(0.5, 0.9)), "betas of param group 0"),
+    "maximize": (_set(maximize=True), "maximize of param group 0"),
+    "clip_grad": (_clip, "clip_grad is "),
+    "scaler": (_constant, "grad_scaler"),
+    "growth_interval": (_interval, "grad_scaler"),
+    "loaded scale": (_loaded_scale, "grad_scaler"),
+}
+
+
+def _differing(way: str, name: str, other: int) -> tuple[str, bool, bool]:
+    module, optimizer = _built(way)
+    _step(module, optimizer, 0)
+    before = [param.detach().clone() for param in module.parameters()]
+    change, _ = CHANGES[name]
+    if dist.get_rank() == other:
+        change(optimizer)
+    message = message_of(UsageError, lambda: _step(module, optimizer, 1))
+    unchanged = all(torch.equal(param, old) for param, old in zip(module.parameters(), before, strict=True))
+    change(optimizer)  # alike on all ranks
+    optimizer.zero_grad()
+    _step(module, optimizer, 2)
+    return message, unchanged, all(torch.isfinite(param).all() for param in module.parameters())
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("way", WAYS)
+def test_settings_of_one_rank_are_every_ranks_error(ranks: RankPool, way: str, name: str) -> None:
+    """Invariant 12: a setting that one rank alone has changed would let the ranks part in silence. All raise one error
+    that names it, before a bit has changed, and go on once it is the same everywhere.
+    """
+    for size, other in ((2, 0), (2, 1), (4, 2)):
+        results = ranks.run(size, _differing, way, name, other)
+        assert len({message for message, _, _ in results}) == 1
+        for message, unchanged, is_finite in results:
+            assert "ranks that hold the same parameters have other settings" in message
+            assert CHANGES[name][1] in message
+            assert unchanged
+            assert is_finite
+
+
+def _vouched() -> list[float]:
+    torch.manual_seed(0)
+    net = nn.Linear(4, 4)
+    inner = torch.optim.SGD(net.parameters(), lr=0.1 * (1 + dist.get_rank()))
+    optimizer = MixedPrecisionOptimizer(inner, replicas_may_differ=True)
+    net(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    return [inner.param_groups[0]["lr"]]
+
+
+def test_ranks_that_may_part_set_what_they_like(ranks: RankPool) -> None:
+    """replicas_may_differ=True vouches for the settings, too."""
+    assert ranks.run(2, _vouched) == [[0.1], [0.2]]
+
+
+def _prepared(other: int) -> str:
+    module, optimizer = _built("GradSync")
+    _step(module, optimizer, 0)
+    _step(module, optimizer, 1)
+    if dist.get_rank() == other:
+        assert isinstance(optimizer, MixedPrecisionOptimizer)
+        state = optimizer.state_dict()
+    else:
+        state = optimizer.state_dict()
+        state["step_counts"] = {"landed": 1, "skipped": 0}
+    optimizer.load_state_dict(state)
+    return message_of(UsageError, lambda: _step(module, optimizer, 2))
+
+
+def test_another_state_dict_on_one_rank_is_every_ranks_error(ranks: RankPool) -> None:
+    """A rank that loads the state of an earlier step than the others is found by the number of steps in it."""
+    for other in (0, 1):
+        first, second = ranks.run(2, _prepared, other)
+        assert first == second
+        assert "number of steps taken" in first
