@@ -65,7 +65,8 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
         grads_are_scaled: see :class:`MixedPrecisionOptimizer`.
 
     Raises:
-        ArgumentError, ArgumentTypeError: on every rank alike, before anything has changed.
+        ArgumentError, ArgumentTypeError: on every rank alike, before anything has changed. Also where ranks have passed
+            different arguments or parameters, naming the values of two ranks.
     """
 
     def __init__(

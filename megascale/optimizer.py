@@ -56,7 +56,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     Raises:
         ArgumentError, ArgumentTypeError: for an argument that does not fit, naming it. With ``grad_sync``, which all
-            ranks pass together, also where ranks hold different values of a parameter.
+            ranks pass together, also where ranks hold different values of a parameter, or built different GradSyncs.
     """
 
     _constructed = False
@@ -110,14 +110,16 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         ownership.record(self, optimizer, self.grad_scaler)
 
     def _require_same(self, param_groups: list[dict[str, Any]]) -> None:
-        """Raise ArgumentError on all ranks if trainable parameters of these groups differ where GradSync reduces."""
+        """Raise ArgumentError on all ranks if trainable parameters of these groups, or the GradSyncs that reduce their
+        gradients, differ.
+        """
         grad_sync = self._member.grad_sync
-        if grad_sync is None or not grad_sync.compares_replicas or self._replicas_may_differ:
+        if grad_sync is None or not grad_sync.compares_replicas:
             return
         names = self._member.main_params.names(self.optimizer.param_groups)
         params = [param for group in param_groups for param in group["params"] if param.requires_grad]
         named = [(names[id(param)], param) for param in params]
-        require_same(named, self.groups, "pass replicas_may_differ=True")
+        require_same(named, self.groups, "pass replicas_may_differ=True", values_may_differ=self._replicas_may_differ)
 
     def _make_main_params(self, names: Mapping[int, str]) -> MainParams:
         """Return the MainParams; here every rank has all of them. ``names``: parameter names by ``id(param)``."""

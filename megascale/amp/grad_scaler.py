@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 
 from megascale.amp import fused_sgd, rescale, scaler_state
 from megascale.amp.agreement import Agreement, Squares
+from megascale.amp.codes import require_no_codes
 from megascale.amp.errors import ScalerArgumentError, ScalerOrderError
 from megascale.amp.local_grads import LocalGrads, found_in, squares_in
 from megascale.amp.overflows import ScalerOverflows
@@ -138,10 +139,12 @@ class GradScaler(torch.amp.GradScaler):
         or Partial gradient may be replaced.
 
         Raises:
-            UsageError: a RuntimeError: it was called already, or after :meth:`step`.
+            UsageError: a RuntimeError: it was called already, or after :meth:`step`, or the optimizer's state holds
+                8-bit codes that its wrapper left.
             ScalerOrderError: an AssertionError: nothing has been scaled yet.
         """
         if self._enabled:
+            require_no_codes(optimizer)
             self._unscale(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -156,13 +159,15 @@ class GradScaler(torch.amp.GradScaler):
             device: its ``step()`` is always called.
 
         Raises:
-            UsageError: a RuntimeError: for a closure, or a second call since :meth:`update`.
+            UsageError: a RuntimeError: for a closure, or a second call since :meth:`update`, or where the optimizer's
+                state holds 8-bit codes that its wrapper left.
             ScalerOrderError: an AssertionError: nothing has been scaled yet, or there is no gradient on any rank.
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
         if "closure" in kwargs or any(map(callable, args[:1])):
             raise UsageError("step() takes no closure while GradScaler is enabled: run forward and backward first")
+        require_no_codes(optimizer)
         self._check_scale_growth_tracker("step")
         state = self._state_of(optimizer)
         if state["stage"] is OptState.STEPPED:

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from megascale.amp import fused_adam
+from megascale.amp.codes import require_no_codes
 from megascale.amp.grad_scaler import GradScaler
 from megascale.chained import ChainedOptimizer
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError, sparse_gradient
@@ -73,8 +74,8 @@ def optimizer_step(
 
     Raises:
         ArgumentError, ArgumentTypeError: for an argument that does not fit; nothing has changed.
-        UsageError: if the scaler's iteration has begun already (nothing has changed), or if the loss gives none of the
-            optimizer's parameters a gradient.
+        UsageError: if the scaler's iteration has begun already, or if the optimizer's state holds 8-bit codes that its
+            wrapper left (nothing has changed), or if the loss gives none of the optimizer's parameters a gradient.
         GradientError: for a sparse gradient with ``max_gradient_val``.
     """
     clipping = _Clipping(
@@ -214,6 +215,7 @@ def _check(loss: Any, optimizer: Any, grad_scaler: Any) -> None:
                 "optimizer.grad_scaler"
             )
         return
+    require_no_codes(optimizer)
     if isinstance(grad_scaler, MegatronGradScaler):
         raise ArgumentTypeError(
             f"grad_scaler is a {type(grad_scaler).__name__}, which needs a MixedPrecisionOptimizer; wrap the "

@@ -35,6 +35,13 @@ class ShardedGradSync(GradSync):
         super().__init__(named_parameters, **options)
 
     @override
+    def _message_arguments(self) -> dict[str, object]:
+        arguments = super()._message_arguments()
+        overlap = arguments.pop("overlap")
+        shard = "parameters" if self._by_parameter else "elements"
+        return {"shard": repr(shard), **arguments, "overlap_grad_reduce": overlap}
+
+    @override
     def layouts(self, sizes: Sequence[ParamSize], group: GradGroup, *, expert: bool) -> list[BufferLayout]:
         num_shards = group_size(group.shard)
         even = build_layouts(sizes, num_shards, bucket_numel=self._bucket_numel)

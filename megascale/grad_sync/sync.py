@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megascale.errors import ArgumentError, ArgumentTypeError, GradientError, UsageError, sparse_gradient
 from megascale.grad_sync.bucket import FlatBucket, main_grad_dtype
+from megascale.grad_sync.construction import Construction, param_forms, ranks_by_field
 from megascale.grad_sync.grad_hook import GradHook, find_under_ddp, require_unowned
 from megascale.grad_sync.layout import DEFAULT_BUCKET_NUMEL, BufferLayout, ParamSize, build_layouts
 from megascale.grad_sync.owners import update_cost
@@ -182,8 +183,8 @@ class GradSync:
         self._groups = ParallelGroups.of(groups)
         self._grad_dtype = grad_dtype
         self._reduce_dtype = reduce_dtype
-        is_mean = validate.one_of("reduction", reduction, REDUCTIONS) == "mean"
-        self._usual_divisor = group_size(self._groups.data_parallel) if is_mean else 1
+        self._reduction = validate.one_of("reduction", reduction, REDUCTIONS)
+        self._usual_divisor = group_size(self._groups.data_parallel) if self._reduction == "mean" else 1
         self._bucket_numel = validate.integer("bucket_numel", bucket_numel, minimum=1)
         self._overlap = validate.flag("overlap", overlap)
         if not all(dtype.is_floating_point for dtype in (grad_dtype, reduce_dtype or grad_dtype)):
@@ -230,6 +231,28 @@ class GradSync:
                 if param.grad is not None:
                     self._accumulate(name, param, bucket)
         return added
+
+    def construction(self, *, experts: bool) -> Construction:
+        """Return what must be alike on ranks that reduce with this one: see :mod:`megascale.grad_sync.construction`.
+
+        ``experts``: list the parameters of experts; False: all others.
+        """
+        named = (item for bucket in self.buckets for item in bucket.params.items())
+        synced = param_forms((name, param) for name, param in named if is_expert(param) == experts)
+        arguments = {name: str(value) for name, value in self._message_arguments().items()}
+        return Construction(
+            self.owner_kind, arguments, ranks_by_field(self._groups), {"the GradSync's buckets": synced}
+        )
+
+    def _message_arguments(self) -> dict[str, object]:
+        """Return the arguments that decide about messages, by name."""
+        return {
+            "grad_dtype": self._grad_dtype,
+            "reduce_dtype": self._reduce_dtype,
+            "reduction": repr(self._reduction),
+            "bucket_numel": self._bucket_numel,
+            "overlap": self._overlap,
+        }
 
     @property
     def compares_replicas(self) -> bool:

@@ -1,13 +1,17 @@
 """Finds parameters that differ between ranks that should hold the same, and broadcasts or refuses them."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from megascale.errors import ArgumentError, listed
+from megascale.errors import ArgumentError, MegascaleError, listed
+from megascale.grad_sync.construction import Construction, Digest, exchange, param_forms
+from megascale.grad_sync.grad_hook import owner_of
+from megascale.grad_sync.sync import GradSync
 from megascale.parallel import ParallelGroups, is_expert
 from megascale.utils.collectives import all_gather_object, broadcast_, group_size
 
@@ -31,12 +35,14 @@ def find_differing(
         if group_size(holders) == 1:
             continue
         mine = digests({name: param for name, param in named if is_expert(param) == experts})
-        theirs = all_gather_object(mine, holders)
-        known = dict.fromkeys(name for digests in theirs for name in digests)
-        names |= dict.fromkeys(
-            name for name in known if any(digests.get(name) != theirs[0].get(name) for digests in theirs)
-        )
+        names |= dict.fromkeys(_differing(all_gather_object(mine, holders)))
     return list(names)
+
+
+def _differing(theirs: Sequence[Mapping[str, Digest]]) -> list[str]:
+    """Return the names whose digests are not the same on all ranks."""
+    known = dict.fromkeys(name for digests in theirs for name in digests)
+    return [name for name in known if any(digests.get(name) != theirs[0].get(name) for digests in theirs)]
 
 
 @torch.no_grad()
@@ -51,10 +57,69 @@ def broadcast_parameters(named_parameters: Iterable[tuple[str, nn.Parameter]], g
 
 
 def require_same(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], groups: ParallelGroups, remedy: str = BROADCAST
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    groups: ParallelGroups,
+    remedy: str,
+    *,
+    values_may_differ: bool = False,
 ) -> None:
-    """Raise ArgumentError on every rank if a parameter is not the same on all ranks that hold it, naming it."""
-    differing = find_differing(named_parameters, groups)
+    """Compare the GradSync of these parameters, and their values, on all ranks that hold them.
+
+    All ranks call it together. One small exchange for each kind of parameters, dense and experts; for values a pass
+    over the parameters. Parameters on the meta device are left out.
+
+    Args:
+        named_parameters: in the optimizer's order.
+        groups: the optimizer's.
+        remedy: what allows other values.
+        values_may_differ: leave out the values.
+
+    Raises:
+        ArgumentError: on every rank alike, naming it, if ranks have built different GradSyncs or optimizers; their
+            GradSyncs are then detached from their parameters. Also if a parameter is not the same on all ranks.
+    """
+    named = [(name, param) for name, param in named_parameters if not param.is_meta]
+    for experts in _kinds(named):
+        own = {name: param for name, param in named if is_expert(param) == experts}
+        holders = groups.of_param(next(iter(own.values()))).holders
+        if group_size(holders) > 1:
+            require_same_values(_exchange_synced(own, holders, values_may_differ), remedy)
+
+
+def _exchange_synced(
+    params: Mapping[str, nn.Parameter], holders: ProcessGroup | None, values_may_differ: bool
+) -> list[Construction]:
+    """Return what every rank builds. Where that differs no parameter stays with its GradSync, on any rank."""
+    syncs = list({id(owner): owner for owner in map(owner_of, params.values()) if isinstance(owner, GradSync)}.values())
+    error: Exception | None = None
+    mine: Construction | None = None
+    try:
+        mine = _synced(params, syncs, values_may_differ)
+    except Exception as caught:  # whatever it is: other ranks wait
+        error = caught
+    try:
+        return exchange(mine, error, holders)
+    except MegascaleError:
+        for sync in syncs:
+            sync.detach()
+        raise
+
+
+def _synced(params: Mapping[str, nn.Parameter], syncs: Sequence[GradSync], values_may_differ: bool) -> Construction:
+    """Return what this rank builds around parameters of one kind, dense or experts, that ``syncs`` reduce."""
+    experts = is_expert(next(iter(params.values())))
+    built = syncs[0].construction(experts=experts) if syncs else Construction("MixedPrecisionOptimizer")
+    return replace(
+        built,
+        arguments={**built.arguments, "replicas_may_differ": str(values_may_differ)},
+        parameters={"the optimizer": param_forms(params.items()), **built.parameters},
+        values={} if values_may_differ else digests(params),
+    )
+
+
+def require_same_values(built: Sequence[Construction], remedy: str = BROADCAST) -> None:
+    """Raise ArgumentError if a parameter has not the same value on all ranks, naming it. ``built``: by every rank."""
+    differing = _differing([construction.values for construction in built])
     if differing:
         raise ArgumentError(
             f"parameters differ between data-parallel ranks: {listed(differing)}; seed every rank alike or load the "
@@ -66,7 +131,7 @@ def _kinds(named: list[tuple[str, nn.Parameter]]) -> list[bool]:
     return sorted({is_expert(param) for _, param in named})
 
 
-def digests(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
+def digests(tensors: Mapping[str, Tensor]) -> dict[str, Digest]:
     """Return, by name, a digest that is equal where two ranks hold the same bits: dtype, shape, two sums modulo 2**64.
 
     One pass over the tensors. The host waits once for each device that they are on.

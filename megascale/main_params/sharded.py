@@ -5,7 +5,8 @@ state; or whole parameters, each of one owner: :mod:`megascale.main_params.owned
 reduced gradients, writes them into flat buckets that the model's parameters are views of, and gathers those buckets.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -16,19 +17,20 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from typing_extensions import override
 
-from megascale.errors import MegascaleError, StateDictError, listed
+from megascale.errors import StateDictError, listed
+from megascale.grad_sync.construction import Construction, exchange, param_forms
 from megascale.grad_sync.layout import Piece
 from megascale.grad_sync.sync import GradSync, check_syncable
 from megascale.kernels.compact_moments import GROUP, is_scale, num_groups
 from megascale.main_params.base import MainParams
 from megascale.main_params.gather import GatheredBucket, ParamGather
 from megascale.main_params.main_param import MainParam, main_param_of
-from megascale.main_params.replica_check import broadcast_parameters, require_same
+from megascale.main_params.replica_check import broadcast_parameters, digests, require_same_values
 from megascale.main_params.shard import ParamShard
 from megascale.main_params.slab import Slabs
 from megascale.main_params.update_unit import UpdateUnit
 from megascale.parallel import ParallelGroups, is_expert
-from megascale.utils.collectives import all_reduce_sum_, gather_or_raise, raise_together
+from megascale.utils.collectives import all_reduce_sum_, gather_or_raise, group_size
 
 T = TypeVar("T")
 
@@ -69,14 +71,12 @@ class ShardedMainParams(MainParams):
         """See :class:`MainParams`. All ranks call it together.
 
         Raises ArgumentError on every rank alike, before anything has changed, for a parameter that cannot be taken in,
-        or if ranks hold different values and may not be overwritten.
+        if ranks have built different optimizers, or if they hold different values and may not be overwritten.
         """
-        self._check(params)
+        in_order = sorted(params.items(), key=lambda item: self._place.get(item[0], len(self._place)))
+        self._compare(params, [name for name, _ in in_order], group_of)
         if self._broadcast:
             broadcast_parameters(params.items(), self._groups)
-        else:
-            require_same(params.items(), self._groups)
-        in_order = sorted(params.items(), key=lambda item: self._place.get(item[0], len(self._place)))
         added = self._grad_sync.add(in_order, group_of)
         self._gather.add(added)
         shards: dict[str, Tensor] = {}
@@ -99,16 +99,49 @@ class ShardedMainParams(MainParams):
             main.start = self.start_of(main.model)
         return [made[name] for name in params]
 
-    def _check(self, params: Mapping[str, nn.Parameter]) -> None:
-        error: MegascaleError | None = None
+    def _compare(
+        self, params: Mapping[str, nn.Parameter], in_forward: Sequence[str], group_of: Mapping[str, int]
+    ) -> None:
+        """Raise ArgumentError on every rank alike for what :meth:`make` cannot take in. ``in_forward``: their names."""
+        error: Exception | None = None
         try:
             check_syncable(params)
-        except MegascaleError as caught:
+        except Exception as caught:  # whatever it is: other ranks wait
             error = caught
         # One exchange for each kind of parameters, dense and experts: not all ranks need have both.
         groups = {is_expert(param): self._groups.of_param(param) for param in params.values()}
         for experts in sorted(groups):
-            raise_together(error, groups[experts].holders)
+            holders, mine = groups[experts].holders, Construction(self._grad_sync.owner_kind)
+            own = {name: param for name, param in params.items() if is_expert(param) == experts}
+            if error is None and group_size(holders) > 1:
+                try:
+                    mine = self._construction(own, in_forward, group_of, experts=experts)
+                except Exception as caught:  # whatever it is: other ranks wait
+                    error = caught
+            require_same_values(exchange(mine, error, holders))
+
+    def _construction(
+        self,
+        params: Mapping[str, nn.Parameter],
+        in_forward: Sequence[str],
+        group_of: Mapping[str, int],
+        *,
+        experts: bool,
+    ) -> Construction:
+        """Return what must be alike on the ranks that hold ``params``, all of experts or of none."""
+        built = self._grad_sync.construction(experts=experts)
+        own = {"overlap_param_gather": str(self._gather.overlap), "broadcast_params": str(self._broadcast)}
+        forms = dict(zip(params, param_forms(params.items(), group_of), strict=True))
+        readable = {name: param for name, param in params.items() if not (self._broadcast or param.is_meta)}
+        return replace(
+            built,
+            arguments={**built.arguments, **own},
+            parameters={
+                "modules": [forms[name] for name in in_forward if name in forms],
+                "the optimizer": list(forms.values()),
+            },
+            values=digests(readable),
+        )
 
     def start_of(self, param: nn.Parameter) -> int:
         """Return where this rank's piece begins in the flattened parameter; 0 for an empty one."""

@@ -315,8 +315,11 @@ def _counted(state: Any, required: Collection[str]) -> Any:
     """Return one parameter's saved state, with the ``step`` added that torch does not keep for SGD.
 
     It only tells whether dampening applies, from the second step on; an existing momentum buffer has seen one step.
+    Beside 8-bit codes it stays missing: their next bits depend on the step.
     """
     if "step" not in required or not isinstance(state, Mapping) or "step" in state or "momentum_buffer" not in state:
+        return state
+    if portable_state.is_held_as_codes("momentum_buffer", state["momentum_buffer"]):
         return state
     return {**state, "step": torch.tensor(1.0, device="cpu")}
 

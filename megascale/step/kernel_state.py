@@ -3,7 +3,7 @@
 import math
 import numbers
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ from megascale.kernels import (
     overlapping,
     plain,
     shares_elements,
+    sharing,
 )
 from megascale.kernels.compact_moments import CODE_DTYPES, is_scale
 from megascale.main_params.group_scales import scales_like
@@ -145,28 +146,83 @@ class KernelState:
         if wanting:
             self.create(wanting, names)
 
+    def require_apart(
+        self,
+        units: Sequence[tuple[Sequence[MainParam], Sequence[str]]],
+        grads: Sequence[Sequence[Tensor]],
+        idle: Sequence[MainParam],
+    ) -> None:
+        """Raise UsageError, naming both, for state that shares a byte with other state, a parameter or a gradient.
+
+        An update would overwrite what another one reads. Nothing has changed. Only step counts may be one tensor:
+        :meth:`separate` copies them.
+
+        Args:
+            units: all parameters that one step updates, each with the names of its state.
+            grads: of each unit, in its order.
+            idle: main params that the step does not update, as far as they are known.
+        """
+        state, others = [], []
+        for (params, names), theirs in zip(units, grads, strict=True):
+            entries = [state_of(self._optimizer, param) for param in params]
+            called = [param.name for param in params]
+            state += [_state_memory(called, entries, name) for name in names]
+            others += _param_memory(params)
+            # By index: iterating would keep the gradients alive.
+            others.append(_Memory(_GRADIENT, "", called, [theirs[at] for at in range(len(params))]))
+        busy = {id(param.model) for params, _ in units for param in params}
+        pair = _shared(state, [*others, *self._idle_memory(busy, idle)])
+        if pair is not None:
+            own, other = pair
+            owner = next(param for params, _ in units for param in params if param.name == own.name)
+            raise UsageError(
+                f"{own} shares memory with {other}, so that one update would overwrite what another needs; for this "
+                f"parameter p: {self._remedy(state_of(self._optimizer, owner), own.key)}"
+            )
+
     def separate(self, units: Sequence[tuple[Sequence[MainParam], Sequence[str]]]) -> None:
-        """Replace state that shares memory with other state, as one ``step`` for all, or with a parameter, by copies.
+        """Replace step counts that share memory, as one ``step`` for all parameters does, by copies.
 
         Args:
             units: all parameters that one step updates, each with the names of its state, which :meth:`complete` made
                 whole.
         """
-        params = [param for unit, _ in units for param in unit]
-        keys = [(self._entry(param), name) for unit, names in units for name in names for param in unit]
-        fixed = [part for param in params for part in ((param.memory, param.part) if param.is_copy else (param.main,))]
-        for index in overlapping([_part(tensor) for tensor in (*fixed, *(entry[name] for entry, name in keys))]):
-            if index >= len(fixed):
-                entry, name = keys[index - len(fixed)]
-                entry[name] = entry[name].clone()
+        entries = [self._entry(param) for unit, names in units if "step" in names for param in unit]
+        counted = set(map(id, entries))
+        idle = [own["step"] for own in self._optimizer.state.values() if id(own) not in counted and _has_count(own)]
+        for index in overlapping([_part(tensor) for tensor in (*(entry["step"] for entry in entries), *idle)]):
+            if index < len(entries):
+                entries[index]["step"] = entries[index]["step"].clone()
 
     def columns(self, params: Sequence[MainParam], names: Sequence[str]) -> StateColumns:
-        """Return the state of ``params``, which :meth:`complete` and :meth:`separate` have checked."""
+        """Return the state of ``params``, which :meth:`require_apart` and :meth:`complete` have checked."""
         entries = [self._entry(param) for param in params]
         columns = [[entry[name] for entry in entries] for name in names]
         watched = [part for param in params for part in (param.memory, param.shard) if _needs_check(part, param)]
         parts = [_part(tensor) for tensor in (*watched, *(tensor for column in columns for tensor in column))]
         return StateColumns(entries, list(names), columns, new_tags(len(entries)), MemoryRecord(parts))
+
+    def _remedy(self, entry: Mapping[str, Any], key: str) -> str:
+        """Return the statement that gives a state memory of its own."""
+        if sum(other is entry for other in self._optimizer.state.values()) > 1:
+            return "state[p] = copy.deepcopy(state[p])"
+        return f"state[p][{key!r}] = state[p][{key!r}].clone()"
+
+    def _idle_memory(self, busy: Collection[int], idle: Sequence[MainParam]) -> "list[_Memory]":
+        """Return the memory of listed parameters whose ids are not among ``busy``, without step counts."""
+        listed = [(name, model) for name, model in _listed(self._optimizer.param_groups) if id(model) not in busy]
+        if not listed:
+            return []
+        known = {id(param.model): param for param in idle}
+        called = [known[id(model)].name if id(model) in known else name for name, model in listed]
+        entries = [self._optimizer.state.get(model) for _, model in listed]
+        dicts = [entry if isinstance(entry, dict) else {} for entry in entries]
+        keys = {key for entry in dicts for key in entry if key in self._dtypes or is_scale(key)}
+        return [
+            _Memory(_DATA, "", called, [model for _, model in listed]),
+            *_param_memory([known[id(model)] for _, model in listed if id(model) in known]),
+            *(_state_memory(called, dicts, key) for key in keys),
+        ]
 
     def _entry(self, param: MainParam) -> dict[str, Any]:
         state = self._optimizer.state
@@ -197,8 +253,8 @@ class KernelState:
         for entry in entries:
             # An existing buffer has seen a gradient: torch dampens the next one.
             first = 1.0 if entry.get("momentum_buffer") is not None else 0.0
-            step = entry.get("step")
-            step = torch.as_tensor(first if step is None else step).detach()
+            step = first if entry.get("step") is None else entry["step"]
+            step = step.detach() if isinstance(step, Tensor) else torch.as_tensor(step, device="cpu")
             steps.append(_with_own_memory(step).reshape(()).float())
         steps = _placed(steps, [local(param.main).device for param in params])
         slabs = Slabs(steps)
@@ -257,6 +313,109 @@ def _with_own_memory(value: Tensor) -> Tensor:
     value = plain(value)
     is_unusable = shares_elements(value) or value.is_inference()
     return value.clone(memory_format=torch.contiguous_format) if is_unusable else value
+
+
+_STATE = "the optimizer's state[{name!r}][{key!r}]"
+_DATA = "the data of parameter {name!r}"
+_MAIN = "the main param of {name!r}"
+_GRADIENT = "the gradient of {name!r}"
+
+
+class _Place(NamedTuple):
+    """What lies in some memory. ``story``: its kind; ``name``: of its parameter; ``key``: of state."""
+
+    story: str
+    name: str
+    key: str
+
+    def __str__(self) -> str:
+        return self.story.format(name=self.name, key=self.key)
+
+
+class _Memory(NamedTuple):
+    """Tensors of one kind, one for each of the parameters ``names``. For the rest see :class:`_Place`."""
+
+    story: str
+    key: str
+    names: Sequence[str]
+    tensors: Sequence[Tensor]
+
+
+def _state_memory(names: Sequence[str], entries: Sequence[Mapping[str, Any]], key: str) -> _Memory:
+    """Return the tensors at ``key`` of the state of the parameters ``names``."""
+    found = {at: entry[key] for at, entry in enumerate(entries) if isinstance(entry.get(key), Tensor)}
+    return _Memory(_STATE, key, [names[at] for at in found], list(found.values()))
+
+
+def _param_memory(params: Sequence[MainParam]) -> list[_Memory]:
+    """Return model params, and what main params have memory of their own for."""
+    copies = [param for param in params if param.is_copy]
+    return [
+        _Memory(_DATA, "", [param.name for param in params], [param.model for param in params]),
+        _Memory(_MAIN, "", [param.name for param in copies], [param.memory for param in copies]),
+    ]
+
+
+def _listed(param_groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield all parameters with the names that their groups give them, else their positions."""
+    position = 0
+    for group in param_groups:
+        names = group.get("param_names") or []
+        for at, model in enumerate(group["params"]):
+            yield names[at] if at < len(names) else str(position), model
+            position += 1
+
+
+def _shared(state: Sequence[_Memory], others: Sequence[_Memory]) -> tuple[_Place, _Place] | None:
+    """Return state, and what it shares a byte with: earlier state, or one of ``others``. None if there is no such pair.
+
+    What has no memory, or too little, shares none: :func:`_check` refuses it. Step counts at one address are one.
+    """
+    memory = (*state, *others)
+    parts = [_parts(one.tensors) for one in memory]
+    try:
+        if not overlapping([part for some in parts for part in some]):
+            return None
+    except RuntimeError:  # a tensor has no address
+        pass
+    counts: set[int] = set()
+    own: list[tuple[_Place, Tensor]] = []
+    theirs: list[tuple[_Place, Tensor]] = []
+    for index, (one, some) in enumerate(zip(memory, parts, strict=True)):
+        for name, part in zip(one.names, some, strict=True):
+            is_counted = one.key == "step" and _address(part) in counts
+            if one.key == "step":
+                counts.add(_address(part))
+            if not is_counted and _is_there(part):
+                (own if index < len(state) else theirs).append((_Place(one.story, name, one.key), part))
+    pair = sharing([part for _, part in own], [part for _, part in theirs])
+    if not pair:
+        return None
+    first, second = ((*own, *theirs)[index][0] for index in pair)
+    return (second, first) if pair[1] < len(own) else (first, second)
+
+
+def _address(tensor: Tensor) -> int:
+    """Return where a tensor's memory begins; 0 if it has none."""
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:
+        return 0
+
+
+def _is_there(tensor: Tensor) -> bool:
+    return memory_fault(tensor) is None and not tensor._is_zerotensor()
+
+
+def _has_count(entry: Any) -> bool:
+    """Return whether the state of a parameter has a step count that is a tensor with memory."""
+    step = entry.get("step") if isinstance(entry, dict) else None
+    return isinstance(step, Tensor) and _is_there(_part(step))
+
+
+def _parts(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return :func:`_part` of each."""
+    return tensors if set(map(type, tensors)) <= {Tensor, torch.nn.Parameter} else list(map(_part, tensors))
 
 
 def _part(tensor: Tensor) -> Tensor:

@@ -209,15 +209,18 @@ class KernelUpdate(InnerUpdate, ABC):
     def _operands(self, updates: Sequence[PendingUpdate]) -> list[list[Prepared]]:
         """Return operands by unit and device: the cached ones with this step's gradients, while all else is the same.
 
-        Where that of one unit is made anew, all units are looked at: state may be shared between them.
+        Where that of one unit is made anew, all units are looked at: state may be shared between them. Raises
+        UsageError, before anything has changed, for state that shares memory.
         """
         kept = [self._cached(pending) for pending in updates]
         if None in kept:
             names = [self._state_names(pending) for pending in updates]
+            units = [(pending.params, known) for pending, known in zip(updates, names, strict=True)]
+            self._state.require_apart(units, [pending.grads for pending in updates], self._idle(updates))
             for pending, own, known in zip(updates, kept, names, strict=True):
                 if own is None:
                     self._state.complete(pending.params, known, self.optional_state)
-            self._state.separate([(pending.params, known) for pending, known in zip(updates, names, strict=True)])
+            self._state.separate(units)
             kept = [self._cached(pending) or self._new_operands(pending) for pending in updates]
         made = [one.prepared for one in kept if one is not None]
         for pending, ready in zip(updates, made, strict=True):
@@ -227,6 +230,11 @@ class KernelUpdate(InnerUpdate, ABC):
                     pending.grads if whole else [pending.grads[index] for index in prepared.indices]
                 )
         return made
+
+    def _idle(self, updates: Sequence[PendingUpdate]) -> list[MainParam]:
+        """Return main params of earlier steps that are not among ``updates``."""
+        busy = {pending.unit for pending in updates}
+        return [param for unit in list(self._prepared) if unit not in busy for param in unit.params]
 
     def _state_names(self, pending: PendingUpdate) -> list[str]:
         return with_scales(self.required_state(pending.options), self._dtypes)

@@ -8,13 +8,17 @@ import torch
 from torch import Tensor
 
 from megascale.errors import ArgumentError, UsageError
+from megascale.kernels import shares_elements
 from megascale.main_params.main_param import MainParam
-from megascale.step.kernel_state import require_options
+from megascale.step.kernel_state import has_tensors, require_options
 from megascale.step.torch_states import PER_PARAMETER
+from megascale.utils.dtensors import is_dtensor, local
+from megascale.utils.dtypes import HALF_DTYPES
 
 _ADAM = ("step", "exp_avg", "exp_avg_sq")
 STATES: dict[type, tuple[str, ...]] = {
     torch.optim.Adadelta: ("step", "square_avg", "acc_delta"),
+    torch.optim.Adafactor: ("step",),
     torch.optim.Adagrad: ("step", "sum"),
     torch.optim.Adam: _ADAM,
     torch.optim.AdamW: _ADAM,
@@ -25,7 +29,10 @@ STATES: dict[type, tuple[str, ...]] = {
     torch.optim.RMSprop: ("step", "square_avg"),
     torch.optim.Rprop: ("step", "prev", "step_size"),
 }
-"""By exact type, as a subclass may have changed ``step()``: the state that is read once there is any."""
+"""By exact type, as a subclass may have changed ``step()``: the state that is read once there is any.
+
+Adafactor's moments depend on the shape, see :func:`_names`.
+"""
 
 _Switch = Callable[[Mapping[str, Any]], bool]
 SWITCHED: dict[type, dict[str, _Switch]] = {
@@ -38,65 +45,227 @@ SWITCHED: dict[type, dict[str, _Switch]] = {
 }
 """State that torch creates, as zeros, at a parameter's first step only where an option asks for it."""
 
+_LERPED = frozenset({"exp_avg", "grad_avg", "row_var", "col_var", "variance"})
+"""Moments that torch updates by ``lerp_()``, which wants the main param's dtype. Others may be wider or narrower."""
+_FLOATS = (*HALF_DTYPES, torch.float32, torch.float64)
+_GROUPED_FLOATS = (torch.bfloat16, torch.float32, torch.float64)
+"""The dtypes of counts that torch's foreach and fused loops take."""
+_NOT_CAPTURABLE = ("cpu", "mps")
+"""Kinds of devices on which torch refuses ``capturable=True``."""
+_READ_ONCE = {torch.optim.Adam: ("lr", "betas"), torch.optim.AdamW: ("lr", "betas")}
+"""Options that torch turns into 0-d tensors; for other optimizers only ``lr``."""
+_NO_TENSORS: dict[type, tuple[str, ...]] = {
+    torch.optim.Adafactor: ("d",),
+    torch.optim.Adamax: ("betas",),
+    torch.optim.NAdam: ("betas", "momentum_decay"),
+    torch.optim.RAdam: ("betas",),
+}
+"""Options that torch's foreach loops take as Python numbers only."""
+
 
 def check_options(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> None:
     """Raise ArgumentError, naming it, for an option of a param group that the optimizer's ``step()`` cannot use.
 
-    Options of which the default is a number, or a tuple of numbers, are such, or tensors of one. Optimizers that are
-    not torch's are not checked.
+    Options of which the default is a number, or a tuple of numbers, are such, or 0-d tensors. Where a default is None,
+    as in Adafactor's ``eps``, None is right too. Optimizers that are not torch's are not checked.
     """
-    if type(optimizer) not in STATES:
+    kind = type(optimizer)
+    if kind not in STATES:
         return
     require_options(options, list(optimizer.defaults))
     for name, default in optimizer.defaults.items():
         value = options[name]
-        if isinstance(default, tuple):
-            fits = isinstance(value, (tuple, list)) and len(value) == len(default) and all(map(_is_number, value))
-            wanted = f"{len(default)} numbers"
-        else:
-            fits, wanted = not _is_number(default) or _is_number(value), "a number"
-        if not fits:
+        wanted = _wanted(value, default, takes_any=name in _READ_ONCE.get(kind, ("lr",)))
+        if wanted is not None:
             raise ArgumentError(
-                f"{name} of a param group must be {wanted} for {type(optimizer).__name__}, got {value!r} of type "
+                f"{name} of a param group must be {wanted} for {kind.__name__}, got {value!r} of type "
                 f"{type(value).__name__}; set it as param_groups had it before"
             )
+    loops = [name for name in ("foreach", "fused") if options.get(name)]
+    if loops and options.get("differentiable"):
+        raise ArgumentError(
+            f"{loops[0]} and differentiable of a param group are both set, which torch's {kind.__name__} refuses; set "
+            f"{loops[0]}=None"
+        )
 
 
-def complete_state(
-    optimizer: torch.optim.Optimizer, options: Mapping[str, Any], param: MainParam, state: dict[str, Any]
+def check_state(
+    optimizer: torch.optim.Optimizer, options: Mapping[str, Any], param: MainParam, state: Mapping[str, Any]
 ) -> None:
-    """Check the state of a parameter that has taken a step, and create buffers that an option now asks for, of zeros.
+    """Check that the optimizer's ``step()`` can use a parameter's state, and run where the parameter is.
 
-    Raises UsageError, naming it, for state that is missing or that is no tensor of the main param's shape. Optimizers
-    that are not torch's are not checked.
+    Optimizers that are not torch's are not checked.
+
+    Raises:
+        ArgumentError: for ``capturable=True`` where torch refuses it, and for tensors that its foreach loop refuses.
+        UsageError: naming it, for state that is missing, or of another shape or dtype, on another device, or that
+            cannot be written.
     """
     kind = type(optimizer)
-    if kind not in STATES or not state:
+    if kind not in STATES:
         return
-    switched = [name for name, is_on in SWITCHED.get(kind, {}).items() if is_on(options)]
-    lacks = [name for name in STATES[kind] if state.get(name) is None]
+    is_captured = "capturable" in optimizer.defaults and bool(options["capturable"])
+    if is_captured:
+        _require_capturable(kind, param)
+    elif _is_grouped(kind, options, param.main):
+        _require_numbers(kind, options)
+    if not state:
+        return
+    names = _names(kind, param.main)
+    lacks = [name for name in names if state.get(name) is None]
     if lacks:
         raise UsageError(
             f"the optimizer's state of {param.name!r} has {sorted(map(str, state))} and lacks {lacks}; load state that "
             "is whole, or clear it, so that the parameter starts anew"
         )
-    for name in (*STATES[kind], *switched):
+    held = [name for name in (*names, *_switched(kind, options)) if state.get(name) is not None]
+    for name in held:
+        if name in PER_PARAMETER:
+            fault = _count_fault(kind, options, name, state[name], param, is_captured=is_captured)
+        else:
+            fault = _moment_fault(kind, options, name, state[name], param)
+        if fault is not None:
+            raise UsageError(f"the optimizer's state[{param.name!r}][{name!r}] {fault}")
+
+
+def complete_state(
+    optimizer: torch.optim.Optimizer, options: Mapping[str, Any], param: MainParam, state: dict[str, Any]
+) -> None:
+    """Create buffers, of zeros, that an option now asks for, of a parameter that has taken a step.
+
+    Call :func:`check_state` first, for all parameters. Optimizers that are not torch's are left alone.
+    """
+    if not state:
+        return
+    for name in _switched(type(optimizer), options):
         if state.get(name) is None:
             state[name] = torch.zeros_like(param.main, requires_grad=False, memory_format=torch.preserve_format)
-        elif name not in PER_PARAMETER and not _is_like(state[name], param.main):
-            shape = tuple(state[name].shape) if isinstance(state[name], Tensor) else None
-            story = f"a {type(state[name]).__name__}" if shape is None else f"of shape {shape}"
-            raise UsageError(
-                f"the optimizer's state[{param.name!r}][{name!r}] is {story}, but its main param has shape "
-                f"{tuple(param.main.shape)}; load state of the same parameters, in the same order"
+
+
+def _names(kind: type, main: Tensor) -> tuple[str, ...]:
+    """Return the names of the state that is read once there is any. Adafactor factors matrices and what is beyond."""
+    if kind is not torch.optim.Adafactor:
+        return STATES[kind]
+    return (*STATES[kind], *(("row_var", "col_var") if main.dim() > 1 else ("variance",)))
+
+
+def _switched(kind: type, options: Mapping[str, Any]) -> list[str]:
+    return [name for name, is_on in SWITCHED.get(kind, {}).items() if is_on(options)]
+
+
+def _shape(name: str, main: Tensor) -> tuple[int, ...]:
+    """Return the shape of a moment: its main param's, of Adafactor's factors with 1 in the last or next-to-last."""
+    shape = list(main.shape)
+    if name in ("row_var", "col_var"):
+        shape[-1 if name == "row_var" else -2] = 1
+    return tuple(shape)
+
+
+def _require_capturable(kind: type, param: MainParam) -> None:
+    device = param.main.device
+    if device.type in _NOT_CAPTURABLE:
+        raise ArgumentError(
+            f"capturable of a param group is True, but its parameter {param.name!r} is on {device}, where torch's "
+            f"{kind.__name__} cannot be captured; set capturable=False"
+        )
+
+
+def _require_numbers(kind: type, options: Mapping[str, Any]) -> None:
+    for name in _NO_TENSORS.get(kind, ()):
+        if has_tensors(options, [name]):
+            raise ArgumentError(
+                f"{name} of a param group is {options[name]!r}, and the foreach loop of torch's {kind.__name__} takes "
+                "no tensors there; give it numbers, or set foreach=False"
             )
 
 
-def _is_number(value: Any) -> bool:
+def _is_grouped(kind: type, options: Mapping[str, Any], main: Tensor) -> bool:
+    """Whether torch updates many tensors in one call: they may differ less than in a loop over parameters."""
+    asked = options.get("foreach")
+    if options.get("fused") or asked is not None:
+        return bool(options.get("fused") or asked)
+    return kind is not torch.optim.Adafactor and main.device.type != "cpu" and not options.get("differentiable")
+
+
+def _count_fault(
+    kind: type, options: Mapping[str, Any], name: str, value: Any, param: MainParam, *, is_captured: bool
+) -> str | None:
+    """Return why torch cannot use a number that is kept once for a parameter, and the remedy; None if it can."""
+    wanted = "number" if name == "step" else "floating point number"
+    remedy = f"it must be a tensor of one {wanted}: set it to a 0-d fp32 tensor, or load state that is whole"
+    if not isinstance(value, Tensor):
+        return f"is a {type(value).__name__}; {remedy}"
+    is_grouped = _is_grouped(kind, options, param.main)
+    # ASGD computes with the tensors, others with their values.
+    most_dims = value.dim() if kind is not torch.optim.ASGD else 0 if is_grouped else param.main.dim()
+    is_real = value.dtype in (_GROUPED_FLOATS if is_grouped else _FLOATS)
+    is_count = name == "step" and not is_grouped and _is_integer(value.dtype)
+    if value.numel() != 1 or value.dim() > most_dims or not (is_real or is_count):
+        return f"has shape {tuple(value.shape)} and dtype {value.dtype}; {remedy}"
+    device = param.main.device
+    if is_captured and value.device.type != device.type:
+        return f"is on {value.device}, but capturable=True needs it on {device}; move it there, or set capturable=False"
+    return _write_fault(value, is_grouped=is_grouped)
+
+
+def _moment_fault(kind: type, options: Mapping[str, Any], name: str, value: Any, param: MainParam) -> str | None:
+    """Return why torch cannot use a moment, and the remedy; None if it can."""
+    main, shape = param.main, _shape(name, param.main)
+    if not isinstance(value, Tensor) or tuple(value.shape) != shape:
+        story = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        needs = "" if shape == tuple(main.shape) else f" and needs {shape}"
+        return (
+            f"is {story}, but its main param has shape {tuple(main.shape)}{needs}; load state of the same parameters, "
+            "in the same order"
+        )
+    is_widened = value.dtype in HALF_DTYPES and value.shape == main.shape
+    is_strict = name in _LERPED or bool(options.get("fused"))
+    if not is_widened and value.dtype not in ((main.dtype,) if is_strict else _FLOATS):
+        return (
+            f"has dtype {value.dtype}, which {kind.__name__} cannot use beside a main param of {main.dtype}; load "
+            f"state that is whole, or convert it to {main.dtype}"
+        )
+    if is_dtensor(value) != is_dtensor(main):
+        return (
+            f"is a {type(value).__name__}, but its main param is a {type(main).__name__}; distribute both alike, or "
+            "load the state dict of the wrapped optimizer"
+        )
+    if value.device != main.device:
+        return f"is on {value.device}, its main param on {main.device}; move it there"
+    return _write_fault(local(value) if is_dtensor(value) else value, is_grouped=_is_grouped(kind, options, main))
+
+
+def _write_fault(value: Tensor, *, is_grouped: bool) -> str | None:
+    """Return why torch cannot write a tensor in place, and the remedy; None if it can."""
+    if value.numel() and shares_elements(value):
+        story = "has elements that share memory, as expand() makes them"
+    elif value._is_zerotensor() or (is_grouped and value.is_neg()):
+        story = "has no memory that holds its values"
+    elif value.is_inference() and not torch.is_inference_mode_enabled():
+        story = "was made in torch.inference_mode()"
+    else:
+        return None
+    return f"{story}, so that torch cannot write it; replace it by a tensor with memory of its own"
+
+
+def _wanted(value: Any, default: Any, *, takes_any: bool) -> str | None:
+    """Return what an option must be that does not fit its default; None if it fits. ``takes_any``: of tensors."""
+    if not isinstance(default, tuple):
+        return None if not _is_number(default) or _is_number(value, takes_any=takes_any) else "a number"
+    if isinstance(value, (tuple, list)) and len(value) == len(default):
+        pairs = zip(value, default, strict=True)
+        if all(_is_number(one, takes_any=takes_any) or (one is None and usual is None) for one, usual in pairs):
+            return None
+    return f"{len(default)} numbers"
+
+
+def _is_integer(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+
+
+def _is_number(value: Any, *, takes_any: bool = True) -> bool:
+    """Whether it is a real number, or a tensor of one, of any shape if ``takes_any``, else 0-d."""
     if isinstance(value, Tensor):
-        return value.numel() == 1 and not value.dtype.is_complex and not value.is_meta
+        is_one = value.numel() == 1 and (takes_any or value.dim() == 0)
+        return is_one and not value.dtype.is_complex and not value.is_meta
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
-def _is_like(value: Any, main: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == main.shape

@@ -20,7 +20,7 @@ from megascale.main_params.main_param import MainParam
 from megascale.step.decoded import held_params
 from megascale.step.inner_step import InnerStep, without_grad
 from megascale.step.kernel_state import rate
-from megascale.step.own_state import check_options, complete_state
+from megascale.step.own_state import check_options, check_state, complete_state
 from megascale.step.torch_states import state_of, widen, with_tensor_counts
 from megascale.step.update import InnerUpdate, MarkWritten, PendingUpdate, Rounded
 from megascale.utils.dtensors import dtensor_like, local
@@ -71,7 +71,8 @@ class GeneralUpdate(InnerUpdate):
         """See :class:`InnerUpdate`. Of optimizers that are not torch's only memory and learning rate are checked.
 
         Raises UsageError, naming the parameter, for state without memory, and ArgumentError for a learning rate
-        that is neither a number nor a tensor of one; see :mod:`megascale.step.own_state` for those of torch.
+        that is neither a number nor a tensor of one; see :mod:`megascale.step.own_state` for those of torch. Nothing
+        has changed then.
         """
         for pending in updates:
             self.check_options(pending.options)
@@ -84,7 +85,11 @@ class GeneralUpdate(InnerUpdate):
                             f"the optimizer's state[{param.name!r}][{name!r}] {fault}; load the state anew"
                         )
                 if param.is_owned:
-                    complete_state(self.optimizer, pending.options, param, state)
+                    check_state(self.optimizer, pending.options, param, state)
+        for pending in updates:
+            for param in pending.params:
+                if param.is_owned:
+                    complete_state(self.optimizer, pending.options, param, state_of(self.optimizer, param))
         return [replace(pending, call=None) for pending in updates]
 
     @override

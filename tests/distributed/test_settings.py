@@ -35,10 +35,7 @@ def _built(way: str) -> tuple[nn.Module, Optimizer]:
         return net, DistributedOptimizer(torch.optim.AdamW(named, lr=0.1), config, scaler, modules=net)
     sync = None if way == "DDP" else GradSync(named)
     groups = [[{"params": named}]] if way != "ChainedOptimizer" else [[{"params": named[:2]}], [{"params": named[2:]}]]
-    made = [
-        MixedPrecisionOptimizer(torch.optim.AdamW(one, lr=0.1), config, scaler, grad_sync=sync)  # type: ignore[arg-type]
-        for one in groups
-    ]
+    made = [MixedPrecisionOptimizer(torch.optim.AdamW(one, lr=0.1), config, scaler, grad_sync=sync) for one in groups]
     module: nn.Module = DistributedDataParallel(net) if way == "DDP" else net
     return module, made[0] if len(made) == 1 else ChainedOptimizer(made)
 

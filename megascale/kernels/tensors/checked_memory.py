@@ -14,6 +14,8 @@ native.c, tensor_reader.cpp and Triton's kernels get addresses. In each step the
    without memory (``torch._efficientzerotensor``).
 7. It is strided and a plain tensor: not sparse, quantized or meta, and no wrapper subclass without memory of its own.
 8. Its dtype is one of those that the backend has a code for. Plain tensor code handles others, or they are refused.
+9. Of optimizer state, no byte is also one of other state, of a parameter or of a gradient. This is checked where tables
+   are made anew.
 
 These check, in every step, before the ranks agree on it: :meth:`megascale.main_params.base.MainParams.sync_from_model`
 model params, :class:`megascale.step.local_grads.ReadyGrads` gradients and main grads,
@@ -89,25 +91,44 @@ def overlapping(tensors: Sequence[Tensor]) -> list[int]:
     return sorted(found)
 
 
-def sharing(tensors: Sequence[Tensor]) -> list[int]:
+def sharing(tensors: Sequence[Tensor], others: Sequence[Tensor] = ()) -> list[int]:
     """Return the indices of two tensors that share a byte, none if no two do.
 
     Unlike :func:`overlapping` it tells interleaved views, as the columns of a matrix, from those that share elements.
+    ``others`` may share memory with one another; their indices go on where those of ``tensors`` end. Of several pairs
+    it is the one whose second index is lowest, then the first, wherever they lie.
     """
-    met = sorted(overlapping(tensors), key=lambda index: tensors[index].data_ptr())
+    every = [*tensors, *others]
+    met = sorted(overlapping(every), key=lambda index: every[index].data_ptr(), reverse=True)
+    found = []
     while met:
         # Those that are connected: each begins before the end of one before it.
-        cluster = [met.pop(0)]
-        first = tensors[cluster[0]].data_ptr()
-        end = first + _extent(tensors[cluster[0]])
-        while met and tensors[met[0]].data_ptr() < end:
-            cluster.append(met.pop(0))
-            end = max(end, tensors[cluster[-1]].data_ptr() + _extent(tensors[cluster[-1]]))
-        is_taken = np.zeros(end - first, dtype=np.bool_)
-        for at, index in enumerate(cluster):
-            own = _bytes_of(tensors[index], is_taken, first)
-            if own.any():
-                return sorted((_met_by(cluster[:at], index, tensors, is_taken, first), index))
+        cluster = [met.pop()]
+        first = every[cluster[0]].data_ptr()
+        end = first + _extent(every[cluster[0]])
+        while met and every[met[-1]].data_ptr() < end:
+            cluster.append(met.pop())
+            end = max(end, every[cluster[-1]].data_ptr() + _extent(every[cluster[-1]]))
+        pair = _pair_of(sorted(cluster), every, len(tensors), first, end)
+        if pair:
+            found.append(pair)
+    return min(found, key=lambda pair: pair[::-1], default=[])
+
+
+def _pair_of(cluster: Sequence[int], every: Sequence[Tensor], apart: int, first: int, end: int) -> list[int]:
+    """Return which two of ``cluster`` share a byte, of which the first has an index below ``apart``.
+
+    Their memory lies between the addresses ``first`` and ``end``.
+    """
+    if cluster[0] >= apart:
+        return []
+    is_taken = np.zeros(end - first, dtype=np.bool_)
+    for at, index in enumerate(cluster):
+        own = _bytes_of(every[index], is_taken, first)
+        if own.any():
+            earlier = [other for other in cluster[:at] if other < apart]
+            return [_met_by(earlier, index, every, is_taken, first), index]
+        if index < apart:
             own[...] = True
     return []
 

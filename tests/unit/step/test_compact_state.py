@@ -253,6 +253,35 @@ def test_averages_travel_between_codes_and_fp32(inner: str) -> None:
     assert same_bits(steps(module, optimizer, 3, 6), steps(twin, other, 3, 6))
 
 
+@pytest.mark.parametrize("inner", AVERAGES)
+def test_codes_without_their_step_are_refused(inner: str) -> None:
+    """The next bits depend on it: training would silently go another way. Nothing has changed."""
+    source, module = odd(torch.float16), odd(torch.float16)
+    saving = constant(source, AVERAGES[inner], 256.0, **FIRST)
+    steps(source, saving, 0, 3)
+    saved = saving.state_dict()
+    del saved["optimizer"]["state"]["params.1"]["step"]
+    optimizer = constant(module, AVERAGES[inner], 256.0, **FIRST)
+    before = steps(module, optimizer, 0, 2)
+    with pytest.raises(StateDictError, match=r"optimizer state of 'params.1' lacks 'step'"):
+        optimizer.load_state_dict(saved)
+    assert same_bits(before, snapshot(optimizer, module))
+
+
+@pytest.mark.parametrize("inner", ["sgd", "nesterov", "dampened"])
+def test_torchs_own_state_dict_of_sgd_is_loaded(inner: str) -> None:
+    """It has no codes and keeps no step: a momentum that is there has seen one."""
+    source, module = odd(torch.float32), odd(torch.float32)
+    bare = AVERAGES[inner](source)
+    set_grads(source, 0)
+    bare.step()
+    optimizer = constant(module, AVERAGES[inner], 256.0, **FIRST)
+    optimizer.load_state_dict(bare.state_dict(), strict=False)
+    entry = optimizer.state[module[1]]
+    assert entry["momentum_buffer"].dtype == torch.int8
+    assert entry["step"] == 1
+
+
 @pytest.mark.parametrize("inner", ["lion", "sgd"])
 def test_torchs_own_averages_are_encoded(inner: str) -> None:
     """A momentum that the inner optimizer had before it was wrapped is kept, without a step count beside it."""
