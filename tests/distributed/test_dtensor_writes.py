@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from megascale import MixedPrecisionOptimizer, OptimizerConfig
 from megascale.main_params.main_param import MainParam
+from tests.cases import cases
 from tests.meshes import mesh_of
 from tests.pool import RankPool
 
@@ -101,18 +102,22 @@ def _written(way: str, parallelism: str, dtype: torch.dtype, remainders: bool) -
     return found, module.weight.full_tensor().float().mean().item(), untouched
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("parallelism", ["FSDP2", "tensor parallel"])
 @pytest.mark.parametrize(
-    ("dtype", "remainders"), [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, False)]
+    ("way", "parallelism", "form"),
+    cases(
+        WAYS,
+        ["FSDP2", "tensor parallel"],
+        [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, False)],
+        quick=lambda way, parallelism, form: way in ("load_state_dict", "local") and parallelism == "FSDP2",
+    ),
 )
 def test_writes_to_dtensors_are_followed(
-    ranks: RankPool, way: str, parallelism: str, dtype: torch.dtype, remainders: bool
+    ranks: RankPool, way: str, parallelism: str, form: tuple[torch.dtype, bool]
 ) -> None:
     """Invariant 6: weights loaded into the model are never silently reverted. Torch counts a write to a DTensor in the
     DTensor, not in its local tensor. Steps without such a write read no weight again.
     """
-    for main, weight, untouched in ranks.run(2, _written, way, parallelism, dtype, remainders):
+    for main, weight, untouched in ranks.run(2, _written, way, parallelism, *form):
         assert main == LOADED
         assert weight == pytest.approx(LOADED, abs=1e-3)
         assert untouched == 0
