@@ -33,6 +33,14 @@ def _make(kind: str, inner: Any = RMSprop) -> tuple[Bag, MixedPrecisionOptimizer
     return bag, MixedPrecisionOptimizer(optimizer, None, scaler, grad_sync=sync)
 
 
+def _switch_momentum_on(optimizer: MixedPrecisionOptimizer, culprit: int) -> None:
+    """As OneCycleLR does it: the rank ``culprit`` then lacks a buffer."""
+    optimizer.param_groups[0]["momentum"] = 0.9
+    if dist.get_rank() != culprit:
+        for state in optimizer.optimizer.state.values():
+            state["momentum_buffer"] = torch.zeros_like(state["square_avg"])
+
+
 def _backward(bag: Bag, optimizer: MixedPrecisionOptimizer | ChainedOptimizer, seed: int) -> None:
     torch.manual_seed(seed)
     optimizer.zero_grad()
@@ -55,8 +63,7 @@ def _inner_step_fails(kind: str, culprit: int) -> tuple[str, str, list[bool]]:
     saved = optimizer.state_dict()
     weights = [param.detach().clone() for param in bag.params]
     _backward(bag, optimizer, 2)
-    if dist.get_rank() == culprit:  # as OneCycleLR does: it then lacks a buffer
-        optimizer.param_groups[0]["momentum"] = 0.9
+    _switch_momentum_on(optimizer, culprit)
     optimizer.step()
     _backward(bag, optimizer, 3)
     with pytest.raises(MegascaleError) as caught:
@@ -102,8 +109,7 @@ def _dtensor_step_fails(culprit: int) -> tuple[str, list[bool]]:
 
     landed = [step(), step()]
     saved = optimizer.state_dict()
-    if dist.get_rank() == culprit:
-        optimizer.param_groups[0]["momentum"] = 0.9
+    _switch_momentum_on(optimizer, culprit)
     step()
     with pytest.raises(InnerStepError) as caught:
         step()
@@ -127,8 +133,7 @@ def _load_forgets(culprit: int) -> bool:
     optimizer.step()
     saved = optimizer.state_dict()
     _backward(bag, optimizer, 1)
-    if dist.get_rank() == culprit:
-        optimizer.param_groups[0]["momentum"] = 0.9
+    _switch_momentum_on(optimizer, culprit)
     optimizer.step()
     optimizer.param_groups[0]["momentum"] = 0
     optimizer.load_state_dict(saved)
@@ -183,8 +188,7 @@ def _chained(culprit: int) -> tuple[str, list[bool]]:
         _backward(bag, chain, step)
         chain.step()
     before = bag[1].detach().clone()
-    if dist.get_rank() == culprit:
-        halves[0].param_groups[0]["momentum"] = 0.9
+    _switch_momentum_on(halves[0], culprit)
     _backward(bag, chain, 2)
     chain.step()
     moved = not bits_equal(bag[1].detach(), before)
