@@ -342,6 +342,16 @@ def test_chunks_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert same_bits(runs[0], runs[2])
 
 
+def test_model_state_dict_is_a_copy() -> None:
+    """Of an fp32 model, too, whose averages have its dtype already."""
+    module = _normed().float()
+    averages = AveragedMainParams(module, wrap(module))
+    copied = averages.model_state_dict()
+    live = dict(averages.averages())
+    for name, average in live.items():
+        assert copied[name].data_ptr() != average.data_ptr()
+
+
 def test_chunks_hold_as_much_as_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of exactly CHUNK_NUMEL elements together share a chunk, and a larger one has its own."""
     monkeypatch.setattr(running_averages, "CHUNK_NUMEL", 8)

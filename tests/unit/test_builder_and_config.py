@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megascale import ConstantGradScaler, DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig, build_optimizer
-from megascale.errors import ArgumentError
+from megascale.errors import ArgumentError, UsageError
 from tests.training import model
 
 BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
@@ -141,3 +141,17 @@ def test_misuse_is_refused_by_name(arguments: dict[str, Any], message: str) -> N
     defaults: dict[str, Any] = {"config": OptimizerConfig(lr=0.1), "modules": nn.Linear(2, 2)}
     with pytest.raises(ArgumentError, match=message):
         build_optimizer(**(defaults | arguments))
+
+
+def test_a_built_optimizer_checks_that_the_loss_was_scaled() -> None:
+    """As one that was wrapped by hand, unless grads_are_scaled=True vouches for the gradients."""
+    kinds: list[tuple[dict[str, Any], bool]] = [({}, True), ({"grads_are_scaled": True}, False)]
+    for options, is_refused in kinds:
+        module = nn.Linear(4, 2).half()
+        optimizer = build_optimizer(OptimizerConfig(fp16=True, lr=1e-3), module, **options)
+        module(torch.ones(3, 4).half()).float().sum().backward()
+        if is_refused:
+            with pytest.raises(UsageError, match="nobody has asked for the loss scale"):
+                optimizer.step()
+        else:
+            assert optimizer.step().success

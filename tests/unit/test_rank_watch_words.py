@@ -1,9 +1,10 @@
 """What a RankWatch says of other ranks, from their notices."""
 
+from types import SimpleNamespace
 from typing import Any
 
 from megascale.errors import MOST_NAMES
-from megascale.rank_watch import _told, _told_after_loss
+from megascale.rank_watch import _Rounds, _told, _told_after_loss
 from megascale.utils.call_site import CallSite
 
 HERE = CallSite("train.py:40 in main", "step()", "all_reduce", True)
@@ -56,3 +57,17 @@ def test_of_many_ranks_a_few_are_named() -> None:
         words = _told(HERE, 5, dict.fromkeys(range(number), ENDED), {})
         assert words.count("has finished.") == MOST_NAMES
         assert words.endswith(end)
+
+
+def test_a_lower_rank_that_gives_signs_in_the_same_call_looks_itself() -> None:
+    """Its notice must be another than the one seen before: a rank that has died there gives no new one."""
+    for notice, seen, expected in (
+        (_notice(HERE, beat=2), _notice(HERE, beat=1), {}),
+        (_notice(HERE), None, {}),
+        (_notice(HERE), _notice(HERE), {0: _notice(HERE)}),
+        (_notice(THERE), None, {0: _notice(THERE)}),
+        (None, _notice(HERE), {0: None}),
+    ):
+        board = SimpleNamespace(read=lambda rank, notice=notice: notice)
+        rounds: Any = SimpleNamespace(_ranks=2, _rank=1, _board=board, _seen={0: seen})
+        assert _Rounds._look(rounds, HERE) == expected
