@@ -167,13 +167,14 @@ def test_backend_equals_reference(inner: str, name: str) -> None:
         assert same_bits(everything, our_everything)
 
 
+@pytest.mark.parametrize("momentum", [0.9, 1.0])
 @pytest.mark.parametrize("dampening", [0.0, 0.3, 1.0])
-def test_torchs_kernel_runs_momentum_without_dampening(dampening: float) -> None:
+def test_torchs_kernel_runs_momentum_without_dampening(dampening: float, momentum: float) -> None:
     """With dampening the first step is another one, which torch's fused kernel would not know."""
     mains = []
     for backend in ("reference", "torch"):
         module = Bag([torch.linspace(-1, 1, 40)])
-        inner = torch.optim.SGD(module.named_parameters(), lr=0.1, momentum=0.9, dampening=dampening)
+        inner = torch.optim.SGD(module.named_parameters(), lr=0.1, momentum=momentum, dampening=dampening)
         optimizer = MixedPrecisionOptimizer(inner, OptimizerConfig(backend=backend, clip_grad=0.0))
         for step in range(3):
             set_grads(module, seed=step)
