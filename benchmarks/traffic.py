@@ -7,9 +7,6 @@ while the main param and the moments, all fp32, are read and written, and a 16-b
 caches. `step.py --matrix` compares each rule with AdamW on fp16 parameters in GB/s; here the same ratios are those of
 bare loops. A rule that mostly reads has the lower ratio: a core waits for what it reads, and not for what is written
 back later.
-
-A last line times the divisions and roots of AdamW with 8-bit moments, which `step.py --states compact` steps: in
-registers, without any memory.
 """
 
 import argparse
@@ -52,8 +49,6 @@ def library() -> ctypes.CDLL:
     loaded.read_grads.restype = ctypes.c_float
     loaded.update.argtypes = [pointer, count, count, count, count, ctypes.c_int]
     loaded.update.restype = None
-    loaded.divide.argtypes = [count, ctypes.c_int]
-    loaded.divide.restype = ctypes.c_float
     return loaded
 
 
@@ -113,24 +108,9 @@ def table(measured: Sequence[Loops]) -> str:
     return "\n".join(lines)
 
 
-def divisions(loops: ctypes.CDLL, numel: int, threads: int, rounds: int) -> str:
-    """Time two divisions and a root of each parameter. Returns a sentence."""
-    milliseconds = []
-    for _ in range(rounds + 1):  # the first warms up
-        start = time.perf_counter()
-        loops.divide(numel, threads)
-        milliseconds.append((time.perf_counter() - start) * 1e3)
-    del milliseconds[0]
-    median, low, high = statistics.median(milliseconds), min(milliseconds), max(milliseconds)
-    return (
-        f"Two divisions and a root of each of {numel:,} parameters, which AdamW with 8-bit moments needs, take "
-        f"{median:.1f} ms ({low:.1f} to {high:.1f}) in registers, without memory."
-    )
-
-
-def measure(loops: ctypes.CDLL, arguments: argparse.Namespace) -> list[Loops]:
+def measure(arguments: argparse.Namespace) -> list[Loops]:
     """Time all loops in every round, each after a pass that leaves caches cold."""
-    device = torch.device("cpu")
+    loops, device = library(), torch.device("cpu")
     length = arguments.numel // arguments.tensors // 64 * 64
     bandwidth = Bandwidth(arguments.probe or PROBE["cpu"], device)
 
@@ -161,8 +141,7 @@ def main() -> None:
     if not 0 < arguments.tensors * 64 <= arguments.numel:
         parser.error(f"--tensors {arguments.tensors} must leave 64 of --numel {arguments.numel} to each")
     torch.set_num_threads(arguments.threads)
-    loops = library()
-    measured = measure(loops, arguments)
+    measured = measure(arguments)
     options = " ".join(f"--{name} {getattr(arguments, name)}" for name in ("numel", "tensors", "rounds", "threads"))
     text = "\n\n".join(
         [
@@ -170,7 +149,6 @@ def main() -> None:
             f"{place(torch.device('cpu'), arguments.threads)}; {arguments.rounds} interleaved rounds.",
             f"`python benchmarks/traffic.py {options} --device cpu`",
             table(measured),
-            divisions(loops, arguments.numel, arguments.threads, arguments.rounds),
         ]
     )
     print(text)

@@ -1,4 +1,4 @@
-/* What a step moves and nothing else: the bare loops that a rule's bandwidth is compared with. And what a step divides.
+/* What a step moves and nothing else: the bare loops that a rule's bandwidth is compared with.
  *
  * A table has a row for each parameter: its gradient, its model param (0: none), and COLUMNS columns of fp32, 0 where a
  * rule has fewer. All rows have one length, a multiple of the vectors'.
@@ -7,7 +7,6 @@
 
 #define COLUMNS 4
 #define AHEAD 1536 /* bytes of fp32 */
-#define CHAINS 8
 
 typedef struct { const char *grad; char *model, *fp32[COLUMNS]; } Row;
 
@@ -58,24 +57,4 @@ void update(const Row *rows, int64_t num_rows, int64_t numel, int64_t type, int6
     LOOP(F16, 1) LOOP(F16, 2) LOOP(F16, 3) LOOP(F16, 4)
     LOOP(BF16, 1) LOOP(BF16, 2) LOOP(BF16, 3) LOOP(BF16, 4)
 #undef LOOP
-}
-
-/* Two divisions and a root of each of n elements, in registers, in chains that do not wait for one another. Returns a
- * number of no meaning.
- */
-float divide(int64_t n, int threads) {
-    float total = 0;
-#pragma omp parallel for schedule(static) num_threads(threads) reduction(+ : total)
-    for (int part = 0; part < threads; part++) {
-        Floats x[CHAINS];
-        for (int k = 0; k < CHAINS; k++) x[k] = (Floats){0} + (2.0f + (float)(k + part));
-        for (int64_t i = 0; i < n / threads; i += CHAINS * WIDTH)
-            for (int k = 0; k < CHAINS; k++) {
-                x[k] = 3.0f / x[k];
-                x[k] = 5.0f / x[k];
-                x[k] = root(x[k]);
-            }
-        for (int k = 0; k < CHAINS; k++) total += x[k][0];
-    }
-    return total;
 }

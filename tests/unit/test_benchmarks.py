@@ -5,7 +5,6 @@ import importlib
 import importlib.util
 import itertools
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -186,13 +185,8 @@ def test_everybody_follows_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_bare_loops_move_the_bytes_of_every_rule() -> None:
-    """One row for each traffic, with its bytes, and those of them that are read; rules of one traffic share a row.
-
-    Divisions without memory are timed too.
-    """
-    written = run("traffic.py", "--tensors", "3")
-    assert re.search(r"Two divisions and a root of each of [\d,]+ parameters, .* take \d+\.\d ms", written)
-    found = {(row["rule"], row["parameters"]): row for row in table(written)}
+    """One row for each traffic, with its bytes, and those of them that are read; rules of one traffic share a row."""
+    found = {(row["rule"], row["parameters"]): row for row in table(run("traffic.py", "--tensors", "3"))}
     moved = {"adamw": (30, 16), "amsgrad": (38, 20), "sgd": (14, 8), "momentum": (22, 12)}
     assert len(found) == 3 * len(moved)
     for rule, expected in moved.items():
