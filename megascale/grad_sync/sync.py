@@ -8,10 +8,8 @@ stall no rank.
 The hooks refer to their GradSync weakly: when it is freed, so are its hooks, main grads and thread.
 """
 
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from operator import attrgetter
 from threading import Lock
 from types import NoneType
@@ -29,11 +27,12 @@ from megascale.grad_sync.construction import Construction, param_forms, ranks_by
 from megascale.grad_sync.grad_hook import GradHook, find_under_ddp, require_unowned
 from megascale.grad_sync.layout import DEFAULT_BUCKET_NUMEL, BufferLayout, ParamSize, build_layouts
 from megascale.grad_sync.owners import update_cost
-from megascale.grad_sync.reduction import BucketReduction, Divisor, ReduceThread, bucket_reduction
+from megascale.grad_sync.reduction import Divisor, ReduceThread, bucket_reduction
+from megascale.grad_sync.synced_bucket import SyncedBucket, tag_of
 from megascale.grad_sync.usable_grads import memory_error
 from megascale.parallel import GradGroup, ParallelGroups, is_expert
 from megascale.utils import validate
-from megascale.utils.collectives import PROBE_TAG, group_rank, group_size
+from megascale.utils.collectives import group_size
 from megascale.utils.dtensors import is_dtensor
 from megascale.utils.staging import staged
 
@@ -43,55 +42,6 @@ MOST_PENDING = 2
 
 # An attrgetter, as map() then runs in C: at every step, over every parameter.
 _GRAD = attrgetter("grad")
-
-
-@dataclass(eq=False)
-class SyncedBucket:
-    """One bucket: its parameters, its main grads, its reduction, and which gradients it still waits for."""
-
-    index: int
-    memory: FlatBucket
-    group: GradGroup
-    params: dict[str, nn.Parameter]
-    reduction: BucketReduction
-    tag: int
-    waiting: set[str] = field(init=False)
-    fresh: set[str] = field(init=False)
-    started: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.reset()
-
-    @property
-    def rank(self) -> int:
-        """The index of this rank's shard."""
-        return group_rank(self.group.shard)
-
-    def reset(self) -> None:
-        """Begin a new step: the first gradient of each parameter overwrites its main grad."""
-        self.waiting = set(self.params)
-        self.fresh = set(self.params)
-        self.started = False
-
-    def start(self, divisor: Divisor) -> None:
-        """Start the reduction, after the work of all streams that wrote gradients.
-
-        Parameters that had no gradient take part with zeros.
-        """
-        self.memory.order.join()
-        for name in self.fresh:
-            self.memory.views[name].zero_()
-        self.fresh = set()
-        self.started = True
-        self.reduction.start(divisor)
-
-
-def tag_of(names: Iterable[str]) -> int:
-    """Return the tag of a bucket's messages: a checksum of its parameters' names, so that all ranks have the same.
-
-    Buckets of several optimizers may be reduced over one group at once, started in another order on each rank.
-    """
-    return zlib.crc32("\n".join(names).encode()) % PROBE_TAG
 
 
 def trainable_by_name(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, nn.Parameter]:

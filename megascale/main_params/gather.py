@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megascale.grad_sync.message_thread import MessageThread
-from megascale.grad_sync.sync import SyncedBucket
+from megascale.grad_sync.synced_bucket import SyncedBucket
 from megascale.main_params.gather_hooks import GatherHooks
 from megascale.utils.collectives import Pending, all_gather_start, is_message_passing
 from megascale.utils.streams import Arrival

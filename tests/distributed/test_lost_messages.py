@@ -23,7 +23,7 @@ from megascale.grad_sync.bucket import FlatBucket
 from megascale.grad_sync.layout import ParamSize, build_layouts
 from megascale.grad_sync.message_thread import MessageThread
 from megascale.grad_sync.reduction import P2PReduceScatter, ReduceThread
-from megascale.grad_sync.sync import SyncedBucket
+from megascale.grad_sync.synced_bucket import SyncedBucket
 from megascale.main_params.gather import _GATHER_BIT, GatheredBucket
 from megascale.parallel import GradGroup
 from megascale.utils.collectives import LostMessage, Pending, exchange_start

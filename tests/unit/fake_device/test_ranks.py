@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megascale import MixedPrecisionOptimizer, StepGraph
 from megascale.errors import ArgumentError
 from megascale.grad_sync import GradSync
-from megascale.grad_sync.sync import SyncedBucket
+from megascale.grad_sync.synced_bucket import SyncedBucket
 from tests.fake_device.device import FakeDevice
 from tests.fake_device.models import BUILD, CONFIG, adamw, loss_of, model, synced, world_of_two
 from tests.fake_device.process import OnDevice
