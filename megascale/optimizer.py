@@ -40,8 +40,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     ``Float16OptimizerWithFloat16Params``; `found_inf`, scale, norm and clip coefficient never leave the device.
 
     Args:
-        optimizer: Adam, AdamW and SGD run without a host sync; any other optimizer costs one host read of `found_inf` a
-            step.
+        optimizer: Adam, AdamW, SGD, Lion and Muon run without a host read; any other costs one, of `found_inf`, a step.
         config: None takes fp16 or bf16 from the parameters' dtypes and does not clip.
         grad_scaler: required for fp16. Moved to the parameters' device.
         groups: None, a ProcessGroup, a DeviceMesh or ParallelGroups; see :meth:`ParallelGroups.of`. None: the whole

@@ -41,7 +41,7 @@ class LandedLRScheduler(LRScheduler):
     computed (fp32 on a device without fp64, or for a torch optimizer). The host waits for the device only where it must
     know at once whether the step landed:
 
-    - the optimizer's update needs the decision on the host (any but Adam, AdamW, SGD and Lion; see
+    - the optimizer's update needs the decision on the host (any but Adam, AdamW, SGD, Lion and Muon; see
       ``MixedPrecisionOptimizer``), or it is a torch optimizer neither fused nor capturable: rates stay numbers;
     - the schedule changes momentum or betas, as OneCycleLR and CyclicLR do unless ``cycle_momentum=False``;
     - the schedule raises, for example at its end: the error is passed on only if the step landed;
