@@ -210,7 +210,7 @@ class KernelState:
 
     def _idle_memory(self, busy: Collection[int], idle: Sequence[MainParam]) -> "list[_Memory]":
         """Return the memory of listed parameters whose ids are not among ``busy``, without step counts."""
-        listed = [(name, model) for name, model in _listed(self._optimizer.param_groups) if id(model) not in busy]
+        listed = [(name, model) for name, model in named_in(self._optimizer.param_groups) if id(model) not in busy]
         if not listed:
             return []
         known = {id(param.model): param for param in idle}
@@ -356,7 +356,7 @@ def _param_memory(params: Sequence[MainParam]) -> list[_Memory]:
     ]
 
 
-def _listed(param_groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Tensor]]:
+def named_in(param_groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Tensor]]:
     """Yield all parameters with the names that their groups give them, else their positions."""
     position = 0
     for group in param_groups:

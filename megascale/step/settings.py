@@ -1,6 +1,7 @@
 """Settings that ranks which hold the same parameters must share: options, the clip, the rule of the loss scale.
 
-Ranks with the same gradients and other learning rates would part. So each rank adds a number to its count of errors, as
+So must they have taken the same number of steps. Ranks with the same gradients and other learning rates would part. So
+each rank adds a number to its count of errors, as
 :mod:`megascale.step.absence` does: they add up to 0 where the settings are the same, and otherwise do not, but for one
 case in a thousand. No collective is added. Tensors are not compared: the host does not read them.
 """
@@ -23,9 +24,8 @@ from megascale.utils.collectives import all_gather_object, group_rank, group_ran
 Settings = tuple[Any, ...]
 """Of one kind of parameters: the clip, the scaler's rule, and for each param group its names and values."""
 
-_ANY_VALUE = ("params", "foreach", "fused", "capturable", "differentiable")
-"""Options that choose how a step is computed, and may differ between ranks."""
-_SIMPLE = (float, int, bool, str, type(None))
+_MAY_DIFFER = ("params", "foreach", "fused", "capturable", "differentiable")
+"""Options that choose how a step is computed."""
 
 
 class SharedSettings:
@@ -59,10 +59,10 @@ class SharedSettings:
         self, members: Sequence[StepMember], clip_grad: float, scaler: MegatronGradScaler | None
     ) -> dict[bool, Settings]:
         """Return the settings of dense parameters and those of experts, as far as there are any."""
-        head = (clip_grad, None if scaler is None else scaler.settings())
+        head = (_comparable(clip_grad), None if scaler is None else _comparable(scaler.settings()))
         found: dict[bool, Settings] = {}
         for member in members:
-            names = [name for name in member.optimizer.defaults if name not in _ANY_VALUE]
+            names = [name for name in member.optimizer.defaults if name not in _MAY_DIFFER]
             for group in member.optimizer.param_groups:
                 if not group["params"]:
                     continue
@@ -86,29 +86,39 @@ class SharedSettings:
             ]
             for kind, holders in self._holders.items()
         }
-        everyones = all_gather_object(mine, self._groups.grad_stats)
         first: dict[Any, tuple[int, list[dict[str, Any]]]] = {}
-        for rank, theirs in enumerate(everyones):
+        for rank, theirs in enumerate(all_gather_object(mine, self._groups.grad_stats)):
             for key, steps in theirs.items():
                 first_rank, first_steps = first.setdefault(key, (rank, steps))
-                for one, other in zip(first_steps, steps, strict=False):
-                    for label in dict.fromkeys((*one, *other)):
-                        if one.get(label) != other.get(label):
-                            return UsageError(
-                                f"ranks that hold the same parameters have other settings: {label} is "
-                                f"{one.get(label)!r} on rank {first_rank} and {other.get(label)!r} on rank {rank}; set "
-                                "it alike on every rank, or, where their parameters are meant to part, pass "
-                                "replicas_may_differ=True to MixedPrecisionOptimizer"
-                            )
+                found = _first_difference(first_steps, steps)
+                if found is not None:
+                    label, one, other = found
+                    return UsageError(
+                        f"ranks that hold the same parameters have other settings: {label} is {one!r} on rank "
+                        f"{first_rank} and {other!r} on rank {rank}; set it alike on every rank, or, where their "
+                        "parameters are meant to part, pass replicas_may_differ=True to MixedPrecisionOptimizer"
+                    )
         return None
 
 
+def _first_difference(mine: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -> tuple[str, Any, Any] | None:
+    """Return what a setting is called that differs in the same step, and both values; None if all are the same."""
+    for one, other in zip(mine, theirs, strict=False):
+        for label in dict.fromkeys((*one, *other)):
+            if repr(one.get(label)) != repr(other.get(label)):  # as digests compare them
+                return label, one.get(label), other.get(label)
+    return None
+
+
 def _comparable(value: Any) -> Any:
-    """Return an option's value if it is numbers or words, as such; None for anything else."""
-    if type(value) in _SIMPLE:
+    """Return an option's value if it is numbers or words, in one form for equal ones; None for anything else."""
+    if isinstance(value, str):
         return value
     if isinstance(value, numbers.Real):
-        return float(value)
+        try:
+            return float(value) + 0.0  # -0.0 becomes 0.0
+        except OverflowError:  # an integer that is too large
+            return repr(value)
     if isinstance(value, (tuple, list)):
         return tuple(map(_comparable, value))
     return None

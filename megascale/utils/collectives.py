@@ -297,7 +297,7 @@ def twin_group(group: ProcessGroup | None) -> ProcessGroup | None:
     """
     if group is None or group.size() == 1:
         return None
-    ranks = dist.get_process_group_ranks(group)
+    ranks = list(group_ranks(group))
     is_part = len(ranks) != dist.get_world_size()
     timeout = timeout_of(group)
     make = partial(dist.new_group, ranks, backend="gloo", timeout=timeout, use_local_synchronization=is_part)

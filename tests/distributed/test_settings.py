@@ -119,6 +119,27 @@ def test_settings_of_one_rank_are_every_ranks_error(ranks: RankPool, way: str, n
             assert is_finite
 
 
+def _equal() -> list[bool]:
+    torch.manual_seed(0)
+    net = nn.Linear(4, 4)
+    inner = torch.optim.Adam(net.parameters(), lr=1 if dist.get_rank() else 1.0)
+    optimizer = MixedPrecisionOptimizer(inner)
+    landed = []
+    others: list[dict[str, Any]] = [{}, {"betas": [0.9, 0.999]}, {"weight_decay": -0.0}, {"maximize": 0}]
+    for options in others:
+        if dist.get_rank():
+            inner.param_groups[0].update(options)
+        for param in net.parameters():
+            param.grad = torch.ones_like(param)
+        landed.append(bool(optimizer.step().success))
+    return landed
+
+
+def test_equal_settings_of_other_types_are_alike(ranks: RankPool) -> None:
+    """1 is 1.0, a list holds what a tuple holds, and -0.0 is 0.0: the step is taken."""
+    assert ranks.run(2, _equal) == [[True] * 4] * 2
+
+
 def _vouched() -> list[float]:
     torch.manual_seed(0)
     net = nn.Linear(4, 4)
