@@ -296,9 +296,10 @@ INLINE void fetch_main(Span at, CompactKind kind, int64_t o) {
 
 /* Return the dithers of a block's first vector. */
 INLINE Words first_dithers(Span at) {
+    static const uint32_t index[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     Words weyl;
-    for (int j = 0; j < WIDTH; j++) weyl[j] = (uint32_t)j * INDEX_STRIDE + at.dither;
-    return weyl;
+    memcpy(&weyl, index, sizeof weyl);
+    return weyl * INDEX_STRIDE + at.dither;
 }
 
 /* Loops that wait for few results come between a reduction over groups and the loop that needs it. */
@@ -310,6 +311,7 @@ INLINE int update_adam_block(Span at, CompactKind kind, AdamScalars s, float coe
     Rare rare;
     Words weyl = first_dithers(at);
     if (kind.second) old_floors(at, &work, groups);
+#pragma GCC unroll 2
     for (int64_t t = 0; t < groups; t++) {
         if (groups == BLOCK) {
             const int64_t ahead = t * GROUP + BLOCK * GROUP;
@@ -320,10 +322,12 @@ INLINE int update_adam_block(Span at, CompactKind kind, AdamScalars s, float coe
         new_moments(at, kind, s, coefficient, &work, t);
     }
     if (kind.second) new_floors(at, &work, groups);
+#pragma GCC unroll 2
     for (int64_t t = 0; t < groups; t++) {
         if (groups == BLOCK) fetch_main(at, kind, (t + BLOCK) * GROUP);
         beyond |= new_params(at, kind, s, &work, t, streamed);
     }
+#pragma GCC unroll 2
     for (int64_t t = 0; t < groups; t++, weyl += GROUP * INDEX_STRIDE) {
         if (kind.second && work.floor.bits[t]) new_roots(at, kind, &work, t, weyl, 0);
         else new_roots(at, kind, &work, t, weyl, 1);
@@ -383,7 +387,8 @@ INLINE int update_groups(const CompactRow *row, const char *grad, CompactKind ki
 #define SPAN(n) span_of(row, grad, kind, dither, i, n, &marks)
     for (; i + BLOCK * GROUP <= whole; i += BLOCK * GROUP)
         beyond |= update_block(SPAN(BLOCK * GROUP), kind, s, BLOCK, streamed);
-    for (; i < whole; i += GROUP) beyond |= update_block(SPAN(GROUP), kind, s, 1, streamed);
+    if (i < whole) beyond |= update_block(SPAN(whole - i), kind, s, (whole - i) / GROUP, streamed);
+    i = whole;
     if (i < chunk.end) beyond |= update_last_group(SPAN(chunk.end - i), kind, s);
 #undef SPAN
     if (kind.held) add_fingerprint(row->fingerprint, sum_of_pair_marks(&marks, chunk.start));

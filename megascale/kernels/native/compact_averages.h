@@ -13,15 +13,23 @@ INLINE Floats level_of(Floats code) {
 INLINE Floats decoded_average(const char *at, float scale) {
     Ints code = load_i8(at);
     Floats level = level_of(floats_of(code));
-    return where(code < 0, -level, level) * scale;
+    return (Floats)((Words)level | ((Words)code & 0x80000000u)) * scale;
+}
+
+/* Return x >= 0, and 0 for NaN. */
+INLINE Floats number_or_zero(Floats x) {
+#if WIDTH == 16
+    return (Floats)_mm512_max_ps((__m512)x, _mm512_setzero_ps()); /* the second operand where one is NaN */
+#else
+    return (Floats)((Words)x & (Words)(x == x));
+#endif
 }
 
 /* Compute vector v's ratios to their scale, with signs, and of each the largest code below: a slow chain of roots. */
 INLINE void codes_below(Work *work, int64_t v, float inverse) {
-    Floats ratio = work->first[v] * inverse;
-    ratio = (Floats)((Words)ratio & (Words)(ratio == ratio));
-    Ints below = __builtin_convertvector(root(root(magnitude_of(ratio))) * TOP_LEVEL, Ints);
-    work->first[v] = ratio;
+    Floats ratio = work->first[v] * inverse, magnitude = number_or_zero(magnitude_of(ratio));
+    Ints below = __builtin_convertvector(root(root(magnitude)) * TOP_LEVEL, Ints);
+    work->first[v] = (Floats)((Words)magnitude | ((Words)ratio & 0x80000000u));
     work->root[v] = (Floats)smaller((Words)below, (Words){0} + (TOP_LEVEL - 1));
 }
 
