@@ -1,4 +1,6 @@
-"""Settings that ranks which hold the same parameters must share: options, the clip, the rule of the loss scale.
+"""Settings that ranks which hold the same parameters must share.
+
+They are options, the clip, the rule of the loss scale, and what a config asks of every step.
 
 So must they have taken the same number of steps. Ranks with the same gradients and other learning rates would part. So
 each rank adds a number to its count of errors, as
@@ -14,6 +16,7 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 
+from megascale.config import OptimizerConfig
 from megascale.errors import UsageError
 from megascale.grad_scaler import MegatronGradScaler
 from megascale.parallel import ParallelGroups, is_expert
@@ -22,10 +25,28 @@ from megascale.step.member import StepMember
 from megascale.utils.collectives import all_gather_object, group_rank, group_ranks, group_size
 
 Settings = tuple[Any, ...]
-"""Of one kind of parameters: the clip, the scaler's rule, and for each param group its names and values."""
+"""Of one kind of parameters: the clip, the scaler's rule, each member's config, and for each param group its names and
+values.
+"""
 
 _MAY_DIFFER = ("params", "foreach", "fused", "capturable", "differentiable")
 """Options that choose how a step is computed."""
+
+_OF_EVERY_STEP = (
+    "log_num_zeros_in_grad",
+    "grad_norm_skip_threshold",
+    "zclip",
+    "zclip_z_thresh",
+    "zclip_alpha",
+    "zclip_warmup_steps",
+    "max_consecutive_skips",
+    "max_overflows_at_min_scale",
+    "exp_avg_dtype",
+    "exp_avg_sq_dtype",
+    "store_param_remainders",
+    "muon_split_work",
+)
+"""Fields of a config that a step reads. The others made objects whose values are compared, or choose a backend."""
 
 
 class SharedSettings:
@@ -42,6 +63,7 @@ class SharedSettings:
         self._recent: deque[tuple[tuple[int, ...], dict[bool, Settings]]] = deque(maxlen=2)
         self._holders: dict[bool, ProcessGroup | None] = {}
         self._digests: dict[bool, int] = {}
+        self._configs: tuple[tuple[Any, ...], ...] | None = None
 
     def number(self, members: Sequence[StepMember], clip_grad: float, scaler: MegatronGradScaler | None) -> int:
         """Return this rank's number for the present settings: 0 where it is alone."""
@@ -59,7 +81,9 @@ class SharedSettings:
         self, members: Sequence[StepMember], clip_grad: float, scaler: MegatronGradScaler | None
     ) -> dict[bool, Settings]:
         """Return the settings of dense parameters and those of experts, as far as there are any."""
-        head = (_comparable(clip_grad), None if scaler is None else _comparable(scaler.settings()))
+        if self._configs is None:  # they are frozen
+            self._configs = tuple(_fields(member.config) for member in members)
+        head = (_comparable(clip_grad), None if scaler is None else _comparable(scaler.settings()), self._configs)
         found: dict[bool, Settings] = {}
         for member in members:
             names = [name for name in member.optimizer.defaults if name not in _MAY_DIFFER]
@@ -110,6 +134,11 @@ def _first_difference(mine: Sequence[dict[str, Any]], theirs: Sequence[dict[str,
     return None
 
 
+def _fields(config: OptimizerConfig) -> tuple[Any, ...]:
+    values = (getattr(config, name) for name in _OF_EVERY_STEP)
+    return tuple(_comparable(value) if type(value) in (int, float) else value for value in values)
+
+
 def _comparable(value: Any) -> Any:
     """Return an option's value if it is numbers or words, in one form for equal ones; None for anything else."""
     if isinstance(value, str):
@@ -126,10 +155,14 @@ def _comparable(value: Any) -> Any:
 
 def _labelled(taken: tuple[int, ...], settings: Settings) -> Iterator[tuple[str, Any]]:
     """Yield what each setting is called, and its value."""
-    clip_grad, scaler, *groups = settings
+    clip_grad, scaler, configs, *groups = settings
     yield "the number of steps taken", taken[0] if len(taken) == 1 else taken
     yield "clip_grad", clip_grad
     yield "grad_scaler (its rule, and the state that was loaded)", scaler
+    for index, config in enumerate(configs):
+        holder = "config" if len(configs) == 1 else f"optimizers[{index}].config"
+        for name, value in zip(_OF_EVERY_STEP, config, strict=True):
+            yield f"{holder}.{name}", value
     for index, (names, values) in enumerate(groups):
         for name, value in zip(names, values, strict=True):
             yield f"{name} of param group {index}", value

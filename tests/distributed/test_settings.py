@@ -119,6 +119,53 @@ def test_settings_of_one_rank_are_every_ranks_error(ranks: RankPool, way: str, n
             assert is_finite
 
 
+def _other_config(field: str, value: Any, other: int) -> tuple[str, bool]:
+    torch.manual_seed(0)
+    net = nn.Linear(6, 3)
+    config = OptimizerConfig(**({field: value} if dist.get_rank() == other else {}))
+    optimizer = MixedPrecisionOptimizer(torch.optim.AdamW(net.parameters()), config)
+    DistributedDataParallel(net)(torch.ones(4, 6)).sum().backward()
+    before = net.weight.detach().clone()
+    return message_of(UsageError, optimizer.step), torch.equal(net.weight, before)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("zclip", "skip"),
+        ("grad_norm_skip_threshold", 3.0),
+        ("max_consecutive_skips", 4),
+        ("log_num_zeros_in_grad", True),
+        ("exp_avg_dtype", torch.int8),
+    ],
+)
+def test_a_config_of_one_rank_is_every_ranks_error(ranks: RankPool, field: str, value: Any) -> None:
+    """Invariant 12: a field that a step reads, and that one rank alone has set, is named on all of them."""
+    for size, other in ((2, 1), (4, 0)):
+        for message, unchanged in ranks.run(size, _other_config, field, value, other):
+            assert f"config.{field} is " in message
+            assert str(value) in message
+            assert unchanged
+
+
+def _other_config_in_a_chain() -> str:
+    net = nn.Linear(2, 2)
+    other = OptimizerConfig(exp_avg_dtype=torch.bfloat16 if dist.get_rank() else torch.float32)
+    made = [
+        MixedPrecisionOptimizer(torch.optim.AdamW([named]), config)
+        for named, config in zip(net.named_parameters(), (OptimizerConfig(), other), strict=True)
+    ]
+    for param in net.parameters():
+        param.grad = torch.ones_like(param)
+    return message_of(UsageError, ChainedOptimizer(made).step)
+
+
+def test_a_chains_config_is_named_with_its_place(ranks: RankPool) -> None:
+    """Invariant 12: of several optimizers, the message says whose config it is."""
+    for message in ranks.run(2, _other_config_in_a_chain):
+        assert "optimizers[1].config.exp_avg_dtype is torch.float32 on rank 0 and torch.bfloat16 on rank 1" in message
+
+
 def _equal() -> list[bool]:
     torch.manual_seed(0)
     net = nn.Linear(4, 4)
