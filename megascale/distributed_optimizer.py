@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch import nn
@@ -143,7 +142,7 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
         return self._shards
 
 
-def is_sharded_by_parameter(optimizer: Any, shard: str, vouched: bool | None) -> bool:
+def is_sharded_by_parameter(optimizer: torch.optim.Optimizer, shard: str, vouched: bool | None) -> bool:
     """Return whether shards hold whole parameters. ``vouched``: the caller says that the optimizer is elementwise.
 
     Raises ArgumentError, naming it, for an optimizer that shall work on pieces of parameters and cannot.
@@ -151,8 +150,7 @@ def is_sharded_by_parameter(optimizer: Any, shard: str, vouched: bool | None) ->
     validate.one_of("shard", shard, SHARDS)
     if vouched is not None:
         validate.flag("elementwise", vouched)
-    known = isinstance(optimizer, MixedPrecisionOptimizer) or type(optimizer) in ELEMENTWISE
-    is_elementwise = known or vouched or not isinstance(optimizer, torch.optim.Optimizer)
+    is_elementwise = type(optimizer) in ELEMENTWISE or bool(vouched)
     if shard == "elements" and not is_elementwise:
         raise ArgumentError(
             f"optimizer {type(optimizer).__name__} is not known to be elementwise, and with shard='elements' a shard "
@@ -171,12 +169,10 @@ def _check_overlap(config: OptimizerConfig | None, overlap_param_gather: bool) -
         )
 
 
-def _names(chunks: Sequence[nn.Module], optimizer: Any) -> dict[str, nn.Parameter]:
+def _names(chunks: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
     """Return the optimizer's parameters by name, in the modules' order, which is assumed to be that of forward."""
     if not chunks or not all(isinstance(chunk, nn.Module) for chunk in chunks):
         raise ArgumentTypeError(f"modules must be a module or a list of modules, got {chunks!r}")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ArgumentTypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if any(isinstance(module, DistributedDataParallel) for chunk in chunks for module in chunk.modules()):
         raise ArgumentError(
             "modules holds a DistributedDataParallel, which would reduce every gradient a second time; pass the bare "

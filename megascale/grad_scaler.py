@@ -108,8 +108,8 @@ class MegatronGradScaler(ABC):
     def rehearse(self, found_inf: Tensor) -> None:
         """Run the device work of :meth:`update` on a copy of the state."""
         twin = copy.copy(self)
-        twin.backend = self.backend
-        vars(twin).update({name: value.clone() for name, value in vars(self).items() if isinstance(value, Tensor)})
+        clones = {name: value.clone() for name, value in vars(self).items() if isinstance(value, Tensor)}
+        vars(twin).update(vars(self) | clones)
         twin.update(found_inf)
 
     @abstractmethod

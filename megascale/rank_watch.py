@@ -127,7 +127,7 @@ class _Rounds:
         try:
             self._beat += 1
             self._is_posted = True
-            self._board.post({"beat": self._beat, "calls": calls, "site": list(site), "process": _process()})
+            self._board.post({"beat": self._beat, "calls": calls, "site": site, "process": _process()})
             if not site.waits:
                 return
             before, self._seen = self._seen, self._look(site)
@@ -145,7 +145,7 @@ class _Rounds:
 
     def after_loss(self, site: CallSite | None) -> str:
         """Let other ranks know where this one has lost contact; return what is known of them."""
-        self._post_if_heard({"lost": True, "calls": self._state[0], "site": site and list(site)})
+        self._post_if_heard({"lost": True, "site": site})
         time.sleep(GRACE_S)
         try:
             return _told_after_loss(site, self._look(None))

@@ -219,7 +219,6 @@ class LandedLRScheduler(LRScheduler):
         self._rates.numbers = [*position.rates, *added]
         for group, options in zip(groups, position.options, strict=False):
             group.update(options)
-        self._extend_to_new_groups()
 
     def _other_options(self) -> list[dict[str, Any]]:
         return [

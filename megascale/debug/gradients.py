@@ -94,7 +94,6 @@ class GradWatch:
         self._hooked = WeakIdKeyDictionary()
         self._handles: list[RemovableHandle] = []
         self._removal = finalize(self, remove_hooks, self._handles)
-        self._removal.atexit = False
         gathered = _gathered_by_fsdp(watched, model) if model is not None else {}
         late = {id(getattr(holder, attribute)) for all_of in gathered.values() for holder, attribute, _ in all_of}
         for param in params:
@@ -184,4 +183,3 @@ def remove_hooks(handles: list[RemovableHandle]) -> None:
     """Remove hooks. A finalizer of watches: it must not refer to one."""
     for handle in handles:
         handle.remove()
-    handles.clear()

@@ -68,7 +68,6 @@ class ModuleWatch:
             raise ArgumentTypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         self._handles: list[RemovableHandle] = []
         self._removal = finalize(self, remove_hooks, self._handles)
-        self._removal.atexit = False
         self._model = ref(model)
         self.clear()
         announce(self)

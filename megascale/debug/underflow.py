@@ -54,7 +54,6 @@ class UnderflowMeter:
         self._view = HostView()
         self._num_steps = 0
         self._scale: Tensor | None = None
-        self._is_waiting = False
         self._raw: dict[str, float] = {}
         self._holders = [
             Holders(self._recipe.groups, sharded=member.main_params.is_sharded) for member in self._recipe.members
@@ -124,10 +123,8 @@ class UnderflowMeter:
 
     @torch.no_grad()
     def _after_step(self, *_: Any) -> None:
-        if self._is_waiting:
-            self._take(self._view.flush())
+        self._take(self._view.flush())
         if self._is_due():
-            self._is_waiting = True
             self._view.push(self._sample())
         self._num_steps += 1
 
@@ -163,7 +160,6 @@ class UnderflowMeter:
 
     def _take(self, seen: dict[str, float] | None) -> None:
         """Keep what the device has counted; drop a step that was skipped."""
-        self._is_waiting = False
         if seen is not None and seen.get("landed", 1.0) and all(math.isfinite(value) for value in seen.values()):
             self._raw = seen
 

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from megascale.errors import MOST_NAMES, ArgumentError
 from megascale.parallel import UNSET, ParallelGroups, ranks_of
-from megascale.utils.collectives import gather_or_raise, group_ranks, group_size
+from megascale.utils.collectives import gather_or_raise, group_ranks
 
 ParamForm = tuple[str, str, tuple[int, ...], str]
 """Name, dtype, shape and where it is."""
@@ -81,7 +81,7 @@ def exchange(mine: Construction | None, error: Exception | None, group: ProcessG
     """
     answers = gather_or_raise(mine, error, group)
     built = [answer if isinstance(answer, Construction) else _UNKNOWN for answer in answers]
-    if group is not None and group_size(group) > 1:
+    if group is not None:
         _require_alike(dict(zip(group_ranks(group), built, strict=True)))
     return built
 

@@ -145,7 +145,6 @@ class _Reduction(BucketReduction, ABC):
         self._order.join()
         if divisor is not self._divisor:
             divide_(self.kept, divisor / self._divisor)
-            self._divisor = divisor
 
     @abstractmethod
     def begin(self) -> None:

@@ -430,13 +430,14 @@ def why_not_taken(name: str, param: nn.Parameter, bucket: SyncedBucket) -> Gradi
         return GradientError(f"the gradient of {name!r} is a DTensor, its parameter is none; call grad.to_local()")
     if grad.layout != torch.strided:
         return sparse_gradient(name, grad.layout)
-    if not bucket.started and name in bucket.fresh and param.requires_grad:
+    if name in bucket.fresh and param.requires_grad:
         return None
     if find_under_ddp([(name, param)]) is not None:
         return under_ddp(name)
+    reason = "it was put there after backward" if param.requires_grad else "the parameter is frozen"
     return GradientError(
-        f"{name!r} has a gradient in param.grad that would be ignored: {_misplaced(name, param, bucket)}; put "
-        "gradients there before backward or instead of it, or change GradSync.main_grad(param) after finish()"
+        f"{name!r} has a gradient in param.grad that would be ignored: {reason}; put gradients "
+        "there before backward or instead of it, or change GradSync.main_grad(param) after finish()"
     )
 
 
@@ -448,14 +449,7 @@ def under_ddp(name: str) -> GradientError:
     )
 
 
-def _misplaced(name: str, param: nn.Parameter, bucket: SyncedBucket) -> str:
-    if not param.requires_grad:
-        return "the parameter is frozen"
-    return "it was put there after backward" if name not in bucket.fresh else "its bucket's reduction had begun"
-
-
 def _remove(hooks: list[RemovableHandle]) -> None:
     """Remove hooks from parameters. A finalizer: it must not refer to the GradSync."""
     for hook in hooks:
         hook.remove()
-    hooks.clear()

@@ -27,22 +27,22 @@ def encode_average(average: Tensor, dithers: Tensor) -> tuple[Tensor, Tensor]:
         average: fp32, shape [n]. One that is not finite makes its group NaN.
         dithers: int64, shape [n], 0 to 2**32 - 1; see :func:`megascale.kernels.compact_moments.dither`.
     """
-    magnitude = grouped(average.view(torch.int32) & 0x7FFFFFFF, 0)
+    magnitude = grouped(average.view(torch.int32) & 0x7FFFFFFF)
     largest = magnitude.amax(1, keepdim=True).view(torch.float32)
     scale = torch.where(largest < LEAST_AVERAGE, 0.0, largest)
-    inverse = torch.where(scale == 0, 0.0, 1 / scale)
-    ratio = (magnitude.view(torch.float32) * inverse).nan_to_num_(0.0, 0.0, 0.0)
+    # A scale of 0 makes inf or NaN here, and one that is not finite NaN: all become code 0.
+    ratio = (magnitude.view(torch.float32) * (1 / scale)).nan_to_num_(0.0, 0.0, 0.0)
     lower = (exact_root(exact_root(ratio)) * TOP_CODE).floor_().clamp_(max=TOP_CODE - 1)
     below = _level(lower)
     distance = _level(lower + 1) - below
-    threshold = (grouped(dithers, 0) >> 16).to(torch.float32) * 2.0**-16 * distance
+    threshold = (grouped(dithers) >> 16).to(torch.float32) * 2.0**-16 * distance
     codes = lower + (ratio - below > threshold)
-    return flat_of(torch.where(grouped(average, 0) < 0, -codes, codes), average).to(FIRST_DTYPE), scale.view(-1)
+    return flat_of(torch.where(grouped(average) < 0, -codes, codes), average).to(FIRST_DTYPE), scale.view(-1)
 
 
 def decode_average(codes: Tensor, scale: Tensor) -> Tensor:
     """Return the average, fp32, shape [n], of what :func:`encode_average` returned."""
-    code = grouped(codes.to(torch.float32), 0)
+    code = grouped(codes.to(torch.float32))
     level = _level(code)
     return flat_of(torch.where(code < 0, -level, level) * scale.reshape(-1, 1), codes)
 

@@ -81,12 +81,12 @@ def encode_root(root: Tensor, dithers: Tensor) -> tuple[Tensor, Tensor]:
         dithers: int64, shape [n], 0 to 2**32 - 1.
     """
     bits = torch.where(root.isnan(), NAN_BITS, root.view(torch.int32).to(torch.int64) & 0x7FFFFFFF)
-    highest, lowest = grouped(bits, 0).amax(1, keepdim=True), grouped(bits, 0x7FFFFFFF).amin(1, keepdim=True)
+    highest, lowest = grouped(bits).amax(1, keepdim=True), grouped(bits, 0x7FFFFFFF).amin(1, keepdim=True)
     shift = torch.full_like(highest, FINEST)
     for finer in range(FINEST, COARSEST):
         shift += (highest >> finer) - (lowest >> finer) > TOP_CODE - 1
     floor = ((highest >> shift) + 1 - TOP_CODE).clamp_(min=0)
-    dithered = grouped(bits, 0) + (grouped(dithers, 0) >> (32 - shift))
+    dithered = grouped(bits) + (grouped(dithers) >> (32 - shift))
     codes = ((dithered >> shift) - floor).clamp_(0, TOP_CODE)
     scale = (floor << shift) + (shift - FINEST)
     return flat_of(codes, root).to(SECOND_DTYPE), scale.view(-1).to(torch.int32).view(torch.float32)
@@ -96,7 +96,7 @@ def decode_root(codes: Tensor, scale: Tensor) -> Tensor:
     """Return the roots, fp32, shape [n], of what :func:`encode_root` returned."""
     bits = scale.reshape(-1).view(torch.int32).to(torch.int64).unsqueeze(1)
     shift = FINEST + (bits & 3)
-    decoded = (bits & ~3) + (grouped(codes.to(torch.int64), 0) << shift)
+    decoded = (bits & ~3) + (grouped(codes.to(torch.int64)) << shift)
     return flat_of(decoded, codes).to(torch.int32).view(torch.float32)
 
 
@@ -109,16 +109,16 @@ def encode_quotient(exp_avg: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
     """
     quotient = torch.where(root == 0, 0.0, exp_avg / root)
     magnitude = quotient.view(torch.int32) & 0x7FFFFFFF
-    largest = grouped(magnitude, 0).amax(1, keepdim=True).view(torch.float32)
+    largest = grouped(magnitude).amax(1, keepdim=True).view(torch.float32)
     scale = torch.where(largest < LEAST_QUOTIENT, 0.0, largest / 127)
-    inverse = torch.where(scale == 0, 0.0, 1 / scale)
-    codes = (grouped(quotient, 0) * inverse).round_().nan_to_num_(0.0, 0.0, 0.0)
+    # A scale of 0 makes inf or NaN here, and one that is not finite NaN: all become code 0.
+    codes = (grouped(quotient) * (1 / scale)).round_().nan_to_num_(0.0, 0.0, 0.0)
     return flat_of(codes, exp_avg).to(FIRST_DTYPE), scale.view(-1)
 
 
 def decode_quotient(codes: Tensor, scale: Tensor, root: Tensor) -> Tensor:
     """Return the first moments, fp32, shape [n]. ``root``: as :func:`encode_quotient` took it."""
-    return flat_of(grouped(codes.to(torch.float32), 0) * scale.reshape(-1, 1), codes) * root
+    return flat_of(grouped(codes.to(torch.float32)) * scale.reshape(-1, 1), codes) * root
 
 
 def decode_moments(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -168,7 +168,7 @@ def exact_root(value: Tensor) -> Tensor:
     return value.to(exact).sqrt().to(value.dtype)
 
 
-def grouped(values: Tensor, fill: float) -> Tensor:
+def grouped(values: Tensor, fill: float = 0) -> Tensor:
     """Return values of shape [n] as [groups, GROUP], the last group filled up."""
     return pad(values, (0, num_groups(values.numel()) * GROUP - values.numel()), value=fill).view(-1, GROUP)
 

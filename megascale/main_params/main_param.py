@@ -154,17 +154,13 @@ class MainParam:
 
         Held as a remainder all elements take the model param's values, unless none of these has changed.
         """
-        if not self.is_copy:
-            self.record_version()
-            return
         if self.remainder is not None:
             left = local(self.remainder)
             left.copy_(torch.where(self._take_fingerprint(), left, 0))
-            self.record_version()
-            return
-        part, main = self.part, local(self.main)
-        same = main.to(part.dtype).view(torch.int16) == part.view(torch.int16)
-        main.copy_(torch.where(same, main, part.to(main.dtype)))
+        elif self.is_copy:
+            part, main = self.part, local(self.main)
+            same = main.to(part.dtype).view(torch.int16) == part.view(torch.int16)
+            main.copy_(torch.where(same, main, part.to(main.dtype)))
         self.record_version()
 
     def reload(self) -> None:

@@ -64,14 +64,12 @@ class LiveState:
             where = f"state[{name!r}]"
             state = dict(self.state.get(param, {}))
             if main is not None:
-                inner = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
-                if inner:
-                    state |= portable_state.portable(inner, where, copy=copy)
+                others = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
+                state |= portable_state.portable(others, where, copy=copy)
                 if main.is_copy:
                     held = main.value() if decode else main.memory
                     mains[name] = self.main_params.export(main, {"": held}, copy=copy)[""]
-                exported = self.main_params.export_state(main, state, copy=copy)
-                states[name] = portable_state.portable(exported, where, copy=False) if inner else exported
+                states[name] = self.main_params.export_state(main, state, copy=copy)
             else:
                 states[name] = portable_state.portable(state, where, copy=copy)
         return StateDict(

@@ -28,7 +28,7 @@ class SavedState(Protocol):
         Raises StateDictError on every rank alike, naming it, for state that a state dict cannot hold.
         """
 
-    def check(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
+    def check(self, state_dict: dict[str, Any], *, strict: bool) -> None:
         """Raise StateDictError as ``load_state_dict`` would, as far as it can without reading tensor values.
 
         Changes and communicates nothing.
@@ -70,7 +70,7 @@ class OwnState:
         """See :class:`SavedState`."""
         self._live().share_forms()
 
-    def check(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
+    def check(self, state_dict: dict[str, Any], *, strict: bool) -> None:
         """See :class:`SavedState`."""
         self._sync_from_model()
         self._live().check(state_dict, strict=strict)
@@ -118,7 +118,7 @@ class ChainState:
         for part in self._parts:
             part.share_forms()
 
-    def check(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
+    def check(self, state_dict: dict[str, Any], *, strict: bool) -> None:
         """See :class:`SavedState`."""
         for part, own in zip(self._parts, self._split(state_dict, strict), strict=True):
             part.check(own, strict=strict)

@@ -20,7 +20,7 @@ from megascale.utils.dtensors import is_dtensor
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
-def check_arguments(optimizer: Any, config: Any, grad_scaler: Any, *, sharded: bool = False) -> None:
+def check_arguments(optimizer: Any, config: Any, grad_scaler: Any, *, sharded: bool) -> None:
     """Raise ArgumentTypeError or ArgumentError for a constructor's arguments that do not fit.
 
     Args:

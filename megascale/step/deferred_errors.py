@@ -69,9 +69,9 @@ class DeferredErrors:
     def as_statistic(
         self,
         error: Exception | None,
-        absent: Mapping[str, nn.Parameter] | None = None,
-        new: Mapping[str, nn.Parameter] | None = None,
-        settings: int = 0,
+        absent: Mapping[str, nn.Parameter],
+        new: Mapping[str, nn.Parameter],
+        settings: int,
     ) -> Tensor:
         """Return this rank's number of errors, 0-d, for the statistics vector: not 0 in sum if a rank has one.
 
@@ -84,10 +84,9 @@ class DeferredErrors:
         if error is not None and self._alone:
             raise error
         self._error = self._error or error
-        self._absent = absent or {}
-        self._new.append(list(new or {}))
-        count = (self._error is not None) + (absence(absent, self._groups) if absent else 0)
-        count += (novelty(new, self._groups) if new else 0) + settings
+        self._absent = absent
+        self._new.append(list(new))
+        count = (self._error is not None) + absence(absent, self._groups) + novelty(new, self._groups) + settings
         return self._num_overflowed + count if count else self._num_overflowed
 
     def raise_agreed(self, agreed: GradStats) -> list[float] | None:
@@ -160,9 +159,10 @@ class DeferredErrors:
         new = [name for names in self._new for name in names]
         self.clear()
         raise_together(error, self._group)
+        # First what is compared: what is new may be so on every rank alike.
+        raise_together(self._settings.error(), self._group)
         raise_together(novelty_error(new), self._group)
         raise_together(absence_error(self._absent.keys()), self._group)
-        raise_together(self._settings.error(), self._group)
 
     def _overflow_error(self) -> MegascaleError | None:
         found = {

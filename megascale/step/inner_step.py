@@ -56,10 +56,9 @@ class InnerStep:
 
 @contextmanager
 def without_grad(param: Tensor) -> Iterator[None]:
-    """Set ``param.grad`` aside inside the context, so that a gradient of the parameter's own dtype may replace it."""
+    """Let a gradient of the parameter's own dtype replace ``param.grad`` inside the context, and put it back after."""
     grad, dtype = param.grad, param.grad_dtype
     is_odd = grad is not None and grad.dtype != param.dtype
-    param.grad = None
     if is_odd:
         param.grad_dtype = None
     try:

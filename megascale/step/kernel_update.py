@@ -175,8 +175,6 @@ class KernelUpdate(InnerUpdate, ABC):
         hyper, values = self.hyper(pending.options), [pending.options.get(name) for name in self._read_names]
         if all(map(_is_constant, values)):
             self._hypers[pending.unit.group] = _CachedHyper(values, hyper)
-        else:
-            self._hypers.pop(pending.unit.group, None)
         return hyper
 
     def _hooked(self) -> bool:

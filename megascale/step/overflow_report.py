@@ -77,8 +77,8 @@ class OverflowReport:
         :func:`megascale.debug.watch` learns the true one.
         """
 
-        def rank_of(entry: OverflowEntry) -> tuple[int, int, int]:
-            return (-(entry.micro_batch or 0), entry.index, -(entry.rank or 0))
+        def rank_of(entry: OverflowEntry) -> tuple[int, int]:
+            return (-(entry.micro_batch or 0), entry.index)
 
         return max(self.entries, key=rank_of, default=None)
 

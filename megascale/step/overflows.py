@@ -202,8 +202,8 @@ class OverflowRecorder(LastOverflow):
         """
         newest, skipped = self._newest, self._skipped
         if newest is not None and was_skipped(newest.vector.tolist()):
-            known = skipped is not None and skipped.serial == newest.serial
-            self._read(skipped if known and skipped is not None else newest, grads_are_there=True)
+            kept = skipped if skipped is not None and skipped.serial == newest.serial else newest
+            self._read(kept, grads_are_there=True)
         elif skipped is not None:
             self._read(skipped, grads_are_there=False)
         return self.last_known(gather=gather)

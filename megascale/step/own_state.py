@@ -139,7 +139,7 @@ def complete_state(
         return
     for name in _switched(type(optimizer), options):
         if state.get(name) is None:
-            state[name] = torch.zeros_like(param.main, requires_grad=False, memory_format=torch.preserve_format)
+            state[name] = torch.zeros_like(param.main)
 
 
 def _names(kind: type, main: Tensor) -> tuple[str, ...]:
@@ -232,7 +232,7 @@ def _moment_fault(kind: type, options: Mapping[str, Any], name: str, value: Any,
         )
     if value.device != main.device:
         return f"is on {value.device}, its main param on {main.device}; move it there"
-    return _write_fault(local(value) if is_dtensor(value) else value, is_grouped=_is_grouped(kind, options, main))
+    return _write_fault(local(value), is_grouped=_is_grouped(kind, options, main))
 
 
 def _write_fault(value: Tensor, *, is_grouped: bool) -> str | None:

@@ -117,7 +117,8 @@ class StepRecipe:
     @grad_scaler.setter
     def grad_scaler(self, value: MegatronGradScaler | None) -> None:
         self._grad_scaler = value
-        self._times_asked = 0 if value is None else value.times_asked()
+        if value is not None:
+            self._times_asked = value.times_asked()
 
     # The loss
 

@@ -17,14 +17,13 @@ class ScaleFloor:
     """Counts overflows in a row at the smallest scale. Every rank counts the same, as all have the same scale."""
 
     def __init__(self) -> None:
-        self._count = 0
-        self._unknown = 0  # overflows just before, for which the scale is not known yet
-        self._view: HostView | None = None
+        self.clear()
 
     def clear(self) -> None:
         """Begin the count anew."""
-        self._count = self._unknown = 0
-        self._view = None
+        self._count = 0
+        self._unknown = 0  # overflows just before, for which the scale is not known yet
+        self._view: HostView | None = None
 
     def observe(self, overflowed: bool, scaler: MegatronGradScaler | None) -> int:
         """Count one step, before its loss scale changes. Returns the count.

@@ -139,5 +139,5 @@ def _is_above(count: int, limit: int | None) -> bool:
 
 
 def _is_time(count: int, first: int) -> bool:
-    """Whether ``count`` is ``first`` doubled any number of times."""
-    return count >= first and count % first == 0 and (count // first).bit_count() == 1
+    """Whether ``count`` is ``first``, a power of 2, doubled any number of times."""
+    return count >= first and count.bit_count() == 1

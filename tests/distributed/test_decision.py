@@ -170,23 +170,36 @@ def _groups_of_every_kind() -> list[list[int | None]]:
         ParallelGroups(),
         ParallelGroups(data_parallel=world, grad_stats=None),
         ParallelGroups(tensor_parallel=world),
+        ParallelGroups.from_mesh(hybrid, data_parallel="dp_shard"),
+        ParallelGroups.from_mesh(odd, data_parallel=["rows", "columns"], data_replicate="columns"),
+        ParallelGroups.from_mesh(hybrid, data_parallel="dp_replicate"),
     ]
-    fields = ("data_parallel", "grad_stats", "tensor_parallel")
+    fields = (
+        "data_parallel",
+        "grad_stats",
+        "tensor_parallel",
+        "data_shard",
+        "data_replicate",
+        "expert_tensor_parallel",
+    )
     return [[None if (g := getattr(groups, field)) is None else g.size() for field in fields] for groups in made]
 
 
 def test_groups_resolve(ranks: RankPool) -> None:
     """ParallelGroups from nothing, a ProcessGroup or a DeviceMesh; a field None is this rank alone."""
     expected = [
-        [4, 4, None],
-        [4, 4, None],
-        [4, 4, None],
-        [2, 4, 2],
-        [4, 4, None],
-        [2, 4, 2],
-        [None, None, None],
-        [4, None, None],
-        [None, 4, 4],
+        [4, 4, None, 4, None, None],
+        [4, 4, None, 4, None, None],
+        [4, 4, None, 4, None, None],
+        [2, 4, 2, 2, None, 2],
+        [4, 4, None, 2, 2, None],
+        [2, 4, 2, 2, None, 2],
+        [None, None, None, None, None, None],
+        [4, None, None, 4, None, None],
+        [None, 4, 4, None, None, 4],
+        [2, 4, None, 2, None, None],
+        [4, 4, None, 2, 2, None],
+        [2, 4, None, 2, None, None],
     ]
     assert ranks.run(4, _groups_of_every_kind) == [expected] * 4
 
@@ -194,11 +207,16 @@ def test_groups_resolve(ranks: RankPool) -> None:
 def _refused_groups() -> list[str]:
     messages = []
     pair = mesh_of((2, 2), ("dp", "tp"))
+    expert = nn.Parameter(torch.ones(1))
+    expert.allreduce = False  # type: ignore[attr-defined]
     calls: list[Any] = [
         lambda: ParallelGroups(data_parallel=pair.get_group("dp"), tensor_parallel=pair.get_group("tp")),
         lambda: ParallelGroups.of(mesh_of((2, 2))),
         lambda: ParallelGroups.from_mesh(pair, data_parallel="data"),
         lambda: ParallelGroups(data_parallel=3),  # type: ignore[arg-type]
+        lambda: ParallelGroups.from_mesh(pair, data_replicate="tp"),
+        lambda: ParallelGroups(pair.get_group("dp"), data_shard=pair.get_group("tp")),
+        lambda: ParallelGroups.from_mesh(pair).of_param(expert),
     ]
     for call in calls:
         with pytest.raises(ArgumentError) as caught:
@@ -214,6 +232,14 @@ def test_bad_groups_are_refused_by_name(ranks: RankPool) -> None:
         assert "mesh has 2 dimensions without names" in messages[1]
         assert messages[2] == "data_parallel names the mesh dimension 'data'; the mesh has ('dp', 'tp')"
         assert messages[3].startswith("data_parallel must be a ProcessGroup that this rank belongs to, or None, got 3;")
+        for message in messages[4:6]:
+            assert message.startswith("data_shard (2 ranks) and data_replicate (")
+        assert messages[6].startswith("expert_data_parallel is not given, but a parameter has allreduce=False")
+
+
+def test_a_field_that_is_not_given_is_no_none() -> None:
+    """None is this rank alone."""
+    assert "expert_data_parallel=unset" in repr(ParallelGroups())
 
 
 def _alone_among_many() -> list[bool]:
@@ -280,16 +306,49 @@ def _overflow_on_one_rank() -> list[Any]:
     optimizer.step()  # the rounding has not been mended: a load is the way out
     optimizer.load_state_dict(good)
     optimizer.zero_grad()
-    return [str(caught.value), bool(optimizer.step().success)]
+    went_on = bool(optimizer.step().success)
+    if dist.get_rank() == 0:
+        module.first.weight.grad = torch.ones(6, 4).half().to_sparse()
+    with pytest.raises(GradientError) as other:
+        optimizer.step()
+    return [str(caught.value), went_on, str(other.value)]
 
 
 def test_outgrown_main_param_raises_on_every_rank(ranks: RankPool) -> None:
     """Invariant 7: a main param that outgrew fp16 on one rank (of a sharded model) is named on all, at the next
-    step.
+    step. A load makes it good, and it is not named again beside another error.
     """
-    for message, went_on in ranks.run(2, _overflow_on_one_rank):
+    for message, went_on, other in ranks.run(2, _overflow_on_one_rank):
         assert message.startswith("rank 1: main param of 'second.bias' is 65520 or more")
         assert went_on
+        assert other.startswith("rank 0: the gradient of 'first.weight' has layout torch.sparse_coo")
+        assert "failed" not in other
+
+
+def _overflow_and_sparse_gradient() -> list[Any]:
+    module = model()
+    inner = INNER["sgd"](module)
+    optimizer = MixedPrecisionOptimizer(inner, None, ConstantGradScaler(1.0), replicas_may_differ=True)
+    optimizer.param_groups[0]["lr"] = 70000.0
+    for param in module.parameters():
+        param.grad = torch.zeros_like(param)
+    if dist.get_rank() == 1:
+        grad_of(module.second.bias)[0] = 1.0
+    optimizer.step()
+    before = module.first.weight.detach().clone()
+    module.first.weight.grad = torch.ones(6, 4).half()
+    if dist.get_rank() == 1:
+        module.second.weight.grad = torch.ones(4, 6).half().to_sparse()
+    with pytest.raises(GradientError) as caught:
+        optimizer.step()
+    return [str(caught.value), bits_equal(before, module.first.weight.detach())]
+
+
+def test_two_errors_of_one_rank_are_an_error(ranks: RankPool) -> None:
+    """Invariant 7: a main param that outgrew fp16 in one step, and a gradient that the next one cannot use."""
+    for message, unchanged in ranks.run(2, _overflow_and_sparse_gradient):
+        assert message.startswith("rank 1: the gradient of 'second.weight' has layout torch.sparse_coo")
+        assert unchanged
 
 
 def _bad_state_on_one_rank() -> list[Any]:

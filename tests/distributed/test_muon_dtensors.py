@@ -8,13 +8,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from megascale import ConstantGradScaler, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.checkpoint import Checkpointer
+from megascale.step.matrix_exchange import cuts_of
 from megascale.utils.dtensors import local
 from tests.meshes import mesh_of
 from tests.pool import RankPool
@@ -104,12 +107,60 @@ def _both(layout: str, dtype: torch.dtype, batched: bool) -> tuple[bool, list[bo
     return agree, landed, {str(name).rpartition(".")[2]: count for name, count in seen.get_comm_counts().items()}
 
 
+def _cuts() -> tuple[list[list[tuple[int, int]]], list[str]]:
+    """Return the cuts of matrices of shape [8, 8] by their placements, and what is said of those that have none."""
+    whole, square, line = torch.ones(8, 8), mesh_of((2, 2), ("a", "b")), mesh_of((1, 4), ("a", "b"))
+    cut: list[tuple[DeviceMesh, list[Placement]]] = [
+        (square, [Shard(0), Shard(1)]),
+        (square, [Shard(-1), Shard(1)]),
+        (square, [Replicate(), Shard(-2)]),
+        (line, [Shard(1), Replicate()]),
+        (square, [_StridedShard(0, split_factor=2), Shard(0)]),
+        (square, [_StridedShard(0, split_factor=1), Shard(1)]),
+        (square, [_StridedShard(0, split_factor=2), _StridedShard(-2, split_factor=1)]),
+    ]
+    bad: list[tuple[DeviceMesh, list[Placement], int]] = [
+        (square, [Partial(), Shard(0)], 2),
+        (square, [_StridedShard(0, split_factor=2), Shard(1)], 2),
+        (square, [_StridedShard(0, split_factor=3), Shard(0)], 2),
+        (square, [Replicate(), Shard(0)], 3),
+    ]
+    found = []
+    for mesh, placements in cut:
+        value = whole
+        for size, placement in zip(mesh.shape, placements, strict=True):
+            if isinstance(placement, (Shard, _StridedShard)):
+                value = value.chunk(size, placement.dim)[0]
+        spread = DTensor.from_local(value, mesh, placements, run_check=False, shape=whole.shape, stride=(8, 1))
+        found.append([(one.dim, one.mesh_dim) for one in cuts_of(spread)])
+    said = []
+    for mesh, placements, rows in bad:
+        spread = DTensor.from_local(
+            torch.ones(rows, 8), mesh, placements, run_check=False, shape=whole.shape, stride=(8, 1)
+        )
+        with pytest.raises(ValueError, match=" ") as caught:
+            cuts_of(spread)
+        said.append(str(caught.value).split()[0])
+    return found, said
+
+
+def test_cuts_are_those_that_made_the_pieces(ranks: RankPool) -> None:
+    """In the order of cutting: strided ones last, and of these that of the last dimension of the mesh first. Dimensions
+    of one rank cut nothing. Sums, strides of no cut and pieces of another size are no cuts.
+    """
+    cuts = [[(0, 0), (1, 1)], [(1, 0), (1, 1)], [(0, 1)], [], [(0, 1), (0, 0)], [(1, 1), (0, 0)], [(0, 1), (0, 0)]]
+    for found, said in ranks.run(4, _cuts):
+        assert found == cuts
+        assert said == ["placements"] * 3 + ["pieces"]
+
+
 CASES = [("rows", 2), ("columns", 2), ("some whole", 2), *((layout, 4) for layout in LAYOUTS)]
+QUICK = [("rows", 2), ("2x2, cut twice", 4)]
 
 
 @pytest.mark.parametrize(
     ("layout", "world"),
-    [pytest.param(*case, marks=() if case == ("rows", 2) else pytest.mark.slow) for case in CASES],
+    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES],
 )
 @pytest.mark.parametrize("batched", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_bits_of_whole_matrices(ranks: RankPool, layout: str, world: int, batched: bool) -> None:

@@ -1,16 +1,20 @@
 """A planted inf or NaN is named: parameter, rank, kind and count, however ranks share the model."""
 
+import logging
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from megascale import ChainedOptimizer, DistributedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer
 from megascale.debug import report_overflows
+from megascale.debug.gradients import GradWatch, WatchedParam
 from megascale.debug.reporting import _group_of
 from megascale.grad_sync import GradSync
 from megascale.parallel import ranks_of
@@ -74,6 +78,27 @@ def test_planted_overflow_is_named_on_each_rank(ranks: RankPool, setting: str) -
     """The same on each of the ranks in turn, with each kind, on the backend of CPUs."""
     results = ranks.run(4, _plant_on_each_rank, setting, "native", list(POISON), [0, 1, 2, 3])
     assert results == [_expected(list(POISON), [0, 1, 2, 3])] * 4
+
+
+def _without_a_reporter() -> list[Any]:
+    model = Planted().half()
+    optimizer = MixedPrecisionOptimizer(
+        torch.optim.AdamW(model.named_parameters()), None, DynamicGradScaler(SCALE, 1.0), replicas_may_differ=True
+    )
+    model.values = POISON["inf"]
+    if dist.get_rank() == 0:
+        assert not step(model, optimizer)
+    else:  # without a gradient
+        optimizer.zero_grad()
+        assert not optimizer.step().success
+    reports = [optimizer.last_overflow(), optimizer.last_overflow(gather=True)]
+    return [(rows_of(report), report and report.before_reduction) for report in reports]
+
+
+def test_nobody_has_looked_at_backward(ranks: RankPool) -> None:
+    """Without a reporter: gradients as they were at the step, of this rank or of all; a rank may have none at all."""
+    rows = [("middle.weight", 0, "inf", 2, 0)]
+    assert ranks.run(2, _without_a_reporter) == [[(rows, False)] * 2, [([], False), (rows, False)]]
 
 
 def _chain_with_reporter(member: int, before: bool) -> list[Any]:
@@ -147,3 +172,33 @@ def test_a_scaler_learns_the_ranks_of_a_mesh(ranks: RankPool) -> None:
     """The ranks of a mesh with one dimension skip together, be it a part of another mesh; else all ranks do."""
     for rank, found in enumerate(ranks.run(2, _groups_of_meshes)):
         assert found == [[0, 1], [0, 1], [0, 1], [rank], []]
+
+
+def _files_and_entries(folder: Path) -> tuple[bool, int, list[tuple[Any, ...]]]:
+    """Return whether this rank has written its file, its lines in the log, and what backward shows of DTensors."""
+    model = Planted().half()
+    inner = torch.optim.SGD(model.named_parameters(), lr=1e-3)
+    sync = GradSync(model.named_parameters())
+    optimizer = MixedPrecisionOptimizer(inner, None, DynamicGradScaler(SCALE, 1.0), grad_sync=sync)
+    path = folder / str(dist.get_rank())
+    lines: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = lines.append  # type: ignore[assignment,method-assign]
+    logging.getLogger("megascale").addHandler(handler)
+    report_overflows(optimizer, model=model, path=path)
+    model.values = POISON["nan"]
+    assert not step(model, optimizer)
+    logging.getLogger("megascale").removeHandler(handler)
+    mesh = mesh_of((2,), ("tp",))
+    weight, factors = (
+        distribute_tensor(torch.tensor([1.0, 1.0, 1.0, last]), mesh, [Shard(0)]) for last in (1.0, math.inf)
+    )
+    param = nn.Parameter(weight)
+    watch = GradWatch({id(param): WatchedParam("w", 0)}, [param])
+    (param * factors).sum().backward()
+    return path.exists(), len(lines), [(one.num_inf, one.numel) for one in watch.take().entries()]
+
+
+def test_the_first_rank_writes_and_each_sees_its_own(ranks: RankPool, tmp_path: Path) -> None:
+    """One file and one line for all ranks. Of a DTensor's gradient each rank looks at its part."""
+    assert ranks.run(2, _files_and_entries, tmp_path) == [(True, 1, []), (False, 0, [(1, 2)])]

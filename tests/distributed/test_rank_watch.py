@@ -15,9 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megascale import rank_watch
 from megascale.errors import RankError
-from megascale.rank_watch import RankWatch, is_loss
+from megascale.rank_watch import RankWatch, _Rounds, calls_begun, is_loss
 from megascale.utils.collectives import all_reduce_sum_, timeout_of, twin_group
+from megascale.utils.notice_board import NoticeBoard
 from tests.pool import RankPool
 
 PATIENCE_S = 0.5
@@ -62,13 +64,113 @@ def _watched(run: Callable[[RankWatch], object], patience: float = PATIENCE_S) -
 
 
 def _threads_of_a_watch() -> list[bool]:
-    with RankWatch(60.0):
-        return [thread.daemon for thread in threading.enumerate() if thread.name == "megascale rank watch"]
+    watch, found = RankWatch(60.0), []
+    for _ in range(2):
+        with watch:
+            for thread in threading.enumerate():
+                if thread.name == "megascale rank watch":
+                    thread.join(0.05)
+                    found += [thread.daemon, thread.is_alive()]
+    return found
 
 
 def test_a_watch_keeps_no_process_alive(ranks: RankPool) -> None:
-    """Its thread is a daemon: a rank whose main thread is gone without leaving the block must end."""
-    assert ranks.run(2, _threads_of_a_watch) == [[True]] * 2
+    """Its thread is a daemon: a rank whose main thread is gone without leaving the block must end. One that enters the
+    block again is watched again, and one that is alone is not.
+    """
+    assert ranks.run(2, _threads_of_a_watch) == [[True, True] * 2] * 2
+    assert ranks.run(1, _threads_of_a_watch) == [[]]
+
+
+def _rounds_of(store: Any, patience: float) -> Any:
+    """Return the rounds of this thread, beside a rank that gives no sign, and the warnings to come."""
+    rounds = _Rounds(store, threading.get_ident(), patience)
+    rounds._ranks = 2
+    handler = _Lines()
+    logging.getLogger("megascale.rank_watch").addHandler(handler)
+    return rounds, handler.lines
+
+
+def _patience_of_a_round() -> list[Any]:
+    rounds, lines = _rounds_of(dist.distributed_c10d._get_default_store(), 100.0)
+    seen: list[Any] = []
+    for waited in (0, 0, 49, 51, 99, 101, 102):
+        rounds._since = time.monotonic() - waited
+        rounds.take()
+        notice = rounds._board.read(0)
+        seen.append((notice is not None, len(lines)))
+    rounds.take()
+    seen.append(rounds._board.read(0))
+    rounds._board.post({"by": "another"})
+    rounds.take()
+    return [*seen, rounds._board.read(0), notice["calls"] == calls_begun(), lines]
+
+
+def test_a_rank_tells_of_itself_before_it_warns(ranks: RankPool) -> None:
+    """After half its patience others can read where it stands, after all of it it says who is missing, once. When it
+    goes on it takes its notice back, once.
+    """
+    [[*seen, taken_back, left_alone, same_calls, lines]] = ranks.run(1, _patience_of_a_round)
+    assert seen == [(False, 0), (False, 0), (False, 0), (True, 0), (True, 0), (True, 1), (True, 1)]
+    assert (taken_back, left_alone, same_calls) == (None, {"by": "another"}, True)
+    assert re.match(r"rank 0 has waited for 101 s in _Rounds.take, called at .*\. Rank 1 gives no sign: ", lines[0])
+
+
+class _Gone:
+    """A store whose host has ended."""
+
+    def clone(self) -> Any:
+        raise ConnectionError("no such host")
+
+
+def _without_a_store() -> list[str]:
+    rounds, lines = _rounds_of(_Gone(), 0.0)
+    for _ in range(3):
+        rounds.take()
+    rounds.say_last_words("has finished")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_watch, "GRACE_S", 0.0)
+        return [*lines, rounds.after_loss(None)]
+
+
+def test_a_store_that_is_gone_is_told_of(ranks: RankPool) -> None:
+    """Once while this rank waits, and in the error that ends it. It ends no rank by itself."""
+    [[line, after_loss]] = ranks.run(1, _without_a_store)
+    told = "The store of the process group does not answer: its host has ended or is cut off (no such host)."
+    assert line.endswith(told)
+    assert after_loss.startswith("The store of the process group does not answer either: its host has ended")
+
+
+def _leaves(error: Exception | None) -> Any:
+    try:
+        with RankWatch(60.0) as watch:
+            if dist.get_rank() == 1:
+                if error is not None:
+                    raise error
+                return os.getpid()
+            end = time.monotonic() + 30
+            while (notice := watch._rounds._board.read(1)) is None and time.monotonic() < end:
+                time.sleep(0.01)
+    except ValueError:
+        return os.getpid()
+    return notice
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (None, "has finished"),
+        (
+            ValueError("no batch 17\nof 20"),
+            r"has ended with ValueError: no batch 17 \(test_rank_watch.py:\d+ in _leaves: raise error\)",
+        ),
+    ],
+)
+def test_a_rank_that_leaves_says_how(ranks: RankPool, error: Exception | None, words: str) -> None:
+    """Where the others can read it for as long as they wait."""
+    notice, pid = ranks.run(2, _leaves, error)
+    assert re.fullmatch(words, notice["words"])
+    assert notice["process"].startswith(f"process {pid} on ")
 
 
 def _load_batch() -> None:
@@ -164,7 +266,8 @@ def _failing_rank(kind: str) -> Any:
     found = _watched(run)
     if dist.get_rank() == 1:
         dist.destroy_process_group()
-    return found
+    board = NoticeBoard(dist.distributed_c10d._get_default_store(), "rank_watch/0", 0)
+    return *found, board.read(0) if dist.get_rank() == 0 else None
 
 
 LEFT = {
@@ -179,7 +282,8 @@ def test_loss_of_contact_names_its_cause(ranks: RankPool, kind: str) -> None:
     with ranks.spawn(2, _failing_rank, kind) as fresh:
         [survivor, _] = fresh.outcomes(timeout=30, grace=20)
     assert survivor.value is not None, survivor.error
-    _, error = survivor.value
+    _, error, notice = survivor.value
+    assert (notice["lost"], notice["site"][2]) == (True, "all_reduce_sum_")
     assert error.startswith("RankError: lost contact with another rank in all_reduce_sum_, called at ")
 
     assert re.search(LEFT[kind], error), error

@@ -21,13 +21,14 @@ from megascale import (
     MixedPrecisionOptimizer,
     OptimizerConfig,
     ParallelGroups,
+    build_optimizer,
 )
 from megascale.errors import ArgumentError, UsageError
 from megascale.grad_sync import GradSync
 from megascale.kernels import REPLICA_TOLERANCE
 from megascale.step.grad_stats import contrast_coefficients
 from tests.pool import RankPool
-from tests.training import Bag, Tiny, bits_equal, model, same_bits, set_grads, snapshot
+from tests.training import Bag, Tiny, bits_equal, grad_of, model, same_bits, set_grads, snapshot
 
 
 def _wrapped(module: nn.Module, **options: Any) -> MixedPrecisionOptimizer:
@@ -71,6 +72,22 @@ def test_plain_model_on_several_ranks_is_refused(ranks: RankPool, world_size: in
         assert "replicas_may_differ=True" in message
         assert unchanged
         assert collectives == 1
+
+
+def _built(options: dict[str, Any]) -> str:
+    module = model(torch.float32)
+    optimizer = build_optimizer(OptimizerConfig(lr=0.1), module, **options)
+    set_grads(module, dist.get_rank())
+    try:
+        return f"success {bool(optimizer.step().success)}"
+    except UsageError as error:
+        return str(error)
+
+
+def test_a_built_optimizer_has_ranks_that_differ_only_if_told(ranks: RankPool) -> None:
+    """``build_optimizer`` hands ``replicas_may_differ`` on; it is False."""
+    assert all("have different gradients" in found for found in ranks.run(2, _built, {}))
+    assert ranks.run(2, _built, {"replicas_may_differ": True}) == ["success True"] * 2
 
 
 def test_one_rank_of_four_that_differs_little_is_found(ranks: RankPool) -> None:
@@ -338,7 +355,8 @@ def test_copies_of_a_dtensor_are_compared(ranks: RankPool) -> None:
     assert all("have different gradients" in message for message in ranks.run(4, _replicated_dtensor, False))
 
 
-def _megatron_marks() -> list[bool]:
+def _megatron_marks() -> tuple[bool, float, float]:
+    """Return whether the step landed, its norm, and the norm of what all ranks hold."""
     torch.manual_seed(0)
     module = Tiny()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -360,12 +378,23 @@ def _megatron_marks() -> list[bool]:
     module.first.weight.grad = torch.randn(6, 4, generator=split)  # another part on each tensor-parallel rank
     module.second.weight.grad = torch.randn(4, 6, generator=own)  # a copy that counts on another rank
     module.head.weight.grad = torch.randn(1, 4, generator=own)  # an expert of each rank's own
-    return [bool(optimizer.step().success)]
+    squares = {name: grad_of(param).double().square().sum().item() for name, param in module.named_parameters()}
+    held: list[dict[str, float]] = [{}] * 4
+    dist.all_gather_object(held, squares)
+    experts = sum(one.pop("head.weight") for one in held) / 2  # tensor-parallel ranks are taken to have the same one
+    other_part = held[1]["first.weight"]
+    del held[0]["second.weight"]
+    result = optimizer.step()
+    return bool(result.success), result.grad_norm.item(), math.sqrt(sum(held[0].values()) + other_part + experts)
 
 
 def test_megatrons_marks_are_known(ranks: RankPool) -> None:
-    """Parameters that Megatron marks as split, as shared or as an expert's are alike only where they must be."""
-    assert ranks.run(4, _megatron_marks) == [[True]] * 4
+    """Parameters that Megatron marks as split, as shared or as an expert's are alike only where they must be. In the
+    norm each element counts once, and a shared copy not at all.
+    """
+    for landed, norm, expected in ranks.run(4, _megatron_marks):
+        assert landed
+        assert norm == pytest.approx(expected, rel=1e-6)
 
 
 def _chained() -> str:
@@ -431,13 +460,13 @@ def _thawed(differ: bool, vouched: bool) -> tuple[str, bool, bool]:
     unchanged = all(bits_equal(param.detach(), value) for param, value in zip(bag.params, before, strict=True))
     if said:
         dist.broadcast(bag[1].data, 0)
-    return said, unchanged, step() and bits_equal(*_gathered(bag[1]))
+    return said, unchanged, step() and _is_alike(bag[1])
 
 
-def _gathered(param: torch.Tensor) -> list[torch.Tensor]:
-    gathered = [torch.zeros_like(param.data) for _ in range(2)]
+def _is_alike(param: torch.Tensor) -> bool:
+    gathered = [torch.zeros_like(param.data) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, param.detach())
-    return gathered
+    return all(bits_equal(gathered[0], other) for other in gathered)
 
 
 def test_first_values_of_a_parameter_added_later_are_compared(ranks: RankPool) -> None:
@@ -448,7 +477,7 @@ def test_first_values_of_a_parameter_added_later_are_compared(ranks: RankPool) -
         assert "parameters that are new in this step differ between data-parallel ranks: among 'params.1'" in said
         assert unchanged
         assert alike
-    for said, unchanged, alike in ranks.run(2, _thawed, False, False):
+    for said, unchanged, alike in ranks.run(3, _thawed, False, False):
         assert (said, unchanged, alike) == ("", False, True)
     for said, unchanged, alike in ranks.run(2, _thawed, True, True):
         assert (said, unchanged, alike) == ("", False, False)

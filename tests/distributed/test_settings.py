@@ -69,6 +69,11 @@ def _interval(optimizer: Optimizer) -> None:
     optimizer.grad_scaler.growth_interval = 7
 
 
+def _reset(optimizer: Optimizer) -> None:
+    assert isinstance(optimizer.grad_scaler, DynamicGradScaler)
+    optimizer.grad_scaler.hysteresis_reset = "clean_step"
+
+
 def _loaded_scale(optimizer: Optimizer) -> None:
     assert optimizer.grad_scaler is not None
     optimizer.grad_scaler.load_state_dict({**optimizer.grad_scaler.state_dict(), "scale": torch.tensor([64.0])})
@@ -82,6 +87,7 @@ CHANGES: dict[str, tuple[Callable[[Optimizer], None], str]] = {
     "clip_grad": (_clip, "clip_grad is "),
     "scaler": (_constant, "grad_scaler"),
     "growth_interval": (_interval, "grad_scaler"),
+    "hysteresis_reset": (_reset, "grad_scaler"),
     "loaded scale": (_loaded_scale, "grad_scaler"),
 }
 
@@ -115,6 +121,9 @@ def test_settings_of_one_rank_are_every_ranks_error(ranks: RankPool, way: str, n
         for message, unchanged, is_finite in results:
             assert "ranks that hold the same parameters have other settings" in message
             assert CHANGES[name][1] in message
+            if name == "lr":
+                rates = ("0.2", 0, "0.1", 1) if other == 0 else ("0.1", 0, "0.2", other)
+                assert "lr of param group 0 is {} on rank {} and {} on rank {};".format(*rates) in message
             assert unchanged
             assert is_finite
 
@@ -187,19 +196,35 @@ def test_equal_settings_of_other_types_are_alike(ranks: RankPool) -> None:
     assert ranks.run(2, _equal) == [[True] * 4] * 2
 
 
-def _vouched() -> list[float]:
+def _too_large_for_a_float() -> str:
+    net = nn.Linear(4, 4)
+    inner = torch.optim.SGD(net.parameters(), lr=0.1)
+    inner.defaults["limit"] = 0  # as an optimizer of the user's own may have
+    inner.param_groups[0]["limit"] = 10**400 + dist.get_rank()
+    optimizer = MixedPrecisionOptimizer(inner)
+    for param in net.parameters():
+        param.grad = torch.ones_like(param)
+    return message_of(UsageError, optimizer.step)
+
+
+def test_integers_of_any_size_are_compared(ranks: RankPool) -> None:
+    """Also those that no float can hold."""
+    for message in ranks.run(2, _too_large_for_a_float):
+        assert "limit of param group 0 is '1000" in message
+
+
+def _vouched() -> tuple[float, bool]:
     torch.manual_seed(0)
     net = nn.Linear(4, 4)
     inner = torch.optim.SGD(net.parameters(), lr=0.1 * (1 + dist.get_rank()))
     optimizer = MixedPrecisionOptimizer(inner, replicas_may_differ=True)
     net(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-    return [inner.param_groups[0]["lr"]]
+    return inner.param_groups[0]["lr"], bool(optimizer.step().success)
 
 
 def test_ranks_that_may_part_set_what_they_like(ranks: RankPool) -> None:
     """replicas_may_differ=True vouches for the settings, too."""
-    assert ranks.run(2, _vouched) == [[0.1], [0.2]]
+    assert ranks.run(2, _vouched) == [(0.1, True), (0.2, True)]
 
 
 def _prepared(other: int) -> str:
@@ -221,4 +246,28 @@ def test_another_state_dict_on_one_rank_is_every_ranks_error(ranks: RankPool) ->
     for other in (0, 1):
         first, second = ranks.run(2, _prepared, other)
         assert first == second
-        assert "number of steps taken" in first
+        assert f"the number of steps taken is {2 - other} on rank 0 and {1 + other} on rank 1;" in first
+
+
+def _beside_new_parameters() -> tuple[bool, str]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
+    named = list(net.named_parameters())
+    net[1].requires_grad_(False)
+    sync = GradSync(named[:2])
+    optimizer = MixedPrecisionOptimizer(torch.optim.AdamW(named, lr=0.1), grad_sync=sync)
+    net(torch.ones(2, 6)).square().mean().backward()
+    landed = bool(optimizer.step().success)
+    optimizer.zero_grad()
+    net[1].requires_grad_(True)
+    sync.add(named[2:])
+    net(torch.ones(2, 6)).square().mean().backward()
+    optimizer.param_groups[0]["lr"] = 0.1 + dist.get_rank()
+    return landed, message_of(UsageError, optimizer.step)
+
+
+def test_a_setting_is_named_beside_new_parameters(ranks: RankPool) -> None:
+    """Parameters that are new in the step, with the same values on every rank, are not what differs."""
+    for landed, message in ranks.run(2, _beside_new_parameters):
+        assert landed
+        assert "lr of param group 0 is 0.1 on rank 0 and 1.1 on rank 1;" in message

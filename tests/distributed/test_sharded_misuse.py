@@ -47,6 +47,11 @@ def test_optimizers_that_need_whole_parameters_are_refused_by_name(ranks: RankPo
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"modules": []}, ArgumentTypeError, r"modules must be a module or a list of modules, got \[\]"),
+    (
+        {"modules": [nn.Linear(1, 1), "head"]},
+        ArgumentTypeError,
+        r"modules must be a module or a list of modules, got \[L",
+    ),
     ({"modules": nn.Linear(1, 1)}, ArgumentError, r"modules do not own parameter 0 of the optimizer \(and 9 more\)"),
     ({"bucket_numel": 0}, ArgumentError, r"bucket_numel must be 1 or more, got 0"),
     ({"reduction": "max"}, ArgumentError, r"reduction must be one of 'mean', 'sum', got 'max'"),
@@ -90,6 +95,14 @@ def test_modules_that_reduce_or_shard_already_are_refused(ranks: RankPool) -> No
     for under_ddp, under_fsdp in ranks.run(2, _wrapped_modules):
         assert "modules holds a DistributedDataParallel" in under_ddp
         assert "is a DTensor, whose own mesh reduces its gradient; use MixedPrecisionOptimizer" in under_fsdp
+
+
+def test_chunks_have_names_of_their_own() -> None:
+    """Two chunks may call their parameters alike."""
+    chunks = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    params = [param for chunk in chunks for param in chunk.parameters()]
+    optimizer = DistributedOptimizer(torch.optim.SGD(params), modules=chunks)
+    assert optimizer.param_names() == ["0.weight", "0.bias", "1.weight", "1.bias"]
 
 
 def test_wrapping_twice_is_refused() -> None:

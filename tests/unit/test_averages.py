@@ -139,7 +139,7 @@ def test_averages_are_those_of_landed_steps(rule: str, use_buffers: bool, skips:
 @pytest.mark.parametrize("use_buffers", [False, True])
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "swa_multi"])
 def test_no_host_read(rule: str, use_buffers: bool) -> None:
-    """Updates read nothing on the host, from the first on."""
+    """Updates read nothing on the host, from the first on; once it knows that one has landed, none may be the first."""
     module = _normed()
     optimizer = wrap(module)
     averages = AveragedMainParams(module, optimizer, use_buffers=use_buffers, **RULES[rule])
@@ -151,6 +151,10 @@ def test_no_host_read(rule: str, use_buffers: bool) -> None:
             averages.update_parameters(module)
     assert counter.host_reads == 0
     assert averages.n_averaged.item() == 2 * RUN.count(False)
+    success = _step(optimizer, module, 0, False)
+    with OperatorCounter() as later:
+        averages.update_parameters(success=success)
+    assert later.counts[torch.ops.aten.where.self] == 0
 
 
 def test_host_reads_of_torch() -> None:
@@ -259,6 +263,7 @@ def test_the_model_computes_with_the_averages() -> None:
     expected = oracle.averaged.train()
     swa_utils.update_bn(data, expected)
     with averages.applied():
+        assert not any(param.requires_grad for param in module.parameters())
         swa_utils.update_bn(data, module)
     module.eval(), expected.eval()
     with averages.applied(), torch.no_grad():
@@ -311,6 +316,29 @@ def test_resume_is_bitwise(cut: int, use_buffers: bool, tmp_path: Any) -> None:
         if not skip:
             oracle.update()
     oracle.assert_equals(averages)
+
+
+def test_state_from_before_the_first_update() -> None:
+    """Loaded into averages that have begun: the next update that lands is again the first, which copies."""
+    module = _normed()
+    optimizer = wrap(module)
+    averages = AveragedMainParams(module, optimizer, **RULES["custom"])
+    empty = averages.state_dict()
+    for step in range(2):
+        averages.update_parameters(success=_step(optimizer, module, step, False))
+    averages.load_state_dict(empty)
+    for step, skip in ((2, True), (3, False)):
+        averages.update_parameters(success=_step(optimizer, module, step, skip))
+    assert same_bits(dict(averages.averages()), dict(optimizer.main_params()))
+
+
+def test_parameters_unfrozen_before_the_averages_are_built() -> None:
+    """They have averages, though no step has trained them yet."""
+    module = _normed()
+    optimizer = wrap(module)
+    module.frozen.requires_grad_(True)
+    averages = dict(AveragedMainParams(module, optimizer).averages())
+    assert bits_equal(averages["frozen.bias"], module.frozen.bias.float())
 
 
 def test_state_dict_does_not_alias() -> None:
@@ -408,6 +436,9 @@ def test_torch_optimizer() -> None:
             oracle.update_parameters(module)
         averages.update_parameters(success=torch.tensor(not skip))
     assert all(bits_equal(average, oracle.module.get_parameter(name)) for name, average in averages.averages())
+    again = AveragedMainParams(module, optimizer)
+    again.load_state_dict(averages.state_dict())
+    assert same_bits(dict(again.averages()), dict(averages.averages()))
     with pytest.raises(UsageError, match="pass success"):
         averages.update_parameters()
 
@@ -442,7 +473,7 @@ def test_misuse() -> None:
     for broken, message in (
         ({}, "must hold 'averages'"),
         (before | {"n_averaged": 3}, "n_averaged"),
-        (before | {"averages": {}}, "'averages' must be of"),
+        (before | {"averages": {}}, "'averages' must be of .*, got nothing"),
         (before | {"buffers": 3}, "'buffers' must be of"),
         (before | {"averages": before["averages"] | {"first.bias": torch.zeros(5)}}, r"shape \(6,\), got \(5,\)"),
         (before | {"averages": before["averages"] | {"first.bias": 5}}, r"shape \(6,\), got int"),

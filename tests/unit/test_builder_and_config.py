@@ -1,7 +1,7 @@
 """OptimizerConfig and build_optimizer: what they build and what they refuse."""
 
 import math
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, asdict
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from tests.training import model
 
 BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     *(({name: value}, f"{name} must be True or False") for name in ("fp16", "bf16") for value in (1, None, "yes")),
+    ({"muon_split_work": 1}, "muon_split_work must be True or False"),
     ({"fp16": True, "bf16": True}, "fp16 and bf16 are both True; choose one"),
     *(
         ({name: value}, f"{name} must be")
@@ -29,6 +30,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"hysteresis_reset": "step"}, "hysteresis_reset must be one of 'growth', 'clean_step'"),
     ({"loss_scale_growth_factor": 1.0}, "loss_scale_growth_factor must be above 1"),
+    ({"loss_scale_growth_factor": math.inf}, "loss_scale_growth_factor must be finite"),
     ({"loss_scale_backoff_factor": 1.0}, "loss_scale_backoff_factor must be below 1"),
     *(({"clip_grad": value}, "clip_grad must be") for value in (-1.0, math.nan, math.inf, None, True)),
     (
@@ -36,9 +38,27 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
         "backend must be one of 'auto', 'reference', 'torch',",
     ),
     ({"optimizer": "adamw"}, "optimizer must be one of 'adam', 'sgd', 'lion', 'muon', got 'adamw'"),
-    *(({name: -1.0}, f"{name} must be 0 or more") for name in ("lr", "weight_decay", "sgd_momentum")),
-    *(({name: value}, f"{name} must be in") for name in ("adam_beta1", "adam_beta2") for value in (1.0, -0.1)),
-    ({"adam_eps": 0.0}, "adam_eps must be above 0"),
+    *(
+        ({name: -1.0}, f"{name} must be 0 or more")
+        for name in ("lr", "weight_decay", "sgd_momentum", "muon_momentum", "muon_adam_lr")
+    ),
+    *(
+        ({name: value}, f"{name} must be in")
+        for name in ("adam_beta1", "adam_beta2", "lion_beta1", "lion_beta2", "zclip_alpha")
+        for value in (1.0, -0.1)
+    ),
+    *(({name: 0.0}, f"{name} must be above 0") for name in ("adam_eps", "zclip_z_thresh", "grad_norm_skip_threshold")),
+    *(({name: 0}, f"{name} must be 1 or more") for name in ("max_consecutive_skips", "max_overflows_at_min_scale")),
+    ({"zclip": "cut"}, "zclip must be one of 'clip', 'skip', got 'cut'"),
+    ({"zclip_warmup_steps": 1}, "zclip_warmup_steps must be 2 or more"),
+    ({"muon_num_ns_steps": 0}, "muon_num_ns_steps must be 1 or more"),
+    ({"muon_num_ns_steps": 100}, "muon_num_ns_steps must be 99 or less"),
+    ({"muon_coefficient_type": "cubic"}, "muon_coefficient_type must be one of 'quintic', 'polar_express', got"),
+    ({"muon_adjust_lr_fn": "none"}, "muon_adjust_lr_fn must be one of 'original', 'match_rms_adamw', got"),
+    ({"muon_ns_dtype": torch.float16}, "muon_ns_dtype must be torch.bfloat16, torch.float32 or None, got torch.f"),
+    ({"exp_avg_dtype": torch.uint8}, "exp_avg_dtype must be one of .*torch.int8, got torch.uint8"),
+    ({"exp_avg_sq_dtype": torch.int8}, "exp_avg_sq_dtype must be one of .*torch.uint8, got torch.int8"),
+    ({"overlap_param_gather": True}, "overlap_param_gather=True needs use_distributed_optimizer=True"),
 ]
 
 
@@ -49,11 +69,45 @@ def test_bad_field_is_refused_by_name(fields: dict[str, Any], message: str) -> N
         OptimizerConfig(**fields)
 
 
+AT_BOUNDS: list[dict[str, Any]] = [
+    {"initial_loss_scale": 8.0, "min_loss_scale": 8.0, "max_loss_scale": 8.0},
+    {"loss_scale_window": 1, "hysteresis": 1, "loss_scale_growth_factor": 1.5, "loss_scale_backoff_factor": 0.9},
+    {"max_consecutive_skips": 1, "max_overflows_at_min_scale": 1},
+    {"zclip": "clip", "zclip_warmup_steps": 2, "zclip_alpha": 0.0, "grad_norm_skip_threshold": 1e-3},
+    {"muon_num_ns_steps": 1, "muon_adam_lr": 0.0, "muon_momentum": 0.0},
+    {"muon_num_ns_steps": 99, "lr": 0.0, "weight_decay": 0.0, "sgd_momentum": 0.0, "clip_grad": 0.0},
+    {"loss_scale": 2.0**-126},
+]
+
+
+@pytest.mark.parametrize("fields", AT_BOUNDS)
+def test_fields_may_be_at_their_bounds(fields: dict[str, Any]) -> None:
+    """The least and the largest that have a meaning."""
+    assert asdict(OptimizerConfig(**fields)).items() >= fields.items()
+
+
+DEFAULTS: dict[str, Any] = {
+    **{"fp16": False, "bf16": False},
+    **{"loss_scale": None, "initial_loss_scale": 65536.0, "min_loss_scale": 1.0, "max_loss_scale": None},
+    **{"loss_scale_window": 1000, "hysteresis": 2, "hysteresis_reset": "growth"},
+    **{"loss_scale_growth_factor": 2.0, "loss_scale_backoff_factor": 0.5},
+    **{"clip_grad": 1.0, "log_num_zeros_in_grad": False, "grad_norm_skip_threshold": math.inf},
+    **{"zclip": None, "zclip_z_thresh": 2.5, "zclip_alpha": 0.97, "zclip_warmup_steps": 25},
+    **{"max_consecutive_skips": None, "max_overflows_at_min_scale": None, "backend": "auto"},
+    **{"exp_avg_dtype": torch.float32, "exp_avg_sq_dtype": torch.float32, "store_param_remainders": False},
+    **{"use_distributed_optimizer": False, "overlap_param_gather": False},
+    **{"optimizer": "adam", "lr": None, "weight_decay": 0.01, "decoupled_weight_decay": True},
+    **{"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_eps": 1e-8, "sgd_momentum": 0.9},
+    **{"lion_beta1": 0.9, "lion_beta2": 0.99, "muon_momentum": 0.95, "muon_nesterov": True, "muon_num_ns_steps": 5},
+    **{"muon_coefficient_type": "quintic", "muon_adjust_lr_fn": "original", "muon_adam_lr": None},
+    **{"muon_ns_dtype": None, "muon_batched": False, "muon_split_work": False},
+}
+
+
 def test_defaults_are_megatrons() -> None:
     """Megatron-Core's names and defaults, but for the initial loss scale; frozen and keyword-only."""
     config = OptimizerConfig()
-    assert (config.clip_grad, config.hysteresis, config.loss_scale_window, config.weight_decay) == (1.0, 2, 1000, 0.01)
-    assert config.initial_loss_scale == 2.0**16
+    assert asdict(config) == DEFAULTS
     with pytest.raises(FrozenInstanceError):
         config.lr = 1.0  # type: ignore[misc]
     with pytest.raises(TypeError):
@@ -101,6 +155,8 @@ def test_given_scaler_is_taken_and_not_contradicted() -> None:
     assert build_optimizer(OptimizerConfig(lr=0.1, fp16=True), model(), grad_scaler=scaler).grad_scaler is scaler
     with pytest.raises(ArgumentError, match=r"config.loss_scale=16.0 has no effect"):
         build_optimizer(OptimizerConfig(lr=0.1, fp16=True, loss_scale=16.0), model(), grad_scaler=scaler)
+    config = OptimizerConfig(lr=0.1, fp16=True, sgd_momentum=0.5)
+    assert build_optimizer(config, model(), grad_scaler=scaler).config.sgd_momentum == 0.9
 
 
 def test_kinds_and_chunks() -> None:
@@ -121,7 +177,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"config": OptimizerConfig()}, "config.lr is None; give the learning rate"),
     ({"config": {"lr": 0.1}}, "config must be an OptimizerConfig, got dict"),
     ({"config": type("OptimizerConfig", (), {"lr": 0.1})()}, "config must be an OptimizerConfig, got OptimizerConfig"),
-    ({"modules": []}, "modules must be a module or a list of modules"),
+    ({"modules": []}, r"modules must be a module or a list of modules, got \[\]"),
+    ({"modules": [nn.Linear(2, 2), "b", "c"]}, "modules must be .* got a list of Linear, str$"),
+    ({"modules": torch.ones(2)}, "modules must be .* got Tensor$"),
     ({"modules": nn.ReLU()}, "modules have no parameters"),
     (
         {"overrides": {"*wieght": {"lr": 0.1}}},

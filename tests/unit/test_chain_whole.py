@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from megascale import ChainedOptimizer, ConstantGradScaler, MixedPrecisionOptimizer
+from megascale.chained import AnyOptimizer
 from megascale.errors import GradientError, MainParamOverflowError, UsageError
-from tests.training import Bag, same_bits, set_grads
+from tests.training import Bag, grad_of, same_bits, set_grads
 
 
 def _chain(module: Bag, scale: float = 1.0, lrs: tuple[float, ...] = (0.1, 0.1)) -> ChainedOptimizer:
@@ -46,17 +47,38 @@ def test_step_is_whole_where_a_main_param_outgrows_fp16(outgrown: int) -> None:
             torch.testing.assert_close(module[int(name)].detach().float(), main, rtol=1e-3, atol=0)
 
 
-def test_halves_of_a_step_are_not_mixed() -> None:
-    """A load into one member drops the step that was prepared: no member takes its second half."""
+@pytest.mark.parametrize("into", ["a member", "the chain"])
+def test_halves_of_a_step_are_not_mixed(into: str) -> None:
+    """A load, also into one member, drops the step that was prepared: no member takes its second half."""
     module = _module()
     optimizer = _chain(module)
     set_grads(module, 0)
     optimizer.prepare_grads()
-    optimizer.optimizers[1].load_state_dict(optimizer.optimizers[1].state_dict())
+    target: AnyOptimizer = optimizer if into == "the chain" else optimizer.optimizers[1]
+    target.load_state_dict(target.state_dict())
     before = {name: main.clone() for name, main in optimizer.main_params()}
     with pytest.raises(UsageError, match=r"needs prepare_grads\(\) first"):
         optimizer.step_with_ready_grads()
     assert same_bits(before, dict(optimizer.main_params()))
+
+
+def test_halves_of_a_step_make_a_whole() -> None:
+    """The first tells of the decision; between them gradients can be clamped, and the caller may drop its own."""
+    module, twin = _module(), _module()
+    halves, whole = _chain(module), _chain(twin)
+    set_grads(module, 0)
+    set_grads(twin, 0)
+    assert halves.decision is None
+    found_inf = halves.prepare_grads()
+    assert (found_inf.item(), found_inf.shape) == (0.0, ())
+    assert halves.decision is not None
+    halves.clip_grad_value_(0.25)
+    halves.zero_grad()
+    assert halves.step_with_ready_grads().success
+    for param in twin.parameters():
+        grad_of(param).clamp_(-0.25, 0.25)
+    whole.step()
+    assert same_bits(dict(halves.main_params()), dict(whole.main_params()))
 
 
 def test_unusable_gradients_of_two_members_are_one_error() -> None:

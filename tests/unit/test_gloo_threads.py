@@ -81,3 +81,27 @@ def test_threads_must_be_asleep_several_times_in_a_row(
     monkeypatch.setattr(gloo_threads, "_worker_states", look)
     gloo_threads.let_workers_finish()
     assert len(seen) == looks
+
+
+def test_states_are_those_of_gloos_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As proc(5) has them, behind a name that may hold brackets; a thread that has just ended has none."""
+    stats = {"1": "1 (pt_gloo_runloop) S 5 6", "2": "2 (pt (x) y) R 5", "3": "3 (pt_gloo_runloop) R 5", "4": None}
+    for thread, text in stats.items():
+        (tmp_path / thread).mkdir()
+        if text is not None:
+            (tmp_path / thread / "stat").write_text(text)
+    monkeypatch.setattr(gloo_threads, "_THREADS", tmp_path)
+    assert sorted(gloo_threads._worker_states()) == ["R", "S"]
+
+
+def test_where_threads_are_not_shown_a_moment_must_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """For a process that may have used gloo."""
+    slept: list[float] = []
+    monkeypatch.setattr(gloo_threads, "_THREADS", tmp_path / "nowhere")
+    monkeypatch.setattr("time.sleep", slept.append)
+    monkeypatch.setitem(sys.modules, "torch.distributed", sys)
+    gloo_threads.let_workers_finish()
+    assert slept == [gloo_threads._BLIND_S]
+    monkeypatch.delitem(sys.modules, "torch.distributed")
+    gloo_threads.let_workers_finish()
+    assert len(slept) == 1

@@ -1,5 +1,6 @@
 """The scalers: their rule against an oracle, their state dicts, and everything they refuse."""
 
+import copy
 import math
 import random
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megascale import ConstantGradScaler, DynamicGradScaler
+from megascale import ConstantGradScaler, DynamicGradScaler, MegatronGradScaler
 from megascale.errors import ArgumentError, ArgumentTypeError, StateDictError
 from megascale.kernels import Backend, select_backend
 
@@ -200,6 +201,16 @@ def test_nan_found_inf_counts_as_found() -> None:
     assert scaler.scale.item() == 512.0
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int64, torch.bool])
+def test_found_inf_may_have_any_dtype(dtype: torch.dtype) -> None:
+    """Kernels read fp32."""
+    scaler = DynamicGradScaler(1024.0, 1.0, 2.0, 0.5, 2, 1)
+    scaler.backend = select_backend("native")
+    for value in (0, 1, 0):
+        scaler.update(torch.tensor(value, dtype=dtype))
+    assert _triple(scaler) == (512.0, 1, 0)
+
+
 def test_properties_have_megatrons_shape_and_dtype() -> None:
     """``scale`` and ``inv_scale`` are fp32 tensors of shape [1]; the reciprocal is taken in fp64 and rounded once."""
     scaler = DynamicGradScaler(3.0, 1.0, 2.0, 0.5, 10, 1)
@@ -337,3 +348,56 @@ def test_update_refuses_tensors_of_several_elements() -> None:
     """One decision has one element."""
     with pytest.raises(ArgumentError, match="found_inf must have one element, got shape \\(2,\\)"):
         DynamicGradScaler(**DEFAULTS).update(torch.zeros(2))
+
+
+# What an optimizer asks
+
+
+def test_reads_of_the_scale_are_counted() -> None:
+    """Each read of ``scale`` counts as one loss that was scaled, one of ``live_scale`` does not."""
+    scaler = ConstantGradScaler(2.0)
+    assert (scaler.live_scale.item(), scaler.times_asked()) == (2.0, 0)
+    assert (scaler.scale.item(), scaler.times_asked()) == (2.0, 1)
+
+
+def test_settings_tell_rules_and_states_apart() -> None:
+    """Ranks compare them: every argument is in them, and what was loaded; a fresh state that is loaded changes none."""
+    changes: dict[str, Any] = {
+        **{"initial_scale": 512.0, "min_scale": 2.0, "growth_factor": 3.0, "backoff_factor": 0.25},
+        **{"growth_interval": 9, "hysteresis": 3, "max_scale": 2048.0, "hysteresis_reset": "clean_step"},
+    }
+    scalers = [DynamicGradScaler(**(DEFAULTS | {name: value})) for name, value in changes.items()]
+    plain, loaded = (DynamicGradScaler(**DEFAULTS) for _ in range(2))
+    loaded.load_state_dict(plain.state_dict())
+    assert loaded.settings() == plain.settings()
+    loaded.load_state_dict(GOOD)
+    constants = [ConstantGradScaler(value) for value in (1024.0, 512.0, 512.0)]
+    constants[1].load_state_dict({"scale": 256.0})
+    everything = [plain, loaded, *scalers, *constants]
+    assert len({one.settings() for one in everything}) == len(everything)
+
+
+def _places(scaler: MegatronGradScaler) -> set[str]:
+    return {value.device.type for value in vars(scaler).values() if isinstance(value, torch.Tensor)}
+
+
+def test_state_is_where_it_was_asked_for() -> None:
+    """On the CPU unless another device is named, whatever torch's default is; ``to`` moves all of it."""
+    with torch.device("meta"):
+        scalers = [DynamicGradScaler(**DEFAULTS), ConstantGradScaler(2.0)]
+    assert [_places(scaler) for scaler in scalers] == [{"cpu"}] * 2
+    for scaler in scalers:
+        assert scaler.to("meta") is scaler
+        assert _places(scaler) == {"meta"}
+        assert scaler.device.type == "meta"
+    assert _places(DynamicGradScaler(**DEFAULTS, device="meta")) == {"meta"}
+
+
+def test_copies_and_rehearsals_have_a_state_of_their_own() -> None:
+    """Also where a backend whose kernels cannot be copied computes the update."""
+    scaler = DynamicGradScaler(**DEFAULTS | {"hysteresis": 1})
+    scaler.backend = select_backend("native")
+    twin = copy.deepcopy(scaler)
+    twin.update(True)
+    scaler.rehearse(torch.ones(()))
+    assert (_triple(twin), _triple(scaler)) == ((512.0, 0, 0), (1024.0, 0, 1))

@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megascale import ConstantGradScaler, MixedPrecisionOptimizer, OptimizerConfig
-from megascale.errors import ArgumentError, MainParamOverflowError, UsageError
+from megascale.errors import ArgumentError, ArgumentTypeError, MainParamOverflowError, UsageError
 from tests.counting import OperatorCounter
 from tests.training import (
     INNER,
@@ -56,6 +57,10 @@ def test_param_groups_are_shared_and_obeyed() -> None:
     before = module.first.weight.detach().clone()
     optimizer.step()
     torch.testing.assert_close(module.first.weight.detach(), before - 1)
+    groups, state = [dict(group) for group in inner.param_groups], defaultdict(dict, inner.state)
+    optimizer.param_groups, optimizer.state = groups, state
+    assert inner.param_groups is groups
+    assert inner.state is state
 
 
 def test_scheduler_on_the_inner_optimizer_does_not_warn() -> None:
@@ -73,9 +78,11 @@ def test_scheduler_on_the_inner_optimizer_does_not_warn() -> None:
 
 
 def test_added_group_is_trained() -> None:
-    """add_param_group takes model params, makes their main params and state, and steps them."""
+    """add_param_group takes model params, makes their main params and state, and steps them. Other state is kept."""
     module, extra = model(), nn.Linear(3, 3).half()
     optimizer = constant(module, INNER["adamw_fused"], 1.0)
+    set_grads(module, 0)
+    optimizer.step()
     optimizer.add_param_group({"params": list(extra.named_parameters(prefix="extra")), "lr": 0.5})
     names = [name for name, _ in optimizer.main_params()]
     assert names[-2:] == ["extra.weight", "extra.bias"]
@@ -84,7 +91,11 @@ def test_added_group_is_trained() -> None:
     optimizer.step()
     assert not bits_equal(before, extra.weight)
     assert set(optimizer.state[extra.weight]) == {"exp_avg", "exp_avg_sq", "step"}
+    assert [optimizer.state[param]["step"].item() for param in (module.first.weight, extra.weight)] == [2, 1]
     assert len(optimizer.param_groups) == 2
+    optimizer.add_param_group({"params": [("frozen", nn.Parameter(torch.ones(2).half(), requires_grad=False))]})
+    assert len(optimizer.param_groups) == 3
+    assert "frozen" not in dict(optimizer.main_params())
 
 
 def test_frozen_then_unfrozen() -> None:
@@ -242,8 +253,8 @@ def test_following_keeps_the_bits_that_still_fit() -> None:
 
 
 def test_untouched_weights_cost_no_pass() -> None:
-    """Only a model param that someone else wrote is compared with its main param: not after a step, not after a
-    load.
+    """Only a model param that someone else wrote is compared with its main param, once: not after a step, not after a
+    load or reload.
     """
     module = model()
     optimizer = constant(module, INNER["sgd"], 1.0)
@@ -255,9 +266,13 @@ def test_untouched_weights_cost_no_pass() -> None:
             optimizer.step()
         assert counter.counts[compared] == 0
     module.load_state_dict(module.state_dict())
-    with OperatorCounter() as counter:
-        optimizer.step()
-    assert counter.counts[compared] > 0
+    counts = []
+    for prepare in (lambda: None, lambda: None, optimizer.reload_model_params):
+        prepare()
+        with OperatorCounter() as counter:
+            next(optimizer.main_params())
+        counts.append(counter.counts[compared] > 0)
+    assert counts == [True, False, False]
 
 
 def test_new_storage_is_followed() -> None:
@@ -309,6 +324,32 @@ def test_main_param_of_any_group_that_outgrows_fp16_is_named() -> None:
         for index, weight in enumerate(weights):
             weight.grad = torch.full_like(weight, float(index == overflowing))
         with pytest.raises(MainParamOverflowError, match=f"main param of '{overflowing}' is 65520 or more"):
+            optimizer.step()
+
+
+@pytest.mark.parametrize(("is_named", "story"), [(False, "a parameter"), (True, "'w'")])
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_a_parameter_listed_twice_at_construction_is_named_if_it_has_a_name(is_named: bool, story: str) -> None:
+    """It has no main param yet that knows its name."""
+    param = nn.Parameter(torch.ones(3))
+    named = [("w", param)] if is_named else None
+    with pytest.raises(ArgumentError, match=rf"param_groups\[0\] holds {story} that param_groups held before"):
+        MixedPrecisionOptimizer(torch.optim.SGD([param, param], lr=0.1), named_parameters=named)
+
+
+def test_params_of_a_group_that_was_put_in_by_hand() -> None:
+    """An iterator or tuple becomes a list, as in torch's add_param_group; what is no list of parameters is named."""
+    param, other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    optimizer = MixedPrecisionOptimizer(torch.optim.SGD([param], lr=1.0))
+    group = {**optimizer.param_groups[0], "params": iter([other])}
+    optimizer.param_groups.append(group)
+    param.grad, other.grad = torch.ones(3), torch.ones(3)
+    assert optimizer.step().success
+    assert group["params"] == [other]
+    assert other.tolist() == [0.0] * 3
+    for bad, message in ((other, "got a Parameter"), (3, "got a int"), ([3], "holds a int; give parameters")):
+        group["params"] = bad
+        with pytest.raises(ArgumentTypeError, match=message):
             optimizer.step()
 
 

@@ -129,4 +129,7 @@ def test_a_bar_within_a_bar_gives_it_back(monkeypatch: pytest.MonkeyPatch) -> No
                 progress.advance(2)
             progress.advance(3)
         progress.advance(4)
-    assert [(bar.counted, bar.is_open) for bar in made] == [([1, 3], False), ([2], False)]
+        assert [(bar.counted, bar.is_open) for bar in made] == [([1, 3], False), ([2], False)]
+        for total in (progress.LEAST_BYTES - 1, progress.LEAST_BYTES):
+            with progress.progress_bar("least", total, wanted=True):
+                assert len(made) == 2 + (total == progress.LEAST_BYTES)

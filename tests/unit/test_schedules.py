@@ -265,6 +265,7 @@ def test_known_rates_are_one_step_old() -> None:
     optimizer = _wrapped(_inner(_bag()))
     schedule = LandedLRScheduler(torch_lr.ExponentialLR(optimizer, 0.5))
     schedule.step(_step(optimizer, False))
+    assert not hasattr(schedule, "no_such_attribute")  # nothing to wait for
     assert schedule.known_lr() == [0.01, 0.003]
     [rate, _] = schedule.get_last_lr()
     assert isinstance(rate, Tensor)
@@ -323,7 +324,7 @@ def test_two_schedules_take_turns() -> None:
     assert rates[6] == rates[7] == rates[8] != rates[9]
 
 
-@pytest.mark.parametrize("name", ["lambda", "one_cycle", "swa", "sequential", "cyclic"])
+@pytest.mark.parametrize("name", ["lambda", "one_cycle", "swa", "sequential", "cyclic", "one_cycle_momentum"])
 def test_rate_given_as_a_tensor(name: str) -> None:
     """An optimizer built with a tensor for lr keeps that very tensor, and the schedule computes in numbers."""
     rates = [torch.tensor(0.25, dtype=torch.float64), torch.tensor(0.125, dtype=torch.float64)]

@@ -1,4 +1,7 @@
-"""What a LandedLRScheduler refuses, by name."""
+"""What a LandedLRScheduler refuses, by name, and what it does not pass on to the scheduler in it."""
+
+import copy
+from typing import Any
 
 import pytest
 import torch
@@ -45,3 +48,17 @@ def test_misuse() -> None:
     assert schedule.last_epoch == 1
     with pytest.raises(AttributeError):
         _ = schedule.no_such_thing
+
+
+class _CopiesItself(torch_lr.ExponentialLR):
+    def __deepcopy__(self, memo: Any) -> str:
+        return "a copy of its own making"
+
+
+def test_copying_is_not_passed_on() -> None:
+    """A copy of the wrapper is one, whatever its scheduler makes of itself; a bare instance has no attributes."""
+    schedule = LandedLRScheduler(_CopiesItself(_inner(_bag()), 0.5))
+    made = copy.deepcopy(schedule)
+    assert isinstance(made, LandedLRScheduler)
+    assert made.scheduler == "a copy of its own making"  # type: ignore[comparison-overlap]
+    assert not hasattr(LandedLRScheduler.__new__(LandedLRScheduler), "last_epoch")

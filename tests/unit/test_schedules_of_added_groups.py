@@ -102,3 +102,12 @@ def test_removed_groups_are_named() -> None:
     del optimizer.param_groups[0]
     with pytest.raises(UsageError, match="there were 2 param groups when the schedule was built, now there are 1"):
         _step(optimizer, schedule)
+
+
+def test_a_group_joins_the_only_one() -> None:
+    """It follows the function that was given once for all groups."""
+    optimizer = MixedPrecisionOptimizer(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1))
+    schedule = LandedLRScheduler(torch_lr.LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch)))
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "lr": 0.2})
+    _step(optimizer, schedule)
+    assert [float(lr) for lr in schedule.get_last_lr()] == [0.05, 0.1]

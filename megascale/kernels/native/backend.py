@@ -208,8 +208,8 @@ class NativeBackend(TorchDecisions, TorchRemainders):
         table, grads = self._kept_codes[operands], TensorList.of(operands.grad)
         operands.written = None
         if table is None or call.constants.amsgrad or not _all_known(grads):
-            if operands.remainder:
-                return self.on_decoded(operands, slow, _found_inf(call))
+            if operands.remainder and call.decision is not None:
+                return self.on_decoded(operands, slow, call.decision.found_inf)
             return slow(operands)
         operands.written = increment_versions(operands.model)
         overflowed = torch.empty(len(table.rows), dtype=torch.bool, device="cpu")
@@ -269,7 +269,7 @@ class NativeBackend(TorchDecisions, TorchRemainders):
     def encode_(self, held: HeldParams, found_inf: Tensor) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
         table = self._held_table(held)
-        if table is None or found_inf.device.type != "cpu":
+        if table is None:
             return super().encode_(held, found_inf)
         overflowed = torch.zeros(len(held.models), dtype=torch.bool, device="cpu")
         if not found_inf.item():
@@ -304,10 +304,10 @@ class NativeBackend(TorchDecisions, TorchRemainders):
         if kept is None or kept[0] != names:
             kept = self._kept[operands] = (names, _whole_table(operands, names))
         table, grads = kept[1], TensorList.of(operands.grad)
-        if operands.remainder and (table is None or not _all_known(grads)):
+        if operands.remainder and call.decision is not None and (table is None or not _all_known(grads)):
             operands.written = None
             update = partial(self._update, names=names, call=call, slow=slow)
-            return self.on_decoded(operands, update, _found_inf(call))
+            return self.on_decoded(operands, update, call.decision.found_inf)
         # Autograd must see that saved weights have changed.
         versions = increment_versions(operands.model)
         whole = table is not None and _all_known(grads)
@@ -335,10 +335,6 @@ class NativeBackend(TorchDecisions, TorchRemainders):
             torch.get_num_threads(),
         )
         return overflowed
-
-
-def _found_inf(call: _Call) -> Tensor:
-    return torch.zeros((), device="cpu") if call.decision is None else call.decision.found_inf
 
 
 def _takes(tensors: Sequence[Tensor]) -> bool:

@@ -112,7 +112,7 @@ def sharing(tensors: Sequence[Tensor], others: Sequence[Tensor] = ()) -> list[in
         pair = _pair_of(sorted(cluster), every, len(tensors), first, end)
         if pair:
             found.append(pair)
-    return min(found, key=lambda pair: pair[::-1], default=[])
+    return min(found, key=lambda pair: pair[1], default=[])
 
 
 def _pair_of(cluster: Sequence[int], every: Sequence[Tensor], apart: int, first: int, end: int) -> list[int]:
@@ -126,8 +126,7 @@ def _pair_of(cluster: Sequence[int], every: Sequence[Tensor], apart: int, first:
     for at, index in enumerate(cluster):
         own = _bytes_of(every[index], is_taken, first)
         if own.any():
-            earlier = [other for other in cluster[:at] if other < apart]
-            return [_met_by(earlier, index, every, is_taken, first), index]
+            return [_met_by(cluster[:at], index, every, is_taken, first), index]
         if index < apart:
             own[...] = True
     return []

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megascale import DynamicGradScaler, MixedPrecisionOptimizer, amp
-from megascale.debug import report_overflows, watch
+from megascale.debug import TensorStatistics, report_overflows, watch
 from megascale.errors import ArgumentTypeError
 from tests.counting import OperatorCounter
 
@@ -71,7 +71,7 @@ def test_first_output_that_overflows() -> None:
     assert (found.inputs.minimum, found.inputs.maximum, found.inputs.share_non_finite) == (-2000.0, 60000.0, 0.0)
     assert found.inputs.mean_abs == 15750.0
     assert (found.inputs.dtype, found.found.share_non_finite) == (torch.float16, 0.75)
-    assert "output of 'grow.1' (call 1): float16 between 0 and 0" in str(found)
+    assert str(found).startswith("output of 'grow.1' (call 1): float16 between 0 and 0")
     model(torch.full((4,), torch.nan).half())
     assert seen.first() == found
     seen.clear()
@@ -105,6 +105,7 @@ def test_first_gradient_that_overflows() -> None:
     found = seen.first()
     assert found is not None
     assert (found.module, found.phase) == ("grow.0", "backward")
+    assert str(found).startswith("gradient of the output of 'grow.0' (call 0): ")
     assert found.inputs.maximum == 1.0
 
 
@@ -147,9 +148,43 @@ def test_structures_and_integers_pass() -> None:
     found = seen.first()
     assert found is not None
     assert found.module == "Nest"
-    assert found.found.share_non_finite == 0.5
+    assert found.found == TensorStatistics(1.0, 1.0, 1.0, 0.5, torch.float32)
     with pytest.raises(ArgumentTypeError, match="model must be a"):
         watch(3)  # type: ignore[arg-type]
+
+
+def test_statistics_of_nothing_finite_are_zero() -> None:
+    """Of inputs that are all NaN, and of outputs without elements, which are no event."""
+
+    class Empties(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x[:0], x[:0].half()
+
+    model: nn.Module = Empties()
+    seen = watch(model)
+    model(torch.ones(3))
+    assert seen.first() is None
+    model = nn.Identity()
+    seen = watch(model)
+    model(torch.full((3,), torch.nan))
+    found = seen.first()
+    assert found is not None
+    assert found.found == TensorStatistics(0.0, 0.0, 0.0, 1.0, torch.float32)
+
+
+def test_a_step_does_not_hide_the_first_event() -> None:
+    """What a step has taken, the watch's very first event too, stays the first until clear()."""
+    module = nn.Sequential(_Spoils(), nn.Identity())
+    seen = watch(module)
+    module(torch.ones(4))
+    taken = seen.take().first()
+    assert taken is not None
+    assert (taken.module, taken.call) == ("0", 0)
+    module(torch.ones(4))
+    assert seen.first() == taken
+    later = seen.take().first()
+    assert later is not None
+    assert (later.module, later.call) == ("0", 1)
 
 
 def _overflowing_optimizer() -> tuple[nn.Module, MixedPrecisionOptimizer]:
@@ -193,6 +228,7 @@ def test_overflow_reports_name_the_module(late: bool, tmp_path: Path, caplog: py
     first = seen.first()
     assert first is not None
     assert first.module == "1"
+    model(torch.full((1, 4), torch.nan).half())
     seen.remove()
     _step(model, optimizer, torch.nan)
     report = optimizer.last_overflow()
@@ -200,8 +236,21 @@ def test_overflow_reports_name_the_module(late: bool, tmp_path: Path, caplog: py
     assert (report.step, report.module) == (5, None)
 
 
+def test_a_watch_that_was_removed_tells_no_step() -> None:
+    """Not even what it has seen before; a watch that stays does."""
+    model, optimizer = _overflowing_optimizer()
+    removed, _kept = watch(model), watch(next(model.children()))
+    model(torch.ones(1, 4).half())
+    removed.remove()
+    _step(model, optimizer, 1.0)
+    report = optimizer.last_overflow()
+    assert report is not None
+    assert report.module is not None
+    assert (report.module.module, report.module.phase) == ("Linear", "backward")
+
+
 def test_reports_name_modules_of_their_own_model() -> None:
-    """Of another model's watch an optimizer learns nothing. A GradScaler's report names the module, too."""
+    """Of the watch of another model, which may be gone, an optimizer learns nothing. A GradScaler's names it, too."""
     model, optimizer = _overflowing_optimizer()
     other, _ = _overflowing_optimizer()
     _others = watch(other)
@@ -210,6 +259,9 @@ def test_reports_name_modules_of_their_own_model() -> None:
     report = optimizer.last_overflow()
     assert report is not None
     assert report.module is None
+    del other
+    gc.collect()
+    _step(model, optimizer, 1.0)
     plain = nn.Linear(2, 1)
     scaler, inner = amp.GradScaler("cpu"), torch.optim.SGD(plain.parameters(), lr=0.1)
     _kept = watch(plain)

@@ -15,6 +15,7 @@ from torch import nn
 from megascale import ChainedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer, amp
 from megascale.debug import NonFiniteModule, TensorStatistics, report_overflows
 from megascale.debug.gradients import SeenInBackward, WatchedParam, _Unread
+from megascale.debug.reporting import line_of
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.kernels import describe_non_finite
 from megascale.step.overflow_report import OverflowEntry, OwnOverflows, in_order, merged
@@ -65,6 +66,20 @@ def test_the_last_overflow_is_named() -> None:
     assert report.before_reduction
 
 
+def test_the_first_step_may_overflow() -> None:
+    """A report of this rank alone, asked for at once: of one backward, before any reduction. Asked of all ranks before
+    any skip, there is none.
+    """
+    model, optimizer = _wrapped()
+    assert optimizer.last_overflow(gather=True) is None
+    _overflow(model, optimizer)
+    report = optimizer.last_overflow()
+    assert report is not None
+    assert (report.entries[0].micro_batch, report.all_ranks, report.before_reduction) == (0, False, True)
+    assert str(report).splitlines()[-1].startswith("middle.weight <- likely origin")
+    assert [(row["parameter"], row["kind"], row["origin"]) for row in report.rows()] == [("middle.weight", "inf", True)]
+
+
 def test_ranks_are_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only where all ranks' reports are asked for, and once for a skipped step."""
     calls: list[object] = []
@@ -85,16 +100,18 @@ def test_ranks_are_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_steps_are_counted_over_a_load() -> None:
-    """A report's step continues from saved counts."""
+    """A report's step continues from saved counts, of steps that landed and that were skipped."""
     model, optimizer = _wrapped()
     for _ in range(3):
         step(model, optimizer)
+    _overflow(model, optimizer)
     other_model, other = _wrapped()
+    step(other_model, other)
     other.load_state_dict(optimizer.state_dict())
     _overflow(other_model, other)
     report = other.last_overflow()
     assert report is not None
-    assert report.step == 3
+    assert report.step == 4
 
 
 def test_origin_is_the_latest_parameter_of_the_first_micro_batch() -> None:
@@ -118,9 +135,43 @@ def test_origin_is_the_latest_parameter_of_the_first_micro_batch() -> None:
     assert [one.micro_batch for one in report.entries] == [0]
 
 
+def test_the_order_of_the_model_tells_the_origin() -> None:
+    """Not that of the optimizer, unless there is no other."""
+    for is_given, origin in ((True, "head.weight"), (False, "first.weight")):
+        model = Planted().half()
+        inner = torch.optim.SGD(list(model.named_parameters())[::-1], lr=0.1)
+        optimizer = MixedPrecisionOptimizer(inner, None, DynamicGradScaler(2.0**4, 1.0))
+        report_overflows(optimizer, model=model if is_given else None, log=False)
+        optimizer.scale_loss(model(torch.full((3, 6), math.inf).half()).float().sum()).backward()
+        optimizer.step()
+        report = optimizer.last_overflow()
+        assert report is not None
+        assert report.origin is not None
+        assert report.origin.parameter == origin
+
+
+def test_a_scaler_names_sparse_gradients_and_those_given_by_hand() -> None:
+    """By the model, as the torch optimizer knows no names. Of a sparse gradient the elements that it holds."""
+    model = nn.Embedding(3, 2, sparse=True)
+    scaler, inner = amp.GradScaler("cpu", 2.0**4), torch.optim.SGD(model.parameters(), lr=0.1)
+    report_overflows(scaler, model=model, log=False)
+    scaler.scale((model(torch.tensor([1])) * torch.tensor([1.0, math.inf])).sum()).backward()
+    scaler.step(inner)
+    scaler.update()
+    report = scaler.last_overflow()
+    assert rows_of(report) == [("weight", 0, "inf", 1, 0)]
+    assert report is not None
+    assert report.entries[0].numel == 2
+    model.weight.grad = torch.full((3, 2), math.nan)
+    scaler.step(inner)
+    scaler.update()
+    assert rows_of(scaler.last_overflow()) == [("weight", 0, "nan", 0, 6)]
+
+
 def test_numbers_of_an_accelerator_are_read_when_they_are_asked_for() -> None:
     """What was counted there of a gradient becomes the entry that a CPU makes at once; finite ones have none."""
-    grads = [torch.tensor(values) for values in ([math.nan, 1.0, -math.inf, 2.0, math.nan], [math.nan], [3.0], [0.0])]
+    values: list[list[float]] = [[math.nan, 1.0, -math.inf, 2.0, math.nan], [math.nan], [3.0], [0.0], []]
+    grads = [torch.tensor(one) for one in values]
     at_once, late = SeenInBackward(), SeenInBackward()
     for index, grad in enumerate(grads):
         at = WatchedParam(f"w{index}", index)
@@ -147,9 +198,12 @@ def test_a_sum_of_squares_beyond_fp32_has_no_entries() -> None:
     optimizer = MixedPrecisionOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     model.weight.grad = torch.full_like(model.weight, 1e30)
     assert not bool(optimizer.step().success)
+    report = optimizer.last_overflow()
+    assert report is not None
+    assert str(report).endswith("last_overflow(gather=True), on every rank, tells of all")
     report = optimizer.last_overflow(gather=True)
     assert report is not None
-    assert report.entries == ()
+    assert (report.entries, report.scale) == ((), 1.0)
     assert "the sum of their squares is beyond fp32" in str(report)
 
 
@@ -163,11 +217,24 @@ def test_kinds_are_named_between_steps_only(late: bool) -> None:
     assert rows_of(optimizer.last_overflow()) == [ROW]
     _overflow(model, optimizer)
     assert step(model, optimizer)
+    model.middle.weight.grad = torch.zeros_like(model.middle.weight)
+    model.middle.weight.grad[0, :2] = math.inf  # of the next backward, as many as there were
     report = optimizer.last_overflow()
     assert rows_of(report) == [("middle.weight", 0, None, None, None)]
     assert report is not None
     assert (report.step, report.entries[0].num_non_finite, report.scale) == (1, 2, None if late else 2.0**3)
     assert "2 inf or nan" in str(report)
+
+
+def test_the_newest_of_two_skips_is_told() -> None:
+    """Also where the host has learnt of the first one only."""
+    model, optimizer = _wrapped()
+    _as_on_an_accelerator(optimizer)
+    for newest in range(3):
+        _overflow(model, optimizer)
+        report = optimizer.last_overflow()
+        assert report is not None
+        assert report.step == newest
 
 
 def test_other_gradients_are_not_taken_for_those_of_the_step() -> None:
@@ -196,7 +263,7 @@ def test_a_reporter_tells_everything_one_step_late() -> None:
 def test_a_line_and_json_for_each_skip(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The log has a line at the 1st, 2nd, 4th skip; the file has a line for each parameter of each."""
     model, optimizer = _wrapped()
-    path = tmp_path / "run" / "overflows.jsonl"
+    path = tmp_path / "runs" / "1" / "overflows.jsonl"
     reporter = report_overflows(optimizer, path=path)
     with caplog.at_level(logging.WARNING, logger="megascale"):
         for _ in range(5):
@@ -246,13 +313,15 @@ def test_removed_reporters_leave_nothing() -> None:
     def hooks() -> list[int]:
         return [len(param._backward_hooks or ()) for param in model.parameters()]
 
-    reporter = report_overflows(optimizer)
+    reporter = report_overflows(optimizer, model=model)
     assert hooks() == [1] * 6
     reporter.remove()
     assert hooks() == [0] * 6
     _overflow(model, optimizer)
     assert reporter.num_skips == 0
+    model.first.bias.requires_grad_(False)
     report_overflows(optimizer)
+    assert hooks() == [1, 0, 1, 1, 1, 1]
     del optimizer, reporter
     gc.collect()
     assert hooks() == [0] * 6
@@ -276,14 +345,24 @@ def test_a_chain_has_one_reporter() -> None:
     """Two members that are reported on cannot be chained: nothing has changed then. One of them is enough."""
     model, scaler = Planted().half(), DynamicGradScaler(2.0**4, 1.0, hysteresis=1)
     parts = [
-        MixedPrecisionOptimizer(torch.optim.AdamW(list(layer.parameters())), None, scaler)
-        for layer in (model.first, model.middle, model.head)
+        MixedPrecisionOptimizer(torch.optim.AdamW(list(layer.named_parameters(prefix=name))), None, scaler)
+        for name, layer in model.named_children()
     ]
     first, second = (report_overflows(part, log=False) for part in parts[1:])
     with pytest.raises(ArgumentError, match=r"reports on optimizers\[1\] and optimizers\[2\]"):
         ChainedOptimizer(parts)
     second.remove()
     assert first is parts[1].recipe.overflows.listener
+    before = parts[1].recipe.overflows
+    chain = ChainedOptimizer(parts)
+    assert (before.listener, chain.recipe.overflows.listener) == (None, first)
+    assert [len(param._backward_hooks or ()) for param in model.parameters()] == [1] * 6
+    chain.get_loss_scale()
+    for param in model.parameters():
+        param.grad = torch.full_like(param, torch.inf)
+    chain.step()
+    assert first.num_skips == 1
+    assert len(rows_of(parts[2].last_overflow())) == len(rows_of(chain.last_overflow())) == 6
 
 
 def test_a_full_disk_stops_the_file_not_the_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -326,7 +405,31 @@ def test_ranks_are_merged() -> None:
     own = [OwnOverflows(3, 8.0, (_entry("b", 1, 1),), (_entry("a", 1, 0),)), OwnOverflows(3, 8.0, (), ())]
     assert [one.parameter for one in merged(own).entries] == ["b"]
     in_the_sum = [OwnOverflows(3, 8.0, (), (_entry("a", rank, 0),)) for rank in range(2)]
-    assert [(one.parameter, one.rank) for one in merged(in_the_sum).entries] == [("a", None)]
+    report = merged(in_the_sum)
+    assert [(one.parameter, one.rank) for one in report.entries] == [("a", None)]
+    *_, row, note = str(report).splitlines()
+    assert row.split()[:6] == ["a", "<-", "likely", "origin", "all", "?"]
+    assert note.startswith("(ranks: of gradients as they were at the step")
+    assert "more" not in str(report)
+
+
+def test_origin_where_micro_batches_are_unknown() -> None:
+    """An unknown one may be the first, and comes before a known later one; of several ranks the lowest is named."""
+    late = replace(_entry("b", 0, 1), micro_batch=1)
+    ranks = [OwnOverflows(3, 8.0, (late,), ()), *(OwnOverflows(3, 8.0, (_entry("a", n, 0),), ()) for n in (2, 1))]
+    origin = merged(ranks).origin
+    assert origin is not None
+    assert (origin.parameter, origin.micro_batch, origin.rank) == ("a", None, 1)
+    assert replace(origin, num_inf=None).kind is None
+
+
+def test_a_line_names_ranks_and_kind() -> None:
+    """One rank or all, and what is known of the kind."""
+    everywhere = merged([OwnOverflows(3, 8.0, None, (_entry("a", rank, 0),)) for rank in range(3)])
+    unknown = replace(_entry("a", 1, 0), num_inf=None, num_nan=None)
+    one_rank = merged([OwnOverflows(3, 8.0, (), ()), OwnOverflows(3, 8.0, (unknown,), ())])
+    assert "likely from 'a' (all ranks: 1 of 8 inf); skip 3, the next line is about skip 6" in line_of(everywhere, 3)
+    assert "likely from 'a' (rank 1: 1 of 8 inf or nan);" in line_of(one_rank, 1)
 
 
 def test_the_module_of_the_first_forward_is_told() -> None:

@@ -18,6 +18,7 @@ from megascale import (
     OptimizerConfig,
 )
 from megascale.debug import UnderflowMeter
+from megascale.debug.underflow import _added, _measure
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.grad_sync import GradSync
 from tests.counting import OperatorCounter
@@ -60,6 +61,46 @@ def test_shares_and_headroom() -> None:
     }
 
 
+def test_groups_without_gradients_are_left_out() -> None:
+    """Those of no gradient and of no element; the others keep their index. All zeros leave the scale as it is."""
+    params, _ = _wrapped()
+    empty = nn.Parameter(torch.ones(0).half())
+    inner = torch.optim.SGD([{"params": [one]} for one in (params[0], empty, params[1])], lr=0.0)
+    optimizer = MixedPrecisionOptimizer(inner, None, ConstantGradScaler(SCALE), grads_are_scaled=True)
+    meter = UnderflowMeter(optimizer, every=1)
+    empty.grad = torch.ones(0).half()
+    params[1].grad = torch.zeros(8).half()
+    optimizer.step()
+    numbers = {"zeros": 1.0, "subnormals": 0.0, "headroom": math.inf}
+    expected = {"step": 0.0, "scale": SCALE, "suggested_scale": SCALE}
+    assert meter.flush() == expected | {f"group2/{name}": value for name, value in numbers.items()}
+
+
+def test_without_a_scaler_the_scale_is_1() -> None:
+    """Gradients of fp32 are measured as if they were fp16: every 100th step, the first among them."""
+    param = nn.Parameter(torch.ones(2))
+    optimizer = MixedPrecisionOptimizer(torch.optim.SGD([param], lr=0.0))
+    meter, steps = UnderflowMeter(optimizer), set()
+    for _ in range(102):
+        param.grad = torch.full((2,), 2.0**10)
+        optimizer.step()
+        steps.add(meter.latest.get("step"))
+    assert steps == {None, 0.0, 100.0}
+    assert (meter.latest["scale"], meter.latest["suggested_scale"]) == (1.0, 2.0**4)
+
+
+def test_counts_are_exact_beyond_fp32() -> None:
+    """Elements of large parameters are counted one by one."""
+    numel = 2**24 + 1
+    assert _measure(torch.zeros(1).half().expand(numel), 1.0).tolist() == [numel, numel, numel, 0.0]
+
+
+def test_groups_that_only_another_rank_has_are_added() -> None:
+    """The first rank may have no gradient of a group."""
+    other = {"step": 0.0, "0/zeros": 1.0, "0/small": 1.0, "0/numel": 2.0, "0/largest": 0.5}
+    assert _added([{"step": 0.0}, other]) == other
+
+
 def test_only_sampled_steps_cost_operators() -> None:
     """Invariant 5: between two samples a step dispatches what it does without a meter; a sample reads nothing.
 
@@ -85,8 +126,11 @@ def test_only_sampled_steps_cost_operators() -> None:
     assert all(count == counts[0] for count in counts)
 
 
-def _gathered(sharded: bool) -> tuple[dict[str, float], int]:
-    """Return what all ranks tell of two parameters, and how many collectives a measured step had more than another."""
+def _gathered(sharded: bool) -> tuple[dict[str, float], int, float]:
+    """Return what all ranks tell of two parameters, and how many collectives a measured step had more than another.
+
+    And the share of zeros of the first that this rank alone tells of.
+    """
     model = nn.ParameterDict({"a": torch.ones(8).half(), "b": torch.ones(3).half()})
     inner = torch.optim.SGD([{"params": [one]} for one in model.named_parameters()], lr=0.0)
     scaler = ConstantGradScaler(SCALE)
@@ -112,7 +156,7 @@ def _gathered(sharded: bool) -> tuple[dict[str, float], int]:
     collectives()
     with pytest.raises(UsageError, match=r"different steps, -1, 0 \(-1: none\); make the UnderflowMeter on all ranks"):
         (early or UnderflowMeter(optimizer)).flush(gather=True)
-    return meter.flush(gather=True), more
+    return meter.flush(gather=True), more, meter.flush().get("group0/zeros", -1.0)
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -129,9 +173,11 @@ def test_ranks_agree_on_request(ranks: RankPool, sharded: bool) -> None:
         "group1/headroom": math.log2(65504) - 11,
         "suggested_scale": SCALE * 2.0,
     }
-    for found, more in ranks.run(2, _gathered, sharded):
+    results = ranks.run(2, _gathered, sharded)
+    for found, more, _ in results:
         assert found == pytest.approx(together)
         assert more == 0
+    assert [own for _, _, own in results] == [0.375, -1.0 if sharded else 0.375]  # the second has no piece of it
 
 
 def test_a_skipped_step_is_no_sample() -> None:
@@ -177,7 +223,7 @@ def test_member_of_a_chain_is_refused_by_name(is_chained_first: bool) -> None:
     else:
         early = UnderflowMeter(optimizer, every=1)
         chain = ChainedOptimizer([optimizer])
-        for numbers in (lambda: early.latest, early.flush):
+        for numbers in (lambda: early.latest, early.flush, lambda: early.flush(gather=True)):
             with pytest.raises(UsageError, match="make the UnderflowMeter of the ChainedOptimizer"):
                 numbers()
     meter = UnderflowMeter(chain, every=1)

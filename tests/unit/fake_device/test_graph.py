@@ -129,7 +129,8 @@ def _totals(optimizer: MixedPrecisionOptimizer) -> list[tuple[Tensor, "ref[Tenso
     return found
 
 
-def _two_graphs(device: FakeDevice) -> bool:
+def _two_graphs(device: FakeDevice) -> tuple[bool, list[int]]:
+    """Return whether a replay's result is the last one, and which steps are reported as skipped."""
     params = parameters(3)
     optimizer = wrap(INNER["adamw"](params), max_consecutive_skips=2)
     totals = _totals(optimizer)
@@ -143,16 +144,20 @@ def _two_graphs(device: FakeDevice) -> bool:
     is_told = optimizer.recipe.last_result is result
     optimizer.step()
     mine[Statistic.NON_FINITE] = 1.0
+    reports = []
     for _ in range(3):
         first.replay()
+        reports.append(optimizer.last_overflow())
     with pytest.raises(SkippedStepsError):
         first.replay()
-    return is_told
+    return is_told, [report.step for report in reports if report is not None]
 
 
 def test_a_replay_is_judged_by_its_own_statistics(on_device: OnDevice) -> None:
     """Whatever was captured, or stepped, in between: the host, and metrics, read what this graph has left."""
-    assert on_device(_two_graphs)
+    is_told, skipped = on_device(_two_graphs)
+    assert is_told
+    assert skipped == [4, 5, 6]
 
 
 def _other_gradients(device: FakeDevice) -> list[bool]:

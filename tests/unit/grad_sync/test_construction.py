@@ -31,3 +31,18 @@ def test_groups_that_overlap_are_found_and_told_in_short() -> None:
     assert str(caught.value).startswith(
         "groups.data_parallel is ranks [8, 9] on rank 9 and ranks [0, 1, 2, 3, 4, 5, 6, 7] and 8 more on rank 15, but"
     )
+    built = {rank: _built(range(8)) for rank in range(8)} | {1: _built([0, 1])}
+    with pytest.raises(ArgumentError, match=r"rank 1 and ranks \[0, 1, 2, 3, 4, 5, 6, 7\] on rank 7"):
+        _require_alike(built)
+
+
+@pytest.mark.parametrize("longer", [0, 1])
+def test_a_parameter_of_one_rank_alone_is_named(longer: int) -> None:
+    """At the end of a list the other rank has none in its place."""
+    forms = [("a", "torch.float32", (2,), "cpu"), ("b", "torch.float16", (3, 4), "cpu")]
+    built = {rank: Construction("GradSync", parameters={"modules": forms[: 1 + (rank == longer)]}) for rank in (0, 1)}
+    values = ["absent", "absent"]
+    values[longer] = "'b' (torch.float16, shape (3, 4), cpu)"
+    with pytest.raises(ArgumentError) as caught:
+        _require_alike(built)
+    assert str(caught.value).startswith(f"parameter 1 of modules is {values[0]} on rank 0 and {values[1]} on rank 1, ")

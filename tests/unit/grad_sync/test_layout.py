@@ -112,10 +112,11 @@ def test_last_parameter_is_expected_first() -> None:
 
 def test_large_parameter_has_a_bucket_of_its_own() -> None:
     """A parameter larger than a bucket is not split over buckets and does not hold up its neighbours."""
-    params = [ParamSize("small", 4), ParamSize("large", 100), ParamSize("late", 4)]
-    [layout] = build_layouts(params, 4, bucket_numel=50, alignment=1)
-    names = [[p.name for p in layout.placements[b.first_placement : b.last_placement]] for b in layout.buckets]
-    assert names == [["late"], ["large"], ["small"]]
+    for numel, expected in ((51, [["late"], ["large"], ["small"]]), (50, [["late", "large"], ["small"]])):
+        params = [ParamSize("small", 4), ParamSize("large", numel), ParamSize("late", 4)]
+        [layout] = build_layouts(params, 4, bucket_numel=50, alignment=1)
+        names = [[p.name for p in layout.placements[b.first_placement : b.last_placement]] for b in layout.buckets]
+        assert names == expected
 
 
 def test_seventy_billion_parameters_on_1024_ranks() -> None:
@@ -159,3 +160,10 @@ def test_bad_lookups_are_refused() -> None:
         layout.shard(layout.buckets[0], 2)
     with pytest.raises(ArgumentError, match="position=6 must be between 0 and 5"):
         layout.bucket_of(6)
+    assert BufferLayout(None, 2, [], []).numel == 0
+
+
+def test_padding_belongs_to_nobody() -> None:
+    """Also where a parameter begins right behind it."""
+    [layout] = build_layouts([ParamSize("first", 4), ParamSize("last", 7)], 1, alignment=8)
+    assert [layout.locate(position) for position in (6, 7, 8)] == [("last", 6), None, ("first", 0)]

@@ -2,11 +2,16 @@
 
 import gc
 import threading
+from typing import Any
+from weakref import ref
 
 import pytest
+import torch
 
 from megascale.grad_sync import message_thread
 from megascale.grad_sync.message_thread import MessageThread
+from megascale.grad_sync.reduction import ReduceThread
+from megascale.utils.collectives import LostMessage
 
 LIMIT_S = 60.0
 
@@ -68,3 +73,63 @@ def test_a_closed_one_starts_anew() -> None:
     assert second is not first
     messages.close()
     second.join(LIMIT_S)
+
+
+def test_a_closed_one_gives_up_its_memory() -> None:
+    """Invariant 11: where buckets arrive, too."""
+    messages = ReduceThread()
+    messages.submit(lambda: None).result(LIMIT_S)
+    memory = ref(messages.memory(3, torch.ones(1))._base)
+    [thread] = message_thread._running
+    messages.close()
+    thread.join(LIMIT_S)
+    assert not thread.is_alive()
+    assert memory() is None
+
+
+class _Silent:
+    """Messages that do not come. Each look at the connection finds the next of ``lost``, which end with the wait."""
+
+    def __init__(self, lost: list[str]) -> None:
+        self.lost = [*lost]
+        self.over = threading.Event()
+
+    def wait(self) -> None:
+        assert self.over.wait(LIMIT_S)
+
+    def find_lost(self) -> Any:
+        if not self.lost:
+            self.over.set()
+            return None
+        found = self.lost.pop(0)
+        return LostMessage(found, ConnectionError("closed")) if found else None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("lost", "is_lost"), [(["a", "a"], True), (["a", "b", "a"], False), (["a", "", "a"], False), ([], False)]
+)
+def test_a_message_is_lost_when_two_looks_find_it(
+    monkeypatch: pytest.MonkeyPatch, lost: list[str], is_lost: bool
+) -> None:
+    """Two looks in a row: one may find a message that has just arrived."""
+    monkeypatch.setattr(message_thread, "PROBE_INTERVAL_S", 0.01)
+    messages, silent = MessageThread(), _Silent(lost)
+    future = messages.submit(lambda: messages.wait(silent))  # type: ignore[arg-type]
+    if is_lost:
+        with pytest.raises(ConnectionError, match="closed"):
+            messages.result(future)
+        assert not future.done()
+        silent.over.set()
+    else:
+        messages.result(future)
+    messages.close()
+
+
+def test_nobody_looks_before_it_is_time() -> None:
+    """A look costs the other rank a message."""
+    messages, silent = MessageThread(), _Silent(["a"] * 3)
+    future = messages.submit(lambda: messages.wait(silent))  # type: ignore[arg-type]
+    threading.Timer(0.05, silent.over.set).start()
+    messages.result(future)
+    assert len(silent.lost) >= 2  # one when it is over
+    messages.close()

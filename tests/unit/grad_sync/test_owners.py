@@ -76,6 +76,13 @@ def test_load_is_carried_on(first: list[Shape], second: list[Shape], num_shards:
     assert max(loads.costs) - min(loads.costs) <= max((size.cost for size in sizes), default=0)
 
 
+def test_parameters_without_a_cost_are_shared_out_by_their_elements() -> None:
+    """A cost is 0 where nobody gives one."""
+    loads = OwnerLoads(2)
+    loads.assign([[ParamSize("a", 3), ParamSize("b", 2), ParamSize("c", 1)]])
+    assert (loads.costs, loads.numels) == ([0, 0], [3, 3])
+
+
 def test_wrong_owners_are_refused() -> None:
     """An owner that is missing, or is no rank, is named."""
     [layout] = build_layouts(_sizes([(3, 3)], "w"), 2)

@@ -79,3 +79,12 @@ def test_what_is_held_is_held_again() -> None:
         again, same = encode_average(decode_average(codes, scale), dither(0, 320, torch.tensor(float(step))))
         assert torch.equal(same, scale)
         assert (again == codes).float().mean() > 0.97
+
+
+def test_the_least_average_is_held() -> None:
+    """A group whose largest magnitude is 2**-100 has a scale; one whose largest is smaller is held as zeros."""
+    least = torch.full((32,), -(2.0**-100))
+    smaller = torch.nextafter(least, torch.zeros(32))
+    codes, scale = encode_average(torch.cat([least, smaller, -smaller, least * 0]), torch.zeros(128, dtype=torch.int64))
+    assert codes.tolist() == [-127] * 32 + [0] * 96
+    assert scale.tolist() == [2.0**-100, 0.0, 0.0, 0.0]

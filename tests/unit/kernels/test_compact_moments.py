@@ -13,7 +13,6 @@ from torch import Tensor
 
 from megascale.kernels.compact_moments import (
     GROUP,
-    LEAST_QUOTIENT,
     decode_moments,
     decode_quotient,
     decode_root,
@@ -106,11 +105,11 @@ def test_quotients_are_rounded_to_the_nearest_of_255(pairs: list[tuple[float, fl
 
 def test_the_least_quotient_is_held() -> None:
     """A group whose largest quotient is 2**-100 has a scale; one whose largest is smaller is held as zeros."""
-    least = torch.full((GROUP,), LEAST_QUOTIENT)
+    least = torch.full((GROUP,), 2.0**-100)
     smaller = torch.nextafter(least, torch.zeros(GROUP))
-    codes, scale = encode_quotient(torch.cat([least, smaller]), torch.ones(2 * GROUP))
-    assert codes.tolist() == [127] * GROUP + [0] * GROUP
-    assert scale.tolist() == [float(torch.tensor(LEAST_QUOTIENT) / 127), 0.0]
+    codes, scale = encode_quotient(torch.cat([least, smaller, -smaller, least * 0]), torch.ones(4 * GROUP))
+    assert codes.tolist() == [127] * GROUP + [0] * 3 * GROUP
+    assert scale.tolist() == [float(torch.tensor(2.0**-100) / 127), 0.0, 0.0, 0.0]
 
 
 def test_a_first_moment_that_is_not_finite_spoils_its_group_alone() -> None:

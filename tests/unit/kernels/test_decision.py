@@ -201,3 +201,12 @@ def test_scaler_is_copied_without_its_kernels(copied: object) -> None:
     other = copied(scaler)
     other.update(True)
     assert (scaler.scale.item(), other.scale.item()) == (1024.0, 512.0)
+
+
+def test_a_decision_stays_on_its_device_and_needs_all_statistics() -> None:
+    """No copy is made where none is needed; a vector without one of the statistics is refused."""
+    reference = select_backend("reference")
+    decision = reference.decide(torch.ones(len(Statistic), dtype=torch.float64), None, 0.0)
+    assert decision.to(torch.device("cpu")) is decision
+    with pytest.raises(ValueError, match="zip"):
+        reference.decide(torch.ones(len(Statistic) - 1, dtype=torch.float64), None, 0.0)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig, kernels
 from megascale.errors import ArgumentError, MainParamOverflowError, UsageError
-from megascale.kernels import Backend, Decision, blocks, select_backend
+from megascale.kernels import Backend, Decision, select_backend
 from megascale.lion import Lion
 from tests.cases import cases
 from tests.counting import OperatorCounter
@@ -351,11 +351,13 @@ def test_overflow_flags_where_rounding_is_not_finite(name: str) -> None:
         torch.tensor([math.nan]),
         torch.tensor([1e9]),
         below[:0],
+        torch.tensor([-65520.0]),
     ]
-    models = [main.half() for main in mains[:4]] + [mains[4].bfloat16(), mains[5].half()]
+    models = [main.half() for main in mains[:4]] + [mains[4].bfloat16(), mains[5].half(), mains[6].half()]
     flags = _backend(name).write_back_(mains, models)
-    assert flags.tolist() == [False, True, True, True, False, False]
+    assert flags.tolist() == [False, True, True, True, False, False, True]
     assert [bool(m.isfinite().all()) for m in models] == [not flag for flag in flags.tolist()]
+    assert _backend(name).write_back_([mains[1]], [torch.empty(1).half()]).tolist() == [True]
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -385,15 +387,50 @@ def test_reference_bias_correction_is_exact_at_the_first_steps() -> None:
         torch.testing.assert_close(main.item(), -1e-3, rtol=3e-7, atol=0)
 
 
-def test_blocks_bound_the_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces fill blocks up to the limit and no further, in order, every element once."""
-    monkeypatch.setattr(blocks, "BLOCK_ON_CPU", 10)
-    rows = [[torch.arange(numel) + 100 * index] * 3 for index, numel in enumerate([3, 0, 6, 4, 25, 1, 9])]
-    made = list(blocks.blocks_of(rows))
-    assert [block.numel for block in made] == [9, 4, 10, 10, 6, 9]
-    assert [block.owners for block in made] == [[0, 2], [3], [4], [4], [4, 5], [6]]
-    joined = torch.cat([piece for block in made for piece in block.column(0)])
-    assert torch.equal(joined, torch.cat([row[0] for row in rows]))
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_gradients_are_unscaled_in_fp32(name: str, dtype: torch.dtype) -> None:
+    """A coefficient that is no power of two is not rounded to the gradient's dtype, nor is the product."""
+    grad = torch.linspace(1, 3, 50).to(dtype)
+    third = torch.tensor(1.0) / 3
+    main = torch.zeros(50)
+    zero = torch.zeros(())
+    _backend(name).sgd_(
+        kernels.Operands([main], [main], [grad]),
+        kernels.SgdHyper(-1.0, 0.0, 0.0, 0.0, False, False),
+        Decision(zero, third, zero, zero),
+    )
+    assert bits_equal(main, grad.float() * third)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("short", ["model", "grad"])
+def test_lists_of_different_lengths_are_refused(name: str, momentum: float, short: str) -> None:
+    """A parameter must not silently be left out."""
+    columns = {key: [torch.ones(3) for _ in range(2)] for key in ("main", "model", "grad", "momentum_buffer")}
+    columns[short].pop()
+    operands = kernels.Operands(
+        columns["model"], columns["main"], columns["grad"], {"momentum_buffer": columns["momentum_buffer"]}
+    )
+    hyper, zero = kernels.SgdHyper(0.1, momentum, 0.0, 0.0, False, False), torch.zeros(())
+    with pytest.raises(ValueError, match="zip"):
+        _backend(name).sgd_(operands, hyper, Decision(zero, zero, zero, zero))
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_rate_in_a_tensor_is_the_number(name: str) -> None:
+    """On a CPU, in fp64: the same bits as with a float, not those of the rate rounded to fp32."""
+    found = []
+    for lr in (0.1, torch.tensor(0.1, dtype=torch.float64)):
+        main = torch.linspace(-3, 5, 5000)
+        state = {key: [torch.zeros(5000)] for key in ("exp_avg", "exp_avg_sq")}
+        operands = kernels.Operands([main], [main], [torch.linspace(1, 3, 5000)], state, [torch.zeros(())])
+        one = torch.ones(())
+        hyper = kernels.AdamHyper(lr, 0.9, 0.999, 1e-8, 0.1, True, False, False)
+        _backend(name).adam_(operands, hyper, Decision(torch.zeros(()), one, one, one))
+        found.append(main)
+    assert bits_equal(*found)
 
 
 def test_selection(monkeypatch: pytest.MonkeyPatch) -> None:

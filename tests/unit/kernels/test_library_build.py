@@ -468,3 +468,20 @@ def test_without_a_compiler_tensors_are_read_from_python(
     assert "no C++ compiler" in first
     assert "6 to 10 us a parameter and step" in first
     assert "c++ is broken today" in second
+
+
+@pytest.mark.parametrize("openmp", ["/torch/libgomp.so", None])
+def test_the_reader_is_built_with_openmp_where_torch_brings_it(
+    openmp: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it reads with one thread. What is not kept yet is no library."""
+    flags: list[str] = []
+
+    def not_kept(recipe: Recipe, open_library: object) -> None:
+        flags.extend(recipe.compile_flags)
+
+    monkeypatch.setattr(tensor_reader, "find_compiler", lambda *_: ("c++",))
+    monkeypatch.setattr(tensor_reader, "share_openmp", lambda: openmp)
+    assert tensor_reader._loaded(not_kept) is None
+    assert ("-fopenmp" in flags) is (openmp is not None)
+    assert "-O3" in flags

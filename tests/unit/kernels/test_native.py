@@ -118,7 +118,9 @@ HYPERS = [
     AdamHyper(1e-2, 0.9, 0.999, 1e-8, 0.1, True, False, False),
     AdamHyper(1e-2, 0.9, 0.95, 1e-6, 0.1, False, True, True),
     AdamHyper(1e-2, 0.9, 0.999, 0.0, 0.0, False, False, False),
+    AdamHyper(1e-2, 0.9, 0.999, 1e-8, 1.0, False, False, False),
     SgdHyper(1e-2, 0.0, 0.0, 0.1, False, False),
+    SgdHyper(1e-2, 1.0, 1.0, 1.0, False, False),
     SgdHyper(1e-2, 0.9, 0.0, 0.1, True, False),
     SgdHyper(1e-2, 0.9, 0.3, 0.0, False, True),
     LionHyper(1e-2, 0.9, 0.99, 0.1, False),
@@ -315,6 +317,9 @@ def test_table_follows_the_operands() -> None:
                 torch.testing.assert_close(main, wanted, rtol=1e-6, atol=1e-6)
             for index, buffer in enumerate(operands.state["momentum_buffer"]):
                 assert bits_equal(buffer, buffers[index]) == (momentum == 0.0)
+    kept = native._kept[operands]
+    native.sgd_(operands, SgdHyper(0.25, 0.5, 0.0, 0.0, False, False), _decision())
+    assert native._kept[operands] is kept
 
 
 def test_skipped_step_still_tells_what_does_not_fit_fp16() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megascale.kernels import remainders
+from megascale.kernels import HeldParams, remainders, select_backend
 
 CHUNK = 1 << 22
 
@@ -80,3 +80,47 @@ def test_all_numbers_are_held(dtype: torch.dtype) -> None:
         else:
             _check_fp16(main)
     assert dtype == torch.float16 or moved == 32640
+
+
+def test_an_infinite_model_param_stays_infinite() -> None:
+    """In fp16, whatever the main param was."""
+    main = torch.tensor([65520.0, 1e6, -1e9, torch.inf, -torch.inf])
+    decoded = remainders.decode(*remainders.encode(main, torch.float16))
+    assert decoded.tolist() == [torch.inf, torch.inf, -torch.inf, torch.inf, -torch.inf]
+
+
+@pytest.mark.parametrize("backend", ["reference", "native"])
+@pytest.mark.parametrize("numbers", [1, 2, 3])
+def test_what_does_not_fit_fp16_is_told_and_kept(backend: str, numbers: int) -> None:
+    """Of neighbours that are encoded together, one to three of each dtype: a finite element from 65520 on keeps its
+    model param, inf and NaN arrive, each parameter has a flag of its own, and a skipped step writes and tells nothing.
+    """
+    mains = [torch.tensor([values, [1.0, 2.0]]) for values in ([65520.0, 3.0], [65519.0, 3.0], [-torch.inf, 3.0])]
+    dtypes = [torch.float16] * numbers + [torch.bfloat16] * numbers + [torch.float16]
+    mains = [main.clone() for main in [*mains[:numbers], *mains[:numbers], mains[1]]]
+    models = [torch.full_like(main, 5.0, dtype=dtype) for main, dtype in zip(mains, dtypes, strict=True)]
+    if numbers == 3:  # and one of them strided
+        models[-1] = models[-1].t().contiguous().t()
+    held = HeldParams(
+        models,
+        [torch.zeros_like(model, dtype=torch.int16) for model in models],
+        [remainders.fingerprint(model) for model in models],
+        mains,
+    )
+    assert not select_backend(backend).encode_(held, torch.ones(())).any()
+    assert all(bool((model == 5).all()) for model in models)
+    assert not any(remainder.any() for remainder in held.remainders)
+    flags = select_backend(backend).encode_(held, torch.zeros(()))
+    assert flags.tolist() == [True, False, True][:numbers] + [False] * numbers + [False]
+    first = [[5.0, 3.0], [65504.0, 3.0], [-torch.inf, 3.0]][:numbers]
+    assert [model[0].tolist() for model in models[:numbers]] == first
+    wide = [main[0].bfloat16().tolist() for main in mains[numbers:-1]]
+    assert [model[0].tolist() for model in models[numbers:-1]] == wide
+    assert models[-1].tolist() == [[65504.0, 3.0], [1.0, 2.0]]
+    assert [mark.item() for mark in held.fingerprints] == [remainders.fingerprint(model).item() for model in models]
+    expected = [main.clone() for main in mains]
+    expected[0][0, 0] = 5.0
+    for main in mains:
+        main.zero_()
+    select_backend(backend).decode_(held)
+    assert all(torch.equal(one, other) for one, other in zip(mains, expected, strict=True))

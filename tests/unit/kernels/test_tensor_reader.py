@@ -4,10 +4,8 @@ import os
 import subprocess
 import sys
 import weakref
-from collections import UserDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,9 +17,10 @@ from torch import Tensor, nn
 from torch.nn import Buffer
 
 from megascale import DynamicGradScaler, MixedPrecisionOptimizer
-from megascale.kernels import GradList, MemoryRecord, ParamList, TensorList, library_build
+from megascale.kernels import MemoryRecord, ParamList, TensorList, library_build
 from megascale.kernels.tensors import tensor_reader
 from megascale.main_params.write_tracker import WriteTracker
+from tests.unit.kernels.test_tensor_list import _grads_of, _hold_objects, _Wrapped
 
 # The first of them may have to compile the library, which takes half a minute.
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("native_reader")]
@@ -62,11 +61,6 @@ def _from_python(tensors: list[Tensor]) -> tuple[object, ...]:
         [int(tensor.requires_grad) for tensor in tensors],
         *_memory_from_python(tensors),
     )
-
-
-def _grads_of(params: list[nn.Parameter]) -> GradList:
-    held: list[Tensor] = list(params)
-    return ParamList(held).grads(held, slice(None))
 
 
 SHAPES = [(), (0,), (1,), (7,), (3, 5), (2, 0, 4), (2, 3, 4)]
@@ -267,37 +261,6 @@ def test_gradients_of_a_group_are_those_at_its_places() -> None:
         assert _memory(grads) == _memory_from_python([param.grad for param in group if param.grad is not None])
 
 
-@pytest.mark.parametrize("reader", ["native", "python"])
-@pytest.mark.parametrize("kind", ["none", "sparse", "subclass"])
-def test_gradients_that_are_not_plain_are_not_usable(kind: str, reader: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A missing, a sparse and a subclass's gradient among plain ones: both ways of reading say so."""
-    monkeypatch.setenv(tensor_reader.ENVIRONMENT_VARIABLE, reader)
-    params = [nn.Parameter(torch.zeros(4, 2)) for _ in range(40)]
-    for param in params:
-        param.grad = torch.zeros(4, 2)
-    assert _grads_of(params).fit()
-    match kind:
-        case "none":
-            params[33].grad = None
-        case "sparse":
-            params[33].grad = torch.zeros(4, 2).to_sparse()
-        case _:
-            params[33].grad = _Wrapped(torch.zeros(4, 2))
-    assert not _grads_of(params).fit()
-
-
-class _Wrapped(Tensor):
-    """A tensor that is a wrapper: its own memory is not what it shows."""
-
-    @staticmethod
-    def __new__(cls, inner: Tensor) -> "_Wrapped":
-        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise NotImplementedError(func)
-
-
 def test_what_is_not_plain_memory_is_left_to_python() -> None:
     """Sparse tensors, subclasses, inference tensors and things that are no tensors are not read."""
     plain = torch.zeros(3)
@@ -332,78 +295,6 @@ def test_increment_tells_of_subclasses_too() -> None:
     assert [param._version > 0 for param in params] == [True, True]
 
 
-@pytest.mark.parametrize("reader", ["native", "python"])
-def test_lists_and_entries_are_compared_by_identity(reader: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Equal tensors that are other objects, other lengths and missing keys all differ."""
-    monkeypatch.setenv(tensor_reader.ENVIRONMENT_VARIABLE, reader)
-    tensors = [torch.zeros(2) for _ in range(100)]
-    assert tensor_reader.same_objects(tensors, list(tensors))
-    assert tensor_reader.same_objects([], [])
-    assert not tensor_reader.same_objects(tensors, tensors[:-1])
-    assert not tensor_reader.same_objects(tensors, [*tensors[:-1], torch.zeros(2)])
-
-    numbered = dict(enumerate(tensors))
-    assert _same_values(numbered, list(tensors))
-    assert _same_values({}, [])
-    assert _same_values(UserDict(numbered), tensors)
-    assert not _same_values(numbered, tensors[:-1])
-    assert not _same_values(numbered, tensors[::-1])
-    assert not _same_values(numbered | {7: torch.zeros(2)}, tensors)
-
-    entries: list[dict[str, Any]] = [{"first": tensor, "second": index} for index, tensor in enumerate(tensors)]
-    columns: list[list[Any]] = [list(tensors), list(range(100))]
-    assert _hold_objects(entries, ["first", "second"], columns)
-    assert _hold_objects(entries, ["first"], columns[:1])
-    assert _hold_objects(entries, [], [])
-    entries[50] = {"".join(["fir", "st"]): tensors[50], "second": 50}  # an equal name may be another object
-    assert _hold_objects(entries, ["first", "second"], columns)
-    assert not _hold_objects(entries, ["first", "second"], [columns[0], columns[1][:-1]])
-    assert not _hold_objects(entries, ["first", "third"], columns)
-    assert not _hold_objects(entries, ["second", "first"], columns)
-    assert not _hold_objects(entries[:-1], ["first"], columns[:1])
-    entries[98]["first"] = torch.zeros(2)
-    assert not _hold_objects(entries, ["first", "second"], columns)
-    assert _hold_objects(entries, ["second"], columns[1:])
-
-
-@pytest.mark.parametrize("reader", ["native", "python"])
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda entry: entry.update(first=torch.zeros(2)),
-        lambda entry: entry.pop("first"),
-        lambda entry: entry.clear(),
-        lambda entry: entry.__delitem__("second"),
-        lambda entry: entry.__ior__({"second": -1}),
-    ],
-)
-def test_dicts_that_have_changed_are_read_again(
-    reader: str, change: Callable[[dict[str, Any]], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However a dict is changed, what it holds is seen, and what it holds when it is changed back."""
-    monkeypatch.setenv(tensor_reader.ENVIRONMENT_VARIABLE, reader)
-    values = [{"first": torch.zeros(2), "second": index} for index in range(100)]
-    entries: list[dict[str, Any]] = [dict(value) for value in values]
-    columns = [[value[name] for value in values] for name in ("first", "second")]
-    tags, tag = tensor_reader.new_tags(100), tensor_reader.new_tags(1)
-    listed = list(values[7].values())
-    for _ in range(2):
-        assert tensor_reader.hold_objects(entries, ["first", "second"], columns, tags)
-        assert tensor_reader.same_values(entries[7], listed, tag)
-        change(entries[7])
-        for _ in range(2):
-            assert not tensor_reader.hold_objects(entries, ["first", "second"], columns, tags)
-            assert not tensor_reader.same_values(entries[7], listed, tag)
-        entries[7].clear()
-        entries[7].update(values[7])
-    entries[7] = dict(values[8])
-    assert not tensor_reader.hold_objects(entries, ["first", "second"], columns, tags)
-    holder, attribute = SimpleNamespace(first=0), tensor_reader.new_tags(1)
-    assert tensor_reader.same_values(vars(holder), [0], attribute)
-    holder.first = 1  # without a call of its dict
-    assert not tensor_reader.same_values(vars(holder), [0], attribute)
-
-
 @pytest.mark.skipif(sys.version_info >= (3, 13), reason="dicts have no tags")
 def test_dicts_that_have_not_changed_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """What they are compared with may change unseen, which shows that nobody looks."""
@@ -417,29 +308,6 @@ def test_dicts_that_have_not_changed_are_not_read(monkeypatch: pytest.MonkeyPatc
     assert tensor_reader.hold_objects(entries, ["first"], [column], tags)
     assert tensor_reader.same_values(entries[3], listed, tag)
     assert not _hold_objects(entries, ["first"], [column])
-
-
-def _same_values(entries: Mapping[Any, Any], values: list[Any]) -> bool:
-    return tensor_reader.same_values(entries, values, tensor_reader.new_tags(1))
-
-
-def _hold_objects(entries: list[dict[str, Any]], names: list[str], columns: list[list[Any]]) -> bool:
-    return tensor_reader.hold_objects(entries, names, columns, tensor_reader.new_tags(len(entries)))
-
-
-def test_few_tensors_do_not_wait_for_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless asked for, the library is neither built nor loaded below MANY tensors; `python` never asks for it."""
-    asked: list[int] = []
-    monkeypatch.setattr(tensor_reader, "_library", lambda: asked.append(1))
-    monkeypatch.delenv(tensor_reader.ENVIRONMENT_VARIABLE)
-    few, many = [torch.zeros(1)], [torch.zeros(1)] * tensor_reader.MANY
-    assert tensor_reader.read(few) is None
-    assert asked == []
-    assert tensor_reader.read(many) is None
-    assert asked == [1]
-    monkeypatch.setenv(tensor_reader.ENVIRONMENT_VARIABLE, "python")
-    assert tensor_reader.read(many) is None
-    assert asked == [1]
 
 
 def test_without_a_compiler_python_reads(tmp_path: Path) -> None:

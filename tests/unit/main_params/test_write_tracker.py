@@ -73,6 +73,19 @@ def test_what_another_watch_saw_is_remembered() -> None:
     assert _moved(watch)
 
 
+def test_one_snapshot_is_compared_with_what_is_remembered_now() -> None:
+    """Also a second time, after a param was taken as it is, in another shape, or remembered by another watch."""
+    params = _params()
+    watch, before = WriteTracker(params), WriteTracker(params)
+    params[0].data = torch.ones(2, 3)
+    now = watch.snapshot()
+    assert watch.moved(now)
+    watch.take(0)
+    assert not watch.moved(now)
+    watch.remember(0, before, 0)
+    assert watch.moved(now)
+
+
 def test_what_requires_grad_is_told_by_place() -> None:
     """Freezing changes no version."""
     params = _params()

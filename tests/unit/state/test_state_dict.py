@@ -269,6 +269,8 @@ def test_not_strict_takes_what_both_have() -> None:
     assert bits_equal(fresh.head.weight, kept)
     assert bits_equal(dict(resumed.main_params())["first.bias"], state["main_params"]["first.bias"])
     assert resumed.get_loss_scale().item() == 2.0**10
+    resumed.load_state_dict(optimizer.state_dict(), strict=False)
+    assert resumed.get_loss_scale().item() == 2.0**9
 
 
 def test_16_bit_state_loads_into_fp32_training() -> None:
@@ -306,9 +308,9 @@ def _set(*path: str, value: Any) -> Change:
     return change
 
 
-def _set_option(name: str, value: Any) -> Change:
+def _set_option(name: str, value: Any, **others: Any) -> Change:
     def change(state: dict[str, Any]) -> dict[str, Any]:
-        state["optimizer"]["param_groups"][0][name] = value
+        state["optimizer"]["param_groups"][0] |= {name: value, **others}
         return state
 
     return change
@@ -349,6 +351,11 @@ REFUSED: list[tuple[Change, type[Exception], str]] = [
     ),
     (_drop("main_params", "head.weight"), StateDictError, r"main params: missing \['head.weight'\], unexpected \[\]"),
     (_set("main_params", "other", value=torch.ones(1)), StateDictError, r"main params: .* unexpected \['other'\]"),
+    (
+        lambda s: s | {"main_params": s["main_params"] | {f"other{index}": torch.ones(1) for index in range(9)}},
+        StateDictError,
+        r"unexpected \['other0', .*'other7', \.\.\. 1 more\]",
+    ),
     (_drop("optimizer", "state", "head.weight"), StateDictError, r"optimizer state: missing \['head.weight'\]"),
     (
         _set("main_params", "first.bias", value=torch.ones(5)),
@@ -363,10 +370,10 @@ REFUSED: list[tuple[Change, type[Exception], str]] = [
     (
         _set("main_params", "first.bias", value=[1.0]),
         StateDictError,
-        "main param of 'first.bias' must be a floating point",
+        r"main param of 'first.bias' must be a floating point tensor, got \[1.0\] of type list",
     ),
     (
-        _set("main_params", "first.bias", value=torch.full((6,), 1e6)),
+        _set("main_params", "first.bias", value=torch.full((6,), 65520.0)),
         MainParamOverflowError,
         "main param of 'first.bias' holds values of 65520 or more",
     ),
@@ -376,6 +383,11 @@ REFUSED: list[tuple[Change, type[Exception], str]] = [
         r"exp_avg of 'first.bias' has shape \(3,\), the parameter has \(6,\)",
     ),
     (
+        _set("optimizer", "state", "first.bias", "exp_avg", value=torch.ones(6).long()),
+        StateDictError,
+        "exp_avg of 'first.bias' must be a floating point tensor, got torch.int64 tensor",
+    ),
+    (
         _drop("optimizer", "state", "first.bias", "exp_avg_sq"),
         StateDictError,
         r"optimizer state of 'first.bias' lacks 'exp_avg_sq'; it has \['exp_avg', 'step'\]",
@@ -383,7 +395,7 @@ REFUSED: list[tuple[Change, type[Exception], str]] = [
     (
         _set("optimizer", "state", "first.bias", "step", value="3"),
         StateDictError,
-        "'first.bias' has a step that is not one",
+        "'first.bias' has a step that is not one number: '3' of type str",
     ),
     (
         _set("optimizer", "state", "first.bias", value=7),
@@ -392,6 +404,7 @@ REFUSED: list[tuple[Change, type[Exception], str]] = [
     ),
     (_set("optimizer", "state", "first.bias", value=torch.ones(3)), StateDictError, "must be a dict, got Tensor"),
     (_set("version", value=torch.ones(2)), StateDictError, "state dict has version tensor"),
+    (_set("version", value=torch.ones((), device="meta")), StateDictError, "state dict has version tensor"),
     (_set_option("params", None), StateDictError, "'params', a list of parameter names"),
     (_set_option("params", [*NAMES[:-1], 3]), StateDictError, "'params', a list of parameter names"),
     (_set_option("lr", "1e-3"), StateDictError, r"param_groups\[0\] of the state dict .* lr .* must be a number"),
@@ -399,6 +412,7 @@ REFUSED: list[tuple[Change, type[Exception], str]] = [
     (_set_option("betas", (0.9, math.inf)), StateDictError, r"betas of a param group must be finite, got inf"),
     (_set_option("weight_decay", torch.ones(1, device="meta")), StateDictError, "weight_decay .* must be a number"),
     (_set_option("amsgrad", torch.ones(3)), StateDictError, r"no step could use: .* ambiguous"),
+    (_set_option("amsgrad", torch.ones(3), eps=torch.tensor(1e-8)), StateDictError, r"no step could use: .* ambiguous"),
     (
         _set("main_params", "first.bias", value=torch.ones(6, device="meta")),
         StateDictError,
@@ -428,6 +442,29 @@ def test_bad_state_is_refused_and_nothing_changes(change: Change, kind: type[Exc
     assert same_bits(before, snapshot(optimizer, module))
     assert optimizer.state_dict()["grad_scaler"] == scaler
     assert {key: value for key, value in optimizer.param_groups[0].items() if key != "params"} == options
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_set("main_params", "other", value=torch.ones(1)), r"unexpected \['other'\]"),
+        (
+            _set("optimizer", "state", "first.bias", "note", value=object()),
+            r"state\['first.bias'\]\['note'\] is a object",
+        ),
+        (_set_option("note", object()), r"param_groups\[0\]\['note'\] is a object"),
+        (_set("grad_scaler", "scale", value=math.nan), "'scale' must be finite, got nan"),
+        (_set("step_counts", "landed", value=-1), "landed"),
+        (_set("optimizer", "shared_state", value=3), "'optimizer.shared_state' must be a list of dicts"),
+    ],
+)
+def test_a_check_before_the_load_finds_it(change: Change, message: str) -> None:
+    """A checkpoint asks, before anything is read into place, whether the state dict will load."""
+    _, optimizer = _trained(steps=1)
+    state = optimizer.saved_state()
+    state.check(optimizer.state_dict(), strict=True)
+    with pytest.raises(StateDictError, match=message):
+        state.check(change(optimizer.state_dict()), strict=True)
 
 
 def test_scaler_state_without_a_scaler_is_refused() -> None:

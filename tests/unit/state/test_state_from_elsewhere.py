@@ -19,7 +19,8 @@ from megascale import (
 )
 from megascale.checkpoint import Checkpointer
 from megascale.errors import StateDictError
-from tests.training import bits_equal, same_bits, snapshot
+from megascale.state.schema import placed_like
+from tests.training import Sign, bits_equal, constant, model, same_bits, snapshot
 
 Params = Sequence[nn.Parameter]
 OWN: dict[str, Callable[[Params], torch.optim.Optimizer]] = {
@@ -139,6 +140,18 @@ def test_torchs_state_dict_loads(kind: str, counts: str) -> None:
     assert _close(ours, plain)
 
 
+@pytest.mark.parametrize(("given", "read"), [(torch.int64, torch.float32), (torch.float64, torch.float64)])
+def test_loaded_integer_counts_become_fp32(given: torch.dtype, read: torch.dtype) -> None:
+    """Torch's fused loops cannot add to integers; counts in floating point are kept."""
+    params = _params(torch.float32)
+    wrapped = MixedPrecisionOptimizer(OWN["rmsprop"](params))
+    _train(params, wrapped, range(2))
+    state = wrapped.state_dict()
+    state["optimizer"]["state"]["1"]["step"] = torch.tensor(2, dtype=given)
+    wrapped.load_state_dict(state)
+    assert bits_equal(wrapped.state[params[1]]["step"], torch.tensor(2.0, dtype=read))
+
+
 def test_a_step_that_is_no_number_is_named() -> None:
     """Found before anything has changed, not in the next ``step()``."""
     params = _params(torch.float32)
@@ -150,6 +163,39 @@ def test_a_step_that_is_no_number_is_named() -> None:
     with pytest.raises(StateDictError, match="optimizer state of '1' has a step that is not one number: 'two'"):
         wrapped.load_state_dict(given)
     assert same_bits(snapshot(wrapped, nn.Module()), before)
+
+
+def test_state_in_lists_is_copied_and_loaded() -> None:
+    """What an optimizer keeps in a list beside a main param travels as its tensors do, or is named."""
+    module = model()
+    optimizer = constant(module, lambda m: Sign(m.named_parameters()), 1.0)
+    kept: dict[str, Any] = {"past": [torch.ones(2), 3]}
+    optimizer.state[module.first.bias] = kept
+    saved, live = optimizer.state_dict(), optimizer.state_dict(copy=False)
+    kept["past"][0].zero_()
+    tensor, number = saved["optimizer"]["state"]["first.bias"]["past"]
+    assert (tensor.tolist(), number) == ([1.0, 1.0], 3)
+    assert live["optimizer"]["state"]["first.bias"]["past"][0].tolist() == [0.0, 0.0]
+    optimizer.load_state_dict(saved)
+    tensor.zero_()
+    assert optimizer.state[module.first.bias]["past"][0].tolist() == [1.0, 1.0]
+    optimizer.state[module.first.bias]["note"] = object()
+    with pytest.raises(StateDictError, match=r"state\['first.bias'\]\['note'\] is a object"):
+        optimizer.state_dict()
+
+
+@pytest.mark.parametrize("remainders", [False, True])
+def test_what_a_checkpoint_saves_is_live(remainders: bool) -> None:
+    """Main params, or their remainders: then weights are roundings that a later write resets."""
+    module = model()
+    optimizer = constant(
+        module, lambda m: torch.optim.SGD(m.named_parameters()), 1.0, store_param_remainders=remainders
+    )
+    state = optimizer.saved_state()
+    first, second = (state.pack()["main_params"]["first.bias"] for _ in range(2))
+    assert first.data_ptr() == second.data_ptr()
+    assert first.dtype == (torch.int16 if remainders else torch.float32)
+    assert state.rounded_params() == ({id(param) for param in module.parameters()} if remainders else set())
 
 
 # State that belongs to no parameter
@@ -253,6 +299,33 @@ def test_shared_state_of_a_chain() -> None:
     with pytest.raises(StateDictError, match=r"shared_state' is that of 2 optimizers, here are 1"):
         one.load_state_dict(given)
     one.load_state_dict(given, strict=False)
+
+
+def test_shared_state_is_copied_in_its_form() -> None:
+    """Lists and tuples in it, whatever is live in their place; the state dict's tensors stay its own."""
+    kinds: list[dict[str, Any]] = [{}, {"global": {"pair": (torch.zeros(2), 1), "many": [torch.zeros(1)]}}]
+    for live in kinds:
+        _, optimizer = _counting()
+        optimizer.state.update(live)
+        given = optimizer.state_dict()
+        saved: dict[str, Any] = {"pair": (torch.ones(2), 2), "many": [torch.ones(1), torch.full((1,), 3.0)]}
+        given["optimizer"]["shared_state"] = [{"global": saved}]
+        optimizer.load_state_dict(given)
+        for tensor in (saved["pair"][0], *saved["many"]):
+            tensor.zero_()
+        found = optimizer.state["global"]
+        assert type(found["pair"]) is tuple
+        assert (found["pair"][0].tolist(), found["pair"][1]) == ([1.0, 1.0], 2)
+        assert [tensor.tolist() for tensor in found["many"]] == [[1.0], [3.0]]
+
+
+def test_shared_state_goes_to_the_devices_of_the_live_one() -> None:
+    """Entry by entry; what has no counterpart stays where it is."""
+    meta = torch.empty(2, device="meta")
+    given = {"a": torch.ones(2), "b": [torch.ones(2)], "c": (torch.ones(2), torch.ones(2)), "d": torch.ones(2)}
+    placed = placed_like(given, {"a": meta, "b": [meta], "c": (meta, torch.ones(2))})
+    tensors = [placed["a"], *placed["b"], *placed["c"], placed["d"]]
+    assert [tensor.device.type for tensor in tensors] == ["meta", "meta", "meta", "cpu", "cpu"]
 
 
 # A frozen parameter that has state

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dsd
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
-from megascale import ConstantGradScaler, MixedPrecisionOptimizer
+from megascale import ChainedOptimizer, ConstantGradScaler, DynamicGradScaler, MixedPrecisionOptimizer
 from megascale.errors import StateDictError
 from megascale.state.torch_layout import ADDED, StateNames
 from tests.training import INNER, Tiny, bits_equal, constant, model, set_grads, wrap
@@ -140,6 +140,33 @@ def test_an_untouched_optimizer_stays_untouched(
     assert optimizer.num_skipped_steps.item() == 0
     assert all(map(torch.equal, module.parameters(), weights))
     assert all(param.grad is None for param in module.parameters())
+
+
+def _chained(module: Tiny) -> ChainedOptimizer:
+    named, scaler = list(module.named_parameters()), DynamicGradScaler(2.0**10)
+    return ChainedOptimizer(
+        [
+            MixedPrecisionOptimizer(torch.optim.AdamW(part), None, scaler, grads_are_scaled=True)
+            for part in (named[:3], named[3:])
+        ]
+    )
+
+
+@pytest.mark.parametrize("options", [None, FLAT], ids=["nested", "flat"])
+def test_a_chain(options: StateDictOptions | None) -> None:
+    """As one optimizer: neither call takes a step, what is set is what was got, and others read the members' state."""
+    module, other = model(), model(seed=1)
+    optimizer, resumed = _chained(module), _chained(other)
+    set_grads(module, 0)
+    optimizer.step()
+    optimizer.zero_grad()
+    given = get_optimizer_state_dict(module, optimizer, options=options)
+    set_optimizer_state_dict(other, resumed, given, options=options)
+    assert resumed.num_landed_steps.item() == 1
+    assert _same(resumed.state_dict(), optimizer.state_dict())
+    member = optimizer.optimizers[1]
+    assert list(optimizer.state) == list(module.parameters())
+    assert optimizer.state[module.head.weight] is member.state[module.head.weight]
 
 
 def test_torch_steps_its_own_optimizers() -> None:
@@ -319,8 +346,15 @@ def _bad_state(state: dict[str, Any]) -> None:
     state["state"] = [1]
 
 
-def _bad_groups(state: dict[str, Any]) -> None:
-    state["param_groups"] = {"params": []}
+def _bad_entries(state: dict[str, Any]) -> None:
+    state["state"]["first.bias"] = [1]
+
+
+BAD_GROUPS: list[Any] = [{"params": []}, {}, [["params"]], [{"lr": 0.1}]]
+
+
+def _with_groups(value: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda state: state.update(param_groups=value)
 
 
 def _wrong_shape(state: dict[str, Any]) -> None:
@@ -338,7 +372,8 @@ def _wrong_shape(state: dict[str, Any]) -> None:
         (_unknown, r"holds state of 'other', which none of its param groups has"),
         (_fewer, r"param groups of \[6\] parameters, the optimizer has \[7\]"),
         (_bad_state, "'state' must map parameters to dicts"),
-        (_bad_groups, "'param_groups' must be a list of dicts with 'params'"),
+        (_bad_entries, "'state' must map parameters to dicts"),
+        *((_with_groups(value), "'param_groups' must be a list of dicts with 'params'") for value in BAD_GROUPS),
         (_wrong_shape, r"main param of 'first.bias' has shape \(2,\)"),
     ],
 )
@@ -352,6 +387,24 @@ def test_damage_is_named(damage: Callable[[dict[str, Any]], None], message: str)
     with pytest.raises(StateDictError, match=message):
         resumed.load_state_dict(given)
     assert _same(resumed.state_dict(), before)
+
+
+def test_copies_of_what_is_live_do_not_count() -> None:
+    """Torch's functions fill in the loading optimizer's own values for a parameter that the file lacks."""
+    module, optimizer = _trained()
+    given = get_optimizer_state_dict(module, optimizer)
+    resumed = wrap(model(seed=1))
+    given["state"]["head.weight"]["grad_scaler_scale"] = resumed.get_loss_scale().clone()
+    resumed.load_state_dict(given)
+    assert resumed.get_loss_scale().item() == optimizer.get_loss_scale().item() == 2.0**9
+
+
+def test_an_optimizer_of_one_parameter() -> None:
+    """Its entries have no others beside them."""
+    module = nn.Linear(3, 2, bias=False).half()
+    optimizer, resumed = (constant(module, INNER["sgd_momentum_fused"], scale) for scale in (4.0, 2.0))
+    resumed.load_state_dict(get_optimizer_state_dict(module, optimizer))
+    assert resumed.get_loss_scale().item() == 4.0
 
 
 def test_names_of_ours_are_taken() -> None:

@@ -20,6 +20,7 @@ from megascale import (
     build_optimizer,
 )
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
+from megascale.kernels.newton_schulz import QUINTIC
 from tests.training import model, set_grads
 
 
@@ -58,8 +59,9 @@ def test_a_scaler_serves_optimizers_that_step_as_one() -> None:
     with pytest.raises(UsageError, match="is shared"):
         optimizers[0].step()
     del chained, optimizer, step
-    optimizers.pop()
-    gc.collect()
+    gone = optimizers.pop()
+    gone.cycle = gone  # type: ignore[attr-defined]  # gone only when the garbage collector has run
+    del gone
     assert optimizers[0].step().success
 
 
@@ -157,14 +159,14 @@ INEFFECTIVE: list[tuple[dict[str, Any], MegatronGradScaler, str]] = [
     ),
     ({"hysteresis": 3}, ConstantGradScaler(64.0), r"hysteresis=3 has no effect: the Constant.* has no such option"),
     ({"muon_momentum": 0.9}, DYNAMIC, r"muon_momentum=0.9 has no effect: the AdamW has no such option"),
-    ({"muon_nesterov": False}, DYNAMIC, r"muon_nesterov=False has no effect"),
+    ({"muon_nesterov": False}, DYNAMIC, r"muon_nesterov=False has no effect: the AdamW has no such"),
     ({"muon_num_ns_steps": 6}, DYNAMIC, r"muon_num_ns_steps=6 has no effect"),
     ({"muon_coefficient_type": "polar_express"}, DYNAMIC, r"muon_coefficient_type='polar_express' has no effect"),
     ({"muon_adjust_lr_fn": "match_rms_adamw"}, DYNAMIC, r"muon_adjust_lr_fn='match_rms_adamw' has no effect"),
     ({"muon_adam_lr": 0.5}, DYNAMIC, r"muon_adam_lr=0.5 has no effect: the AdamW has 0.001"),
     ({"muon_ns_dtype": torch.float32}, DYNAMIC, r"muon_ns_dtype=torch.float32 has no effect"),
-    ({"muon_split_work": True}, DYNAMIC, r"muon_split_work=True has no effect"),
-    ({"muon_batched": True}, DYNAMIC, r"muon_batched=True has no effect"),
+    ({"muon_split_work": True}, DYNAMIC, r"split_work=True has no effect: the AdamW has no such option; build the opt"),
+    ({"muon_batched": True}, DYNAMIC, r"muon_batched=True has no effect: the AdamW has no such"),
     ({"use_distributed_optimizer": True}, DYNAMIC, r"use_distributed_optimizer=True has no effect: a MixedPrecision"),
 ]
 
@@ -211,6 +213,39 @@ def test_fields_that_agree_are_taken() -> None:
     MixedPrecisionOptimizer(
         _sgd(model()), OptimizerConfig(fp16=True, loss_scale=8.0), ConstantGradScaler(8.0), grads_are_scaled=True
     )
+
+
+def _muon(module: nn.Module) -> torch.optim.Optimizer:
+    matrices = [(name, param) for name, param in module.named_parameters() if param.dim() == 2]
+    return torch.optim.Muon(
+        matrices, momentum=0.9, nesterov=False, ns_steps=6, ns_coefficients=QUINTIC, adjust_lr_fn="match_rms_adamw"
+    )
+
+
+def test_fields_of_muon_are_compared_with_it() -> None:
+    """What it has may be said again, and how its work is done is the config's; the rest is refused."""
+    agreed: dict[str, Any] = {
+        "optimizer": "muon",
+        "muon_momentum": 0.9,
+        "muon_nesterov": False,
+        "muon_num_ns_steps": 6,
+        "muon_adjust_lr_fn": "match_rms_adamw",
+        "muon_ns_dtype": torch.float32,
+        "muon_batched": True,
+        "muon_split_work": True,
+    }
+    MixedPrecisionOptimizer(_muon(model(torch.float32)), OptimizerConfig(**agreed))
+    for asked, has in (
+        ({"muon_momentum": 0.8}, "0.9"),
+        ({"muon_coefficient_type": "polar_express"}, "'quintic'"),
+        ({"muon_adam_lr": 0.5}, "no such option"),
+        ({"exp_avg_sq_dtype": torch.bfloat16}, "no such option"),
+    ):
+        with pytest.raises(ArgumentError, match=f"{next(iter(asked))}=.* has no effect: the Muon has {has};"):
+            MixedPrecisionOptimizer(_muon(model(torch.float32)), OptimizerConfig(**asked))
+    module = nn.Linear(4, 3, bias=False)
+    with pytest.raises(ArgumentError, match=r"split_work=True .*: a DistributedOptimizer has False; whose ranks own"):
+        DistributedOptimizer(_muon(module), OptimizerConfig(muon_split_work=True), modules=module)
 
 
 def test_moments_and_overlap_without_effect() -> None:
@@ -313,6 +348,8 @@ def test_an_optimizer_built_on_meta_parameters_trains_nothing(dtype: torch.dtype
             early.scale_loss: (torch.ones(()),),
             early.state_dict: (),
             early.load_state_dict: ({},),
+            early.reload_model_params: (),
+            early.live_state: (),
         }
         for call, arguments in calls.items():
             with pytest.raises(UsageError, match=r"built while its parameters were on the meta .*to_empty\(device"):
@@ -335,3 +372,7 @@ def test_some_parameters_without_values_are_named() -> None:
     params = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, device="meta"))]
     with pytest.raises(ArgumentError, match=r"parameter 1 \(of 2\) is on the meta device and has no values"):
         MixedPrecisionOptimizer(torch.optim.SGD(params, lr=0.1))
+    inner = torch.optim.AdamW(params[:1])
+    inner.state[params[0]] = {"step": 3, "exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2, device="meta")}
+    with pytest.raises(ArgumentError, match=r"state 'exp_avg_sq' of the AdamW's parameter 0 \(of 1\) is on the meta"):
+        MixedPrecisionOptimizer(inner)

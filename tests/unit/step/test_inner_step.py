@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import warnings
 import weakref
 from typing import Any
 
@@ -80,6 +81,20 @@ def test_hooks_and_schedulers_of_the_inner_optimizer_work() -> None:
     assert inner.param_groups[0]["lr"] == 0.025
     with pytest.raises(UsageError, match=r"AdamW\.step\(\) was called"):
         inner.step()
+
+
+@pytest.mark.parametrize("kind", ["adamw_fused", "sign"])
+def test_schedulers_of_the_inner_optimizer_see_its_steps(kind: str) -> None:
+    """Torch warns of a scheduler that steps before its optimizer has: here the wrapper's step counts."""
+    module = model()
+    inner = KINDS[kind](module)
+    scheduler = torch.optim.lr_scheduler.StepLR(inner, 1, gamma=0.5)
+    optimizer = constant(module, lambda _: inner, 8.0)
+    set_grads(module, 0)
+    optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scheduler.step()
 
 
 def test_kernels_still_run_the_update() -> None:

@@ -126,6 +126,19 @@ def test_constant_scale_that_was_loaded_counts() -> None:
     assert optimizer.step().success
 
 
+def test_scaler_that_is_assigned_counts_from_then_on() -> None:
+    """Whoever asked it before has scaled another loss."""
+    module, scaler = model(), _dynamic()
+    optimizer = _wrapped(module, _dynamic())
+    assert scaler.scale == 1024.0
+    optimizer.grad_scaler = scaler
+    set_grads(module, 0)
+    with pytest.raises(UsageError, match="nobody has asked"):
+        optimizer.step()
+    optimizer.get_loss_scale()
+    assert optimizer.step().success
+
+
 def test_optimizers_that_step_apart_share_one_question() -> None:
     """Two optimizers with one scaler, as of a GAN: one loss, scaled once, serves a step of each."""
     scaler = _dynamic()

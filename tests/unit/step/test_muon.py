@@ -47,6 +47,7 @@ def _step(optimizer: MixedPrecisionOptimizer, params: list[nn.Parameter], seed: 
     weight_decay=st.sampled_from([0.0, 0.1]),
     adjust_lr_fn=st.sampled_from([None, "original", "match_rms_adamw"]),
     ns_steps=st.integers(0, 6),
+    lr=st.sampled_from([0.05, torch.tensor(0.05)]),
     overflows=st.sets(st.integers(0, 4)),
     backend=st.sampled_from(["reference", "native", "torch"]),
 )
@@ -56,9 +57,9 @@ def test_bits_of_torch(
     """torch.optim.Muon on fp32 copies, with unscaled gradients, has the same main params and momentum, bit for bit."""
     params = _params(shapes)
     config = OptimizerConfig(fp16=True, clip_grad=0.0, muon_ns_dtype=torch.bfloat16, backend=backend)
-    optimizer = _wrap(params, config, lr=0.05, **options)
+    optimizer = _wrap(params, config, **options)
     expected = [nn.Parameter(param.detach().float()) for param in params]
-    plain = torch.optim.Muon(expected, lr=0.05, **options)
+    plain = torch.optim.Muon(expected, **options)
     for seed in range(5):
         for param, model_grad, main in zip(params, _grads(params, seed), expected, strict=True):
             param.grad, main.grad = model_grad, model_grad.float() / SCALE
@@ -108,6 +109,20 @@ def test_singular_values_end_near_one(coefficients: list[tuple[float, float, flo
     assert torch.equal(tall, wide.T)
 
 
+def test_polar_express_is_the_best_of_its_degree() -> None:
+    """Each polynomial is as far above 1 at the greatest singular value as it is below 1 at the least, of those that the
+    ones before it leave of 1e-3 to 1; the last, which is repeated, has no distance left.
+    """
+    least, greatest = 1e-3, 1.0
+    for index, coefficients in enumerate(POLAR_EXPRESS):
+        safety = 1.01 if index < 7 else 1.0
+        a, b, c = (value * safety**power for value, power in zip(coefficients, (1, 3, 5), strict=True))
+        least, greatest = (a * x + b * x**3 + c * x**5 for x in (least, greatest))
+        assert least + greatest == pytest.approx(2, abs=1e-8)
+    assert least == pytest.approx(1, abs=1e-12)
+    assert iterations([QUINTIC, (1.0, 2.0, 3.0)], 4) == (QUINTIC, *[(1.0, 2.0, 3.0)] * 3)
+
+
 @pytest.mark.parametrize(("avx512", "amx"), [(False, False), (False, True), (True, False)])
 def test_iterations_are_in_bf16_where_that_is_fast(avx512: bool, amx: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On every accelerator, and on a CPU with instructions for it; another CPU would multiply bf16 by software."""
@@ -148,7 +163,12 @@ def test_state_goes_to_torch_and_back() -> None:
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "coefficients": ({"ns_coefficients": (1.0, 2.0)}, "ns_coefficients of a param group must be three numbers"),
-    "iterations": ({"ns_steps": 1000}, "ns_steps of a param group"),
+    "no coefficients": ({"ns_coefficients": []}, "ns_coefficients of a param group must be three numbers"),
+    "one number": ({"ns_coefficients": 3.0}, "ns_coefficients of a param group must be three numbers"),
+    "four numbers": ({"ns_coefficients": [(1.0, 2.0, 3.0, 4.0)]}, "ns_coefficients of a param group must be three"),
+    "a row of words": ({"ns_coefficients": [QUINTIC, "abc"]}, "ns_coefficients of a param group must be three"),
+    "a row that is none": ({"ns_coefficients": [QUINTIC, 3.0]}, "ns_coefficients of a param group must be three"),
+    "iterations": ({"ns_steps": 100}, "ns_steps of a param group"),
     "adjustment": ({"adjust_lr_fn": "spectral"}, "adjust_lr_fn of a param group"),
     "momentum": ({"momentum": "much"}, "momentum of a param group must be a number"),
 }
@@ -220,3 +240,13 @@ def test_muon_for_what_it_cannot_update(fields: dict[str, Any], overrides: Any, 
     """Named before anything is built."""
     with pytest.raises(ArgumentError, match=message):
         build_optimizer(OptimizerConfig(lr=0.1, **fields), _Model(), overrides=overrides)
+
+
+def test_adam_beside_muon_has_its_rate_unless_told() -> None:
+    """``muon_adam_lr`` is None by default; a matrix in three dimensions is no matrix."""
+    model = nn.ModuleDict({"hidden": nn.Linear(4, 6), "conv": nn.Conv1d(2, 3, 1)})
+    optimizer = build_optimizer(OptimizerConfig(lr=0.02, optimizer="muon"), model)
+    assert isinstance(optimizer, ChainedOptimizer)
+    names = [{name for name, _ in one.main_params()} for one in optimizer.optimizers]
+    assert names == [{"hidden.weight"}, {"hidden.bias", "conv.weight", "conv.bias"}]
+    assert {group["lr"] for group in optimizer.param_groups} == {0.02}

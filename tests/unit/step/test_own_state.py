@@ -69,7 +69,7 @@ DAMAGES: dict[str, tuple[Callable[[State], State], str]] = {
     ),
     "moment short": (
         _moments(lambda value: value[:1, :1]),
-        r"is of shape \(1, 1\), but its main param has shape \(3, 4",
+        r"is of shape \(1, 1\), but its main param has shape \(3, 4\) and needs \(3, 1\); load",
     ),
     "moment a number": (_moments(lambda _: 0.0), r"is a float, but its main param has shape \(3, 4\)"),
     "moment None": (_moments(lambda _: None), "and lacks"),
@@ -210,6 +210,7 @@ USABLE: dict[str, Callable[[State], State]] = {
     "step of bf16": _step(Tensor.bfloat16),
     "step of integers": _step(Tensor.long),
     "step of one element": _step(lambda step: step.reshape(1)),
+    "step of two dimensions": _step(lambda step: step.reshape(1, 1)),
     "moments of bf16": _moments(lambda value: value.bfloat16() if value.shape == (3, 4) else value),
     "moments strided": _moments(lambda value: value.t().contiguous().t()),
     "moments negated": _moments(lambda value: torch._neg_view(-value)),
@@ -223,8 +224,37 @@ def test_state_that_torch_can_use_is_accepted(kind: str, usable: str) -> None:
     module, optimizer = _trained(kind)
     for param in module.params[2:]:
         optimizer.state[param] = USABLE[usable](optimizer.state[param])
+    given = [[value.dtype for value in optimizer.state[param].values()] for param in module.params]
     assert optimizer.step().success
     assert all(float(optimizer.state[param]["step"]) == 2 for param in module.params)
+    assert given == [[value.dtype for value in optimizer.state[param].values()] for param in module.params]
+
+
+@pytest.mark.parametrize(
+    ("loop", "shape", "is_usable"), [(None, (1, 1, 1), False), (True, (1,), False), (None, (1, 1), True)]
+)
+def test_counts_of_asgd_have_no_more_dimensions_than_its_params(
+    loop: bool | None, shape: tuple[int, ...], is_usable: bool
+) -> None:
+    """Invariant 10: it computes with the tensors, which would make the params larger; its foreach loop wants none."""
+    module, optimizer = _trained("ASGD", foreach=loop)
+    state, before = optimizer.state[module[2]], _held(module, optimizer)
+    state["step"] = state["step"].reshape(shape)
+    if is_usable:
+        assert optimizer.step().success
+        return
+    with pytest.raises(UsageError, match=r"\['step'\] has shape \(1,"):
+        optimizer.step()
+    state["step"] = state["step"].reshape(())
+    assert _same(before, _held(module, optimizer))
+
+
+def test_counts_of_others_may_have_any_number_of_dimensions() -> None:
+    """Torch reads their values only."""
+    module, optimizer = _trained("RMSprop")
+    state = optimizer.state[module[2]]
+    state["step"] = state["step"].reshape(1, 1, 1)
+    assert optimizer.step().success
 
 
 @pytest.mark.parametrize(("kind", "name"), [("Adagrad", "sum"), ("RMSprop", "square_avg"), ("Adamax", "exp_inf")])

@@ -1,5 +1,7 @@
 """Optimizers that run their own step() on main params: what they are shown, and what is put back."""
 
+import warnings
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -43,7 +45,9 @@ def test_optimizer_without_state_trains() -> None:
     """An optimizer that keeps no state updates fp32 main params of fp16 parameters, and fp32 parameters themselves."""
     module = _mixed()
     inner = Plain(module.parameters())
-    optimizer = _wrapped(module, inner)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer = _wrapped(module, inner)
     grads = [torch.full_like(p, 8 * 2.0**-12) for p in module.params]
     for param, grad in zip(module.params, grads, strict=True):
         param.grad = grad
@@ -56,7 +60,16 @@ def test_optimizer_without_state_trains() -> None:
     assert not inner.state
 
 
-@pytest.mark.parametrize("kind", [Plain, Sign])
+class Replacing(Sign):
+    """An optimizer whose step makes another dict of its state."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One step."""
+        super().step(closure)
+        self.state = defaultdict(dict, self.state)
+
+
+@pytest.mark.parametrize("kind", [Plain, Sign, Replacing])
 def test_model_params_are_back_after_a_step(kind: type[Plain] | type[Sign]) -> None:
     """After a step the optimizer holds model params again: in groups, as keys of its state, with their gradients."""
     module = _mixed()
@@ -71,8 +84,57 @@ def test_model_params_are_back_after_a_step(kind: type[Plain] | type[Sign]) -> N
         assert all(p.grad is grad for p, grad in zip(module.params, grads, strict=True))
         assert all(main.grad is None or not p.is_copy for p in optimizer.live_state().main_params for main in [p.main])
         assert set(map(id, inner.state)) <= set(map(id, module.params))
-    if kind is Sign:
+    if kind is not Plain:
         assert set(map(id, inner.state)) == set(map(id, module.params))
+
+
+@pytest.mark.parametrize("how", ["declared", "any", "cast"])
+def test_gradients_of_another_dtype_are_back_after_a_step(how: str) -> None:
+    """fp32 parameters with bf16 gradients, declared so, of any dtype, or cast since: the step sees fp32 ones."""
+    module = Bag([torch.ones(4).bfloat16() if how == "cast" else torch.ones(4)])
+    param = module[0]
+    if how != "cast":
+        param.grad_dtype = torch.bfloat16 if how == "declared" else None
+    param.grad = grad = torch.full((4,), 2.0**-12).bfloat16()
+    param.data = param.data.float()
+    declared = param.grad_dtype
+    inner = Plain(module.parameters())
+    optimizer = MixedPrecisionOptimizer(inner)
+    for step in range(2):
+        assert optimizer.step().success
+        assert bits_equal(param.detach(), torch.full((4,), 1 - (step + 1) * 2.0**-13))
+        assert param.grad is grad
+        assert param.grad_dtype == (None if how == "cast" else declared)
+
+
+class Rateless(torch.optim.Optimizer):
+    """A user-written optimizer without a learning rate."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One step."""
+        for param in self.param_groups[0]["params"]:
+            param.sub_(param.grad)
+
+
+def test_learning_rate_of_any_optimizer_is_checked() -> None:
+    """Of a user's optimizer too, before its step; it may have none."""
+    module = Bag([torch.ones(3).half()])
+    for inner in (Plain(module.parameters()), Rateless(module.parameters())):
+        optimizer = _wrapped(module, inner)
+        module[0].grad = torch.full((3,), 8 * 2.0**-12).half()
+        optimizer.get_loss_scale()
+        if isinstance(inner, Plain):
+            inner.param_groups[0]["lr"] = "0.5"
+            with pytest.raises(ArgumentError, match=r"lr of a param group must be a number, got '0\.5'"):
+                optimizer.step()
+            assert not inner.shown
+            inner.param_groups[0]["lr"] = 0.5
+        assert optimizer.step().success
+        del optimizer
 
 
 def test_step_that_raises_leaves_the_optimizer_as_it_was() -> None:
@@ -133,9 +195,20 @@ def test_option_that_torchs_step_cannot_use_is_refused(kind: str) -> None:
     assert optimizer.step().success
 
 
+def test_vector_that_the_constructor_took_for_a_number_is_refused() -> None:
+    """Torch's constructors take a tensor of one element for a number, their steps only where it has no dimension."""
+    module = _mixed()
+    eps: Any = torch.full((1,), 1e-8)
+    optimizer = _wrapped(module, torch.optim.RMSprop(module.parameters(), eps=eps))
+    set_grads(module, 0)
+    optimizer.recipe.grads_are_scaled = True
+    with pytest.raises(ArgumentError, match="eps of a param group must be a number for RMSprop, got tensor"):
+        optimizer.step()
+
+
 STATES: dict[str, tuple[Any, str]] = {
     "gone": (None, r"the optimizer's state of '2' has .* and lacks \['square_avg'\]; load state that is whole"),
-    "longer": (torch.ones(5), r"state\['2'\]\['square_avg'\] is of shape \(5,\), but its main param has shape \(4,\)"),
+    "longer": (torch.ones(5), r"\['square_avg'\] is of shape \(5,\), but its main param has shape \(4,\); load"),
     "number": (1.0, r"state\['2'\]\['square_avg'\] is a float, but its main param has shape \(4,\)"),
 }
 
@@ -162,12 +235,14 @@ def test_buffers_of_rmsprop_are_made_where_they_are_switched_on(option: str, on:
     found = []
     for torchs_own in (False, True):
         module, optimizer = _in_groups(torch.optim.RMSprop)
+        name = "momentum_buffer" if option == "momentum" else "grad_avg"
         for group in optimizer.param_groups[1:]:
             group[option] = on
         if torchs_own:
-            name = "momentum_buffer" if option == "momentum" else "grad_avg"
             for param in module.params[1:]:
                 optimizer.state[param][name] = torch.zeros_like(param, dtype=torch.float32)
         assert optimizer.step().success
+        assert optimizer.state[module.params[0]].keys() == {"step", "square_avg"}
+        assert optimizer.state[module.params[1]].keys() == {"step", "square_avg", name}
         found.append(_held(module, optimizer))
     assert all(bits_equal(one, two) for one, two in zip(*found, strict=True))

@@ -100,6 +100,23 @@ def test_little_is_decoded_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 33 * 64 <= scratch.numel() <= 2200
 
 
+@pytest.mark.parametrize(
+    ("lengths", "most", "held"),
+    [((16, 15, 14, 13), 47, 32), ((16, 15, 14, 13), 48, 48), ((32, 32, 15), 48, 48)],
+)
+def test_as_much_is_decoded_as_fits(
+    lengths: tuple[int, ...], most: int, held: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parameters are decoded together up to the bound, and no further; each begins at a multiple of 16 elements."""
+    monkeypatch.setattr("megascale.step.decoded.DECODED_NUMEL", most)
+    module = Bag([torch.ones(length).half() for length in lengths])
+    optimizer = constant(module, RULES["adamw_fused"], 1.0, backend="reference", **HELD)
+    set_grads(module, seed=0)
+    optimizer.step()
+    [scratch] = optimizer._member.update._scratch.values()  # type: ignore[attr-defined]
+    assert scratch.numel() == held
+
+
 def test_overflow_keeps_the_element() -> None:
     """A main param that would round to inf in fp16 stays what it was, others move, and the next step names it."""
     module = Bag([torch.tensor([65440.0, -65440.0, 1.0]).half(), torch.ones(2).half()])

@@ -63,7 +63,8 @@ class _Training:
 
 def _a_neighbours_moment(training: _Training) -> str:
     training.state(1)[training.key] = training.state(0)[training.key]
-    return rf"state\['p1'\]\['{training.key}'\] shares memory with the optimizer's state\['p0'\]\['{training.key}'\]"
+    shared, remedy = rf"\['{training.key}'\]", rf"state\[p\]\['{training.key}'\]"
+    return rf"state\['p1'\]{shared} shares .* state\['p0'\]{shared}, .* p: {remedy} = {remedy}.clone\(\)"
 
 
 def _both_moments(training: _Training) -> str:
@@ -83,8 +84,8 @@ def _own_data(training: _Training) -> str:
 
 
 def _a_neighbours_data(training: _Training) -> str:
-    training.state(1)[training.key] = training.params[2].data
-    return rf"state\['p1'\]\['{training.key}'\] shares memory with the data of parameter 'p2'"
+    training.state(1)[training.key] = training.params[0].data
+    return rf"state\['p1'\]\['{training.key}'\] shares memory with the data of parameter 'p0'"
 
 
 def _own_gradient(training: _Training) -> str:
@@ -104,9 +105,14 @@ def _step_in_a_moment(training: _Training) -> str:
     return r"state\['p2'\]\['step'\] shares memory with the optimizer's state\['p1'\]\['exp_avg'\]"
 
 
+def _a_step_where_a_moment_begins(training: _Training) -> str:
+    training.state(0)["step"] = training.state(1)["exp_avg"][0]
+    return r"state\['p[01]'\]\['\w+'\] shares memory with the optimizer's state\['p[01]'\]\['\w+'\]"
+
+
 def _one_dict(training: _Training) -> str:
-    training.inner.state[training.params[1]] = training.state(0)
-    return rf"state\['p1'\]\['{training.key}'\] shares .* p: state\[p\] = copy.deepcopy\(state\[p\]\)"
+    training.inner.state[training.params[2]] = training.state(1)
+    return rf"state\['p2'\]\['{training.key}'\] shares .* p: state\[p\] = copy.deepcopy\(state\[p\]\)"
 
 
 ANY = [
@@ -119,6 +125,7 @@ ANY = [
     _one_dict,
 ]
 CASES = [(inner, share) for inner in INNER for share in ANY] + [("AdamW", _both_moments), ("AdamW", _step_in_a_moment)]
+CASES += [("AdamW", _a_step_where_a_moment_begins)]
 
 
 def _refused(training: _Training, match: str) -> None:
@@ -185,6 +192,8 @@ def test_main_params_and_16_bit_data_are_looked_at(backend: str, remainders: boo
     _refused(training, r"state\['p1'\]\['exp_avg'\] shares memory with the data of parameter 'p2'")
     if not remainders:
         training.state(1)["exp_avg"] = dict(training.optimizer.main_params())["p0"]
+        _refused(training, r"state\['p1'\]\['exp_avg'\] shares memory with the main param of 'p0'")
+        training.params[0].grad = None  # it rests, and is trained on later
         _refused(training, r"state\['p1'\]\['exp_avg'\] shares memory with the main param of 'p0'")
     training.state(1)["exp_avg"] = torch.zeros(NUMEL)
     training.step()

@@ -89,6 +89,20 @@ def test_a_norm_at_the_threshold_lands() -> None:
         assert bool(optimizer.step().success) == lands
 
 
+def test_a_norm_at_the_largest_z_score_lands() -> None:
+    """ZClip's spikes exceed it."""
+    host = Host(math.inf, "skip", 0.0)
+    for norm in (1.0, 1.25, 1.0):
+        host.step(norm, 1.0)
+    z = (2.0 - host.mean) / (float(np.float32(math.sqrt(np.float32(host.variance)))) + 1e-6)
+    for thresh, lands in ((z, True), (math.nextafter(z, 0.0), False)):
+        bag, optimizer = _one_number({**ZCLIP, "zclip": "skip", "zclip_z_thresh": thresh}, "native")
+        for norm in (1.0, 1.25, 1.0, 2.0):
+            bag[0].grad = torch.tensor([norm]) * optimizer.get_loss_scale()
+            landed = bool(optimizer.step().success)
+        assert landed == lands
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @settings(max_examples=20, deadline=None)
 @example(events=[1.0, 1.25, 1.0, 1.25, 16.0, 1.0], limit=math.inf, mode="clip", clip_grad=0.0)
@@ -205,6 +219,7 @@ def test_state_without_statistics_loads() -> None:
     """Of an optimizer without zclip, and into one; damaged statistics are refused by name and change nothing."""
     module, plain = model(), model(seed=1)
     optimizer, other = _replicated(module), wrap(plain, INNER["adamw_fused"], 8.0)
+    optimizer.load_state_dict(optimizer.state_dict())  # before the first step
     _spiky(module, optimizer, steps=5)
     state = optimizer.state_dict()
     other.load_state_dict(state)
@@ -215,11 +230,12 @@ def test_state_without_statistics_loads() -> None:
     for damaged in (3, {"mean": 1.0}, good | {"variance": -1.0}, good | {"mean": math.nan}, good | {"count": 1.5}):
         for call in (optimizer.load_state_dict, optimizer.saved_state().check):
             with pytest.raises(StateDictError, match="norm_statistics"):
-                call(state | {"norm_statistics": damaged})
+                call(state | {"norm_statistics": damaged}, strict=True)
     assert optimizer.state_dict()["norm_statistics"] == state["norm_statistics"]
 
 
-def test_torch_carries_the_statistics() -> None:
+@pytest.mark.parametrize("build", [_replicated, _chained])
+def test_torch_carries_the_statistics(build: Any) -> None:
     """Through torch.distributed.checkpoint.state_dict, nested and flat, bit for bit."""
     from torch.distributed.checkpoint import state_dict as dsd
 
@@ -228,7 +244,7 @@ def test_torch_carries_the_statistics() -> None:
     for flat in (False, True):
         options = dsd.StateDictOptions(flatten_optimizer_state_dict=flat)
         module, other = model(), model(seed=1)
-        optimizer, resumed = _replicated(module), _replicated(other)
+        optimizer, resumed = build(module), build(other)
         _spiky(module, optimizer, steps=5)
         optimizer.zero_grad()
         put(other, resumed, get(module, optimizer, options=options), options=options)

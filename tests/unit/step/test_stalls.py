@@ -15,6 +15,7 @@ from megascale import (
     MixedPrecisionOptimizer,
     OptimizerConfig,
 )
+from megascale.chained import AnyOptimizer
 from megascale.errors import (
     ArgumentError,
     MainParamOverflowError,
@@ -193,9 +194,13 @@ def test_main_param_that_is_only_large_is_told_apart() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("there", [True, False])
 def test_gradients_of_zeros_for_long_are_warned_of(dtype: torch.dtype, there: bool) -> None:
-    """Zeros, or no gradients at all, in 32 steps in a row and in 64: underflow, clipping by hand, no backward."""
+    """Zeros, or no gradients at all, in 32 steps in a row and in 64: underflow, clipping by hand, no backward. Another
+    gradient begins the count anew.
+    """
     module = model(dtype)
     optimizer = _wrapped(module)
+    set_grads(module, 0)
+    optimizer.step()
     for step in range(1, 66):
         for param in module.parameters():
             param.grad = torch.zeros_like(param) if there else None
@@ -219,14 +224,18 @@ def test_clipping_by_hand_while_scaled_is_noticed() -> None:
         optimizer.step()
 
 
-def test_load_begins_the_count_anew() -> None:
-    """Going back to a checkpoint is the remedy: it is not held against what comes after."""
+@pytest.mark.parametrize("by_weights", [False, True])
+@pytest.mark.parametrize("into", ["an optimizer", "a chain", "a member of a chain"])
+def test_load_begins_the_count_anew(into: str, by_weights: bool) -> None:
+    """Going back to a checkpoint, or to other weights, is the remedy: it is not held against what comes after."""
     module = model()
-    optimizer = _wrapped(module, max_consecutive_skips=3)
-    saved = optimizer.state_dict()
+    member = _wrapped(module, max_consecutive_skips=3)
+    optimizer: AnyOptimizer = member if into == "an optimizer" else ChainedOptimizer([member])
+    target: AnyOptimizer = optimizer if into == "a chain" else member
+    saved = target.state_dict()
     for _ in range(3):
         _skip(module, optimizer, 3)
-        optimizer.load_state_dict(saved)
+        target.reload_model_params() if by_weights else target.load_state_dict(saved)
 
 
 def test_chain_warns_once() -> None:

@@ -1,0 +1,128 @@
+"""What the native backend takes into its tables, what it leaves to torch, and what it tells of its writes."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megascale.kernels import Decision, HeldParams, LionHyper, NativeBackend, Operands
+from tests.counting import OperatorCounter
+from tests.training import bits_equal
+
+LANDS = Decision(torch.tensor(0.0), torch.tensor(1.0), torch.tensor(1.0), torch.tensor(0.0))
+LION = LionHyper(0.5, 0.9, 0.5, 0.0, False)
+NUMELS = {40: torch.float32, 3: torch.float16, 70: torch.bfloat16}
+
+
+def _strided(tensor: Tensor) -> Tensor:
+    """Return the same numbers in every second element of other memory."""
+    return torch.stack([tensor, torch.full_like(tensor, 7)], 1)[:, 0]
+
+
+def _operands(kind: str) -> Operands:
+    """Return fp16 model params with fp32 main params, with 8-bit codes, or with remainders; gradients of all dtypes."""
+    generator = torch.Generator().manual_seed(0)
+    models = [torch.randn(numel, generator=generator).half() for numel in NUMELS]
+    moments = torch.int8 if "codes" in kind else torch.float32
+    state = {"exp_avg": [torch.zeros(numel, dtype=moments) for numel in NUMELS]}
+    if "codes" in kind:
+        state["exp_avg_scale"] = [torch.zeros(-(-numel // 32)) for numel in NUMELS]
+    held = "remainders" in kind
+    return Operands(
+        model=models,
+        main=[torch.empty_like(model, device="meta") if held else model.float() for model in models],
+        grad=[torch.randn(numel, generator=generator).to(dtype) for numel, dtype in NUMELS.items()],
+        state=state,
+        step=[torch.zeros(()) for _ in NUMELS] if "codes" in kind else [],
+        remainder=[torch.zeros_like(model, dtype=torch.int16) for model in models] if held else [],
+        fingerprint=[torch.zeros((), dtype=torch.int64) for _ in models] if held else [],
+    )
+
+
+KINDS = ["main params", "codes", "remainders", "codes, remainders"]
+
+
+@pytest.mark.usefixtures("native_reader")
+@pytest.mark.parametrize("kind", KINDS)
+def test_versions_are_told_where_the_kernel_wrote_all(kind: str) -> None:
+    """Autograd counts the writes; ``written`` has the counts, and none where torch has written some."""
+    native, operands = NativeBackend(), _operands(kind)
+    grads = operands.grad
+    for mixed in (False, True, False):
+        operands.grad = [_strided(grads[0]), *grads[1:]] if mixed else grads
+        before = [model._version for model in operands.model]
+        native.lion_(operands, LION, LANDS)
+        after = [model._version for model in operands.model]
+        assert all(new > old for new, old in zip(after, before, strict=True))
+        assert (None if operands.written is None else operands.written.tolist()) == (None if mixed else after)
+
+
+@pytest.mark.parametrize("odd", ["gradient", "moment"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_strided_tensors_are_read_as_their_values(kind: str, odd: str) -> None:
+    """A gradient or a moment with gaps: the bits of a dense one."""
+    dense, gaps = _operands(kind), _operands(kind)
+    if odd == "gradient":
+        gaps.grad = [_strided(gaps.grad[0]), *gaps.grad[1:]]
+    else:
+        gaps.state["exp_avg"][0] = _strided(gaps.state["exp_avg"][0])
+    for operands in (dense, gaps):
+        native = NativeBackend()
+        for _ in range(2):
+            native.lion_(operands, LION, LANDS)
+    for name in ("model", "remainder", "fingerprint"):
+        assert all(map(bits_equal, getattr(dense, name), getattr(gaps, name)))
+    moments = [one.contiguous() for one in gaps.state["exp_avg"]]
+    assert all(map(bits_equal, dense.state["exp_avg"], moments))
+
+
+@pytest.mark.parametrize("codes", [False, True])
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a strided one"])
+def test_a_16_bit_main_param_is_not_read_as_fp32(codes: bool, beside: bool) -> None:
+    """It is updated in its own dtype, and nothing behind it is touched."""
+    memory = torch.ones(80).half()
+    mains = [memory[:32], *([torch.ones(64)[::2]] if beside else [])]
+    operands = Operands(mains, mains, [torch.ones(32) for _ in mains])
+    operands.state = {"exp_avg": [torch.zeros(32, dtype=torch.int8 if codes else torch.float32) for _ in mains]}
+    if codes:
+        operands.state["exp_avg_scale"] = [torch.zeros(1) for _ in mains]
+        operands.step = [torch.zeros(()) for _ in mains]
+    NativeBackend().lion_(operands, LION, LANDS)
+    assert [main.tolist() for main in mains] == [[0.5] * 32 for _ in mains]
+    assert (memory[32:] == 1).all()
+
+
+def test_remainders_are_written_in_one_call() -> None:
+    """Encoding and decoding run no arithmetic of torch's, and autograd hears of what encoding wrote."""
+    operands, native = _operands("remainders"), NativeBackend()
+    mains = [model.float() + 1 for model in operands.model]
+    expected = [main.clone() for main in mains]
+    held = HeldParams(operands.model, operands.remainder, operands.fingerprint, mains)
+    before = [model._version for model in operands.model]
+    with OperatorCounter() as counter:
+        flags = native.encode_(held, torch.zeros(()))
+    assert {str(operator) for operator in counter.counts} <= {"aten.zeros.default", "aten._local_scalar_dense.default"}
+    assert flags.tolist() == [False] * 3
+    assert all(model._version > version for model, version in zip(operands.model, before, strict=True))
+    for main in mains:
+        main.zero_()
+    with OperatorCounter() as counter:
+        native.decode_(held)
+    assert not counter.counts
+    assert all(map(bits_equal, mains, expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_strided_gradients_are_measured_as_dense_ones(dtype: torch.dtype) -> None:
+    """The same bits, whatever lies between their elements."""
+    grad = torch.randn(5000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    dense, gaps = (NativeBackend().measure([one], count_zeros=True) for one in (grad, _strided(grad)))
+    assert bits_equal(dense.sum_squares, gaps.sum_squares)
+
+
+@pytest.mark.parametrize("kind", ["main params", "remainders"])
+def test_a_moment_that_is_missing_is_refused(kind: str) -> None:
+    """One for each parameter: none is left out in silence."""
+    operands = _operands(kind)
+    operands.state["exp_avg"].pop()
+    with pytest.raises(ValueError, match="zip"):
+        NativeBackend().lion_(operands, LION, LANDS)

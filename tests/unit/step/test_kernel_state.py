@@ -1,0 +1,200 @@
+"""State that the kernels can use stays where it is, what cannot be read as torch reads it is refused by name."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megascale import ConstantGradScaler, Lion, MixedPrecisionOptimizer, OptimizerConfig
+from megascale.errors import ArgumentError, UsageError
+from megascale.step.kernel_state import rate
+from tests.training import bits_equal
+
+Change = Callable[[Tensor], Any]
+
+
+def _trained(kind: Any = torch.optim.AdamW, **config: Any) -> tuple[list[nn.Parameter], MixedPrecisionOptimizer]:
+    """Return three parameters after a step, with gradients for the next one."""
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(6, 5)) for _ in range(3)]
+    optimizer = MixedPrecisionOptimizer(kind(params, lr=0.1), OptimizerConfig(clip_grad=0.0, **config))
+    for param in params:
+        param.grad = torch.randn(6, 5)
+    optimizer.step()
+    return params, optimizer
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        (torch.optim.AdamW, {}),
+        (Lion, {"exp_avg_dtype": torch.int8}),
+        (torch.optim.AdamW, {"exp_avg_dtype": torch.int8}),
+    ],
+    ids=["fp32", "lion codes", "adam codes"],
+)
+def test_state_that_fits_is_used_as_it_is(kind: Any, config: dict[str, Any]) -> None:
+    """Each state tensor that was put in by hand is written in place, whatever its strides; so are the others."""
+    params, optimizer = _trained(kind, **config)
+    state = optimizer.state[params[1]]
+    for name in list(state):
+        before = dict(state)
+        state[name] = given = before[name].clone()
+        optimizer.step()
+        assert state[name] is given
+        assert config or not bits_equal(given, before[name])
+        assert all(state[other] is value for other, value in before.items() if other != name)
+    if not config:
+        state["exp_avg"] = given = state["exp_avg"].t().contiguous().t()
+        optimizer.step()
+        assert state["exp_avg"] is given
+
+
+@pytest.mark.parametrize(
+    ("momentum", "dampening", "names"),
+    [
+        (0.0, 0.0, set()),
+        (0.0, 0.5, set()),
+        (0.9, 0.0, {"momentum_buffer"}),
+        (1.0, 0.0, {"momentum_buffer"}),
+        (0.9, 0.5, {"momentum_buffer", "step"}),
+        (1.0, 1.0, {"momentum_buffer", "step"}),
+    ],
+)
+def test_sgd_has_the_state_that_it_needs(momentum: float, dampening: float, names: set[str]) -> None:
+    """A momentum only where there is one, and a count of steps only where the first one differs."""
+    params = [nn.Parameter(torch.ones(4))]
+    inner = torch.optim.SGD(params, lr=0.1, momentum=momentum, dampening=dampening)
+    optimizer = MixedPrecisionOptimizer(inner)
+    params[0].grad = torch.ones(4)
+    optimizer.step()
+    assert inner.state[params[0]].keys() == names
+
+
+STEPS: dict[str, tuple[Change, str]] = {
+    "two": (lambda _: torch.ones(2), r"has shape \(2,\) and dtype torch.float32; it must be one number"),
+    "complex": (
+        lambda step: step.to(torch.complex64),
+        r"has shape \(\) and dtype torch.complex64; it must be one numb",
+    ),
+    "none": (lambda _: torch.ones(0), r"has shape \(0,\) and dtype torch.float32; it must be one number"),
+    "text": (lambda _: "two", "is a str; it must be a tensor"),
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_step_that_is_not_one_number_is_refused(step: str) -> None:
+    """Invariant 10: before a bit changes, where it was put into the state, and where a trained optimizer is wrapped."""
+    change, message = STEPS[step]
+    params, optimizer = _trained()
+    state = optimizer.state[params[1]]
+    right, before = state["step"], [param.detach().clone() for param in params]
+    state["step"] = change(right)
+    with pytest.raises(UsageError, match=rf"state\['1'\]\['step'\] {message}"):
+        optimizer.step()
+    inner = optimizer.optimizer
+    del optimizer
+    with pytest.raises(UsageError, match=rf"state\['1'\]\['step'\] {message}"):
+        MixedPrecisionOptimizer(inner)
+    assert all(bits_equal(param.detach(), old) for param, old in zip(params, before, strict=True))
+    state["step"] = right
+    assert MixedPrecisionOptimizer(inner).step().success
+
+
+@pytest.mark.parametrize("name", ["amsgrad", "eps"])
+def test_option_that_lacks_is_named_when_the_optimizer_is_wrapped(name: str) -> None:
+    """No state is made for it."""
+    inner = torch.optim.AdamW([nn.Parameter(torch.ones(4))])
+    del inner.param_groups[0][name]
+    with pytest.raises(ArgumentError, match=f"a param group lacks '{name}'"):
+        MixedPrecisionOptimizer(inner)
+    assert not inner.state
+
+
+def test_state_may_be_mended_between_the_halves_of_a_step() -> None:
+    """What breaks there is named by the second half, which has changed nothing and can be called again."""
+    params, optimizer = _trained()
+    optimizer.prepare_grads()
+    state = optimizer.state[params[1]]
+    right, state["exp_avg"] = state["exp_avg"], torch.zeros(3)
+    with pytest.raises(UsageError, match=r"state\['1'\]\['exp_avg'\] is \(3,\) on cpu"):
+        optimizer.step_with_ready_grads()
+    assert optimizer.num_landed_steps == 1
+    state["exp_avg"] = right
+    assert optimizer.step_with_ready_grads().success
+    assert [float(own["step"]) for own in optimizer.state.values()] == [2.0, 2.0, 2.0]
+
+
+def test_zeros_without_memory_share_none() -> None:
+    """Two moments that torch keeps without memory lie nowhere: both are zeros of their own after a step."""
+    params, optimizer = _trained()
+    _, plain = _trained()
+    for index, one in enumerate((optimizer, plain)):
+        states = list(one.state.values())
+        for state in states[:2]:
+            state["exp_avg"] = torch.zeros(6, 5) if index else torch._efficientzerotensor((6, 5))
+        states[2]["step"] = states[1]["step"]
+        one.step()
+    for mine, other in zip(optimizer.state.values(), plain.state.values(), strict=True):
+        assert all(bits_equal(mine[name], other[name]) for name in other)
+    assert [float(optimizer.state[param]["step"]) for param in params] == [2.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize("kind", ["expanded", "inference"])
+def test_large_state_that_torch_lets_nobody_write_is_copied(kind: str) -> None:
+    """As small state is, which moves together anyway: with the bits of state that has memory of its own."""
+    found = []
+    for is_odd in (True, False):
+        param = nn.Parameter(torch.ones(300, 300))
+        optimizer = MixedPrecisionOptimizer(torch.optim.AdamW([param], lr=0.1))
+        param.grad = torch.linspace(-1, 1, 90_000).view(300, 300)
+        optimizer.step()
+        state = optimizer.state[param]
+        if is_odd:
+            with torch.inference_mode(kind == "inference"):
+                odd = torch.full((1, 300), 0.5).expand(300, 300)
+                state["exp_avg"] = odd.clone() if kind == "inference" else odd
+        else:
+            state["exp_avg"] = torch.full((300, 300), 0.5)
+        optimizer.step()
+        found.append([param.detach(), *state.values()])
+    assert all(map(bits_equal, *found))
+    assert not any(value.is_inference() for value in found[0])
+
+
+def test_resting_parameters_without_names_are_called_by_their_position() -> None:
+    """Invariant 9: counted over all groups, as where they are updated."""
+    params = [nn.Parameter(torch.ones(4)) for _ in range(4)]
+    for param in params[2:]:
+        param.requires_grad_(False)
+    inner = torch.optim.AdamW([{"params": params[:2]}, {"params": params[2:]}])
+    optimizer = MixedPrecisionOptimizer(inner, None, ConstantGradScaler(1.0))
+    for _ in range(2):
+        for index, shared in ((2, params[2]), (3, params[3])):
+            for param in params[:2]:
+                param.grad = torch.ones(4)
+            optimizer.step()
+            right = inner.state[params[1]]["exp_avg"]
+            inner.state[params[1]]["exp_avg"] = shared.data
+            with pytest.raises(UsageError, match=rf"\['1'\]\['exp_avg'\] shares .* the data of parameter '{index}'"):
+                optimizer.step()
+            inner.state[params[1]]["exp_avg"] = right
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        (torch.float16, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.int64, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ],
+)
+def test_rate_in_a_tensor_is_read_in_fp32_or_fp64(given: torch.dtype, read: torch.dtype) -> None:
+    """Of any real dtype and any shape of one element, as a tensor without dimensions."""
+    found = rate({"lr": torch.ones((1, 1), dtype=given)})
+    assert isinstance(found, Tensor)
+    assert bits_equal(found, torch.ones((), dtype=read))
