@@ -103,22 +103,27 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         if self.grad_scaler is not None:
             self.grad_scaler.backend = self.backend
         self._replicas_may_differ = replicas_may_differ
-        self._require_same(optimizer.param_groups)
+        self._require_same(0)
         self._member.sync_from_model()
         self._member.uncompared.clear()
         ownership.record(self, optimizer, self.grad_scaler)
 
-    def _require_same(self, param_groups: list[dict[str, Any]]) -> None:
-        """Raise ArgumentError on all ranks if trainable parameters of these groups, or the GradSyncs that reduce their
-        gradients, differ.
+    def _require_same(self, first: int) -> None:
+        """Raise ArgumentError on all ranks if trainable parameters of the param groups from ``first`` on, or the
+        GradSyncs that reduce their gradients, differ.
         """
         grad_sync = self._member.grad_sync
         if grad_sync is None or not grad_sync.compares_replicas:
             return
         names = self._member.main_params.names(self.optimizer.param_groups)
-        params = [param for group in param_groups for param in group["params"] if param.requires_grad]
-        named = [(names[id(param)], param) for param in params]
-        require_same(named, self.groups, "pass replicas_may_differ=True", values_may_differ=self._replicas_may_differ)
+        trained: dict[str, nn.Parameter] = {}
+        group_of: dict[str, int] = {}
+        for index, group in enumerate(self.optimizer.param_groups[first:], first):
+            own = {names[id(param)]: param for param in group["params"] if param.requires_grad}
+            trained |= own
+            group_of |= dict.fromkeys(own, index)
+        may_differ, remedy = self._replicas_may_differ, "pass replicas_may_differ=True"
+        require_same(trained.items(), self.groups, remedy, group_of, values_may_differ=may_differ)
 
     def _make_main_params(self, names: Mapping[int, str]) -> MainParams:
         """Return the MainParams; here every rank has all of them. ``names``: parameter names by ``id(param)``."""
@@ -285,7 +290,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             return
         self.optimizer.add_param_group(param_group)
         try:
-            self._require_same(self.optimizer.param_groups[-1:])
+            self._require_same(len(self.optimizer.param_groups) - 1)
             self._member.sync_from_model()
         except Exception:
             self.optimizer.param_groups.pop()

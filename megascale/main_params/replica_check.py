@@ -60,10 +60,11 @@ def require_same(
     named_parameters: Iterable[tuple[str, nn.Parameter]],
     groups: ParallelGroups,
     remedy: str,
+    group_of: Mapping[str, int] | None = None,
     *,
     values_may_differ: bool = False,
 ) -> None:
-    """Compare the GradSync of these parameters, and their values, on all ranks that hold them.
+    """Compare the GradSync of these parameters, their param groups and values, on all ranks that hold them.
 
     All ranks call it together. One small exchange for each kind of parameters, dense and experts; for values a pass
     over the parameters. Parameters on the meta device are left out.
@@ -72,7 +73,8 @@ def require_same(
         named_parameters: in the optimizer's order.
         groups: the optimizer's.
         remedy: what allows other values.
-        values_may_differ: leave out the values.
+        group_of: the param group of each parameter, by name.
+        values_may_differ: leave out the values and the param groups.
 
     Raises:
         ArgumentError: on every rank alike, naming it, if ranks have built different GradSyncs or optimizers; their
@@ -83,18 +85,22 @@ def require_same(
         own = {name: param for name, param in named if is_expert(param) == experts}
         holders = groups.of_param(next(iter(own.values()))).holders
         if group_size(holders) > 1:
-            require_same_values(_exchange_synced(own, holders, values_may_differ), remedy)
+            compared_groups = None if values_may_differ else group_of
+            require_same_values(_exchange_synced(own, holders, compared_groups, values_may_differ), remedy)
 
 
 def _exchange_synced(
-    params: Mapping[str, nn.Parameter], holders: ProcessGroup | None, values_may_differ: bool
+    params: Mapping[str, nn.Parameter],
+    holders: ProcessGroup | None,
+    group_of: Mapping[str, int] | None,
+    values_may_differ: bool,
 ) -> list[Construction]:
     """Return what every rank builds. Where that differs no parameter stays with its GradSync, on any rank."""
     syncs = list({id(owner): owner for owner in map(owner_of, params.values()) if isinstance(owner, GradSync)}.values())
     error: Exception | None = None
     mine: Construction | None = None
     try:
-        mine = _synced(params, syncs, values_may_differ)
+        mine = _synced(params, syncs, group_of, values_may_differ)
     except Exception as caught:  # whatever it is: other ranks wait
         error = caught
     try:
@@ -105,14 +111,19 @@ def _exchange_synced(
         raise
 
 
-def _synced(params: Mapping[str, nn.Parameter], syncs: Sequence[GradSync], values_may_differ: bool) -> Construction:
+def _synced(
+    params: Mapping[str, nn.Parameter],
+    syncs: Sequence[GradSync],
+    group_of: Mapping[str, int] | None,
+    values_may_differ: bool,
+) -> Construction:
     """Return what this rank builds around parameters of one kind, dense or experts, that ``syncs`` reduce."""
     experts = is_expert(next(iter(params.values())))
     built = syncs[0].construction(experts=experts) if syncs else Construction("MixedPrecisionOptimizer")
     return replace(
         built,
         arguments={**built.arguments, "replicas_may_differ": str(values_may_differ)},
-        parameters={"the optimizer": param_forms(params.items()), **built.parameters},
+        parameters={"the optimizer": param_forms(params.items(), group_of), **built.parameters},
         values={} if values_may_differ else digests(params),
     )
 

@@ -1,6 +1,7 @@
 """Settings that ranks which hold the same parameters must share.
 
-They are options, the clip, the rule of the loss scale, and what a config asks of every step.
+They are options, which parameters take them, the clip, the rule of the loss scale, and what a config asks of every
+step.
 
 So must they have taken the same number of steps. Ranks with the same gradients and other learning rates would part. So
 each rank adds a number to its count of errors, as
@@ -9,9 +10,11 @@ case in a thousand. No collective is added. Tensors are not compared: the host d
 """
 
 import numbers
+import operator
 import zlib
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from torch.distributed import ProcessGroup
@@ -19,15 +22,21 @@ from torch.distributed import ProcessGroup
 from megascale.config import OptimizerConfig
 from megascale.errors import UsageError
 from megascale.grad_scaler import MegatronGradScaler
+from megascale.main_params.main_param import MainParam
 from megascale.parallel import ParallelGroups, is_expert
 from megascale.step.absence import LARGEST, cancelling
 from megascale.step.member import StepMember
 from megascale.utils.collectives import all_gather_object, group_rank, group_ranks, group_size
 
 Settings = tuple[Any, ...]
-"""Of one kind of parameters: the clip, the scaler's rule, each member's config, and for each param group its names and
-values.
+"""Of one kind of parameters: the clip, the scaler's rule, each member's config, a digest of which parameters each param
+group holds, and for each param group its names and values.
 """
+
+_PARAM_GROUP_OF = "the param group of "
+
+GroupsOf = Mapping[str, tuple[int, ...]]
+"""The param groups that hold a parameter, by its name; of parameters that are known by position only, by shape."""
 
 _MAY_DIFFER = ("params", "foreach", "fused", "capturable", "differentiable")
 """Options that choose how a step is computed."""
@@ -64,6 +73,9 @@ class SharedSettings:
         self._holders: dict[bool, ProcessGroup | None] = {}
         self._digests: dict[bool, int] = {}
         self._configs: tuple[tuple[Any, ...], ...] | None = None
+        self._ordered: list[list[list[MainParam]]] = []
+        self._groups_of: dict[bool, GroupsOf] = {}
+        self._membership: dict[bool, int] = {}
 
     def number(self, members: Sequence[StepMember], clip_grad: float, scaler: MegatronGradScaler | None) -> int:
         """Return this rank's number for the present settings: 0 where it is alone."""
@@ -83,6 +95,7 @@ class SharedSettings:
         """Return the settings of dense parameters and those of experts, as far as there are any."""
         if self._configs is None:  # they are frozen
             self._configs = tuple(_fields(member.config) for member in members)
+        self._find_groups(members)
         head = (_comparable(clip_grad), None if scaler is None else _comparable(scaler.settings()), self._configs)
         found: dict[bool, Settings] = {}
         for member in members:
@@ -95,8 +108,26 @@ class SharedSettings:
                 if kind not in self._holders:
                     self._holders[kind] = self._groups.of_param(first).holders
                 values = tuple(_comparable(group.get(name)) for name in names)
-                found[kind] = (*found.get(kind, head), (tuple(names), values))
+                own = (*head, self._membership.get(kind))
+                found[kind] = (*found.get(kind, own), (tuple(names), values))
         return found
+
+    def _find_groups(self, members: Sequence[StepMember]) -> None:
+        """Find anew which param groups hold which parameters, if a list of a member's parameters is another one."""
+        ordered = [member.main_params.ordered for member in members]
+        if len(ordered) == len(self._ordered) and all(map(operator.is_, ordered, self._ordered)):
+            return
+        self._ordered = ordered
+        found: dict[bool, dict[str, list[int]]] = {True: defaultdict(list), False: defaultdict(list)}
+        for index, params in enumerate(chain.from_iterable(ordered)):
+            for param in params:
+                found[is_expert(param.model)][_known_as(param)].append(index)
+        self._groups_of = {
+            kind: {name: tuple(sorted(indices)) for name, indices in of_kind.items()} for kind, of_kind in found.items()
+        }
+        self._membership = {
+            kind: zlib.crc32(repr(sorted(groups_of.items())).encode()) for kind, groups_of in self._groups_of.items()
+        }
 
     def _share(self, kind: bool, digest: int) -> int:
         holders = self._holders[kind]
@@ -106,7 +137,7 @@ class SharedSettings:
         """Return the error that names a setting which differs between ranks, if any. All ranks call it together."""
         mine = {
             (kind, group_ranks(holders)): [
-                dict(_labelled(taken, own[kind])) for taken, own in self._recent if kind in own
+                dict(_labelled(taken, own[kind], self._groups_of[kind])) for taken, own in self._recent if kind in own
             ]
             for kind, holders in self._holders.items()
         }
@@ -129,6 +160,9 @@ def _first_difference(mine: Sequence[dict[str, Any]], theirs: Sequence[dict[str,
     """Return what a setting is called that differs in the same step, and both values; None if all are the same."""
     for one, other in zip(mine, theirs, strict=False):
         for label in dict.fromkeys((*one, *other)):
+            is_of_one_rank = label.startswith(_PARAM_GROUP_OF) and not (label in one and label in other)
+            if is_of_one_rank:  # a parameter that others do not train: absence.py tells of it
+                continue
             if repr(one.get(label)) != repr(other.get(label)):  # as digests compare them
                 return label, one.get(label), other.get(label)
     return None
@@ -153,9 +187,14 @@ def _comparable(value: Any) -> Any:
     return None
 
 
-def _labelled(taken: tuple[int, ...], settings: Settings) -> Iterator[tuple[str, Any]]:
-    """Yield what each setting is called, and its value."""
-    clip_grad, scaler, configs, *groups = settings
+def _known_as(param: MainParam) -> str:
+    """Return a parameter's name; where that is its position, which may be any, its shape."""
+    return f"parameters of shape {tuple(param.model.shape)}" if param.name.isdecimal() else repr(param.name)
+
+
+def _labelled(taken: tuple[int, ...], settings: Settings, groups_of: GroupsOf) -> Iterator[tuple[str, Any]]:
+    """Yield what each setting is called, and its value. ``groups_of``: the present ones."""
+    clip_grad, scaler, configs, _, *groups = settings
     yield "the number of steps taken", taken[0] if len(taken) == 1 else taken
     yield "clip_grad", clip_grad
     yield "grad_scaler (its rule, and the state that was loaded)", scaler
@@ -166,3 +205,5 @@ def _labelled(taken: tuple[int, ...], settings: Settings) -> Iterator[tuple[str,
     for index, (names, values) in enumerate(groups):
         for name, value in zip(names, values, strict=True):
             yield f"{name} of param group {index}", value
+    for name, indices in groups_of.items():
+        yield f"{_PARAM_GROUP_OF}{name}", indices[0] if len(indices) == 1 else indices

@@ -21,13 +21,18 @@ FP32, BF16 = torch.float32, torch.bfloat16
 Options = dict[str, Any]
 
 
-def _inner(module: nn.Module, *, reverse: bool = False) -> torch.optim.Optimizer:
+def _inner(module: nn.Module, *, reverse: bool = False, in_second_group: int = 0) -> torch.optim.Optimizer:
     named = list(module.named_parameters())
+    if in_second_group:
+        first: Options = {"params": named[:-in_second_group]}
+        second: Options = {"params": named[-in_second_group:], "weight_decay": 0.0}
+        return torch.optim.AdamW([first, second], lr=1e-2)
     return torch.optim.AdamW(named[::-1] if reverse else named, lr=1e-2)
 
 
 def _build(module: Net, kind: str, options: Options) -> MixedPrecisionOptimizer:
-    inner = _inner(module, reverse=options.pop("reverse", False))
+    ordered = {name: options.pop(name) for name in ("reverse", "in_second_group") if name in options}
+    inner = _inner(module, **ordered)
     if kind == "DistributedOptimizer":
         return DistributedOptimizer(inner, modules=module, **options)
     named = list(module.named_parameters())
@@ -179,6 +184,18 @@ def test_other_order_of_parameters_is_named(ranks: RankPool, kind: str, shared: 
     names = ("'head.bias'", "'first.weight'") if odd == 0 else ("'first.weight'", "'head.bias'")
     assert f"is {names[0]} (torch.bfloat16, shape " in told
     assert f"on rank 0 and {names[1]} (torch.bfloat16, shape " in told
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.parametrize(("kind", "listing"), [("DistributedOptimizer", "modules"), ("GradSync", "the optimizer")])
+def test_other_param_group_is_named(ranks: RankPool, kind: str, listing: str, odd: int) -> None:
+    """Of which group's options a parameter takes, ranks that share it must be told alike."""
+    options: list[Options] = [{"in_second_group": 1}, {"in_second_group": 1}]
+    options[odd] = {"in_second_group": 2}
+    told = _told(ranks.run(2, _begun_apart, [kind] * 2, options))
+    at = "'head.weight' (torch.bfloat16, shape (1, 11), cpu, param group"
+    first, second = (f"{at} {group})" for group in ("01" if odd else "10"))
+    assert told.startswith(f"parameter 8 of {listing} is {first} on rank 0 and {second} on rank 1, but ranks")
 
 
 @pytest.mark.parametrize("odd", [0, 1])

@@ -271,3 +271,70 @@ def test_a_setting_is_named_beside_new_parameters(ranks: RankPool) -> None:
     for landed, message in ranks.run(2, _beside_new_parameters):
         assert landed
         assert "lr of param group 0 is 0.1 on rank 0 and 1.1 on rank 1;" in message
+
+
+def _grouped(listing: str, kind: str) -> tuple[str, bool]:
+    """Take a step under DDP after rank 1 alone has grouped its parameters as ``kind`` says."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    named = list(net.named_parameters())
+    groups = {
+        "usual": [named[:2], named[2:]],
+        "moved": [named[:1], named[1:]],
+        "exchanged": [[named[0], named[3]], [named[2], named[1]]],  # weights decay, biases too, but others
+        "exchanged shapes": [[named[1], named[3]], [named[0], named[2]]],
+        "another order": [named[1::-1], named[:1:-1]],
+    }[kind if dist.get_rank() else "usual"]
+    params = [group if listing == "named" else [param for _, param in group] for group in groups]
+    options = [{"params": params[0], "weight_decay": 0.1}, {"params": params[1], "weight_decay": 0.0}]
+    optimizer = MixedPrecisionOptimizer(torch.optim.AdamW(options))
+    DistributedDataParallel(net)(torch.ones(2, 3)).square().mean().backward()
+    before = [param.detach().clone() for param in net.parameters()]
+    if kind == "another order":
+        return "", bool(optimizer.step().success)
+    message = message_of(UsageError, optimizer.step)
+    return message, all(torch.equal(param, old) for param, old in zip(net.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("listing", "kind", "told"),
+    [
+        ("named", "moved", "the param group of '0.bias' is 0 on rank 0 and 1 on rank 1;"),
+        ("named", "exchanged", "the param group of '0.bias' is 0 on rank 0 and 1 on rank 1;"),
+        ("unnamed", "moved", "the param group of parameters of shape (3,) is (0, 1) on rank 0 and (1, 1) on rank 1;"),
+        ("unnamed", "exchanged shapes", "parameters of shape (3, 3) is (0, 1) on rank 0 and (1, 1) on rank 1;"),
+    ],
+)
+def test_a_parameter_in_another_group_on_one_rank_is_named(ranks: RankPool, listing: str, kind: str, told: str) -> None:
+    """Invariant 12: it would take other options there, in silence, though all options are the same on every rank."""
+    for message, unchanged in ranks.run(2, _grouped, listing, kind):
+        assert told in message
+        assert unchanged
+
+
+@pytest.mark.parametrize("listing", ["named", "unnamed"])
+def test_the_order_within_a_param_group_is_free(ranks: RankPool, listing: str) -> None:
+    """Of a rank that lists the same parameters in another order, each takes the same options."""
+    assert ranks.run(2, _grouped, listing, "another order") == [("", True)] * 2
+
+
+def _moved_later() -> tuple[bool, str]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3)).half()
+    params = list(net.parameters())
+    groups: list[dict[str, Any]] = [{"params": params[:2], "weight_decay": 0.1}, {"params": params[2:]}]
+    inner = torch.optim.AdamW(groups)
+    config, scaler = OptimizerConfig(fp16=True), DynamicGradScaler(256.0)
+    optimizer = MixedPrecisionOptimizer(inner, config, scaler, named_parameters=net.named_parameters())
+    module = DistributedDataParallel(net)
+    _step(module, optimizer, 0)
+    if dist.get_rank():
+        inner.param_groups[1]["params"].append(inner.param_groups[0]["params"].pop())
+    return bool(optimizer.num_skipped_steps == 0), message_of(UsageError, lambda: _step(module, optimizer, 1))
+
+
+def test_a_parameter_that_is_moved_later_is_named(ranks: RankPool) -> None:
+    """Invariant 12: groups are looked at whenever their lists have changed."""
+    for landed, message in ranks.run(2, _moved_later):
+        assert landed
+        assert "the param group of '0.bias' is 0 on rank 0 and 1 on rank 1;" in message
