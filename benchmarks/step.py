@@ -14,7 +14,7 @@ round to FILE.csv. `--list` shows the contenders and how to install them.
 times megascale's step under every rule, dtype of parameters and dtypes of moments instead, each beside AdamW on fp16
 parameters. `--rules`, `--dtypes` and `--moments` choose; moments of two dtypes are written bfloat16/float32,
 those of 8 bits int8/uint8. `--states compact` is the matrix of fp32 states, and of what is half as large or less:
-remainders, 8-bit moments, and both.
+remainders, 8-bit moments, and both. The rule `masters`, which it has too, is no rule but fp32 masters by hand.
 """
 
 import argparse
@@ -35,7 +35,7 @@ DTYPES = ("float16", "bfloat16", "float32")
 MOMENT_DTYPES = (*DTYPES, "int8", "uint8")
 COMPACT = {
     "dtypes": "float16,bfloat16",
-    "rules": "adamw,momentum,lion",
+    "rules": f"{matrix.BY_HAND},adamw,momentum,lion",
     "moments": "float32,float32+remainders,int8/uint8,int8/uint8+remainders",
 }
 """What `--states compact` stands for."""
@@ -189,8 +189,9 @@ def arguments_of_command() -> argparse.Namespace:
     unknown = [dtype for dtype in arguments.dtypes.split(",") if dtype not in DTYPES]
     if unknown or arguments.rounds < 1:
         parser.error(f"--dtypes are {', '.join(DTYPES)}; --rounds is at least 1")
-    if not set(arguments.rules.split(",")) <= RULES.keys():
-        parser.error(f"--rules are {', '.join(RULES)}, not {arguments.rules}")
+    rules = [*RULES, matrix.BY_HAND]
+    if not set(arguments.rules.split(",")) <= set(rules):
+        parser.error(f"--rules are {', '.join(rules)}, not {arguments.rules}")
     dtypes = {one for state in arguments.moments.split(",") for one in state.removesuffix("+remainders").split("/")}
     if not dtypes <= {*MOMENT_DTYPES}:
         known = ", ".join(MOMENT_DTYPES)

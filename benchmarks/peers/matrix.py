@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from peers.contenders import Entry
+from peers.contenders import MASTERS, Entry
 from peers.report import bandwidths_of, bound_fractions
 from peers.rounds import Bandwidth, Run, balanced_order, garbage_outside, time_round
 from peers.rules import ADAMW, FP32_MOMENTS, RULES, Moments
@@ -21,6 +21,8 @@ TURNS = 3
 WARM_UP = 2
 """Steps before them: the first makes the state."""
 YARDSTICK = ADAMW, torch.float16, FP32_MOMENTS
+BY_HAND = MASTERS.name
+"""In place of a rule: not megascale's step, but what users write around torch's fused AdamW."""
 HEADS = (
     "rule",
     "parameters",
@@ -32,6 +34,8 @@ HEADS = (
     "of AdamW's in fp16 (median)",
     "(middle half)",
     "of the bandwidth",
+    "time / AdamW's in fp16",
+    "time / masters'",
 )
 
 
@@ -53,7 +57,16 @@ class Cell:
     beside: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.run = Run(Entry(self.rule, "step_ours", "plain"))
+        self.run = Run(MASTERS if self.is_by_hand else Entry(self.rule, "step_ours", "plain"))
+
+    @property
+    def is_by_hand(self) -> bool:
+        """Whether its steps are those of masters by hand."""
+        return self.rule == BY_HAND
+
+    def time_ratio(self) -> float:
+        """Return the median of its time over that of the yardstick's step beside it."""
+        return statistics.median(ours / theirs for ours, theirs in zip(self.run.times, self.beside, strict=True))
 
     def ratios(self, yardstick: Run) -> list[float]:
         """Return, sorted, its GB/s over those of the yardstick's step beside it."""
@@ -82,6 +95,8 @@ def state_named(name: str) -> tuple[Moments, bool]:
 
 def state_cell(cell: Cell) -> str:
     """Return the dtypes of the moments that the rule has, and whether main params are remainders."""
+    if cell.is_by_hand:
+        return named(torch.float32)
     kept = [named(dtype) for dtype, count in zip(cell.moments, RULES[cell.rule].states, strict=True) if count]
     return ("/".join(dict.fromkeys(kept)) or "none") + "+remainders" * cell.remainders
 
@@ -89,8 +104,10 @@ def state_cell(cell: Cell) -> str:
 def cells_of(
     rules: Sequence[str], dtypes: Sequence[torch.dtype], states: Sequence[tuple[Moments, bool]]
 ) -> Iterator[Cell]:
-    """Yield every combination once: moments that a rule does not have do not count."""
-    for rule in rules:
+    """Yield every combination once: moments that a rule does not have do not count. First, if asked for, by hand."""
+    if BY_HAND in rules:
+        yield from (Cell(BY_HAND, dtype, FP32_MOMENTS) for dtype in dtypes if dtype.itemsize == 2)
+    for rule in (rule for rule in rules if rule != BY_HAND):
         used = [(RULES[rule].used(pair), held) for pair, held in states]
         for pair, held in dict.fromkeys(used):
             for dtype in dtypes:
@@ -121,10 +138,11 @@ def measure(arguments: argparse.Namespace, bandwidth: Bandwidth, device: torch.d
 
 
 def _build(cell: Cell, work: Work, params: Sequence[Tensor]) -> None:
-    options: dict[str, Any] = {"rule": cell.rule, "moments": cell.moments, "params": params}
-    options["remainders"] = cell.remainders
     run = cell.run
-    run.entry = Entry(run.entry.name, run.entry.module, run.entry.build, options=options)
+    if not cell.is_by_hand:
+        options: dict[str, Any] = {"rule": cell.rule, "moments": cell.moments, "params": params}
+        options["remainders"] = cell.remainders
+        run.entry = Entry(run.entry.name, run.entry.module, run.entry.build, options=options)
     run.stepper = run.entry.make(work)
     run.traffic = run.stepper.traffic
     for _ in range(WARM_UP):
@@ -147,8 +165,8 @@ def _time(cell: Cell, yardstick: Run, work: Work, params: Sequence[Tensor], band
 # The table
 
 
-def row(cell: Cell, yardstick: Run, numel: int) -> str:
-    """Return one line of the table."""
+def row(cell: Cell, yardstick: Run, numel: int, by_hand: float | None) -> str:
+    """Return one line of the table. by_hand: what masters by hand took of the yardstick's time."""
     run, ratios = cell.run, cell.ratios(yardstick)
     low, high = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
     cells = [
@@ -162,6 +180,8 @@ def row(cell: Cell, yardstick: Run, numel: int) -> str:
         f"{statistics.median(ratios):.2f}",
         f"{low:.2f} to {high:.2f}",
         f"{bound_fractions(run, numel).of_rounds:.2f}",
+        f"{cell.time_ratio():.2f}",
+        "-" if by_hand is None else f"{cell.time_ratio() / by_hand:.2f}",
     ]
     return "| " + " | ".join(cells) + " |"
 
@@ -170,12 +190,13 @@ def table(cells: Sequence[Cell], yardstick: Run, numel: int, tensors: int) -> st
     """Return the Markdown of all cells, and what its columns mean."""
     bandwidths = bandwidths_of([cell.run for cell in cells])
     own = yardstick.bytes_per_parameter * numel / 1e6
+    by_hand = {cell.dtype: cell.time_ratio() for cell in cells if cell.is_by_hand}
     lines = [
         f"### {numel:,} parameters in {tensors:,} tensors",
         "",
         "| " + " | ".join(HEADS) + " |",
         "|" + "---|" * len(HEADS),
-        *(row(cell, yardstick, numel) for cell in cells),
+        *(row(cell, yardstick, numel, by_hand.get(cell.dtype)) for cell in cells),
         "",
         f"AdamW on fp16 parameters with fp32 moments, beside every step: median {own / yardstick.median:.1f} GB/s, "
         f"{yardstick.median:.1f} ms. In-place bandwidth: median {statistics.median(bandwidths):.1f} GB/s, best "
@@ -184,7 +205,9 @@ def table(cells: Sequence[Cell], yardstick: Run, numel: int, tensors: int) -> st
         "`bytes / parameter`: what the statistics of the gradients and the update have to read and write; GB/s is that "
         "over the median. `of AdamW's in fp16`: GB/s of a step over those of the AdamW step just before or after it; "
         "1 is equally fast for its bytes. `of the bandwidth`: GB/s over those of a pass just before the step. Passes "
-        "that read more than they write have the lower bound: what is written back later waits for nobody.",
+        "that read more than they write have the lower bound: what is written back later waits for nobody. "
+        "`time / AdamW's in fp16`: the median over the step beside it. `time / masters'`: that over the same of the "
+        "row `masters`, fp32 masters by hand around torch's fused AdamW, on parameters of the same dtype.",
     ]
     return "\n".join(lines)
 

@@ -72,7 +72,7 @@ def test_step_writes_whole_table_and_rounds(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_matrix_times_every_rule_beside_adamw(tmp_path: Path) -> None:
     """One row for every rule, dtype and moments that it has; bytes are those that its step must move."""
-    chosen = ("--rules", "adamw,amsgrad,sgd,lion", "--moments", "float32,bfloat16,bfloat16/float32")
+    chosen = ("--rules", "masters,adamw,amsgrad,sgd,lion", "--moments", "float32,bfloat16,bfloat16/float32")
     options = ("--dtypes", "float16,float32", "--tensors", "3", "--out", str(tmp_path / "matrix.md"))
     text = run("step.py", "--matrix", *chosen, *options)
     assert (tmp_path / "matrix.md").read_text().strip() == text.strip()
@@ -90,7 +90,12 @@ def test_matrix_times_every_rule_beside_adamw(tmp_path: Path) -> None:
     }
     dtypes = ("float16", "float32")
     expected = {(rule, d, m): str(n) for (rule, m), each in moved.items() for d, n in zip(dtypes, each, strict=True)}
+    expected["masters", "float16", "float32"] = "60"
     assert {key: row["bytes / parameter"] for key, row in found.items()} == expected
+    for (rule, dtype, _), row in found.items():
+        beside_masters = row["time / masters'"]
+        assert (beside_masters == "-") == (dtype == "float32")
+        assert beside_masters == "1.00" or rule != "masters"
     with (tmp_path / "matrix.csv").open() as file:
         turns = [(row["rule"], row["dtype"], row["moments"], row["turn"]) for row in csv.DictReader(file)]
     assert turns == [(*key, str(turn)) for key in found for turn in range(6)]
