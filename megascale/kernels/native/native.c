@@ -16,7 +16,7 @@
 #define FAR 1536    /* into the second-level cache */
 #define STREAMED (1 << 22) /* elements of an update that are more than a cache holds */
 #define SHORT 4096  /* elements of a row that is prefetched while an earlier one is read */
-#define SOON 2      /* rows between the one that is read and the one that is prefetched */
+#define SOON 6      /* rows between the one that is read and the one that is prefetched */
 #define START 512   /* bytes of each tensor that an update prefetches */
 #define FP16_OVERFLOW 65520.0f
 

@@ -36,8 +36,8 @@ TensorImpl* grad_of(TensorImpl* tensor) {
 
 /* ---- fetching ---- */
 
-/* Prefetch into the second-level cache, which can wait for many more lines at once than the first. */
-inline void fetch(const void* address) { __builtin_prefetch(address, 0, 2); }
+/* Prefetch for one read: what the second-level cache holds is left to the kernels. */
+inline void fetch(const void* address) { __builtin_prefetch(address, 0, 0); }
 
 /* Prefetch bytes [begin, end) of an object, which are on at most two cache lines. */
 inline void fetch(const void* object, size_t begin, size_t end) {
