@@ -1,7 +1,7 @@
 """Settings that ranks which hold the same parameters must share.
 
-They are options, which parameters take them, the clip, the rule of the loss scale, and what a config asks of every
-step.
+They are options, which parameters take them, the clip, the rule of the loss scale, what a config asks of every step,
+and the backend.
 
 So must they have taken the same number of steps. Ranks with the same gradients and other learning rates would part. So
 each rank adds a number to its count of errors, as
@@ -19,7 +19,6 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 
-from megascale.config import OptimizerConfig
 from megascale.errors import UsageError
 from megascale.grad_scaler import MegatronGradScaler
 from megascale.main_params.main_param import MainParam
@@ -55,7 +54,7 @@ _OF_EVERY_STEP = (
     "store_param_remainders",
     "muon_split_work",
 )
-"""Fields of a config that a step reads. The others made objects whose values are compared, or choose a backend."""
+"""Fields of a config that a step reads. The others made objects that are compared."""
 
 
 class SharedSettings:
@@ -94,7 +93,7 @@ class SharedSettings:
     ) -> dict[bool, Settings]:
         """Return the settings of dense parameters and those of experts, as far as there are any."""
         if self._configs is None:  # they are frozen
-            self._configs = tuple(_fields(member.config) for member in members)
+            self._configs = tuple(_fields(member) for member in members)
         self._find_groups(members)
         head = (_comparable(clip_grad), None if scaler is None else _comparable(scaler.settings()), self._configs)
         found: dict[bool, Settings] = {}
@@ -168,9 +167,14 @@ def _first_difference(mine: Sequence[dict[str, Any]], theirs: Sequence[dict[str,
     return None
 
 
-def _fields(config: OptimizerConfig) -> tuple[Any, ...]:
-    values = (getattr(config, name) for name in _OF_EVERY_STEP)
-    return tuple(_comparable(value) if type(value) in (int, float) else value for value in values)
+def _fields(member: StepMember) -> tuple[Any, ...]:
+    """Return what a member's config asks of every step, and which backend takes the steps of whole parameters.
+
+    Backends round differently. Where ranks hold shards, no element is updated by two of them.
+    """
+    values = (getattr(member.config, name) for name in _OF_EVERY_STEP)
+    backend = None if member.main_params.is_sharded else member.backend.name
+    return (*(_comparable(value) if type(value) in (int, float) else value for value in values), backend)
 
 
 def _comparable(value: Any) -> Any:
@@ -200,8 +204,10 @@ def _labelled(taken: tuple[int, ...], settings: Settings, groups_of: GroupsOf) -
     yield "grad_scaler (its rule, and the state that was loaded)", scaler
     for index, config in enumerate(configs):
         holder = "config" if len(configs) == 1 else f"optimizers[{index}].config"
-        for name, value in zip(_OF_EVERY_STEP, config, strict=True):
+        *fields, backend = config
+        for name, value in zip(_OF_EVERY_STEP, fields, strict=True):
             yield f"{holder}.{name}", value
+        yield f"the backend ({holder}.backend, or what works there)", backend
     for index, (names, values) in enumerate(groups):
         for name, value in zip(names, values, strict=True):
             yield f"{name} of param group {index}", value

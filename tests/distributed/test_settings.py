@@ -175,6 +175,41 @@ def test_a_chains_config_is_named_with_its_place(ranks: RankPool) -> None:
         assert "optimizers[1].config.exp_avg_dtype is torch.float32 on rank 0 and torch.bfloat16 on rank 1" in message
 
 
+def _other_backend(way: str, other: int) -> tuple[str, bool]:
+    torch.manual_seed(0)
+    net = nn.Linear(6, 3).bfloat16()
+    config = OptimizerConfig(bf16=True, backend="torch" if dist.get_rank() == other else "reference")
+    named = list(net.named_parameters())
+    inner, module = torch.optim.AdamW(named), net
+    if way == "DistributedOptimizer":
+        optimizer: MixedPrecisionOptimizer = DistributedOptimizer(inner, config, modules=net)
+    elif way == "GradSync":
+        optimizer = MixedPrecisionOptimizer(inner, config, grad_sync=GradSync(named))
+    else:
+        optimizer, module = MixedPrecisionOptimizer(inner, config), DistributedDataParallel(net)  # type: ignore[assignment]
+    module(torch.ones(4, 6).bfloat16()).float().square().mean().backward()
+    if way == "DistributedOptimizer":
+        return "", bool(optimizer.step().success)
+    before = net.weight.detach().clone()
+    return message_of(UsageError, optimizer.step), torch.equal(net.weight, before)
+
+
+@pytest.mark.parametrize("way", ["DDP", "GradSync"])
+@pytest.mark.parametrize("other", [0, 1])
+def test_another_backend_on_one_rank_is_named(ranks: RankPool, way: str, other: int) -> None:
+    """Invariant 12: a rank without a compiler falls back to ``torch``, whose roundings differ: replicas would part."""
+    for message, unchanged in ranks.run(2, _other_backend, way, other):
+        first, second = ("torch", "reference") if other == 0 else ("reference", "torch")
+        told = f"the backend (config.backend, or what works there) is '{first}' on rank 0 and '{second}' on rank 1;"
+        assert told in message
+        assert unchanged
+
+
+def test_backends_of_shards_may_differ(ranks: RankPool) -> None:
+    """No element is updated by two ranks, so none can part."""
+    assert ranks.run(2, _other_backend, "DistributedOptimizer", 1) == [("", True)] * 2
+
+
 def _equal() -> list[bool]:
     torch.manual_seed(0)
     net = nn.Linear(4, 4)
