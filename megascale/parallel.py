@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from megascale.errors import ArgumentError, ArgumentTypeError
+from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.utils import validate
 from megascale.utils.collectives import group_size
 
@@ -146,7 +146,7 @@ class ParallelGroups:
         A ProcessGroup is data parallel. A DeviceMesh goes through :meth:`from_mesh`.
         """
         if groups is None:
-            return cls(data_parallel=dist.group.WORLD) if dist.is_available() and dist.is_initialized() else cls()
+            return cls(data_parallel=dist.group.WORLD) if _is_initialized() else AssumedAlone()
         if isinstance(groups, cls):
             return groups
         if isinstance(groups, DeviceMesh):
@@ -201,6 +201,23 @@ class ParallelGroups:
             expert_data_parallel=_asked_for(mesh, expert_data_parallel, "expert_data_parallel"),
             expert_tensor_parallel=_asked_for(mesh, expert_tensor_parallel, "expert_tensor_parallel"),
         )
+
+
+class AssumedAlone(ParallelGroups):
+    """This rank alone, as no groups were given, and torch.distributed was not initialised."""
+
+    def require_alone(self) -> None:
+        """Raise UsageError if torch.distributed has been initialised since, with other ranks."""
+        if _is_initialized() and dist.get_world_size() > 1:
+            raise UsageError(
+                "the optimizer was built before torch.distributed.init_process_group(), for this rank alone, and now "
+                f"there are {dist.get_world_size()} ranks: build it afterwards, or, where each rank trains a model of "
+                "its own, pass groups=ParallelGroups()"
+            )
+
+
+def _is_initialized() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
 
 def is_expert(param: Any) -> bool:

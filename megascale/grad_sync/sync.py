@@ -244,6 +244,11 @@ class GradSync:
         else:
             self._divisor = validate.positive("divisor", divisor)
 
+    @property
+    def divisor(self) -> Divisor | None:
+        """What :meth:`set_divisor` was given for this step; None where it was not called. A tensor is 0-d."""
+        return self._divisor
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Return a context in which backward only accumulates: for every backward of a step but the last."""

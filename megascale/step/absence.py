@@ -1,8 +1,9 @@
 """Parameters that ranks must treat alike: what a rank leaves out of a step, and what is new in it.
 
-A sharded optimizer may leave out a parameter that was frozen since, or is no longer in a param group.
+A step may leave out a parameter that was frozen since, or has no gradient. So may a sharded optimizer one that is no
+longer in a param group.
 
-All ranks may leave out a parameter, but not one alone: its shard would stay as it is while the others are updated. So
+All ranks may leave out a parameter, but not one alone: it would stay as it is there, while others update theirs. So
 each rank adds numbers to its count of errors that cancel where all ranks leave out the same. So it does for parameters
 that are new, where GradSync reduces their gradients: their first values must be the same.
 """
@@ -71,6 +72,6 @@ def absence_error(params: Collection[str]) -> UsageError | None:
     if not params:
         return None
     return UsageError(
-        f"parameter {listed(params)} takes no part in the step on this rank, frozen or in no "
-        "param group, but other ranks update their shards of it: freeze it, or take it out, on every rank alike"
+        f"parameter {listed(params)} takes no part in the step on this rank, frozen, without a gradient or in no "
+        "param group, but other ranks update it: freeze it, or take it out, on every rank alike"
     )

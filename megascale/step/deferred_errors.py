@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from megascale.errors import MainParamOverflowError, MegascaleError, NonFiniteParamError, listed
+from megascale.errors import MainParamOverflowError, MegascaleError, NonFiniteParamError, UsageError, listed
 from megascale.host_view import HostView
 from megascale.kernels import Statistic, stats_dtype
 from megascale.main_params.main_param import MainParam
@@ -86,7 +86,8 @@ class DeferredErrors:
         self._error = self._error or error
         self._absent = absent
         self._new.append(list(new))
-        count = (self._error is not None) + absence(absent, self._groups) + novelty(new, self._groups) + settings
+        left_out = 0 if self._alone else absence(absent, self._groups)
+        count = (self._error is not None) + left_out + novelty(new, self._groups) + settings
         return self._num_overflowed + count if count else self._num_overflowed
 
     def raise_agreed(self, agreed: GradStats) -> list[float] | None:
@@ -163,6 +164,13 @@ class DeferredErrors:
         raise_together(self._settings.error(), self._group)
         raise_together(novelty_error(new), self._group)
         raise_together(absence_error(self._absent.keys()), self._group)
+        raise_together(self._settings.error(missing=True), self._group)
+        if self._alone:
+            return
+        raise UsageError(
+            "ranks differ in something that they must do alike, and it cannot be named any more; no parameter has "
+            "changed: build the optimizer, set options, load state and call step() alike on every rank"
+        )
 
     def _overflow_error(self) -> MegascaleError | None:
         found = {

@@ -146,6 +146,12 @@ class KernelUpdate(InnerUpdate, ABC):
         return self.state_names(options) + (["step"] if self.counts_steps(options) else [])
 
     @override
+    def arithmetic(self) -> str:
+        if self._hooked() or not all(map(self.fits, self.optimizer.param_groups)):
+            return self._general.arithmetic()
+        return f"{type(self.optimizer).__name__}, backend {self.backend.name}"
+
+    @override
     def why_not_capturable(self) -> str | None:
         if self._hooked():
             return f"{type(self.optimizer).__name__} has step hooks, which the host must call: remove them"

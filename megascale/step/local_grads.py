@@ -56,7 +56,7 @@ class Collected:
         grads: their local gradients.
         weights: of each gradient's statistics.
         error: why this rank cannot step; the lists are empty then.
-        absent: by name, parameters that have shards on all ranks, but that this rank leaves out.
+        absent: by name, parameters that other ranks have, too, but that this rank leaves out.
     """
 
     updates: list[PendingUpdate]
@@ -117,7 +117,8 @@ class ReadyGrads:
             if found[0].params:
                 updates.append(PendingUpdate(param_groups[unit.group], *found))
         params, grads = self._to_measure(updates)
-        return Collected(updates, params, grads, self._weigh(params), None, _absent(updates, main_params))
+        absent = {} if self._replicas_may_differ else _absent(updates, main_params)
+        return Collected(updates, params, grads, self._weigh(params), None, absent)
 
     def grad_of(self, param: MainParam) -> Tensor | None:
         """Return what this rank has of a gradient, as it is: the main grad, or the local part of ``param.grad``."""
@@ -265,9 +266,14 @@ class ReadyGrads:
 
 
 def _absent(updates: Sequence[PendingUpdate], main_params: MainParams) -> dict[str, nn.Parameter]:
-    """Return, by name, the sharded parameters that are not updated."""
+    """Return, by name, the parameters that are not updated: of those that are sharded, or that have a main param."""
     everywhere = main_params.everywhere()
-    if not everywhere or sum(len(update.params) for update in updates) == len(everywhere):
+    num_updated = sum(len(update.params) for update in updates)
+    if not everywhere:
+        if num_updated == sum(map(len, main_params.ordered)):
+            return {}
+        everywhere = {param.name: param.model for param in main_params}
+    if num_updated == len(everywhere):
         return {}
     present = {id(param.model) for update in updates for param in update.params}
     return {name: param for name, param in everywhere.items() if id(param) not in present}

@@ -97,6 +97,12 @@ class MuonUpdate(KernelUpdate):
         self._plans: WeakKeyDictionary[Operands, list[_MatrixSet]] = WeakKeyDictionary()
 
     @override
+    def arithmetic(self) -> str:
+        device = next((param.device for group in self.optimizer.param_groups for param in group["params"]), None)
+        dtype = self._dtype or (None if device is None else iteration_dtype(device))
+        return f"{super().arithmetic()}, iterations in {dtype}"
+
+    @override
     def prepare(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
         for unit in (pending.unit for pending in updates):
             if unit not in self._supported:

@@ -12,7 +12,7 @@ from torch import Tensor
 from megascale.errors import ArgumentTypeError, InnerStepError, MegascaleError, UsageError
 from megascale.grad_scaler import MegatronGradScaler
 from megascale.kernels import Decision, GradWeights
-from megascale.parallel import ParallelGroups
+from megascale.parallel import AssumedAlone, ParallelGroups
 from megascale.step import grad_stats
 from megascale.step.arguments import refuse_fake_mode, require_values
 from megascale.step.deferred_errors import DeferredErrors, non_finite_params
@@ -221,6 +221,7 @@ class StepRecipe:
 
     def begin_anew(self) -> None:
         """Forget recorded errors; called when main params were replaced."""
+        self._settings.count_replaced()
         self.errors.clear()
         self.watch.clear()
 
@@ -284,6 +285,8 @@ class StepRecipe:
 
     def _check_surroundings(self) -> None:
         """Raise UsageError where no step can be computed."""
+        if isinstance(self.groups, AssumedAlone):
+            self.groups.require_alone()
         require_values(self.members[0].device)
         refuse_fake_mode(param for member in self.members for param in member.main_params)
 
@@ -326,6 +329,8 @@ class StepRecipe:
             found = next((one.error for one in collected if one.error is not None), error)
             absent = dict(chain.from_iterable(one.absent.items() for one in collected))
             new = dict(chain.from_iterable(member.uncompared.items() for member in self.members))
+            if found:
+                self._settings.pass_over()
             settings = 0 if found else self._settings.number(self.members, self.clip_grad, self.grad_scaler)
             errors = self.errors.as_statistic(found, absent, new, settings)
             stats = [member.measure(own, errors, scaled) for member, own in zip(self.members, collected, strict=True)]

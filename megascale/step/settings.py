@@ -17,10 +17,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megascale.errors import UsageError
 from megascale.grad_scaler import MegatronGradScaler
+from megascale.grad_sync.sync import GradSync
 from megascale.main_params.main_param import MainParam
 from megascale.parallel import ParallelGroups, is_expert
 from megascale.step.absence import LARGEST, cancelling
@@ -72,9 +74,18 @@ class SharedSettings:
         self._holders: dict[bool, ProcessGroup | None] = {}
         self._digests: dict[bool, int] = {}
         self._configs: tuple[tuple[Any, ...], ...] | None = None
+        self._times_replaced = 0
         self._ordered: list[list[list[MainParam]]] = []
         self._groups_of: dict[bool, GroupsOf] = {}
         self._membership: dict[bool, int] = {}
+
+    def count_replaced(self) -> None:
+        """Count that main params were loaded, or reloaded from the model: all ranks must do it."""
+        self._times_replaced += 1
+
+    def pass_over(self) -> None:
+        """Take note of a step in which this rank has an error, and reads no settings."""
+        self._recent.append(((), {}))
 
     def number(self, members: Sequence[StepMember], clip_grad: float, scaler: MegatronGradScaler | None) -> int:
         """Return this rank's number for the present settings: 0 where it is alone."""
@@ -83,7 +94,7 @@ class SharedSettings:
         now = self._read(members, clip_grad, scaler)
         if not self._recent or self._recent[-1][1] != now:
             self._digests = {kind: zlib.crc32(repr(settings).encode()) for kind, settings in now.items()}
-        taken = tuple(member.counter.taken for member in members)
+        taken = (self._times_replaced, *(member.counter.taken for member in members))
         self._recent.append((taken, now))
         seed = repr(taken).encode()
         return sum(self._share(kind, zlib.crc32(seed, digest)) for kind, digest in self._digests.items())
@@ -95,7 +106,8 @@ class SharedSettings:
         if self._configs is None:  # they are frozen
             self._configs = tuple(_fields(member) for member in members)
         self._find_groups(members)
-        head = (_comparable(clip_grad), None if scaler is None else _comparable(scaler.settings()), self._configs)
+        rule = None if scaler is None else _comparable(scaler.settings())
+        head = (_comparable(clip_grad), rule, self._configs, tuple(map(_changing, members)))
         found: dict[bool, Settings] = {}
         for member in members:
             names = [name for name in member.optimizer.defaults if name not in _MAY_DIFFER]
@@ -132,11 +144,15 @@ class SharedSettings:
         holders = self._holders[kind]
         return (digest % LARGEST + 1) * cancelling(group_size(holders))[group_rank(holders)]
 
-    def error(self) -> UsageError | None:
-        """Return the error that names a setting which differs between ranks, if any. All ranks call it together."""
+    def error(self, *, missing: bool = False) -> UsageError | None:
+        """Return the error that names a setting which differs between ranks, if any. All ranks call it together.
+
+        ``missing``: name parameters that only some ranks have in a param group, too.
+        """
         mine = {
             (kind, group_ranks(holders)): [
-                dict(_labelled(taken, own[kind], self._groups_of[kind])) for taken, own in self._recent if kind in own
+                dict(_labelled(taken, own[kind], self._groups_of[kind])) if kind in own else {}
+                for taken, own in self._recent
             ]
             for kind, holders in self._holders.items()
         }
@@ -144,7 +160,7 @@ class SharedSettings:
         for rank, theirs in enumerate(all_gather_object(mine, self._groups.grad_stats)):
             for key, steps in theirs.items():
                 first_rank, first_steps = first.setdefault(key, (rank, steps))
-                found = _first_difference(first_steps, steps)
+                found = _first_difference(first_steps, steps, missing=missing)
                 if found is not None:
                     label, one, other = found
                     return UsageError(
@@ -155,12 +171,16 @@ class SharedSettings:
         return None
 
 
-def _first_difference(mine: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -> tuple[str, Any, Any] | None:
+def _first_difference(
+    mine: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]], *, missing: bool
+) -> tuple[str, Any, Any] | None:
     """Return what a setting is called that differs in the same step, and both values; None if all are the same."""
     for one, other in zip(mine, theirs, strict=False):
+        if not one or not other:  # a rank had an error in that step
+            continue
         for label in dict.fromkeys((*one, *other)):
-            is_of_one_rank = label.startswith(_PARAM_GROUP_OF) and not (label in one and label in other)
-            if is_of_one_rank:  # a parameter that others do not train: absence.py tells of it
+            is_missing = label.startswith(_PARAM_GROUP_OF) and not (label in one and label in other)
+            if is_missing and not missing:
                 continue
             if repr(one.get(label)) != repr(other.get(label)):  # as digests compare them
                 return label, one.get(label), other.get(label)
@@ -168,13 +188,19 @@ def _first_difference(mine: Sequence[dict[str, Any]], theirs: Sequence[dict[str,
 
 
 def _fields(member: StepMember) -> tuple[Any, ...]:
-    """Return what a member's config asks of every step, and which backend takes the steps of whole parameters.
-
-    Backends round differently. Where ranks hold shards, no element is updated by two of them.
-    """
     values = (getattr(member.config, name) for name in _OF_EVERY_STEP)
-    backend = None if member.main_params.is_sharded else member.backend.name
-    return (*(_comparable(value) if type(value) in (int, float) else value for value in values), backend)
+    return tuple(_comparable(value) if type(value) in (int, float) else value for value in values)
+
+
+def _changing(member: StepMember) -> tuple[Any, ...]:
+    """Return how a member updates, and the divisor of its gradients: settings that are in neither config nor options.
+
+    Backends, and an optimizer's own ``step()``, round differently. Where ranks hold shards, no two of them update the
+    same element.
+    """
+    sync = member.grad_sync
+    divisor = sync.divisor if isinstance(sync, GradSync) else None
+    return None if member.main_params.is_sharded else member.update.arithmetic(), _comparable(divisor)
 
 
 def _comparable(value: Any) -> Any:
@@ -188,7 +214,17 @@ def _comparable(value: Any) -> Any:
             return repr(value)
     if isinstance(value, (tuple, list)):
         return tuple(map(_comparable, value))
-    return None
+    return _number_in(value) if isinstance(value, Tensor) else None
+
+
+def _number_in(value: Tensor) -> float | str:
+    """Return the number that a tensor holds in host memory; else where it is, as the host must not wait."""
+    if value.device.type == "cpu" and value.numel() == 1:
+        try:
+            return float(value.detach().double().numpy().reshape(()))
+        except (RuntimeError, TypeError):  # a tensor without memory of its own, such as a fake one
+            pass
+    return f"a tensor on {value.device.type}"
 
 
 def _known_as(param: MainParam) -> str:
@@ -198,16 +234,18 @@ def _known_as(param: MainParam) -> str:
 
 def _labelled(taken: tuple[int, ...], settings: Settings, groups_of: GroupsOf) -> Iterator[tuple[str, Any]]:
     """Yield what each setting is called, and its value. ``groups_of``: the present ones."""
-    clip_grad, scaler, configs, _, *groups = settings
-    yield "the number of steps taken", taken[0] if len(taken) == 1 else taken
+    clip_grad, scaler, configs, changing, _, *groups = settings
+    replaced, *steps = taken
+    yield "the number of times that main params were loaded or reloaded", replaced
+    yield "the number of steps taken", steps[0] if len(steps) == 1 else tuple(steps)
     yield "clip_grad", clip_grad
     yield "grad_scaler (its rule, and the state that was loaded)", scaler
-    for index, config in enumerate(configs):
-        holder = "config" if len(configs) == 1 else f"optimizers[{index}].config"
-        *fields, backend = config
-        for name, value in zip(_OF_EVERY_STEP, fields, strict=True):
-            yield f"{holder}.{name}", value
-        yield f"the backend ({holder}.backend, or what works there)", backend
+    for index, (config, (arithmetic, divisor)) in enumerate(zip(configs, changing, strict=True)):
+        holder = "" if len(configs) == 1 else f"optimizers[{index}]."
+        for name, value in zip(_OF_EVERY_STEP, config, strict=True):
+            yield f"{holder}config.{name}", value
+        yield f"the divisor given to {holder}grad_sync.set_divisor()", divisor
+        yield f"how {holder or 'the '}optimizer updates", arithmetic
     for index, (names, values) in enumerate(groups):
         for name, value in zip(names, values, strict=True):
             yield f"{name} of param group {index}", value

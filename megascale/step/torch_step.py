@@ -57,6 +57,14 @@ class GeneralUpdate(InnerUpdate):
         return with_tensor_counts(self.optimizer, name, state)
 
     @override
+    def arithmetic(self) -> str:
+        ways = {name: [group.get(name) for group in self.optimizer.param_groups] for name in ("foreach", "fused")}
+        chosen = "".join(
+            f", {name}={values}" for name, values in ways.items() if any(one is not None for one in values)
+        )
+        return f"{type(self.optimizer).__name__}'s own step(){chosen}, backend {self.backend.name}"
+
+    @override
     def why_not_capturable(self) -> str | None:
         return (
             f"the host must read the decision for {type(self.optimizer).__name__}, which runs its own step(): "

@@ -88,6 +88,9 @@ class InnerUpdate(Protocol):
     def readable_state(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return a loaded state of the parameter ``name`` in the types that the update reads. Raises StateDictError."""
 
+    def arithmetic(self) -> str:
+        """Return what decides how an update rounds, besides its options: the same on ranks whose bits are the same."""
+
     def why_not_capturable(self) -> str | None:
         """Return why updates cannot be part of a device's graph; None where they can."""
 

@@ -200,7 +200,8 @@ def test_another_backend_on_one_rank_is_named(ranks: RankPool, way: str, other: 
     """Invariant 12: a rank without a compiler falls back to ``torch``, whose roundings differ: replicas would part."""
     for message, unchanged in ranks.run(2, _other_backend, way, other):
         first, second = ("torch", "reference") if other == 0 else ("reference", "torch")
-        told = f"the backend (config.backend, or what works there) is '{first}' on rank 0 and '{second}' on rank 1;"
+        first, second = (f"'AdamW, backend {name}'" for name in (first, second))
+        told = f"how the optimizer updates is {first} on rank 0 and {second} on rank 1;"
         assert told in message
         assert unchanged
 
