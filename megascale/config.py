@@ -246,3 +246,9 @@ def check_moment_dtypes(options: Any) -> None:
     for name, dtypes in MOMENT_DTYPES.items():
         if getattr(options, name) not in dtypes:
             raise ArgumentError(f"{name} must be one of {', '.join(map(str, dtypes))}, got {getattr(options, name)!r}")
+    if (options.exp_avg_dtype, options.exp_avg_sq_dtype) == (torch.int8, torch.float16):
+        raise ArgumentError(
+            "exp_avg_dtype=torch.int8 holds first moments as parts of the second ones' roots, and these are inf or 0 "
+            "in exp_avg_sq_dtype=torch.float16 where gradients are large or small; give exp_avg_sq_dtype=torch.uint8, "
+            "torch.bfloat16 or torch.float32"
+        )

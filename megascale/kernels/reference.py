@@ -40,13 +40,13 @@ class ReferenceBackend(TorchDecisions, TorchRemainders):
 
     def adam_(self, operands: Operands, hyper: AdamHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
-        found = decision.found_inf != 0
+        found, lr = decision.found_inf != 0, _exact(hyper.lr)
         for index, (main, grad, step) in enumerate(zip(operands.main, operands.grad, operands.step, strict=True)):
             state = {name: tensors[index] for name, tensors in operands.state.items()}
             g = _gradient(grad, main, hyper.maximize, decision)
             p = main
             if hyper.decoupled:
-                p = main * (1 - hyper.lr * hyper.weight_decay)
+                p = main * _as(main, 1 - lr * hyper.weight_decay)
             elif hyper.weight_decay != 0:
                 g = g + hyper.weight_decay * main
             t = (step + 1).to(stats_dtype(step.device))
@@ -63,7 +63,7 @@ class ReferenceBackend(TorchDecisions, TorchRemainders):
             if hyper.amsgrad:
                 second = new["max_exp_avg_sq"] = torch.maximum(state["max_exp_avg_sq"].to(main.dtype), exp_avg_sq)
             denominator = exact_root(second) * inv_correction2_sqrt.to(main.dtype) + hyper.eps
-            p = p - (hyper.lr / correction1).to(main.dtype) * exp_avg / denominator
+            p = p - (lr / correction1).to(main.dtype) * exp_avg / denominator
             for name, value in new.items():
                 _land_(state[name], value, found)
             _land_(main, p, found)
@@ -76,7 +76,7 @@ class ReferenceBackend(TorchDecisions, TorchRemainders):
         torch's first momentum buffer is the gradient itself, not dampened. Buffers here start as zeros, so with
         dampening the step count tells, on the device, whether a buffer is new.
         """
-        found = decision.found_inf != 0
+        found, lr = decision.found_inf != 0, _exact(hyper.lr)
         for index, (main, grad) in enumerate(zip(operands.main, operands.grad, strict=True)):
             g = _gradient(grad, main, hyper.maximize, decision)
             if hyper.weight_decay != 0:
@@ -88,19 +88,19 @@ class ReferenceBackend(TorchDecisions, TorchRemainders):
                 velocity = hyper.momentum * _average(operands, "momentum_buffer", index) + kept * g
                 _land_average_(operands, "momentum_buffer", index, velocity, found)
                 g = g + hyper.momentum * velocity if hyper.nesterov else velocity
-            _land_(main, main - hyper.lr * g, found)
+            _land_(main, main - _as(main, lr) * g, found)
         if operands.has_codes or (hyper.momentum != 0 and hyper.dampening != 0):
             _count(operands, decision)
         return self.write_back_(operands.main, operands.model)
 
     def lion_(self, operands: Operands, hyper: LionHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
-        found = decision.found_inf != 0
+        found, lr = decision.found_inf != 0, _exact(hyper.lr)
         for index, (main, grad) in enumerate(zip(operands.main, operands.grad, strict=True)):
             g = _gradient(grad, main, hyper.maximize, decision)
             average = _average(operands, "exp_avg", index)
             direction = (hyper.beta1 * average + (1 - hyper.beta1) * g).sign()
-            p = main * (1 - hyper.lr * hyper.weight_decay) - hyper.lr * direction
+            p = main * _as(main, 1 - lr * hyper.weight_decay) - _as(main, lr) * direction
             _land_average_(operands, "exp_avg", index, hyper.beta2 * average + (1 - hyper.beta2) * g, found)
             _land_(main, p, found)
         if operands.has_codes:
@@ -118,6 +118,16 @@ class ReferenceBackend(TorchDecisions, TorchRemainders):
             )
             flags.append(finite.all().logical_not())
         return torch.stack(flags)
+
+
+def _exact(lr: float | Tensor) -> float | Tensor:
+    """Return a rate with the precision of a Python number: what follows from it is rounded once."""
+    return lr.to(stats_dtype(lr.device)) if isinstance(lr, Tensor) else lr
+
+
+def _as(main: Tensor, number: float | Tensor) -> float | Tensor:
+    """Return a factor of a main param, rounded to its dtype, as torch rounds Python numbers."""
+    return number.to(main.dtype) if isinstance(number, Tensor) else number
 
 
 def _average(operands: Operands, name: str, index: int) -> Tensor:

@@ -310,14 +310,15 @@ def _planned_counts(state_dict: Mapping[str, Any]) -> Mapping[str, int] | None:
 
 
 def _counted(state: Any, required: Collection[str]) -> Any:
-    """Return one parameter's saved state, with the ``step`` added that torch does not keep for SGD.
+    """Return one parameter's saved state, with the ``step`` added that SGD and Lion keep beside 8-bit codes only.
 
-    It only tells whether dampening applies, from the second step on; an existing momentum buffer has seen one step.
+    Of SGD it tells whether dampening applies, from the second step on, too; an existing momentum has seen one step.
     Beside 8-bit codes it stays missing: their next bits depend on the step.
     """
-    if "step" not in required or not isinstance(state, Mapping) or "step" in state or "momentum_buffer" not in state:
+    if "step" not in required or not isinstance(state, Mapping) or "step" in state or "exp_avg_sq" in required:
         return state
-    if portable_state.is_held_as_codes("momentum_buffer", state["momentum_buffer"]):
+    name = "momentum_buffer" if "momentum_buffer" in required else "exp_avg"
+    if name not in state or portable_state.is_held_as_codes(name, state[name]):
         return state
     return {**state, "step": torch.tensor(1.0, device="cpu")}
 

@@ -136,7 +136,10 @@ class KernelState:
             entry = self._entry(param)
             require_uncast(entry, param)
             lacks = [name for name in names if entry.get(name) is None]
-            if entry and not set(lacks) <= {*optional, *filter(is_scale, names)}:
+            may_lack = {*optional, *filter(is_scale, names)}
+            if holds_codes(entry):  # their next bits depend on the step
+                may_lack.discard("step")
+            if entry and not set(lacks) <= may_lack:
                 raise UsageError(
                     f"the optimizer's state of {param.name!r} has {sorted(map(str, entry))} and lacks {lacks}; load "
                     "state that is whole, or clear it, so that the parameter starts anew"

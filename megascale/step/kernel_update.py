@@ -26,7 +26,7 @@ from megascale.kernels import (
 from megascale.kernels.compact_moments import CODE_DTYPES, is_scale
 from megascale.main_params.main_param import MainParam
 from megascale.main_params.update_unit import UpdateUnit
-from megascale.step.compact_state import require_supported, start_of, with_scales
+from megascale.step.compact_state import require_supported, start_of, warn_of_slow_codes, with_scales
 from megascale.step.decoded import DecodedParams, decoded_together, held_params, scratch_numel
 from megascale.step.kernel_state import KernelState, StateColumns, has_tensors, number, pair, rate, require_options
 from megascale.step.torch_step import GeneralUpdate
@@ -368,6 +368,10 @@ class AdamUpdate(KernelUpdate):
     numbers = ("betas", "eps", "weight_decay")
     flags = ("amsgrad", "maximize")
 
+    def __init__(self, optimizer: torch.optim.Optimizer, backend: Backend, config: OptimizerConfig) -> None:
+        super().__init__(optimizer, backend, config)
+        warn_of_slow_codes(self._dtypes, optimizer.param_groups)
+
     def state_names(self, options: dict[str, Any]) -> list[str]:
         """See torch.optim.Adam."""
         return ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if options["amsgrad"] else [])
@@ -430,7 +434,7 @@ class SgdUpdate(KernelUpdate):
 class LionUpdate(KernelUpdate):
     """Lion."""
 
-    optional_state = ("exp_avg",)
+    optional_state = ("exp_avg", "step")
     numbers = ("betas", "weight_decay")
     flags = ("maximize",)
 

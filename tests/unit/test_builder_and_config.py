@@ -58,6 +58,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"muon_ns_dtype": torch.float16}, "muon_ns_dtype must be torch.bfloat16, torch.float32 or None, got torch.f"),
     ({"exp_avg_dtype": torch.uint8}, "exp_avg_dtype must be one of .*torch.int8, got torch.uint8"),
     ({"exp_avg_sq_dtype": torch.int8}, "exp_avg_sq_dtype must be one of .*torch.uint8, got torch.int8"),
+    ({"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.float16}, "give exp_avg_sq_dtype=torch.uint8, torch.bf"),
     ({"overlap_param_gather": True}, "overlap_param_gather=True needs use_distributed_optimizer=True"),
 ]
 

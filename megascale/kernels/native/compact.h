@@ -398,7 +398,7 @@ INLINE int update_groups(const CompactRow *row, const char *grad, CompactKind ki
 /* Update a chunk of a row. The usual kinds, all moments codes and 16-bit columns of one type, have a loop each. */
 static int update_compact_chunk(const CompactRow *row, const char *grad, CompactKind kind, const Scalars *s,
                                 Chunk chunk, int streamed) {
-    uint32_t dither = (uint32_t)row->start * INDEX_STRIDE + (uint32_t)(*row->step + 1.0f) * STEP_STRIDE;
+    uint32_t dither = (uint32_t)row->start * INDEX_STRIDE + (uint32_t)(int64_t)(*row->step + 1.0f) * STEP_STRIDE;
     int usual = !kind.l2 && kind.grad == kind.model && (kind.rule != ADAM || (kind.first && kind.second));
     if (((uintptr_t)row->model & 63) || kind.model == NONE || kind.held) streamed = 0;
 #define GROUPS(...) update_groups(row, grad, (CompactKind){__VA_ARGS__, 0}, s, dither, chunk, streamed)

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import warnings
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megascale import Lion, MixedPrecisionOptimizer
+from megascale import Lion, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.errors import ArgumentError, MainParamOverflowError, StateDictError, UsageError
 from megascale.kernels import ReferenceBackend
 from megascale.step.compact_state import require_supported
@@ -251,6 +252,47 @@ def test_averages_travel_between_codes_and_fp32(inner: str) -> None:
     torch.testing.assert_close(again, first, rtol=0, atol=float(first.abs().max()) / 31)
     assert (again == first).float().mean() > 0.5
     assert same_bits(steps(module, optimizer, 3, 6), steps(twin, other, 3, 6))
+
+
+@pytest.mark.parametrize("inner", ["lion", "sgd"])
+@pytest.mark.parametrize("taken", [0, 2])
+def test_averages_of_fp32_states_become_codes(inner: str, taken: int) -> None:
+    """Of an optimizer that never had codes, and so counts no steps; also from before its first step."""
+    moment = "exp_avg" if inner == "lion" else "momentum_buffer"
+    module = odd(torch.float16)
+    wide = constant(module, AVERAGES[inner], 256.0)
+    steps(module, wide, 0, taken)
+    optimizer = constant(odd(torch.float16), AVERAGES[inner], 256.0, **FIRST)
+    optimizer.load_state_dict(wide.state_dict())
+    for param, own in zip(wide.main_params(), optimizer.main_params(), strict=True):
+        assert bits_equal(param[1], own[1])
+    entry = optimizer.state[optimizer.param_groups[0]["params"][1]]
+    assert entry[moment].dtype == torch.int8
+    assert (entry[moment].count_nonzero() > 0) == (taken > 0)
+
+
+@pytest.mark.parametrize("inner", AVERAGES)
+def test_codes_whose_step_was_deleted_are_refused(inner: str) -> None:
+    """A count that began anew would change their next bits."""
+    module = odd(torch.float16)
+    optimizer = constant(module, AVERAGES[inner], 256.0, **FIRST)
+    steps(module, optimizer, 0, 2)
+    del optimizer.state[module[1]]["step"]
+    before = snapshot(optimizer, module)
+    set_grads(module, 2, scale=256.0)
+    with pytest.raises(UsageError, match=r"lacks \['step'\]"):
+        optimizer.step()
+    assert same_bits(before, snapshot(optimizer, module))
+
+
+@pytest.mark.parametrize(("beta1", "warned"), [(0.95, False), (0.99, True)])
+def test_first_moments_that_would_stay_are_warned_of(beta1: float, warned: bool) -> None:
+    """With this beta1 they change by less than half a code, which is rounded away."""
+    inner = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(32).bfloat16())], betas=(beta1, 0.999))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        MixedPrecisionOptimizer(inner, OptimizerConfig(bf16=True, clip_grad=0.0, exp_avg_dtype=torch.int8))
+    assert [("beta1=0.99" in str(one.message)) for one in seen] == [True] * warned
 
 
 @pytest.mark.parametrize("inner", AVERAGES)
