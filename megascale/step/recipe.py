@@ -97,7 +97,7 @@ class StepRecipe:
         self.groups = groups
         self._grad_scaler = grad_scaler
         self.clip_grad = clip_grad
-        self._settings = SharedSettings(groups)
+        self._settings = SharedSettings(groups, members[0].device)
         self.errors = DeferredErrors(groups, members[0].device, self._settings)
         self.grads_are_scaled = grads_are_scaled
         self.last_result: StepResult | None = None

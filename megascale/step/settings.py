@@ -1,12 +1,12 @@
 """Settings that ranks which hold the same parameters must share.
 
 They are options, which parameters take them, the clip, the rule of the loss scale, what a config asks of every step,
-and the backend.
+divisors, and how the optimizer updates. They must have taken the same number of steps, too.
 
-So must they have taken the same number of steps. Ranks with the same gradients and other learning rates would part. So
-each rank adds a number to its count of errors, as
+Ranks with the same gradients and other learning rates would part. So each rank adds a number to its count of errors, as
 :mod:`megascale.step.absence` does: they add up to 0 where the settings are the same, and otherwise do not, but for one
-case in a thousand. No collective is added. Tensors are not compared: the host does not read them.
+case in a million; in the next step the numbers are others. No collective is added. Of tensors only those in host memory
+are compared: the host waits for no device.
 """
 
 import numbers
@@ -17,12 +17,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megascale.errors import UsageError
 from megascale.grad_scaler import MegatronGradScaler
 from megascale.grad_sync.sync import GradSync
+from megascale.kernels import stats_dtype
 from megascale.main_params.main_param import MainParam
 from megascale.parallel import ParallelGroups, is_expert
 from megascale.step.absence import LARGEST, cancelling
@@ -64,10 +66,13 @@ class SharedSettings:
 
     Args:
         groups: of all members.
+        device: of the statistics.
     """
 
-    def __init__(self, groups: ParallelGroups) -> None:
+    def __init__(self, groups: ParallelGroups, device: torch.device) -> None:
         self._groups = groups
+        # Products with the factors of ranks, and sums of these, are exact in the statistics' dtype.
+        self._num_digests = 1 << 20 if stats_dtype(device) == torch.float64 else LARGEST
         self._is_alone = group_size(groups.grad_stats) == 1
         # Of this step and the one before, as the host learns of a difference one step late on an accelerator.
         self._recent: deque[tuple[tuple[int, ...], dict[bool, Settings]]] = deque(maxlen=2)
@@ -142,7 +147,7 @@ class SharedSettings:
 
     def _share(self, kind: bool, digest: int) -> int:
         holders = self._holders[kind]
-        return (digest % LARGEST + 1) * cancelling(group_size(holders))[group_rank(holders)]
+        return (digest % self._num_digests + 1) * cancelling(group_size(holders))[group_rank(holders)]
 
     def error(self, *, missing: bool = False) -> UsageError | None:
         """Return the error that names a setting which differs between ranks, if any. All ranks call it together.
