@@ -61,13 +61,15 @@ def require_supported(dtypes: Mapping[str, torch.dtype], optimizer: torch.optim.
             )
 
 
-def warn_of_slow_codes(dtypes: Mapping[str, torch.dtype], param_groups: Sequence[Mapping[str, Any]]) -> None:
-    """Warn of Adam's codes of first moments that change by less than half a code a step, and so do not change."""
-    betas = [group["betas"][0] for group in param_groups]
-    slow = [beta for beta in betas if not isinstance(beta, Tensor) and beta > LARGEST_BETA]
-    if dtypes["exp_avg"] in CODE_DTYPES and slow:
+def warn_of_slow_codes(dtypes: Mapping[str, torch.dtype], options: Mapping[str, Any]) -> None:
+    """Warn of Adam's codes of first moments that change by less than half a code a step, and so do not change.
+
+    ``options``: of a param group.
+    """
+    beta1 = options["betas"][0]
+    if dtypes["exp_avg"] in CODE_DTYPES and not isinstance(beta1, Tensor) and beta1 > LARGEST_BETA:
         warnings.warn(
-            f"exp_avg_dtype=torch.int8 rounds first moments to the nearest of 255 codes: with beta1={slow[0]} they "
+            f"exp_avg_dtype=torch.int8 rounds first moments to the nearest of 255 codes: with beta1={beta1} they "
             "change by less than half a code in most steps, and then stay as they are, even where a gradient has "
             f"changed its sign; take beta1 of at most {LARGEST_BETA}, or exp_avg_dtype=torch.float32",
             stacklevel=2,

@@ -54,8 +54,13 @@ class DeferredErrors:
         # Updated in place: captured graphs hold this address.
         self._num_overflowed = torch.zeros((), dtype=stats_dtype(device), device=device)
 
+    def begin_anew(self) -> None:
+        """Forget all errors, as main params were replaced: all ranks must do that."""
+        self._settings.count_replaced()
+        self.clear()
+
     def clear(self) -> None:
-        """Forget all errors; called when main params were replaced."""
+        """Forget all errors."""
         self._error = None
         self._rounded.clear()
         self._new.clear()

@@ -368,9 +368,11 @@ class AdamUpdate(KernelUpdate):
     numbers = ("betas", "eps", "weight_decay")
     flags = ("amsgrad", "maximize")
 
-    def __init__(self, optimizer: torch.optim.Optimizer, backend: Backend, config: OptimizerConfig) -> None:
-        super().__init__(optimizer, backend, config)
-        warn_of_slow_codes(self._dtypes, optimizer.param_groups)
+    @override
+    def create_states(self, options: dict[str, Any], params: Sequence[MainParam]) -> None:
+        if params:
+            warn_of_slow_codes(self._dtypes, options)
+        super().create_states(options, params)
 
     def state_names(self, options: dict[str, Any]) -> list[str]:
         """See torch.optim.Adam."""

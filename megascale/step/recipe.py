@@ -221,8 +221,7 @@ class StepRecipe:
 
     def begin_anew(self) -> None:
         """Forget recorded errors; called when main params were replaced."""
-        self._settings.count_replaced()
-        self.errors.clear()
+        self.errors.begin_anew()
         self.watch.clear()
 
     @property

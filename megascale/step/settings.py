@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megascale.config import OptimizerConfig
 from megascale.errors import UsageError
 from megascale.grad_scaler import MegatronGradScaler
 from megascale.grad_sync.sync import GradSync
@@ -109,7 +110,7 @@ class SharedSettings:
     ) -> dict[bool, Settings]:
         """Return the settings of dense parameters and those of experts, as far as there are any."""
         if self._configs is None:  # they are frozen
-            self._configs = tuple(_fields(member) for member in members)
+            self._configs = tuple(_fields(member.config) for member in members)
         self._find_groups(members)
         rule = None if scaler is None else _comparable(scaler.settings())
         head = (_comparable(clip_grad), rule, self._configs, tuple(map(_changing, members)))
@@ -192,8 +193,8 @@ def _first_difference(
     return None
 
 
-def _fields(member: StepMember) -> tuple[Any, ...]:
-    values = (getattr(member.config, name) for name in _OF_EVERY_STEP)
+def _fields(config: OptimizerConfig) -> tuple[Any, ...]:
+    values = (getattr(config, name) for name in _OF_EVERY_STEP)
     return tuple(_comparable(value) if type(value) in (int, float) else value for value in values)
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from megascale import DistributedOptimizer, MixedPrecisionOptimizer, ParallelGroups
+from megascale import ChainedOptimizer, DistributedOptimizer, MixedPrecisionOptimizer, ParallelGroups
 from megascale.errors import GradientError, UsageError
 from megascale.grad_sync import GradSync
 from tests.checkpoint_cases import message_of
@@ -90,6 +90,29 @@ def test_what_one_rank_alone_does_is_named(ranks: RankPool, way: str, kind: str)
     for message, unchanged, backend in ranks.run(2, _mischief, way, kind):
         assert MISCHIEF[kind][1].replace("native", backend) in message
         assert unchanged
+
+
+def _reloaded_member() -> str:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).bfloat16()
+    named, module = list(net.named_parameters()), DistributedDataParallel(net)
+    members = [MixedPrecisionOptimizer(torch.optim.AdamW(own)) for own in (named[:2], named[2:])]
+    chain = ChainedOptimizer(members)
+    for step in range(2):
+        if step and dist.get_rank():
+            members[0].reload_model_params()
+        chain.zero_grad()
+        module(torch.ones(2, 4).bfloat16() * (1 + dist.get_rank())).float().square().mean().backward()
+        if step:
+            return message_of(UsageError, chain.step)
+        chain.step()
+    return ""
+
+
+def test_a_member_that_is_reloaded_on_one_rank_is_named(ranks: RankPool) -> None:
+    """The chain steps it, and so counts it."""
+    for message in ranks.run(2, _reloaded_member):
+        assert "main params were loaded or reloaded is 0 on rank 0 and 1 on rank 1;" in message
 
 
 def _divided_shards(divisors: tuple[float, float]) -> str:
