@@ -132,6 +132,8 @@ def test_divisors_of_shards_are_compared(ranks: RankPool) -> None:
 def _after_an_error() -> str:
     module, net, optimizer = _two_branches("DDP")
     _backward(module, optimizer)
+    optimizer.step()
+    _backward(module, optimizer)
     if dist.get_rank():
         net["used"].weight.grad = torch.zeros(4, 4).to_sparse()
     message_of(GradientError, optimizer.step)
