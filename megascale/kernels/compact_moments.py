@@ -100,20 +100,27 @@ def decode_root(codes: Tensor, scale: Tensor) -> Tensor:
     return flat_of(decoded, codes).to(torch.int32).view(torch.float32)
 
 
-def encode_quotient(exp_avg: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
+def encode_quotient(exp_avg: Tensor, root: Tensor, dithers: Tensor) -> tuple[Tensor, Tensor]:
     """Return int8 codes, shape [n], and fp32 scales, shape [groups], of first moments.
 
     Args:
         exp_avg: fp32, shape [n]. One that is not finite makes its group NaN.
         root: fp32, shape [n]: roots of the second moments as held. Where it is 0, the first moment is held as 0.
+        dithers: int64, shape [n], 0 to 2**32 - 1.
     """
     quotient = torch.where(root == 0, 0.0, exp_avg / root)
     magnitude = quotient.view(torch.int32) & 0x7FFFFFFF
     largest = grouped(magnitude).amax(1, keepdim=True).view(torch.float32)
     scale = torch.where(largest < LEAST_QUOTIENT, 0.0, largest / 127)
     # A scale of 0 makes inf or NaN here, and one that is not finite NaN: all become code 0.
-    codes = (grouped(quotient) * (1 / scale)).round_().nan_to_num_(0.0, 0.0, 0.0)
+    dithered = grouped(quotient) * (1 / scale) + grouped(_around_zero(dithers))
+    codes = dithered.round_().nan_to_num_(0.0, 0.0, 0.0)
     return flat_of(codes, exp_avg).to(FIRST_DTYPE), scale.view(-1)
+
+
+def _around_zero(dithers: Tensor) -> Tensor:
+    """Return the dither of codes that are rounded to nearest, fp32: bits 3 to 15 as (k + 1/2) / 2**13 - 1/2."""
+    return ((dithers >> 3) & 0x1FFF).to(torch.float32) * 2.0**-13 + (2.0**-14 - 0.5)
 
 
 def decode_quotient(codes: Tensor, scale: Tensor, root: Tensor) -> Tensor:
@@ -148,14 +155,15 @@ def encode_moments(
     """
     made: dict[str, Tensor] = {}
     root = exact_root(exp_avg_sq.reshape(-1))
+    dithers = dither(start, root.numel(), step)
     if dtypes["exp_avg_sq"] == SECOND_DTYPE:
-        codes, scale = encode_root(root, dither(start, root.numel(), step))
+        codes, scale = encode_root(root, dithers)
         root = decode_root(codes, scale)
         made |= {"exp_avg_sq": codes.view(exp_avg_sq.shape), f"exp_avg_sq{SCALE_SUFFIX}": scale}
     else:
         made["exp_avg_sq"] = exp_avg_sq
     if dtypes["exp_avg"] == FIRST_DTYPE:
-        codes, scale = encode_quotient(exp_avg.reshape(-1), root)
+        codes, scale = encode_quotient(exp_avg.reshape(-1), root, dithers)
         made |= {"exp_avg": codes.view(exp_avg.shape), f"exp_avg{SCALE_SUFFIX}": scale}
     else:
         made["exp_avg"] = exp_avg

@@ -20,6 +20,7 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megascale.kernels.protocol import FP16_OVERFLOW, HeldParams, Operands
 
@@ -30,9 +31,9 @@ FP16_INF = 0x7C00
 FP16_LINEAR = 0x0100
 """The bits of 2**-16 in fp16: below, remainders are of fixed point."""
 UNIT = 2.0**40
-_WORD, INDEX_STRIDE, INDEX_START = 0xFFFFFFFF, 0x9E3779B1, 0x85EBCA77
+_WORD, INDEX_STRIDE, INDEX_START, MIXER = 0xFFFFFFFF, 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
 _TOGETHER = 1 << 20
-"""Elements that are joined, or summed at a time, in int64: a larger parameter is encoded alone."""
+"""Elements that are joined, or summed at a time, in int64, an even number: a larger parameter is encoded alone."""
 
 
 def encode(main: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -71,24 +72,40 @@ def decode(model: Tensor, remainder: Tensor) -> Tensor:
 def fingerprint(model: Tensor) -> Tensor:
     """Return a number that tells whether others have written a 16-bit model param: int64, 0-d, below 2**32.
 
-    The sum over elements of their bits times an odd weight, which depends on the index, modulo 2**32: another value of
-    one element always makes another number.
+    The sum of the hashes of *words*, modulo 2**32. A word is the bits of two neighbours, of which the first has an even
+    index. Its hash depends on its place too, is another number for any other word there, and 0 for two zeros. So
+    another value of one element always makes another number, and what changes many elements, a factor or a sign as
+    well, makes the same one with the probability of a random number.
     """
     total = torch.zeros((), dtype=torch.int64, device=model.device)
     flat = model.detach().reshape(-1)
     for start in range(0, len(flat), _TOGETHER):
-        part = flat[start : start + _TOGETHER]
-        total += (_bits(part) * _weights(start, start + len(part), model.device)).sum()
+        words = _words(flat[start : start + _TOGETHER])
+        total += _hashes(words, _factors(start // 2, len(words), model.device)).sum()
     return total & _WORD
 
 
-def _bits(flat: Tensor) -> Tensor:
-    return flat.view(torch.int16).to(torch.int64) & 0xFFFF
+def _words(flat: Tensor) -> Tensor:
+    """Return pairs of neighbours as int64 below 2**32: the bits of the first and, times 2**16, of the second."""
+    bits = flat.view(torch.int16).to(torch.int64) & 0xFFFF
+    return bits[::2] + pad(bits[1::2] << 16, (0, len(bits) % 2))
 
 
-def _weights(start: int, stop: int, device: torch.device) -> Tensor:
-    index = torch.arange(start, stop, dtype=torch.int64, device=device)
-    return (index * INDEX_STRIDE + INDEX_START) & _WORD | 1
+def _factors(start: int, num_words: int, device: torch.device) -> Tensor:
+    """Return odd numbers below 2**32 for words from index ``start`` on."""
+    index = torch.arange(start, start + num_words, dtype=torch.int64, device=device)
+    return (index * (2 * INDEX_STRIDE) + INDEX_START) & _WORD
+
+
+def _hashes(words: Tensor, factors: Tensor) -> Tensor:
+    mixed = _product(words, factors)
+    mixed = _product(mixed ^ (mixed >> 16), MIXER)
+    return mixed ^ (mixed >> 15)
+
+
+def _product(words: Tensor, factors: Tensor | int) -> Tensor:
+    """Return products modulo 2**32. Those of int64 wrap."""
+    return (words * factors) & _WORD
 
 
 class TorchRemainders:
@@ -173,6 +190,7 @@ def _fingerprints(flat: Tensor, models: Sequence[Tensor]) -> Tensor:
     """Return the fingerprint of each part of joined model params."""
     if len(models) == 1:
         return fingerprint(flat).reshape(1)
-    weights = _weights(0, max(model.numel() for model in models), flat.device)
-    each = torch.cat([weights[: model.numel()] for model in models])
-    return _sums(_bits(flat) * each, models) & _WORD
+    words = [_words(part.reshape(-1)) for part in _parts(flat, models)]
+    factors = _factors(0, max(map(len, words)), flat.device)
+    each = torch.cat([factors[: len(part)] for part in words])
+    return _sums(_hashes(torch.cat(words), each), words) & _WORD

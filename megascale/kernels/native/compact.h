@@ -18,6 +18,7 @@
 #define LEAST_SCALED 0x1p-100f /* a group of smaller numbers has scale 0 */
 #define INDEX_STRIDE 0x9E3779B1u
 #define STEP_STRIDE 0x85EBCA77u
+#define TO_MANTISSA 7 /* by so many bits the dither of quotients is shifted */
 
 /* The tensors of a parameter. Scales are 0 where a moment is fp32. */
 typedef struct {
@@ -40,7 +41,7 @@ typedef struct {
     float *first_scale, *second_scale;
     uint32_t dither;
     int64_t n, index;
-    PairMarks *marks;
+    Marks *marks;
 } Span;
 
 typedef union { uint32_t bits[BLOCK]; float values[BLOCK]; Words words[BLOCK / WIDTH]; } PerGroup;
@@ -134,7 +135,7 @@ INLINE void new_moments(Span at, CompactKind kind, AdamScalars s, float coeffici
 }
 
 /* Store two vectors' main params as model params and remainders. The rare ones wait. */
-INLINE void hold_pair(Span at, CompactKind kind, const Floats *value, Rare *rare, PairMarks *marks, int64_t o) {
+INLINE void hold_pair(Span at, CompactKind kind, const Floats *value, Rare *rare, Marks *marks, int64_t o) {
     char *at_model = at.model + 2 * o, *at_remainder = at.remainder + 2 * o;
     Pair model, remainder, marked;
     Words left[2];
@@ -166,10 +167,9 @@ INLINE void hold_pair(Span at, CompactKind kind, const Floats *value, Rare *rare
 
 /* Store a block's main params as model params and remainders. The rare ones wait. */
 INLINE void hold_block(Span at, CompactKind kind, const Work *work, Rare *rare, int64_t groups) {
-    PairMarks marks = *at.marks;
+    Marks marks = *at.marks;
     rare->n = 0;
     for (int64_t p = 0; p < groups * PAIRS; p++) hold_pair(at, kind, work->value + 2 * p, rare, &marks, 2 * WIDTH * p);
-    marks.times += (uint32_t)(groups * PAIRS);
     *at.marks = marks;
 }
 
@@ -178,10 +178,12 @@ static __attribute__((noinline)) int hold_rare_pairs(Span at, const Rare *rare, 
     int beyond = 0;
     for (int64_t v = 0; v < 2 * rare->n; v++) {
         int64_t o = rare->offset[v / 2] + v % 2 * WIDTH, n = at.n - o < WIDTH ? at.n - o : WIDTH;
+        Marks marks = marks_from(at.index + o);
         Halves held;
         if (n <= 0) continue;
         beyond |= hold_rare(value + o / WIDTH, at.model + 2 * o, at.remainder + 2 * o, n, &held);
-        at.marks->more += (widened(held) & (Words)before(n)) * marks_from(at.index + o).weight;
+        mark(&marks, held, n);
+        at.marks->sum += marks.sum;
     }
     return beyond;
 }
@@ -280,10 +282,14 @@ INLINE void new_scales(Span at, const Work *work, int64_t groups, PerGroup *inve
     memcpy(at.first_scale, scale.bits, (size_t)groups * sizeof(uint32_t));
 }
 
-/* Store the codes of group t's quotients. */
-INLINE void new_quotients(Span at, const Work *work, int64_t t, float inverse) {
-    for (int k = 0; k < VECTORS; k++)
-        store_8(at.first + t * GROUP + k * WIDTH, rounded(work->first[t * VECTORS + k] * inverse));
+/* Store the codes of group t's quotients. dither: of its first vector, such that the bits that count begin a mantissa. */
+INLINE void new_quotients(Span at, const Work *work, int64_t t, float inverse, Words dither) {
+    for (int k = 0; k < VECTORS; k++) {
+        Words part = dither + (uint32_t)(k * WIDTH) * (INDEX_STRIDE << TO_MANTISSA);
+        Floats from_1_to_2 = (Floats)((part & 0x007ffc00u) | 0x3f800200u);
+        Floats code = work->first[t * VECTORS + k] * inverse + (from_1_to_2 - 1.5f);
+        store_8(at.first + t * GROUP + k * WIDTH, rounded(code));
+    }
 }
 
 /* Prefetch a group's main params. */
@@ -334,7 +340,9 @@ INLINE int update_adam_block(Span at, CompactKind kind, AdamScalars s, float coe
     }
     if (kind.first) new_scales(at, &work, groups, &inverse);
     if (kind.held) hold_block(at, kind, &work, &rare, groups);
-    for (int64_t t = 0; kind.first && t < groups; t++) new_quotients(at, &work, t, inverse.values[t]);
+    weyl = first_dithers(at) << TO_MANTISSA;
+    for (int64_t t = 0; kind.first && t < groups; t++, weyl += GROUP * (INDEX_STRIDE << TO_MANTISSA))
+        new_quotients(at, &work, t, inverse.values[t], weyl);
     if (kind.held && __builtin_expect(rare.n != 0, 0)) return hold_rare_pairs(at, &rare, work.value);
     return any(beyond);
 }
@@ -347,7 +355,7 @@ INLINE int update_block(Span at, CompactKind kind, const Scalars *s, int64_t gro
 }
 
 INLINE Span span_of(const CompactRow *row, const char *grad, CompactKind kind, uint32_t dither, int64_t i, int64_t n,
-                    PairMarks *marks) {
+                    Marks *marks) {
     Span at = {grad + i * size_of(kind.grad), row->main + 4 * i, row->model + 2 * i, row->remainder + 2 * i,
                row->first + (kind.first ? i : 4 * i), row->second, row->first_scale + i / GROUP, row->second_scale,
                dither + (uint32_t)i * INDEX_STRIDE, n, i, marks};
@@ -383,7 +391,7 @@ INLINE int update_groups(const CompactRow *row, const char *grad, CompactKind ki
                          Chunk chunk, int streamed) {
     int beyond = 0;
     int64_t i = chunk.start, whole = chunk.end - (chunk.end - i) % GROUP;
-    PairMarks marks = {{0}, {0}, {0}, {0}, {0}, 0};
+    Marks marks = marks_from(chunk.start);
 #define SPAN(n) span_of(row, grad, kind, dither, i, n, &marks)
     for (; i + BLOCK * GROUP <= whole; i += BLOCK * GROUP)
         beyond |= update_block(SPAN(BLOCK * GROUP), kind, s, BLOCK, streamed);
@@ -391,7 +399,7 @@ INLINE int update_groups(const CompactRow *row, const char *grad, CompactKind ki
     i = whole;
     if (i < chunk.end) beyond |= update_last_group(SPAN(chunk.end - i), kind, s);
 #undef SPAN
-    if (kind.held) add_fingerprint(row->fingerprint, sum_of_pair_marks(&marks, chunk.start));
+    if (kind.held) add_fingerprint(row->fingerprint, sum_of_marks(marks));
     return beyond;
 }
 

@@ -319,7 +319,7 @@ INLINE int update_vectors(const Row *row, const char *grad, Kind kind, Scalars s
     if (streamed && !((uintptr_t)row->model & 63)) in_lines = end - (end - i) % LINE;
     Ints beyond = {0};
     int held_beyond = 0;
-    Marks marks = {{0}, {0}, {0}, 0};
+    Marks marks = {{0}, {0}};
     if (kind.held) marks = marks_from(i);
     for (; i + WIDTH <= end; i += WIDTH) {
         Place at = place_of(row, grad, kind, i, WIDTH);

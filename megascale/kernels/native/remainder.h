@@ -10,8 +10,9 @@
 #define FIXED_POINT_END 0x0100 /* 2**-16 as fp16 bits: smaller magnitudes have remainders in units of 2**-40 */
 #define HALF_INFINITY 0x7c00   /* inf as fp16 bits */
 #define MOST_REMAINDER 32767
-#define WEIGHT_STRIDE 0x9E3779B1u /* of an element's weight in the fingerprint */
-#define WEIGHT_START 0x85EBCA77u
+#define FACTOR_STRIDE 0x9E3779B1u /* from one element to the next, of a word's factor in the fingerprint */
+#define FACTOR_START 0x85EBCA77u
+#define MIXER 0xC2B2AE3Du
 
 /* The tensors of a parameter: main param (fp32), model param (fp16 or bf16: type), remainder (int16), fingerprint. */
 typedef struct {
@@ -151,58 +152,44 @@ INLINE Floats held_value(const char *at_model, const char *at_remainder, int64_t
     return decoded(model, remainder, type, rare);
 }
 
-/* The fingerprint of a run of elements, lane by lane: sums of their bits and of those sums, from which follow the sums
- * of products with weights that rise evenly. weight: of the first ones. times: vectors so far.
+/* The fingerprint of a run of elements: the sum of the hashes of their words, two elements each, lane by lane. factor:
+ * of the next words.
  */
-typedef struct { Words sum, sums, weight; uint32_t times; } Marks;
+typedef struct { Words sum, factor; } Marks;
 
-/* i: the index of the first element in the row. WIDTH is even: the lowest bit of a lane's weight never changes. */
+/* i: the index of the first element in the row, even. */
 INLINE Marks marks_from(int64_t i) {
-    Words weight = {0};
-    for (int j = 0; j < WIDTH; j++) weight[j] = ((uint32_t)(i + j) * WEIGHT_STRIDE + WEIGHT_START) | 1u;
-    return (Marks){{0}, {0}, weight, 0};
+    Marks marks = {{0}, {0}};
+    for (int j = 0; j < WIDTH; j++) marks.factor[j] = (uint32_t)(i + 2 * j) * FACTOR_STRIDE + FACTOR_START;
+    return marks;
 }
+
+/* Add the words of the next n elements, an even number; words of zeros, such as those beyond a vector, add nothing. */
+INLINE void mark_words(Marks *marks, Words words, uint32_t n) {
+    words *= marks->factor;
+    words = (words ^ words >> 16) * MIXER;
+    marks->sum += words ^ words >> 15;
+    marks->factor += n * FACTOR_STRIDE;
+}
+
+INLINE void mark_pair(Marks *marks, Pair model) { mark_words(marks, (Words)model, 2 * WIDTH); }
 
 /* Add the next WIDTH elements, of which the first n count. */
 INLINE void mark(Marks *marks, Halves model, int64_t n) {
-    Words bits = widened(model);
-    if (n < WIDTH) bits &= (Words)before(n);
-    marks->sum += bits;
-    marks->sums += marks->sum;
-    marks->times++;
+#if WIDTH == 16
+    if (n >= WIDTH) {
+        mark_words(marks, (Words)_mm512_zextsi256_si512((__m256i)model), WIDTH);
+        return;
+    }
+#endif
+    Words words = {0};
+    copy_first(&words, &model, 2, n);
+    mark_words(marks, words, WIDTH);
 }
 
 INLINE uint32_t sum_of_marks(Marks marks) {
-    Words indices = marks.times * marks.sum - marks.sums;
-    Words lanes = marks.sum * marks.weight + indices * (WIDTH * WEIGHT_STRIDE);
     uint32_t sum = 0;
-    for (int j = 0; j < WIDTH; j++) sum += lanes[j];
-    return sum;
-}
-
-/* The same of pairs. A lane is the bits of an element and, times 2**16, those of the next one, odd. more: what is added
- * otherwise.
- */
-typedef struct { Words sum, sums, odd, odds, more; uint32_t times; } PairMarks;
-
-INLINE void mark_pair(PairMarks *marks, Pair model) {
-    Words bits = (Words)model;
-    marks->sum += bits;
-    marks->sums += marks->sum;
-    marks->odd += bits >> 16;
-    marks->odds += marks->odd;
-}
-
-/* start: the index of the first element in the row, even: the next one's weight is WEIGHT_STRIDE + 1 more. */
-INLINE uint32_t sum_of_pair_marks(const PairMarks *marks, int64_t start) {
-    Words weight, both = marks->sum + marks->odd - (marks->odd << 16);
-    Words boths = marks->sums + marks->odds - (marks->odds << 16);
-    for (int j = 0; j < WIDTH; j++) weight[j] = (uint32_t)(start + 2 * j) * WEIGHT_STRIDE + WEIGHT_START;
-    Words indices = marks->times * both - boths;
-    Words lanes = both * weight + indices * (2 * WIDTH * WEIGHT_STRIDE) + marks->odd * (WEIGHT_STRIDE + 1);
-    uint32_t sum = 0;
-    lanes += marks->more;
-    for (int j = 0; j < WIDTH; j++) sum += lanes[j];
+    for (int j = 0; j < WIDTH; j++) sum += marks.sum[j];
     return sum;
 }
 

@@ -32,6 +32,8 @@ LEVEL_UNIT = tl.constexpr(compact_averages.UNIT)
 INDEX_STRIDE = tl.constexpr(compact_moments.INDEX_STRIDE - (1 << 32))
 STEP_STRIDE = tl.constexpr(compact_moments.STEP_STRIDE - (1 << 32))
 PER_UPPER_HALF = tl.constexpr(2.0**-16)
+PER_THIRTEEN_BITS = tl.constexpr(2.0**-13)
+LEAST_DITHER = tl.constexpr(2.0**-14 - 0.5)
 
 # fmt: off
 
@@ -53,12 +55,18 @@ def zeros_of(BLOCK: tl.constexpr, CODES: tl.constexpr):
 
 
 @inlined
+def zeros_of_words(BLOCK: tl.constexpr, CODES: tl.constexpr):
+    """Return int32 zeros, one for each two elements of a block, or where there are CODES for each group."""
+    return tl.full((BLOCK // GROUP if CODES else BLOCK // 2,), 0, tl.int32)
+
+
+@inlined
 def first_dither(row, start, step, CODES: tl.constexpr):
     """Return the dither of a chunk's first element as int32, modulo 2**32. step: landed steps before this one, fp32."""
     dither = tl.full((), 0, tl.int32)
     if CODES:
         index = (tl.load(row + START) + start).to(tl.int32)
-        dither = index * INDEX_STRIDE + (step + 1).to(tl.int32) * STEP_STRIDE
+        dither = index * INDEX_STRIDE + (step + 1).to(tl.int64).to(tl.int32) * STEP_STRIDE
     return dither
 
 
@@ -140,14 +148,15 @@ def _encode_root(root, mask, dithers):
 
 
 @inlined
-def _encode_quotient(exp_avg, held):
+def _encode_quotient(exp_avg, held, dithers):
     """Return the codes of first moments and the scales, fp32, shape [groups, 1]. held: roots of the second moments."""
     quotient = tl.where(held == 0, 0.0, tl.div_rn(exp_avg, held))
     largest = max_of_rows(_magnitude(quotient)).to(tl.float32, bitcast=True)[:, None]
     parts = tl.full(largest.shape, TOP_QUOTIENT, tl.float32)
     scale = tl.where(largest < LEAST_QUOTIENT, 0.0, tl.div_rn(largest, parts))
-    product = quotient * _inverse(scale)
-    return tl.where(product == product, nearest(product), 0), scale
+    dither = ((dithers >> 3) & 0x1FFF).to(tl.int32).to(tl.float32) * PER_THIRTEEN_BITS + LEAST_DITHER
+    dithered = quotient * _inverse(scale) + dither
+    return tl.where(dithered == dithered, nearest(dithered), 0), scale
 
 
 @inlined
@@ -172,7 +181,7 @@ def write_moments(
     if AVG_DTYPE == tl.int8:
         if SQ_DTYPE != tl.uint8:
             root = tl.sqrt_rn(exp_avg_sq)
-        code, scale = _encode_quotient(exp_avg, root)
+        code, scale = _encode_quotient(exp_avg, root, _dithers(dither, offsets))
         tl.store(avg_chunk + offsets, code.to(tl.int8), mask=kept)
         _write_scale(avg_scales, begin, last, scale.to(tl.int32, bitcast=True), BLOCK)
     else:

@@ -53,7 +53,7 @@ def _encode_chunk(
     left_chunk, model_chunk = main_chunks(row, start, MODEL_DTYPE, True, VECTOR)
     main_chunk = chunk_of(row, STATE, start, tl.float32, VECTOR)
     overflow = tl.full((BLOCK,), 0, tl.int32)
-    mark = tl.full((BLOCK,), 0, tl.int32)
+    mark = tl.full((BLOCK // 2,), 0, tl.int32)
     for begin in range(first, last, BLOCK):
         offsets = begin + tl.arange(0, BLOCK)
         mask = offsets < last

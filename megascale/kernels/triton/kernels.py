@@ -27,6 +27,7 @@ from megascale.kernels.triton.codes import (
     write_average,
     write_moments,
     zeros_of,
+    zeros_of_words,
 )
 from megascale.kernels.triton.decision import decide_kernel as decide_kernel
 from megascale.kernels.triton.decision import rescale_kernel as rescale_kernel
@@ -75,7 +76,7 @@ def _adam_chunk(
     sq_scales = scales_of(row, SECOND_SCALE, start, SQ_DTYPE)
     max_chunk = chunk_of(row, STATE + 2, start, MAX_DTYPE, VECTOR)
     overflow = zeros_of(BLOCK, CODES)
-    mark = zeros_of(BLOCK, CODES)
+    mark = zeros_of_words(BLOCK, CODES)
     for begin in range(first, last, BLOCK):
         offsets = offsets_of(begin, BLOCK, CODES)
         mask = offsets < last
@@ -176,7 +177,7 @@ def _sgd_chunk(
     buffer_chunk = chunk_of(row, STATE, start, BUFFER_DTYPE, VECTOR)
     scales = scales_of(row, FIRST_SCALE, start, BUFFER_DTYPE)
     overflow = zeros_of(BLOCK, CODES)
-    mark = zeros_of(BLOCK, CODES)
+    mark = zeros_of_words(BLOCK, CODES)
     for begin in range(first, last, BLOCK):
         offsets = offsets_of(begin, BLOCK, CODES)
         mask = offsets < last
@@ -264,7 +265,7 @@ def _lion_chunk(
     avg_chunk = chunk_of(row, STATE, start, AVG_DTYPE, VECTOR)
     scales = scales_of(row, FIRST_SCALE, start, AVG_DTYPE)
     overflow = zeros_of(BLOCK, CODES)
-    mark = zeros_of(BLOCK, CODES)
+    mark = zeros_of_words(BLOCK, CODES)
     for begin in range(first, last, BLOCK):
         offsets = offsets_of(begin, BLOCK, CODES)
         mask = offsets < last

@@ -22,8 +22,9 @@ UNIT = tl.constexpr(remainders.UNIT)
 PER_UNIT = tl.constexpr(1 / remainders.UNIT)
 HALF_INFINITY = tl.constexpr(remainders.FP16_INF)
 # As int32, whose products wrap as those of uint32 do.
-WEIGHT_STRIDE = tl.constexpr(remainders.INDEX_STRIDE - (1 << 32))
-WEIGHT_START = tl.constexpr(remainders.INDEX_START - (1 << 32))
+FACTOR_STRIDE = tl.constexpr(remainders.INDEX_STRIDE - (1 << 32))
+FACTOR_START = tl.constexpr(remainders.INDEX_START - (1 << 32))
+MIXER = tl.constexpr(remainders.MIXER - (1 << 32))
 TO_WHOLE = tl.constexpr(1.5 * 2.0**23)  # a number below 2**22 that is added to it in fp32 keeps no fraction
 
 # fmt: off
@@ -99,6 +100,30 @@ def read_main(main_chunk, model_chunk, offsets, mask, MODEL_DTYPE: tl.constexpr,
 
 
 @inlined
+def _pairs(values, ROWS: tl.constexpr):
+    """Return neighbours in a dimension of their own, the last."""
+    if ROWS:
+        pairs = tl.reshape(values, (values.shape[0], values.shape[1] // 2, 2))
+    else:
+        pairs = tl.reshape(values, (values.shape[0] // 2, 2))
+    return pairs
+
+
+@inlined
+def _words(half, ROWS: tl.constexpr):
+    """Return the bits of two neighbours as one int32. half: those of each, in the lower 16 bits."""
+    first, second = tl.split(_pairs(half, ROWS))
+    return (first & 0xFFFF) | (second << 16)
+
+
+@inlined
+def _hashes(words, factor):
+    mixed = (words * factor).to(tl.uint32, bitcast=True)
+    mixed = ((mixed ^ (mixed >> 16)).to(tl.int32, bitcast=True) * MIXER).to(tl.uint32, bitcast=True)
+    return (mixed ^ (mixed >> 15)).to(tl.int32, bitcast=True)
+
+
+@inlined
 def write_main(
     main_chunk, model_chunk, start, offsets, value, half, left, mask, kept, overflow, mark, MODEL_DTYPE: tl.constexpr,
     HELD: tl.constexpr, ROWS: tl.constexpr,
@@ -106,7 +131,7 @@ def write_main(
     """Write main params and their model params where ``kept``.
 
     Return ``overflow`` with another number than 0 where the rounding is not finite fp16, and ``mark`` with what the
-    fingerprint changes by: of each element, or of each row of a block in ROWS.
+    fingerprint changes by: of each word, or of each row of a block in ROWS.
     half, left: what :func:`read_main` returned beside the main params. Where HELD a finite number that would be inf in
     fp16 keeps them.
     """
@@ -120,8 +145,10 @@ def write_main(
             remainder = tl.where(refused, left, remainder)
         tl.store(main_chunk + offsets, remainder.to(tl.int16), mask=kept)
         tl.store(model_chunk + offsets, rounded.to(tl.int16), mask=kept)
-        weight = (start.to(tl.int32) * WEIGHT_STRIDE + WEIGHT_START) + offsets * WEIGHT_STRIDE | 1
-        change = tl.where(kept, (rounded & 0xFFFF) - (half & 0xFFFF), 0) * weight
+        words = _words(tl.where(kept, rounded, half), ROWS)
+        first_of_word, _ = tl.split(_pairs(offsets, ROWS))
+        factor = (start.to(tl.int32) * FACTOR_STRIDE + FACTOR_START) + first_of_word * FACTOR_STRIDE
+        change = _hashes(words, factor) - _hashes(_words(half, ROWS), factor)
         mark += sum_of(change, 1) if ROWS else change
     else:
         write(main_chunk, offsets, value, kept)
