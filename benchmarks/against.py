@@ -15,19 +15,27 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch
 from peers.report import base_parser, place
 
 ROOT = Path(__file__).parents[1]
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+HELD: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "remainders": {"store_param_remainders": True},
+    "codes": {"exp_avg_dtype": torch.int8},
+}
+HELD["compact"] = HELD["remainders"] | HELD["codes"]
+"""What a config is given for each kind of states. Codes of Adam's second moment come in addition."""
 WARM_UP = 3
 SEED = 0
 
 
-def serve(rule: str, dtype: torch.dtype, numel: int, tensors: int, probe: int) -> None:
+def serve(rule: str, dtype: torch.dtype, states: str, numel: int, tensors: int, probe: int) -> None:
     """Build the work with the megascale that Python finds. Then time one step for each line that is read."""
     import megascale
     from megascale import ConstantGradScaler, MixedPrecisionOptimizer, OptimizerConfig
@@ -48,7 +56,10 @@ def serve(rule: str, dtype: torch.dtype, numel: int, tensors: int, probe: int) -
     length = numel // tensors
     params = [torch.nn.Parameter(torch.randn(length).mul_(0.02).to(dtype)) for _ in range(tensors)]
     inner = kind(params, lr=1e-4, **options)
-    config = OptimizerConfig(fp16=dtype == torch.float16, bf16=dtype == torch.bfloat16, clip_grad=1.0)
+    held = dict(HELD[states])
+    if "exp_avg_dtype" in held and issubclass(kind, torch.optim.Adam):
+        held["exp_avg_sq_dtype"] = torch.uint8
+    config = OptimizerConfig(fp16=dtype == torch.float16, bf16=dtype == torch.bfloat16, clip_grad=1.0, **held)
     scaler = ConstantGradScaler(1024.0) if dtype == torch.float16 else None
     optimizer = MixedPrecisionOptimizer(inner, config, scaler)
     for param in params:
@@ -102,12 +113,12 @@ def compared(before: Path, case: list[str], rounds: int, threads: int) -> tuple[
     return [one for one, _ in times[WARM_UP:]], [one for _, one in times[WARM_UP:]]
 
 
-def row(rule: str, dtype: str, there: list[float], here: list[float]) -> str:
+def row(rule: str, dtype: str, states: str, there: list[float], here: list[float]) -> str:
     """Return a row of the table."""
     ratios = sorted(new / old for old, new in zip(there, here, strict=True))
     low, high = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
     times = " | ".join(f"{statistics.median(one):.1f} ({min(one):.1f} to {max(one):.1f})" for one in (there, here))
-    return f"| {rule} | {dtype} | {times} | {statistics.median(ratios):.2f} | {low:.2f} to {high:.2f} |"
+    return f"| {rule} | {dtype} | {states} | {times} | {statistics.median(ratios):.2f} | {low:.2f} to {high:.2f} |"
 
 
 def report(given: argparse.Namespace) -> Iterator[str]:
@@ -116,13 +127,13 @@ def report(given: argparse.Namespace) -> Iterator[str]:
     yield f"## A step here and at commit {commit_of(given.before)}\n"
     yield f"{where}; {given.rounds} interleaved rounds; ms, median (min to max).\n"
     arguments = f"--numel {given.numel} --tensors {given.tensors} --rounds {given.rounds} --threads {given.threads}"
-    yield f"`python benchmarks/against.py ../earlier {arguments} --rules {given.rules} --dtypes {given.dtypes}`\n"
-    yield "| rule | parameters | before | here | here / before (median) | (middle half) |"
-    yield "|---|---|---|---|---|---|"
-    for rule in given.rules.split(","):
-        for dtype in given.dtypes.split(","):
-            case = [rule, dtype, str(given.numel), str(given.tensors), str(given.probe or given.numel)]
-            yield row(rule, dtype, *compared(given.before, case, given.rounds, given.threads))
+    chosen = f"--rules {given.rules} --dtypes {given.dtypes} --states {given.states}"
+    yield f"`python benchmarks/against.py ../earlier {arguments} {chosen}`\n"
+    yield "| rule | parameters | states | before | here | here / before (median) | (middle half) |"
+    yield "|---|---|---|---|---|---|---|"
+    sizes = [str(size) for size in (given.numel, given.tensors, given.probe or given.numel)]
+    for of in product(given.rules.split(","), given.dtypes.split(","), given.states.split(",")):
+        yield row(*of, *compared(given.before, [*of, *sizes], given.rounds, given.threads))
 
 
 def commit_of(checkout: Path) -> str:
@@ -134,13 +145,14 @@ def commit_of(checkout: Path) -> str:
 def main() -> None:
     """Compare, print, and write the table where asked; or serve one case."""
     if sys.argv[1:2] == ["--serve"]:
-        rule, dtype, *numbers = sys.argv[2:]
-        return serve(rule, DTYPES[dtype], *map(int, numbers))
+        rule, dtype, states, *numbers = sys.argv[2:]
+        return serve(rule, DTYPES[dtype], states, *map(int, numbers))
     parser = base_parser(__doc__, rounds=24)
     parser.add_argument("before", type=Path, help="a checkout of megascale to compare with")
     parser.add_argument("--tensors", type=int, default=200)
     parser.add_argument("--rules", default="adamw", help="separated by commas")
     parser.add_argument("--dtypes", default="float16,bfloat16", help="separated by commas")
+    parser.add_argument("--states", default="float32", help=f"separated by commas, of {', '.join(HELD)}")
     given = parser.parse_args()
     lines = []
     for line in report(given):

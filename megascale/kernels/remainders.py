@@ -98,8 +98,8 @@ def _factors(start: int, num_words: int, device: torch.device) -> Tensor:
 
 
 def _hashes(words: Tensor, factors: Tensor) -> Tensor:
-    mixed = _product(words, factors)
-    mixed = _product(mixed ^ (mixed >> 16), MIXER)
+    mixed = _product(words, MIXER)
+    mixed = _product(mixed ^ (mixed >> 16), factors)
     return mixed ^ (mixed >> 15)
 
 

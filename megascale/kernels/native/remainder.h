@@ -166,8 +166,8 @@ INLINE Marks marks_from(int64_t i) {
 
 /* Add the words of the next n elements, an even number; words of zeros, such as those beyond a vector, add nothing. */
 INLINE void mark_words(Marks *marks, Words words, uint32_t n) {
-    words *= marks->factor;
-    words = (words ^ words >> 16) * MIXER;
+    words *= MIXER;
+    words = (words ^ words >> 16) * marks->factor;
     marks->sum += words ^ words >> 15;
     marks->factor += n * FACTOR_STRIDE;
 }

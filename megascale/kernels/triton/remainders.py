@@ -118,8 +118,8 @@ def _words(half, ROWS: tl.constexpr):
 
 @inlined
 def _hashes(words, factor):
-    mixed = (words * factor).to(tl.uint32, bitcast=True)
-    mixed = ((mixed ^ (mixed >> 16)).to(tl.int32, bitcast=True) * MIXER).to(tl.uint32, bitcast=True)
+    mixed = (words * MIXER).to(tl.uint32, bitcast=True)
+    mixed = ((mixed ^ (mixed >> 16)).to(tl.int32, bitcast=True) * factor).to(tl.uint32, bitcast=True)
     return (mixed ^ (mixed >> 15)).to(tl.int32, bitcast=True)
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 from megascale.kernels import HeldParams, remainders, select_backend
 
 CHUNK = 1 << 22
+FORMATS = (torch.float16, torch.bfloat16)
 
 
 def _bits(value: Tensor) -> Tensor:
@@ -124,3 +125,92 @@ def test_what_does_not_fit_fp16_is_told_and_kept(backend: str, numbers: int) -> 
         main.zero_()
     select_backend(backend).decode_(held)
     assert all(torch.equal(one, other) for one, other in zip(mains, expected, strict=True))
+
+
+def _fingerprint_of(bits: list[int]) -> int:
+    """Return the fingerprint of elements' bits, from the formula of docs/numerics.md."""
+    total = 0
+    for index in range(0, len(bits), 2):
+        word = bits[index] + 2**16 * sum(bits[index + 1 : index + 2])
+        mixed = word * 0xC2B2AE3D % 2**32
+        mixed = (mixed ^ mixed // 2**16) * (index * 0x9E3779B1 + 0x85EBCA77) % 2**32
+        total += mixed ^ mixed // 2**15
+    return total % 2**32
+
+
+def _spread(numel: int, dtype: torch.dtype) -> Tensor:
+    """Return elements of both signs and of sizes from those that fp16 rounds to 0 up."""
+    generator = torch.Generator().manual_seed(numel)
+    sizes = torch.exp(4 * torch.randn(numel, generator=generator) - 4)
+    return (sizes * torch.randn(numel, generator=generator)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("numel", [0, 1, 2, 3, 31, 32, 33, 500])
+def test_a_fingerprint_is_the_sum_of_hashes_of_pairs(numel: int, dtype: torch.dtype) -> None:
+    """Of an odd number of elements the last one's pair is filled up by a zero; strides and shapes do not matter."""
+    model = _spread(numel, dtype)
+    expected = _fingerprint_of([bits & 0xFFFF for bits in model.view(torch.int16).tolist()])
+    assert remainders.fingerprint(model).item() == expected
+    beside = torch.stack([model, model], 1)[:, 1]
+    assert remainders.fingerprint(beside).item() == expected
+
+
+@pytest.mark.parametrize("backend", ["reference", "native"])
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+def test_encoding_takes_the_fingerprint_of_what_it_wrote(backend: str, dtype: torch.dtype) -> None:
+    """Of any number of elements, over several chunks of a kernel, and of those that are rare in fp16 as well."""
+    mains = [
+        _spread(numel, torch.float32) for numel in (0, 1, 15, 16, 17, 95, 65535, 65537, 2 * 65536 + 3, (1 << 20) + 5)
+    ]
+    models = [main.to(dtype) for main in mains]
+    held = HeldParams(
+        models,
+        [torch.zeros_like(model, dtype=torch.int16) for model in models],
+        [torch.zeros((), dtype=torch.int64) for _ in models],
+        mains,
+    )
+    select_backend(backend).encode_(held, torch.zeros(()))
+    assert [mark.item() for mark in held.fingerprints] == [remainders.fingerprint(model).item() for model in models]
+
+
+CHANGES = {
+    "doubled": lambda model: model * 2,
+    "halved": lambda model: model / 2,
+    "negated": lambda model: -model,
+    "made positive": lambda model: model.abs(),
+    "shifted": lambda model: model.roll(2),
+    "shifted far": lambda model: model.roll(1 << 16),
+    "turned round": lambda model: model.flip(0),
+    "filled": lambda model: torch.full_like(model, 0.5),
+}
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("numel", [1 << 17, 1 << 22])
+def test_changes_of_whole_tensors_are_seen(numel: int, change: str, dtype: torch.dtype) -> None:
+    """Sums of bits times an index would not see a factor of 2 or a sign, in tensors of a power of two."""
+    generator = torch.Generator().manual_seed(0)
+    normal = torch.randn(numel, generator=generator).to(dtype)
+    for model in (normal, normal.abs(), torch.ones(numel, dtype=dtype), torch.arange(numel).remainder(64).to(dtype)):
+        changed = CHANGES[change](model)
+        if not torch.equal(changed.view(torch.int16), model.view(torch.int16)):
+            assert remainders.fingerprint(changed) != remainders.fingerprint(model)
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+def test_two_changes_do_not_cancel(dtype: torch.dtype) -> None:
+    """4,000 pairs of elements of which both signs, both lowest bits, or both elements are exchanged."""
+    generator = torch.Generator().manual_seed(0)
+    model = torch.randn(1 << 12, generator=generator).to(dtype)
+    mark = remainders.fingerprint(model)
+    for _ in range(4000):
+        one, other = torch.randperm(len(model), generator=generator)[:2].tolist()
+        for flipped in (-0x8000, 1):
+            changed = model.clone()
+            changed.view(torch.int16)[[one, other]] ^= flipped
+            assert remainders.fingerprint(changed) != mark
+        changed = model.clone()
+        changed[[one, other]] = model[[other, one]]
+        assert remainders.fingerprint(changed) != mark or model[one] == model[other]
