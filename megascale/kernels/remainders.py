@@ -31,7 +31,7 @@ FP16_INF = 0x7C00
 FP16_LINEAR = 0x0100
 """The bits of 2**-16 in fp16: below, remainders are of fixed point."""
 UNIT = 2.0**40
-_WORD, INDEX_STRIDE, INDEX_START, MIXER = 0xFFFFFFFF, 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
+_WORD, KEY_STRIDE, KEY_START = 0xFFFFFFFF, 0x9E3779B1, 0x85EBCA77
 _TOGETHER = 1 << 20
 """Elements that are joined, or summed at a time, in int64, an even number: a larger parameter is encoded alone."""
 
@@ -92,20 +92,18 @@ def _words(flat: Tensor) -> Tensor:
 
 
 def _factors(start: int, num_words: int, device: torch.device) -> Tensor:
-    """Return odd numbers below 2**32 for words from index ``start`` on."""
+    """Return odd numbers below 2**32 for words from index ``start`` on.
+
+    They do not rise evenly: sums of such hashes of tensors of one value, of 2**23 elements and more, could be the same.
+    """
     index = torch.arange(start, start + num_words, dtype=torch.int64, device=device)
-    return (index * (2 * INDEX_STRIDE) + INDEX_START) & _WORD
+    key = (index * (2 * KEY_STRIDE) + KEY_START) & _WORD
+    return (key ^ (key >> 15)) | 1
 
 
 def _hashes(words: Tensor, factors: Tensor) -> Tensor:
-    mixed = _product(words, MIXER)
-    mixed = _product(mixed ^ (mixed >> 16), factors)
+    mixed = ((words ^ (words >> 13)) * factors) & _WORD  # products of int64 wrap
     return mixed ^ (mixed >> 15)
-
-
-def _product(words: Tensor, factors: Tensor | int) -> Tensor:
-    """Return products modulo 2**32. Those of int64 wrap."""
-    return (words * factors) & _WORD
 
 
 class TorchRemainders:

@@ -182,7 +182,7 @@ static __attribute__((noinline)) int hold_rare_pairs(Span at, const Rare *rare, 
         Halves held;
         if (n <= 0) continue;
         beyond |= hold_rare(value + o / WIDTH, at.model + 2 * o, at.remainder + 2 * o, n, &held);
-        mark(&marks, held, n);
+        mark_last(&marks, held, n);
         at.marks->sum += marks.sum;
     }
     return beyond;

@@ -313,29 +313,39 @@ static inline void fetch_start(const Row *row, const char *grad) {
         if (starts[k]) fetch(starts[k], START);
 }
 
+/* Update a chunk's whole vectors, of main params that are remainders. Returns the same as update_vectors(). */
+INLINE int update_held_vectors(const Row *row, const char *grad, Kind kind, Scalars s, Chunk chunk) {
+    Marks marks = marks_from(chunk.start);
+    int beyond = 0;
+    for (int64_t i = chunk.start; i + WIDTH <= chunk.end; i += 2 * WIDTH) {
+        Halves held[2] = {{0}};
+        for (int k = 0; k < 2 && i + (k + 1) * WIDTH <= chunk.end; k++) {
+            Place at = place_of(row, grad, kind, i + k * WIDTH, WIDTH);
+            fetch_ahead(row, at, kind);
+            beyond |= hold_value(updated(at, kind, s), at.model, at.remainder, kind.model, WIDTH, held + k);
+        }
+        mark_pair(&marks, joined(held[0], held[1]));
+    }
+    add_fingerprint(row->fingerprint, sum_of_marks(marks));
+    return beyond;
+}
+
 /* Update a chunk's whole vectors. Returns whether a rounding into fp16 is not finite. */
 INLINE int update_vectors(const Row *row, const char *grad, Kind kind, Scalars s, Chunk chunk, int streamed) {
+    if (kind.held) return update_held_vectors(row, grad, kind, s, chunk);
     int64_t i = chunk.start, end = chunk.end, in_lines = i;
     if (streamed && !((uintptr_t)row->model & 63)) in_lines = end - (end - i) % LINE;
     Ints beyond = {0};
-    int held_beyond = 0;
-    Marks marks = {{0}, {0}};
-    if (kind.held) marks = marks_from(i);
     for (; i + WIDTH <= end; i += WIDTH) {
         Place at = place_of(row, grad, kind, i, WIDTH);
         fetch_ahead(row, at, kind);
         Floats value = updated(at, kind, s);
-        if (kind.held) {
-            held_beyond |= hold_value(value, at.model, at.remainder, kind.model, WIDTH, &marks);
-            continue;
-        }
         if (kind.model == NONE) continue;
         if (i < in_lines) stream(at.model, value, kind.model);
         else store(at.model, value, kind.model, WIDTH);
         if (kind.model == F16) beyond |= rounds_beyond(value);
     }
-    if (kind.held) add_fingerprint(row->fingerprint, sum_of_marks(marks));
-    return held_beyond | any(beyond);
+    return any(beyond);
 }
 
 /* Update the rest of a chunk after its whole vectors, for all kinds. Returns the same as update_vectors(). */
@@ -347,7 +357,9 @@ static __attribute__((noinline)) int update_rest(const Row *row, const char *gra
     Floats value = updated(at, kind, *s);
     if (kind.held) {
         Marks marks = marks_from(chunk.end - n);
-        int beyond = hold_value(value, at.model, at.remainder, kind.model, n, &marks);
+        Halves held;
+        int beyond = hold_value(value, at.model, at.remainder, kind.model, n, &held);
+        mark_last(&marks, held, n);
         add_fingerprint(row->fingerprint, sum_of_marks(marks));
         return beyond;
     }

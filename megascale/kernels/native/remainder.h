@@ -10,9 +10,8 @@
 #define FIXED_POINT_END 0x0100 /* 2**-16 as fp16 bits: smaller magnitudes have remainders in units of 2**-40 */
 #define HALF_INFINITY 0x7c00   /* inf as fp16 bits */
 #define MOST_REMAINDER 32767
-#define FACTOR_STRIDE 0x9E3779B1u /* from one element to the next, of a word's factor in the fingerprint */
-#define FACTOR_START 0x85EBCA77u
-#define MIXER 0xC2B2AE3Du
+#define KEY_STRIDE 0x9E3779B1u /* from one element to the next, of a word's key in the fingerprint */
+#define KEY_START 0x85EBCA77u
 
 /* The tensors of a parameter: main param (fp32), model param (fp16 or bf16: type), remainder (int16), fingerprint. */
 typedef struct {
@@ -152,39 +151,31 @@ INLINE Floats held_value(const char *at_model, const char *at_remainder, int64_t
     return decoded(model, remainder, type, rare);
 }
 
-/* The fingerprint of a run of elements: the sum of the hashes of their words, two elements each, lane by lane. factor:
- * of the next words.
+/* The fingerprint of a run of elements: the sum of the hashes of their words, two elements each, lane by lane. key: of
+ * the next words.
  */
-typedef struct { Words sum, factor; } Marks;
+typedef struct { Words sum, key; } Marks;
 
 /* i: the index of the first element in the row, even. */
 INLINE Marks marks_from(int64_t i) {
     Marks marks = {{0}, {0}};
-    for (int j = 0; j < WIDTH; j++) marks.factor[j] = (uint32_t)(i + 2 * j) * FACTOR_STRIDE + FACTOR_START;
+    for (int j = 0; j < WIDTH; j++) marks.key[j] = (uint32_t)(i + 2 * j) * KEY_STRIDE + KEY_START;
     return marks;
 }
 
-/* Add the words of the next n elements, an even number; words of zeros, such as those beyond a vector, add nothing. */
-INLINE void mark_words(Marks *marks, Words words, uint32_t n) {
-    words *= MIXER;
-    words = (words ^ words >> 16) * marks->factor;
+/* Add the next 2 * WIDTH elements. Zeros, such as those beyond the last element, add nothing. */
+INLINE void mark_pair(Marks *marks, Pair model) {
+    Words words = (Words)model;
+    words = (words ^ words >> 13) * ((marks->key ^ marks->key >> 15) | 1);
     marks->sum += words ^ words >> 15;
-    marks->factor += n * FACTOR_STRIDE;
+    marks->key += 2 * WIDTH * KEY_STRIDE;
 }
 
-INLINE void mark_pair(Marks *marks, Pair model) { mark_words(marks, (Words)model, 2 * WIDTH); }
-
-/* Add the next WIDTH elements, of which the first n count. */
-INLINE void mark(Marks *marks, Halves model, int64_t n) {
-#if WIDTH == 16
-    if (n >= WIDTH) {
-        mark_words(marks, (Words)_mm512_zextsi256_si512((__m256i)model), WIDTH);
-        return;
-    }
-#endif
-    Words words = {0};
-    copy_first(&words, &model, 2, n);
-    mark_words(marks, words, WIDTH);
+/* Add the last n <= WIDTH elements. */
+INLINE void mark_last(Marks *marks, Halves model, int64_t n) {
+    Halves counted = {0};
+    copy_first(&counted, &model, 2, n);
+    mark_pair(marks, joined(counted, (Halves){0}));
 }
 
 INLINE uint32_t sum_of_marks(Marks marks) {
@@ -207,10 +198,11 @@ static __attribute__((noinline)) int hold_rare(const Floats *main, char *at_mode
     return any(beyond);
 }
 
-/* Hold main params as model params and remainders. Returns whether a rounding into fp16 is not finite. */
-INLINE int hold_value(Floats main, char *at_model, char *at_remainder, int64_t type, int64_t n, Marks *marks) {
+/* Hold main params as model params and remainders. held: the model params now there. Returns whether a rounding into
+ * fp16 is not finite.
+ */
+INLINE int hold_value(Floats main, char *at_model, char *at_remainder, int64_t type, int64_t n, Halves *held) {
     Halves model = to_16_bits(main, type);
-    int beyond = 0;
     Words left = (Words)main;
     if (type == BF16) {
         left -= widened(model) << 16;
@@ -221,16 +213,14 @@ INLINE int hold_value(Floats main, char *at_model, char *at_remainder, int64_t t
         left -= (Words)rounded;
         if (__builtin_expect(any_rare(rounded), 0)) {
             const Floats copy = main;
-            beyond = hold_rare(&copy, at_model, at_remainder, n, &model);
-            mark(marks, model, n);
-            return beyond;
+            return hold_rare(&copy, at_model, at_remainder, n, held);
         }
     }
     Halves remainder = narrowed(left & 0xffffu);
     copy_first(at_model, &model, 2, n);
     copy_first(at_remainder, &remainder, 2, n);
-    mark(marks, model, n);
-    return beyond;
+    *held = model;
+    return 0;
 }
 
 INLINE void decode_as(const HeldRow *row, Chunk chunk, int64_t type) {
@@ -246,10 +236,15 @@ INLINE void decode_as(const HeldRow *row, Chunk chunk, int64_t type) {
 INLINE int encode_as(const HeldRow *row, Chunk chunk, int64_t type, uint32_t *sum) {
     Marks marks = marks_from(chunk.start);
     int beyond = 0;
-    for (int64_t i = chunk.start; i < chunk.end; i += WIDTH) {
-        int64_t n = chunk.end - i;
-        Floats main = load(row->main + 4 * i, F32, n);
-        beyond |= hold_value(main, row->model + 2 * i, row->remainder + 2 * i, type, n, &marks);
+    for (int64_t i = chunk.start; i < chunk.end; i += 2 * WIDTH) {
+        Halves held[2] = {{0}};
+        for (int k = 0; k < 2; k++) {
+            int64_t j = i + k * WIDTH, n = chunk.end - j;
+            if (n <= 0) continue;
+            Floats main = load(row->main + 4 * j, F32, n);
+            beyond |= hold_value(main, row->model + 2 * j, row->remainder + 2 * j, type, n, held + k);
+        }
+        mark_pair(&marks, joined(held[0], held[1]));
     }
     *sum = sum_of_marks(marks);
     return beyond;

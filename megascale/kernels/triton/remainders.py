@@ -22,9 +22,8 @@ UNIT = tl.constexpr(remainders.UNIT)
 PER_UNIT = tl.constexpr(1 / remainders.UNIT)
 HALF_INFINITY = tl.constexpr(remainders.FP16_INF)
 # As int32, whose products wrap as those of uint32 do.
-FACTOR_STRIDE = tl.constexpr(remainders.INDEX_STRIDE - (1 << 32))
-FACTOR_START = tl.constexpr(remainders.INDEX_START - (1 << 32))
-MIXER = tl.constexpr(remainders.MIXER - (1 << 32))
+KEY_STRIDE = tl.constexpr(remainders.KEY_STRIDE - (1 << 32))
+KEY_START = tl.constexpr(remainders.KEY_START - (1 << 32))
 TO_WHOLE = tl.constexpr(1.5 * 2.0**23)  # a number below 2**22 that is added to it in fp32 keeps no fraction
 
 # fmt: off
@@ -117,10 +116,14 @@ def _words(half, ROWS: tl.constexpr):
 
 
 @inlined
+def _folded(value, BITS: tl.constexpr):
+    """Return ``value ^ (value >> BITS)`` of int32 with their bits taken as an unsigned number's."""
+    return value ^ (value.to(tl.uint32, bitcast=True) >> BITS).to(tl.int32, bitcast=True)
+
+
+@inlined
 def _hashes(words, factor):
-    mixed = (words * MIXER).to(tl.uint32, bitcast=True)
-    mixed = ((mixed ^ (mixed >> 16)).to(tl.int32, bitcast=True) * factor).to(tl.uint32, bitcast=True)
-    return (mixed ^ (mixed >> 15)).to(tl.int32, bitcast=True)
+    return _folded(_folded(words, 13) * factor, 15)
 
 
 @inlined
@@ -147,7 +150,8 @@ def write_main(
         tl.store(model_chunk + offsets, rounded.to(tl.int16), mask=kept)
         words = _words(tl.where(kept, rounded, half), ROWS)
         first_of_word, _ = tl.split(_pairs(offsets, ROWS))
-        factor = (start.to(tl.int32) * FACTOR_STRIDE + FACTOR_START) + first_of_word * FACTOR_STRIDE
+        key = (start.to(tl.int32) * KEY_STRIDE + KEY_START) + first_of_word * KEY_STRIDE
+        factor = _folded(key, 15) | 1
         change = _hashes(words, factor) - _hashes(_words(half, ROWS), factor)
         mark += sum_of(change, 1) if ROWS else change
     else:

@@ -132,8 +132,8 @@ def _fingerprint_of(bits: list[int]) -> int:
     total = 0
     for index in range(0, len(bits), 2):
         word = bits[index] + 2**16 * sum(bits[index + 1 : index + 2])
-        mixed = word * 0xC2B2AE3D % 2**32
-        mixed = (mixed ^ mixed // 2**16) * (index * 0x9E3779B1 + 0x85EBCA77) % 2**32
+        key = (index * 0x9E3779B1 + 0x85EBCA77) % 2**32
+        mixed = (word ^ word // 2**13) * ((key ^ key // 2**15) | 1) % 2**32
         total += mixed ^ mixed // 2**15
     return total % 2**32
 
