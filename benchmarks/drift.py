@@ -6,7 +6,10 @@ lognormal distribution of spread sigma; its gradients have noise of that size an
 elements that share a scale differ in size. Main params are fp32 for all rules. Drift is the root mean square, over
 elements, of the distance from the path in fp64, divided by that of the way gone in fp64.
 
-Prints a table, and writes it where ``--out`` says. Takes four minutes on one core.
+In the settings in which gradients *turn*, all means change their sign after 2,000 steps, and the gradients of every
+fourth element end: first moments must follow, with a large beta1 too.
+
+Prints a table, and writes it where ``--out`` says. Takes a minute on one core.
 
     python benchmarks/drift.py --out benchmarks/results/drift.md
 """
@@ -15,33 +18,60 @@ import argparse
 import math
 from abc import ABC, abstractmethod
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megascale.kernels.compact_moments import decode_moments, encode_moments
 
-SIGMAS, RATES, STEPS = (0.3, 1.0, 2.0), (1e-6, 1e-7), (4_000, 20_000)
-NUMEL, BETA1, BETA2, EPS = 2048, 0.9, 0.999, 1e-8
+STEPS, TURN = (4_000, 20_000), 2_000
+NUMEL, BETA2, EPS = 2048, 0.999, 1e-8
 CODES = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
 GROUP, TORCHAO_BLOCK = 32, 256
 
 
+class Setting(NamedTuple):
+    """What gradients and the rule are given."""
+
+    sigma: float
+    rate: float
+    beta1: float = 0.9
+    turns: bool = False
+
+    def __str__(self) -> str:
+        """The heading of a column."""
+        of = f"sigma {self.sigma:g}, lr {self.rate:g}"
+        return f"{of}, beta1 {self.beta1:g}, gradients turn" if self.turns else of
+
+
+SETTINGS = [Setting(sigma, rate) for sigma in (0.3, 1.0, 2.0) for rate in (1e-6, 1e-7)]
+SETTINGS += [Setting(1.0, 1e-6, beta1, True) for beta1 in (0.9, 0.99, 0.999)]
+
+
 class Rule(ABC):
-    """AdamW without weight decay in fp32. How moments are kept between steps is the rule's."""
+    """AdamW without weight decay in fp32. How moments are kept between steps is the rule's.
+
+    Args:
+        params: shape [settings, NUMEL].
+        rate, beta1: fp64, shape [settings, 1].
+    """
 
     name = "fp32"
 
-    def __init__(self, params: Tensor) -> None:
-        self.params = params.clone()
+    def __init__(self, params: Tensor, rate: Tensor, beta1: Tensor) -> None:
+        self.params, self._rate, self._beta1 = params.clone(), rate, beta1
         self.keep(torch.zeros_like(params), torch.zeros_like(params), 0)
 
-    def step(self, grad: Tensor, rate: Tensor, count: int) -> None:
-        """Take step ``count``, from 1. All tensors have shape [settings, NUMEL]."""
+    def step(self, grad: Tensor, count: int) -> None:
+        """Take step ``count``, from 1. grad: in the dtype of ``params``, shape [settings, NUMEL]."""
+        beta1, rest, size = (
+            number.to(grad.dtype) for number in (self._beta1, 1 - self._beta1, self._rate / (1 - self._beta1**count))
+        )
         first, second = self.kept()
-        first, second = BETA1 * first + (1 - BETA1) * grad, BETA2 * second + (1 - BETA2) * grad * grad
+        first, second = beta1 * first + rest * grad, BETA2 * second + (1 - BETA2) * grad * grad
         denominator = second.sqrt() * (1 / math.sqrt(1 - BETA2**count)) + EPS
-        self.params -= rate / (1 - BETA1**count) * first / denominator
+        self.params -= size * first / denominator
         self.keep(first, second, count)
 
     @abstractmethod
@@ -142,16 +172,22 @@ def measure(steps: tuple[int, ...]) -> dict[tuple[str, int], list[float]]:
     """Return the drift of each rule after so many steps, a number for each setting."""
     generator = torch.Generator().manual_seed(0)
     start, bias, spread = (torch.randn(NUMEL, generator=generator) for _ in range(3))
-    sizes = torch.stack([1e-3 * torch.exp(sigma * spread) for sigma in SIGMAS for _ in RATES])
-    rates = torch.tensor([[rate] for _ in SIGMAS for rate in RATES])
+    sizes = torch.stack([1e-3 * torch.exp(setting.sigma * spread) for setting in SETTINGS])
+    turns = torch.tensor([[setting.turns] for setting in SETTINGS])
+    ends = turns & (torch.arange(NUMEL) % 4 == 0)
     params = (0.02 * start).half().float().expand_as(sizes).contiguous()
-    exact, rules = Plain(params.double()), [Plain(params), Ours(params), FlashOptim(params), Torchao(params)]
+    numbers = [torch.tensor([[each] for each in column], dtype=torch.float64) for column in zip(*SETTINGS, strict=True)]
+    exact = Plain(params.double(), *numbers[1:3])
+    rules = [kind(params, *numbers[1:3]) for kind in (Plain, Ours, FlashOptim, Torchao)]
     found: dict[tuple[str, int], list[float]] = {}
     for count in range(1, max(steps) + 1):
-        grad = (0.2 * bias + torch.randn(NUMEL, generator=generator)) * sizes
-        exact.step(grad.double(), rates.double(), count)
+        turned = turns & (count > TURN)
+        mean = torch.where(turned, -0.2 * bias, 0.2 * bias)
+        grad = (mean + torch.randn(NUMEL, generator=generator)) * sizes
+        grad = torch.where(ends & turned, 0.0, grad)
+        exact.step(grad.double(), count)
         for rule in rules:
-            rule.step(grad, rates, count)
+            rule.step(grad, count)
         if count in steps:
             way = _size(exact.params - params)
             for rule in rules:
@@ -165,8 +201,8 @@ def _size(distance: Tensor) -> Tensor:
 
 def table(found: dict[tuple[str, int], list[float]]) -> str:
     """Return a Markdown table."""
-    settings = [f"sigma {sigma:g}, lr {rate:g}" for sigma in SIGMAS for rate in RATES]
-    lines = [f"| moments | steps | {' | '.join(settings)} |", "|---|---|" + "---|" * len(settings)]
+    headings = " | ".join(map(str, SETTINGS))
+    lines = [f"| moments | steps | {headings} |", "|---|---|" + "---|" * len(SETTINGS)]
     for (name, count), drifts in sorted(found.items(), key=lambda item: item[0][1]):
         lines.append(f"| {name} | {count:,} | {' | '.join(f'{drift:.2g}' for drift in drifts)} |")
     return "\n".join(lines)

@@ -19,7 +19,9 @@ lower bits are cut off. Its values in successive steps are spread evenly (a Weyl
 mean.
 
 ``exp_avg`` is held as its quotient by the root of ``exp_avg_sq`` as held, which is bounded and of like size for all
-elements: ``q * scale`` with ``q`` from -127 to 127, rounded to nearest.
+elements: ``q * scale`` with ``q`` from -127 to 127. With ``beta1`` near 1 a quotient, too, moves by less than a code in
+a step: a number between -1/2 and 1/2 code, from lower bits of the dither, is added before it is rounded to nearest. It
+is smaller than 1/2 by so much that the largest quotient of a group stays code 127.
 """
 
 import math

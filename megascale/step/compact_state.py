@@ -4,7 +4,6 @@ See :mod:`megascale.kernels.compact_moments` for the codes. State that is loaded
 what the config asks for: codes become the fp32 numbers that they stand for, fp32 is rounded as a step would round it.
 """
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -34,8 +33,6 @@ BACKENDS = ("native", "triton", "torch", "reference")
 """The backends that update 8-bit moments."""
 MOMENTS = {"exp_avg": FIRST_DTYPE, "exp_avg_sq": SECOND_DTYPE, "momentum_buffer": FIRST_DTYPE}
 """The moments that may be codes, and the dtype of these."""
-LARGEST_BETA = 0.95
-"""Of Adam's first moments as codes, before a warning."""
 _PAIR = ["exp_avg", "exp_avg_sq"]
 _ADAM = (torch.optim.Adam, torch.optim.AdamW)
 _SUPPORTED = {"exp_avg": (*_ADAM, torch.optim.SGD, Lion), "exp_avg_sq": _ADAM}
@@ -59,21 +56,6 @@ def require_supported(dtypes: Mapping[str, torch.dtype], optimizer: torch.optim.
                 f"config.{name}_dtype={dtype} needs one of the backends {', '.join(BACKENDS)}, not {backend.name}; "
                 f'choose backend="torch", or leave it at torch.float32'
             )
-
-
-def warn_of_slow_codes(dtypes: Mapping[str, torch.dtype], options: Mapping[str, Any]) -> None:
-    """Warn of Adam's codes of first moments that change by less than half a code a step, and so do not change.
-
-    ``options``: of a param group.
-    """
-    beta1 = options["betas"][0]
-    if dtypes["exp_avg"] in CODE_DTYPES and not isinstance(beta1, Tensor) and beta1 > LARGEST_BETA:
-        warnings.warn(
-            f"exp_avg_dtype=torch.int8 rounds first moments to the nearest of 255 codes: with beta1={beta1} they "
-            "change by less than half a code in most steps, and then stay as they are, even where a gradient has "
-            f"changed its sign; take beta1 of at most {LARGEST_BETA}, or exp_avg_dtype=torch.float32",
-            stacklevel=2,
-        )
 
 
 def with_scales(names: Sequence[str], dtypes: Mapping[str, torch.dtype]) -> list[str]:

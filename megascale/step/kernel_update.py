@@ -26,7 +26,7 @@ from megascale.kernels import (
 from megascale.kernels.compact_moments import CODE_DTYPES, is_scale
 from megascale.main_params.main_param import MainParam
 from megascale.main_params.update_unit import UpdateUnit
-from megascale.step.compact_state import require_supported, start_of, warn_of_slow_codes, with_scales
+from megascale.step.compact_state import require_supported, start_of, with_scales
 from megascale.step.decoded import DecodedParams, decoded_together, held_params, scratch_numel
 from megascale.step.kernel_state import KernelState, StateColumns, has_tensors, number, pair, rate, require_options
 from megascale.step.torch_step import GeneralUpdate
@@ -367,12 +367,6 @@ class AdamUpdate(KernelUpdate):
     optional_state = ("max_exp_avg_sq",)
     numbers = ("betas", "eps", "weight_decay")
     flags = ("amsgrad", "maximize")
-
-    @override
-    def create_states(self, options: dict[str, Any], params: Sequence[MainParam]) -> None:
-        if params:
-            warn_of_slow_codes(self._dtypes, options)
-        super().create_states(options, params)
 
     def state_names(self, options: dict[str, Any]) -> list[str]:
         """See torch.optim.Adam."""

@@ -158,9 +158,9 @@ typedef struct { Words sum, key; } Marks;
 
 /* i: the index of the first element in the row, even. */
 INLINE Marks marks_from(int64_t i) {
-    Marks marks = {{0}, {0}};
-    for (int j = 0; j < WIDTH; j++) marks.key[j] = (uint32_t)(i + 2 * j) * KEY_STRIDE + KEY_START;
-    return marks;
+    Words key = {0};
+    for (int j = 0; j < WIDTH; j++) key[j] = (uint32_t)(i + 2 * j) * KEY_STRIDE + KEY_START;
+    return (Marks){{0}, key};
 }
 
 /* Add the next 2 * WIDTH elements. Zeros, such as those beyond the last element, add nothing. */

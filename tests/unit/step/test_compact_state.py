@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import warnings
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -12,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megascale import Lion, MixedPrecisionOptimizer, OptimizerConfig
+from megascale import Lion, MixedPrecisionOptimizer
 from megascale.errors import ArgumentError, MainParamOverflowError, StateDictError, UsageError
 from megascale.kernels import ReferenceBackend
 from megascale.step.compact_state import require_supported
@@ -283,16 +282,6 @@ def test_codes_whose_step_was_deleted_are_refused(inner: str) -> None:
     with pytest.raises(UsageError, match=r"lacks \['step'\]"):
         optimizer.step()
     assert same_bits(before, snapshot(optimizer, module))
-
-
-@pytest.mark.parametrize(("beta1", "warned"), [(0.95, False), (0.99, True)])
-def test_first_moments_that_would_stay_are_warned_of(beta1: float, warned: bool) -> None:
-    """With this beta1 they change by less than half a code, which is rounded away."""
-    inner = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(32).bfloat16())], betas=(beta1, 0.999))
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        MixedPrecisionOptimizer(inner, OptimizerConfig(bf16=True, clip_grad=0.0, exp_avg_dtype=torch.int8))
-    assert [("beta1=0.99" in str(one.message)) for one in seen] == [True] * warned
 
 
 @pytest.mark.parametrize("inner", AVERAGES)
