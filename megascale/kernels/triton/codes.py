@@ -32,8 +32,6 @@ LEVEL_UNIT = tl.constexpr(compact_averages.UNIT)
 INDEX_STRIDE = tl.constexpr(compact_moments.INDEX_STRIDE - (1 << 32))
 STEP_STRIDE = tl.constexpr(compact_moments.STEP_STRIDE - (1 << 32))
 PER_UPPER_HALF = tl.constexpr(2.0**-16)
-PER_THIRTEEN_BITS = tl.constexpr(2.0**-13)
-LEAST_DITHER = tl.constexpr(2.0**-14 - 0.5)
 
 # fmt: off
 
@@ -154,8 +152,8 @@ def _encode_quotient(exp_avg, held, dithers):
     largest = max_of_rows(_magnitude(quotient)).to(tl.float32, bitcast=True)[:, None]
     parts = tl.full(largest.shape, TOP_QUOTIENT, tl.float32)
     scale = tl.where(largest < LEAST_QUOTIENT, 0.0, tl.div_rn(largest, parts))
-    dither = ((dithers >> 3) & 0x1FFF).to(tl.int32).to(tl.float32) * PER_THIRTEEN_BITS + LEAST_DITHER
-    dithered = quotient * _inverse(scale) + dither
+    from_1_to_2 = (((dithers << 7) & 0x7FFC00) | 0x3F800200).to(tl.float32, bitcast=True)  # without a slow conversion
+    dithered = quotient * _inverse(scale) + (from_1_to_2 - 1.5)
     return tl.where(dithered == dithered, nearest(dithered), 0), scale
 
 
