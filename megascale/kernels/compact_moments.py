@@ -15,8 +15,8 @@ divides by less than it would in fp32. A finer shift has all codes of a coarser 
 
 With ``beta2`` near 1 a root moves by less than a code in a step, and rounding to nearest would leave it where it is. So
 a *dither*, a number between 0 and 1 code that depends on the element's index and the step alone, is added before the
-lower bits are cut off. Its values in successive steps are spread evenly (a Weyl sequence): codes follow, with the right
-mean.
+lower bits are cut off. Its values in successive steps are spread evenly (16 at a time are of a Weyl sequence): codes
+follow, with the right mean.
 
 ``exp_avg`` is held as its quotient by the root of ``exp_avg_sq`` as held, which is bounded and of like size for all
 elements: ``q * scale`` with ``q`` from -127 to 127. With ``beta1`` near 1 a quotient, too, moves by less than a code in
@@ -64,7 +64,10 @@ def held_bytes(dtype: torch.dtype) -> float:
 
 
 def dither(start: int, numel: int, step: Tensor) -> Tensor:
-    """Return ``index * 0x9E3779B1 + step * 0x85EBCA77`` modulo 2**32 as int64, shape [numel].
+    """Return numbers below 2**32 as int64, shape [numel].
+
+    They rise evenly with the index, and with the step within 16 steps. Where the next 16 begin is as good as random:
+    the dither has no period that gradients could share, which would leave moments off for long.
 
     Args:
         start: of the first element in the flattened parameter, whose indices count from 0.
@@ -72,7 +75,10 @@ def dither(start: int, numel: int, step: Tensor) -> Tensor:
         step: 0-d: landed steps of the parameter, with the one being taken.
     """
     index = torch.arange(start, start + numel, dtype=torch.int64, device=step.device)
-    return (index * INDEX_STRIDE + step.to(torch.int64) * STEP_STRIDE) & _WORD
+    count = step.to(torch.int64)
+    mixed = ((count >> 4) * INDEX_STRIDE) & _WORD
+    mixed = ((mixed ^ (mixed >> 15)) * STEP_STRIDE) & _WORD
+    return (index * INDEX_STRIDE + count * STEP_STRIDE + (mixed ^ (mixed >> 13))) & _WORD
 
 
 def encode_root(root: Tensor, dithers: Tensor) -> tuple[Tensor, Tensor]:

@@ -263,6 +263,7 @@ INLINE void new_roots(Span at, CompactKind kind, Work *work, int64_t t, Words we
         Floats quotient = work->first[t * VECTORS + k] / held;
         if (may_be_zero) quotient = where(held == 0, (Floats){0}, quotient);
         Words magnitude = (Words)magnitude_of(quotient);
+        if (kind.cut) magnitude &= (Words)before(at.n - o);
         most = k ? larger(most, magnitude) : magnitude;
         work->first[t * VECTORS + k] = quotient;
     }
@@ -298,6 +299,12 @@ INLINE void fetch_main(Span at, CompactKind kind, int64_t o) {
     if (!kind.held) return;
     __builtin_prefetch(at.model + 2 * o);
     __builtin_prefetch(at.remainder + 2 * o);
+}
+
+static inline uint32_t dither_of_step(int64_t step) {
+    uint32_t mixed = (uint32_t)(step >> 4) * INDEX_STRIDE;
+    mixed = (mixed ^ mixed >> 15) * STEP_STRIDE;
+    return (uint32_t)step * STEP_STRIDE + (mixed ^ mixed >> 13);
 }
 
 /* Return the dithers of a block's first vector. */
@@ -406,7 +413,7 @@ INLINE int update_groups(const CompactRow *row, const char *grad, CompactKind ki
 /* Update a chunk of a row. The usual kinds, all moments codes and 16-bit columns of one type, have a loop each. */
 static int update_compact_chunk(const CompactRow *row, const char *grad, CompactKind kind, const Scalars *s,
                                 Chunk chunk, int streamed) {
-    uint32_t dither = (uint32_t)row->start * INDEX_STRIDE + (uint32_t)(int64_t)(*row->step + 1.0f) * STEP_STRIDE;
+    uint32_t dither = (uint32_t)row->start * INDEX_STRIDE + dither_of_step((int64_t)(*row->step + 1.0f));
     int usual = !kind.l2 && kind.grad == kind.model && (kind.rule != ADAM || (kind.first && kind.second));
     if (((uintptr_t)row->model & 63) || kind.model == NONE || kind.held) streamed = 0;
 #define GROUPS(...) update_groups(row, grad, (CompactKind){__VA_ARGS__, 0}, s, dither, chunk, streamed)

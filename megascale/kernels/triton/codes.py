@@ -13,7 +13,7 @@ from megascale.kernels import compact_averages, compact_moments
 from megascale.kernels.triton import device_table
 from megascale.kernels.triton.elements import read, write
 from megascale.kernels.triton.interpreter import inlined, max_of_rows
-from megascale.kernels.triton.remainders import nearest
+from megascale.kernels.triton.remainders import folded, nearest
 
 START = tl.constexpr(device_table.START)
 FIRST_SCALE = tl.constexpr(device_table.FIRST_SCALE)
@@ -64,7 +64,9 @@ def first_dither(row, start, step, CODES: tl.constexpr):
     dither = tl.full((), 0, tl.int32)
     if CODES:
         index = (tl.load(row + START) + start).to(tl.int32)
-        dither = index * INDEX_STRIDE + (step + 1).to(tl.int64).to(tl.int32) * STEP_STRIDE
+        count = (step + 1).to(tl.int64)
+        mixed = folded((count >> 4).to(tl.int32) * INDEX_STRIDE, 15)
+        dither = index * INDEX_STRIDE + count.to(tl.int32) * STEP_STRIDE + folded(mixed * STEP_STRIDE, 13)
     return dither
 
 

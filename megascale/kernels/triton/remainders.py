@@ -36,6 +36,12 @@ def nearest(value):
 
 
 @inlined
+def folded(value, BITS: tl.constexpr):
+    """Return ``value ^ (value >> BITS)`` of int32 with their bits taken as an unsigned number's."""
+    return value ^ (value.to(tl.uint32, bitcast=True) >> BITS).to(tl.int32, bitcast=True)
+
+
+@inlined
 def _magnitude_of_fp16(half):
     """Return |model| in fp32. half: its bits."""
     return (half & 0x7FFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
@@ -116,14 +122,8 @@ def _words(half, ROWS: tl.constexpr):
 
 
 @inlined
-def _folded(value, BITS: tl.constexpr):
-    """Return ``value ^ (value >> BITS)`` of int32 with their bits taken as an unsigned number's."""
-    return value ^ (value.to(tl.uint32, bitcast=True) >> BITS).to(tl.int32, bitcast=True)
-
-
-@inlined
 def _hashes(words, factor):
-    return _folded(_folded(words, 13) * factor, 15)
+    return folded(folded(words, 13) * factor, 15)
 
 
 @inlined
@@ -151,7 +151,7 @@ def write_main(
         words = _words(tl.where(kept, rounded, half), ROWS)
         first_of_word, _ = tl.split(_pairs(offsets, ROWS))
         key = (start.to(tl.int32) * KEY_STRIDE + KEY_START) + first_of_word * KEY_STRIDE
-        factor = _folded(key, 15) | 1
+        factor = folded(key, 15) | 1
         change = _hashes(words, factor) - _hashes(_words(half, ROWS), factor)
         mark += sum_of(change, 1) if ROWS else change
     else:

@@ -79,6 +79,13 @@ def test_roots_are_codes_of_their_bit_patterns(roots: list[float], seed: int) ->
             assert all(held[part] != 0)
 
 
+def dither_of(index: int, step: int) -> int:
+    """Return the dither by the formula of docs/numerics.md."""
+    mixed = step // 16 * 0x9E3779B1 % 2**32
+    mixed = (mixed ^ mixed // 2**15) * 0x85EBCA77 % 2**32
+    return (index * 0x9E3779B1 + step * 0x85EBCA77 + (mixed ^ mixed // 2**13)) % 2**32
+
+
 def dithered(quotient: float, inverse: float, dither: int) -> int:
     """Return the code of a quotient: the nearest integer to its multiple, in fp32, plus a part of a code."""
     part = np.float32((dither // 8 % 2**13 + 0.5) / 2**13 - 0.5)
@@ -125,13 +132,13 @@ def test_the_largest_quotient_of_a_group_is_code_127(largest: float, each: int) 
 
 
 def test_quotients_between_two_codes_are_held_right_on_average() -> None:
-    """Over 512 steps the mean of what is held is within a hundredth of a code; the nearest code is off by a third."""
+    """Over 4,096 steps the mean of what is held is within 0.02 codes; the nearest code is off by a third."""
     quotients = fp32([127.0, *(code + 1 / 3 for code in range(-15, 16))])
     held = []
-    for step in range(512):
+    for step in range(4096):
         codes, scale = encode_quotient(quotients, torch.ones(GROUP), dither(0, GROUP, torch.tensor(float(step))))
         held.append(decode_quotient(codes, scale, torch.ones(GROUP)))
-    assert ((torch.stack(held).double().mean(0) - quotients).abs() < 0.01).all()
+    assert ((torch.stack(held).double().mean(0) - quotients).abs() < 0.02).all()
 
 
 @pytest.mark.parametrize("beta1", [0.9, 0.99, 0.999])
@@ -190,16 +197,39 @@ def test_dither_depends_on_element_and_step_alone() -> None:
     step = torch.tensor(7.0)
     whole = dither(0, 256, step)
     assert torch.equal(dither(96, 64, step), whole[96:160])
-    assert whole.tolist() == [(index * 0x9E3779B1 + 7 * 0x85EBCA77) % 2**32 for index in range(256)]
-    far = 5_000_000_000
-    assert dither(far, 1, step).item() == (far * 0x9E3779B1 + 7 * 0x85EBCA77) % 2**32
+    assert whole.tolist() == [dither_of(index, 7) for index in range(256)]
+    for far, late in ((5_000_000_000, 7), (3, 2**31), (2**33 + 1, 2**40)):
+        assert dither(far, 1, torch.tensor(float(late))).item() == dither_of(far, late)
 
 
 def test_a_root_between_two_codes_is_held_right_on_average() -> None:
-    """Over 512 steps the mean of what is held is the root within a hundredth of a code; nearest is off by a third."""
+    """Over 4,096 steps the mean of what is held is the root within 0.02 codes; the nearest code is off by a third."""
     root = fp32([1.0 + 2.0**-7 / 3] * 32)
-    held = torch.stack([decode_root(*encode_root(root, dither(0, 32, torch.tensor(float(t))))) for t in range(512)])
-    assert ((held.double().mean(0) - root).abs() < 2.0**-7 / 100).all()
+    held = torch.stack([decode_root(*encode_root(root, dither(0, 32, torch.tensor(float(t))))) for t in range(4096)])
+    assert ((held.double().mean(0) - root).abs() < 2.0**-7 * 0.02).all()
+
+
+@pytest.mark.parametrize("period", [5, 13, 21])
+def test_gradients_that_repeat_leave_no_bias(period: int) -> None:
+    """The mean of second moments is right within 3 % where batches come in one order again and again.
+
+    A dither that rises evenly for ever takes the same few values at each of these gradients, and is 6 to 12 % off.
+    """
+    generator = torch.Generator().manual_seed(period)
+    sizes = torch.exp(torch.randn(512, generator=generator))
+    gradients = torch.randn(period, 512, generator=generator) * sizes
+    dtypes = {"exp_avg": torch.float32, "exp_avg_sq": torch.uint8}
+    exact, zeros, errors = torch.zeros(512, dtype=torch.float64), torch.zeros(512), []
+    state = encode_moments(zeros, zeros, dtypes, 0, torch.tensor(0.0))
+    for step in range(1, 4001):
+        square = gradients[step % period].square()
+        exact = 0.999 * exact + 0.001 * square.double()
+        state = encode_moments(
+            zeros, 0.999 * decode_moments(state)["exp_avg_sq"] + 0.001 * square, dtypes, 0, torch.tensor(float(step))
+        )
+        if step > 2000:
+            errors.append((decode_moments(state)["exp_avg_sq"].double() / exact - 1).mean())
+    assert abs(torch.stack(errors).mean()) < 0.03
 
 
 @pytest.mark.parametrize("second", [torch.uint8, torch.float32])
