@@ -230,7 +230,10 @@ def check_codes(name: str, key: str, state: Mapping[str, Any], param: Tensor) ->
 def check_tensor(name: str, what: str, value: Any, like: Tensor) -> None:
     """Raise StateDictError unless ``value`` is a floating point tensor of the shape of ``like``."""
     if not isinstance(value, Tensor) or not value.is_floating_point():
-        raise StateDictError(f"{what} of {name!r} must be a floating point tensor, got {_described(value)}")
+        codes = f" or {MOMENT_CODES[what]} codes" if what in MOMENT_CODES else ""
+        raise StateDictError(
+            f"{what} of {name!r} must be a floating point tensor{codes}, got {_described(value)}; load what was saved"
+        )
     if value.shape != like.shape:
         raise StateDictError(
             f"{what} of {name!r} has shape {tuple(value.shape)}, the parameter has {tuple(like.shape)}"

@@ -385,7 +385,7 @@ REFUSED: list[tuple[Change, type[Exception], str]] = [
     (
         _set("optimizer", "state", "first.bias", "exp_avg", value=torch.ones(6).long()),
         StateDictError,
-        "exp_avg of 'first.bias' must be a floating point tensor, got torch.int64 tensor",
+        "exp_avg of 'first.bias' must be a floating point tensor or torch.int8 codes, got torch.int64 tensor",
     ),
     (
         _drop("optimizer", "state", "first.bias", "exp_avg_sq"),
