@@ -352,11 +352,26 @@ def test_certificate_compares_the_same_training(tmp_path: Path) -> None:
     done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=100, env=environment)
     assert done.returncode == 0, done.stderr
     rows = table(out.read_text())
-    losses, weights = rows[:12], rows[12:]
-    names = ["fp32 states", "remainders", "8-bit moments", "both", "no remainders", "torch's AdamW alone"]
+    losses, weights = rows[:14], rows[14:]
+    names = ["fp32 states", "remainders", "8-bit moments", "both", "no remainders", "torch's AdamW alone", "1 % off"]
     assert [row["states"] for row in losses] == 2 * names
     assert all(float(row["loss, seed 0"]) > 0 for row in losses)
     assert [row["from fp32 states, ties moved"] for row in weights] == ["0", "0"]
+
+
+@pytest.mark.slow
+def test_two_checkouts_take_turns_with_all_states(tmp_path: Path) -> None:
+    """Each rule, dtype and kind of states has a row, also SGD, which has no second moment to hold as codes."""
+    out = tmp_path / "table.md"
+    command = [sys.executable, str(ROOT / "benchmarks/against.py"), str(ROOT), "--numel", "8192", "--tensors", "2"]
+    options = ["--rounds", "2", "--threads", "1", "--rules", "adamw,momentum", "--dtypes", "float16"]
+    states = ["float32", "remainders", "codes", "compact"]
+    chosen = ["--states", ",".join(states), "--out", str(out)]
+    done = subprocess.run([*command, *options, *chosen], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert [(row["rule"], row["states"]) for row in table(out.read_text())] == [
+        (rule, kind) for rule in ("adamw", "momentum") for kind in states
+    ]
 
 
 @pytest.mark.slow
