@@ -45,6 +45,9 @@ TOP_CODE = 255
 NAN_BITS = 0x7FC00000
 """Processors differ in the bits of a NaN that they compute."""
 INDEX_STRIDE, STEP_STRIDE = 0x9E3779B1, 0x85EBCA77  # odd; the first is 2**32 divided by the golden ratio
+TO_MANTISSA, MANTISSA_BITS = 7, 0x7FFC00
+ABOVE_ONE = 0x3F800200
+"""The bits of 1 + 2**-14 in fp32."""
 _WORD = 0xFFFFFFFF
 
 
@@ -127,8 +130,12 @@ def encode_quotient(exp_avg: Tensor, root: Tensor, dithers: Tensor) -> tuple[Ten
 
 
 def _around_zero(dithers: Tensor) -> Tensor:
-    """Return the dither of codes that are rounded to nearest, fp32: bits 3 to 15 as (k + 1/2) / 2**13 - 1/2."""
-    return ((dithers >> 3) & 0x1FFF).to(torch.float32) * 2.0**-13 + (2.0**-14 - 0.5)
+    """Return the dither of codes that are rounded to nearest, fp32: bits 3 to 15 as (k + 1/2) / 2**13 - 1/2.
+
+    Kernels put these bits at the top of the mantissa of a number between 1 and 2, and take 1.5 away.
+    """
+    mantissa = (dithers << TO_MANTISSA) & MANTISSA_BITS
+    return (mantissa | ABOVE_ONE).to(torch.int32).view(torch.float32) - 1.5
 
 
 def decode_quotient(codes: Tensor, scale: Tensor, root: Tensor) -> Tensor:

@@ -102,6 +102,7 @@ def _factors(start: int, num_words: int, device: torch.device) -> Tensor:
 
 
 def _hashes(words: Tensor, factors: Tensor) -> Tensor:
+    """Return a number below 2**32 for each word: with one factor, another for each word."""
     mixed = ((words ^ (words >> 13)) * factors) & _WORD  # products of int64 wrap
     return mixed ^ (mixed >> 15)
 
@@ -188,7 +189,9 @@ def _fingerprints(flat: Tensor, models: Sequence[Tensor]) -> Tensor:
     """Return the fingerprint of each part of joined model params."""
     if len(models) == 1:
         return fingerprint(flat).reshape(1)
-    words = [_words(part.reshape(-1)) for part in _parts(flat, models)]
-    factors = _factors(0, max(map(len, words)), flat.device)
-    each = torch.cat([factors[: len(part)] for part in words])
-    return _sums(_hashes(torch.cat(words), each), words) & _WORD
+    zero = flat.new_zeros(1)
+    parts = flat.split([model.numel() for model in models])
+    even = torch.cat([each for part in parts for each in (part, zero[: len(part) % 2])])
+    factors = _factors(0, max(-(-len(part) // 2) for part in parts), flat.device)
+    each = [factors[: -(-len(part) // 2)] for part in parts]
+    return _sums(_hashes(_words(even), torch.cat(each)), each) & _WORD

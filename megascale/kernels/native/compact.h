@@ -18,7 +18,9 @@
 #define LEAST_SCALED 0x1p-100f /* a group of smaller numbers has scale 0 */
 #define INDEX_STRIDE 0x9E3779B1u
 #define STEP_STRIDE 0x85EBCA77u
-#define TO_MANTISSA 7 /* by so many bits the dither of quotients is shifted */
+#define TO_MANTISSA 7 /* by so many bits a dither is shifted: those that count for quotients begin a mantissa */
+#define MANTISSA_BITS 0x7ffc00u
+#define ABOVE_ONE 0x3f800200u
 
 /* The tensors of a parameter. Scales are 0 where a moment is fp32. */
 typedef struct {
@@ -283,11 +285,11 @@ INLINE void new_scales(Span at, const Work *work, int64_t groups, PerGroup *inve
     memcpy(at.first_scale, scale.bits, (size_t)groups * sizeof(uint32_t));
 }
 
-/* Store the codes of group t's quotients. dither: of its first vector, such that the bits that count begin a mantissa. */
-INLINE void new_quotients(Span at, const Work *work, int64_t t, float inverse, Words dither) {
+/* Store the codes of group t's quotients. shifted: the dithers of its first vector. */
+INLINE void new_quotients(Span at, const Work *work, int64_t t, float inverse, Words shifted) {
     for (int k = 0; k < VECTORS; k++) {
-        Words part = dither + (uint32_t)(k * WIDTH) * (INDEX_STRIDE << TO_MANTISSA);
-        Floats from_1_to_2 = (Floats)((part & 0x007ffc00u) | 0x3f800200u);
+        Words dither = shifted + (uint32_t)(k * WIDTH) * (INDEX_STRIDE << TO_MANTISSA);
+        Floats from_1_to_2 = (Floats)((dither & MANTISSA_BITS) | ABOVE_ONE);
         Floats code = work->first[t * VECTORS + k] * inverse + (from_1_to_2 - 1.5f);
         store_8(at.first + t * GROUP + k * WIDTH, rounded(code));
     }
@@ -301,6 +303,7 @@ INLINE void fetch_main(Span at, CompactKind kind, int64_t o) {
     __builtin_prefetch(at.remainder + 2 * o);
 }
 
+/* Return the dither of a parameter's first element. */
 static inline uint32_t dither_of_step(int64_t step) {
     uint32_t mixed = (uint32_t)(step >> 4) * INDEX_STRIDE;
     mixed = (mixed ^ mixed >> 15) * STEP_STRIDE;
@@ -347,9 +350,9 @@ INLINE int update_adam_block(Span at, CompactKind kind, AdamScalars s, float coe
     }
     if (kind.first) new_scales(at, &work, groups, &inverse);
     if (kind.held) hold_block(at, kind, &work, &rare, groups);
-    weyl = first_dithers(at) << TO_MANTISSA;
-    for (int64_t t = 0; kind.first && t < groups; t++, weyl += GROUP * (INDEX_STRIDE << TO_MANTISSA))
-        new_quotients(at, &work, t, inverse.values[t], weyl);
+    Words shifted = first_dithers(at) << TO_MANTISSA;
+    for (int64_t t = 0; kind.first && t < groups; t++, shifted += GROUP * (INDEX_STRIDE << TO_MANTISSA))
+        new_quotients(at, &work, t, inverse.values[t], shifted);
     if (kind.held && __builtin_expect(rare.n != 0, 0)) return hold_rare_pairs(at, &rare, work.value);
     return any(beyond);
 }

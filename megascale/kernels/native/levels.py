@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 SOURCE = Path(__file__).with_name("native.c")
-HEADER_NAMES = tuple(sorted(header.name for header in SOURCE.parent.glob("*.h")))
-HEADERS = "".join(Path(__file__).with_name(name).read_text() for name in HEADER_NAMES)
+HEADERS = "".join(header.read_text() for header in sorted(SOURCE.parent.glob("*.h")))
 FOLDER = Path(__file__).with_name("prebuilt")
 """Where a wheel has the libraries; a clone has no such folder."""
 CPUINFO = Path("/proc/cpuinfo")

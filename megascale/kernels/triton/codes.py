@@ -31,6 +31,9 @@ LEVEL_UNIT = tl.constexpr(compact_averages.UNIT)
 # As int32, whose products wrap as those of uint32 do.
 INDEX_STRIDE = tl.constexpr(compact_moments.INDEX_STRIDE - (1 << 32))
 STEP_STRIDE = tl.constexpr(compact_moments.STEP_STRIDE - (1 << 32))
+TO_MANTISSA = tl.constexpr(compact_moments.TO_MANTISSA)
+MANTISSA_BITS = tl.constexpr(compact_moments.MANTISSA_BITS)
+ABOVE_ONE = tl.constexpr(compact_moments.ABOVE_ONE)
 PER_UPPER_HALF = tl.constexpr(2.0**-16)
 
 # fmt: off
@@ -154,7 +157,7 @@ def _encode_quotient(exp_avg, held, dithers):
     largest = max_of_rows(_magnitude(quotient)).to(tl.float32, bitcast=True)[:, None]
     parts = tl.full(largest.shape, TOP_QUOTIENT, tl.float32)
     scale = tl.where(largest < LEAST_QUOTIENT, 0.0, tl.div_rn(largest, parts))
-    from_1_to_2 = (((dithers << 7) & 0x7FFC00) | 0x3F800200).to(tl.float32, bitcast=True)  # without a slow conversion
+    from_1_to_2 = (((dithers << TO_MANTISSA) & MANTISSA_BITS) | ABOVE_ONE).to(tl.float32, bitcast=True)
     dithered = quotient * _inverse(scale) + (from_1_to_2 - 1.5)
     return tl.where(dithered == dithered, nearest(dithered), 0), scale
 

@@ -1,8 +1,11 @@
 """Main params as a 16-bit model param and a 16-bit remainder: the format."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megascale.kernels import HeldParams, remainders, select_backend
 
@@ -172,6 +175,34 @@ def test_encoding_takes_the_fingerprint_of_what_it_wrote(backend: str, dtype: to
     )
     select_backend(backend).encode_(held, torch.zeros(()))
     assert [mark.item() for mark in held.fingerprints] == [remainders.fingerprint(model).item() for model in models]
+
+
+class Launches(TorchDispatchMode):
+    """Counts operators that read or write elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count it unless it returns views."""
+        self.count += not (func.is_view or func.overloadpacket is torch.ops.aten._unsafe_view)
+        return func(*args, **(kwargs or {}))
+
+
+def test_more_small_params_take_no_more_operators() -> None:
+    """They are encoded, and their fingerprints taken, together: 3 or 300 of odd and even lengths."""
+    counts = []
+    for number in (3, 300):
+        mains = [_spread(index % 7, torch.float32) for index in range(number)]
+        models = [main.half() for main in mains]
+        remainder = [torch.zeros_like(model, dtype=torch.int16) for model in models]
+        held = HeldParams(models, remainder, [torch.zeros((), dtype=torch.int64) for _ in models], mains)
+        with Launches() as launches:
+            select_backend("reference").encode_(held, torch.zeros(()))
+        assert [mark.item() for mark in held.fingerprints] == [remainders.fingerprint(each).item() for each in models]
+        counts.append(launches.count)
+    assert counts[0] == counts[1]
 
 
 CHANGES = {
