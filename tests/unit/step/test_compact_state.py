@@ -102,6 +102,26 @@ def test_rows_of_several_chunks(inner: Inner) -> None:
     assert same_bits(*found)
 
 
+@pytest.mark.parametrize("numel", [64, 100])
+def test_a_scale_that_is_nan_spoils_what_it_does_in_the_reference(numel: int) -> None:
+    """In a last group that is not whole, too: what fills it up is no element."""
+
+    def spoiled(backend: str) -> dict[str, Tensor]:
+        module = Bag([torch.ones(numel).bfloat16()])
+        optimizer = constant(module, ADAM["adamw"], 1.0, backend=backend, **BOTH)
+        steps(module, optimizer, 0, 2)
+        optimizer.state[module.params[0]]["exp_avg_sq_scale"][-1] = math.nan
+        for step in (2, 3):
+            set_grads(module, step, scale=1.0)
+            optimizer.step()
+        return optimizer.state[module.params[0]] | {"weights": module.params[0].detach()}
+
+    found = [spoiled(backend) for backend in BACKENDS]
+    assert found[0]["weights"].isnan().any() == (numel == 64)
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=0, atol=0, equal_nan=True)
+
+
 COARSE: dict[str, Inner] = {
     "adamw": lambda m: torch.optim.AdamW(m.named_parameters(), lr=16.0, weight_decay=0.0),
     "sgd": lambda m: torch.optim.SGD(m.named_parameters(), lr=16.0, momentum=0.9),
