@@ -138,7 +138,7 @@ def read_moments(
 def _encode_root(root, mask, dithers):
     """Return the codes of roots, the scales' bits, shape [groups], and the roots as held."""
     bits = tl.where(root == root, _magnitude(root), NAN_BITS)
-    highest = max_of_rows(bits)[:, None]
+    highest = max_of_rows(tl.where(mask, bits, 0))[:, None]
     lowest = 0x7FFFFFFF - max_of_rows(tl.where(mask, 0x7FFFFFFF - bits, 0))[:, None]
     shift = tl.full((root.shape[0], 1), FINEST, tl.int32)
     for finer in tl.static_range(FINEST, COARSEST):
@@ -151,10 +151,10 @@ def _encode_root(root, mask, dithers):
 
 
 @inlined
-def _encode_quotient(exp_avg, held, dithers):
+def _encode_quotient(exp_avg, held, mask, dithers):
     """Return the codes of first moments and the scales, fp32, shape [groups, 1]. held: roots of the second moments."""
     quotient = tl.where(held == 0, 0.0, tl.div_rn(exp_avg, held))
-    largest = max_of_rows(_magnitude(quotient)).to(tl.float32, bitcast=True)[:, None]
+    largest = max_of_rows(tl.where(mask, _magnitude(quotient), 0)).to(tl.float32, bitcast=True)[:, None]
     parts = tl.full(largest.shape, TOP_QUOTIENT, tl.float32)
     scale = tl.where(largest < LEAST_QUOTIENT, 0.0, tl.div_rn(largest, parts))
     from_1_to_2 = (((dithers << TO_MANTISSA) & MANTISSA_BITS) | ABOVE_ONE).to(tl.float32, bitcast=True)
@@ -184,7 +184,7 @@ def write_moments(
     if AVG_DTYPE == tl.int8:
         if SQ_DTYPE != tl.uint8:
             root = tl.sqrt_rn(exp_avg_sq)
-        code, scale = _encode_quotient(exp_avg, root, _dithers(dither, offsets))
+        code, scale = _encode_quotient(exp_avg, root, mask, _dithers(dither, offsets))
         tl.store(avg_chunk + offsets, code.to(tl.int8), mask=kept)
         _write_scale(avg_scales, begin, last, scale.to(tl.int32, bitcast=True), BLOCK)
     else:
