@@ -87,18 +87,17 @@ class ChainedOptimizer(torch.optim.Optimizer):
         """Step all optimizers, or skip all, on every rank alike; see :meth:`MixedPrecisionOptimizer.step`."""
         if closure is not None:
             raise UsageError("step() takes no closure: run forward and backward first, with the loss from scale_loss()")
-        self._prepare()
-        return self.recipe.carry_out()
+        return self.recipe.step(self._settings_error())
 
     @torch.no_grad()
     def prepare_grads(self) -> Tensor:
-        """First half of a step, for all optimizers together. Returns `found_inf`, fp32 0-d, without a sync."""
-        decision = self._prepare()
+        """First half of a step, for all optimizers together; see :meth:`MixedPrecisionOptimizer.prepare_grads`."""
+        decision = self.recipe.prepare(self._settings_error())
         self.recipe.hold_grads()
         return decision.found_inf
 
-    def _prepare(self) -> Decision:
-        return self.recipe.prepare(self._clip_grad_error() or shared_scaler(self.grad_scaler, self.optimizers))
+    def _settings_error(self) -> UsageError | None:
+        return self._clip_grad_error() or shared_scaler(self.grad_scaler, self.optimizers)
 
     def _clip_grad_error(self) -> UsageError | None:
         """Return an error if an optimizer's ``clip_grad`` differs from the chain's."""

@@ -136,9 +136,12 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> StepResult:  # type: ignore[override]
         """Take one step with the gradients that backward left, or skip it on every rank alike.
 
+        After :meth:`prepare_grads` it takes the step that was decided there, if its gradients are there unchanged, or
+        were dropped.
+
         Raises:
             UsageError: for a closure; for gradients of a loss that was not scaled, or that differ between ranks which
-                hold the same parameters.
+                hold the same parameters; for gradients that have changed since :meth:`prepare_grads`.
             GradientError: for a sparse gradient, naming the parameter.
             MainParamOverflowError: for a main param that rounds to inf in fp16, naming the parameter.
 
@@ -146,8 +149,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         """
         if closure is not None:
             raise UsageError("step() takes no closure: run forward and backward first, with the loss from scale_loss()")
-        self._prepare()
-        return self.recipe.carry_out()
+        return self.recipe.step(self._scaler_error())
 
     @torch.no_grad()
     def prepare_grads(self) -> Tensor:
@@ -155,13 +157,16 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
         The scaler is updated here, as Megatron-Core does it, so that a caller may leave out the second half of a
         skipped step. The decision keeps the reciprocal of the scale that scaled this step's loss.
+
+        :meth:`step_with_ready_grads` or :meth:`step` then takes the step, once. Gradients are measured once: a second
+        call without :meth:`zero_grad` before it raises UsageError.
         """
-        decision = self._prepare()
+        decision = self.recipe.prepare(self._scaler_error())
         self.recipe.hold_grads()
         return decision.found_inf
 
-    def _prepare(self) -> Decision:
-        return self.recipe.prepare(ownership.shared_scaler(self.grad_scaler, (self,)))
+    def _scaler_error(self) -> UsageError | None:
+        return ownership.shared_scaler(self.grad_scaler, (self,))
 
     @property
     def decision(self) -> Decision | None:
@@ -274,6 +279,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop (or zero) all gradients, those of ``grad_sync`` too."""
         super().zero_grad(set_to_none)
+        if self._member.held is not None:
+            self._member.held.are_zeroed = True
         if self._member.grad_sync is not None:
             self._member.grad_sync.zero_()
 

@@ -63,6 +63,7 @@ class StepGraph:
         self._optimizer = optimizer
         self._forward_backward = forward_backward
         device = optimizer.device
+        optimizer.recipe.forget_ready()  # of prepare_grads(): the graph holds a whole step
         self._module = torch.get_device_module(device)
         self._rates = [_rate_on(group, device) for group in optimizer.param_groups]
         with torch.accelerator.device_index(device.index):  # streams and graphs are those of the current device

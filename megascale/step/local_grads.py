@@ -122,10 +122,13 @@ class ReadyGrads:
 
     def grad_of(self, param: MainParam) -> Tensor | None:
         """Return what this rank has of a gradient, as it is: the main grad, or the local part of ``param.grad``."""
+        grad = self.holder_of(param)
+        return None if grad is None else local(grad)
+
+    def holder_of(self, param: MainParam) -> Tensor | None:
+        """Return the tensor that holds a gradient: the main grad, or ``param.grad`` itself."""
         grad = self._main_grad(param)
-        if grad is None and param.model.grad is not None:
-            grad = local(param.model.grad)
-        return grad
+        return param.model.grad if grad is None else grad
 
     def finish(self, main_params: MainParams) -> MegascaleError | None:
         """Finish reductions, also on a failed rank, as others wait for it; return the error of an unusable gradient.

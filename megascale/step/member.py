@@ -15,6 +15,7 @@ from megascale.parallel import ParallelGroups
 from megascale.step import grad_stats
 from megascale.step.counter import StepCounter
 from megascale.step.grad_stats import GradStats
+from megascale.step.held_grads import HeldGrads
 from megascale.step.local_grads import Collected, ReadyGrads, checked_grads
 from megascale.step.torch_states import is_per_element
 from megascale.step.update import PendingUpdate, Rounded
@@ -39,7 +40,10 @@ class ReadyStep:
 class StepMember:
     """One optimizer's main params, state, gradients and update.
 
-    ``uncompared``: by name, parameters that GradSync reduces and whose first values no rank has compared yet.
+    Attributes:
+        ready: a step that is decided and not yet taken.
+        held: its gradients, once :meth:`hold_grads` was called.
+        uncompared: by name, parameters that GradSync reduces and whose first values no rank has compared yet.
 
     Args:
         optimizer: the wrapped one; its ``param_groups`` and ``state`` are live.
@@ -73,6 +77,7 @@ class StepMember:
         self.counter = StepCounter(device)
         self.replicas_may_differ = replicas_may_differ
         self.ready: ReadyStep | None = None
+        self.held: HeldGrads | None = None
         self.uncompared: dict[str, nn.Parameter] = {}
         self._compares = grad_sync is not None and grad_sync.compares_replicas and not replicas_may_differ
         self._ready_grads = ReadyGrads(
@@ -147,8 +152,14 @@ class StepMember:
 
     def hold_grads(self) -> None:
         """Hold references to the ready step's gradients: the caller may drop its own before the update."""
-        for update in self.ready.updates if self.ready else ():
+        updates = self.ready.updates if self.ready else []
+        for update in updates:
             update.grads.hold()
+        self.held = HeldGrads([param for update in updates for param in update.params], self._ready_grads.holder_of)
+
+    def forget_ready(self) -> None:
+        """Drop the ready step."""
+        self.ready = self.held = None
 
     def checked_again(self, ready: ReadyStep) -> ReadyStep:
         """Return a ready step whose tensors were checked again, as the caller may have changed them.

@@ -106,7 +106,6 @@ class StepRecipe:
         self.watch = StallWatch(members[0].config)
         self.spikes = SpikeJudge.of(members[0].config, members[0].device)
         self._backend = members[0].backend
-        self._is_held = False  # whether prepare_grads() has returned to the caller since the decision
         self._times_asked = 0
 
     @property
@@ -142,12 +141,25 @@ class StepRecipe:
             return torch.ones(1, dtype=torch.float32, device=self.members[0].device)
         return self.grad_scaler.scale.clone()
 
+    # Both halves
+
+    def step(self, error: MegascaleError | None = None) -> StepResult:
+        """Take a step, the one that :meth:`hold_grads` has left, if its gradients were not zeroed since.
+
+        All ranks must have zeroed them, or none: a step that is held exchanges no statistics again.
+        """
+        if self._is_held():
+            return self.carry_out(as_measured=True)
+        self.prepare(error)
+        return self.carry_out()
+
     # The first half
 
     def prepare(self, error: MegascaleError | None = None) -> Decision:
         """Finish, measure, agree, decide, rescale. ``error``: what this rank found already; all ranks raise it."""
         self._check_surroundings()
         scaled = self._is_loss_scaled()
+        error = error or self._measured_twice(scaled)
         if not scaled and group_size(self.groups.grad_stats) == 1:
             error = error or unscaled_loss()
         collected, stats = self._measure(error, scaled=scaled)
@@ -166,6 +178,7 @@ class StepRecipe:
             if self.grad_scaler is not None:
                 self.grad_scaler.update(overflow.found_inf)
                 self._times_asked = self.grad_scaler.times_asked()
+        self.forget_ready()
         for member, own in zip(self.members, collected, strict=True):
             member.ready = ReadyStep(own.updates, decision)
         return decision
@@ -174,7 +187,6 @@ class StepRecipe:
         """Hold references to the ready step's gradients: the caller may drop its own before the update."""
         for member in self.members:
             member.hold_grads()
-        self._is_held = True
 
     @property
     def decision(self) -> Decision | None:
@@ -189,19 +201,24 @@ class StepRecipe:
                 for grad in update.grads:
                     bound = staged(max_value / ready.decision.coefficient, grad.device)
                     torch.clamp(grad, -bound, bound, out=grad)
+        for member in self.members:
+            if member.held is not None:
+                member.held.accept_writes()
 
     # The second half
 
-    def carry_out(self) -> StepResult:
+    def carry_out(self, *, as_measured: bool = False) -> StepResult:
         """Update and gather, where the step lands. All members are updated before an error is raised.
+
+        ``as_measured``: gradients that have changed since they were measured are an error.
 
         An error here is this rank's alone. Others wait for its gathers, so it takes part in them, and all ranks raise
         the error at the next step.
         """
         ready = self._ready("step_with_ready_grads() needs prepare_grads() first; step() calls both")
         self._check_surroundings()
-        if self._is_held:
-            ready = self._checked_again(ready)
+        if any(member.held for member in self.members):
+            ready = self._checked_again(ready, as_measured)
         self.forget_ready()
         decision = ready[0].decision
         with span("update"):
@@ -216,8 +233,7 @@ class StepRecipe:
     def forget_ready(self) -> None:
         """Drop a step that was decided on and not taken; called when main params were replaced, too."""
         for member in self.members:
-            member.ready = None
-        self._is_held = False
+            member.forget_ready()
 
     def begin_anew(self) -> None:
         """Forget recorded errors; called when main params were replaced."""
@@ -346,12 +362,36 @@ class StepRecipe:
         for member in self.members:
             member.counter.count(decision.found_inf, on_host=not is_capturing(member.device))
 
-    def _checked_again(self, ready: list[ReadyStep]) -> list[ReadyStep]:
+    def _is_held(self) -> bool:
+        """Return whether a decided step waits for the gradients that are there: none were zeroed since."""
+        held = [member.held for member in self.members]
+        return all(held) and not any(one is not None and one.are_zeroed for one in held)
+
+    def _measured_twice(self, scaled: bool) -> UsageError | None:
+        """Return an error if the gradients are those that a held step has measured, and rescaled the loss after.
+
+        ``scaled``: whether the scale was read since. Then gradients that were written in place can be those of another
+        loss.
+        """
+        held = [member.held for member in self.members if member.held is not None]
+        if not self._is_held() or not any(one.are_there for one in held):
+            return None
+        if any(one.are_replaced or (scaled and one.are_written) for one in held):
+            return None
+        return UsageError(
+            "prepare_grads() has measured these gradients already, and updated the loss scale: take the step that it "
+            "decided with step_with_ready_grads() or step(), or call optimizer.zero_grad() before the next backward"
+        )
+
+    def _checked_again(self, ready: list[ReadyStep], as_measured: bool) -> list[ReadyStep]:
         """Return the ready steps with their tensors checked again, or steps that update nothing where one has changed.
 
         Raises the error at once where this rank is alone. Nothing has changed then.
         """
         try:
+            for member in self.members if as_measured else ():
+                if member.held is not None:
+                    member.held.require_unchanged()
             return [member.checked_again(own) for member, own in zip(self.members, ready, strict=True)]
         except MegascaleError as error:
             if group_size(self.groups.grad_stats) == 1:

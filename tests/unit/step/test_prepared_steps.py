@@ -1,0 +1,184 @@
+"""What prepare_grads() has decided is carried out once, whichever call carries it out."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from megascale import ChainedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
+from megascale.chained import AnyOptimizer
+from megascale.errors import UsageError
+from megascale.grad_sync import GradSync
+from tests.training import Tiny, bits_equal, grad_of, model, same_bits
+
+BETWEEN: dict[str, Callable[[AnyOptimizer], Any]] = {
+    "nothing": lambda optimizer: None,
+    "the scale read": lambda optimizer: optimizer.get_loss_scale().item(),
+    "a dropped gradient": lambda optimizer: [setattr(p, "grad", None) for p in _params(optimizer)],
+}
+
+
+def _params(optimizer: AnyOptimizer) -> list[torch.Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _make(kind: str) -> tuple[Tiny, AnyOptimizer]:
+    """Return a model and its optimizer; the scale grows after each clean step."""
+    module = model()
+    scaler = DynamicGradScaler(2.0**8, 1.0, 2.0, 0.5, 1, 1)
+    config = OptimizerConfig(fp16=True, clip_grad=0.5, zclip="clip", zclip_warmup_steps=2)
+    if kind == "chain":
+        halves = [list(module.named_parameters())[:3], list(module.named_parameters())[3:]]
+        return module, ChainedOptimizer(
+            [MixedPrecisionOptimizer(torch.optim.AdamW(half, lr=1e-2), config, scaler) for half in halves]
+        )
+    sync = GradSync(module.named_parameters()) if kind == "GradSync" else None
+    inner = torch.optim.AdamW(module.named_parameters(), lr=1e-2)
+    return module, MixedPrecisionOptimizer(inner, config, scaler, grad_sync=sync)
+
+
+def _backward(module: Tiny, optimizer: AnyOptimizer, seed: int, scale: float = 1.0) -> None:
+    torch.manual_seed(seed)
+    loss = module(torch.randn(8, 4).half()).float().square().mean()
+    (optimizer.scale_loss(loss) * scale).backward()
+
+
+def _state(module: Tiny, optimizer: AnyOptimizer) -> dict[str, torch.Tensor]:
+    """Return all that a step may change."""
+    state = optimizer.state_dict()
+    numbers = (*state["norm_statistics"].values(), *state["step_counts"].values())
+    found = {"scale": state["grad_scaler"]["scale"], "numbers": torch.tensor(numbers, dtype=torch.float64)}
+    for name, param in module.named_parameters():
+        found[name] = param.detach().clone()
+        found |= {f"{name}.{key}": value for key, value in state["optimizer"]["state"][name].items()}
+    return found
+
+
+@pytest.mark.parametrize("kind", ["plain", "GradSync", "chain"])
+@pytest.mark.parametrize("between", BETWEEN)
+def test_step_carries_out_what_was_prepared_once(kind: str, between: str) -> None:
+    """prepare_grads() and then step() are one step: one division by the scale that multiplied the gradients, one update
+    of the scale, and one entry in the norm's statistics.
+    """
+    (module, optimizer), (twin, whole) = _make(kind), _make(kind)
+    for seed in range(4):
+        for one, own in ((module, optimizer), (twin, whole)):
+            own.zero_grad()
+            _backward(one, own, seed, scale=float("inf") if seed == 2 else 1.0)
+        found_inf = optimizer.prepare_grads()
+        BETWEEN[between](optimizer)
+        result, expected = optimizer.step(), whole.step()
+        assert bool(result.success) == (not found_inf) == bool(expected.success) == (seed != 2)
+        assert bits_equal(result.grad_norm, expected.grad_norm) or seed == 2
+        assert bits_equal(optimizer.get_loss_scale(), whole.get_loss_scale())
+    assert same_bits(_state(module, optimizer), _state(twin, whole))
+    with pytest.raises(UsageError, match=r"needs prepare_grads\(\) first"):
+        optimizer.step_with_ready_grads()
+
+
+@pytest.mark.parametrize("kind", ["plain", "GradSync", "chain"])
+@pytest.mark.parametrize("reads", [False, True])
+def test_gradients_are_measured_once(kind: str, reads: bool) -> None:
+    """A second prepare_grads() of the same gradients is an error, also after a read of the scale, and the first still
+    holds.
+    """
+    module, optimizer = _make(kind)
+    _backward(module, optimizer, 0)
+    optimizer.prepare_grads()
+    if reads:
+        optimizer.get_loss_scale()
+    before = _state(module, optimizer)
+    with pytest.raises(UsageError, match=r"prepare_grads\(\) has measured these gradients already.*step_with_ready"):
+        optimizer.prepare_grads()
+    assert same_bits(before, _state(module, optimizer))
+    assert optimizer.step_with_ready_grads().success
+
+
+def test_gradients_that_the_caller_has_changed_are_not_measured_twice() -> None:
+    """Nobody has scaled a loss since: the error tells of the second call, not of a loss."""
+    module, optimizer = _make("plain")
+    _backward(module, optimizer, 0)
+    optimizer.prepare_grads()
+    for param in module.parameters():
+        grad_of(param).mul_(0.5)
+    with pytest.raises(UsageError, match=r"prepare_grads\(\) has measured these gradients already"):
+        optimizer.prepare_grads()
+
+
+ZEROED: dict[str, Callable[[Tiny, AnyOptimizer], Any]] = {
+    "optimizer.zero_grad()": lambda module, optimizer: optimizer.zero_grad(),
+    "optimizer.zero_grad(False)": lambda module, optimizer: optimizer.zero_grad(set_to_none=False),
+    "model.zero_grad()": lambda module, optimizer: module.zero_grad(),
+    "model.zero_grad(False)": lambda module, optimizer: module.zero_grad(set_to_none=False),
+}
+
+
+@pytest.mark.parametrize("kind", ["plain", "chain"])
+@pytest.mark.parametrize("zeroed", ZEROED)
+def test_a_prepared_step_may_be_left_out(kind: str, zeroed: str) -> None:
+    """As Megatron's callers leave out the second half of a skipped step: the next gradients are measured anew."""
+    (module, optimizer), (twin, whole) = _make(kind), _make(kind)
+    for seed in range(4):
+        for one, own in ((module, optimizer), (twin, whole)):
+            ZEROED[zeroed](one, own)
+            _backward(one, own, seed, scale=float("inf") if seed == 1 else 1.0)
+        if not optimizer.prepare_grads():
+            optimizer.step_with_ready_grads()
+        whole.step()
+    assert same_bits(dict(optimizer.main_params()), dict(whole.main_params()))
+    assert bits_equal(optimizer.get_loss_scale(), whole.get_loss_scale())
+
+
+@pytest.mark.parametrize("kind", ["plain", "GradSync", "chain"])
+def test_step_after_zero_grad_is_a_new_one(kind: str) -> None:
+    """A prepared step that was left out is not taken with the next gradients."""
+    (module, optimizer), (twin, whole) = _make(kind), _make(kind)
+    for seed, one, own in ((0, module, optimizer), (0, twin, whole), (1, module, optimizer), (1, twin, whole)):
+        own.zero_grad()
+        _backward(one, own, seed)
+        if seed == 0:
+            own.prepare_grads()
+    optimizer.step()
+    whole.prepare_grads()
+    whole.step_with_ready_grads()
+    assert same_bits(_state(module, optimizer), _state(twin, whole))
+
+
+CHANGES: dict[str, Callable[[Tiny, AnyOptimizer], Any]] = {
+    "another backward": lambda module, optimizer: _backward(module, optimizer, 1),
+    "model.zero_grad() and backward": lambda module, optimizer: (module.zero_grad(), _backward(module, optimizer, 1)),
+    "a write": lambda module, optimizer: grad_of(module.head.weight).mul_(2),
+    "another tensor": lambda module, optimizer: setattr(
+        module.head.weight, "grad", torch.zeros_like(module.head.weight)
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ["plain", "chain"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_step_refuses_other_gradients_than_were_measured(kind: str, change: str) -> None:
+    """They would be updated from by a decision that never saw them. Nothing changes; zero_grad() begins anew."""
+    module, optimizer = _make(kind)
+    _backward(module, optimizer, 0)
+    optimizer.prepare_grads()
+    CHANGES[change](module, optimizer)
+    before = _state(module, optimizer)
+    with pytest.raises(UsageError, match=r"the gradient of '\S+' has changed since prepare_grads\(\)"):
+        optimizer.step()
+    assert same_bits(before, _state(module, optimizer))
+    optimizer.zero_grad()
+    _backward(module, optimizer, 2)
+    assert optimizer.step().success
+
+
+def test_step_takes_clamped_gradients() -> None:
+    """clip_grad_value_() between the calls is part of the prepared step."""
+    (module, optimizer), (twin, whole) = _make("plain"), _make("plain")
+    for one, own in ((module, optimizer), (twin, whole)):
+        _backward(one, own, 0)
+        own.prepare_grads()
+        own.clip_grad_value_(1e-3)
+    optimizer.step()
+    whole.step_with_ready_grads()
+    assert same_bits(_state(module, optimizer), _state(twin, whole))
