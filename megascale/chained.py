@@ -285,7 +285,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
         """Return each optimizer's part of a state dict. Raises StateDictError for a part that belongs to none."""
         if is_torch_layout(state_dict):
             state_dict = from_torch_layout(state_dict, self.state_dict(copy=False), strict=strict)
-        check_layout(state_dict)
+        check_layout(state_dict, strict=strict)
         names = self._names()
         states, mains = state_dict["optimizer"]["state"], state_dict["main_params"]
         groups = state_dict["optimizer"]["param_groups"]

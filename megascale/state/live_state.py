@@ -121,7 +121,7 @@ class LiveState:
         return from_torch_layout(state_dict, self.pack(copy=False), strict=strict)
 
     def _check(self, state_dict: Any, strict: bool) -> None:
-        portable_state.check_layout(state_dict)
+        portable_state.check_layout(state_dict, strict=strict)
         params = self._named_params()
         states, groups = state_dict["optimizer"]["state"], state_dict["optimizer"]["param_groups"]
         mains = state_dict["main_params"]
@@ -144,7 +144,7 @@ class LiveState:
         portable_state.check_shared(state_dict["optimizer"], self.state, strict=strict)
         for index, group in enumerate(groups):
             portable_state.loadable_options(group, index)
-        self._plan_scaler(state_dict["grad_scaler"], strict)
+        self._plan_scaler(state_dict.get("grad_scaler"), strict)
         _planned_counts(state_dict)
         self._planned_norms(state_dict)
 
@@ -175,7 +175,7 @@ class LiveState:
         """Copy what a checked state dict holds. Raises MainParamOverflowError."""
         states, groups = state_dict["optimizer"]["state"], state_dict["optimizer"]["param_groups"]
         mains = state_dict["main_params"]
-        scaler = self._plan_scaler(state_dict["grad_scaler"], strict)
+        scaler = self._plan_scaler(state_dict.get("grad_scaler"), strict)
         plan = Plan(
             scaler=scaler,
             step_counts=_planned_counts(state_dict),
@@ -253,9 +253,14 @@ class LiveState:
                     "load with strict=False"
                 )
             return None
-        if given == {} and not strict:
+        if given in (None, {}) and not strict:
             return None
-        self.grad_scaler.parse_state_dict(given)
+        try:
+            self.grad_scaler.parse_state_dict(given)
+        except StateDictError:
+            if given == {}:
+                raise portable_state.no_scaler_state() from None
+            raise
         return dict(given)
 
     def _planned_norms(self, state_dict: Mapping[str, Any]) -> Mapping[str, float] | None:

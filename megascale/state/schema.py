@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascale.errors import MainParamOverflowError, StateDictError
+from megascale.errors import MainParamOverflowError, StateDictError, listed
 from megascale.kernels.compact_moments import FIRST_DTYPE, SCALE_SUFFIX, SECOND_DTYPE, num_groups
 from megascale.kernels.protocol import FP16_OVERFLOW
 from megascale.kernels.remainders import REMAINDER_DTYPE
@@ -57,13 +57,14 @@ def pack_group(group: Mapping[str, Any], names: Sequence[str], index: int, *, co
     return portable(options, f"param_groups[{index}]", copy=copy) | {"params": list(names)}
 
 
-def check_layout(state_dict: Any) -> None:
-    """Raise StateDictError unless ``state_dict`` has our keys and version."""
+def check_layout(state_dict: Any, *, strict: bool) -> None:
+    """Raise StateDictError unless ``state_dict`` has our keys and version. ``strict``: the scaler's state, too."""
     if not isinstance(state_dict, Mapping):
         raise StateDictError(f"state dict must be a dict, got {type(state_dict).__name__}")
-    missing = [key for key in KEYS if key not in state_dict]
+    missing = [key for key in KEYS if key not in state_dict and (strict or key != "grad_scaler")]
     if missing:
-        raise StateDictError(f"state dict lacks {missing}; it has {sorted(map(str, state_dict))}")
+        remedy = "; load with strict=False to do without" if missing == ["grad_scaler"] else ""
+        raise StateDictError(f"state dict lacks {missing}; it has {listed(state_dict)}{remedy}")
     version = state_dict["version"]
     if (isinstance(version, Tensor) and (version.numel() != 1 or version.is_meta)) or version != VERSION:
         raise StateDictError(f"state dict has version {version!r}; this megascale reads version {VERSION}")
@@ -80,6 +81,14 @@ def check_layout(state_dict: Any) -> None:
         raise StateDictError(
             "state dict's 'optimizer.param_groups' must be a list of dicts with 'params', a list of parameter names"
         )
+
+
+def no_scaler_state() -> StateDictError:
+    """Return the error for a state dict that has no scaler's state, where there is a scaler."""
+    return StateDictError(
+        "state dict holds no state of a grad scaler (it was saved without one, as by a bf16 run), the optimizer has a "
+        "grad scaler; load with strict=False (of load_state_dict() or StateDictOptions) to keep the scaler as it is"
+    )
 
 
 def _are_names(value: Any) -> bool:

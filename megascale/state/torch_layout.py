@@ -19,16 +19,18 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megascale.errors import StateDictError, listed
-from megascale.state.schema import SHARED_STATE
+from megascale.state.schema import SHARED_STATE, no_scaler_state
 from megascale.step.counter import COUNT_KEYS
 from megascale.step.spikes import NORM_KEYS
 
+TORCH_MODULE = "torch.distributed.checkpoint.state_dict"
 TORCH_KEYS = ("state", "param_groups")
 MAIN_PARAM = "main_param"
 NUM_STATES = "num_states"
@@ -99,9 +101,22 @@ def is_read_by_torch() -> bool:
     """
     frame = sys._getframe(1).f_back
     for _ in range(2):
-        if frame is not None and frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+        if frame is not None and frame.f_globals.get("__name__") == TORCH_MODULE:
             return True
         frame = frame and frame.f_back
+    return False
+
+
+def _is_told_to_skip() -> bool:
+    """Return whether the caller passed ``StateDictOptions(strict=False)`` to torch's functions.
+
+    They keep the options in a local variable, and call ``load_state_dict`` without them.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == TORCH_MODULE and "info" in frame.f_locals:
+            return not getattr(frame.f_locals["info"], "strict", True)
+        frame = frame.f_back
     return False
 
 
@@ -155,12 +170,14 @@ def from_torch_layout(given: Mapping[str, Any], live: Mapping[str, Any], *, stri
     Args:
         given: as a function of ``torch.distributed.checkpoint.state_dict`` passes it to ``load_state_dict``.
         live: our layout of the optimizer that loads.
-        strict: raise if main params or the scaler's state are not in it, as in a plain torch optimizer's.
+        strict: raise if main params or the scaler's state are not in it, as in a plain torch optimizer's. False too
+            where torch's functions were given ``StateDictOptions(strict=False)``.
 
     Raises:
         StateDictError: naming what is missing or does not fit.
     """
     _check(given)
+    strict = strict and not _is_told_to_skip()
     groups = live["optimizer"]["param_groups"]
     names = _names_by_key(given["param_groups"], [group["params"] for group in groups])
     shared = _shared_state(given, names, live)
@@ -187,13 +204,13 @@ def from_torch_layout(given: Mapping[str, Any], live: Mapping[str, Any], *, stri
     step_counts = _common_value(counts, COUNT_PREFIX, live["step_counts"])
     norm_statistics = _common_value(norms, NORM_PREFIX, live.get("norm_statistics", {}))
     if strict and scalers and live["grad_scaler"] and not scaler:
-        raise _plain("no state of the grad scaler")
+        raise _plain("no state of the grad scaler") if not any(counts) else no_scaler_state()
     optional = {"step_counts": step_counts, "norm_statistics": norm_statistics}
     return {
         "optimizer": {"state": states, "param_groups": [_group(group, names) for group in given["param_groups"]]}
         | ({SHARED_STATE: [shared]} if shared else {}),
         "main_params": mains,
-        "grad_scaler": scaler if scalers else live["grad_scaler"],
+        "grad_scaler": scaler if scaler or (strict and scalers) else live["grad_scaler"],
         "version": live["version"],
     } | {key: value for key, value in optional.items() if value}
 
@@ -286,5 +303,6 @@ def _common_value(every: Sequence[Mapping[str, Any]], prefix: str, live: Mapping
 def _plain(lack: str) -> StateDictError:
     return StateDictError(
         f"state dict is a plain torch optimizer's (it has 'param_groups' at the top, and {lack}); load it into the "
-        "torch optimizer before wrapping it, or with strict=False to take what it has"
+        "torch optimizer before wrapping it, or with strict=False (of load_state_dict() or StateDictOptions) to take "
+        "what it has"
     )

@@ -35,6 +35,9 @@ class DeferredErrors:
         groups: of the optimizer.
         device: of the statistics.
         settings: names those that differ between ranks.
+
+    Attributes:
+        no_errors: what :meth:`as_statistic` returns for none, and where another has counted them.
     """
 
     def __init__(self, groups: ParallelGroups, device: torch.device, settings: SharedSettings) -> None:
@@ -51,8 +54,9 @@ class DeferredErrors:
         self._new: deque[list[str]] = deque(maxlen=2)
         # The roundings of this step and the one before, as the host learns of an overflow one step late.
         self._rounded: deque[list[Rounded]] = deque(maxlen=2)
-        # Updated in place: captured graphs hold this address.
+        # Updated in place: captured graphs hold these addresses.
         self._num_overflowed = torch.zeros((), dtype=stats_dtype(device), device=device)
+        self.no_errors = torch.zeros_like(self._num_overflowed)
 
     def begin_anew(self) -> None:
         """Forget all errors, as main params were replaced: all ranks must do that."""

@@ -348,7 +348,12 @@ class StepRecipe:
                 self._settings.pass_over()
             settings = 0 if found else self._settings.number(self.members, self.clip_grad, self.grad_scaler)
             errors = self.errors.as_statistic(found, absent, new, settings)
-            stats = [member.measure(own, errors, scaled) for member, own in zip(self.members, collected, strict=True)]
+            # Counted once, however many members this rank has: ranks' numbers are to cancel.
+            of_members = [errors, *[self.errors.no_errors] * (len(self.members) - 1)]
+            stats = [
+                member.measure(own, counted, scaled)
+                for member, own, counted in zip(self.members, collected, of_members, strict=True)
+            ]
         return collected, stats[0] if len(stats) == 1 else grad_stats.combined(stats)
 
     def _decide(self, stats: GradStats) -> tuple[Decision, Decision]:

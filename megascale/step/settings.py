@@ -1,7 +1,8 @@
-"""Settings that ranks which hold the same parameters must share.
+"""Settings that ranks which hold the same parameters must share, and those of all ranks that decide together.
 
-They are options, which parameters take them, the clip, the rule of the loss scale, what a config asks of every step,
-divisors, and how the optimizer updates. They must have taken the same number of steps, too.
+Ranks that hold the same parameters share options, which parameters take them, the clip, what a config asks of every
+step, divisors, how the optimizer updates, and the number of steps taken. Ranks that decide together share the loss
+scale and its rule, whatever they hold: gradients cross from one to another, and are divided by one scale.
 
 Ranks with the same gradients and other learning rates would part. So each rank adds a number to its count of errors, as
 :mod:`megascale.step.absence` does: they add up to 0 where the settings are the same, and otherwise do not, but for one
@@ -33,8 +34,12 @@ from megascale.step.member import StepMember
 from megascale.utils.collectives import all_gather_object, group_rank, group_ranks, group_size
 
 Settings = tuple[Any, ...]
-"""Of one kind of parameters: the clip, the scaler's rule, each member's config, a digest of which parameters each param
-group holds, and for each param group its names and values.
+"""Of one kind of parameters: the clip, each member's config, a digest of which parameters each param group holds, and
+for each param group its names and values. Of all: the scaler's rule and its scale.
+"""
+
+Kind = bool | None
+"""Whose settings: False those of dense parameters, True those of experts, None those of all ranks that decide together.
 """
 
 _PARAM_GROUP_OF = "the param group of "
@@ -76,14 +81,14 @@ class SharedSettings:
         self._num_digests = 1 << 20 if stats_dtype(device) == torch.float64 else LARGEST
         self._is_alone = group_size(groups.grad_stats) == 1
         # Of this step and the one before, as the host learns of a difference one step late on an accelerator.
-        self._recent: deque[tuple[tuple[int, ...], dict[bool, Settings]]] = deque(maxlen=2)
-        self._holders: dict[bool, ProcessGroup | None] = {}
-        self._digests: dict[bool, int] = {}
+        self._recent: deque[tuple[tuple[int, ...], dict[Kind, Settings]]] = deque(maxlen=2)
+        self._holders: dict[Kind, ProcessGroup | None] = {None: groups.grad_stats}
+        self._digests: dict[Kind, int] = {}
         self._configs: tuple[tuple[Any, ...], ...] | None = None
         self._times_replaced = 0
         self._ordered: list[list[list[MainParam]]] = []
-        self._groups_of: dict[bool, GroupsOf] = {}
-        self._membership: dict[bool, int] = {}
+        self._groups_of: dict[Kind, GroupsOf] = {}
+        self._membership: dict[Kind, int] = {}
 
     def count_replaced(self) -> None:
         """Count that main params were loaded, or reloaded from the model: all ranks must do it."""
@@ -95,26 +100,27 @@ class SharedSettings:
 
     def number(self, members: Sequence[StepMember], clip_grad: float, scaler: MegatronGradScaler | None) -> int:
         """Return this rank's number for the present settings: 0 where it is alone."""
-        if self._is_alone or any(member.replicas_may_differ for member in members):
+        if self._is_alone:
             return 0
-        now = self._read(members, clip_grad, scaler)
+        now: dict[Kind, Settings] = {None: _of_scaler(scaler)}
+        if not any(member.replicas_may_differ for member in members):
+            now |= self._read(members, clip_grad)
         if not self._recent or self._recent[-1][1] != now:
             self._digests = {kind: zlib.crc32(repr(settings).encode()) for kind, settings in now.items()}
         taken = (self._times_replaced, *(member.counter.taken for member in members))
         self._recent.append((taken, now))
         seed = repr(taken).encode()
-        return sum(self._share(kind, zlib.crc32(seed, digest)) for kind, digest in self._digests.items())
+        # Ranks with other parameters may have taken other numbers of steps.
+        seeded = {kind: zlib.crc32(b"" if kind is None else seed, digest) for kind, digest in self._digests.items()}
+        return sum(self._share(kind, digest) for kind, digest in seeded.items())
 
-    def _read(
-        self, members: Sequence[StepMember], clip_grad: float, scaler: MegatronGradScaler | None
-    ) -> dict[bool, Settings]:
+    def _read(self, members: Sequence[StepMember], clip_grad: float) -> dict[Kind, Settings]:
         """Return the settings of dense parameters and those of experts, as far as there are any."""
         if self._configs is None:  # they are frozen
             self._configs = tuple(_fields(member.config) for member in members)
         self._find_groups(members)
-        rule = None if scaler is None else _comparable(scaler.settings())
-        head = (_comparable(clip_grad), rule, self._configs, tuple(map(_changing, members)))
-        found: dict[bool, Settings] = {}
+        head = (_comparable(clip_grad), self._configs, tuple(map(_changing, members)))
+        found: dict[Kind, Settings] = {}
         for member in members:
             names = [name for name in member.optimizer.defaults if name not in _MAY_DIFFER]
             for group in member.optimizer.param_groups:
@@ -146,7 +152,7 @@ class SharedSettings:
             kind: zlib.crc32(repr(sorted(groups_of.items())).encode()) for kind, groups_of in self._groups_of.items()
         }
 
-    def _share(self, kind: bool, digest: int) -> int:
+    def _share(self, kind: Kind, digest: int) -> int:
         holders = self._holders[kind]
         return (digest % self._num_digests + 1) * cancelling(group_size(holders))[group_rank(holders)]
 
@@ -157,10 +163,11 @@ class SharedSettings:
         """
         mine = {
             (kind, group_ranks(holders)): [
-                dict(_labelled(taken, own[kind], self._groups_of[kind])) if kind in own else {}
+                dict(self._labelled(kind, taken, own[kind])) if kind in own else {}
                 for taken, own in self._recent
             ]
             for kind, holders in self._holders.items()
+            if group_size(holders) > 1
         }
         first: dict[Any, tuple[int, list[dict[str, Any]]]] = {}
         for rank, theirs in enumerate(all_gather_object(mine, self._groups.grad_stats)):
@@ -168,13 +175,27 @@ class SharedSettings:
                 first_rank, first_steps = first.setdefault(key, (rank, steps))
                 found = _first_difference(first_steps, steps, missing=missing)
                 if found is not None:
-                    label, one, other = found
-                    return UsageError(
-                        f"ranks that hold the same parameters have other settings: {label} is {one!r} on rank "
-                        f"{first_rank} and {other!r} on rank {rank}; set it alike on every rank, or, where their "
-                        "parameters are meant to part, pass replicas_may_differ=True to MixedPrecisionOptimizer"
-                    )
+                    return _difference_error(key[0], found, first_rank, rank)
         return None
+
+    def _labelled(self, kind: Kind, taken: tuple[int, ...], settings: Settings) -> Iterator[tuple[str, Any]]:
+        if kind is None:
+            return zip(("grad_scaler (its rule, and the state that was loaded)", "the loss scale"), settings, strict=True)
+        return _labelled(taken, settings, self._groups_of[kind])
+
+
+def _difference_error(kind: Kind, difference: tuple[str, Any, Any], first_rank: int, rank: int) -> UsageError:
+    label, one, other = difference
+    values = f"{label} is {one!r} on rank {first_rank} and {other!r} on rank {rank}"
+    if kind is None:
+        return UsageError(
+            f"ranks that decide together have other loss scales, or not all of them have one: {values}; give each the "
+            "same scaler, load the same scaler state on each, or leave out of groups.grad_stats what trains on its own"
+        )
+    return UsageError(
+        f"ranks that hold the same parameters have other settings: {values}; set it alike on every rank, or, where "
+        "their parameters are meant to part, pass replicas_may_differ=True to MixedPrecisionOptimizer"
+    )
 
 
 def _first_difference(
@@ -191,6 +212,11 @@ def _first_difference(
             if repr(one.get(label)) != repr(other.get(label)):  # as digests compare them
                 return label, one.get(label), other.get(label)
     return None
+
+
+def _of_scaler(scaler: MegatronGradScaler | None) -> Settings:
+    """Return the rule of a scaler, and its scale where that lies in host memory."""
+    return (None, None) if scaler is None else (_comparable(scaler.settings()), _number_in(scaler.live_scale))
 
 
 def _fields(config: OptimizerConfig) -> tuple[Any, ...]:
@@ -240,12 +266,11 @@ def _known_as(param: MainParam) -> str:
 
 def _labelled(taken: tuple[int, ...], settings: Settings, groups_of: GroupsOf) -> Iterator[tuple[str, Any]]:
     """Yield what each setting is called, and its value. ``groups_of``: the present ones."""
-    clip_grad, scaler, configs, changing, _, *groups = settings
+    clip_grad, configs, changing, _, *groups = settings
     replaced, *steps = taken
     yield "the number of times that main params were loaded or reloaded", replaced
     yield "the number of steps taken", steps[0] if len(steps) == 1 else tuple(steps)
     yield "clip_grad", clip_grad
-    yield "grad_scaler (its rule, and the state that was loaded)", scaler
     for index, (config, (arithmetic, divisor)) in enumerate(zip(configs, changing, strict=True)):
         holder = "" if len(configs) == 1 else f"optimizers[{index}]."
         for name, value in zip(_OF_EVERY_STEP, config, strict=True):

@@ -331,7 +331,9 @@ REFUSED: list[tuple[Change, type[Exception], str]] = [
     (lambda s: [s], StateDictError, "state dict must be a dict, got list"),
     (lambda s: s["optimizer"], StateDictError, "plain torch optimizer's .* before wrapping it"),
     (_drop("main_params"), StateDictError, r"state dict lacks \['main_params'\]; it has"),
-    (_drop("grad_scaler"), StateDictError, r"state dict lacks \['grad_scaler'\]"),
+    (_drop("grad_scaler"), StateDictError, r"state dict lacks \['grad_scaler'\].*load with strict=False to do without"),
+    (_set("grad_scaler", value={}), StateDictError, r"no state of a grad scaler .*load with strict=False"),
+    (_set("grad_scaler", value=None), StateDictError, "grad scaler state must be a dict, got NoneType"),
     (_set("version", value=2), StateDictError, "state dict has version 2; this megascale reads version 1"),
     (_set("optimizer", value={}), StateDictError, "'optimizer' must hold 'state' and 'param_groups'"),
     (_set("main_params", value=[1]), StateDictError, "'main_params' must map parameter names"),
@@ -425,7 +427,6 @@ REFUSED: list[tuple[Change, type[Exception], str]] = [
     ),
     (_set("grad_scaler", "scale", value=torch.ones(1, device="meta")), StateDictError, "'scale' is on the meta device"),
     (_set("grad_scaler", "scale", value=math.nan), StateDictError, "'scale' must be finite, got nan"),
-    (_set("grad_scaler", value={}), StateDictError, "grad scaler state lacks"),
 ]
 
 

@@ -16,6 +16,7 @@ from megascale import (
     DynamicGradScaler,
     Lion,
     MixedPrecisionOptimizer,
+    OptimizerConfig,
 )
 from megascale.checkpoint import Checkpointer
 from megascale.errors import StateDictError
@@ -46,6 +47,16 @@ KERNELS: dict[str, Callable[[Params], torch.optim.Optimizer]] = {
 }
 """Optimizers that run on our kernels."""
 KINDS = OWN | KERNELS
+
+
+def _wrap(
+    inner: torch.optim.Optimizer, dtype: torch.dtype = torch.float32, scaler: ConstantGradScaler | None = None
+) -> MixedPrecisionOptimizer:
+    """Wrap an optimizer of parameters in ``dtype``. Muon iterates in bf16, as torch's does on every machine."""
+    config = None
+    if isinstance(inner, torch.optim.Muon):
+        config = OptimizerConfig(bf16=dtype == torch.bfloat16, clip_grad=0.0, muon_ns_dtype=torch.bfloat16)
+    return MixedPrecisionOptimizer(inner, config, scaler)
 
 
 def _params(dtype: torch.dtype) -> list[nn.Parameter]:
@@ -79,7 +90,7 @@ def test_a_wrapped_optimizer_goes_on_as_torch_does(kind: str, trained: int) -> N
     _train(plain, theirs, range(trained))
     _train(ours, inner, range(trained))
     _train(plain, theirs, range(trained, trained + 4))
-    _train(ours, MixedPrecisionOptimizer(inner), range(trained, trained + 4))
+    _train(ours, _wrap(inner), range(trained, trained + 4))
     assert _close(ours, plain)
 
 
@@ -87,7 +98,7 @@ def test_a_wrapped_optimizer_goes_on_as_torch_does(kind: str, trained: int) -> N
 def test_16_bit_parameters_train_as_fp32_ones(kind: str) -> None:
     """Main params go the way of fp32 parameters: state that torch makes at construction is not rounded to 16 bits."""
     plain, ours = _params(torch.float32), _params(torch.bfloat16)
-    wrapped = MixedPrecisionOptimizer(KINDS[kind](ours), None, ConstantGradScaler(1.0))
+    wrapped = _wrap(KINDS[kind](ours), torch.bfloat16, ConstantGradScaler(1.0))
     _train(plain, KINDS[kind](plain), range(4))
     _train(ours, wrapped, range(4))
     assert _close([main for _, main in wrapped.main_params()], plain)
@@ -102,7 +113,7 @@ def test_state_trained_in_16_bits_goes_on_widened(kind: str) -> None:
     plain = [nn.Parameter(param.detach().float()) for param in ours]
     theirs = KINDS[kind](plain)
     theirs.load_state_dict(copy.deepcopy(inner.state_dict()))
-    wrapped = MixedPrecisionOptimizer(inner)
+    wrapped = _wrap(inner, torch.bfloat16)
     _train(plain, theirs, range(3, 7))
     _train(ours, wrapped, range(3, 7))
     assert _close([main for _, main in wrapped.main_params()], plain)
@@ -133,7 +144,7 @@ def test_torchs_state_dict_loads(kind: str, counts: str) -> None:
     theirs = KINDS[kind](plain)
     _train(plain, theirs, range(3))
     ours = [nn.Parameter(param.detach().clone()) for param in plain]
-    wrapped = MixedPrecisionOptimizer(KINDS[kind](ours))
+    wrapped = _wrap(KINDS[kind](ours))
     wrapped.load_state_dict(_older(theirs.state_dict(), COUNTS[counts]))
     _train(plain, theirs, range(3, 7))
     _train(ours, wrapped, range(3, 7))

@@ -1,0 +1,88 @@
+"""State dicts that hold no scaler's state, as a bf16 run or another program saves them, load with strict=False."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from megascale import ChainedOptimizer, ConstantGradScaler, MixedPrecisionOptimizer
+from megascale.chained import AnyOptimizer
+from megascale.errors import StateDictError
+from tests.training import Tiny, bits_equal, model, same_bits, set_grads, wrap
+
+Load = Callable[[Tiny, AnyOptimizer, bool], None]
+
+
+def _saved() -> tuple[Tiny, MixedPrecisionOptimizer]:
+    """Return a bf16 run after a step."""
+    module = model(torch.bfloat16)
+    optimizer = MixedPrecisionOptimizer(torch.optim.AdamW(module.named_parameters(), lr=1e-2))
+    set_grads(module, 0)
+    optimizer.step()
+    return module, optimizer
+
+
+def _without(**changes: Any) -> Load:
+    """Load our own layout; ``changes`` replace entries, None removes them."""
+
+    def load(module: Tiny, optimizer: AnyOptimizer, strict: bool) -> None:
+        state = _saved()[1].state_dict() | {key: value for key, value in changes.items() if value is not None}
+        for key in (key for key, value in changes.items() if value is None):
+            del state[key]
+        optimizer.load_state_dict(state, strict=strict)
+
+    return load
+
+
+def _through_torch(**options: Any) -> Load:
+    def load(module: Tiny, optimizer: AnyOptimizer, strict: bool) -> None:
+        state = get_optimizer_state_dict(*_saved(), options=StateDictOptions(**options))
+        set_optimizer_state_dict(module, optimizer, state, options=StateDictOptions(strict=strict, **options))
+
+    return load
+
+
+LOADS: dict[str, Load] = {
+    "an empty entry": _without(),
+    "no entry": _without(grad_scaler=None),
+    "torch's functions": _through_torch(),
+    "torch's functions, flat": _through_torch(flatten_optimizer_state_dict=True),
+    "torch's layout, to the optimizer": lambda module, optimizer, strict: optimizer.load_state_dict(
+        get_optimizer_state_dict(*_saved()), strict=strict
+    ),
+}
+
+
+@pytest.mark.parametrize("chained", [False, True])
+@pytest.mark.parametrize("way", LOADS)
+def test_the_scaler_keeps_its_state(way: str, chained: bool) -> None:
+    """strict=False takes main params, moments and step counts; strict names what is missing, and how to load."""
+    module = model(seed=1)
+    own = wrap(module, scale=2.0**7)
+    optimizer = ChainedOptimizer([own]) if chained else own
+    before = dict(own.state_dict()["main_params"])
+    with pytest.raises(StateDictError, match=r"(no state of a grad scaler|lacks \['grad_scaler'\]).*strict=False"):
+        LOADS[way](module, optimizer, True)
+    assert same_bits(before, own.state_dict()["main_params"])
+    LOADS[way](module, optimizer, False)
+    saved, loaded = _saved()[1].state_dict(), optimizer.state_dict()
+    assert same_bits(saved["main_params"], loaded["main_params"])
+    assert saved["step_counts"] == loaded["step_counts"]
+    assert all(map(same_bits, saved["optimizer"]["state"].values(), loaded["optimizer"]["state"].values()))
+    assert loaded["grad_scaler"]["scale"] == 2.0**7
+    set_grads(module, 1)
+    assert optimizer.step().success
+
+
+def test_a_constant_scale_needs_no_state() -> None:
+    """Megatron-Core saves nothing of a constant scaler; the scale is what it was built with."""
+    scaler = ConstantGradScaler(2.0**5)
+    optimizer = MixedPrecisionOptimizer(torch.optim.AdamW(model().named_parameters()), None, scaler)
+    optimizer.load_state_dict(_saved()[1].state_dict())
+    assert bits_equal(optimizer.get_loss_scale(), torch.tensor([2.0**5]))
