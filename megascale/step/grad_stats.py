@@ -40,10 +40,17 @@ def contrast_coefficients(num_ranks: int) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Holding:
-    """The weights of a gradient's statistics on this rank; see :class:`megascale.kernels.GradWeights`."""
+    """The weights of a gradient's statistics on this rank; see :class:`megascale.kernels.GradWeights`.
+
+    Attributes:
+        share: of its squares and zeros.
+        contrast: compares all ranks that hold the gradient.
+        tensor_contrast: compares tensor-parallel ranks only: sums over a data-parallel group's shards cancel, too.
+    """
 
     share: float
     contrast: float
+    tensor_contrast: float
 
 
 class Holders:
@@ -62,15 +69,16 @@ class Holders:
     def of(self, param: nn.Parameter) -> Holding:
         """Return the weight of this rank's sums of ``param``: 1 / holders, and 0 for Megatron's ``shared`` copies.
 
-        The ranks that reduce the gradient are compared, and those on which a DTensor is replicated. Tensor-parallel
-        ranks are not: they may compute the same gradient with additions in another order.
+        Compared are the ranks that reduce the gradient, those on which a DTensor is replicated, and tensor-parallel
+        ranks that hold the whole parameter. The last may compute the gradient with additions in another order:
+        REPLICA_TOLERANCE allows for that.
 
         Raises ArgumentError for a DTensor whose mesh reaches beyond ``grad_stats``, as its ranks could not agree, and
         for an expert's parameter without a group.
         """
         data = self._groups.of_param(param)
         if getattr(param, "shared", False):
-            return Holding(0.0, 0.0)
+            return Holding(0.0, 0.0, 0.0)
         mesh_ranks: frozenset[int] = frozenset()
         replicas = _Replicas()
         if is_dtensor(param):
@@ -89,10 +97,30 @@ class Holders:
         if len(holders & mesh_ranks) <= 1 < len(holders):
             replicas = replicas.times(len(holders), sorted(holders).index(dist.get_rank()))
             copies = 1.0
-        if not getattr(param, "tensor_model_parallel", False):
-            copies *= self._num_copies(ranks_of(self._groups.tensor_of_param(param)) & self._stats, mesh_ranks)
-        share = 1.0 / (replicas.num_ranks * copies)
-        return Holding(share, share * contrast_coefficients(replicas.num_ranks)[replicas.index])
+        tensor = self._tensor_copies(param)
+        tensor_replicas = _Replicas()
+        if len(tensor & mesh_ranks) <= 1 < len(tensor):
+            tensor_replicas = _Replicas(len(tensor), sorted(tensor).index(dist.get_rank()))
+        else:
+            copies *= self._num_copies(tensor, mesh_ranks)
+        every = replicas.times(tensor_replicas.num_ranks, tensor_replicas.index)
+        share = 1.0 / (every.num_ranks * copies)
+        return Holding(share, share * every.coefficient, share * tensor_replicas.coefficient)
+
+    def replica_sets(self, param: nn.Parameter) -> dict[str, frozenset[int]]:
+        """Return the ranks that hold the gradient as this rank does, by what they are called."""
+        if getattr(param, "shared", False):
+            return {}
+        data = self._groups.of_param(param)
+        data_ranks = ranks_of(data.replicate if self._sharded else data.holders) & self._stats
+        sets = {"data-parallel": data_ranks, "tensor-parallel": self._tensor_copies(param)}
+        return {kind: ranks for kind, ranks in sets.items() if len(ranks) > 1}
+
+    def _tensor_copies(self, param: nn.Parameter) -> frozenset[int]:
+        """Return the tensor-parallel ranks that hold the parameter, or their mesh's part of it, alike."""
+        if getattr(param, "tensor_model_parallel", False):
+            return frozenset()
+        return ranks_of(self._groups.tensor_of_param(param)) & self._stats
 
     def _num_copies(self, group: frozenset[int], mesh_ranks: frozenset[int]) -> float:
         """Return the number of copies of the parameter in ``group``; a DTensor's own mesh holds one copy in all."""
@@ -105,6 +133,11 @@ class _Replicas:
 
     num_ranks: int = 1
     index: int = 0
+
+    @property
+    def coefficient(self) -> float:
+        """This rank's of :func:`contrast_coefficients`."""
+        return contrast_coefficients(self.num_ranks)[self.index]
 
     def times(self, size: int, index: int) -> "_Replicas":
         """Return the replicas if each of these has ``size`` copies, of which this rank is the one at ``index``."""

@@ -35,6 +35,9 @@ from megascale.utils.staging import staged
 
 REMEDY = "give that GradSync to this optimizer (grad_sync=...), or drop it, or call its detach()"
 
+ReplicaSet = tuple[str, tuple[int, ...], str]
+"""What ranks are called that hold the same gradient, which they are, and the parameter's name."""
+
 Found = tuple[UpdateUnit, TensorList]
 """Parameters that have a gradient, and those gradients, local."""
 
@@ -250,17 +253,26 @@ class ReadyGrads:
         if self._weights is None or not same_objects(self._weights[0], params):
             holdings = [self._holders.of(param.model) for param in params]
             contrasts = [
-                holding.contrast if self._is_compared(param) else 0.0
+                holding.contrast if self._are_data_replicas_compared(param) else holding.tensor_contrast
                 for param, holding in zip(params, holdings, strict=True)
             ]
+            if self._replicas_may_differ:
+                contrasts = []
             shares = self._column([holding.share for holding in holdings])
             self._weights = (params, GradWeights(shares, self._column(contrasts) if any(contrasts) else None))
         return self._weights[1]
 
-    def _is_compared(self, param: MainParam) -> bool:
-        """Whether replicas of the gradient are compared: all but the shards of a reduction."""
-        if self._replicas_may_differ:
-            return False
+    def replica_squares(self, collected: Collected) -> dict[ReplicaSet, float]:
+        """Return the sum of squares of each gradient that other ranks should hold, too. The host waits for it."""
+        found: dict[ReplicaSet, float] = {}
+        for param, grad in zip(collected.params, collected.grads, strict=True):
+            for kind, ranks in self._holders.replica_sets(param.model).items():
+                if kind == "tensor-parallel" or self._are_data_replicas_compared(param):
+                    found[kind, tuple(sorted(ranks)), param.name] = float(grad.double().square().sum())
+        return found
+
+    def _are_data_replicas_compared(self, param: MainParam) -> bool:
+        """Whether a step compares the gradients of data-parallel ranks: all but the shards of a reduction."""
         sync = self._grad_sync
         return sync is None or sync.compares_replicas or sync.main_grad(param.model) is None
 

@@ -16,7 +16,7 @@ from megascale.step import grad_stats
 from megascale.step.counter import StepCounter
 from megascale.step.grad_stats import GradStats
 from megascale.step.held_grads import HeldGrads
-from megascale.step.local_grads import Collected, ReadyGrads, checked_grads
+from megascale.step.local_grads import Collected, ReadyGrads, ReplicaSet, checked_grads
 from megascale.step.torch_states import is_per_element
 from megascale.step.update import PendingUpdate, Rounded
 from megascale.step.update_selection import select_update
@@ -143,6 +143,10 @@ class StepMember:
     def weights(self) -> GradWeights | None:
         """The weights of the newest step's statistics."""
         return self._ready_grads.weights
+
+    def replica_squares(self, collected: Collected) -> dict[ReplicaSet, float]:
+        """See :meth:`megascale.step.local_grads.ReadyGrads.replica_squares`."""
+        return self._ready_grads.replica_squares(collected)
 
     def grad_of(self, param: MainParam) -> Tensor | None:
         """See :meth:`megascale.step.local_grads.ReadyGrads.grad_of`."""

@@ -1,9 +1,10 @@
 """Detects misuse in a step's agreed statistics. Every rank has the same numbers, so that all raise alike."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from megascale.errors import UsageError
+from megascale.errors import UsageError, listed
 from megascale.kernels import LARGEST_SUM_SQUARES, REPLICA_TOLERANCE, Statistic
+from megascale.step.local_grads import ReplicaSet
 
 Statistics = Sequence[float]
 """Agreed statistics as host numbers, by :class:`megascale.kernels.Statistic`."""
@@ -19,21 +20,53 @@ def has_only_zeros(agreed: Statistics) -> bool:
     return agreed[Statistic.SUM_SQUARES] == 0 and agreed[Statistic.NON_FINITE] == 0
 
 
-def check_usage(agreed: Statistics) -> None:
-    """Raise UsageError for gradients that were not scaled, or (in a step without overflow) not reduced."""
-    if agreed[Statistic.SCALED] <= 0:
-        raise unscaled_loss()
+def have_replicas_parted(agreed: Statistics) -> bool:
+    """Return whether, in a step without overflow, ranks that should hold the same gradient do not."""
     if was_skipped(agreed):
-        return
-    if abs(agreed[Statistic.CONTRAST]) > REPLICA_TOLERANCE * agreed[Statistic.SUM_SQUARES]:
-        raise UsageError(
-            "ranks that hold the same parameters have different gradients: nobody has reduced them. Wrap the model in "
-            "DistributedDataParallel or fully_shard, or build the optimizer with grad_sync=GradSync(...) or as a "
-            "DistributedOptimizer; with no_sync(), let the last backward of a step sync; give GradSync.set_divisor() "
-            "the same number on every rank. If ranks hold different parameters (stages of a pipeline, a model of each "
-            "rank's own), say so with groups=ParallelGroups(...); if the gradients are to differ, pass "
-            "replicas_may_differ=True"
+        return False
+    return abs(agreed[Statistic.CONTRAST]) > REPLICA_TOLERANCE * agreed[Statistic.SUM_SQUARES]
+
+
+def differing_replicas(every: Iterable[Mapping[ReplicaSet, float]]) -> dict[str, list[str]]:
+    """Return, by what ranks are called, the names of parameters whose gradients differ between them.
+
+    ``every``: of each rank, the sums of squares of its gradients.
+    """
+    first: dict[ReplicaSet, float] = {}
+    differing: dict[str, dict[str, None]] = {}
+    for theirs in every:
+        for key, squares in theirs.items():
+            expected = first.setdefault(key, squares)
+            if abs(squares - expected) > REPLICA_TOLERANCE * max(squares, expected):
+                kind, _, name = key
+                differing.setdefault(kind, {})[name] = None
+    return {kind: list(names) for kind, names in differing.items()}
+
+
+def parted_replicas(differing: Mapping[str, Collection[str]]) -> UsageError:
+    """Return the error for gradients that differ between ranks which should hold the same.
+
+    ``differing``: what :func:`differing_replicas` has found, if anything.
+    """
+    tensor = differing.get("tensor-parallel")
+    if tensor and not differing.get("data-parallel"):
+        return UsageError(
+            f"tensor-parallel ranks that hold the same parameters have different gradients, of {listed(tensor)}. Under "
+            "sequence parallelism, all-reduce the gradients of such parameters over the tensor-parallel group before "
+            "the step. Where each rank holds a part of the parameter, set its attribute tensor_model_parallel = True; "
+            "where tensor-parallel ranks hold whole experts of their own, pass "
+            "ParallelGroups(expert_tensor_parallel=None)"
         )
+    data = differing.get("data-parallel")
+    return UsageError(
+        "ranks that hold the same parameters have different gradients: nobody has reduced them"
+        f"{f' (those of {listed(data)})' if data else ''}. Wrap the model in "
+        "DistributedDataParallel or fully_shard, or build the optimizer with grad_sync=GradSync(...) or as a "
+        "DistributedOptimizer; with no_sync(), let the last backward of a step sync; give GradSync.set_divisor() "
+        "the same number on every rank. If ranks hold different parameters (stages of a pipeline, a model of each "
+        "rank's own), say so with groups=ParallelGroups(...); if the gradients are to differ, pass "
+        "replicas_may_differ=True"
+    )
 
 
 def unscaled_loss() -> UsageError:

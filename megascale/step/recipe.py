@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megascale.errors import ArgumentTypeError, InnerStepError, MegascaleError, UsageError
 from megascale.grad_scaler import MegatronGradScaler
-from megascale.kernels import Decision, GradWeights
+from megascale.kernels import Decision, GradWeights, Statistic
 from megascale.parallel import AssumedAlone, ParallelGroups
 from megascale.step import grad_stats
 from megascale.step.arguments import refuse_fake_mode, require_values
@@ -19,13 +19,19 @@ from megascale.step.deferred_errors import DeferredErrors, non_finite_params
 from megascale.step.grad_stats import GradStats
 from megascale.step.local_grads import Collected
 from megascale.step.member import ReadyStep, StepMember
-from megascale.step.misuse import Statistics, check_usage, unscaled_loss
+from megascale.step.misuse import (
+    Statistics,
+    differing_replicas,
+    have_replicas_parted,
+    parted_replicas,
+    unscaled_loss,
+)
 from megascale.step.overflows import OverflowRecorder, StepRecord
 from megascale.step.settings import SharedSettings
 from megascale.step.spikes import NormStatistics, SpikeJudge
 from megascale.step.stalls import StallWatch
 from megascale.step.update import Rounded
-from megascale.utils.collectives import group_size, raise_together
+from megascale.utils.collectives import all_gather_object, group_size, raise_together
 from megascale.utils.graph_capture import is_capturing
 from megascale.utils.profiling import span
 from megascale.utils.staging import staged
@@ -171,7 +177,7 @@ class StepRecipe:
         for member in self.members:
             member.uncompared.clear()
         self.overflows.observe(agreed, collected, stats, self.grad_scaler)
-        self._check(agreed)
+        self._check(agreed, collected)
         if self.spikes is not None:
             self.spikes.commit()
         with span("rescale"):
@@ -315,15 +321,21 @@ class StepRecipe:
             return True
         return self.grad_scaler.times_asked() != self._times_asked or not self.grad_scaler.needs_scaled_loss
 
-    def _check(self, agreed: Statistics | None) -> None:
-        """Raise for misuse or stalls that the host now knows of."""
+    def _check(self, agreed: Statistics | None, collected: Sequence[Collected] = ()) -> None:
+        """Raise for misuse or stalls that the host now knows of.
+
+        ``collected``: the members' gradients of this step, where a difference between ranks can be searched for.
+        """
         skipped = self.spikes is not None and self.spikes.was_skipped()
         if agreed is not None:
-            try:
-                check_usage(agreed)
-            except UsageError:
+            if agreed[Statistic.SCALED] <= 0:
                 self.errors.drop_pending()
-                raise
+                raise unscaled_loss()
+            if have_replicas_parted(agreed):
+                self.errors.drop_pending()
+                mine = [member.replica_squares(own) for member, own in zip(self.members, collected, strict=False)]
+                every = all_gather_object(dict(chain.from_iterable(map(dict.items, mine))), self.groups.grad_stats)
+                raise parted_replicas(differing_replicas(every))
             self.watch.observe(agreed, skipped=skipped, scaler=self.grad_scaler, witness=self)
 
     def raise_damage(self) -> None:

@@ -163,8 +163,7 @@ class SharedSettings:
         """
         mine = {
             (kind, group_ranks(holders)): [
-                dict(self._labelled(kind, taken, own[kind])) if kind in own else {}
-                for taken, own in self._recent
+                dict(self._labelled(kind, taken, own[kind])) if kind in own else {} for taken, own in self._recent
             ]
             for kind, holders in self._holders.items()
             if group_size(holders) > 1
@@ -180,7 +179,9 @@ class SharedSettings:
 
     def _labelled(self, kind: Kind, taken: tuple[int, ...], settings: Settings) -> Iterator[tuple[str, Any]]:
         if kind is None:
-            return zip(("grad_scaler (its rule, and the state that was loaded)", "the loss scale"), settings, strict=True)
+            return zip(
+                ("grad_scaler (its rule, and the state that was loaded)", "the loss scale"), settings, strict=True
+            )
         return _labelled(taken, settings, self._groups_of[kind])
 
 

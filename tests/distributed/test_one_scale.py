@@ -98,7 +98,7 @@ def _same(rank_with_a_chain: int) -> tuple[list[bool], float, int]:
 
 
 def test_other_parameters_and_options_are_no_error(ranks: RankPool) -> None:
-    """Invariant 1: what only ranks that hold the same parameters share may differ: options, loads, members of a chain."""
+    """What only ranks that hold the same parameters share may differ: options, reloads, members of a chain."""
     for size in (2, 4):
         expected = ([True, True, True, False, True, True], 256.0, 2)
         assert ranks.run(size, _same, 0) == [expected] * size
@@ -144,6 +144,6 @@ def _replicas_that_may_differ(culprit: int) -> str:
 
 
 def test_replicas_that_may_differ_have_one_scale_all_the_same(ranks: RankPool) -> None:
-    """Invariant 13: replicas_may_differ=True allows other gradients and options; the norm and the skip are still one."""
+    """Invariant 13: replicas_may_differ=True allows other gradients and options; norm and skip are still one."""
     for message in ranks.run(2, _replicas_that_may_differ, 1):
         assert "have other loss scales" in message

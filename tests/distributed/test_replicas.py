@@ -65,13 +65,14 @@ def _plain_model(dtype: torch.dtype, likeness: float) -> list[Any]:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_plain_model_on_several_ranks_is_refused(ranks: RankPool, world_size: int, dtype: torch.dtype) -> None:
     """Invariant 12: without DDP or GradSync ranks would part silently. An error on every rank at the first step, before
-    anything is written, that needs no collective but the one of every step.
+    anything is written. The collective of every step finds it; a gather of objects, of two, names the parameters.
     """
     for message, unchanged, collectives in ranks.run(world_size, _plain_model, dtype, 0.05):
         assert "ranks that hold the same parameters have different gradients: nobody has reduced them" in message
         assert "replicas_may_differ=True" in message
+        assert "(those of 'first." in message
         assert unchanged
-        assert collectives == 1
+        assert collectives == 3
 
 
 def _built(options: dict[str, Any]) -> str:
@@ -368,6 +369,7 @@ def _megatron_marks() -> tuple[bool, float, float]:
         tensor_parallel=mesh.get_group("tp"),
         grad_stats=dist.group.WORLD,
         expert_data_parallel=None,
+        expert_tensor_parallel=None,
     )
     module.first.weight.tensor_model_parallel = True  # type: ignore[attr-defined]
     module.second.weight.shared = True  # type: ignore[attr-defined]
@@ -383,7 +385,7 @@ def _megatron_marks() -> tuple[bool, float, float]:
     squares = {name: grad_of(param).double().square().sum().item() for name, param in module.named_parameters()}
     held: list[dict[str, float]] = [{}] * 4
     dist.all_gather_object(held, squares)
-    experts = sum(one.pop("head.weight") for one in held) / 2  # tensor-parallel ranks are taken to have the same one
+    experts = sum(one.pop("head.weight") for one in held)
     other_part = held[1]["first.weight"]
     del held[0]["second.weight"]
     result = optimizer.step()

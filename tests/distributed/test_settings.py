@@ -120,7 +120,9 @@ def test_settings_of_one_rank_are_every_ranks_error(ranks: RankPool, way: str, n
         assert len({message for message, _, _ in results}) == 1
         for message, unchanged, is_finite in results:
             assert ("decide together have other loss scales" in message) == ("grad_scaler" in CHANGES[name][1])
-            assert ("hold the same parameters have other settings" in message) == ("grad_scaler" not in CHANGES[name][1])
+            assert ("hold the same parameters have other settings" in message) == (
+                "grad_scaler" not in CHANGES[name][1]
+            )
             assert CHANGES[name][1] in message
             if name == "lr":
                 rates = ("0.2", 0, "0.1", 1) if other == 0 else ("0.1", 0, "0.2", other)

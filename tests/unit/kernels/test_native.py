@@ -249,7 +249,7 @@ def test_halves_live_where_fp32_subnormals_are_flushed(native: NativeBackend) ->
 @pytest.mark.parametrize("native", VECTORS, indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_statistics_are_the_same_bits_for_any_threads_and_vectors(dtype: torch.dtype, native: NativeBackend) -> None:
-    """Invariant 13: sums are added in one order, of chunks that do not depend on the threads; counts are exact."""
+    """Invariant 14: sums are added in one order, of chunks that do not depend on the threads; counts are exact."""
     generator = torch.Generator().manual_seed(0)
     grads = [torch.randn(size, generator=generator).to(dtype) for size in (200_000, 0, 65_537, 3, 1055)]
     grads[0][::7] = 0

@@ -140,7 +140,7 @@ def sum_as_documented(grad: Tensor, chunk: int, fan: int = 256) -> float:
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(1, CHUNK + 20), st.sampled_from([HALF, BRAIN, SINGLE]), st.sampled_from([0, 2, 4, 8, 12]))
 def test_sums_of_squares_do_not_depend_on_addresses(numel: int, dtype: torch.dtype, address: int) -> None:
-    """Invariant 13: the same bits at every address, those of the documented order; counts are the reference's."""
+    """Invariant 14: the same bits at every address, those of the documented order; counts are the reference's."""
     values = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(DEVICE, dtype)
     values[numel // 2] = 0
     view, _ = at_address(values, address // dtype.itemsize * dtype.itemsize)
