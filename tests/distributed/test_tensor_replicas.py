@@ -115,7 +115,7 @@ def test_experts_that_are_declared_otherwise_than_they_lie_are_named(ranks: Rank
 def _undeclared() -> str:
     """A split matrix without Megatron's attribute."""
     module, optimizer = _layer("plain", 2)
-    del module[0].tensor_model_parallel
+    del module[0].tensor_model_parallel  # type: ignore[attr-defined]
     module[0].grad = torch.full_like(module[0], 1.0 + dist.get_rank())
     module[1].grad = torch.ones(6).half()
     return message_of(UsageError, optimizer.step)

@@ -145,9 +145,14 @@ def test_step_after_zero_grad_is_a_new_one(kind: str) -> None:
     assert same_bits(_state(module, optimizer), _state(twin, whole))
 
 
+def _backward_anew(module: Tiny, optimizer: AnyOptimizer) -> None:
+    module.zero_grad()
+    _backward(module, optimizer, 1)
+
+
 CHANGES: dict[str, Callable[[Tiny, AnyOptimizer], Any]] = {
     "another backward": lambda module, optimizer: _backward(module, optimizer, 1),
-    "model.zero_grad() and backward": lambda module, optimizer: (module.zero_grad(), _backward(module, optimizer, 1)),
+    "model.zero_grad() and backward": _backward_anew,
     "a write": lambda module, optimizer: grad_of(module.head.weight).mul_(2),
     "another tensor": lambda module, optimizer: setattr(
         module.head.weight, "grad", torch.zeros_like(module.head.weight)
