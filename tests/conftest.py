@@ -10,6 +10,7 @@ import torch
 
 from tests.fake_device.device import why_not
 from tests.fake_device.process import OnDevice
+from tests.lanes import Weekly, day, left_for, processes
 from tests.pool import RankPool
 
 if not torch.accelerator.is_available():
@@ -45,10 +46,29 @@ def pytest_collection_finish() -> None:
     atexit.register(gc.unfreeze)  # nanobind's libraries count at the end what was not collected
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` where there is no accelerator."""
-    if torch.accelerator.is_available():
-        return
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let one choose a day of the week: see tests/lanes.py."""
+    parser.addoption("--day", type=day, help="0 to 6: of the weekly tests, run those of this day only")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist's
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Run everything in two processes. A file's tests stay together: they share what its fixtures have made."""
+    if (number := processes(config)) is not None:
+        config.option.numprocesses, config.option.dist = number, "loadfile"
+        config.option.loadscopereorder = False  # long files first come before short ones
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m looks at marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave weekly tests to their day; skip tests marked `gpu` where there is no accelerator."""
+    chosen: int | None = config.getoption("day")
+    if chosen is not None:
+        left = set(left_for(chosen, items))
+        config.hook.pytest_deselected(items=[item for item in items if item in left])
+        items[:] = [item for item in items if item not in left]
     for item in items:
-        if item.get_closest_marker("gpu") is not None:
+        if Weekly.of(item) is not None:
+            item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("gpu") is not None and not torch.accelerator.is_available():
             item.add_marker(pytest.mark.skip(reason="needs an accelerator"))

@@ -255,7 +255,7 @@ class Executed:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Take part in the run with marks, as its plugin."""
-    if MARKS in os.environ and not hasattr(config, "workerinput"):
+    if MARKS in os.environ:
         config.pluginmanager.register(Executed(Path(os.environ[MARKS])), "executed")
 
 
@@ -309,8 +309,9 @@ class Copy:
     def _pytest(
         self, options: list[str], environment: dict[str, str], limit: float | None
     ) -> subprocess.CompletedProcess[str]:
+        """Run tests in one process: a mark is of the test that runs when it is met."""
         return subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options],
+            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *options],
             cwd=self.folder,
             env=os.environ | {"PYTHONPATH": str(self.folder)} | environment,
             stdout=subprocess.PIPE,

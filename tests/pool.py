@@ -87,7 +87,7 @@ class RankSet:
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         self._connections: list[Connection] = []
         self._processes: list[BaseProcess] = []
-        context = _context()
+        context = start_context()
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             arguments = (theirs, rank, world_size, str(self._folder), process_group)
@@ -272,8 +272,8 @@ class RankPool:
         return self._sets[world_size]
 
 
-def _context() -> ForkServerContext | SpawnContext:
-    """How ranks are started: forked from a warm process; new ones where a device could be in use before the fork."""
+def start_context() -> ForkServerContext | SpawnContext:
+    """How processes start: forked from a warm process; new ones where a device could be in use before the fork."""
     if torch.accelerator.is_available() or "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")

@@ -12,6 +12,8 @@ from tests.reliability.file_faults import flipped_bytes, wrong_contents
 from tests.reliability.kills import kill_ranks, kill_under_torchrun
 from tests.reliability.rank_faults import misdeeds, poisons
 
+weekly = pytest.mark.weekly
+
 
 def _check(faults: Iterable[Fault], least: int) -> None:
     found = list(faults)
@@ -19,12 +21,12 @@ def _check(faults: Iterable[Fault], least: int) -> None:
     assert len(found) >= least
 
 
-@pytest.mark.slow
-def test_killed_runs_end_with_the_same_bits(tmp_path: Path, ranks: RankPool) -> None:
+@pytest.mark.parametrize("kills", [pytest.param(1, marks=pytest.mark.slow), pytest.param(10, marks=weekly(minutes=2))])
+def test_killed_runs_end_with_the_same_bits(kills: int, tmp_path: Path, ranks: RankPool) -> None:
     """SIGKILL of a rank or of all at random moments of training and saving: each survivor ends with a named error, each
     checkpoint loads, and the run goes on to the bits of the one that was never killed.
     """
-    _check(kill_ranks(10, 1, tmp_path, ranks), 10)
+    _check(kill_ranks(kills, 1, tmp_path, ranks), kills)
 
 
 @pytest.mark.slow
@@ -45,12 +47,15 @@ def test_nan_is_skipped_or_named_on_all_ranks(ranks: RankPool) -> None:
     _check(poisons(ranks), 3)
 
 
-@pytest.mark.slow
-def test_any_content_of_any_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("stride", "flips"),
+    [pytest.param(460, 50, marks=pytest.mark.slow), pytest.param(23, 1000, marks=weekly(minutes=2))],
+)
+def test_any_content_of_any_file(stride: int, flips: int, tmp_path: Path) -> None:
     """Flipped bits; missing, cut, foreign and pickled files in the place of each: a CheckpointError and no live bit
     changes, or the very values that were saved.
     """
-    _check(flipped_bytes(tmp_path / "flipped", 23), 1000)
+    _check(flipped_bytes(tmp_path / "flipped", stride), flips)
     _check(wrong_contents(tmp_path / "contents"), 29)
 
 

@@ -1,18 +1,30 @@
-"""The pages of docs/ keep their promises: every Python example runs as pasted, in a fresh interpreter, alone."""
+"""The pages of docs/ keep their promises: every Python example runs as pasted, alone.
+
+The first of each page runs in a fresh interpreter; the others in processes forked from one that has imported torch,
+which takes as long as ten of them, and once a week in fresh ones too.
+"""
 
 import ast
 import importlib.util
+import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
+
+from tests.pool import start_context
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 WITHOUT_EXAMPLES = ("architecture", "benchmarks", "changes", "glossary", "invariants", "training")
 OPTIONAL = ("accelerate", "datasets", "deepspeed", "lightning", "megatron", "pytorch_lightning", "transformers")
+SECONDS = 240.0
+OUTPUT = "output"
 
 
 def _examples() -> list[tuple[str, str]]:
@@ -24,8 +36,8 @@ def _examples() -> list[tuple[str, str]]:
     return found
 
 
-def _imported(code: str) -> set[str]:
-    """Return the libraries that ``code`` imports without a guard, by their top-level names."""
+def _libraries(code: str) -> list[str]:
+    """Return those of OPTIONAL that ``code`` imports without a guard."""
     names: set[str] = set()
     for node in ast.parse(code).body:
         if isinstance(node, ast.Import):
@@ -34,18 +46,79 @@ def _imported(code: str) -> set[str]:
             names.add(node.module.split(".")[0])
             if node.module.startswith("megascale.integrations."):
                 names.add(node.module.split(".")[2])
-    return names
+    return [name for name in OPTIONAL if name in names]
+
+
+def _run_fresh(code: str, folder: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr
+
+
+def _run_forked(code: str, folder: Path) -> None:
+    process = start_context().Process(target=_main, args=(code, folder))
+    process.start()
+    process.join(SECONDS)
+    process.kill()
+    assert process.exitcode == 0, (folder / OUTPUT).read_text()
+
+
+def _main(code: str, folder: Path) -> None:
+    """Run an example as the program of this process."""
+    with (folder / OUTPUT).open("w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    os.chdir(folder)
+    sys.modules["__main__"] = program = ModuleType("__main__")
+    exec(compile(code, "example", "exec"), program.__dict__)
+
+
+def _params(chosen: Callable[[str, str], bool]) -> list[Any]:
+    """Return the examples that ``chosen(where, code)`` is true of, for ``parametrize``."""
+    return [pytest.param(code, id=where) for where, code in _examples() if chosen(where, code)]
+
+
+def _is_first(where: str) -> bool:
+    return where.endswith("-0")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("code", [pytest.param(code, id=where) for where, code in _examples()])
+@pytest.mark.parametrize("code", _params(lambda where, code: _is_first(where) and not _libraries(code)))
 def test_example_runs_as_pasted(code: str, tmp_path: Path) -> None:
-    """Every example of a page runs alone, in an empty folder, wherever the library it is about is installed."""
-    missing = [name for name in OPTIONAL if name in _imported(code) and importlib.util.find_spec(name) is None]
+    """The first example of a page runs in a fresh interpreter, in an empty folder."""
+    _run_fresh(code, tmp_path)
+
+
+OTHERS = _params(lambda where, code: not _is_first(where) and not _libraries(code))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", OTHERS)
+def test_next_example_runs_as_pasted(code: str, tmp_path: Path) -> None:
+    """So does every other, where torch and megascale have been imported."""
+    _run_forked(code, tmp_path)
+
+
+@pytest.mark.weekly
+@pytest.mark.parametrize("code", OTHERS)
+def test_next_example_runs_in_a_fresh_interpreter(code: str, tmp_path: Path) -> None:
+    """An example imports all that it needs."""
+    _run_fresh(code, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", _params(lambda where, code: bool(_libraries(code))))
+def test_example_of_a_library_runs_as_pasted(code: str, tmp_path: Path) -> None:
+    """So does each that needs another library, in a fresh interpreter, wherever that is installed."""
+    missing = [name for name in _libraries(code) if importlib.util.find_spec(name) is None]
     if missing:
         pytest.skip(f"needs {', '.join(missing)}")
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
+    _run_fresh(code, tmp_path)
+
+
+def test_an_example_that_fails_fails_its_test(tmp_path: Path) -> None:
+    """In a forked process, too: what it printed is told, and it has only the names that it makes."""
+    with pytest.raises(AssertionError, match=r"(?s)started.*name 'torch' is not defined"):
+        _run_forked("print('started', flush=True)\ntorch.ones(3)", tmp_path)
 
 
 def test_pages_have_examples() -> None:

@@ -66,7 +66,7 @@ def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _build("wheel", source, tmp_path_factory.mktemp("wheel"))[0]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly("wheels", minutes=3)
 def test_source_distribution_and_wheel_are_whole(source: Path, wheel: Path) -> None:
     """The source distribution has every tracked file; the wheel made of it alone has every file of the package, and
     a library of native.c for each level of this kind of machine. It is for that machine, and for any Python.
@@ -92,7 +92,7 @@ def test_source_distribution_and_wheel_are_whole(source: Path, wheel: Path) -> N
     assert any(name.endswith("licenses/LICENSE") for name in packed)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly("wheels", minutes=3)
 @pytest.mark.parametrize("compiler", ["false", "surely-no-compiler", "gcc 'half"])
 def test_wheel_that_cannot_be_compiled_is_pure(compiler: str, source: Path, tmp_path: Path) -> None:
     """A compiler that fails, is not there or is no command: a wheel for any machine, and the build's log says so."""
@@ -131,7 +131,7 @@ def _trained(python: Path, folder: Path, **environment: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.weekly("wheels", minutes=3)
 @pytest.mark.skipif(not levels.supported(), reason="no library is made for this kind of machine")
 def test_wheel_trains_the_same_bits_without_a_compiler(bare: Path, tmp_path: Path) -> None:
     """With no compiler on the machine the default is `native`, by the highest level's library; at each level, and as

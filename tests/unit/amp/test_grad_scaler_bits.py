@@ -429,7 +429,7 @@ def test_any_schedule_gives_torchs_bits(steps: list[dict[str, Any]], **settings:
     _check_schedule(steps, **settings)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly(minutes=1)
 @settings(max_examples=1000, deadline=None)
 @ANY_SCHEDULE
 def test_many_schedules_give_torchs_bits(steps: list[dict[str, Any]], **settings: Any) -> None:

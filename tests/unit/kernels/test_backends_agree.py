@@ -49,7 +49,7 @@ LIVES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.weekly(minutes=2)
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("backends", "examples", "steps"), LIVES.values(), ids=LIVES.keys())
 def test_backends_live_alike_for_long(

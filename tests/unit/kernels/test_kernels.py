@@ -86,14 +86,12 @@ def test_fp16_norm_does_not_overflow(name: str) -> None:
         quick=lambda inner, dtype: dtype == torch.float16 or inner in {"adamw_fused", "lion", "sgd_nesterov"},
     ),
 )
-@pytest.mark.parametrize(
-    "name", ["reference", *(pytest.param(name, marks=pytest.mark.slow) for name in BACKENDS[1:]), ALL[-1]]
-)
+@pytest.mark.parametrize("name", ["reference", *(pytest.param(name, marks=pytest.mark.weekly) for name in LATER)])
 def test_update_follows_torch_optim_on_fp32(name: str, inner: str, dtype: torch.dtype) -> None:
     """50 steps equal torch's own optimizer on fp32 masters fed the same gradients, to a few fp32 ulps.
 
     A few, because torch's single tensor, foreach and fused forms differ among themselves in the order of operations.
-    Other backends are compared with the reference below, and with torch's optimizers in the slow tests.
+    Other backends are compared with the reference below, bit by bit, and with torch's optimizers once a week.
     """
     module = model(dtype)
     masters = model(torch.float32)

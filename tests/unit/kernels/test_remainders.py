@@ -71,7 +71,7 @@ def test_halfway_numbers_keep_their_model_param_in_fp16() -> None:
     _check_fp16(torch.cat([main, -main]))
 
 
-@pytest.mark.slow
+@pytest.mark.weekly(minutes=2)
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_all_numbers_are_held(dtype: torch.dtype) -> None:

@@ -1,0 +1,87 @@
+"""How whole runs of the tests are cut: into processes, and what is dear into the days of a week.
+
+`@pytest.mark.weekly(minutes=3)` is for a slow test that takes minutes and guards what hardly any change touches.
+`pytest -m slow --day 3` leaves out what other days have; seven days in a row run all of them. Tests that share what
+takes the minutes, a module's fixture, say so, `weekly("wheels", minutes=2)`, and run on one day.
+"""
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+DAYS = 7
+PROCESSES = 2
+"""Of a run of everything. Ranks, of which each process has a pool, are more than one already."""
+
+
+@dataclass(frozen=True)
+class Weekly:
+    """A test that one day of the week has: its node id, what it shares with others, and minutes on two idle cores."""
+
+    test: str
+    shares: str = ""
+    minutes: float = 0.05
+
+    @staticmethod
+    def of(item: pytest.Item) -> "Weekly | None":
+        """Return what the test's mark says; None where it has none.
+
+        Raises:
+            TypeError: the mark has other arguments.
+        """
+        mark = item.get_closest_marker("weekly")
+        return None if mark is None else Weekly(item.nodeid, *mark.args, **mark.kwargs)
+
+
+def days(tests: Iterable[Weekly]) -> dict[str, int]:
+    """Return the day of each test by its node id, so that days take about as long as one another.
+
+    The longest comes first, and goes to the day that has least. It depends on names and minutes alone.
+    """
+    groups: dict[str, list[Weekly]] = {}
+    for test in tests:
+        groups.setdefault(test.shares or test.test, []).append(test)
+    minutes = {name: max(test.minutes for test in group) for name, group in groups.items()}
+    taken = [0.0] * DAYS
+    found: dict[str, int] = {}
+    for name in sorted(groups, key=lambda name: (-minutes[name], name)):
+        day = taken.index(min(taken))
+        taken[day] += minutes[name]
+        found |= {test.test: day for test in groups[name]}
+    return found
+
+
+def left_for(day: int, items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Return those of the tests that another day has."""
+    of = days(weekly for item in items if (weekly := Weekly.of(item)) is not None)
+    return [item for item in items if of.get(item.nodeid, day) != day]
+
+
+def day(text: str) -> int:
+    """Read the option ``--day``: 0 to 6.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    number = int(text)
+    if number not in range(DAYS):
+        raise ValueError(text)
+    return number
+
+
+def processes(config: pytest.Config) -> int | None:
+    """Return how many processes share a run; None where pytest-xdist is told, or is not there.
+
+    A run of everything has two, as ranks and programs leave much of a second core idle. One of files or of tests that
+    are named has one: it would be over before two have started.
+    """
+    option: Any = config.option
+    if getattr(option, "numprocesses", 0) is not None or hasattr(config, "workerinput"):
+        return None
+    if config.args_source is config.ArgsSource.ARGS or option.keyword or option.collectonly or option.usepdb:
+        return None
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return PROCESSES if cores >= PROCESSES else None
