@@ -43,7 +43,7 @@ def table(text: str) -> list[dict[str, str]]:
     return rows
 
 
-@pytest.mark.slow
+@pytest.mark.weekly(minutes=0.2)
 def test_step_writes_whole_table_and_rounds(tmp_path: Path) -> None:
     """One command times all contenders on the same work; whoever cannot run has a row with the reason."""
     options = ("--backends", "reference,apex", "--only", "masters,torch amp,apex", "--out", str(tmp_path / "table.md"))
@@ -69,7 +69,7 @@ def test_step_writes_whole_table_and_rounds(tmp_path: Path) -> None:
     assert rounds == [(name, index) for name in expected if "apex" not in name for index in "01"]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly(minutes=0.2)
 def test_matrix_times_every_rule_beside_adamw(tmp_path: Path) -> None:
     """One row for every rule, dtype and moments that it has; bytes are those that its step must move."""
     chosen = ("--rules", "masters,adamw,amsgrad,sgd,lion", "--moments", "float32,bfloat16,bfloat16/float32")
@@ -101,7 +101,7 @@ def test_matrix_times_every_rule_beside_adamw(tmp_path: Path) -> None:
     assert turns == [(*key, str(turn)) for key in found for turn in range(6)]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly(minutes=0.2)
 def test_sweeps_write_tables_rounds_and_plots(tmp_path: Path) -> None:
     """Each sweep has a row for every point and contender; a point that memory cannot hold says so."""
     lists = ("--tensors", "3", "--parameters", "1e4,1e15", "--tensor-counts", "1,30")
@@ -122,7 +122,7 @@ def test_sweeps_write_tables_rounds_and_plots(tmp_path: Path) -> None:
         assert (tmp_path / f"sweep_{name}.png").exists() == plotted
 
 
-@pytest.mark.slow
+@pytest.mark.weekly(minutes=0.2)
 def test_host_time_compares_checkouts(tmp_path: Path) -> None:
     """A row for every number of tensors, with gradients in place and moved; a column for each checkout."""
     out = tmp_path / "table.md"
@@ -141,7 +141,7 @@ def test_host_time_compares_checkouts(tmp_path: Path) -> None:
             assert 0 < float(least) <= float(median)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly(minutes=0.2)
 def test_growth_compares_few_and_many_tensors(tmp_path: Path) -> None:
     """One row a contender, on both numbers of tensors; the operators of ours do not depend on them."""
     text = run("growth.py", "--few", "3", "--many", "33", "--out", str(tmp_path / "growth.md"))
@@ -159,7 +159,7 @@ def test_growth_compares_few_and_many_tensors(tmp_path: Path) -> None:
     assert rounds == [(f"{name}, {count} tensors", index) for name in names for count in (3, 33) for index in "01"]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly(minutes=0.2)
 def test_slow_and_broken_contenders_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who takes longer than the limit, or fails, keeps a row with the reason, and the others go on."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
@@ -188,7 +188,7 @@ def test_everybody_follows_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (order(0, 0), order(1, 5), sorted(order(5, 7))) == ([], [0], list(range(5)))
 
 
-@pytest.mark.slow
+@pytest.mark.weekly(minutes=0.2)
 def test_bare_loops_move_the_bytes_of_every_rule() -> None:
     """One row for each traffic, with its bytes, and those of them that are read; rules of one traffic share a row."""
     found = {(row["rule"], row["parameters"]): row for row in table(run("traffic.py", "--tensors", "3"))}
@@ -240,7 +240,7 @@ def test_paper_names_what_was_not_measured(tmp_path: Path) -> None:
     assert [*found.values()][1:] == ["0.03", "0.09", "3.00"]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly(minutes=0.2)
 def test_paper_reads_what_the_benchmarks_write(tmp_path: Path) -> None:
     """Time, launches and waits of each page of launch/gpu_check.sh are found."""
     run("step.py", "--tensors", "3", "--dtypes", "float16", "--only", "nobody", "--out", str(tmp_path / "step_gpu.md"))
@@ -285,7 +285,7 @@ def test_figures_have_a_bar_for_each_contender(tmp_path: Path, monkeypatch: pyte
         assert figure.digest(tmp_path / rounds).encode() in (tmp_path / picture).read_bytes()
 
 
-@pytest.mark.slow
+@pytest.mark.weekly(minutes=0.2)
 @pytest.mark.parametrize("states", ["float32", "compact"])
 def test_native_levels_are_timed_and_leave_the_same_bits(states: str) -> None:
     """A row for what is compiled here, for each level of a wheel's libraries that this CPU has, and for torch."""
@@ -299,7 +299,7 @@ def test_native_levels_are_timed_and_leave_the_same_bits(states: str) -> None:
     assert [row["same bits"] for row in rows[: len(ours)]] == ["yes"] * len(ours)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly(minutes=0.2)
 def test_overflow_report_has_a_row_for_each_dtype(tmp_path: Path) -> None:
     """Steps with and without reports of a tiny GPT, in each dtype of gradients."""
     out = tmp_path / "table.md"
@@ -311,7 +311,7 @@ def test_overflow_report_has_a_row_for_each_dtype(tmp_path: Path) -> None:
     assert [row["gradients"] for row in table(out.read_text())] == ["float16", "bfloat16"]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly(minutes=0.2)
 @pytest.mark.parametrize("ranks", ["1", "2"])
 def test_checkpoint_benchmark_saves_all_ways(tmp_path: Path, ranks: str) -> None:
     """Every contender has a row for each number of tensors, and a ratio to torch.save."""
@@ -329,7 +329,7 @@ def test_checkpoint_benchmark_saves_all_ways(tmp_path: Path, ranks: str) -> None
     assert len(out.with_suffix(".csv").read_text().splitlines()) == 1 + 2 * 6 * 2
 
 
-@pytest.mark.slow
+@pytest.mark.weekly(minutes=0.2)
 def test_muon_benchmark_has_the_same_weights_by_hand(tmp_path: Path) -> None:
     """Every contender has a row, and ends with the parameters of torch's own Muon by hand."""
     out = tmp_path / "table.md"
@@ -342,7 +342,7 @@ def test_muon_benchmark_has_the_same_weights_by_hand(tmp_path: Path) -> None:
     assert {row["difference"] for row in rows} == {"0"}
 
 
-@pytest.mark.slow
+@pytest.mark.weekly(minutes=0.2)
 def test_certificate_compares_the_same_training(tmp_path: Path) -> None:
     """All states have a row for each task, and remainders end with the bits of fp32 states whose ties have moved."""
     out = tmp_path / "table.md"
@@ -359,7 +359,7 @@ def test_certificate_compares_the_same_training(tmp_path: Path) -> None:
     assert [row["from fp32 states, ties moved"] for row in weights] == ["0", "0"]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly(minutes=0.2)
 def test_two_checkouts_take_turns_with_all_states(tmp_path: Path) -> None:
     """Each rule, dtype and kind of states has a row, also SGD, which has no second moment to hold as codes."""
     out = tmp_path / "table.md"
@@ -374,7 +374,7 @@ def test_two_checkouts_take_turns_with_all_states(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly(minutes=0.2)
 def test_peers_of_8_bits_are_compared_with_ours(tmp_path: Path) -> None:
     """There is a row for each AdamW that is installed, and ratios are to ours."""
     out = tmp_path / "table.md"
