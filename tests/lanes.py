@@ -79,7 +79,8 @@ def processes(config: pytest.Config) -> int | None:
     are named has one: it would be over before two have started.
     """
     option: Any = config.option
-    if getattr(option, "numprocesses", 0) is not None or hasattr(config, "workerinput"):
+    told = getattr(option, "numprocesses", 0) is not None or option.dist != "no"
+    if told or hasattr(config, "workerinput"):
         return None
     if config.args_source is config.ArgsSource.ARGS or option.keyword or option.collectonly or option.usepdb:
         return None

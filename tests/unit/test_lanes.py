@@ -92,6 +92,7 @@ def test_a_mark_that_says_something_else_is_an_error(mark: pytest.MarkDecorator)
         ({}, 1, None),
         ({"numprocesses": 0}, 2, None),
         ({"numprocesses": 5}, 2, None),
+        ({"dist": "worksteal"}, 2, None),
         ({"keyword": "name"}, 2, None),
         ({"collectonly": True}, 2, None),
         ({"usepdb": True}, 2, None),
@@ -105,7 +106,7 @@ def test_runs_of_everything_have_two_processes(
 ) -> None:
     """Not those of what is named, which two would only begin later, nor on one core, nor where -n has been told."""
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)), raising=False)
-    options = {"numprocesses": None, "collectonly": False, "usepdb": False, "keyword": ""}
+    options = {"numprocesses": None, "dist": "no", "collectonly": False, "usepdb": False, "keyword": ""}
     option = SimpleNamespace(**{name: changed.get(name, value) for name, value in options.items()})
     source = pytest.Config.ArgsSource
     others = {name: value for name, value in changed.items() if name not in options}
