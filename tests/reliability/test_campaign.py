@@ -29,19 +29,19 @@ def test_killed_runs_end_with_the_same_bits(kills: int, tmp_path: Path, ranks: R
     _check(kill_ranks(kills, 1, tmp_path, ranks), kills)
 
 
-@pytest.mark.slow
+@weekly(minutes=0.5)
 def test_killed_runs_below_torchrun(tmp_path: Path, ranks: RankPool) -> None:
     """Torchrun starts all ranks again, twice, and the end is the same."""
     _check(kill_under_torchrun(2, 2, tmp_path, ranks), 2)
 
 
-@pytest.mark.slow
+@weekly(minutes=0.5)
 def test_misdeeds_of_a_rank_are_named(tmp_path: Path, ranks: RankPool) -> None:
     """A rank that hangs, raises, has fewer batches or saves alone: the other's error names it, and what it did."""
     _check(misdeeds(tmp_path, ranks), 4)
 
 
-@pytest.mark.slow
+@weekly(minutes=0.5)
 def test_nan_is_skipped_or_named_on_all_ranks(ranks: RankPool) -> None:
     """NaN in data or gradients of one rank skips the step on all; NaN in a parameter is named on all."""
     _check(poisons(ranks), 3)
@@ -59,7 +59,7 @@ def test_any_content_of_any_file(stride: int, flips: int, tmp_path: Path) -> Non
     _check(wrong_contents(tmp_path / "contents"), 29)
 
 
-@pytest.mark.slow
+@weekly(minutes=0.5)
 def test_disks_that_fail(tmp_path: Path, ranks: RankPool) -> None:
     """Full, read-only or gone during a save: one error on both ranks; the checkpoint before stays; later saves work."""
     if missing := disk_faults.why_not(tmp_path):
@@ -67,7 +67,7 @@ def test_disks_that_fail(tmp_path: Path, ranks: RankPool) -> None:
     _check(disk_faults.broken_disks(tmp_path / "disks", ranks), 6)
 
 
-@pytest.mark.slow
+@weekly(minutes=0.5)
 def test_link_between_hosts_is_cut(tmp_path: Path) -> None:
     """Two network namespaces train through launch/multi_node.sh. Cut off, each ends and says so."""
     if missing := host_faults.why_not():
