@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 
 from tests.fake_device.device import why_not
 from tests.fake_device.process import OnDevice
@@ -19,6 +20,10 @@ if not torch.accelerator.is_available():
 
 # Ranks have one thread each. What is compared with them bit by bit must be too: threads change how a matmul rounds.
 torch.set_num_threads(1)
+
+# An example may take long on a busy machine: tests count, they do not time.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")
