@@ -1,5 +1,8 @@
 """megascale: mixed precision optimizers for training on many ranks."""
 
+from megascale.utils import torch_names as torch_names  # before all others: it names what this torch does not have
+
+# isort: split
 from megascale.builder import build_optimizer
 from megascale.chained import ChainedOptimizer
 from megascale.config import OptimizerConfig

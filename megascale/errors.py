@@ -36,6 +36,10 @@ class UsageError(MegascaleError, RuntimeError):
     """A call came out of order, or with an option that does not apply here."""
 
 
+class UnsupportedTorchError(MegascaleError, ImportError):
+    """torch does not have a private name that megascale needs. The message says which torch is tested."""
+
+
 class GradientError(MegascaleError, RuntimeError):
     """A gradient has a layout that the step cannot use. Nothing has been updated."""
 

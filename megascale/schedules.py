@@ -12,7 +12,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    CyclicLR,
+    LRScheduler,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
 from torch.optim.swa_utils import SWALR
 
 from megascale.errors import ArgumentError, ArgumentTypeError, StateDictError, UsageError
@@ -256,7 +263,8 @@ def _check(scheduler: Any, optimizer: Any) -> torch.optim.Optimizer:
 def _parts(scheduler: LRScheduler) -> Iterator[LRScheduler]:
     """Yield a scheduler and those that it is made of, as SequentialLR and ChainedScheduler are."""
     yield scheduler
-    for part in getattr(scheduler, "_schedulers", ()):
+    is_torchs = isinstance(scheduler, (SequentialLR, ChainedScheduler))
+    for part in scheduler._schedulers if is_torchs else getattr(scheduler, "_schedulers", ()):
         yield from _parts(part)
 
 

@@ -24,7 +24,7 @@ from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.kernels import Backend, select_backend, stats_dtype
 from megascale.optimizer import MixedPrecisionOptimizer
 from megascale.step.overflow_report import OverflowReport
-from megascale.utils import validate
+from megascale.utils import torch_names, validate
 from megascale.utils.staging import staged
 
 
@@ -129,6 +129,8 @@ class GradScaler(torch.amp.GradScaler):
             self.overflows = ScalerOverflows()
             self.overflows.group = process_group
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        if enabled:
+            torch_names.require_attributes(self, torch_names.AT_CONSTRUCTION)
 
     # A step
 

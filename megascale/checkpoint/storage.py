@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystemReader, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
@@ -308,7 +307,9 @@ class _Reader(FileSystemReader):
             saved = torch.load(self._slice_file(stream, info), map_location="cpu", weights_only=True)
         for item in items:
             wanted = planner.resolve_tensor(item).detach()
-            found = narrow_tensor_by_index(saved, item.storage_offsets, item.lengths)
+            found = saved
+            for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                found = found.narrow(dim, offset, length)
             if found.shape != wanted.shape:
                 raise CheckpointError(
                     f"{info.relative_path} holds {tuple(found.shape)} of {item.dest_index.fqn!r}, expected "

@@ -61,6 +61,7 @@ def iterations(coefficients: Sequence[Coefficients], steps: int) -> tuple[Coeffi
 
 def iteration_dtype(device: torch.device) -> torch.dtype:
     """Return the dtype that iterates fastest on ``device``: bf16, or fp32 on a CPU that emulates products of bf16."""
-    if device.type != "cpu" or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
+    if device.type != "cpu":
         return torch.bfloat16
-    return torch.float32
+    has = torch.cpu.get_capabilities()
+    return torch.bfloat16 if has.get("avx512_bf16", False) or has.get("amx_tile", False) else torch.float32

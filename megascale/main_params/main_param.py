@@ -16,7 +16,7 @@ from megascale.kernels import memory_fault, shares_elements, sharing
 from megascale.kernels.remainders import REMAINDER_DTYPE, decode, encode, fingerprint
 from megascale.main_params.slab import Slabs
 from megascale.main_params.write_tracker import WriteTracker
-from megascale.utils.dtensors import dtensor_like, is_dtensor, local
+from megascale.utils.dtensors import dtensor_like, held, local
 from megascale.utils.dtypes import HALF_DTYPES
 
 MODEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -126,7 +126,7 @@ class MainParam:
     def check(self) -> None:
         """Raise UsageError, naming the parameter, if the form of its model param has changed."""
         model = self.model
-        fault = memory_fault(model._local_tensor if is_dtensor(model) else model)
+        fault = memory_fault(held(model))
         if fault is not None:
             raise UsageError(
                 f"parameter {self.name!r} {fault}; restore its data before the step, or build the optimizer anew"

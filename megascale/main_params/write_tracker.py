@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megascale.kernels import ParamList, Room, TensorList, read_versions
-from megascale.utils.dtensors import is_dtensor
+from megascale.utils.dtensors import held, is_dtensor
 
 
 class TrackedParams:
@@ -49,7 +49,7 @@ class TrackedParams:
 
     def _parts(self) -> list[Tensor]:
         """Return the local tensor of each."""
-        return self.params if self._plain else [p._local_tensor if is_dtensor(p) else p for p in self.params]
+        return self.params if self._plain else list(map(held, self.params))
 
 
 class WriteTracker:

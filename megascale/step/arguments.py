@@ -15,7 +15,7 @@ from megascale.grad_scaler import ConstantGradScaler, MegatronGradScaler
 from megascale.kernels.newton_schulz import POLAR_EXPRESS, QUINTIC
 from megascale.lion import Lion
 from megascale.main_params.main_param import MainParam
-from megascale.utils.dtensors import is_dtensor
+from megascale.utils.dtensors import held
 
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
@@ -85,7 +85,7 @@ def refuse_fake_mode(params: Iterable[MainParam]) -> None:
     if torch._C._get_dispatch_mode(_FAKE) is None:
         return
     models = (param.model for param in params)
-    if not all(isinstance(model._local_tensor if is_dtensor(model) else model, FakeTensor) for model in models):
+    if not all(isinstance(held(model), FakeTensor) for model in models):
         raise UsageError(
             "a step inside a FakeTensorMode computes nothing, but the optimizer's parameters are real: take the step "
             "outside it, or build the model and the optimizer inside it"

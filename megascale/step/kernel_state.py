@@ -37,7 +37,7 @@ from megascale.step.compact_state import (
     with_scales,
 )
 from megascale.step.torch_states import state_of
-from megascale.utils.dtensors import is_dtensor, local
+from megascale.utils.dtensors import held, is_dtensor, local
 from megascale.utils.dtypes import HALF_DTYPES
 from megascale.utils.staging import staged
 
@@ -193,7 +193,7 @@ class KernelState:
         entries = [self._entry(param) for unit, names in units if "step" in names for param in unit]
         counted = set(map(id, entries))
         idle = [own["step"] for own in self._optimizer.state.values() if id(own) not in counted and _has_count(own)]
-        for index in overlapping([_part(tensor) for tensor in (*(entry["step"] for entry in entries), *idle)]):
+        for index in overlapping([held(tensor) for tensor in (*(entry["step"] for entry in entries), *idle)]):
             if index < len(entries):
                 entries[index]["step"] = entries[index]["step"].clone()
 
@@ -202,7 +202,7 @@ class KernelState:
         entries = [self._entry(param) for param in params]
         columns = [[entry[name] for entry in entries] for name in names]
         watched = [part for param in params for part in (param.memory, param.shard) if _needs_check(part, param)]
-        parts = [_part(tensor) for tensor in (*watched, *(tensor for column in columns for tensor in column))]
+        parts = [held(tensor) for tensor in (*watched, *(tensor for column in columns for tensor in column))]
         return StateColumns(entries, list(names), columns, new_tags(len(entries)), MemoryRecord(parts))
 
     def _remedy(self, entry: Mapping[str, Any], key: str) -> str:
@@ -290,7 +290,7 @@ def _check(name: str, value: Any, param: MainParam) -> None:
         return
     if not isinstance(value, Tensor):
         raise UsageError(f"{story} is a {type(value).__name__}; it must be a tensor")
-    fault = memory_fault(_part(value))
+    fault = memory_fault(held(value))
     if fault is not None:
         raise UsageError(f"{story} {fault}; load the state anew")
     part, main, shape = local(value), local(param.main), shape_of(name, param)
@@ -413,17 +413,12 @@ def _is_there(tensor: Tensor) -> bool:
 def _has_count(entry: Any) -> bool:
     """Return whether the state of a parameter has a step count that is a tensor with memory."""
     step = entry.get("step") if isinstance(entry, dict) else None
-    return isinstance(step, Tensor) and _is_there(_part(step))
+    return isinstance(step, Tensor) and _is_there(held(step))
 
 
 def _parts(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return :func:`_part` of each."""
-    return tensors if set(map(type, tensors)) <= {Tensor, torch.nn.Parameter} else list(map(_part, tensors))
-
-
-def _part(tensor: Tensor) -> Tensor:
-    """Return the tensor whose memory is read: a DTensor's own local tensor, not a new view of it."""
-    return tensor._local_tensor if is_dtensor(tensor) else tensor
+    """Return the tensor that each holds here: of a DTensor its own local tensor, not a new view of it."""
+    return tensors if set(map(type, tensors)) <= {Tensor, torch.nn.Parameter} else list(map(held, tensors))
 
 
 def _needs_check(tensor: Tensor | None, param: MainParam) -> bool:

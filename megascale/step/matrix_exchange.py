@@ -19,7 +19,7 @@ from typing_extensions import override
 from megascale.grad_sync.layout import ParamSize
 from megascale.grad_sync.owners import OwnerLoads, update_cost
 from megascale.utils.collectives import all_to_all, group_rank, group_size
-from megascale.utils.dtensors import is_dtensor
+from megascale.utils.dtensors import held, is_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -64,8 +64,8 @@ def cuts_of(tensor: Tensor) -> list[Cut]:
         if factor != math.prod(mesh.size(one.mesh_dim) for one in before):
             raise ValueError(f"placements {tensor.placements}")
         cuts.append(cut)
-    if _own_shape(tensor, cuts) != tensor._local_tensor.shape:
-        raise ValueError(f"pieces of shape {tuple(tensor._local_tensor.shape)}")
+    if _own_shape(tensor, cuts) != held(tensor).shape:
+        raise ValueError(f"pieces of shape {tuple(held(tensor).shape)}")
     return cuts
 
 

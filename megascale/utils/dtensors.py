@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, TypeGuard
 
 from torch import Tensor
 
+from megascale.utils.torch_names import missing
+
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
@@ -31,6 +33,16 @@ def is_cut(tensor: Tensor) -> bool:
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a DTensor, any other tensor itself. Shares memory, so call it under no_grad()."""
     return tensor.to_local() if is_dtensor(tensor) else tensor.detach()
+
+
+def held(tensor: Tensor) -> Tensor:
+    """Return the tensor that a DTensor holds as this rank's part, not a new view of it; any other tensor itself."""
+    if not is_dtensor(tensor):
+        return tensor
+    try:
+        return tensor._local_tensor
+    except AttributeError:
+        raise missing("torch.distributed.tensor.DTensor._local_tensor") from None
 
 
 def distribute_like(tensor: Tensor, like: "DTensor") -> "DTensor":

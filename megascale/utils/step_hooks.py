@@ -4,8 +4,9 @@ import functools
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar, cast
 
-from torch._C._autograd import _profiler_enabled
 from torch.optim import Optimizer, optimizer
+
+from megascale.utils.profiling import is_profiling
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -30,7 +31,7 @@ def with_step_hooks(step: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(step)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        is_seen = _profiler_enabled() or has_step_hooks(cast("Optimizer", args[0]))
+        is_seen = is_profiling() or has_step_hooks(cast("Optimizer", args[0]))
         return decorated(*args, **kwargs) if is_seen else step(*args, **kwargs)
 
     wrapped.hooked = True  # type: ignore[attr-defined]  # tells torch that it is decorated

@@ -126,8 +126,7 @@ def test_polar_express_is_the_best_of_its_degree() -> None:
 @pytest.mark.parametrize(("avx512", "amx"), [(False, False), (False, True), (True, False)])
 def test_iterations_are_in_bf16_where_that_is_fast(avx512: bool, amx: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On every accelerator, and on a CPU with instructions for it; another CPU would multiply bf16 by software."""
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": avx512, "amx_tile": amx})
     assert iteration_dtype(torch.device("cpu")) == (torch.bfloat16 if avx512 or amx else torch.float32)
     assert iteration_dtype(torch.device("cuda")) == torch.bfloat16
 
