@@ -263,8 +263,11 @@ def _check(scheduler: Any, optimizer: Any) -> torch.optim.Optimizer:
 def _parts(scheduler: LRScheduler) -> Iterator[LRScheduler]:
     """Yield a scheduler and those that it is made of, as SequentialLR and ChainedScheduler are."""
     yield scheduler
-    is_torchs = isinstance(scheduler, (SequentialLR, ChainedScheduler))
-    for part in scheduler._schedulers if is_torchs else getattr(scheduler, "_schedulers", ()):
+    if isinstance(scheduler, (SequentialLR, ChainedScheduler)):
+        inner = scheduler._schedulers
+    else:
+        inner = getattr(scheduler, "_schedulers", ())
+    for part in inner:
         yield from _parts(part)
 
 
