@@ -17,6 +17,7 @@
  */
 #include <ATen/Functions.h>
 #include <ATen/NativeFunctions.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
@@ -316,7 +317,7 @@ void record_stream(Tensor& self, c10::Stream stream) {
   report("keep", std::to_string(self.nbytes()), stream.device_index(), stream.id());
 }
 
-TORCH_LIBRARY_IMPL(aten, CUDA, m) {
+void implement_here(torch::Library& m) {
   m.impl("empty.memory_format", &empty);
   m.impl("empty_strided", &empty_strided);
   m.impl("copy_", &copy);
@@ -331,13 +332,48 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("set_.source_Tensor", &at::native::set_tensor_);
 }
 
-TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>()); }
+/* ---- kernels of a build with CUDA ---- */
 
-const c10::impl::DeviceGuardImplRegistrar guards(CUDA, &guard);
+/* The key of a backend that torch has no kernel for: what is dispatched to it falls back, or is composed of what does. */
+constexpr auto NO_BACKEND = c10::DispatchKey::PrivateUse3;
 
-[[maybe_unused]] const bool allocates = [] {
+void run_as_built_without_cuda(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  op.redispatchBoxed(c10::DispatchKeySet(NO_BACKEND), stack);
+}
+
+/* Put out of use the kernels that torch has for the device. A build without CUDA has next to none: all builds run, and
+ * report, the same operators. */
+void replace_kernels(torch::Library& m) {
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& name : dispatcher.getRegistrationsForDispatchKey(c10::DispatchKey::CUDA)) {
+    if (name.getNamespace() != "aten") continue;  // process groups: theirs know no device
+    const auto in_aten = toString(name).substr(std::strlen("aten::"));
+    m.impl(in_aten.c_str(), torch::CppFunction::makeFromBoxedFunction<&run_as_built_without_cuda>());
+  }
+}
+
+/* ---- what torch finds ---- */
+
+struct Silence final : c10::WarningHandler {
+  void process(const c10::Warning&) override {}
+};
+
+void register_operators() {
+  static torch::Library replaced = MAKE_TORCH_LIBRARY_IMPL(aten, CUDA), here = MAKE_TORCH_LIBRARY_IMPL(aten, CUDA);
+  static torch::Library rest = MAKE_TORCH_LIBRARY_IMPL(_, CUDA), replaced_rest = MAKE_TORCH_LIBRARY_IMPL(_, PrivateUse3);
+  Silence silence;
+  const c10::WarningUtils::WarningHandlerGuard silenced(&silence);  // of one kernel that replaces another
+  replace_kernels(replaced);
+  implement_here(here);  // of two kernels, the later one counts
+  rest.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+  replaced_rest.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+}
+
+[[maybe_unused]] const bool installed = [] {
+  register_operators();
+  c10::impl::DeviceGuardImplRegistrar(CUDA, &guard);
   c10::SetAllocator(CUDA, &device_memory, 255);
-  // torch has made its hooks, of a build without CUDA, when it was imported. These have no more members than those.
+  // torch has made its hooks already: those of the build. Neither these nor ours have members of their own.
   static_assert(sizeof(Hooks) == sizeof(at::CUDAHooksInterface));
   new (const_cast<at::CUDAHooksInterface*>(&at::detail::getCUDAHooks())) Hooks;
   return true;
