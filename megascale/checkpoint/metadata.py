@@ -4,6 +4,7 @@ torch.distributed.checkpoint writes it as a pickle of its own classes. It is rea
 the expected structure, and then converted to torch's classes.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,7 @@ from megascale.errors import CheckpointError
 METADATA_NAME = ".metadata"
 _MODULE = "torch.distributed.checkpoint.metadata"
 _LARGEST = 2**62
+_PROPERTIES = {field.name for field in dataclasses.fields(TensorProperties)}
 _DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
@@ -68,7 +70,7 @@ class _Reader:
         if self._pieces_left < 0:
             raise CheckpointError("it lists more pieces than it has bytes")
         pieces = [_chunk(name, chunk, size) for chunk in chunks]
-        return TensorStorageMetadata(TensorProperties(dtype=_dtype(fields.get("properties"))), size, pieces)
+        return TensorStorageMetadata(_properties(fields.get("properties"), size), size, pieces)
 
 
 def _chunk(name: str, record: Any, size: torch.Size) -> ChunkStorageMetadata:
@@ -100,13 +102,32 @@ def _storage_info(record: Any) -> _StorageInfo:
     return _StorageInfo(name, _count(fields.get("offset")), _count(fields.get("length")))
 
 
-def _dtype(properties: Any) -> torch.dtype:
-    """Return the dtype of a TensorProperties, whose state is a tuple that begins with it."""
-    state = _state(properties, _MODULE, "TensorProperties")
-    first = state[0] if isinstance(state, tuple) and state else None
-    if not isinstance(first, Named) or first.module != "torch" or first.name not in _DTYPES:
+def _properties(record: Any, size: torch.Size) -> TensorProperties:
+    """Return the dtype and, where this torch asks for them, the strides of a tensor of shape ``size``.
+
+    The state of a TensorProperties is a tuple. Its first element is the dtype. torch 2.15 added a sixth, the strides;
+    what lies between is deprecated.
+    """
+    state = _state(record, _MODULE, "TensorProperties")
+    if not isinstance(state, tuple):
+        raise CheckpointError("a tensor has no properties")
+    strides = _strides(state[5] if len(state) > 5 else None, size)
+    known: dict[str, Any] = {"strides": strides} if "strides" in _PROPERTIES else {}
+    return TensorProperties(dtype=_dtype(state[0] if state else None), **known)
+
+
+def _dtype(record: Any) -> torch.dtype:
+    if not isinstance(record, Named) or record.module != "torch" or record.name not in _DTYPES:
         raise CheckpointError("a tensor has no dtype that torch knows")
-    return _DTYPES[first.name]
+    return _DTYPES[record.name]
+
+
+def _strides(record: Any, size: torch.Size) -> tuple[int, ...] | None:
+    if record is None:
+        return None
+    if len(_checked(record, tuple)) != len(size):
+        raise CheckpointError(f"a tensor of shape {tuple(size)} has {len(record)} strides")
+    return tuple(_count(stride) for stride in record)
 
 
 def _size(record: Any) -> torch.Size:

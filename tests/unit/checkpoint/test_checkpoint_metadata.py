@@ -13,7 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from megascale import MixedPrecisionOptimizer
 from megascale.checkpoint import save
@@ -42,6 +48,38 @@ def test_what_torch_reads(folder: Path) -> None:
     assert ours.state_dict_metadata == theirs.state_dict_metadata
     assert ours.storage_data == theirs.storage_data
     assert all(isinstance(stored, TensorStorageMetadata) for stored in ours.state_dict_metadata.values())
+
+
+def _with_properties(folder: Path, monkeypatch: pytest.MonkeyPatch, state: tuple[Any, ...]) -> bytes:
+    """Return a pickle in which the properties of "model/weight", of shape (4, 3), have another state."""
+    metadata = FileSystemReader(folder).read_metadata()
+    monkeypatch.setattr(TensorProperties, "__getstate__", lambda _: state)
+    stored = {"model/weight": metadata.state_dict_metadata["model/weight"]}
+    return pickle.dumps(Metadata(stored, storage_data=metadata.storage_data))
+
+
+STATE_BEFORE_2_15 = (torch.float16, torch.strided, False, _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT, False)
+
+
+@pytest.mark.parametrize("strides", [None, (1, 4)], ids=["without_strides", "with_strides"])
+def test_what_other_versions_of_torch_write(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strides: tuple[int, ...] | None
+) -> None:
+    """A checkpoint outlives the torch that wrote it: strides, of torch 2.15, are read where both torches have them."""
+    state = STATE_BEFORE_2_15 if strides is None else (*STATE_BEFORE_2_15, strides)
+    read = _read(tmp_path, _with_properties(folder, monkeypatch, state)).state_dict_metadata["model/weight"].properties
+    assert read.dtype == torch.float16
+    assert getattr(read, "strides", None) == (strides if hasattr(read, "strides") else None)
+
+
+@pytest.mark.parametrize("strides", [(1,), (4, -1), [1, 4], (4.0, 1)], ids=str)
+def test_strides_that_no_tensor_has(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strides: object
+) -> None:
+    """They are checked with any torch, as all else is."""
+    data = _with_properties(folder, monkeypatch, (*STATE_BEFORE_2_15, strides))
+    with pytest.raises(CheckpointError, match="load an earlier checkpoint"):
+        _read(tmp_path, data)
 
 
 def _text(value: str) -> bytes:
