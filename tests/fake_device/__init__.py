@@ -9,7 +9,8 @@
     def test_no_sync(on_device: OnDevice) -> None:                     # the fixture: tests/conftest.py
         assert on_device(steps, "adamw") == []
 
-Each call runs in a process of its own, forked from one that has torch, the device and Triton's driver ready. The parts:
+Each call runs in a process of its own, forked from one that has torch, the device and Triton's driver ready. It needs
+no certain build of torch: one with CUDA does what one without does, and counts are the same. The parts:
 
 - device.cpp, device.py: torch's CUDA, made of host memory and host operators, which reports each call to it;
 - torch_cuda.py: what ``torch.cuda`` lacks without a GPU: streams, graphs, whether a stream is being captured;

@@ -1,5 +1,5 @@
 /* torch's CUDA where there is none: two devices whose memory is the host's and whose operators run on the host, and a
- * report of all that they are asked to do.
+ * report of all that they are asked to do. The build of torch may have CUDA, or not: its own is out of use.
  *
  * Tensors on them are plain tensors of type "cuda": what asks one for its device, address or type sees what it would see
  * on a GPU. An operator runs as the CPU's, over the same memory, when it is called: a device is never behind. Reported
@@ -384,7 +384,7 @@ void register_operators() {
 /* Call to(kind, what, device, stream) from now on, on whatever thread; null: nobody. */
 extern "C" void report_device_calls(Report to) { report_to = to; }
 
-/* UntypedStorage.resize_, which torch refuses for CUDA where it was built without. */
+/* UntypedStorage.resize_, whose CUDA part no key, hook or guard reaches: torch calls it, or refuses to, itself. */
 extern "C" void resize_device_storage(c10::StorageImpl* storage, int64_t nbytes) {
   const On there(storage->device());
   auto resized = device_memory.allocate(nbytes);

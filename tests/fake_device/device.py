@@ -18,6 +18,7 @@ SOURCE = Path(__file__).with_name("device.cpp")
 FLAGS = ("-std=c++20", "-O0", "-fPIC", "-w")
 COMPILERS = ("c++", "g++", "clang++")
 LIBRARIES = ("torch_cpu", "c10")
+INSTALL = "pip install torch --index-url https://download.pytorch.org/whl/cpu"
 
 _REPORT = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_int64)
 
@@ -25,10 +26,16 @@ _REPORT = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int,
 def why_not() -> str | None:
     """Return why this machine cannot have the device; None where it can."""
     if torch.accelerator.is_available():
-        return "a device is there"
+        return f"a device is there; needs a torch that does not see it: {INSTALL}"
+    if torch.version.hip is not None or not (_torch_folder() / "include" / "ATen").is_dir():
+        return f"needs a torch for CPUs or CUDA, with its C++ headers: {INSTALL}"
     if find_compiler("CXX", COMPILERS) is None:
         return "needs a C++ compiler"
     return None if importlib.util.find_spec("triton") else "needs triton"
+
+
+def _torch_folder() -> Path:
+    return Path(torch.__file__).parent
 
 
 @functools.cache
@@ -40,7 +47,6 @@ def library() -> ctypes.PyDLL:
     compiler = find_compiler("CXX", COMPILERS)
     if compiler is None:
         raise LookupError("no C++ compiler")
-    torch_folder = Path(torch.__file__).parent
     recipe = Recipe(
         compiler,
         SOURCE,
@@ -48,9 +54,9 @@ def library() -> ctypes.PyDLL:
             *FLAGS,
             f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
             "-isystem",
-            str(torch_folder / "include"),
+            str(_torch_folder() / "include"),
         ),
-        link_flags=(f"-L{torch_folder / 'lib'}", *(f"-l{name}" for name in LIBRARIES)),
+        link_flags=(f"-L{_torch_folder() / 'lib'}", *(f"-l{name}" for name in LIBRARIES)),
         depends=(torch.__version__,),
     )
     loaded = load(recipe, ctypes.PyDLL)

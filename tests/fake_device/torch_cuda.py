@@ -1,4 +1,4 @@
-"""What ``torch.cuda`` lacks where torch was built without it: streams, graphs, and what a capture refuses."""
+"""What ``torch.cuda`` lacks, or asks a driver for: streams, graphs, and what a capture refuses."""
 
 from types import TracebackType
 from typing import Any

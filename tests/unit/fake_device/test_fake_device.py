@@ -1,12 +1,13 @@
 """The device that is not there: it tells what a GPU would, and computes what the CPU does."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from tests.fake_device.device import FakeDevice
+from tests.fake_device.device import SOURCE, FakeDevice, why_not
 from tests.fake_device.process import OnDevice
 from tests.training import grad_of
 
@@ -138,3 +139,33 @@ def _mixed(device: FakeDevice) -> list[str]:
 def test_a_tensor_of_the_host_among_those_of_the_device_is_refused(on_device: OnDevice) -> None:
     """As on a GPU, where only numbers may lie in host memory."""
     assert all("on the same device" in message for message in on_device(_mixed))
+
+
+def _operators(device: FakeDevice) -> tuple[list[str], list[str]]:
+    params = [torch.ones(3, device="cuda") for _ in range(2)]
+    with device.watch() as seen:
+        torch._foreach_mul_(params, 2.0)
+        torch.nn.functional.layer_norm(params[0], (3,))
+    names = torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")
+    tables = {name: torch._C._dispatch_dump_table(name) for name in names if name.startswith("aten::")}
+    entries = {name: re.search("^CUDA: .*", table, re.MULTILINE) for name, table in tables.items()}
+    return seen.of("operator"), [name for name, entry in entries.items() if entry and SOURCE.name not in entry[0]]
+
+
+def test_each_build_of_torch_runs_the_same_operators(on_device: OnDevice) -> None:
+    """A build with CUDA has kernels that make one operator of many: none is reached, so counts do not depend on it."""
+    operators, of_torch = on_device(_operators)
+    assert operators == ["aten::mul.out", "aten::mul.out", "aten::native_batch_norm"]
+    assert of_torch == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("accelerator.is_available", lambda: True), ("version.hip", "7.2"), ("__file__", "/nowhere/torch/__init__.py")],
+)
+def test_a_build_that_cannot_have_it_is_told_which_can(
+    name: str, value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that sees a device, one for AMD, where torch's hooks are laid out otherwise, and one without headers."""
+    monkeypatch.setattr(f"torch.{name}", value)
+    assert "pip install torch --index-url" in (why_not() or "")
