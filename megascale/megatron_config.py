@@ -6,6 +6,7 @@ from dataclasses import MISSING, Field, fields
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megascale.config import OPTIMIZERS, OptimizerConfig
 from megascale.errors import ArgumentError, ArgumentTypeError
@@ -35,6 +36,15 @@ SAME = (
 
 TRANSLATED = ("loss_scale", "loss_scale_window", "clip_grad", "grad_norm_skip_threshold", "overlap_param_gather")
 """Fields that mean the same but are written differently: see :func:`from_megatron_config`."""
+
+LATER = ("lion_beta1", "lion_beta2", "grad_norm_skip_threshold")
+"""Of those, fields that Megatron-Core 0.16.1 lacks. Without them it does what our defaults do."""
+
+SWITCHES = ("overlap_param_gather",)
+"""Of those, fields that are off where a version lacks them."""
+
+REQUIRED = tuple(name for name in (*SAME, *TRANSLATED) if name not in (*LATER, *SWITCHES))
+"""Fields that every version has. A version without one has renamed it, perhaps with another default."""
 
 PRECISION_AWARE = (
     "use_precision_aware_optimizer",
@@ -75,6 +85,7 @@ NO_EFFECT = (
     "muon_use_syrk",
     "muon_scalar_optimizer",
     "soap_shampoo_beta",
+    "soap_precondition_frequency",
     "soap_use_kl_shampoo",
     "adaptive_muon_moment2_method",
     "adaptive_muon_beta2",
@@ -95,25 +106,28 @@ REMEDIES = {
     "use_layer_wise_distributed_optimizer": "leave it False; use_distributed_optimizer=True shards by elements",
     "reuse_grad_buf_for_mxfp8_param_ag": "parameters are fp16, bf16 or fp32 here: leave it False",
 }
-"""Fields that are refused unless they have their default, and what to do."""
+"""Fields that are refused unless they are off (None or False), and what to do. Their default does not count: a later
+version, or a subclass, may switch one on."""
 
 KNOWN = frozenset((*SAME, *TRANSLATED, *PRECISION_AWARE, *GROUPING, *NO_EFFECT, *REMEDIES))
 
 
 def is_megatron_config(config: Any) -> bool:
     """Return whether ``config`` is an instance of ``megatron.core.optimizer.OptimizerConfig``, or of a subclass."""
-    return any(
-        kind.__name__ == "OptimizerConfig" and kind.__module__.partition(".")[0] == "megatron"
-        for kind in type(config).__mro__
-    )
+    return any(map(_is_megatrons, type(config).__mro__))
+
+
+def _is_megatrons(kind: type) -> bool:
+    return kind.__name__ == "OptimizerConfig" and kind.__module__.partition(".")[0] == "megatron"
 
 
 def from_megatron_config(config: Any) -> OptimizerConfig:
     """Return the OptimizerConfig that steps as Megatron-Core's optimizer does with ``config``.
 
-    A field whose effect we do not reproduce is refused unless it has its default; so is a field that this module does
-    not know, of a newer Megatron-Core. :data:`NO_EFFECT` lists those that are ignored, :data:`GROUPING` those that
-    :func:`check_grouping` is for.
+    A known field whose effect we do not reproduce is refused unless it is off. A field that this module does not know,
+    of a newer Megatron-Core or a subclass, is accepted as long as nobody has changed it: a new feature is off until it
+    is asked for. :data:`NO_EFFECT` lists fields that are ignored, :data:`GROUPING` those that :func:`check_grouping`
+    is for.
 
     Args:
         config: an instance of Megatron's dataclass; source: its ``core/optimizer/optimizer_config.py``, 0.16.1 to 0.20.
@@ -124,41 +138,106 @@ def from_megatron_config(config: Any) -> OptimizerConfig:
     """
     if not is_megatron_config(config):
         raise ArgumentTypeError(f"config must be a Megatron-Core OptimizerConfig, got {type(config).__name__}")
-    declared = {field.name: field for field in fields(config)}
-    for name, field in declared.items():
-        if name not in KNOWN or name in REMEDIES:
-            _refuse_unless_default(config, field)
+    for name in REQUIRED:
+        if not hasattr(config, name):
+            raise ArgumentError(
+                f"config has no field {name}, which Megatron-Core had from 0.16.1 to 0.20: this version says it in "
+                "another way, which megascale does not know; pass a megascale.OptimizerConfig"
+            )
+    for name, remedy in REMEDIES.items():
+        _refuse_if_on(config, name, remedy)
+    _refuse_unknown(config)
     if config.optimizer not in OF_MEGATRON:
         raise ArgumentError(
             f"config.optimizer is {config.optimizer!r}, which has no counterpart here; choose one of "
             f"{', '.join(map(repr, OF_MEGATRON))}"
         )
-    taken = {name: getattr(config, name) for name in SAME if name in declared}
+    taken = {name: getattr(config, name) for name in SAME if hasattr(config, name)}
     return OptimizerConfig(**taken, **_translated(config), **_moments(config))
 
 
 def check_grouping(config: Any) -> None:
     """Raise ArgumentError for a field of Megatron's ``config`` that asks for param groups which only Megatron makes."""
-    for field in fields(config):
-        if field.name in GROUPING:
-            _refuse_unless_default(
-                config,
-                field,
-                "group parameters with overrides={pattern: {...}}, or use "
-                "megascale.integrations.megatron.get_megatron_optimizer, which makes Megatron's groups",
-            )
+    for name in GROUPING:
+        _refuse_if_on(
+            config,
+            name,
+            "group parameters with overrides={pattern: {...}}, or use "
+            "megascale.integrations.megatron.get_megatron_optimizer, which makes Megatron's groups",
+        )
 
 
-def _refuse_unless_default(config: Any, field: "Field[Any]", remedy: str | None = None) -> None:
-    value, default = getattr(config, field.name), _default(field)
-    if value is not default and value != default:
-        remedy = remedy or REMEDIES.get(field.name, f"megascale does not know this field: leave it at {default!r}")
-        raise ArgumentError(f"config.{field.name} is {value!r}, which megascale does not do; {remedy}")
+def _refuse_if_on(config: Any, name: str, remedy: str) -> None:
+    value = getattr(config, name, None)
+    if value not in (None, False):
+        raise ArgumentError(f"config.{name} is {value!r}, which megascale does not do; {remedy}")
+
+
+def _refuse_unknown(config: Any) -> None:
+    """Raise ArgumentError for a field that is not in :data:`KNOWN` and not at its default.
+
+    The default is that of Megatron's own class, of the version that is installed: a subclass that sets another one
+    changes the field. A field of the subclass itself is compared with the subclass's default.
+    """
+    of_megatron = [kind for kind in type(config).__mro__ if _is_megatrons(kind)][-1]
+    judged = set(KNOWN)
+    for kind in (of_megatron, type(config)):
+        unknown = [field for field in fields(kind) if field.name not in judged]
+        judged.update(field.name for field in unknown)
+        changed = [field for field in unknown if not _same(_value(config, field), _default(field))]
+        untouched = _untouched(kind, config) if changed else None
+        for field in changed:
+            value, left = _value(config, field), _default(field) if untouched is None else _value(untouched, field)
+            if not _same(value, left):
+                remedy = "pass a megascale.OptimizerConfig" if left is MISSING else f"leave it at {left!r}"
+                raise ArgumentError(
+                    f"config.{field.name} is {value!r}, which megascale does not do; megascale does not know this "
+                    f"field: {remedy}"
+                )
+
+
+def _untouched(kind: type[Any], config: Any) -> Any:
+    """Return the ``kind`` with the known fields of ``config`` and no other: None where that cannot be built.
+
+    Its ``__post_init__`` may compute a field from others: such a field differs from its default, and nobody set it.
+    """
+    known = {field.name: getattr(config, field.name) for field in fields(kind) if field.init and field.name in KNOWN}
+    try:
+        return kind(**known)
+    except Exception:  # its own checks, as for a library that is not installed, or a field without a default
+        return None
+
+
+def _value(config: Any, field: "Field[Any]") -> Any:
+    return getattr(config, field.name, MISSING)
 
 
 def _default(field: "Field[Any]") -> Any:
+    """Return the declared default, anew if a factory makes it; MISSING if there is none."""
     factory: Callable[[], Any] | Any = field.default_factory
     return field.default if factory is MISSING else factory()
+
+
+def _same(value: Any, default: Any) -> bool:
+    """Return whether both are one value. A NaN is a NaN; objects without an equality are compared by what they hold.
+
+    What cannot be compared is not the same.
+    """
+    if value is default:
+        return True
+    if isinstance(value, Tensor) and isinstance(default, Tensor):
+        return torch.equal(value, default)
+    if type(value) is type(default) and hasattr(value, "__dict__") and not _compares(type(value)):
+        return _same(vars(value), vars(default)) and not callable(value)
+    try:
+        return bool(value == default) or bool(value != value and default != default)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+
+
+def _compares(kind: type) -> bool:
+    """Return whether ``kind`` defines an equality of its own."""
+    return any("__eq__" in vars(base) for base in kind.__mro__ if base is not object)
 
 
 def _translated(config: Any) -> dict[str, Any]:
@@ -173,15 +252,17 @@ def _translated(config: Any) -> dict[str, Any]:
         "loss_scale_window": int(window) if isinstance(window, float) and window.is_integer() else window,
         # Megatron clips where it is above 0.
         "clip_grad": max(config.clip_grad, 0.0),
-        # 0.20's. Megatron skips where it is finite.
+        # From 0.19.2 on. Megatron skips where it is finite.
         "grad_norm_skip_threshold": threshold if math.isfinite(threshold) else math.inf,
-        "overlap_param_gather": bool(config.overlap_param_gather and config.use_distributed_optimizer),
+        "overlap_param_gather": bool(
+            getattr(config, "overlap_param_gather", False) and config.use_distributed_optimizer
+        ),
     }
 
 
 def _moments(config: Any) -> dict[str, Any]:
     """Return the moments' dtypes. Raises ArgumentError for what the precision-aware optimizer does otherwise."""
-    if not config.use_precision_aware_optimizer:
+    if not getattr(config, "use_precision_aware_optimizer", False):
         return {}
     for name in ("main_params_dtype", "main_grads_dtype"):
         if getattr(config, name) != torch.float32:

@@ -1,11 +1,11 @@
-"""Megatron-Core's config without Megatron: fields of its dataclass, as they are translated or refused.
+"""Megatron-Core's config without Megatron: fields of its dataclass, as they are translated, accepted or refused.
 
 With its wheel: tests/integrations/test_megatron.py.
 """
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, make_dataclass
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from torch import nn
 
 from megascale import OptimizerConfig, build_optimizer
 from megascale.errors import ArgumentError, ArgumentTypeError
-from megascale.megatron_config import check_grouping, from_megatron_config
+from megascale.megatron_config import KNOWN, LATER, REMEDIES, REQUIRED, check_grouping, from_megatron_config
 
 
 @dataclass
@@ -128,9 +128,148 @@ def test_fields_are_translated(given: dict[str, Any], expected: dict[str, Any]) 
 
 @pytest.mark.parametrize(("threshold", "expected"), [(2.5, 2.5), (math.nan, math.inf), (math.inf, math.inf)])
 def test_threshold_of_newer_releases(threshold: float, expected: float) -> None:
-    """0.20 declares it, and skips where it is finite."""
+    """0.19.2 declares it, and skips where it is finite."""
     newer = type("OptimizerConfig", (Megatron,), {"grad_norm_skip_threshold": threshold})  # type: ignore[arg-type]
     assert from_megatron_config(newer()).grad_norm_skip_threshold == expected
+
+
+def _newer(*declared: tuple[Any, ...], **namespace: Any) -> Callable[..., Any]:
+    """Return a later version's dataclass: ``declared`` fields, as ``make_dataclass`` takes them, come on top."""
+    return make_dataclass(
+        "OptimizerConfig",
+        declared,
+        bases=(_Declared,),
+        namespace={"__module__": "megatron.core.optimizer.optimizer_config"} | namespace,
+        kw_only=True,
+    )
+
+
+class _Plan:
+    """Has no equality of its own, as most classes."""
+
+    def __init__(self, stages: int = 2) -> None:
+        self.stages = stages
+
+
+UNTOUCHED: dict[str, Any] = {
+    "number": (int, 3),
+    "none": (str | None, None),
+    "nan": (float, math.nan),
+    "list": (list[int], field(default_factory=lambda: [1])),
+    "object": (_Plan, field(default_factory=_Plan)),
+    "tensor": (torch.Tensor, field(default_factory=lambda: torch.ones(3))),
+    "unset": (int, field(init=False)),
+}
+CHANGED: dict[str, Any] = {
+    "number": 4,
+    "none": "all",
+    "nan": 0.0,
+    "list": [],
+    "object": _Plan(3),
+    "tensor": torch.zeros(3),
+    "unset": 1,
+}
+
+
+@pytest.mark.parametrize("kind", UNTOUCHED)
+def test_a_new_field_is_accepted_until_it_is_changed(kind: str) -> None:
+    """A feature of a later version is off until somebody asks for it: the rule holds for every kind of default."""
+    version = _newer(("feature", *UNTOUCHED[kind]))
+    assert from_megatron_config(version(lr=0.5)) == from_megatron_config(Megatron(lr=0.5))
+    config = version(lr=0.5)
+    config.feature = CHANGED[kind]
+    with pytest.raises(ArgumentError, match=r"config.feature is .*, which .* does not know this field: "):
+        from_megatron_config(config)
+
+
+def test_equal_values_are_the_default() -> None:
+    """A copy of the default is the default: another NaN, another list, another object of the same content."""
+    for kind, value in {"nan": float("nan"), "list": [1], "object": _Plan(2), "tensor": torch.ones(3)}.items():
+        assert from_megatron_config(_newer(("feature", *UNTOUCHED[kind]))(feature=value)) == from_megatron_config(
+            Megatron()
+        )
+
+
+def test_a_new_function_is_another_value() -> None:
+    """Two functions are never known to do the same."""
+    version = _newer(("feature", Callable, field(default_factory=lambda: lambda: 1)))
+    with pytest.raises(ArgumentError, match=r"config.feature is <function"):
+        from_megatron_config(version())
+
+
+def test_a_new_field_without_default_is_refused() -> None:
+    """Somebody had to choose its value, and nothing says what leaving it alone would be."""
+    with pytest.raises(ArgumentError, match=r"config.feature is 3, .*this field: pass a megascale.OptimizerConfig"):
+        from_megatron_config(_newer(("feature", int))(feature=3))
+
+
+def _compute(self: Any) -> None:
+    if self.optimizer == "sgd" and self.feature is None:
+        raise ImportError("a library that is not here")
+    self.feature = 0.1 * self.lr if self.feature is None else self.feature
+
+
+def test_a_computed_field_is_accepted() -> None:
+    """Megatron may fill a field in from others. The user, who set the others, has not changed it."""
+    version = _newer(("feature", float | None, None), __post_init__=_compute)
+    assert from_megatron_config(version(lr=0.5)) == from_megatron_config(Megatron(lr=0.5))
+    with pytest.raises(ArgumentError, match=r"config.feature is 0.2, .*: leave it at 0.05"):
+        from_megatron_config(version(lr=0.5, feature=0.2))
+    with pytest.raises(ArgumentError, match=r"config.feature is 0.2, .*: leave it at None"):
+        from_megatron_config(version(lr=0.5, feature=0.2, optimizer="sgd"))
+
+
+def test_the_default_is_that_of_the_version() -> None:
+    """Of the class that Megatron declares, not one that is written here: 3 in one version, 5 in another."""
+    for default in (3, 5):
+        version = _newer(("feature", int, default))
+        from_megatron_config(version())
+        with pytest.raises(ArgumentError, match=f"config.feature is 4, .*leave it at {default}"):
+            from_megatron_config(version(feature=4))
+
+
+def test_a_subclass_that_changes_a_default_has_changed_the_field() -> None:
+    """The class in between is the user's: Megatron would do what it says. Fields of its own have its own defaults."""
+    version: Any = _newer(("feature", int, 3))
+    mine: Any = make_dataclass("Mine", [("note", str, "x")], bases=(version,), kw_only=True)
+    assert from_megatron_config(mine()) == from_megatron_config(Megatron())
+    with pytest.raises(ArgumentError, match=r"config.note is 'y', .*leave it at 'x'"):
+        from_megatron_config(mine(note="y"))
+    bold: Any = make_dataclass("Mine", [("feature", int, 5)], bases=(version,), kw_only=True)
+    with pytest.raises(ArgumentError, match=r"config.feature is 5, .*leave it at 3"):
+        from_megatron_config(bold())
+
+
+@pytest.mark.parametrize("name", REMEDIES)
+def test_what_is_refused_stays_refused_where_it_is_the_default(name: str) -> None:
+    """A version or subclass that switches on what we do not do asks for it, though nobody changed the field."""
+    with pytest.raises(ArgumentError, match=f"config.{name} is True, which megascale does not do"):
+        from_megatron_config(_newer((name, bool, True))())
+
+
+@pytest.mark.parametrize("name", REQUIRED)
+def test_a_renamed_field_is_told(name: str) -> None:
+    """A version that lacks a field which we read holds its value elsewhere: our default could be another one."""
+    names = {n: f for n, f in _Declared.__dataclass_fields__.items() if n != name}
+    version: Any = make_dataclass(
+        "OptimizerConfig",
+        [(n, Any, f.default) for n, f in names.items() if n in KNOWN],
+        namespace={"__module__": "megatron.core.optimizer"},
+    )
+    with pytest.raises(ArgumentError, match=f"config has no field {name}, .*; pass a megascale.OptimizerConfig"):
+        from_megatron_config(version())
+
+
+def test_fields_that_a_version_lacks() -> None:
+    """What came later, or can only be off, has our default; a field that became a property is read all the same."""
+    lacking: Any = make_dataclass(
+        "OptimizerConfig",
+        [(name, Any, getattr(_Declared, name)) for name in REQUIRED if name != "clip_grad"],
+        namespace={"__module__": "megatron.core.optimizer", "clip_grad": property(lambda self: 0.25)},
+    )
+    assert not set(LATER) & _Declared.__dataclass_fields__.keys()
+    assert from_megatron_config(lacking()) == OptimizerConfig(initial_loss_scale=2.0**32, clip_grad=0.25)
+    check_grouping(lacking())
 
 
 PRECISE = {"use_precision_aware_optimizer": True}
