@@ -44,7 +44,7 @@ class Float16Optimizer:
             clip_grad=CLIP,
         )
         self.optimizer = optimizers._get_megatron_optimizer_based_on_param_groups(
-            config, [], [{"params": self.params}], model_parallel_group=_model_parallel_group(work)
+            config, [torch.nn.Module()], [{"params": self.params}], model_parallel_group=_model_parallel_group(work)
         )
         local = optimizers.USING_PYTORCH_OPTIMIZER
         self.traffic: Traffic = {

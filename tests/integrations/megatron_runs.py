@@ -15,6 +15,7 @@ from benchmarks.peers import megatron_on_cpu
 
 megatron_on_cpu.install()
 
+import megatron.core  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig as OptimizerConfig  # noqa: E402
@@ -26,6 +27,18 @@ from megascale.integrations import megatron as ours  # noqa: E402
 
 OVERFLOWS = (3, 4, 5, 11)
 """Steps whose loss is inf on the last rank: with hysteresis 2 the scale backs off twice, then once more."""
+
+VERSION: str = megatron.core.__version__
+
+RELEASES = ("0.16.1", "0.19.2")
+"""Those that were read to the end: every field of their configs is known, and :data:`DEFECTS` knows them."""
+
+DEFECTS: dict[str, tuple[str, ...]] = {
+    "whole experts of one rank alone count": ("0.16.1",),
+    "bf16 steps on NaN gradients": ("0.16.1", "0.19.2"),
+    "the hysteresis tracker falls below 0": ("0.16.1", "0.19.2"),
+}
+"""What Megatron does wrong, and the releases that do. A later one may, or may have mended it."""
 
 MAKERS: dict[str, Callable[..., Any]] = {"theirs": get_megatron_optimizer, "ours": ours.get_megatron_optimizer}
 
@@ -166,6 +179,17 @@ def start(
 def train(run: Run, steps: Sequence[int], overflows: Sequence[int] = OVERFLOWS) -> list[Any]:
     """Train; return each step's log, and all model params after it."""
     return [(run.step(step, step in overflows), run.params()) for step in steps]
+
+
+def check_defect(name: str, present: bool, mended: bool, record: Callable[[str, object], None]) -> None:
+    """Fail unless Megatron does exactly one of the two, and a release that was read does what :data:`DEFECTS` says.
+
+    ``record``: pytest's ``record_property``; it tells a reader of the report which of the two this version does.
+    """
+    assert present != mended, f"Megatron-Core {VERSION} does neither what is known nor what is right: {name}"
+    if VERSION in RELEASES:
+        assert present == (VERSION in DEFECTS[name]), f"Megatron-Core {VERSION}: {name}"
+    record(name, f"Megatron-Core {VERSION}: {'as known' if present else 'mended'}")
 
 
 def checkpoint(run: Run) -> dict[str, Any]:

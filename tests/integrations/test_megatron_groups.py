@@ -62,8 +62,8 @@ def _side_by_side(overrides: Any) -> list[Any]:
 def test_overrides_have_megatrons_effect(ranks: RankPool, overrides: Any) -> None:
     """The same groups, rates, decays and bits of every param, at None, {} and each key that takes effect.
 
-    With None, Megatron-Core 0.20 applies its standard overrides outside of the function that makes the groups: biases
-    and norms were decayed here.
+    With None, Megatron-Core from 0.19.2 on applies its standard overrides outside of the function that makes the
+    groups: biases and norms were decayed here.
     """
     [(groups, theirs, mine)] = ranks.run(1, _side_by_side, overrides)
     assert groups[0] == groups[1]
@@ -129,7 +129,7 @@ def _mark_mtp(module: Any) -> None:
 
 
 def test_parameters_that_are_clipped_apart_are_refused(ranks: RankPool) -> None:
-    """Megatron-Core 0.20 gives parameters with a grad_norm_group a norm of their own; here it was ignored."""
+    """Megatron-Core from 0.19.2 on gives parameters with a grad_norm_group a norm of their own; here it was ignored."""
     [message] = ranks.run(1, _refused, None, _mark_mtp)
     assert message.startswith("'head.weight', 'head.bias' have grad_norm_group 'mtp'")
     assert "one norm is that of all gradients" in message
@@ -154,7 +154,7 @@ def _refused_module(kind: type[nn.Linear]) -> str:
     [(MimoModel, "model_chunks hold a MimoModel"), (FullyShardedDataParallelV2, "wrapped in Megatron's FSDP")],
 )
 def test_modules_with_optimizers_of_their_own_are_refused(ranks: RankPool, kind: type[nn.Linear], message: str) -> None:
-    """Megatron-Core 0.20 sends them to other builders."""
+    """Megatron-Core from 0.19.2 on sends them to other builders."""
     assert message in ranks.run(1, _refused_module, kind)[0]
 
 
