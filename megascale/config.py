@@ -86,8 +86,8 @@ class OptimizerConfig:
     log_num_zeros_in_grad: bool = False
     """Count zero elements of the gradients. Otherwise ``num_zeros_in_grad`` is NaN."""
     grad_norm_skip_threshold: float = math.inf
-    """Skip a step whose gradient norm, unscaled and not clipped, is above it (Megatron-Core 0.20). inf: none. The loss
-    scale moves as after a clean step."""
+    """Skip a step whose gradient norm, unscaled and not clipped, is above it (Megatron-Core from 0.19.2 on). inf: none.
+    The loss scale moves as after a clean step."""
     zclip: str | None = None
     """Treat spikes of the gradient norm by ZClip (arXiv 2504.02507; ours): "clip" them, or "skip" their steps. None:
     neither. See :class:`megascale.step.spikes.NormStatistics`."""
@@ -149,7 +149,7 @@ class OptimizerConfig:
     muon_momentum: float = 0.95
     """Weight of the old momentum in the new one."""
     muon_nesterov: bool = True
-    """Orthogonalize the mean of gradient and momentum (Megatron-Core 0.20), not the momentum."""
+    """Orthogonalize the mean of gradient and momentum (Megatron-Core from 0.19.2 on), not the momentum."""
     muon_num_ns_steps: int = 5
     """Newton-Schulz iterations."""
     muon_coefficient_type: str = "quintic"

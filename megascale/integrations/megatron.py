@@ -263,11 +263,11 @@ def parallel_groups(pg_collection: Any = None) -> ParallelGroups:
             None: those of ``parallel_state``.
 
     Raises:
-        ArgumentError: for a collection that does not span the world, and for what 0.20 calls weight_remat.
+        ArgumentError: for a collection that does not span the world, and for what Megatron calls weight_remat.
     """
     from megatron.core import parallel_state
 
-    for kind in ("gtp", "expert_gtp"):  # 0.20's; without it, 0
+    for kind in ("gtp", "expert_gtp"):  # from 0.19.2 on; without it, 0
         size = getattr(parallel_state, f"get_{kind}_weight_remat_world_size", int)()
         if size > 1:
             raise ArgumentError(

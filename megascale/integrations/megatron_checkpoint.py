@@ -34,7 +34,7 @@ GROUP_IDENTITY = (
     *("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr"),
     *("max_lr", "min_lr", "start_wd", "end_wd", "optimizer"),
 )
-"""Options by which Megatron-Core identifies its param groups (0.20's ``param_group_identifier_keys``)."""
+"""Options by which Megatron-Core identifies its param groups (``param_group_identifier_keys`` from 0.19.2 on)."""
 
 
 SET_BY_OVERRIDES = ("start_wd", "end_wd", "optimizer")

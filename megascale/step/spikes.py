@@ -129,7 +129,7 @@ class SpikeJudge:
     Two rules, of which ``config`` asks for one or both:
 
     - ``grad_norm_skip_threshold``: a step with ``norm > threshold`` is skipped; compared in fp32. Megatron-Core's rule
-      (``ChainedOptimizer.step`` of its main branch, version 0.20; 0.16.1 has none).
+      (``ChainedOptimizer.step`` from 0.19.2 on; 0.16.1 has none).
     - ``zclip``: see :class:`NormStatistics`. Steps that are skipped for another reason do not change the statistics.
 
     As in Megatron, a spike is no overflow: the scaler takes the step for a clean one.
