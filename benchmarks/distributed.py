@@ -43,7 +43,7 @@ BASELINE = "megascale fp32"
 HALF_BASELINE = "megascale 16-bit"
 REFERENCE = "masters by hand"
 DEEPSPEED = "DS_ACCELERATOR=cpu pip install --no-deps --no-build-isolation --no-binary deepspeed deepspeed==0.19.8"
-MEGATRON = "pip install --no-deps megatron-core==0.16.1"
+MEGATRON = ".ci/install_integrations"
 
 
 @dataclass(frozen=True)

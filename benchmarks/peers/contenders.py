@@ -9,7 +9,7 @@ from peers.work import Stepper, UnavailableError, Work
 
 BASELINE = "megascale"
 REFERENCE = "masters"
-MEGATRON = "pip install --no-deps megatron-core==0.16.1"
+MEGATRON = ".ci/install_integrations"
 DEEPSPEED = "DS_ACCELERATOR=cpu pip install --no-deps --no-build-isolation --no-binary deepspeed deepspeed==0.19.8"
 
 
