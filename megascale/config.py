@@ -40,8 +40,8 @@ class OptimizerConfig:
     """How the step scales, clips and counts, and (for :func:`megascale.build_optimizer`) which optimizer it wraps.
 
     Names and defaults are those of ``megatron.core.optimizer.OptimizerConfig`` where it has them. Exceptions:
-    ``initial_loss_scale`` is ``2**16`` here (Megatron: ``2**32``, which skips 16 steps first). Fields that Megatron
-    lacks are marked "ours".
+    ``initial_loss_scale`` is ``2**16`` here (Megatron: ``2**32``, which skips 16 steps first), and Lion's betas are 0.9
+    and 0.99, as in its paper (Megatron: 0.95 and 0.98). Fields that Megatron lacks are marked "ours".
 
     A config clips at a norm of 1.0 unless ``clip_grad`` says otherwise, as Megatron's does. An optimizer that is built
     without one (``config=None``) does not clip: it takes fp16 or bf16 from the parameters and leaves gradients alone,
