@@ -360,7 +360,7 @@ def test_every_field_is_accounted_for() -> None:
     assert declared.issuperset(megatron_config.REQUIRED)
     if runs.VERSION in runs.RELEASES:
         assert declared <= megatron_config.KNOWN
-    lion = {"lion_beta1": 0.95, "lion_beta2": 0.98} if "lion_beta1" in declared else {}
+    lion: dict[str, Any] = {"lion_beta1": 0.95, "lion_beta2": 0.98} if "lion_beta1" in declared else {}
     assert from_megatron_config(runs.OptimizerConfig()) == OptimizerConfig(initial_loss_scale=2.0**32, **lion)
 
 
