@@ -12,15 +12,17 @@ from megascale.errors import UsageError
 from megascale.grad_sync import GradSync
 from tests.training import Tiny, bits_equal, grad_of, model, same_bits
 
+def _drop_grads(optimizer: AnyOptimizer) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = None
+
+
 BETWEEN: dict[str, Callable[[AnyOptimizer], Any]] = {
     "nothing": lambda optimizer: None,
     "the scale read": lambda optimizer: optimizer.get_loss_scale().item(),
-    "a dropped gradient": lambda optimizer: [setattr(p, "grad", None) for p in _params(optimizer)],
+    "dropped gradients": _drop_grads,
 }
-
-
-def _params(optimizer: AnyOptimizer) -> list[torch.Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _make(kind: str) -> tuple[Tiny, AnyOptimizer]:
