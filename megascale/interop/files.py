@@ -74,8 +74,8 @@ class _Maker:
 
 
 def _tensor(storage: Any, offset: int, size: Any, stride: Any, *_: Any) -> Tensor:
-    empty = torch.empty(0, dtype=storage.dtype, device=storage.device)
-    return empty.set_(storage, offset, size, stride)
+    tensor: Tensor = torch._utils._rebuild_tensor_v2(storage, offset, size, stride, False, OrderedDict())
+    return tensor
 
 
 def _first(value: Any, *_: Any) -> Any:

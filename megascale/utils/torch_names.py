@@ -1,6 +1,6 @@
 """Names of torch that its documentation does not promise: each that megascale uses, and what happens without it.
 
-``import megascale`` raises UnsupportedTorchError, which says what was found and what is tested, before one of these is
+``import megascale`` raises UnsupportedTorchError, which says what was found and what is supported, before one of these is
 missed in the middle of a step. Tests compare this list with the sources, and with the torch that is installed.
 """
 
@@ -13,7 +13,7 @@ import torch
 from megascale.errors import UnsupportedTorchError
 
 OLDEST, NEWEST = "2.11", "2.15"
-"""The versions of torch that the tests are run with: these two, and some between."""
+"""The versions of torch that are supported: what CI tests is these two, and the one that constraints.txt pins."""
 
 AT_IMPORT = "`import megascale` raises UnsupportedTorchError"
 AT_CONSTRUCTION = "the constructor of `megascale.amp.GradScaler` raises UnsupportedTorchError"
@@ -167,7 +167,7 @@ NAMES = (
         "an AttributeError when a checkpoint is loaded, which leaves all as it was",
     ),
     # Files of torch.save
-    TorchName("torch._utils._rebuild_tensor_v2", _FILES, _FILES_GONE),
+    TorchName("torch._utils._rebuild_tensor_v2", "files of torch.save name it; makes their tensors"),
     TorchName("torch._utils._rebuild_parameter", _FILES, _FILES_GONE),
     TorchName("torch._utils._rebuild_parameter_with_state", _FILES, _FILES_GONE),
     TorchName("torch._tensor._rebuild_from_type_v2", _FILES, _FILES_GONE),
@@ -183,7 +183,7 @@ NAMES = (
 def missing(path: str) -> UnsupportedTorchError:
     """Return the error for a name that torch does not have."""
     return UnsupportedTorchError(
-        f"torch {torch.__version__} has no {path}, which megascale needs; megascale is tested with torch {OLDEST} to "
+        f"torch {torch.__version__} has no {path}, which megascale needs; megascale supports torch {OLDEST} to "
         f"{NEWEST}: install one of these, or a megascale that is made for yours"
     )
 
