@@ -267,13 +267,17 @@ def parallel_groups(pg_collection: Any = None) -> ParallelGroups:
     """
     from megatron.core import parallel_state
 
-    for kind in ("gtp", "expert_gtp"):  # from 0.19.2 on; without it, 0
-        size = getattr(parallel_state, f"get_{kind}_weight_remat_world_size", int)()
-        if size > 1:
-            raise ArgumentError(
-                f"Megatron's parallel_state splits single weights over {size} ranks more ({kind}_weight_remat), which "
-                "megascale does not; set that size to 1"
-            )
+    # From 0.19.2 on; without them, 0 and None. A collection need not be that of parallel_state.
+    for kind, group in (("gtp", "gtp_remat"), ("expert_gtp", "expt_gtp_remat")):
+        for owner, size in (
+            ("parallel_state", getattr(parallel_state, f"get_{kind}_weight_remat_world_size", int)()),
+            ("pg_collection", group_size(getattr(pg_collection, group, None))),
+        ):
+            if size > 1:
+                raise ArgumentError(
+                    f"Megatron's {owner} splits single weights over {size} ranks more ({kind}_weight_remat), which "
+                    "megascale does not; set that size to 1"
+                )
     if pg_collection is None:
         return ParallelGroups(
             data_parallel=parallel_state.get_data_parallel_group(with_context_parallel=True),

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,6 +21,7 @@ from tests.training import bits_equal
 megatron_on_cpu.install()
 pytest.importorskip("megatron.core", reason="needs megatron-core: pip install --no-deps megatron-core pydantic einops")
 
+from megatron.core import parallel_state  # noqa: E402
 from megatron.core.optimizer import ParamKey  # noqa: E402
 
 from tests.integrations import megatron_runs as runs  # noqa: E402
@@ -156,6 +158,23 @@ def _refused_module(kind: type[nn.Linear]) -> str:
 def test_modules_with_optimizers_of_their_own_are_refused(ranks: RankPool, kind: type[nn.Linear], message: str) -> None:
     """Megatron-Core from 0.19.2 on sends them to other builders."""
     assert message in ranks.run(1, _refused_module, kind)[0]
+
+
+@pytest.mark.parametrize(("group", "kind"), [("gtp_remat", "gtp"), ("expt_gtp_remat", "expert_gtp")])
+def test_a_collection_that_splits_single_weights_is_refused(ranks: RankPool, group: str, kind: str) -> None:
+    """From 0.19.2 on a collection may hold such a group where parallel_state has none; norms would count too little."""
+    for message in ranks.run(2, _split_weights, group):
+        assert f"pg_collection splits single weights over 2 ranks more ({kind}_weight_remat)" in message
+
+
+def _split_weights(group: str) -> str:
+    with runs.model_parallel():
+        alone = parallel_state.get_model_parallel_group()
+        groups = {"dp_cp": dist.group.WORLD, "mp": alone, "tp": alone, "expt_dp": dist.group.WORLD, "expt_tp": alone}
+        assert ours.parallel_groups(SimpleNamespace(**groups)).data_parallel == dist.group.WORLD
+        with pytest.raises(ArgumentError) as error:
+            ours.parallel_groups(SimpleNamespace(**groups, **{group: dist.group.WORLD}))
+    return str(error.value)
 
 
 DECLARED = {field.name for field in fields(runs.OptimizerConfig)}
