@@ -91,7 +91,7 @@ def test_update_follows_torch_optim_on_fp32(name: str, inner: str, dtype: torch.
     """50 steps equal torch's own optimizer on fp32 masters fed the same gradients, to a few fp32 ulps.
 
     A few, because torch's single tensor, foreach and fused forms differ among themselves in the order of operations.
-    Other backends are compared with the reference below, bit by bit, and with torch's optimizers once a week.
+    Other backends are compared with the reference below, and with torch's optimizers once a week.
     """
     module = model(dtype)
     masters = model(torch.float32)
