@@ -13,6 +13,8 @@ PRIVATE = re.compile(r"_(?!_)\w*[a-zA-Z]\w*")
 IN_CPP = re.compile(r"\b(?:THP\w+|unsafe\w+)\b")
 """Names of torch's C++ that its documentation does not have."""
 
+LIST = "utils/torch_names.py"
+
 OTHERS = {
     "sys": {"_getframe", "_current_frames"},
     "triton": {"_elementwise_max", "_sum_combine"},
@@ -30,7 +32,8 @@ def uses(package: Path) -> dict[str, set[str]]:
     that the code inherits from; else an attribute's or a string's bare name (``_version``).
     """
     found: dict[str, set[str]] = defaultdict(set)
-    trees = {path: ast.parse(path.read_text()) for path in sorted(package.rglob("*.py"))}
+    files = (path for path in sorted(package.rglob("*.py")) if path != package / LIST)  # the list does not use them
+    trees = {path: ast.parse(path.read_text()) for path in files}
     defined = {path: _defined(tree) for path, tree in trees.items()}
     everywhere = set().union(*defined.values())
     for path, tree in trees.items():
@@ -109,7 +112,7 @@ def _of_self(tree: ast.Module) -> set[str]:
 
 def _named(tree: ast.Module) -> Iterator[str]:
     """Yield the private names in imports, attributes and strings."""
-    modules = _imported(tree)
+    modules = {"module": "torch.nn.Module"} | _imported(tree)  # a variable of that name is never one of ours
     for node in ast.walk(tree):
         match node:
             case ast.ImportFrom(module=str(module), names=names) if module.split(".")[0] == "torch":

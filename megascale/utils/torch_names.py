@@ -1,7 +1,7 @@
 """Names of torch that its documentation does not promise: each that megascale uses, and what happens without it.
 
-``import megascale`` raises UnsupportedTorchError, which says what was found and what is supported, before one of these is
-missed in the middle of a step. Tests compare this list with the sources, and with the torch that is installed.
+``import megascale`` raises UnsupportedTorchError, which says what was found and what is supported, before one of these
+is missed in the middle of a step. Tests compare this list with the sources, and with the torch that is installed.
 """
 
 import importlib
