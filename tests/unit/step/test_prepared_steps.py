@@ -12,6 +12,7 @@ from megascale.errors import UsageError
 from megascale.grad_sync import GradSync
 from tests.training import Tiny, bits_equal, grad_of, model, same_bits
 
+
 def _drop_grads(optimizer: AnyOptimizer) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
