@@ -4,7 +4,6 @@
 
 from typing import Any
 
-import numpy as np
 import triton
 import triton.language as tl
 
@@ -17,25 +16,23 @@ if isinstance(tl.sum, triton.JITFunction) == INTERPRETED:
     raise UsageError("TRITON_INTERPRET has changed since triton was imported; set it before Python starts")
 
 
-def interpreter_fault(triton_version: str, numpy_version: str) -> str | None:
-    """Return why Triton's interpreter cannot work with these versions, and the remedy; None where it can.
+def interpreter_fault(triton_version: str) -> str | None:
+    """Return why the interpreter of this Triton gives no results, and the remedy; None where it does.
 
-    Up to 3.6 it converts one-element arrays to numbers, which numpy refuses from 2.4 on.
+    Up to 3.6 it fails where a sum of integers wraps around, and converts one-element arrays to numbers, which numpy
+    refuses from 2.4 on.
     """
-    if _release(triton_version) >= (3, 7) or _release(numpy_version) < (2, 4):
+    major, minor = triton_version.split(".")[:2]
+    if (int(major), int(minor)) >= (3, 7):
         return None
     return (
-        f"the interpreter of triton {triton_version} does not work with numpy {numpy_version}: install triton>=3.7 or "
-        "numpy<2.4, or unset TRITON_INTERPRET"
+        f"the interpreter of triton {triton_version} fails where a sum of integers wraps around, and with numpy 2.4: "
+        "install triton>=3.7 (pip install --no-deps 'triton>=3.7' where torch pins an older one), "
+        "or unset TRITON_INTERPRET"
     )
 
 
-def _release(version: str) -> tuple[int, int]:
-    major, minor = version.split(".")[:2]
-    return int(major), int(minor)
-
-
-if INTERPRETED and (fault := interpreter_fault(triton.__version__, np.__version__)):
+if INTERPRETED and (fault := interpreter_fault(triton.__version__)):
     raise UsageError(fault)
 
 INTERPRETED_KERNELS = tl.constexpr(INTERPRETED)

@@ -94,12 +94,9 @@ def test_one_launch_is_tried(on_device: OnDevice) -> None:
     assert on_device(_launches) == [["decide_kernel"], []]
 
 
-@pytest.mark.parametrize(
-    ("triton", "numpy", "works"),
-    [("3.6.0", "2.4.6", False), ("3.6.0", "2.3.5", True), ("3.7.0", "2.4.6", True), ("3.10.1", "3.0.0rc1", True)],
-)
-def test_interpreter_that_numpy_refuses(triton: str, numpy: str, works: bool) -> None:
-    """Triton 3.6's interpreter dies of a TypeError inside a kernel with numpy 2.4: said when it is chosen."""
-    fault = interpreter_fault(triton, numpy)
+@pytest.mark.parametrize(("triton", "works"), [("3.6.0", False), ("3.7.0", True), ("3.10.1", True)])
+def test_interpreter_that_gives_no_results(triton: str, works: bool) -> None:
+    """Triton 3.6's interpreter dies of an error inside a kernel: said when it is chosen, with the remedy."""
+    fault = interpreter_fault(triton)
     assert (fault is None) is works
-    assert works or "install triton>=3.7 or numpy<2.4" in str(fault)
+    assert works or "install triton>=3.7" in str(fault)
