@@ -12,6 +12,7 @@ from hypothesis import settings
 from tests.fake_device.device import why_not
 from tests.fake_device.process import OnDevice
 from tests.lanes import Weekly, day, left_for, processes
+from tests.needs import missing
 from tests.pool import RankPool
 
 if not torch.accelerator.is_available():
@@ -66,7 +67,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave weekly tests to their day; skip tests marked `gpu` where there is no accelerator."""
+    """Leave weekly tests to their day."""
     chosen: int | None = config.getoption("day")
     if chosen is not None:
         left = set(left_for(chosen, items))
@@ -75,5 +76,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if Weekly.of(item) is not None:
             item.add_marker(pytest.mark.slow)
-        if item.get_closest_marker("gpu") is not None and not torch.accelerator.is_available():
-            item.add_marker(pytest.mark.skip(reason="needs an accelerator"))
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures are made
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test that needs what this machine has not: see tests/needs.py."""
+    if (reason := missing(item)) is not None:
+        pytest.skip(reason)

@@ -8,6 +8,8 @@ from types import ModuleType
 
 import pytest
 
+from tests import runs
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -39,16 +41,16 @@ versions = _load()
 )
 def test_the_closing_line_is_counted(output: str, counts: tuple[int, int, int] | None) -> None:
     """The last line that says how long the tests took; errors count as failed. Without one nothing is counted."""
-    assert versions.closing_counts(output) == counts
+    assert runs.closing_counts(output) == counts
 
 
 def test_the_table_has_a_row_for_each_run() -> None:
     """A run that pip ended, or that crashed, has no counts, but its exit status."""
-    runs = [
-        versions.Run(("2.13.0", "CPU", "3.11.7", "3.9.0"), (1200, 0, 30), 90.0, 0),
-        versions.Run(("9.9.9", "not installed", "", ""), None, 0.0, 1),
+    both = [
+        runs.Run(("2.13.0", "CPU", "3.11.7", "3.9.0"), (1200, 0, 30), 90.0, 0),
+        runs.Run(("9.9.9", "not installed", "", ""), None, 0.0, 1),
     ]
-    assert versions.table(runs).splitlines() == [
+    assert runs.table(versions.COLUMNS, both).splitlines() == [
         "| torch | build | Python | triton | passed | failed | skipped | minutes | exit status |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
         "| 2.13.0 | CPU | 3.11.7 | 3.9.0 | 1200 | 0 | 30 | 1.5 | 0 |",

@@ -141,7 +141,7 @@ def test_quotients_between_two_codes_are_held_right_on_average() -> None:
     assert ((torch.stack(held).double().mean(0) - quotients).abs() < 0.02).all()
 
 
-@pytest.mark.parametrize("beta1", [0.9, 0.99, 0.999])
+@pytest.mark.parametrize("beta1", [0.9, 0.99, pytest.param(0.999, marks=pytest.mark.slow)])
 def test_first_moments_follow_their_gradients(beta1: float) -> None:
     """Beside one that stays the largest: of a gradient that has changed its sign, and of one that has ended.
 
@@ -209,7 +209,7 @@ def test_a_root_between_two_codes_is_held_right_on_average() -> None:
     assert ((held.double().mean(0) - root).abs() < 2.0**-7 * 0.02).all()
 
 
-@pytest.mark.parametrize("period", [5, 13, 21])
+@pytest.mark.parametrize("period", [5, *(pytest.param(longer, marks=pytest.mark.slow) for longer in (13, 21))])
 def test_gradients_that_repeat_leave_no_bias(period: int) -> None:
     """The mean of second moments is right within 3 % where batches come in one order again and again.
 

@@ -232,11 +232,11 @@ def test_changes_of_whole_tensors_are_seen(numel: int, change: str, dtype: torch
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 def test_two_changes_do_not_cancel(dtype: torch.dtype) -> None:
-    """4,000 pairs of elements of which both signs, both lowest bits, or both elements are exchanged."""
+    """1,000 pairs of elements of which both signs, both lowest bits, or both elements are exchanged."""
     generator = torch.Generator().manual_seed(0)
     model = torch.randn(1 << 12, generator=generator).to(dtype)
     mark = remainders.fingerprint(model)
-    for _ in range(4000):
+    for _ in range(1000):
         one, other = torch.randperm(len(model), generator=generator)[:2].tolist()
         for flipped in (-0x8000, 1):
             changed = model.clone()

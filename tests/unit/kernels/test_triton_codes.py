@@ -159,7 +159,7 @@ def _on_reference(update: Update, operands: Operands, held: bool, decision: Deci
 
 
 @pytest.mark.parametrize("rule", RULES)
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     data=st.data(), held=st.booleans(), skips=st.lists(st.sampled_from([False, False, True]), min_size=2, max_size=2)
 )

@@ -444,8 +444,14 @@ SCALES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("kind", SCALES)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("backend", "kind"),
+    [
+        pytest.param(backend, kind, marks=[pytest.mark.slow] if backend == "triton" and kind != "strided" else [])
+        for backend in BACKENDS
+        for kind in SCALES
+    ],
+)
 def test_scales_of_another_form_are_read_as_their_values(backend: str, kind: str) -> None:
     """What the user puts into the state is taken by value: the same bits as from a dense fp32 copy of it."""
     found = []
