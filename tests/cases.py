@@ -1,4 +1,4 @@
-"""The cases of a test that has many: some of them quick, the others slow tests."""
+"""The cases of a test that has many: some of them quick, the others of one day a week."""
 
 from collections.abc import Callable, Collection
 from itertools import product
@@ -8,5 +8,5 @@ import pytest
 
 
 def cases(*axes: Collection[Any], quick: Callable[..., bool]) -> list[Any]:
-    """Return every combination of ``axes`` for ``parametrize``; that which is not ``quick(*combination)`` is slow."""
-    return [pytest.param(*one, marks=() if quick(*one) else pytest.mark.slow) for one in product(*axes)]
+    """Return every combination of ``axes`` for ``parametrize``; that which is not ``quick(*combination)`` is weekly."""
+    return [pytest.param(*one, marks=() if quick(*one) else pytest.mark.weekly) for one in product(*axes)]

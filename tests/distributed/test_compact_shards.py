@@ -104,7 +104,7 @@ def test_blocks_do_not_depend_on_ranks(ranks: RankPool, sharding: str, sizes: tu
     [
         (("elements", 2), ("elements", 3)),
         *(
-            pytest.param(("elements", n), (sharding, m), marks=pytest.mark.slow)
+            pytest.param(("elements", n), (sharding, m), marks=pytest.mark.weekly)
             for n in (1, 2, 3, 4)
             for sharding in ("elements", "parameters")
             for m in (1, 2, 4)

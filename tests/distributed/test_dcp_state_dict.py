@@ -175,7 +175,7 @@ def test_saved_at_two_resumed_at_four_and_one(ranks: RankPool, tmp_path: Path, r
     _check_resume(ranks, CASES["fp16"], tmp_path, (4, 1, 2), [road])
 
 
-@pytest.mark.slow
+@pytest.mark.weekly(minutes=0.2)
 @pytest.mark.parametrize("name", ["fp32_params", "sgd_without_state"])
 def test_resume_in_other_precisions(ranks: RankPool, tmp_path: Path, name: str) -> None:
     """fp32 parameters, which are their own main params, and an optimizer without state."""

@@ -61,7 +61,7 @@ def test_estimate_is_what_a_run_needs(
     compare(ranks, tmp_path, precision, sharding, optimizer, world)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("sharding", SHARDINGS)
 @pytest.mark.parametrize("optimizer", ["adam", "amsgrad", "sgd", "lion"])
 def test_estimate_knows_the_optimizers(ranks: RankPool, tmp_path: Path, sharding: str, optimizer: str) -> None:
@@ -71,7 +71,7 @@ def test_estimate_knows_the_optimizers(ranks: RankPool, tmp_path: Path, sharding
     compare(ranks, tmp_path, "fp16", sharding, optimizer, 2, **options)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("sharding", SHARDINGS)
 @pytest.mark.parametrize("optimizer", ["adamw", "lion"])
 def test_estimate_knows_moments_of_8_bits(ranks: RankPool, tmp_path: Path, sharding: str, optimizer: str) -> None:
@@ -88,7 +88,7 @@ def test_estimate_knows_remainders(ranks: RankPool, tmp_path: Path, sharding: st
     compare(ranks, tmp_path, "bf16", sharding, "adamw", 2, store_param_remainders=True)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize(("optimizer", "shard"), [("adamw", "parameters"), ("muon", "auto")])
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_estimate_knows_whole_parameters(
@@ -98,7 +98,7 @@ def test_estimate_knows_whole_parameters(
     compare(ranks, tmp_path, "fp16", "distributed", optimizer, world, shard=shard)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
 def test_estimate_knows_muon_alone(ranks: RankPool, tmp_path: Path, precision: str) -> None:
     """On one rank."""

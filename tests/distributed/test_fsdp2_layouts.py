@@ -92,7 +92,7 @@ def test_fsdp2_accumulates_without_reducing(ranks: RankPool, name: str) -> None:
     _check(ranks, FSDP2[name], 2, 18, EXACT, data_parallel=2, micro=2)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", FSDP2)
 def test_fsdp2_fifty_steps(ranks: RankPool, name: str, world: int) -> None:
@@ -132,7 +132,7 @@ def test_parallelize_module(ranks: RankPool, mesh: Any, world: int, data_paralle
     _check(ranks, Case(mesh=mesh, inner="momentum"), world, 18, Within(2e-3, 5e-5), data_parallel=data_parallel)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize(("mesh", "world", "data_parallel"), [(TP, 2, 1), (TP4, 4, 1), (FSDP_AND_TP, 4, 2)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_parallelize_module_fifty_steps(

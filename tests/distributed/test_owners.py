@@ -128,7 +128,7 @@ def _is_quick(inner: str, world: int) -> bool:
 @pytest.mark.parametrize(
     ("inner", "world"),
     [
-        pytest.param(inner, world, marks=() if _is_quick(inner, world) else pytest.mark.slow)
+        pytest.param(inner, world, marks=() if _is_quick(inner, world) else pytest.mark.weekly)
         for inner in (*WHOLE, "adamw")
         for world in SIZES
     ],

@@ -77,30 +77,19 @@ def _params(chosen: Callable[[str, str], bool]) -> list[Any]:
     return [pytest.param(code, id=where) for where, code in _examples() if chosen(where, code)]
 
 
-def _is_first(where: str) -> bool:
-    return where.endswith("-0")
+EXAMPLES = _params(lambda _, code: not _libraries(code))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("code", _params(lambda where, code: _is_first(where) and not _libraries(code)))
+@pytest.mark.parametrize("code", EXAMPLES)
 def test_example_runs_as_pasted(code: str, tmp_path: Path) -> None:
-    """The first example of a page runs in a fresh interpreter, in an empty folder."""
-    _run_fresh(code, tmp_path)
-
-
-OTHERS = _params(lambda where, code: not _is_first(where) and not _libraries(code))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("code", OTHERS)
-def test_next_example_runs_as_pasted(code: str, tmp_path: Path) -> None:
-    """So does every other, where torch and megascale have been imported."""
+    """Every example runs, in an empty folder, where torch and megascale have been imported."""
     _run_forked(code, tmp_path)
 
 
-@pytest.mark.weekly
-@pytest.mark.parametrize("code", OTHERS)
-def test_next_example_runs_in_a_fresh_interpreter(code: str, tmp_path: Path) -> None:
+@pytest.mark.weekly(minutes=0.1)
+@pytest.mark.parametrize("code", EXAMPLES)
+def test_example_runs_in_a_fresh_interpreter(code: str, tmp_path: Path) -> None:
     """An example imports all that it needs."""
     _run_fresh(code, tmp_path)
 

@@ -41,7 +41,7 @@ def _run(*arguments: str, **options: Any) -> "subprocess.CompletedProcess[str]":
     return subprocess.run([sys.executable, "-m", *arguments], capture_output=True, text=True, timeout=120, **options)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly(minutes=0.1)
 @pytest.mark.parametrize("program", PROGRAMS, ids=" ".join)
 def test_version_and_help(program: list[str]) -> None:
     """Every program, and every command of one, tells its version and how it is called."""
@@ -190,7 +190,7 @@ def test_missing_extra_is_named_with_its_pip_command(
     assert said == (f"megascale.train: this needs {module}, which is not installed: pip install 'megascale[train]'\n")
 
 
-@pytest.mark.slow
+@pytest.mark.weekly(minutes=0.3)
 def test_reader_of_the_output_goes_away(tmp_path: Path) -> None:
     """`| head`: what lists ends without a traceback; a training run goes on to its end, and drops what it prints."""
     megascale.checkpoint.save(tmp_path / "saved", 3, *build(0))

@@ -99,7 +99,7 @@ def test_launches_do_not_grow_with_tensors(on_device: OnDevice, count: int) -> N
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("inner", [pytest.param(one, marks=pytest.mark.slow) for one in OTHERS] + ["adamw"])
+@pytest.mark.parametrize("inner", [pytest.param(one, marks=pytest.mark.weekly) for one in OTHERS] + ["adamw"])
 def test_remainders_cost_nothing(on_device: OnDevice, inner: str, dtype: torch.dtype) -> None:
     """Main params held as remainders: no wait, the launches and operators of a step with fp32 main params."""
     for count in (6, 60):
@@ -111,7 +111,7 @@ def test_remainders_cost_nothing(on_device: OnDevice, inner: str, dtype: torch.d
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("held", [False, True])
 @pytest.mark.parametrize(
-    "inner", ["adamw", *(pytest.param(one, marks=pytest.mark.slow) for one in OTHERS if one != "sgd")]
+    "inner", ["adamw", *(pytest.param(one, marks=pytest.mark.weekly) for one in OTHERS if one != "sgd")]
 )
 def test_moments_of_8_bit_cost_nothing(on_device: OnDevice, inner: str, held: bool, dtype: torch.dtype) -> None:
     """No wait, the launches and operators of a step with fp32 moments, also on remainders."""

@@ -19,7 +19,7 @@ from tests.training import INNER, Bag, Inner, Sign, bits_equal, constant, grad_o
 BACKENDS = ["reference", "torch", "native"]
 # Triton's interpreter takes minutes over these.
 LATER = [*BACKENDS[1:], "triton"]
-ALL = [*BACKENDS, pytest.param("triton", marks=pytest.mark.slow)]
+ALL = [*BACKENDS, pytest.param("triton", marks=pytest.mark.weekly)]
 SHAPES = [(3,), (0,), (1,), (), (5, 7), (2, 3, 4), (300_000,), (70, 0, 2)]
 
 

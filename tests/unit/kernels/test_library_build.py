@@ -433,7 +433,7 @@ print(tensor_reader._library() is not None, [param.tolist() for param in params]
 """
 
 
-@pytest.mark.slow
+@pytest.mark.weekly(minutes=1)
 def test_training_survives_damaged_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both of our libraries, cut short between two processes: the second trains, and its log names both."""
     monkeypatch.setenv(library_build.CACHE_VARIABLE, str(tmp_path))

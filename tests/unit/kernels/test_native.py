@@ -331,7 +331,7 @@ def test_skipped_step_still_tells_what_does_not_fit_fp16() -> None:
     assert NativeBackend().lion_(operands, hyper, _decision(found_inf=1.0)).tolist() == [True, False, True]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly(minutes=0.3)
 def test_build_is_kept_and_shared(tmp_path: Path) -> None:
     """A second process loads what the first has compiled; the folder is the user's own."""
     code = "from megascale.kernels.native.library import library; library()"

@@ -59,7 +59,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
-LONG = [pytest.param(name, 100, marks=pytest.mark.slow) for name in ("adamw", "sgd_nesterov", "lion")]
+LONG = [pytest.param(name, 100, marks=pytest.mark.weekly(minutes=0.2)) for name in ("adamw", "sgd_nesterov", "lion")]
 
 
 @pytest.mark.parametrize(("name", "steps"), [*((name, 4) for name in HYPERS), *LONG])

@@ -111,7 +111,7 @@ def test_arguments_that_would_mix_up_the_runs_are_refused(argument: str, message
         main([argument])
 
 
-@pytest.mark.slow
+@pytest.mark.weekly(minutes=0.6)
 def test_experiment_runs_and_does_not_repeat_itself(tmp_path: Path) -> None:
     """Four runs a seed with the further options; a second call finds them done and writes the same results."""
     arguments = ["seeds=0", f"folder={tmp_path}", *TINY]
