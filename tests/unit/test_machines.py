@@ -1,0 +1,95 @@
+""".ci/machines: what it takes away is away in the tests that it runs."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def _load() -> ModuleType:
+    loader = SourceFileLoader("machines", str(ROOT / ".ci/machines"))
+    spec = importlib.util.spec_from_loader("machines", loader)
+    assert spec is not None
+    module = sys.modules["machines"] = importlib.util.module_from_spec(spec)  # dataclass looks it up
+    loader.exec_module(module)
+    return module
+
+
+machines = _load()
+
+PROBES = {
+    "avx2": """
+        from megascale.kernels.newton_schulz import iteration_dtype
+        assert torch.backends.cpu.get_cpu_capability() in ("AVX2", "DEFAULT")
+        assert iteration_dtype(torch.device("cpu")) == torch.float32
+    """,
+    "sse": """
+        from megascale.kernels.native.library import library
+        assert torch.backends.cpu.get_cpu_capability() == "DEFAULT"
+        assert os.environ["MEGASCALE_NATIVE_LIBRARY"] == "baseline"
+        library()
+    """,
+    "no-compiler": """
+        from tests.needs import without_c, without_cxx, without_native
+        assert without_c() and without_cxx() and without_native()
+    """,
+    "one-core": """
+        assert len(os.sched_getaffinity(0)) == 1
+    """,
+    "elsewhere": """
+        locale.setlocale(locale.LC_ALL, "")
+        assert locale.localeconv()["decimal_point"] == ","
+        assert time.timezone == -(12 * 3600 + 45 * 60)
+        with pytest.raises(OSError):
+            Path.home().joinpath("written").touch()
+        with socket.socket() as connection, pytest.raises(OSError):
+            connection.connect(("192.0.2.1", 80))  # of no network: RFC 5737
+        socket.create_server(("127.0.0.1", 0)).close()
+    """,
+}
+
+
+@pytest.mark.weekly(minutes=0.3)
+@pytest.mark.parametrize("machine", machines.MACHINES)
+def test_what_a_machine_lacks_is_away(
+    machine: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each machine's tests run without what the table says."""
+    needed = [*machines.MACHINES[machine].command[:1], *(["localedef"] if machine == "elsewhere" else [])]
+    for program in needed:
+        if shutil.which(program) is None:
+            pytest.skip(f"needs {program}")
+    if "unshare" in needed and subprocess.run(["unshare", "--map-root-user", "--net", "true"], check=False).returncode:
+        pytest.skip("needs a kernel that lets one unshare the network")
+    for name in ("ATEN_CPU_CAPABILITY", "MEGASCALE_NATIVE_LIBRARY", "CC", "CXX", "LC_ALL"):
+        monkeypatch.delenv(name, raising=False)
+    imports = "import locale, os, socket, time\nfrom pathlib import Path\nimport pytest, torch\n\n"
+    probe = tmp_path / "test_probe.py"
+    probe.write_text(f"{imports}def test_probe():{PROBES[machine]}")
+    selection = ["--", "-n", "0", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), str(probe)]
+    status = machines.main([machine, *selection])
+    printed = capfd.readouterr()
+    assert status == 0, printed.err
+    assert printed.out.splitlines()[-1].split(" | ")[2:5] == ["1", "0", "0"]
+    assert not (ROOT / machines.LIBRARIES).exists()
+
+
+def test_a_machine_that_is_unknown_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """With those that there are."""
+    with pytest.raises(SystemExit):
+        machines.main(["pdp11"])
+    assert "no-compiler" in capsys.readouterr().err
+
+
+def test_there_is_a_probe_for_each() -> None:
+    """A machine that is added is tried."""
+    assert PROBES.keys() == machines.MACHINES.keys()
+    assert os.access(ROOT / ".ci/machines", os.X_OK)
