@@ -4,7 +4,6 @@ import contextlib
 import os
 import shutil
 import threading
-import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,7 +26,7 @@ from megascale.checkpoint.staging import Staging
 from megascale.errors import CheckpointError, MegascaleError, listed
 from megascale.main_params.replica_check import digests
 from megascale.parallel import ParallelGroups
-from megascale.utils import validate
+from megascale.utils import call_site, validate
 from megascale.utils.collectives import all_gather_object, broadcast_object, group_rank, group_size, twin_group
 from megascale.utils.progress import progress_bar
 
@@ -326,9 +325,8 @@ class _Background:
 def _warn_of_unraised(messages: list[str]) -> None:
     """Warn of errors that were never raised, when their checkpointer is freed or the process ends."""
     for message in messages:
-        warnings.warn(
+        call_site.warn(
             f"{message}; this background save failed, and no save() or wait() followed that could raise it: leave a "
             "with block, or call wait(), before the Checkpointer is dropped",
             RuntimeWarning,
-            stacklevel=2,
         )

@@ -2,7 +2,6 @@
 
 import functools
 import os
-import warnings
 from collections.abc import Callable
 
 import torch
@@ -14,7 +13,7 @@ from megascale.kernels.native.backend import NativeBackend
 from megascale.kernels.protocol import Backend
 from megascale.kernels.reference import ReferenceBackend, stats_dtype
 from megascale.kernels.torch_backend import TorchBackend
-from megascale.utils import validate
+from megascale.utils import call_site, validate
 
 ENVIRONMENT_VARIABLE = "MEGASCALE_BACKEND"
 
@@ -68,7 +67,7 @@ def _is_accelerator(device: torch.device) -> bool:
 
 @functools.cache
 def _warn_once(message: str) -> None:
-    warnings.warn(message, stacklevel=4)
+    call_site.warn(message)
 
 
 def _triton(device: torch.device | None) -> Backend:

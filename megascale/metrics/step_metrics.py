@@ -2,7 +2,6 @@
 
 import contextlib
 import time
-import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import TracebackType
 
@@ -13,7 +12,7 @@ from megascale.errors import ArgumentError, ArgumentTypeError, MegascaleError
 from megascale.host_view import HostView
 from megascale.metrics.sinks import STEP, Sink, close_all
 from megascale.parallel import ParallelGroups
-from megascale.utils import validate
+from megascale.utils import call_site, validate
 from megascale.utils.collectives import group_rank, raise_together
 
 SUCCESS, ZEROS = "success", "num_zeros_in_grad"
@@ -183,11 +182,10 @@ class StepMetrics:
                 sink.write(row)
             except OSError as error:
                 self._sinks.remove(sink)
-                warnings.warn(
+                call_site.warn(
                     f"{type(sink).__name__} cannot write step {row[STEP]:.0f}: {error}; it gets no more metrics in "
                     "this process",
                     RuntimeWarning,
-                    stacklevel=3,
                 )
         return row
 

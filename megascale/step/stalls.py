@@ -3,7 +3,6 @@
 It reads the agreed statistics that the host has anyway, so that every rank notices at the same step.
 """
 
-import warnings
 from typing import Protocol
 
 from megascale.config import OptimizerConfig
@@ -11,6 +10,7 @@ from megascale.errors import MinScaleError, SkippedStepsError
 from megascale.grad_scaler import MegatronGradScaler
 from megascale.step.misuse import Statistics, has_only_zeros, was_skipped
 from megascale.step.scale_floor import ScaleFloor
+from megascale.utils import call_site
 
 FIRST_LOOK = 8
 """Steps skipped in a row after which main params are searched for what is not finite; then at each doubling. By then a
@@ -73,12 +73,11 @@ class StallWatch:
             self._floor.clear()
         self._zeros = self._zeros + 1 if has_only_zeros(agreed) else 0
         if _is_time(self._zeros, FIRST_WARNING):
-            warnings.warn(
+            call_site.warn(
                 f"no gradient, or none but zeros, in {self._zeros} steps in a row: small gradients are lost below the "
                 "smallest number of 16 bit (raise the loss scale; clip with config.clip_grad, not by hand, where "
                 "gradients are still scaled), or the loss does not depend on the parameters, or backward() is missing",
                 RuntimeWarning,
-                stacklevel=2,
             )
 
     def _observe_skip(self, overflowed: bool, scaler: MegatronGradScaler | None, witness: Witness) -> None:
@@ -102,14 +101,14 @@ class StallWatch:
                 f"{self._why_skipped()}{witness.worst_params() if self._spikes < self._skips else ''}"
             )
         if _is_time(at_floor, FIRST_FLOOR_WARNING):
-            warnings.warn(
+            call_site.warn(
                 f"{at_floor} steps in a row overflowed at the smallest loss scale, {lowest}: {_WHY_AT_FLOOR}",
                 RuntimeWarning,
-                stacklevel=3,
             )
         if _is_time(self._skips, FIRST_WARNING):
-            warnings.warn(
-                f"{self._skips} steps in a row were skipped: {self._why_skipped()}", RuntimeWarning, stacklevel=3
+            call_site.warn(
+                f"{self._skips} steps in a row were skipped: {self._why_skipped()}",
+                RuntimeWarning,
             )
 
     def _why_skipped(self) -> str:

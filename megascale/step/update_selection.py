@@ -1,7 +1,5 @@
 """Selects how main params are updated. Both ways keep state in torch's own layout, keyed by model param."""
 
-import warnings
-
 import torch
 from torch.distributed import ProcessGroup
 
@@ -15,6 +13,7 @@ from megascale.step.kernel_update import AdamUpdate, KernelUpdate, LionUpdate, S
 from megascale.step.muon_update import MuonUpdate
 from megascale.step.torch_step import GeneralUpdate
 from megascale.step.update import InnerUpdate
+from megascale.utils import call_site
 from megascale.utils.dtensors import is_cut
 
 ELEMENTWISE = (
@@ -89,9 +88,8 @@ def _warn_of_pieces(optimizer: torch.optim.Optimizer) -> None:
     """Warn where an optimizer that may read whole parameters is to run on DTensors, of which a rank has a piece."""
     params = (param for group in optimizer.param_groups for param in group["params"])
     if type(optimizer) not in ELEMENTWISE and any(map(is_cut, params)):
-        warnings.warn(
+        call_site.warn(
             f"{type(optimizer).__name__} is not known to be elementwise, and runs its own step() on DTensors that are "
             "cut over ranks: it must compute with torch's operators, for which a DTensor is whole; what it reads from "
             "to_local() is a piece of a parameter",
-            stacklevel=2,
         )

@@ -3,7 +3,6 @@
 import gc
 import os
 import signal
-import warnings
 from datetime import timedelta
 from types import FrameType, TracebackType
 
@@ -13,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from megascale.rank_watch import RankWatch
 from megascale.train.config import DistributedConfig
+from megascale.utils import call_site
 
 FORCE_AFTER = 3  # signals; torchrun forwards the terminal's Ctrl-C, so one key press may arrive twice
 
@@ -93,8 +93,7 @@ def _check_restarts() -> None:
     """Warn of a torchrun whose restarted ranks would read the addresses of the old ones."""
     may_restart = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
     if may_restart and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        warnings.warn(
+        call_site.warn(
             "torchrun --max-restarts hands restarted ranks the store of those before them; they may fail to connect "
             "(https://github.com/pytorch/pytorch/issues/135712); set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun",
-            stacklevel=3,
         )

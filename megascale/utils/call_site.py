@@ -4,6 +4,7 @@ import linecache
 import re
 import sys
 import sysconfig
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from traceback import walk_stack, walk_tb
@@ -50,6 +51,16 @@ def of_error(error: BaseException) -> CallSite | None:
     """Return where ``error`` was raised; None if it was not."""
     frames = list(walk_tb(error.__traceback__))[::-1]
     return _innermost_user_call(frames) if frames else None
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the line of the user's program that has called the library, however deep in it this is called.
+
+    So Python shows a line that the user can change, and tells each such line once.
+    """
+    frames = enumerate(walk_stack(sys._getframe(1)), start=2)
+    level = next((level for level, (frame, _) in frames if _is_user_code(frame)), 2)
+    warnings.warn(message, category, stacklevel=level)
 
 
 def _innermost_user_call(frames: Sequence[tuple[FrameType, int]]) -> CallSite:

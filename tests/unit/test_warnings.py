@@ -1,0 +1,82 @@
+"""Warnings show a line of the user's program, which can be changed, and not one of the library's."""
+
+import inspect
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import megascale
+from megascale import ConstantGradScaler, MixedPrecisionOptimizer, OptimizerConfig
+from megascale.kernels import selection
+from megascale.utils import call_site
+
+PACKAGE = Path(megascale.__file__).parent
+
+
+def _here() -> int:
+    """Return the line that has called the function that calls this."""
+    frame = inspect.currentframe()
+    assert frame is not None
+    assert frame.f_back is not None
+    return frame.f_back.f_lineno
+
+
+def _optimizer(grad: float) -> MixedPrecisionOptimizer:
+    param = nn.Parameter(torch.ones(4, dtype=torch.float16))
+    config = OptimizerConfig(fp16=True, loss_scale=2.0, clip_grad=0.0)
+    optimizer = MixedPrecisionOptimizer(torch.optim.SGD([param], lr=0.1), config, ConstantGradScaler(2.0))
+    param.grad = torch.full_like(param, grad)
+    return optimizer
+
+
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize(("grad", "said"), [(float("inf"), "were skipped"), (0.0, "no gradient, or none but zeros")])
+def test_a_step_warns_at_the_line_that_steps(grad: float, said: str, halves: bool) -> None:
+    """However many functions of torch and of the library lie between: hooks, profiling, no_grad."""
+    optimizer = _optimizer(grad)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(32):
+            optimizer.scale_loss(torch.ones(()))
+            lines = range(_here() + 2, _here() + 6)
+            if halves:
+                optimizer.prepare_grads()
+                optimizer.step_with_ready_grads()
+            else:
+                optimizer.step()
+    [warning] = [each for each in caught if said in str(each.message)]
+    assert warning.filename == __file__
+    assert warning.lineno in lines
+
+
+def test_a_backend_that_is_missing_is_warned_of_at_the_constructor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine without a compiler."""
+    monkeypatch.setattr(selection, "_MAKERS", selection._MAKERS | {"native": _unavailable})
+    param, line = nn.Parameter(torch.ones(4)), _here() + 2
+    with pytest.warns(UserWarning, match="Using the torch backend") as caught:
+        MixedPrecisionOptimizer(torch.optim.SGD([param], lr=0.1))
+    assert (caught[0].filename, caught[0].lineno) == (__file__, line)
+
+
+def _unavailable(_: torch.device | None) -> None:
+    raise megascale.errors.UsageError("no compiler")
+
+
+def test_without_a_line_of_the_user_the_caller_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a thread of the library's own."""
+    monkeypatch.setattr(call_site, "_is_user_code", lambda frame: False)
+    with pytest.warns(RuntimeWarning, match="^said$") as caught:
+        call_site.warn("said", RuntimeWarning)
+    assert caught[0].filename == __file__
+
+
+def test_the_library_warns_in_this_way_only() -> None:
+    """But for the line that torch's GradScaler shows: the one that makes it."""
+    others: Callable[[str], list[str]] = re.compile(r"warnings\.warn\(").findall
+    found = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if others(path.read_text())}
+    assert found == {"utils/call_site.py", "amp/grad_scaler.py"}
