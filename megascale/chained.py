@@ -20,6 +20,7 @@ from megascale.step.overflow_report import OverflowReport
 from megascale.step.ownership import shared_scaler
 from megascale.step.recipe import StepRecipe
 from megascale.utils import validate
+from megascale.utils.spelling import names_arguments
 from megascale.utils.step_hooks import with_step_hooks
 
 SHARED_KEYS = ("grad_scaler", "step_counts", "norm_statistics", "version")
@@ -37,6 +38,7 @@ SHARED_FIELDS = (
 """Fields of the config that say how a step is decided, and so must be the same for every optimizer of a chain."""
 
 
+@names_arguments
 class ChainedOptimizer(torch.optim.Optimizer):
     """Several MixedPrecisionOptimizers or DistributedOptimizers over one model: dense and expert parameters, say.
 

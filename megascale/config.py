@@ -8,6 +8,7 @@ import torch
 
 from megascale.errors import ArgumentError
 from megascale.utils import validate
+from megascale.utils.spelling import names_arguments
 
 BACKENDS = ("auto", "reference", "torch", "native", "triton", "apex")
 HYSTERESIS_RESETS = ("growth", "clean_step")
@@ -35,6 +36,7 @@ FLAGS = (
 )
 
 
+@names_arguments
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """How the step scales, clips and counts, and (for :func:`megascale.build_optimizer`) which optimizer it wraps.

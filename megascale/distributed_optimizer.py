@@ -24,10 +24,12 @@ from megascale.parallel import ParallelGroups
 from megascale.step.arguments import check_arguments
 from megascale.step.update_selection import ELEMENTWISE
 from megascale.utils import validate
+from megascale.utils.spelling import names_arguments
 
 SHARDS = ("auto", "elements", "parameters")
 
 
+@names_arguments
 class DistributedOptimizer(MixedPrecisionOptimizer):
     """MixedPrecisionOptimizer with ZeRO stage 1 (arXiv 1910.02054), after Megatron-Core's ``DistributedOptimizer``.
 

@@ -19,6 +19,7 @@ from megascale.errors import ArgumentError, ArgumentTypeError, StateDictError
 from megascale.kernels import Backend, ScaleRule, TorchDecisions, inverse
 from megascale.utils import validate
 from megascale.utils.autograd import without_grad
+from megascale.utils.spelling import names_arguments
 from megascale.utils.staging import staged
 
 LARGEST_TRACKER = 2**62  # int64 with room to count on
@@ -128,6 +129,7 @@ class MegatronGradScaler(ABC):
         """Load a state. On StateDictError nothing has changed."""
 
 
+@names_arguments
 class ConstantGradScaler(MegatronGradScaler):
     """A scale that never changes."""
 
@@ -165,6 +167,7 @@ class ConstantGradScaler(MegatronGradScaler):
         self._scale.fill_(self._on_host)
 
 
+@names_arguments
 class DynamicGradScaler(MegatronGradScaler):
     """A scale that backs off at overflows and grows after clean steps.
 

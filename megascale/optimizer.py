@@ -29,9 +29,11 @@ from megascale.step.recipe import StepRecipe
 from megascale.step.recipe import StepResult as StepResult
 from megascale.step.update_selection import check_inner
 from megascale.utils import validate
+from megascale.utils.spelling import names_arguments
 from megascale.utils.step_hooks import with_step_hooks
 
 
+@names_arguments
 class MixedPrecisionOptimizer(torch.optim.Optimizer):
     """Wraps a torch optimizer for 16-bit training: fp32 main params, loss scaling, one skip decision on every rank.
 

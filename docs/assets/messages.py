@@ -51,10 +51,8 @@ def _code(text: str) -> str:
 def _kind(function: ast.expr) -> str | None:
     """Return what a call makes: the name of an error of megascale's, "warning", or None."""
     if isinstance(function, ast.Attribute):
-        is_warning = (
-            function.attr == "warn" and isinstance(function.value, ast.Name) and function.value.id == "warnings"
-        )
-        return "warning" if is_warning else None
+        module = function.value.id if isinstance(function.value, ast.Name) else ""
+        return "warning" if function.attr == "warn" and module in ("call_site", "warnings") else None
     name = function.id if isinstance(function, ast.Name) else ""
     return name if name.endswith("Error") and not hasattr(builtins, name) and name != "UnpicklingError" else None
 

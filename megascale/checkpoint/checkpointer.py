@@ -29,8 +29,10 @@ from megascale.parallel import ParallelGroups
 from megascale.utils import call_site, validate
 from megascale.utils.collectives import all_gather_object, broadcast_object, group_rank, group_size, twin_group
 from megascale.utils.progress import progress_bar
+from megascale.utils.spelling import names_arguments
 
 
+@names_arguments
 class Checkpointer:
     """Saves into, and loads from, one directory that all ranks share.
 

@@ -32,7 +32,11 @@ def check_arguments(optimizer: Any, config: Any, grad_scaler: Any, *, sharded: b
     if hasattr(optimizer, "step_with_ready_grads"):
         raise ArgumentTypeError(f"optimizer is a {type(optimizer).__name__} already; wrap the torch optimizer once")
     if config is not None and not isinstance(config, OptimizerConfig):
-        raise ArgumentTypeError(f"config must be an OptimizerConfig or None, got {type(config).__name__}")
+        is_scaler = isinstance(config, MegatronGradScaler | torch.amp.GradScaler)
+        raise ArgumentTypeError(
+            f"config must be an OptimizerConfig or None, got {type(config).__name__}"
+            + ("; pass a scaler by its name, grad_scaler=" if is_scaler else "")
+        )
     check_grad_scaler(grad_scaler)
     _check_meta(optimizer)
     if config is not None:

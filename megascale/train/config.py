@@ -1,7 +1,6 @@
 """Options of the training program: typed defaults, YAML files, ``a.b=c`` overrides. Unknown keys are refused."""
 
 import ast
-import difflib
 import inspect
 import itertools
 import textwrap
@@ -17,6 +16,7 @@ from megascale.config import HYSTERESIS_RESETS, ZCLIP_MODES
 from megascale.errors import ArgumentError
 from megascale.grad_scaler import LARGEST_TRACKER
 from megascale.utils import validate
+from megascale.utils.spelling import nearest
 
 TASKS = ("digits", "text")
 PRECISIONS = ("fp16", "bf16", "fp32")
@@ -389,8 +389,7 @@ def _check_key(key: str, where: str) -> None:
         raise ArgumentError(f"{where}: {key!r} is a group; give one of {inside}")
     # Only the group of a key may be wrong: compare keys without it too.
     by_leaf = [name for name in known if name.split(".")[-1] == key.split(".")[-1]]
-    nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-    raise ArgumentError(f"{where}: unknown key {key!r}; did you mean {(by_leaf or nearest)[0]!r}?")
+    raise ArgumentError(f"{where}: unknown key {key!r}; did you mean {nearest(key, by_leaf or known)!r}?")
 
 
 def _check_values(config: TrainConfig) -> None:

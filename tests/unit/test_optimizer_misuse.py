@@ -63,6 +63,11 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
         "config must be an OptimizerConfig or None, got dict",
     ),
     (
+        lambda: MixedPrecisionOptimizer(_sgd(), ConstantGradScaler(1.0)),  # type: ignore[arg-type]
+        ArgumentTypeError,
+        "config must be an OptimizerConfig or None, got ConstantGradScaler; pass a scaler by its name, grad_scaler=$",
+    ),
+    (
         lambda: MixedPrecisionOptimizer(_sgd(), None, torch.amp.GradScaler("cpu"), grads_are_scaled=True),  # type: ignore[arg-type]
         ArgumentTypeError,
         "grad_scaler is a torch.amp.GradScaler, which drives a bare torch optimizer",
