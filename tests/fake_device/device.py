@@ -13,6 +13,7 @@ import torch
 from megascale.kernels.compiler import find_compiler
 from megascale.kernels.library_build import Recipe, load
 from tests.fake_device.record import Call, Record, lines_of
+from tests.needs import without_cxx
 
 SOURCE = Path(__file__).with_name("device.cpp")
 FLAGS = ("-std=c++20", "-O0", "-fPIC", "-w")
@@ -29,8 +30,8 @@ def why_not() -> str | None:
         return f"a device is there; needs a torch that does not see it: {INSTALL}"
     if torch.version.hip is not None or not (_torch_folder() / "include" / "ATen").is_dir():
         return f"needs a torch for CPUs or CUDA, with its C++ headers: {INSTALL}"
-    if find_compiler("CXX", COMPILERS) is None:
-        return "needs a C++ compiler"
+    if (reason := without_cxx()) is not None:
+        return reason
     return None if importlib.util.find_spec("triton") else "needs triton"
 
 
