@@ -202,6 +202,7 @@ def test_nan_found_inf_counts_as_found() -> None:
     assert scaler.scale.item() == 512.0
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int64, torch.bool])
 def test_found_inf_may_have_any_dtype(dtype: torch.dtype) -> None:
     """Kernels read fp32."""
@@ -394,6 +395,7 @@ def test_state_is_where_it_was_asked_for() -> None:
     assert _places(DynamicGradScaler(**DEFAULTS, device="meta")) == {"meta"}
 
 
+@pytest.mark.native
 def test_copies_and_rehearsals_have_a_state_of_their_own() -> None:
     """Also where a backend whose kernels cannot be copied computes the update."""
     scaler = DynamicGradScaler(**DEFAULTS | {"hysteresis": 1})

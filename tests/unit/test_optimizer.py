@@ -84,6 +84,7 @@ def test_step_hooks_run(register: str) -> None:
         handles.pop(next(iter(handles))).remove()
 
 
+@pytest.mark.native
 def test_step_dispatches_few_operators() -> None:
     """A step on the native backend calls torch some fifteen times, landed or skipped: cold, each costs some 10 us."""
     module = model()

@@ -18,7 +18,6 @@ from torch.optim.swa_utils import SWALR
 from megascale import ChainedOptimizer, DynamicGradScaler, Lion, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.amp import GradScaler
 from megascale.errors import UsageError
-from megascale.kernels import select_backend
 from megascale.schedules import LandedLRScheduler
 from tests.cases import cases
 from tests.counting import OperatorCounter
@@ -157,8 +156,6 @@ def test_training_without_skips_is_that_of_numbers(kind: str, backend: str) -> N
         "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.013, momentum=0.9, weight_decay=0.1),
         "lion": lambda m: Lion(m.parameters(), lr=0.0013, weight_decay=0.1),
     }
-    if select_backend("auto", torch.device("cpu")).name != "native" and backend == "native":
-        pytest.skip("no C compiler for the native backend")
     trained = []
     steps = 20
     for lands in (False, True):

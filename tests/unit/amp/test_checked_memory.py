@@ -74,6 +74,7 @@ STATES: dict[str, Callable[[dict[str, Any]], object]] = {
 }
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("odd", STATES)
 def test_odd_state_is_updated_as_torch_updates_it(odd: str) -> None:
     """optimizer_step() hands a fused AdamW's state to our kernels only as far as they can read it."""

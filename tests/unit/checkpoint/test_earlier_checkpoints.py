@@ -25,6 +25,7 @@ def loaded(case: Case, kind: str) -> tuple[Weights, MixedPrecisionOptimizer]:
     return weights, optimizer
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.folder)
 def test_an_earlier_checkpoint_loads_bitwise(case: Case) -> None:
     """State, main params, scaler and weights of one rank and of two load into one rank, and train on alike."""

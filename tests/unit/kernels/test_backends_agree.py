@@ -34,6 +34,7 @@ def _live(trace: Path, *arguments: object) -> dict[str, int]:
     return counts
 
 
+@pytest.mark.native
 def test_backends_live_alike(tmp_path: Path) -> None:
     """Invariants 3, 9 and 10: steps, skips, odd gradients, moved and broken parameters and state, groups, options,
     state dicts, in any order: the torch and the native backend do what the reference does.
@@ -74,6 +75,7 @@ def _wrap(inner: torch.optim.Optimizer) -> MixedPrecisionOptimizer:
     return MixedPrecisionOptimizer(inner, config, DynamicGradScaler(4.0, 1.0, 2.0, 0.5, 9, 1))
 
 
+@pytest.mark.native
 def test_gradients_dropped_between_the_halves_of_a_step_are_held_for_every_dtype() -> None:
     """Of an fp64 parameter the dropped gradient was read as None: AttributeError in the middle of an update."""
     params = [nn.Parameter(torch.ones(3, dtype=dtype)) for dtype in (torch.float16, torch.float64)]
@@ -87,6 +89,7 @@ def test_gradients_dropped_between_the_halves_of_a_step_are_held_for_every_dtype
     assert [param.tolist() for param in params] == [[0.5] * 3, [0.5] * 3]
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("told", [False, True])
 @pytest.mark.parametrize(("dtype", "other"), [(torch.float16, torch.float32), (torch.float32, torch.float16)])
 def test_gradients_of_another_dtype_stay_through_an_optimizer_of_its_own_step(
@@ -112,6 +115,7 @@ def test_gradients_of_another_dtype_stay_through_an_optimizer_of_its_own_step(
     assert float(odd[0].detach()) < 0
 
 
+@pytest.mark.native
 def test_freed_state_of_an_optimizer_of_its_own_step_is_refused() -> None:
     """RMSprop's own step would read the freed memory, and kill the process."""
     param = nn.Parameter(torch.ones(3, dtype=torch.float16))

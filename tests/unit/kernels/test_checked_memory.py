@@ -135,6 +135,7 @@ BROKEN: dict[str, tuple[Callable[[nn.Parameter], object], str]] = {
 }
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("broken", BROKEN)
 @pytest.mark.parametrize("grads", ["kept", "made_anew"])
@@ -170,6 +171,7 @@ CASTS = [
 ]
 
 
+@pytest.mark.native
 @pytest.mark.parametrize(("made", "cast"), CASTS)
 def test_model_cast_after_wrapping_is_refused(made: torch.dtype, cast: torch.dtype) -> None:
     """Also where both dtypes are of 16 bits, or none: a bf16 optimizer without a scaler never trains fp16."""
@@ -183,6 +185,7 @@ def test_model_cast_after_wrapping_is_refused(made: torch.dtype, cast: torch.dty
     training.step()
 
 
+@pytest.mark.native
 def test_optimizer_state_of_other_shapes_is_refused() -> None:
     """inner.load_state_dict() checks no shape: state of reordered parameters would reach into the neighbours'."""
     training = Training("native")
@@ -207,6 +210,7 @@ SPOILED: dict[str, tuple[Callable[[Tensor], object], str]] = {
 }
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("spoiled", SPOILED)
 def test_state_that_does_not_fit_is_refused(spoiled: str) -> None:
     """Invariant 9: state changed in place into what no kernel could take: a named error before a bit changes."""
@@ -334,6 +338,7 @@ BAD_GRADS: dict[str, tuple[Callable[[nn.Parameter], object], str]] = {
 }
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("bad", BAD_GRADS)
 def test_gradient_that_cannot_be_read_is_refused(bad: str) -> None:
     """Freed memory, another size, shape, device or kind of number: named, and nothing has changed."""
@@ -376,6 +381,7 @@ def test_what_moves_between_the_halves_of_a_step_is_followed(backend: str) -> No
     assert same_training(moved, left)
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("what", ["gradient", "parameter", "state"])
 def test_what_breaks_between_the_halves_of_a_step_is_refused(what: str) -> None:
     """Memory that is gone before the second half: a named error, and no kernel has run."""

@@ -93,6 +93,7 @@ def test_options_and_state_change_as_with_torch(change: str, backend: str) -> No
         torch.testing.assert_close(mine, their, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.native
 def test_amsgrad_is_switched_on() -> None:
     """Torch's own step then raises KeyError; here the largest second moment starts at the next step."""
     training = Training("native")
@@ -106,6 +107,7 @@ def test_amsgrad_is_switched_on() -> None:
         )
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("policy", ["OneCycleLR", "CyclicLR"])
 def test_schedules_that_move_momentum_run(policy: str) -> None:
     """Both raise SGD's momentum from 0 by default, after the optimizer was wrapped."""
@@ -135,6 +137,7 @@ BAD_OPTIONS: dict[str, tuple[str, Any]] = {
 }
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("bad", BAD_OPTIONS)
 def test_option_of_a_wrong_type_is_refused(bad: str) -> None:
     """In the second of two groups: the error names the option, and neither group nor the scale has changed."""
@@ -149,6 +152,7 @@ def test_option_of_a_wrong_type_is_refused(bad: str) -> None:
     training.optimizer.step()
 
 
+@pytest.mark.native
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
@@ -184,6 +188,7 @@ def test_params_of_a_group_may_be_any_sequence(kind: Callable[[list[Any]], Any])
     assert all(torch.equal(param, torch.full((2,), 0.5)) for param in params)
 
 
+@pytest.mark.native
 @pytest.mark.parametrize(("params", "message"), [(None, "got a NoneType"), (["a"], "holds a str")])
 def test_params_of_a_group_that_are_none_are_refused(params: Any, message: str) -> None:
     """Named, before a bit changes."""
@@ -203,6 +208,7 @@ def test_expanded_parameter_is_refused() -> None:
         MixedPrecisionOptimizer(torch.optim.SGD([param], lr=0.1), grad_scaler=DynamicGradScaler())
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop])
 @pytest.mark.parametrize("entry", [None, []])
 def test_state_that_is_no_dict_is_refused(kind: type[torch.optim.Optimizer], entry: Any) -> None:
@@ -233,6 +239,7 @@ def test_a_step_count_for_all_parameters_becomes_one_for_each(backend: str) -> N
     assert same_training(training, left)
 
 
+@pytest.mark.native
 def test_state_that_is_not_whole_is_refused() -> None:
     """Of Adam's moments one was deleted: torch raises KeyError, here the error names the parameter."""
     training = Training("native")

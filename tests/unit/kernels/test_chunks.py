@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from megascale.kernels.compiler import find_compiler
 from megascale.kernels.native import library as native_library
 
+pytestmark = pytest.mark.c_compiler
+
 WRAPPED = """
 #include "chunks.h"
 int size_of_share(void) { return sizeof(Share); }

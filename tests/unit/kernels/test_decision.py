@@ -163,6 +163,7 @@ def test_total_keeps_what_is_not_finite(backend: Backend) -> None:
         assert vector[1].item() == 1
 
 
+@pytest.mark.native
 def test_kernels_decide_in_few_operators() -> None:
     """Totals, a decision and the scale after it cost native allocations and a view, no arithmetic of torch's."""
     native = select_backend("native")
@@ -193,6 +194,7 @@ def test_any_form_of_found_inf(backend: Backend, found_inf: Tensor | float) -> N
     assert scaler.scale.tolist() == [512.0]
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda scaler: pickle.loads(pickle.dumps(scaler))])
 def test_scaler_is_copied_without_its_kernels(copied: object) -> None:
     """A scaler that an optimizer has given a backend can be copied and pickled; the copy goes on by itself."""

@@ -369,6 +369,7 @@ def test_update_never_writes_gradients(name: str) -> None:
     assert all(bits_equal(b, grad_of(p)) for b, p in zip(before, module.parameters(), strict=True))
 
 
+@pytest.mark.native
 def test_reference_bias_correction_is_exact_at_the_first_steps() -> None:
     """1 - 0.999 in fp32 is off by 5e-5: the correction is taken in fp64."""
     main, grad = torch.zeros(1), torch.full((1,), 0.5)
@@ -431,6 +432,7 @@ def test_a_rate_in_a_tensor_is_the_number(name: str) -> None:
     assert bits_equal(*found)
 
 
+@pytest.mark.native
 def test_selection(monkeypatch: pytest.MonkeyPatch) -> None:
     """One function selects: the name, else the environment, else what is fast. Unknown names are refused."""
     monkeypatch.delenv("MEGASCALE_BACKEND", raising=False)

@@ -136,6 +136,7 @@ def _run(backend: NativeBackend | ReferenceBackend, operands: Operands, hyper: o
     return backend.lion_(operands, hyper, decision)
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("native", VECTORS, indirect=True)
 @settings(max_examples=60, deadline=None)
 @given(
@@ -246,6 +247,7 @@ def test_halves_live_where_fp32_subnormals_are_flushed(native: NativeBackend) ->
         torch.set_flush_denormal(False)
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("native", VECTORS, indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_statistics_are_the_same_bits_for_any_threads_and_vectors(dtype: torch.dtype, native: NativeBackend) -> None:
@@ -267,6 +269,7 @@ def test_statistics_are_the_same_bits_for_any_threads_and_vectors(dtype: torch.d
         assert torch.equal(found.zeros, expected.zeros)
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("threads", cases([1, 2, 7, 40], quick=lambda threads: threads in {2, 40}))
 def test_each_chunk_is_updated_once_whoever_takes_it(threads: int) -> None:
     """Threads that have none left take chunks of others: none is left out, none updated twice, in 10 steps of many
@@ -285,6 +288,7 @@ def test_each_chunk_is_updated_once_whoever_takes_it(threads: int) -> None:
         assert _same(ours, theirs)
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("native", VECTORS, indirect=True)
 @pytest.mark.parametrize("offset", [0, 1])
 @pytest.mark.parametrize("model", [torch.float16, torch.bfloat16])
@@ -301,6 +305,7 @@ def test_large_updates_leave_the_same_bits(model: torch.dtype, offset: int, nati
     assert _same(ours, theirs)
 
 
+@pytest.mark.native
 def test_table_follows_the_operands() -> None:
     """The same Operands with other gradients, other contents and another layout: nothing of the last call is used."""
     native = NativeBackend()
@@ -322,6 +327,7 @@ def test_table_follows_the_operands() -> None:
     assert native._kept[operands] is kept
 
 
+@pytest.mark.native
 def test_skipped_step_still_tells_what_does_not_fit_fp16() -> None:
     """Flags are of the main params as they are, as the reference gives them, whether or not the step lands."""
     operands = _operands([70_000, 5, 5], torch.float16, torch.float16, {"exp_avg": torch.float32})

@@ -56,6 +56,7 @@ def test_versions_are_told_where_the_kernel_wrote_all(kind: str) -> None:
         assert (None if operands.written is None else operands.written.tolist()) == (None if mixed else after)
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("odd", ["gradient", "moment"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_strided_tensors_are_read_as_their_values(kind: str, odd: str) -> None:
@@ -75,6 +76,7 @@ def test_strided_tensors_are_read_as_their_values(kind: str, odd: str) -> None:
     assert all(map(bits_equal, dense.state["exp_avg"], moments))
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("codes", [False, True])
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a strided one"])
 def test_a_16_bit_main_param_is_not_read_as_fp32(codes: bool, beside: bool) -> None:
@@ -91,6 +93,7 @@ def test_a_16_bit_main_param_is_not_read_as_fp32(codes: bool, beside: bool) -> N
     assert (memory[32:] == 1).all()
 
 
+@pytest.mark.native
 def test_remainders_are_written_in_one_call() -> None:
     """Encoding and decoding run no arithmetic of torch's, and autograd hears of what encoding wrote."""
     operands, native = _operands("remainders"), NativeBackend()
@@ -111,6 +114,7 @@ def test_remainders_are_written_in_one_call() -> None:
     assert all(map(bits_equal, mains, expected))
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_strided_gradients_are_measured_as_dense_ones(dtype: torch.dtype) -> None:
     """The same bits, whatever lies between their elements."""
@@ -119,6 +123,7 @@ def test_strided_gradients_are_measured_as_dense_ones(dtype: torch.dtype) -> Non
     assert bits_equal(dense.sum_squares, gaps.sum_squares)
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("kind", ["main params", "remainders"])
 def test_a_moment_that_is_missing_is_refused(kind: str) -> None:
     """One for each parameter: none is left out in silence."""

@@ -16,7 +16,7 @@ from megascale.kernels.native import library as native_library
 
 COMPILER = find_compiler("CC", ("cc", "gcc", "clang"))
 pytestmark = [
-    pytest.mark.skipif(COMPILER is None, reason="needs a C compiler"),
+    pytest.mark.c_compiler,
     pytest.mark.skipif("avx2" not in levels.supported(), reason="needs an x86-64 CPU with AVX2"),
 ]
 SOURCE = "int answer(void) { return 42; }\n"

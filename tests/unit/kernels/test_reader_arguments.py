@@ -184,6 +184,7 @@ def test_new_tags_are_those_of_dicts_that_nobody_has_read() -> None:
     assert tensor_reader.new_tags(3).tolist() == [0, 0, 0]
 
 
+@pytest.mark.c_compiler
 def test_the_librarys_functions_are_what_it_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An object of Python's, whatever kind; from the cache or compiled."""
     compiler = find_compiler("CC", ("cc", "gcc", "clang"))

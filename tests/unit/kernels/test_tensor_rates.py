@@ -29,6 +29,7 @@ def _trained(backend: str, rule: str, shape: tuple[int, ...], lr: float | torch.
     return dict(optimizer.main_params())["0"]
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("shape", [(), (1,), (64,)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

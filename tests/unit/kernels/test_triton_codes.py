@@ -180,6 +180,7 @@ def test_codes_at_any_address_and_length(rule: str, data: st.DataObject, held: b
         assert bits_equal(left, right)
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("nan", [0x7FFFFFFF, -1, 0x7F800001])
 def test_moments_that_overflow_are_held_as_specified(nan: int) -> None:
     """Gradients whose squares are beyond fp32, or below it: roots of inf, groups of zeros, subnormal numbers, a NaN."""

@@ -63,6 +63,7 @@ def trained(make: Callable[[], Bag], inner: Inner, steps: int, **options: Any) -
     return snapshot(optimizer, module)
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     ("kind", "inner"), [(0, "adamw"), (0, "adam"), (0, "amsgrad"), (1, "adamw"), (2, "adam")], ids=str
@@ -76,6 +77,7 @@ def test_backends_have_the_same_bits(dtype: torch.dtype, kind: int, inner: str) 
     assert all(same_bits(found[0], other) for other in found[1:])
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("inner", AVERAGES)
 def test_backends_have_the_same_bits_of_averages(dtype: torch.dtype, inner: str) -> None:
@@ -102,6 +104,7 @@ def test_rows_of_several_chunks(inner: Inner) -> None:
     assert same_bits(*found)
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("numel", [64, 100])
 def test_a_scale_that_is_nan_spoils_what_it_does_in_the_reference(numel: int) -> None:
     """In a last group that is not whole, too: what fills it up is no element."""
@@ -129,6 +132,7 @@ COARSE: dict[str, Inner] = {
 }
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("inner", COARSE)
 @pytest.mark.parametrize("largest", [1.0, 65504.0])
 def test_rare_remainders_beside_codes(largest: float, inner: str) -> None:
@@ -163,6 +167,7 @@ def test_rare_remainders_beside_codes(largest: float, inner: str) -> None:
     assert any(tensor.abs().max() == largest for tensor in expected.values()) == (largest > 1)
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("kind", [BOTH, {**BOTH, "store_param_remainders": True}], ids=["main params", "remainders"])
 def test_one_call_updates_all_codes(kind: dict[str, Any]) -> None:
     """Invariant 8: on native, operators of a step do not grow with parameters that compact.h takes."""
@@ -178,6 +183,7 @@ def test_one_call_updates_all_codes(kind: dict[str, Any]) -> None:
     assert counts[0] == counts[1]
 
 
+@pytest.mark.native
 def test_strided_parameters() -> None:
     """Groups are cut in row-major order, however a parameter lies in memory."""
     found = [trained(lambda: odd(torch.float16, True), ADAM["adamw"], 4, backend=b, **BOTH) for b in BACKENDS]
@@ -206,6 +212,7 @@ def loaded(saved: dict[str, Any], source: Bag, **options: Any) -> tuple[Bag, Mix
     return module, optimizer
 
 
+@pytest.mark.native
 def test_state_dicts_hold_codes_and_go_on_with_the_same_bits() -> None:
     """A run that is saved and loaded is the run that was not. The step count, which the dither needs, is saved."""
     module = odd(torch.float16)
@@ -224,6 +231,7 @@ def test_state_dicts_hold_codes_and_go_on_with_the_same_bits() -> None:
     assert same_bits(steps(module, optimizer, 3, 6), steps(twin, other, 3, 6))
 
 
+@pytest.mark.native
 def test_state_in_fp32_is_encoded_and_codes_become_fp32() -> None:
     """Both ways keep the values: exactly into fp32, and as a step rounds them into codes; other state stays."""
     module = odd(torch.float16)
@@ -246,6 +254,7 @@ def test_state_in_fp32_is_encoded_and_codes_become_fp32() -> None:
     assert returned["step"] == 3
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("inner", ["lion", "sgd"])
 def test_averages_travel_between_codes_and_fp32(inner: str) -> None:
     """Codes become the fp32 numbers that they stand for, with the step count left; fp32 is rounded into codes."""
@@ -374,6 +383,7 @@ def test_torchs_own_state_is_encoded() -> None:
     torch.testing.assert_close(codes, plain, rtol=0, atol=1e-3)
 
 
+@pytest.mark.native
 def test_damaged_state_is_refused() -> None:
     """Codes without their scales, or of another shape, are an error before anything has changed."""
     module = odd(torch.float16)
@@ -410,6 +420,7 @@ def test_damaged_state_is_refused() -> None:
             optimizer.step()
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("options", [BOTH, {}], ids=["codes", "fp32"])
 def test_codes_that_torch_has_cast_are_refused(options: dict[str, Any]) -> None:
     """``load_state_dict`` of the inner optimizer casts codes to the parameter's dtype: they would count as moments."""
@@ -425,6 +436,7 @@ def test_codes_that_torch_has_cast_are_refused(options: dict[str, Any]) -> None:
         assert all(bits_equal(one, main) for one, (_, main) in zip(before, optimizer.main_params(), strict=True))
 
 
+@pytest.mark.native
 def test_codes_whose_scales_are_gone_are_refused() -> None:
     """They would count as zeros."""
     module = odd(torch.float16)
@@ -473,6 +485,7 @@ def test_scales_of_another_form_are_read_as_their_values(backend: str, kind: str
     assert same_bits(*found)
 
 
+@pytest.mark.native
 def test_what_cannot_be_held_is_refused() -> None:
     """Other optimizers, backends without these kernels, fp64 parameters, and the optimizer's own step()."""
     half, matrices = odd(torch.float16), Bag([torch.randn(4, 4).half()])
@@ -495,6 +508,7 @@ def test_what_cannot_be_held_is_refused() -> None:
         optimizer.step()
 
 
+@pytest.mark.native
 def test_what_is_held_is_counted() -> None:
     """2.25 bytes of moments an element."""
     module = Bag([torch.randn(64, 32).half()])

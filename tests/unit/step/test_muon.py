@@ -39,6 +39,7 @@ def _step(optimizer: MixedPrecisionOptimizer, params: list[nn.Parameter], seed: 
     optimizer.step()
 
 
+@pytest.mark.native
 @settings(max_examples=25, deadline=None)
 @given(
     shapes=MATRICES,

@@ -50,6 +50,7 @@ def trained(dtype: torch.dtype, inner: Inner, steps: int = 5, **options: Any) ->
     return snapshot(optimizer, module)
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("rule", RULES)
 def test_training_is_that_of_fp32_main_params(dtype: torch.dtype, rule: str) -> None:
@@ -72,6 +73,7 @@ def test_training_is_that_of_fp32_main_params(dtype: torch.dtype, rule: str) -> 
             assert value.numel() == 0 or float(apart.max()) <= 2.0**-21 * float(value.abs().max())
 
 
+@pytest.mark.native
 def test_moments_of_8_bits_beside_remainders() -> None:
     """Both together: the same bits on all backends, and 6.25 bytes a parameter."""
     for dtype in (torch.float16, torch.bfloat16):

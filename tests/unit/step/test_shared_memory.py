@@ -53,6 +53,7 @@ def test_overlapping_names_all_that_meet() -> None:
     assert overlapping([memory[:0], memory[:4], memory[4:8]]) == []
 
 
+@pytest.mark.native
 def test_one_step_count_for_all_groups_counts_each_step_once() -> None:
     """A state dict may hold one ``step`` tensor for all parameters; in groups of their own they advance by one."""
     for backend in BACKENDS:

@@ -81,6 +81,7 @@ EVENTS = st.lists(st.one_of(NORMS, NORMS, NORMS, st.just("resume")), min_size=8,
 BACKENDS = ["native", *(pytest.param(name, marks=pytest.mark.slow) for name in ("reference", "torch"))]
 
 
+@pytest.mark.native
 def test_a_norm_at_the_threshold_lands() -> None:
     """Megatron-Core skips norms that exceed it."""
     for norm, lands in ((8.0, True), (8.0078125, False)):
@@ -89,6 +90,7 @@ def test_a_norm_at_the_threshold_lands() -> None:
         assert bool(optimizer.step().success) == lands
 
 
+@pytest.mark.native
 def test_a_norm_at_the_largest_z_score_lands() -> None:
     """ZClip's spikes exceed it."""
     host = Host(math.inf, "skip", 0.0)
@@ -254,6 +256,7 @@ def test_torch_carries_the_statistics(build: Any) -> None:
 OPERATORS = [({"grad_norm_skip_threshold": 8.0}, 4), ({"zclip": "skip"}, 39), ({"zclip": "clip"}, 48)]
 
 
+@pytest.mark.native
 @pytest.mark.parametrize(("options", "most"), OPERATORS)
 def test_rules_cost_scalar_operators_only(options: dict[str, Any], most: int) -> None:
     """No host read, and so many operators on single numbers more than without a rule, for any number of tensors."""
@@ -273,6 +276,7 @@ def test_rules_cost_scalar_operators_only(options: dict[str, Any], most: int) ->
     assert counted[2] - counted[0] <= most
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("rule", [{"grad_norm_skip_threshold": 1.0}, {"zclip": "skip", **ZCLIP, "zclip_alpha": 0.0}])
 def test_spikes_count_for_the_budget(rule: dict[str, Any]) -> None:
     """Steps that are skipped for their norm, too, are skips in a row; the error says so."""
