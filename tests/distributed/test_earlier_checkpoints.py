@@ -24,6 +24,7 @@ QUICK = ("adamw", "adagrad")
 PARAMS = [pytest.param(one, marks=() if one.inner in QUICK else pytest.mark.slow, id=one.folder) for one in CASES]
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("case", PARAMS)
 def test_an_earlier_checkpoint_loads_on_two_ranks(ranks: RankPool, case: Case) -> None:
     """Replicated and sharded ones, of each optimizer, into a DistributedOptimizer of two ranks."""

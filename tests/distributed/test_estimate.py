@@ -13,6 +13,9 @@ from tests.cases import cases
 from tests.estimation_cases import BUCKET, measure, shapes_for
 from tests.pool import RankPool
 
+# What the native backend holds; the torch backend makes tensors of its own in a step.
+pytestmark = pytest.mark.native
+
 QUICK = {("fp16", "distributed", "adamw", 2), ("bf16", "grad_sync", "adamw", 2), ("fp32", "replicated", "adamw", 2)}
 BF16 = torch.bfloat16
 

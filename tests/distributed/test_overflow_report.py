@@ -150,6 +150,7 @@ def _collectives(setting: str) -> list[int]:
     return counts
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("setting", cases(SETTINGS, quick=lambda setting: setting in ("ddp", "fsdp2")))
 def test_clean_steps_send_nothing_more(ranks: RankPool, setting: str) -> None:
     """Invariant 8: as many collectives with reports as without, from forward to the end of the step."""
