@@ -3,9 +3,10 @@
 A group of None means "this rank alone": every function then returns without communication.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import lru_cache, partial
 from threading import Thread
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import ProcessGroup, Work, distributed_c10d
 
 from megascale.errors import MegascaleError, RankError
 from megascale.utils import gloo_threads as gloo_threads  # so that processes that use gloo also exit cleanly
@@ -27,6 +28,11 @@ T = TypeVar("T")
 
 PROBE_TAG = 1 << 29
 """Tag of the probes of :meth:`Pending.find_lost`, which nobody receives. No other message has it."""
+
+_GROUPS_OF_OURS = 1 << 40
+"""From where groups are counted that a part of the world makes: beyond any number of groups of all ranks."""
+_groups_made: Counter[tuple[int, ...]] = Counter()
+"""How many groups each set of ranks has made: its ranks agree about it, as they make them together."""
 
 # torch 2.13's names; there the older names, which torch 2.11 has, warn.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -301,7 +307,25 @@ def twin_group(group: ProcessGroup | None) -> ProcessGroup | None:
     is_part = len(ranks) != dist.get_world_size()
     timeout = timeout_of(group)
     make = partial(dist.new_group, ranks, backend="gloo", timeout=timeout, use_local_synchronization=is_part)
-    return make() if timeout is None else _joined(make, timeout)
+    with _numbers_of_their_own(ranks) if is_part else nullcontext():
+        return make() if timeout is None else _joined(make, timeout)
+
+
+@contextmanager
+def _numbers_of_their_own(ranks: Sequence[int]) -> Iterator[None]:
+    """Let the group that these ranks alone make be none of those that all ranks count.
+
+    Torch names a group by how many there were before it. From 2.15 on it counts groups of some ranks, too: on these the
+    next group of all ranks would have another name than on those outside, and all would wait for one another.
+    """
+    world, made = distributed_c10d._world, tuple(ranks)
+    counted = world.group_count
+    world.group_count = _GROUPS_OF_OURS + _groups_made[made]
+    _groups_made[made] += 1
+    try:
+        yield
+    finally:
+        world.group_count = counted
 
 
 def _joined(make: Callable[[], ProcessGroup], timeout: timedelta) -> ProcessGroup:

@@ -134,7 +134,10 @@ NAMES = (
     # torch.distributed
     TorchName("torch.distributed.device_mesh.DeviceMesh._flatten", "the group over several dimensions of a mesh"),
     TorchName("torch.distributed.distributed_c10d._get_default_store", "RankWatch leaves its notices there"),
-    TorchName("torch.distributed.distributed_c10d._world", "RankWatch counts collectives in all groups"),
+    TorchName(
+        "torch.distributed.distributed_c10d._world",
+        "RankWatch counts all groups' collectives; a twin of some ranks is not counted",
+    ),
     TorchName("torch.distributed.ProcessGroup._get_sequence_number_for_group", "RankWatch counts collectives"),
     TorchName("torch.distributed.ProcessGroup._get_backend", "how long the ranks of a group wait for one another"),
     TorchName("torch.distributed.ProcessGroup._device_types", "how long the ranks of a group wait for one another"),

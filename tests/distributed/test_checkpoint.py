@@ -18,6 +18,7 @@ from megascale.checkpoint import Checkpointer, latest, load, save, storage
 from megascale.checkpoint import directory as checkpoint_directory
 from megascale.errors import ArgumentTypeError, CheckpointError, RankError
 from megascale.utils import progress
+from megascale.utils.collectives import twin_group
 from tests.checkpoint_cases import build, differences, message_of, state_of, train
 from tests.meshes import mesh_of
 from tests.pool import RankPool
@@ -149,6 +150,27 @@ def test_group_that_is_not_the_world(ranks: RankPool, tmp_path: Path) -> None:
     """The ranks outside take no part, and the group's first rank is not the world's."""
     path = str(tmp_path / "step_00000002")
     assert ranks.run(4, _save_in_subgroup, tmp_path) == [None, path, path, None]
+
+
+def _groups_after_a_twin(step: int) -> list[float]:
+    """Make two twins of a group of two of four ranks, then groups of all ranks; return sums over these."""
+    inner = dist.new_group([1, 2])
+    twins = [twin_group(inner) for _ in range(2)] if dist.get_rank() in (1, 2) else []  # the others know nothing of it
+    sums = []
+    mesh = mesh_of((2, 2), (f"a{step}", f"b{step}"))
+    for group in (*twins, dist.new_group([0, 1, 2, 3]), mesh.get_group(f"a{step}")):
+        total = torch.ones(())
+        dist.all_reduce(total, group=group)
+        sums.append(total.item())
+    return sums
+
+
+def test_a_group_of_some_ranks_does_not_disturb_the_next_of_all(ranks: RankPool) -> None:
+    """A Checkpointer of a part of the world makes a group for its thread. Torch 2.15 counted it on these ranks alone:
+    the next mesh or group of the whole world waited for ever.
+    """
+    for step in range(2):
+        assert ranks.run(4, _groups_after_a_twin, step) == [[4, 2], [2, 2, 4, 2], [2, 2, 4, 2], [4, 2]]
 
 
 def _load_damaged(directory: Path) -> tuple[str, list[str]]:
