@@ -1,13 +1,15 @@
-"""Detects training that stalls without an error: all steps are skipped, or all gradients are zeros.
+"""Detects training that stalls without an error: steps skipped, gradients of zeros, or clipped while they are scaled.
 
 It reads the agreed statistics that the host has anyway, so that every rank notices at the same step.
 """
 
+import math
 from typing import Protocol
 
 from megascale.config import OptimizerConfig
 from megascale.errors import MinScaleError, SkippedStepsError
 from megascale.grad_scaler import MegatronGradScaler
+from megascale.kernels import Statistic
 from megascale.step.misuse import Statistics, has_only_zeros, was_skipped
 from megascale.step.scale_floor import ScaleFloor
 from megascale.utils import call_site
@@ -16,9 +18,19 @@ FIRST_LOOK = 8
 """Steps skipped in a row after which main params are searched for what is not finite; then at each doubling. By then a
 loss scale of 2**16 has fallen to 2**9."""
 FIRST_WARNING = 32
-"""Steps in a row, skipped or with gradients of zeros, after which there is a warning; then at each doubling."""
+"""Steps skipped in a row after which there is a warning; then at each doubling."""
+FIRST_ZEROS = 8
+"""Steps in a row with gradients of zeros after which there is a warning; then at each doubling."""
 FIRST_FLOOR_WARNING = 8
 """Overflows in a row at the smallest loss scale after which there is a warning; then at each doubling."""
+
+FIRST_CLIPPED = 8
+"""Steps in a row with one norm of the scaled gradients after which there is a warning; then at each doubling."""
+LARGEST_CLIP = 100.0
+"""Norm above which nobody clips. A loss whose gradients never change, as of a test, has a larger one once scaled."""
+SAME_SQUARES = 1e-2
+"""By how much, relatively, sums of squares of gradients that were clipped to one norm differ: torch rounds the norm and
+the factor of fp16 gradients to fp16, where a factor below 2**-14 is subnormal."""
 
 
 class Witness(Protocol):
@@ -32,7 +44,8 @@ class Witness(Protocol):
 
 
 class StallWatch:
-    """Counts skipped steps in a row, overflows at the smallest loss scale, and steps with gradients of zeros.
+    """Counts steps in a row that were skipped, overflowed at the smallest loss scale, had gradients of zeros, or had
+    the same norm of the scaled gradients.
 
     Args:
         config: its ``max_consecutive_skips`` and ``max_overflows_at_min_scale``.
@@ -46,7 +59,8 @@ class StallWatch:
 
     def clear(self) -> None:
         """Reset the counts; called when other weights were loaded."""
-        self._skips = self._spikes = self._zeros = 0
+        self._skips = self._spikes = self._zeros = self._same = 0
+        self._squares = math.nan
         self._floor.clear()
 
     def observe(
@@ -72,11 +86,32 @@ class StallWatch:
             self._skips = self._spikes = 0
             self._floor.clear()
         self._zeros = self._zeros + 1 if has_only_zeros(agreed) else 0
-        if _is_time(self._zeros, FIRST_WARNING):
+        if _is_time(self._zeros, FIRST_ZEROS):
             call_site.warn(
                 f"no gradient, or none but zeros, in {self._zeros} steps in a row: small gradients are lost below the "
                 "smallest number of 16 bit (raise the loss scale; clip with config.clip_grad, not by hand, where "
                 "gradients are still scaled), or the loss does not depend on the parameters, or backward() is missing",
+                RuntimeWarning,
+            )
+        self._observe_norm(agreed[Statistic.SUM_SQUARES], scaler)
+
+    def _observe_norm(self, squares: float, scaler: MegatronGradScaler | None) -> None:
+        """Warn where gradients were clipped before they were unscaled: their norm is the limit, step after step.
+
+        ``squares``: the sum of squares of the scaled gradients.
+        """
+        is_limit = scaler is not None and 0 < squares <= LARGEST_CLIP**2
+        if is_limit and abs(squares - self._squares) <= SAME_SQUARES * squares:
+            self._same += 1
+        else:
+            self._same, self._squares = int(is_limit), squares
+        if _is_time(self._same, FIRST_CLIPPED):
+            norm = math.sqrt(squares)
+            call_site.warn(
+                f"the norm of the scaled gradients was {norm:.2g} in {self._same} steps in a row, as if they had "
+                "been clipped while they were scaled: then hardly anything is learnt. Remove "
+                f"torch.nn.utils.clip_grad_norm_(), and set optimizer.clip_grad = {norm:.2g} once: step() clips the "
+                "unscaled gradients, over all ranks",
                 RuntimeWarning,
             )
 

@@ -194,8 +194,8 @@ def test_main_param_that_is_only_large_is_told_apart() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("there", [True, False])
 def test_gradients_of_zeros_for_long_are_warned_of(dtype: torch.dtype, there: bool) -> None:
-    """Zeros, or no gradients at all, in 32 steps in a row and in 64: underflow, clipping by hand, no backward. Another
-    gradient begins the count anew.
+    """Zeros, or no gradients at all, in 8 steps in a row, in 16, 32 and 64: underflow, clipping by hand, no backward.
+    Another gradient begins the count anew.
     """
     module = model(dtype)
     optimizer = _wrapped(module)
@@ -204,7 +204,7 @@ def test_gradients_of_zeros_for_long_are_warned_of(dtype: torch.dtype, there: bo
     for step in range(1, 66):
         for param in module.parameters():
             param.grad = torch.zeros_like(param) if there else None
-        if step in (32, 64):
+        if step in (8, 16, 32, 64):
             with pytest.warns(RuntimeWarning, match=f"no gradient, or none but zeros, in {step} steps in a row"):
                 optimizer.step()
         else:
@@ -215,13 +215,53 @@ def test_clipping_by_hand_while_scaled_is_noticed() -> None:
     """Torch's clip_grad_norm_ on fp16 gradients that are still scaled, to a norm that unscaled ones never have."""
     module = model()
     optimizer = wrap(module, INNER["adamw_fused"], 2.0**16)
-    for step in range(32):
+    for step in range(8):
         set_grads(module, step)
         torch.nn.utils.clip_grad_norm_(module.parameters(), 1e-8)
-        if step < 31:
+        if step < 7:
             optimizer.step()
     with pytest.warns(RuntimeWarning, match=r"clip with config\.clip_grad, not by hand"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("limit", [0.1, 1.0, 5.0])
+@pytest.mark.parametrize("inner", ["adamw_fused", "sgd"])
+@pytest.mark.parametrize("scale", [1024.0, 65536.0])
+def test_clipping_to_a_usual_norm_while_scaled_is_noticed(limit: float, inner: str, scale: float) -> None:
+    """Within 8 steps; then after 16. A loop that keeps torch's clip_grad_norm_ learnt nothing without a word."""
+    module = model()
+    optimizer = wrap(module, INNER[inner], scale)
+    for step in range(17):
+        set_grads(module, step, scale=64.0)
+        torch.nn.utils.clip_grad_norm_(module.parameters(), limit)
+        if step + 1 in (8, 16):
+            words = (
+                f"was {limit:.3g} in {step + 1} steps in a row.*clipped while.*optimizer.clip_grad = {limit:.3g} once"
+            )
+            with pytest.warns(RuntimeWarning, match=words):
+                optimizer.step()
+        else:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                optimizer.step()
+
+
+@pytest.mark.parametrize("kind", ["clipped unscaled", "another norm each step", "one gradient for ever", "no scaler"])
+def test_sound_norms_are_no_clipping_by_hand(kind: str) -> None:
+    """Clipping by the optimizer, norms that change by 1 %, a linear loss, and training without a scale."""
+    module = model(torch.float32 if kind == "no scaler" else torch.float16)
+    optimizer = wrap(module, INNER["sgd"], 1.0 if kind == "no scaler" else 65536.0)
+    optimizer.clip_grad = 1.0 if kind == "clipped unscaled" else 0.0
+    if kind == "no scaler":
+        optimizer = MixedPrecisionOptimizer(torch.optim.SGD(module.parameters(), lr=0.1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(40):
+            set_grads(module, 0 if kind == "one gradient for ever" else step, scale=64.0)
+            if kind in ("another norm each step", "no scaler"):
+                norm = 1.0 if kind == "no scaler" else 1.01**step
+                torch.nn.utils.clip_grad_norm_(module.parameters(), norm)
+            optimizer.step()
 
 
 @pytest.mark.parametrize("by_weights", [False, True])
