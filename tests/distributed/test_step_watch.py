@@ -74,6 +74,25 @@ def test_skips_for_long_are_told_on_all(ranks: RankPool) -> None:
         assert str(message).startswith("41 steps in a row were skipped, config.max_consecutive_skips allows 40")
 
 
+def _clipped_while_scaled() -> list[int]:
+    module = model()
+    optimizer = wrap(module, INNER["adamw_fused"], 1024.0)
+    told = []
+    for step in range(1, 18):
+        set_grads(module, step, scale=64.0)  # the same on all ranks, as DistributedDataParallel leaves them
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        told += [step for one in caught if "while they were scaled" in str(one.message)]
+    return told
+
+
+def test_clipping_while_scaled_is_told_on_all(ranks: RankPool) -> None:
+    """Every rank warns after 8 steps, and after 16."""
+    assert ranks.run(2, _clipped_while_scaled) == [[8, 16]] * 2
+
+
 def _build(kind: str, module: Tiny, scale: float, **options: Any) -> Any:
     """Return an optimizer of which ranks reduce their gradients: whole, sharded, or a chain of two that are sharded."""
     config = OptimizerConfig(fp16=True, clip_grad=0.0, **options)
