@@ -50,7 +50,6 @@ MARKS: dict[str, Callable[[], str | None]] = {
     "gpu": without_accelerator,
     "native": without_native,
     "c_compiler": without_c,
-    "cxx_compiler": without_cxx,
 }
 """For each mark what tells whether the machine has it. It is asked when the first test needs the answer."""
 

@@ -10,7 +10,10 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[1]
 COUNTED = ("passed", "failed", "skipped", "minutes", "exit status")
@@ -34,11 +37,11 @@ class Run:
 
 
 def run_tests(
-    facts: tuple[str, ...], command: Sequence[str], variables: Mapping[str, str], tests: Sequence[str] = ()
+    facts: tuple[str, ...], command: Sequence[str], environment: Mapping[str, str], tests: Sequence[str] = ()
 ) -> Run:
-    """Run pytest by the command and its arguments."""
+    """Run pytest by its command, with more arguments, and return its row of the table."""
     begun = time.monotonic()
-    status, output = shown([*command, *tests], variables)
+    status, output = shown([*command, *tests], environment)
     return Run(facts, closing_counts(output), time.monotonic() - begun, status)
 
 
@@ -69,12 +72,12 @@ def variables(**more: str) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")} | more
 
 
-def shown(command: Sequence[str], variables: Mapping[str, str]) -> tuple[int, str]:
+def shown(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
     """Run a command in the root, show what it prints as it comes, and return its exit status and output."""
     print(f"\n=== {' '.join(command)}", file=sys.stderr, flush=True)
     output = b""
     with subprocess.Popen(
-        command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     ) as process:
         assert process.stdout is not None
         while chunk := process.stdout.read1():  # type: ignore[attr-defined]
@@ -88,3 +91,13 @@ def split(arguments: Sequence[str]) -> tuple[list[str], bool, list[str]]:
     """Return the arguments before the first ``--``, whether there is one, and those after it."""
     at = list(arguments).index("--") if "--" in arguments else len(arguments)
     return list(arguments[:at]), at < len(arguments), list(arguments[at + 1 :])
+
+
+def load_script(name: str) -> ModuleType:
+    """Return a script of the folder `.ci` as a module, for tests: its name has no suffix."""
+    loader = SourceFileLoader(name, str(ROOT / ".ci" / name))
+    spec = spec_from_loader(name, loader)
+    assert spec is not None
+    module = sys.modules[name] = module_from_spec(spec)  # dataclass looks it up
+    loader.exec_module(module)
+    return module

@@ -27,7 +27,7 @@ FIRST_FLOOR_WARNING = 8
 FIRST_CLIPPED = 8
 """Steps in a row with one norm of the scaled gradients after which there is a warning; then at each doubling."""
 LARGEST_CLIP = 100.0
-"""Norm above which nobody clips. A loss whose gradients never change, as of a test, has a larger one once scaled."""
+"""Norm above which nobody clips."""
 SAME_SQUARES = 1e-2
 """By how much, relatively, sums of squares of gradients that were clipped to one norm differ: torch rounds the norm and
 the factor of fp16 gradients to fp16, where a factor below 2**-14 is subnormal."""
@@ -60,7 +60,7 @@ class StallWatch:
     def clear(self) -> None:
         """Reset the counts; called when other weights were loaded."""
         self._skips = self._spikes = self._zeros = self._same = 0
-        self._squares = math.nan
+        self._squares, self._varies = math.nan, False
         self._floor.clear()
 
     def observe(
@@ -100,12 +100,15 @@ class StallWatch:
 
         ``squares``: the sum of squares of the scaled gradients.
         """
-        is_limit = scaler is not None and 0 < squares <= LARGEST_CLIP**2
+        is_scaled = scaler is not None and scaler.needs_scaled_loss
+        is_limit = is_scaled and 0 < squares <= LARGEST_CLIP**2
         if is_limit and abs(squares - self._squares) <= SAME_SQUARES * squares:
             self._same += 1
+            self._varies = self._varies or squares != self._squares
         else:
-            self._same, self._squares = int(is_limit), squares
-        if _is_time(self._same, FIRST_CLIPPED):
+            self._same, self._squares, self._varies = int(is_limit), squares, False
+        # Gradients that are the same to the bit, as a benchmark's, were not clipped: that rounds each step's otherwise.
+        if self._varies and _is_time(self._same, FIRST_CLIPPED):
             norm = math.sqrt(squares)
             call_site.warn(
                 f"the norm of the scaled gradients was {norm:.2g} in {self._same} steps in a row, as if they had "

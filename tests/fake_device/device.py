@@ -13,11 +13,10 @@ import torch
 from megascale.kernels.compiler import find_compiler
 from megascale.kernels.library_build import Recipe, load
 from tests.fake_device.record import Call, Record, lines_of
-from tests.needs import without_cxx
+from tests.needs import COMPILERS, without_cxx
 
 SOURCE = Path(__file__).with_name("device.cpp")
 FLAGS = ("-std=c++20", "-O0", "-fPIC", "-w")
-COMPILERS = ("c++", "g++", "clang++")
 LIBRARIES = ("torch_cpu", "c10")
 INSTALL = "pip install torch --index-url https://download.pytorch.org/whl/cpu"
 
@@ -45,7 +44,7 @@ def library() -> ctypes.PyDLL:
 
     Raises CompilerError.
     """
-    compiler = find_compiler("CXX", COMPILERS)
+    compiler = find_compiler("CXX", COMPILERS["CXX"])
     if compiler is None:
         raise LookupError("no C++ compiler")
     recipe = Recipe(

@@ -1,29 +1,19 @@
 """.ci/machines: what it takes away is away in the tests that it runs."""
 
-import importlib.util
 import os
 import shutil
 import subprocess
 import sys
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+
+from tests import runs
 
 ROOT = Path(__file__).parents[2]
 
 
-def _load() -> ModuleType:
-    loader = SourceFileLoader("machines", str(ROOT / ".ci/machines"))
-    spec = importlib.util.spec_from_loader("machines", loader)
-    assert spec is not None
-    module = sys.modules["machines"] = importlib.util.module_from_spec(spec)  # dataclass looks it up
-    loader.exec_module(module)
-    return module
-
-
-machines = _load()
+machines = runs.load_script("machines")
 
 PROBES = {
     "avx2": """

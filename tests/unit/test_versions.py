@@ -1,10 +1,6 @@
 """.ci/versions: what it reads of pytest's output, the table, and what it asks pip for."""
 
-import importlib.util
-import sys
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -13,16 +9,7 @@ from tests import runs
 ROOT = Path(__file__).parents[2]
 
 
-def _load() -> ModuleType:
-    loader = SourceFileLoader("versions", str(ROOT / ".ci/versions"))
-    spec = importlib.util.spec_from_loader("versions", loader)
-    assert spec is not None
-    module = sys.modules["versions"] = importlib.util.module_from_spec(spec)  # dataclass looks it up
-    loader.exec_module(module)
-    return module
-
-
-versions = _load()
+versions = runs.load_script("versions")
 
 
 @pytest.mark.parametrize(

@@ -246,21 +246,29 @@ def test_clipping_to_a_usual_norm_while_scaled_is_noticed(limit: float, inner: s
                 optimizer.step()
 
 
-@pytest.mark.parametrize("kind", ["clipped unscaled", "another norm each step", "one gradient for ever", "no scaler"])
+SOUND = ["clipped unscaled", "another norm each step", "above any limit", "one gradient", "no scaler", "scale of 1"]
+
+
+@pytest.mark.parametrize("kind", SOUND)
 def test_sound_norms_are_no_clipping_by_hand(kind: str) -> None:
-    """Clipping by the optimizer, norms that change by 1 %, a linear loss, and training without a scale."""
+    """Clipping by the optimizer, norms that change by 1 %, large ones, a gradient that never changes, as a benchmark's,
+    and training without a scale or at a scale of 1.
+    """
     module = model(torch.float32 if kind == "no scaler" else torch.float16)
-    optimizer = wrap(module, INNER["sgd"], 1.0 if kind == "no scaler" else 65536.0)
-    optimizer.clip_grad = 1.0 if kind == "clipped unscaled" else 0.0
     if kind == "no scaler":
         optimizer = MixedPrecisionOptimizer(torch.optim.SGD(module.parameters(), lr=0.1))
+    else:
+        make = constant if kind == "scale of 1" else wrap
+        optimizer = make(module, INNER["sgd"], 1.0 if kind == "scale of 1" else 65536.0)
+    optimizer.clip_grad = 1.0 if kind == "clipped unscaled" else 0.0
+    norms = {"another norm each step": 1.01, "above any limit": 200.0, "no scaler": 1.0, "scale of 1": 1.0}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for step in range(40):
-            set_grads(module, 0 if kind == "one gradient for ever" else step, scale=64.0)
-            if kind in ("another norm each step", "no scaler"):
-                norm = 1.0 if kind == "no scaler" else 1.01**step
-                torch.nn.utils.clip_grad_norm_(module.parameters(), norm)
+            set_grads(module, 0 if kind == "one gradient" else step, scale=1.0 if kind == "one gradient" else 64.0)
+            if kind in norms:
+                limit = norms[kind] ** step if kind == "another norm each step" else norms[kind]
+                torch.nn.utils.clip_grad_norm_(module.parameters(), limit)
             optimizer.step()
 
 
