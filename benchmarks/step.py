@@ -27,8 +27,9 @@ import torch
 from peers import matrix
 from peers.contenders import BASELINE, OURS, PEERS, REFERENCE, Entry, backend_entry
 from peers.report import PROBE, bandwidths_of, base_parser, bound_fractions, place, rows_of_rounds
-from peers.rounds import Bandwidth, Run, count_on_two_ranks, run_rounds
+from peers.rounds import Bandwidth, Run, run_rounds
 from peers.rules import RULES
+from peers.two_ranks import count_on_two_ranks
 from peers.work import given_work
 
 DTYPES = ("float16", "bfloat16", "float32")
@@ -248,7 +249,7 @@ def main() -> None:
     for dtype in arguments.dtypes.split(","):
         work = given_work(arguments.numel, arguments.tensors, getattr(torch, dtype), device)
         runs = run_rounds(entries, work, arguments.rounds, bandwidth, memory=True)
-        count_on_two_ranks(runs, work)
+        count_on_two_ranks(runs, work.dtype, device)
         measured[dtype] = runs
         tables.append(table(runs, dtype, work.numel, work.tensors, device))
     write(arguments, device, "One step", [*tables, explanations(measured, device)], rows_of_rounds(measured))

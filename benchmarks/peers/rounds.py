@@ -5,7 +5,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from peers.contenders import Entry
 from peers.measure import (
-    count_collectives,
     count_host_syncs,
     count_launches,
     count_operators,
@@ -24,7 +23,7 @@ from peers.measure import (
     reset_peak,
     transient_bytes,
 )
-from peers.work import Stepper, UnavailableError, Work, given_work
+from peers.work import Stepper, UnavailableError, Work
 
 WARM_UP = 2
 """Steps after the first, before anything is counted."""
@@ -157,24 +156,6 @@ def balanced_order(number: int, index: int) -> list[int]:
     """
     zigzag = [step // 2 + 1 if step % 2 == 0 else -(step // 2 + 1) for step in range(number - 1)]
     return [(index + shift) % number for shift in [0, *zigzag][:number]]
-
-
-def count_on_two_ranks(runs: Sequence[Run], work: Work) -> None:
-    """Count the collectives of a step, on little tensors, as one of two ranks whose messages go nowhere."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    little = given_work(3 * 64, 3, work.dtype, work.device)
-    for run in runs:
-        if run.failure or run.counts is None:
-            continue
-        with suppress(Exception):  # a contender that such ranks stop has no count
-            stepper = run.entry.make(little)
-            stepper.prepare()
-            stepper.step()
-            stepper.prepare()
-            run.counts.collectives = count_collectives(stepper.step)
-    _forget_groups()
 
 
 def _started(entry: Entry, work: Work, rounds: int, memory: bool, limit: float | None) -> Run:

@@ -5,7 +5,6 @@ import warnings
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
@@ -42,10 +41,7 @@ class Megascale:
                     store_param_remainders=held,
                 )
                 scaler = DynamicGradScaler(SCALE, 1.0, 2.0, 0.5, GROWTH_INTERVAL, HYSTERESIS)
-                # Gradients are given: scaled already, and the group on which collectives are counted adds nothing up.
-                self.optimizer = MixedPrecisionOptimizer(
-                    inner, config, scaler, grads_are_scaled=True, replicas_may_differ=dist.is_initialized()
-                )
+                self.optimizer = MixedPrecisionOptimizer(inner, config, scaler, grads_are_scaled=True)
             except (ArgumentError, UsageError, ImportError) as error:
                 if asked == "auto":
                     raise
