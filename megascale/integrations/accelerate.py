@@ -28,6 +28,9 @@ UNSUPPORTED = {
     DistributedType.FSDP: "FSDP1 flattens the parameters under the optimizer; use fsdp_version=2",
 }
 
+_COMPUTED_IN = {"fp16": torch.float16, "bf16": torch.bfloat16}
+"""By ``mixed_precision``, the dtype of its autocast."""
+
 
 class SkipOnDevice(AcceleratedOptimizer):
     """A prepared optimizer whose skip decision is on the device and is read on the host only on request."""
@@ -187,7 +190,13 @@ class Accelerator(accelerate.Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Prepare one model; see ``accelerate.Accelerator.prepare_model``."""
+        """Prepare one model; see ``accelerate.Accelerator.prepare_model``.
+
+        Raises:
+            UsageError: for parameters of 16 bits that ``mixed_precision`` would compute with in the other format.
+        """
+        if not evaluation_mode:
+            self._check_precision(type(model).__name__, model.parameters())
         bare = evaluation_mode or self._bare_models
         prepared: nn.Module = super().prepare_model(model, device_placement=device_placement, evaluation_mode=bare)
         return prepared
@@ -392,6 +401,7 @@ class Accelerator(accelerate.Accelerator):
                 f"the {name} has a GradSync, which accelerator.accumulate() cannot hold back: leave it out, and let "
                 "DistributedDataParallel reduce, or build a DistributedOptimizer"
             )
+        self._check_precision(name, (param for group in optimizer.param_groups for param in group["params"]))
         device = optimizer.device
         if device.type != self.device.type or (self.device.index or 0) != (device.index or 0):
             raise UsageError(
@@ -400,7 +410,8 @@ class Accelerator(accelerate.Accelerator):
             )
         if optimizer.grad_scaler is None:
             return
-        if self.scaler is not None:
+        # On a CPU Accelerate makes no scaler for "fp16", and computes in fp32.
+        if self.scaler is not None or self.mixed_precision == "fp16":
             raise UsageError(
                 f"the {name} scales the loss, and so does the accelerator: use mixed_precision='no' and a model in fp16"
             )
@@ -412,6 +423,23 @@ class Accelerator(accelerate.Accelerator):
                     "two prepared optimizers share one grad scaler, which each would update: chain them with "
                     "megascale.ChainedOptimizer"
                 )
+
+    def _check_precision(self, name: str, params: Iterable[Tensor]) -> None:
+        """Raise UsageError where autocast would compute in another 16-bit format than that of ``name``'s parameters.
+
+        Autocast rounds parameters to its own dtype in every forward: what was chosen for them would be lost in silence.
+        """
+        computed = _COMPUTED_IN.get(self.mixed_precision)
+        held = {param.dtype for param in params if param.is_floating_point() and param.dtype.itemsize == 2}
+        other = held - {computed}
+        if computed is None or not other:
+            return
+        dtype = next(iter(other))
+        raise UsageError(
+            f"mixed_precision={self.mixed_precision!r} computes in {computed}, and parameters of the {name} are {dtype}:"
+            " use mixed_precision='no' (bf16=False and fp16=False in TrainingArguments and TRL's configs; TRL sets"
+            f" bf16=True unless it is told otherwise), or cast the model to {computed}"
+        )
 
     def _check_unscaled(self, optimizer: torch.optim.Optimizer) -> None:
         if any(prepared.optimizer.grad_scaler is not None for prepared in self._ours()):

@@ -360,6 +360,32 @@ def test_optimizers_that_do_not_fit_together_are_refused() -> None:
     _refused(scaled, lambda: scaled.prepare(ours), UsageError, "mixed_precision='no'")
 
 
+@pytest.mark.parametrize(
+    ("precision", "held", "computed"),
+    [("bf16", torch.float16, torch.bfloat16), ("fp16", torch.bfloat16, torch.float16)],
+)
+def test_autocast_to_the_other_half_is_refused(precision: str, held: torch.dtype, computed: torch.dtype) -> None:
+    """Parameters of 16 bits would be computed with in the other format, in silence: by optimizer and by model."""
+    words = f"computes in {computed}, and parameters of the .* are {held}: use mixed_precision='no'"
+    accelerator = accelerator_of(mixed_precision=precision)
+    ours = wrap(model(held), scale=2.0**10 if held == torch.float16 else None)
+    _refused(accelerator, lambda: accelerator.prepare(ours), UsageError, words)
+    # The optimizer of adapters has fp32 parameters alone.
+    base = model(held).requires_grad_(False)
+    adapted = torch.nn.Sequential(base, torch.nn.Linear(4, 4))
+    _refused(accelerator, lambda: accelerator.prepare(adapted), UsageError, words)
+    assert accelerator.prepare_model(base, evaluation_mode=True) is base
+
+
+def test_a_scaler_beside_fp16_autocast_is_refused_where_accelerate_has_none() -> None:
+    """On a CPU Accelerate's "fp16" has no scaler, and computes in fp32: ours must not stand beside it."""
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    assert accelerator.scaler is None
+    for dtype in (torch.float16, torch.float32):
+        ours = wrap(model(dtype))
+        _refused(accelerator, lambda ours=ours: accelerator.prepare(ours), UsageError, "use mixed_precision='no'")
+
+
 def test_optimizers_that_do_not_fit_the_accelerator_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another device, a GradSync, an engine that owns the step."""
     module = model()
