@@ -15,7 +15,7 @@ from megascale.state.hooks import load_with_hooks, pack_with_hooks, raise_own
 from megascale.state.live_state import LiveState, Plan, load_together
 from megascale.state.saved_state import ChainState, SavedState
 from megascale.state.schema import SHARED_STATE, check_layout, shared_by_optimizer
-from megascale.state.torch_layout import StateDict, StateNames, from_torch_layout, is_read_by_torch, is_torch_layout
+from megascale.state.torch_layout import StateDict, StateNames, from_torch_layout, is_read_by_name, is_torch_layout
 from megascale.step.overflow_report import OverflowReport
 from megascale.step.ownership import shared_scaler
 from megascale.step.recipe import StepRecipe
@@ -194,7 +194,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
         """The state of all optimizers, by model param; a new dict of live entries."""
         state = {param: state for own in self.optimizers for param, state in own.optimizer.state.items()}
         has_norms = self.recipe.norm_statistics is not None
-        return StateNames(state, has_norms=has_norms) if is_read_by_torch() else state
+        return StateNames(state, has_norms=has_norms) if is_read_by_name() else state
 
     @state.setter
     def state(self, value: Any) -> None:

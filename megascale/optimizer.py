@@ -20,7 +20,7 @@ from megascale.parallel import ParallelGroups
 from megascale.state.hooks import load_with_hooks, pack_with_hooks, raise_own
 from megascale.state.live_state import LiveState, Plan, load_together
 from megascale.state.saved_state import OwnState, SavedState
-from megascale.state.torch_layout import StateNames, is_read_by_torch
+from megascale.state.torch_layout import StateNames, is_read_by_name
 from megascale.step import ownership
 from megascale.step.arguments import check_arguments, check_grad_scaler, require_values
 from megascale.step.member import StepMember
@@ -269,7 +269,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     @property
     def state(self) -> Any:
         """The wrapped optimizer's state, shared, keyed by model param."""
-        if not is_read_by_torch():
+        if not is_read_by_name():
             return self.optimizer.state
         return StateNames(self.optimizer.state, has_norms=self.recipe.norm_statistics is not None)
 

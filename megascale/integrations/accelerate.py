@@ -434,11 +434,10 @@ class Accelerator(accelerate.Accelerator):
         other = held - {computed}
         if computed is None or not other:
             return
-        dtype = next(iter(other))
         raise UsageError(
-            f"mixed_precision={self.mixed_precision!r} computes in {computed}, and parameters of the {name} are {dtype}:"
-            " use mixed_precision='no' (bf16=False and fp16=False in TrainingArguments and TRL's configs; TRL sets"
-            f" bf16=True unless it is told otherwise), or cast the model to {computed}"
+            f"mixed_precision={self.mixed_precision!r} computes in {computed}, and parameters of the {name} are "
+            f"{other.pop()}: use mixed_precision='no' (bf16=False and fp16=False in TrainingArguments and in TRL's "
+            f"configs, which set bf16=True by themselves), or cast the model to {computed}"
         )
 
     def _check_unscaled(self, optimizer: torch.optim.Optimizer) -> None:

@@ -31,6 +31,8 @@ from megascale.step.counter import COUNT_KEYS
 from megascale.step.spikes import NORM_KEYS
 
 TORCH_MODULE = "torch.distributed.checkpoint.state_dict"
+READERS = (TORCH_MODULE, "torchtitan.components.optimizer.utils")
+"""Modules that save and load a torch optimizer's layout by the names of entries in the live ``optimizer.state``."""
 TORCH_KEYS = ("state", "param_groups")
 MAIN_PARAM = "main_param"
 NUM_STATES = "num_states"
@@ -73,7 +75,7 @@ class StateDict(dict[str, Any]):
 
 
 class StateNames:
-    """A view of ``optimizer.state`` for torch's functions: that there is state, and the names of its entries.
+    """A view of ``optimizer.state`` for READERS: that there is state, and the names of its entries.
 
     If ``state`` were empty they would step the optimizer, and its scaler, with gradients of zeros.
 
@@ -89,19 +91,22 @@ class StateNames:
     def __bool__(self) -> bool:
         return True
 
+    def __contains__(self, param: Tensor) -> bool:
+        return True  # our own entries are every parameter's
+
     def __getitem__(self, param: Tensor) -> tuple[str, ...]:
         return (*self._state.get(param, ()), *self._added)
 
 
-def is_read_by_torch() -> bool:
-    """Return whether ``torch.distributed.checkpoint.state_dict`` reads the property that calls this.
+def is_read_by_name() -> bool:
+    """Return whether one of READERS reads the property that calls this.
 
-    That module takes the names of a flattened state dict's entries from the live ``optimizer.state``, and has no hook
-    to add more. Another optimizer may wrap ours, so two frames are searched.
+    They take the names of a flattened state dict's entries from the live ``optimizer.state``, and have no hook to add
+    more. Another optimizer may wrap ours, so two frames are searched.
     """
     frame = sys._getframe(1).f_back
     for _ in range(2):
-        if frame is not None and frame.f_globals.get("__name__") == TORCH_MODULE:
+        if frame is not None and frame.f_globals.get("__name__") in READERS:
             return True
         frame = frame and frame.f_back
     return False
