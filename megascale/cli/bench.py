@@ -1,4 +1,4 @@
-"""``python -m megascale bench``: time the step on this machine, beside its memory bandwidth."""
+"""``megascale bench``: time the step on this machine, beside its memory bandwidth."""
 
 import argparse
 import math
@@ -16,7 +16,7 @@ from megascale.grad_scaler import DynamicGradScaler
 from megascale.optimizer import MixedPrecisionOptimizer
 
 NAME = "bench"
-HELP = "time AdamW's step, with clipping, beside this machine's memory bandwidth: half a minute"
+HELP = "time AdamW's step with clipping, beside torch's own and this machine's memory bandwidth: half a minute"
 AS_TYPED = {"numel must": "--numel must", "tensors must": "--tensors must", "seconds must": "--seconds must"}
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 WARM_UP = 3
@@ -27,30 +27,37 @@ PROBE_SECONDS = 2.0
 
 
 class Timed(NamedTuple):
-    """Times in seconds, one per round: of the step, and of a pass that reads and writes bytes in place."""
+    """Times in seconds, one per round: of the step, of a pass that reads and writes bytes in place, and of torch's."""
 
     step: list[float]
     probe: list[float]
+    torch: list[float]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("--numel", type=float, default=5e7, help="parameters in all (default 5e7: 0.8 GB in fp16)")
+    parser.add_argument(
+        "--numel",
+        type=float,
+        default=5e7,
+        help="parameters in all (default 5e7: 0.8 GB in fp16, and 0.8 GB for torch's optimizer)",
+    )
     parser.add_argument("--tensors", type=int, default=200, help="tensors of equal size (default 200)")
     parser.add_argument("--dtype", choices=DTYPES, default="fp16", help="of parameters and gradients (default fp16)")
     parser.add_argument("--seconds", type=float, default=20.0, help="how long to measure (default 20)")
 
 
 def run(given: argparse.Namespace) -> int:
-    """Time steps and in-place passes alternately, and print both."""
+    """Time megascale's steps, torch's and in-place passes in turn, and print all three."""
     for name in ("numel", "tensors", "seconds"):
         if not 0 < getattr(given, name) < math.inf:
             raise ArgumentError(f"{name} must be above 0 and finite, got {getattr(given, name)}")
     length, dtype = max(int(given.numel) // given.tensors, 1), DTYPES[given.dtype]
     device = device_here()
     optimizer = _optimizer([length] * given.tensors, dtype, device)
+    by_torch = torchs_step(_params([length] * given.tensors, torch.float32, device), scales=dtype == torch.float16)
     probe = torch.zeros(PROBE_BYTES // 4, device=device)
-    timed = _timed(lambda: optimizer.step(), lambda: probe.mul_(1.0), device, given.seconds)
+    timed = _timed(lambda: optimizer.step(), lambda: probe.mul_(1.0), device, given.seconds, by_torch)
     moved = bytes_per_parameter(dtype) * length * given.tensors
     bandwidth = 2 * PROBE_BYTES / statistics.median(timed.probe)
     step = statistics.median(timed.step)
@@ -63,6 +70,11 @@ def run(given: argparse.Namespace) -> int:
     print(f"moved       {bytes_per_parameter(dtype)} bytes a parameter, {moved / step / 1e9:.1f} GB/s")
     print(f"bandwidth   {bandwidth / 1e9:.1f} GB/s, read and written back in place, in the same rounds")
     print(f"share       {moved / step / bandwidth:.2f} of the bandwidth")
+    others = statistics.median(timed.torch)
+    low, high = min(timed.torch) * 1e3, max(timed.torch) * 1e3
+    unscale = "GradScaler, " if dtype == torch.float16 else ""
+    print(f"torch       {others * 1e3:.2f} ms ({low:.2f} to {high:.2f}), megascale takes {step / others:.2f} of this")
+    print(f"            fp32 parameters, {unscale}clip_grad_norm_, fused AdamW")
     return 0
 
 
@@ -80,31 +92,61 @@ def measured_bandwidth() -> float:
     """Return bytes a second that are read and written in place on this machine: the median of a few seconds."""
     device = device_here()
     probe = torch.zeros(PROBE_BYTES // 4, device=device)
-    timed = _timed(lambda: None, lambda: probe.mul_(1.0), device, PROBE_SECONDS)
+    timed = _timed(lambda: None, lambda: probe.mul_(1.0), device, PROBE_SECONDS, lambda: None)
     return 2 * PROBE_BYTES / statistics.median(timed.probe)
 
 
 def _optimizer(lengths: list[int], dtype: torch.dtype, device: torch.device) -> MixedPrecisionOptimizer:
+    params = _params(lengths, dtype, device)
+    config = OptimizerConfig(fp16=dtype == torch.float16, bf16=dtype == torch.bfloat16, clip_grad=1.0)
+    scaler = DynamicGradScaler() if dtype == torch.float16 else None
+    return MixedPrecisionOptimizer(torch.optim.AdamW(params, lr=1e-4), config, scaler, grads_are_scaled=True)
+
+
+def torchs_step(params: list[torch.nn.Parameter], *, scales: bool) -> Callable[[], object]:
+    """Return torch's own step, of fp32 parameters that autocast computes with: with its GradScaler, or without."""
+    device = params[0].device
+    inner = torch.optim.AdamW(params, lr=1e-4, fused=True)
+    # A scale of 1 takes the same time, and leaves the gradients as they are for the next round.
+    scaler = torch.amp.GradScaler(device.type, init_scale=1.0, growth_interval=1 << 30, enabled=scales)
+    scaler.scale(torch.zeros((), device=device))  # makes the scale's tensor
+
+    def step() -> None:
+        scaler.unscale_(inner)
+        torch.nn.utils.clip_grad_norm_(params, 1.0, foreach=True)
+        scaler.step(inner)
+        scaler.update()
+
+    return step
+
+
+def _params(lengths: list[int], dtype: torch.dtype, device: torch.device) -> list[torch.nn.Parameter]:
+    """Return parameters of zeros that have gradients."""
     try:
         params = [torch.nn.Parameter(torch.zeros(length, dtype=dtype, device=device)) for length in lengths]
         for param in params:
             param.grad = torch.full_like(param, 0.5)
     except RuntimeError as error:  # torch.OutOfMemoryError is one
         raise ArgumentError(f"numel must fit into the memory of {device}, got {sum(lengths):,}: {error}") from None
-    config = OptimizerConfig(fp16=dtype == torch.float16, bf16=dtype == torch.bfloat16, clip_grad=1.0)
-    scaler = DynamicGradScaler() if dtype == torch.float16 else None
-    return MixedPrecisionOptimizer(torch.optim.AdamW(params, lr=1e-4), config, scaler, grads_are_scaled=True)
+    return params
 
 
-def _timed(step: Callable[[], object], probe: Callable[[], object], device: torch.device, seconds: float) -> Timed:
-    """Alternate until ``seconds`` have passed; the first rounds, which compile and load, are not counted."""
-    found = Timed([], [])
+def _timed(
+    step: Callable[[], object],
+    probe: Callable[[], object],
+    device: torch.device,
+    seconds: float,
+    by_torch: Callable[[], object],
+) -> Timed:
+    """Take turns until ``seconds`` have passed; the first rounds, which compile and load, are not counted."""
+    found = Timed([], [], [])
     for _ in range(WARM_UP):
-        _seconds(step, device), _seconds(probe, device)
+        _seconds(step, device), _seconds(probe, device), _seconds(by_torch, device)
     end = time.perf_counter() + seconds
     while not found.step or time.perf_counter() < end:
         found.probe.append(_seconds(probe, device))
         found.step.append(_seconds(step, device))
+        found.torch.append(_seconds(by_torch, device))
     return found
 
 

@@ -1,4 +1,4 @@
-"""``python -m megascale convert SOURCE DEST``: convert another system's checkpoint to our state dict."""
+"""``megascale convert SOURCE DEST``: convert another system's checkpoint to our state dict."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""``python -m megascale estimate MODEL``: what a run will need, from sizes alone."""
+"""``megascale estimate MODEL``: what a run will need, from sizes alone."""
 
 import argparse
 import json
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megascale.cli import fit, hugging_face
 from megascale.cli.bench import measured_bandwidth
 from megascale.errors import ArgumentError
 from megascale.estimation import Estimate, Setup, estimate
@@ -23,11 +24,14 @@ NAME = "estimate"
 HELP = "print what a run will need: bytes per rank by kind, checkpoint, collectives, time; nothing is allocated"
 FIELDS = [field.name for field in fields(Setup) if field.name != "rank"]
 AS_TYPED = {
-    f"{name} must": f"--{name.replace('_', '-')} must" for name in (*FIELDS, "memory_bandwidth", "link_bandwidth")
+    f"{name} must": f"--{name.replace('_', '-')} must"
+    for name in (*FIELDS, "memory_bandwidth", "link_bandwidth", "gpu")
 }
 DTYPES = PRECISIONS
 FIRST_DTYPES, SECOND_DTYPES = {**PRECISIONS, "int8": torch.int8}, {**PRECISIONS, "uint8": torch.uint8}
 MEASURE = "measure"
+UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+"""What the last letter of a number of parameters means."""
 LABEL = 26
 
 
@@ -35,8 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument(
         "model",
-        help="package.module:callable that returns a module (called without arguments, on the meta device); a JSON "
-        "file of shapes, as a list or by name; or a number of parameters, such as 7e9",
+        help="a number of parameters, such as 7B, 124M or 7e9; a Hugging Face config.json, or the folder of one; "
+        "package.module:callable that returns a module (called without arguments, on the meta device); or a JSON file "
+        "of shapes, as a list or by name",
     )
     parser.add_argument("--precision", choices=(*PRECISIONS, AS_IS), default="fp16", help="of the model (default fp16)")
     parser.add_argument("--ranks", type=int, default=1, help="data-parallel ranks (default 1)")
@@ -63,6 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--memory-bandwidth", metavar="GB/S", help=f"of the device; {MEASURE!r} measures that of this machine"
     )
     parser.add_argument("--link-bandwidth", metavar="GB/S", help="that leave one rank")
+    parser.add_argument(
+        "--gpu", help=f"does it fit into this card's memory? one of {', '.join(fit.GPUS)}, or a number of GB"
+    )
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw bytes per rank against the number of ranks")
 
 
@@ -79,6 +87,8 @@ def run(given: argparse.Namespace) -> int:
         **setup,
     )
     print("\n".join(lines(found)))
+    if given.gpu is not None:
+        print("\n".join(("", *fit.lines(found, given.gpu))))
     if given.png is not None:
         from megascale.estimation.picture import draw  # needs matplotlib
 
@@ -91,9 +101,10 @@ def run(given: argparse.Namespace) -> int:
 
 def model_of(text: str) -> nn.Module | dict[str, Any] | list[Any] | int:
     """Return the model that ``text`` names, see the command's help. Raises ArgumentError, naming it, for none."""
+    number, unit = (text[:-1], UNITS[text[-1].upper()]) if text[-1:].upper() in UNITS else (text, 1.0)
     try:
-        numel = float(text)
-    except ValueError:
+        numel = round(float(number) * unit, 3)
+    except (ValueError, OverflowError):
         return _built(text) if ":" in text else _shapes_in(Path(text))
     if not 1 <= numel < math.inf:
         raise ArgumentError(f"model {text!r} must be a number of parameters, 1 or more and finite")
@@ -119,11 +130,15 @@ def _built(text: str) -> nn.Module:
 
 def _shapes_in(path: Path) -> dict[str, Any] | list[Any]:
     try:
-        shapes = json.loads(path.read_text(encoding="utf-8"))
+        file = path / "config.json" if path.is_dir() else path
+        shapes = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ArgumentError(
-            f"model {str(path)!r} is not package.module:callable, a JSON file of shapes, or a number: {error}"
+            f"model {str(path)!r} is not a number such as 7B or 7e9, a Hugging Face config.json, "
+            f"package.module:callable, or a JSON file of shapes: {error}"
         ) from None
+    if hugging_face.is_config(shapes):
+        return dict(hugging_face.shapes_of(shapes))
     if not isinstance(shapes, (dict, list)):
         raise ArgumentError(f"model {str(path)!r} must hold a list of shapes, or shapes by name")
     return shapes

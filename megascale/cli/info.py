@@ -1,4 +1,4 @@
-"""``python -m megascale info``: show what megascale runs on here, and why faster alternatives do not work."""
+"""``megascale info``: show what megascale runs on here, and why faster alternatives do not work."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""``python -m megascale report RUN...``: draw runs as one page, and one picture."""
+"""``megascale report RUN...``: draw runs as one page, and one picture."""
 
 import argparse
 from pathlib import Path

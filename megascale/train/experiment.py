@@ -132,6 +132,11 @@ def report(outcomes: Sequence[Outcome], arguments: Sequence[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def program(arguments: Sequence[str] | None = None) -> int:
+    """Run the program. Exit status: 0 done, 1 a failure, 2 bad arguments."""
+    return run_program(main, arguments, prefix="megascale.train.experiment", statuses={ArgumentError: 2})
+
+
 def main(arguments: list[str]) -> int:
     """Run all runs that are not done, and write ``results.md``, ``results.csv`` and ``figure.png`` into the folder.
 
@@ -140,7 +145,7 @@ def main(arguments: list[str]) -> int:
         RunError: a run failed.
     """
     if any(argument in ("-h", "--help") for argument in arguments):
-        print(__doc__)
+        print((__doc__ or "").replace("``", ""))
         return 0
     seeds, folder, extra = _parse(arguments)
     outcomes: list[Outcome] = []
@@ -215,4 +220,4 @@ def _machine() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(run_program(main, None, prefix="megascale.train.experiment", statuses={ArgumentError: 2}))
+    sys.exit(program())

@@ -1,5 +1,6 @@
 """Every program: its version, its exit status, and one line in place of a traceback."""
 
+import importlib
 import os
 import re
 import signal
@@ -33,6 +34,7 @@ PROGRAMS = [
     ["megascale.train"],
     ["megascale.train.experiment"],
 ]
+ROOT = Path(__file__).parents[2]
 TINY = ["task=text", "text.width=8", "text.layers=1", "text.heads=1", "text.context=8", "text.heldout_windows=4"]
 TINY += ["steps=2", "batch_size=2", "threads=1"]
 
@@ -50,6 +52,49 @@ def test_version_and_help(program: list[str]) -> None:
     told = _run(*program, "--help")
     assert (told.returncode, told.stderr) == (0, "")
     assert f"python -m {program[0]}" in told.stdout
+
+
+def test_the_console_command_is_the_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """`megascale`, as pip installs it, runs what `python -m megascale` runs, and says its own name."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    module, _, function = project["project"]["scripts"]["megascale"].partition(":")
+    assert getattr(importlib.import_module(module), function) is tools
+    for called, name in (("/usr/bin/megascale", "megascale"), ("/x/megascale/__main__.py", "python -m megascale")):
+        monkeypatch.setattr(sys, "argv", [called, "--help"])
+        with pytest.raises(SystemExit):
+            tools()
+        assert capsys.readouterr().out.startswith(f"usage: {name} [")
+
+
+COMMANDS = ("train", "experiment", "checkpoint", "report", "estimate", "info", "bench", "convert")
+
+
+def test_one_command_has_them_all(capsys: pytest.CaptureFixture[str]) -> None:
+    """--help lists every command, and each is understood; those that parse their own arguments get what follows."""
+    with pytest.raises(SystemExit):
+        tools(["--help"])
+    listed = re.findall(r"^    (\w+)", capsys.readouterr().out, flags=re.MULTILINE)
+    assert sorted(listed) == sorted(COMMANDS)
+    for command in COMMANDS:
+        assert tools([command, "--version"]) == 0
+        assert capsys.readouterr().out == f"megascale {megascale.__version__}\n"
+    assert tools(["train", "--help"]) == 0
+    assert "batch_size=" in capsys.readouterr().out
+    assert tools(["experiment", "seeds=x"]) == 2
+    assert "seeds must be integers" in capsys.readouterr().err
+    assert tools(["experiment", "--help"]) == 0
+    assert "`" not in capsys.readouterr().out
+    assert tools(["checkpoint", "nowhere"]) == 1
+    assert capsys.readouterr().err == "error: no checkpoint at nowhere: the folder does not exist\n"
+
+
+def test_a_command_in_a_process_of_its_own() -> None:
+    """`megascale checkpoint`, through the same function as the console command's file."""
+    start = "import sys; from megascale.cli import main; sys.argv[0] = 'megascale'; sys.exit(main())"
+    call = [sys.executable, "-c", start]
+    done = subprocess.run([*call, "checkpoint", "nowhere"], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "error: no checkpoint at nowhere: the folder does not exist\n"
 
 
 @pytest.mark.parametrize("main", [tools, checkpoint, train])
@@ -115,7 +160,7 @@ def test_bench_says_time_bytes_and_bandwidth(
     assert tools(["bench", "--numel", "1e4", "--tensors", "7", "--dtype", dtype, "--seconds", "0.05"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert f"9,996 {dtype} parameters in 7 tensors" in lines[0]
-    step, moved, bandwidth, share = (re.findall(r"\d+\.?\d*", line) for line in lines[1:])
+    step, moved, bandwidth, share, torchs = (re.findall(r"\d+\.?\d*", line) for line in lines[1:6])
     assert float(step[1]) <= float(step[0]) <= float(step[2])
     assert int(moved[0]) == {"fp16": 30, "bf16": 30, "fp32": 32}[dtype]
     megabytes, milliseconds = int(moved[0]) * 9996 / 1e6, float(step[0])
@@ -123,6 +168,26 @@ def test_bench_says_time_bytes_and_bandwidth(
     assert megabytes / (milliseconds + 0.0051) - 0.051 <= float(moved[1])
     assert float(moved[1]) <= megabytes / max(milliseconds - 0.0051, 1e-9) + 0.051
     assert float(share[0]) == pytest.approx(float(moved[1]) / float(bandwidth[0]), rel=0.1, abs=0.02)
+    # torch's own: its time, and how much of it megascale takes.
+    assert ("GradScaler" in lines[6]) == (dtype == "fp16")
+    assert float(torchs[1]) <= float(torchs[0]) <= float(torchs[2])
+    assert float(torchs[-1]) == pytest.approx(float(step[0]) / float(torchs[0]), rel=0.1, abs=0.02)
+
+
+def test_bench_measures_torchs_optimizer_at_work() -> None:
+    """What stands beside megascale clips, updates the weights, and does so round after round."""
+    weights = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    for param in weights:
+        param.grad = torch.full_like(param, 0.5)
+    step = bench.torchs_step(weights, scales=True)
+    before = weights[0].clone()
+    step()
+    after = weights[0].clone()
+    step()
+    assert (before != after).all()
+    assert (after != weights[0]).all()
+    norms = [param.grad.norm() for param in weights if param.grad is not None]
+    assert torch.stack(norms).norm().item() == pytest.approx(1.0, rel=1e-5)
 
 
 def test_bench_runs_on_the_cpu_where_torchs_accelerator_is_missing(
@@ -253,6 +318,7 @@ def test_ctrl_c_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
         (checkpoint, ["{saved}", "out.pt", "--quick"], 2, "--quick is for a listing"),
         (checkpoint, ["{empty}"], 1, "expected folders named like step_00000040\n"),
         (tools, [], 2, "the following arguments are required: COMMAND\n"),
+        (tools, ["trian"], 2, "invalid choice: 'trian'"),
         (tools, ["convert", "{two}", "{new}"], 1, "that differ, a, b; choose one with --index 0 ...\n"),
         (tools, ["convert", "{two}", "{new}", "--index", "-1"], 2, "argument --index: must be an integer, 0 or more"),
         (tools, ["convert", "{two}", "{new}", "--index", "1"], 1, "--lenient takes the nearest state\n"),
@@ -309,9 +375,6 @@ def test_packaged_configs_are_found_anywhere(name: str, tmp_path: Path, monkeypa
     Path(name).parent.mkdir(exist_ok=True)
     Path(name).write_text("task: digits\nseed: 5\n")
     assert load_config([f"config={name}"]).seed == 5
-
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_the_wheel_has_every_file_and_the_same_version() -> None:

@@ -10,6 +10,7 @@ from torch import nn
 
 from megascale import estimate
 from megascale.cli import main
+from megascale.cli.estimate import model_of
 from megascale.errors import ArgumentError
 from tests.counting import OperatorCounter
 
@@ -112,7 +113,10 @@ def test_command_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["nosuch.module:make"], "'nosuch.module:make' cannot be built: ModuleNotFoundError"),
         ([f"{__name__}:json"], "cannot be built: TypeError"),
         (["os:getcwd"], "must return a torch.nn.Module, got str"),
-        (["nosuch.json"], "'nosuch.json' is not package.module:callable"),
+        (["nosuch.json"], "'nosuch.json' is not a number such as 7B or 7e9, a Hugging Face config.json"),
+        (["7X"], "'7X' is not a number such as 7B or 7e9"),
+        (["7B", "--gpu", "h1000"], "--gpu must be one of h100, h200"),
+        (["7B", "--gpu", "0"], "or its memory in GB, got '0'"),
         (["nan"], "must be a number of parameters"),
         (["100", "--optimizer", "muon"], 'optimizer="muon", but the model has no hidden matrix'),
         (["100", "--ranks", "0"], "--ranks must be 1 or more"),
@@ -133,3 +137,94 @@ def test_command_measures_bandwidth(capsys: pytest.CaptureFixture[str], monkeypa
     monkeypatch.setattr("megascale.cli.bench.PROBE_SECONDS", 0.01)
     assert main(["estimate", "1000000", "--memory-bandwidth", "measure"]) == 0
     assert "as if nothing overlapped" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "numel"), [("7B", 7e9), ("70b", 7e10), ("124M", 1.24e8), ("1.5K", 1500), ("1T", 1e12)]
+)
+def test_numbers_of_parameters_as_models_are_called(text: str, numel: float) -> None:
+    """7B is a number of parameters; it was taken for a file."""
+    assert model_of(text) == numel
+
+
+LLAMA_2: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "vocab_size": 32000,
+}
+LLAMA_3 = LLAMA_2 | {"intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 128256}
+QWEN_2 = LLAMA_2 | {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "vocab_size": 152064}
+QWEN_3 = LLAMA_2 | {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "vocab_size": 151936}
+CONFIGS = {
+    "llama-2-7b": (LLAMA_2, 6_738_415_616),
+    "llama-3.1-8b": (LLAMA_3, 8_030_261_248),
+    "mistral-7b": (LLAMA_2 | {"model_type": "mistral", "intermediate_size": 14336}, 7_241_732_096),
+    "qwen2.5-7b": (
+        QWEN_2 | {"model_type": "qwen2", "num_attention_heads": 28, "num_key_value_heads": 4},
+        7_615_616_512,
+    ),
+    "qwen3-0.6b": (
+        QWEN_3
+        | {"model_type": "qwen3", "num_attention_heads": 16, "num_key_value_heads": 8, "tie_word_embeddings": True},
+        596_049_920,
+    ),
+    "gpt2": (
+        {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_positions": 1024, "vocab_size": 50257, "n_inner": None},
+        124_439_808,
+    ),
+}
+"""Configs of published models, and how many parameters these have."""
+
+
+@pytest.mark.parametrize(("config", "numel"), CONFIGS.values(), ids=CONFIGS)
+def test_a_hugging_face_config_gives_the_published_number(config: dict[str, Any], numel: int, tmp_path: Path) -> None:
+    """By the file or its folder, with the values that a config leaves out."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for given in (tmp_path, tmp_path / "config.json"):
+        assert estimate(model_of(str(given))).sizes.numel == numel
+
+
+def test_hidden_matrices_of_a_config_are_muons(tmp_path: Path) -> None:
+    """Names are the model's own, so that Muon takes the layers' matrices, and neither embeddings nor the head."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_2))
+    params = estimate(model_of(str(tmp_path))).sizes.params
+    hidden = [param.name for param in params if param.is_hidden]
+    assert len(hidden) == 7 * 32
+    assert not {"lm_head.weight", "model.embed_tokens.weight"} & set(hidden)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "bloom"}, "model_type must be one of gpt2, llama, mistral, qwen2, qwen3, got 'bloom'"),
+        ({"hidden_size": None}, "field 'hidden_size' of the config must be an integer, 1 or more, got None"),
+    ],
+)
+def test_a_config_that_says_too_little(
+    change: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line names the field, or says how another model is given."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_2 | change))
+    assert main(["estimate", str(tmp_path)]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_does_it_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--gpu` answers yes with what is left; or no, with options that fit, and these do when they are typed."""
+    assert main(["estimate", "1B", "--gpu", "h100"]) == 0
+    assert "Does it fit? (H100, 80 GB)\n  yes: 64.0 GB per rank are left" in capsys.readouterr().out
+    assert main(["estimate", "7B", "--gpu", "80"]) == 0
+    said = capsys.readouterr().out
+    assert "Does it fit? (80 GB)\n  no: 32.0 GB per rank too much" in said
+    options = [
+        line.removeprefix("  fits with ").split(":")[0].split() for line in said.splitlines() if "fits w" in line
+    ]
+    assert len(options) == 2
+    for typed in options:
+        assert main(["estimate", "7B", "--gpu", "80", *typed]) == 0
+        assert "  yes: " in capsys.readouterr().out
+    assert main(["estimate", "1T", "--gpu", "t4"]) == 0
+    assert "take a larger card" in capsys.readouterr().out
