@@ -37,7 +37,12 @@ def messages(package: Path) -> Iterator[Message]:
 def page(package: Path) -> str:
     """Return all messages as a page, by kind."""
     found = sorted(set(messages(package)))
-    lines = ["# All messages", "", "Each message of the library, with … for what varies, and the module that gives it."]
+    lines = [
+        "# All messages",
+        "",
+        "Each message of the library, with … for what varies, and the module that gives it.",
+        "[Troubleshooting](troubleshooting.md) has causes and remedies.",
+    ]
     for kind in dict.fromkeys(message.kind for message in found):
         lines += ["", f"## {kind}", ""]
         lines += [f"- {_code(message.text)} ({_code(message.module)})" for message in found if message.kind == kind]

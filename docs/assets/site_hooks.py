@@ -1,10 +1,11 @@
 """What the site shows beside the files of docs/: the tables of benchmarks/results, the messages of all errors,
-and private names of torch.
+and private names of torch. A row of docs/troubleshooting.md becomes a heading, which the site's search leads to.
 """
 
 import importlib.util
 import re
 import sys
+import tomllib
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,9 +27,41 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Lead links to the tables there."""
+def on_config(config: Any) -> Any:
+    """Show the version, and a link to the repository if there is one: both are in pyproject.toml."""
+    project = tomllib.loads((Path(config.config_file_path).parent / "pyproject.toml").read_text())["project"]
+    config.site_name = f"{config.site_name} {project['version']}"
+    if repository := project.get("urls", {}).get("Repository"):
+        config.repo_url = repository
+        config.edit_uri = "edit/main/docs/"
+    return config
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Lead links to the tables there; give messages headings of their own, and put them first in the search."""
+    if page.file.src_uri.startswith("results/"):
+        page.meta["search"] = {"exclude": True}
+    if page.file.src_uri == "messages.md":
+        page.meta["search"] = {"boost": 0.5}
+    if page.file.src_uri == "troubleshooting.md":
+        page.meta["search"] = {"boost": 2}
+        markdown = headed(markdown)
     return re.sub(rf"\]\(\.\./{RESULTS}/", "](results/", markdown)
+
+
+def headed(markdown: str) -> str:
+    """Return a page with each row of its tables of messages, causes and remedies as a heading and two paragraphs."""
+    lines: list[str] = []
+    is_table = False
+    for line in markdown.splitlines():
+        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        is_table = len(cells) == 3 and (is_table or cells[0] == "message")
+        if not is_table:
+            lines.append(line)
+        elif cells[0] != "message" and not cells[0].startswith("---"):
+            message, cause, remedy = (cell.replace("\\|", "|") for cell in cells)
+            lines += [f"### {message}", "", cause, "", f"**What to do:** {remedy}", ""]
+    return "\n".join(["<div class=ms-messages></div>", "", *lines])
 
 
 def _load(name: str) -> ModuleType:

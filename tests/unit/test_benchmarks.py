@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import itertools
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -269,22 +270,37 @@ def test_figures_are_of_the_committed_rounds(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_figures_have_a_bar_for_each_contender(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A panel for each dtype, or for each number of tensors; contenders keep their order."""
+    """A panel for each dtype, or for each number of tensors; the fastest comes first."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     figure = importlib.import_module("figure")
     (tmp_path / "step_cpu.csv").write_text(
-        'dtype,contender,round,ms\nfloat16,"b, c",0,2\nfloat16,"b, c",1,4\nfloat16,a,0,3\nbfloat16,a,0,5\n'
+        'dtype,contender,round,ms\nfloat16,"b, c",0,2\nfloat16,"b, c",1,4\nfloat16,a,0,1\nbfloat16,a,0,5\n'
     )
     times = figure.read_times(tmp_path / "step_cpu.csv")
-    assert times == {"float16": {"b, c": [2.0, 4.0], "a": [3.0]}, "bfloat16": {"a": [5.0]}}
+    assert times == {"float16": {"b, c": [2.0, 4.0], "a": [1.0]}, "bfloat16": {"a": [5.0]}}
     grown = {"a, x, 200 tensors": [1.0], "a, x, 9 tensors": [2.0], "a, 200 tensors": [3.0], "a, 9 tensors": [4.0]}
     few, many = figure.growth_panels({"float16": grown}).values()
     assert (few, many) == ({"a, x": [1.0], "a": [3.0]}, {"a, x": [2.0], "a": [4.0]})
-    pytest.importorskip("matplotlib")
     (tmp_path / "growth_cpu.csv").write_text('dtype,contender,round,ms\nfloat16,"a, 2 tensors",0,1\n')
     figure.main(["--results", str(tmp_path), "--out", str(tmp_path)])
     for rounds, picture in figure.FIGURES.items():
         assert figure.digest(tmp_path / rounds).encode() in (tmp_path / picture).read_bytes()
+    drawn = (tmp_path / figure.FIGURES["step_cpu.csv"]).read_text()
+    assert re.findall(r">(a|b, c)</text>", drawn) == ["a", "b, c", "a"]  # the fastest first
+
+
+def test_figures_are_what_the_program_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes per parameter are those of the estimate; all pictures are transparent, and ask for no other file."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    figure = importlib.import_module("figure")
+    figure.main(["--out", str(tmp_path)])
+    drawn = sorted(path.name for path in tmp_path.iterdir())
+    assert drawn == sorted([*figure.FIGURES.values(), figure.BYTES, figure.FLOW])
+    for name in drawn:
+        text = (tmp_path / name).read_text()
+        assert text == (ROOT / "docs" / "assets" / name).read_text(), f"{name} is old: python benchmarks/figure.py"
+        assert "href" not in text
+        assert 'width="100%"' not in text  # no background
 
 
 @pytest.mark.weekly(minutes=0.2)

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -142,6 +143,23 @@ def test_troubleshooting_explains_what_the_library_says() -> None:
     missing = [message for message in asked if not any(text in message.text for text in explained)]
     assert missing == [], "give each a row in docs/troubleshooting.md: message, cause, remedy"
     assert _errors() - EXPLAINED - set(re.findall(r"\w+Error", page)) == {"MegascaleError"}
+
+
+@pytest.mark.slow
+def test_search_leads_from_a_message_to_its_remedy(site: Path) -> None:
+    """Each message of docs/troubleshooting.md is a section of the search index, before other pages; tables of results
+    are not in it.
+    """
+    index = json.loads((site / "search/search_index.json").read_text())["docs"]
+    sections = {entry["location"]: entry for entry in index}
+    assert not [place for place in sections if place.startswith("results/")]
+    own = [entry for place, entry in sections.items() if place.startswith("troubleshooting.html#")]
+    rows = re.findall(r"^\| `(.+?)` \|", (DOCS / "troubleshooting.md").read_text(), flags=re.MULTILINE)
+    assert len(own) > len(rows) > 200
+    assert {entry.get("boost") for entry in own} == {2}
+    found = [entry for entry in own if "nobody has asked for the loss scale" in entry["title"]]
+    assert len(found) == 1
+    assert "What to do:" in found[0]["text"]
 
 
 class _Resources(HTMLParser):
