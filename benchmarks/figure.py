@@ -120,7 +120,7 @@ def bytes_per_parameter() -> str:
         for name, options in rows.items():
             held = {kind: nbytes / 1e9 for kind, nbytes in estimate(10**9, **options, **layout).held.items()}
             pieces = [svg.Piece(nbytes, KINDS[kind][1]) for kind, nbytes in held.items() if nbytes > 1e-3]
-            bars.append(svg.Bar(name, pieces, f"{sum(held.values()):.4g}", bold=name == "with both"))
+            bars.append(svg.Bar(name, pieces, f"{round(sum(held.values()), 2):g}", bold=name == "with both"))
         drawn, end = svg.panel(f"{title}: bytes per parameter with AdamW", bars, end, 16.0)
         shapes += drawn
         end += 10

@@ -13,6 +13,8 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 RESULTS = "benchmarks/results"
+HEADS = ("message", "what you see")
+"""First column of a table of docs/troubleshooting.md whose rows become headings."""
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -55,10 +57,10 @@ def headed(markdown: str) -> str:
     is_table = False
     for line in markdown.splitlines():
         cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
-        is_table = len(cells) == 3 and (is_table or cells[0] == "message")
+        is_table = len(cells) == 3 and (is_table or cells[0] in HEADS)
         if not is_table:
             lines.append(line)
-        elif cells[0] != "message" and not cells[0].startswith("---"):
+        elif cells[0] not in HEADS and not cells[0].startswith("---"):
             message, cause, remedy = (cell.replace("\\|", "|") for cell in cells)
             lines += [f"### {message}", "", cause, "", f"**What to do:** {remedy}", ""]
     return "\n".join(["<div class=ms-messages></div>", "", *lines])

@@ -56,20 +56,24 @@ def _llama(config: dict[str, Any]) -> Named:
     for index in range(_number(config, "num_hidden_layers")):
         layer = f"model.layers.{index}"
         for name, rows, columns in (
-            ("q", queries, width),
-            ("k", keys, width),
-            ("v", keys, width),
-            ("o", width, queries),
+            ("q_proj", queries, width),
+            ("k_proj", keys, width),
+            ("v_proj", keys, width),
+            ("o_proj", width, queries),
         ):
-            yield f"{layer}.self_attn.{name}_proj.weight", (rows, columns)
-            if config.get("attention_bias") or (config.get("qkv_bias") and name != "o"):
-                yield f"{layer}.self_attn.{name}_proj.bias", (rows,)
+            yield f"{layer}.self_attn.{name}.weight", (rows, columns)
+            if config.get("attention_bias") or (config.get("qkv_bias") and name != "o_proj"):
+                yield f"{layer}.self_attn.{name}.bias", (rows,)
         if config.get("head_norms"):
-            yield from ((f"{layer}.self_attn.{name}_norm.weight", (size,)) for name in ("q", "k"))
-        for name, rows, columns in (("gate", inner, width), ("up", inner, width), ("down", width, inner)):
-            yield f"{layer}.mlp.{name}_proj.weight", (rows, columns)
+            yield from ((f"{layer}.self_attn.{name}.weight", (size,)) for name in ("q_norm", "k_norm"))
+        for name, rows, columns in (
+            ("gate_proj", inner, width),
+            ("up_proj", inner, width),
+            ("down_proj", width, inner),
+        ):
+            yield f"{layer}.mlp.{name}.weight", (rows, columns)
             if config.get("mlp_bias"):
-                yield f"{layer}.mlp.{name}_proj.bias", (rows,)
+                yield f"{layer}.mlp.{name}.bias", (rows,)
         yield f"{layer}.input_layernorm.weight", (width,)
         yield f"{layer}.post_attention_layernorm.weight", (width,)
     yield "model.norm.weight", (width,)

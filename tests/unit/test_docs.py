@@ -21,17 +21,9 @@ from tests.pool import start_context
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
-WITHOUT_EXAMPLES = (
-    "architecture",
-    "benchmarks",
-    "changes",
-    "checks",
-    "evidence",
-    "glossary",
-    "invariants",
-    "platforms",
+WITHOUT_EXAMPLES = frozenset(
+    ["architecture", "benchmarks", "changes", "checks", "evidence", "glossary", "invariants", "platforms", "training"]
 )
-WITHOUT_EXAMPLES += ("training",)
 OPTIONAL = ("accelerate", "datasets", "deepspeed", "lightning", "megatron", "pytorch_lightning", "transformers")
 SECONDS = 240.0
 OUTPUT = "output"
