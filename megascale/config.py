@@ -7,20 +7,18 @@ from typing import Any
 import torch
 
 from megascale.errors import ArgumentError
+from megascale.rules import CONFIGURABLE, FIRST, FIRST_DTYPE, SECOND, SECOND_DTYPE, muon
 from megascale.utils import validate
 from megascale.utils.spelling import names_arguments
 
 BACKENDS = ("auto", "reference", "torch", "native", "triton", "apex")
 HYSTERESIS_RESETS = ("growth", "clean_step")
-OPTIMIZERS = ("adam", "sgd", "lion", "muon")
-MUON_COEFFICIENT_TYPES = ("quintic", "polar_express")
-MUON_ADJUST_LR_FNS = ("original", "match_rms_adamw")
-MUON_NS_DTYPES = (None, torch.bfloat16, torch.float32)
+OPTIMIZERS = CONFIGURABLE
 ZCLIP_MODES = ("clip", "skip")
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOMENT_DTYPES = {
-    "exp_avg_dtype": (*STATE_DTYPES, torch.int8),
-    "exp_avg_sq_dtype": (*STATE_DTYPES, torch.uint8),
+    FIRST: (*STATE_DTYPES, FIRST_DTYPE),
+    SECOND: (*STATE_DTYPES, SECOND_DTYPE),
 }
 FLAGS = (
     "fp16",
@@ -201,11 +199,11 @@ class OptimizerConfig:
     def _validate_muon(self) -> None:
         validate.non_negative("muon_momentum", self.muon_momentum)
         validate.integer("muon_num_ns_steps", self.muon_num_ns_steps, minimum=1, maximum=99)
-        validate.one_of("muon_coefficient_type", self.muon_coefficient_type, MUON_COEFFICIENT_TYPES)
-        validate.one_of("muon_adjust_lr_fn", self.muon_adjust_lr_fn, MUON_ADJUST_LR_FNS)
+        validate.one_of("muon_coefficient_type", self.muon_coefficient_type, tuple(muon.COEFFICIENTS))
+        validate.one_of("muon_adjust_lr_fn", self.muon_adjust_lr_fn, muon.ADJUST_LR_FNS)
         if self.muon_adam_lr is not None:
             validate.non_negative("muon_adam_lr", self.muon_adam_lr)
-        if self.muon_ns_dtype not in MUON_NS_DTYPES:
+        if self.muon_ns_dtype not in muon.NS_DTYPES:
             raise ArgumentError(
                 f"muon_ns_dtype must be torch.bfloat16, torch.float32 or None, got {self.muon_ns_dtype!r}"
             )

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from megascale import ChainedOptimizer, ConstantGradScaler, MixedPrecisionOptimizer, OptimizerConfig, build_optimizer
 from megascale.errors import ArgumentError, MainParamOverflowError
-from megascale.kernels.newton_schulz import POLAR_EXPRESS, QUINTIC, iteration_dtype, iterations, orthogonalize
+from megascale.kernels.newton_schulz import iteration_dtype, orthogonalize
+from megascale.rules.muon import POLAR_EXPRESS, QUINTIC, iterations
 
 SCALE = 64.0
 AS_TORCH = OptimizerConfig(fp16=True, clip_grad=0.0, muon_ns_dtype=torch.bfloat16)
