@@ -5,7 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megascale.rules.muon import Coefficients
+from megascale.rules.muon import POLAR_EXPRESS, QUINTIC, Coefficients, iterations
+
+__all__ = ["POLAR_EXPRESS", "QUINTIC", "Coefficients", "iteration_dtype", "iterations", "orthogonalize"]
 
 
 def orthogonalize(matrices: Tensor, coefficients: Sequence[Coefficients], eps: float) -> Tensor:

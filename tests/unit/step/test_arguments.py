@@ -20,7 +20,7 @@ from megascale import (
     build_optimizer,
 )
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
-from megascale.rules.muon import QUINTIC
+from megascale.kernels.newton_schulz import QUINTIC
 from tests.training import model, set_grads
 
 

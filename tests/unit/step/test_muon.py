@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from megascale import ChainedOptimizer, ConstantGradScaler, MixedPrecisionOptimizer, OptimizerConfig, build_optimizer
 from megascale.errors import ArgumentError, MainParamOverflowError
-from megascale.kernels.newton_schulz import iteration_dtype, orthogonalize
-from megascale.rules.muon import POLAR_EXPRESS, QUINTIC, iterations
+from megascale.kernels.newton_schulz import POLAR_EXPRESS, QUINTIC, iteration_dtype, iterations, orthogonalize
 
 SCALE = 64.0
 AS_TORCH = OptimizerConfig(fp16=True, clip_grad=0.0, muon_ns_dtype=torch.bfloat16)
