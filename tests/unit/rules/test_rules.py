@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import megascale
 from megascale import MixedPrecisionOptimizer, OptimizerConfig
 from megascale.kernels import Operands, ReferenceBackend, TorchBackend
-from megascale.rules import BY_NAME, CONFIGURABLE, KINDS, MOMENT_CODES, MOMENTS, RULES, VARIANTS, Rule
+from megascale.rules import BY_NAME, CONFIGURABLE, FIRST, KINDS, MOMENT_CODES, MOMENTS, RULES, SECOND, VARIANTS, Rule
 from megascale.state.schema import IMPLEMENTATION_OPTIONS
 from megascale.step.kernel_update import KernelUpdate
 
@@ -78,9 +78,18 @@ def test_every_configured_rule_builds_an_optimizer_of_its_own() -> None:
 
 def test_messages_list_moments_first_ones_before_second_ones() -> None:
     """Of two rules' moments of one name, the one that may be codes decides what a state dict may hold."""
-    assert list(MOMENTS) == ["exp_avg", "momentum_buffer", "exp_avg_sq", "max_exp_avg_sq"]
-    assert {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8, "momentum_buffer": torch.int8} == MOMENT_CODES
-    assert {name for name, moment in MOMENTS.items() if moment.codes is not None} == set(MOMENT_CODES)
+    fields = [moment.field for moment in MOMENTS.values()]
+    assert fields == sorted(fields, key=[FIRST, SECOND].index)
+    assert {name: moment.codes for name, moment in MOMENTS.items() if moment.codes is not None} == MOMENT_CODES
+    assert MOMENT_CODES["momentum_buffer"] == torch.int8  # SGD's; Muon's is never codes
+
+
+def test_torchs_own_step_finds_its_state(rule: Rule) -> None:
+    """With step hooks torch's own ``step()`` runs on what kernels have left, and a step later kernels on the rest."""
+    for variant in rule.variants.values():
+        options = _built(rule, variant.kind).defaults | variant.options
+        kept = {*rule.state_names(options), *(["step"] if rule.counts_steps(options) else [])}
+        assert rule.own_step is None or set(rule.own_step.state) <= kept
 
 
 class _WithoutLion(TorchBackend):
