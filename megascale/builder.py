@@ -16,11 +16,10 @@ from megascale.distributed_optimizer import DistributedOptimizer
 from megascale.errors import ArgumentError, ArgumentTypeError
 from megascale.grad_scaler import ConstantGradScaler, DynamicGradScaler, MegatronGradScaler
 from megascale.grad_sync.layout import DEFAULT_BUCKET_NUMEL
-from megascale.kernels.newton_schulz import POLAR_EXPRESS, QUINTIC
-from megascale.lion import Lion
 from megascale.megatron_config import check_grouping, from_megatron_config, is_megatron_config
 from megascale.optimizer import MixedPrecisionOptimizer
 from megascale.parallel import ParallelGroups
+from megascale.rules import BY_NAME, MUON
 from megascale.step.arguments import SCALER_FIELDS, ineffective
 from megascale.utils import validate
 
@@ -31,8 +30,7 @@ OVERRIDABLE = ("lr", "lr_mult", "weight_decay", "betas", "eps", "momentum", "opt
 NOT_HIDDEN = ("*embed*", "*wte*", "*wpe*", "*head*", "*output_layer*", "*classifier*")
 """Names of matrices that Muon leaves to Adam, beside those of embedding modules: a model's first and last layers."""
 
-MUON_MEMBERS = ("muon", "adam")
-MUON_COEFFICIENTS: dict[str, Any] = {"quintic": QUINTIC, "polar_express": POLAR_EXPRESS}
+MUON_MEMBERS = (MUON.name, MUON.beside)
 
 
 class NamedParam(NamedTuple):
@@ -188,26 +186,7 @@ def build_grad_scaler(config: OptimizerConfig) -> MegatronGradScaler | None:
 
 def build_inner_optimizer(config: OptimizerConfig, param_groups: list[Options]) -> torch.optim.Optimizer:
     """Return the torch optimizer (or Lion) that ``config`` names, over ``param_groups`` of model params."""
-    lr = validate.non_negative("lr", config.lr)
-    if config.optimizer == "sgd":
-        return torch.optim.SGD(param_groups, lr=lr, momentum=config.sgd_momentum, weight_decay=config.weight_decay)
-    if config.optimizer == "lion":
-        betas = (config.lion_beta1, config.lion_beta2)
-        return Lion(param_groups, lr=lr, betas=betas, weight_decay=config.weight_decay)
-    if config.optimizer == "muon":
-        return torch.optim.Muon(
-            param_groups,
-            lr=lr,
-            weight_decay=config.weight_decay,
-            momentum=config.muon_momentum,
-            nesterov=config.muon_nesterov,
-            ns_coefficients=MUON_COEFFICIENTS[config.muon_coefficient_type],
-            ns_steps=config.muon_num_ns_steps,
-            adjust_lr_fn=config.muon_adjust_lr_fn,
-        )
-    kind = torch.optim.AdamW if config.decoupled_weight_decay else torch.optim.Adam
-    betas = (config.adam_beta1, config.adam_beta2)
-    return kind(param_groups, lr=lr, betas=betas, eps=config.adam_eps, weight_decay=config.weight_decay)
+    return BY_NAME[config.optimizer].build(config, param_groups, validate.non_negative("lr", config.lr))
 
 
 def is_hidden_matrix(name: str, shape: Sequence[int], module_kind: str = "") -> bool:

@@ -7,20 +7,21 @@ from typing import Any
 import torch
 
 from megascale.errors import ArgumentError
+from megascale.rules import CONFIGURABLE, FIRST, FIRST_DTYPE, SECOND, SECOND_DTYPE, muon
 from megascale.utils import validate
 from megascale.utils.spelling import names_arguments
 
 BACKENDS = ("auto", "reference", "torch", "native", "triton", "apex")
 HYSTERESIS_RESETS = ("growth", "clean_step")
-OPTIMIZERS = ("adam", "sgd", "lion", "muon")
-MUON_COEFFICIENT_TYPES = ("quintic", "polar_express")
-MUON_ADJUST_LR_FNS = ("original", "match_rms_adamw")
-MUON_NS_DTYPES = (None, torch.bfloat16, torch.float32)
+OPTIMIZERS = CONFIGURABLE
+MUON_COEFFICIENT_TYPES = tuple(muon.COEFFICIENTS)
+MUON_ADJUST_LR_FNS = muon.ADJUST_LR_FNS
+MUON_NS_DTYPES = muon.NS_DTYPES
 ZCLIP_MODES = ("clip", "skip")
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOMENT_DTYPES = {
-    "exp_avg_dtype": (*STATE_DTYPES, torch.int8),
-    "exp_avg_sq_dtype": (*STATE_DTYPES, torch.uint8),
+    FIRST: (*STATE_DTYPES, FIRST_DTYPE),
+    SECOND: (*STATE_DTYPES, SECOND_DTYPE),
 }
 FLAGS = (
     "fp16",

@@ -21,8 +21,8 @@ from megascale.main_params.owned import OwnedMainParams
 from megascale.main_params.sharded import ShardedMainParams
 from megascale.optimizer import MixedPrecisionOptimizer
 from megascale.parallel import ParallelGroups
+from megascale.rules import ELEMENTWISE
 from megascale.step.arguments import check_arguments
-from megascale.step.update_selection import ELEMENTWISE
 from megascale.utils import validate
 from megascale.utils.spelling import names_arguments
 

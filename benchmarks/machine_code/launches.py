@@ -16,11 +16,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from megascale.kernels import AdamHyper, Decision, HeldParams, LionHyper, Operands, SgdHyper
-from megascale.kernels.compact_moments import CODE_DTYPES, FIRST_DTYPE, SCALE_SUFFIX, SECOND_DTYPE
+from megascale.kernels.compact_moments import SCALE_SUFFIX
 from megascale.kernels.decision import GradWeights, ScaleRule
 from megascale.kernels.remainders import REMAINDER_DTYPE
 from megascale.kernels.triton import device_table
 from megascale.kernels.triton.backend import OPTIONS, TritonBackend
+from megascale.rules import CODE_DTYPES, FIRST_DTYPE, SECOND_DTYPE
 
 HALF, BRAIN, SINGLE, CODES = torch.float16, torch.bfloat16, torch.float32, FIRST_DTYPE
 ALIGNMENT = 512  # bytes, as torch's allocator on a GPU

@@ -5,13 +5,12 @@ from torch import Tensor
 
 from megascale.errors import UsageError
 from megascale.kernels.compact_moments import SCALE_SUFFIX
-from megascale.lion import Lion
-from megascale.step.compact_state import MOMENTS
+from megascale.rules import FIRST, MOMENT_CODES, may_be_codes
 from megascale.step.kernel_state import named_in
 
-_KINDS = (torch.optim.Adam, torch.optim.SGD, Lion)
+_KINDS = may_be_codes(FIRST)
 """The optimizers whose moments may be codes, with their subclasses. Others may call anything by these names."""
-_MOMENTS = {f"{name}{SCALE_SUFFIX}": name for name in MOMENTS}
+_MOMENTS = {f"{name}{SCALE_SUFFIX}": name for name in MOMENT_CODES}
 """Moments by the names of their scales."""
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megascale.kernels import AdamHyper, Backend, Decision, Operands, TensorList, TorchBackend
+from megascale.rules import ADAM
 from megascale.step.kernel_state import rate
 from megascale.utils.step_hooks import has_step_hooks
 
@@ -18,7 +19,7 @@ def fits(optimizer: torch.optim.Optimizer, backend: Backend) -> TypeGuard[torch.
 
     That must be torch's own ``step()``, with ``fused=True`` and without hooks, on plain fp32 parameters.
     """
-    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW) or isinstance(backend, TorchBackend):
+    if type(optimizer) not in ADAM.kinds or isinstance(backend, TorchBackend):
         return False
     # An LR scheduler wraps step() only to see that it was called.
     replaced = "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched")
@@ -37,7 +38,7 @@ def fits(optimizer: torch.optim.Optimizer, backend: Backend) -> TypeGuard[torch.
 def _are_plain(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> bool:
     """Return whether our kernels can read parameters and state; torch's own step handles others, or refuses them."""
     states = [(param, optimizer.state[param]) for param in params if optimizer.state.get(param)]
-    for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
+    for name in (moment.name for moment in ADAM.moments):
         held = [(param, state[name]) for param, state in states if name in state]
         moments = TensorList(moment for _, moment in held)
         fit = all(moment.shape == param.shape and moment.device == param.device for param, moment in held)

@@ -9,8 +9,9 @@ from megascale.estimation.sizes import ParamSpec
 from megascale.grad_sync.layout import rounded_up
 from megascale.grad_sync.reduction import MESSAGE
 from megascale.grad_sync.sync import MOST_PENDING
-from megascale.kernels.compact_moments import CODE_DTYPES, num_groups
+from megascale.kernels.compact_moments import num_groups
 from megascale.main_params.slab import ALIGNMENT, SMALL
+from megascale.rules import CODE_DTYPES
 from megascale.utils.dtypes import HALF_DTYPES
 
 STEP_BYTES = 4

@@ -9,30 +9,27 @@ from megascale.errors import ArgumentError, ArgumentTypeError
 from megascale.estimation.sizes import ParamSpec
 from megascale.grad_sync.bucket import main_grad_dtype
 from megascale.grad_sync.layout import DEFAULT_BUCKET_NUMEL
-from megascale.kernels.compact_moments import CODE_DTYPES
 from megascale.kernels.remainders import REMAINDER_DTYPE
+from megascale.rules import CODE_DTYPES, FIRST, SECOND, VARIANTS
 from megascale.utils import validate
 from megascale.utils.dtypes import HALF_DTYPES
 
 SHARDINGS = ("replicated", "grad_sync", "distributed")
 SHARDS = ("auto", "elements", "parameters")
 COMMUNICATION = ("nccl", "gloo")
-MOMENTS = {
-    "adamw": ("exp_avg", "exp_avg_sq"),
-    "adam": ("exp_avg", "exp_avg_sq"),
-    "amsgrad": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
-    "sgd": (),
-    "momentum": ("momentum_buffer",),
-    "lion": ("exp_avg",),
-    "muon": ("momentum_buffer",),
-}
+MOMENTS = {name: tuple(rule.state_names(variant.options)) for name, (rule, variant) in VARIANTS.items()}
 """Names of the moments that each optimizer keeps. "momentum" is SGD with momentum; "muon" is for hidden matrices."""
 BESIDE_MUON = "adamw"
 """The optimizer of all other parameters where hidden matrices have Muon."""
-_ADAM = ("adamw", "adam", "amsgrad")
-_TAKERS = {"exp_avg_dtype": (*_ADAM, "momentum", "lion"), "exp_avg_sq_dtype": _ADAM}
+_TAKERS = {
+    dtype_field: tuple(
+        name
+        for name, (rule, _) in VARIANTS.items()
+        if any(one.field == dtype_field and one.codes is not None and one.name in MOMENTS[name] for one in rule.moments)
+    )
+    for dtype_field in (FIRST, SECOND)
+}
 """Optimizers that may hold moments as 8-bit codes."""
-SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq")
 MOST_RANKS = 1 << 20
 
 
@@ -130,19 +127,18 @@ class Setup:
 
     def counts_steps(self, param: ParamSpec) -> bool:
         """Whether a step count is kept for one parameter: 8-bit codes depend on it, too."""
-        return self.optimizer_of(param) in _ADAM or any(dtype in CODE_DTYPES for dtype in self.moment_dtypes(param))
+        rule, variant = VARIANTS[self.optimizer_of(param)]
+        return rule.counts_steps(variant.options) or any(dtype in CODE_DTYPES for dtype in self.moment_dtypes(param))
 
     def moment_dtypes(self, param: ParamSpec) -> list[torch.dtype]:
         """Return the dtype of each moment of a parameter."""
-        names = MOMENTS[self.optimizer_of(param)]
+        rule, variant = VARIANTS[self.optimizer_of(param)]
+        names = rule.state_names(variant.options)
         main_dtype = main_dtype_of(param.dtype)
         if main_dtype == torch.float64:
             return [main_dtype] * len(names)
-        second = self.exp_avg_sq_dtype
-        dtypes = {name: second if name in SECOND_MOMENTS else self.exp_avg_dtype for name in names}
-        if second in CODE_DTYPES and "max_exp_avg_sq" in dtypes:
-            dtypes["max_exp_avg_sq"] = main_dtype
-        return list(dtypes.values())
+        moments = {moment.name: moment for moment in rule.moments}
+        return [moments[name].dtype(getattr(self, moments[name].field)) for name in names]
 
     def grad_dtype_of(self, model_dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of the gradients that the step reads, for model params of ``model_dtype``."""

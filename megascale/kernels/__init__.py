@@ -15,7 +15,7 @@ from megascale.kernels.decision import (
 )
 from megascale.kernels.native.backend import NativeBackend
 from megascale.kernels.non_finite import describe_non_finite
-from megascale.kernels.protocol import AdamHyper, Backend, HeldParams, LionHyper, Operands, SgdHyper
+from megascale.kernels.protocol import Backend, HeldParams, Operands
 from megascale.kernels.reference import ReferenceBackend, stats_dtype
 from megascale.kernels.selection import select_backend, why_not
 from megascale.kernels.tensors.checked_memory import (
@@ -37,6 +37,7 @@ from megascale.kernels.tensors.tensor_reader import (
     same_values,
 )
 from megascale.kernels.torch_backend import TorchBackend
+from megascale.rules import AdamHyper, LionHyper, SgdHyper
 
 __all__ = [
     "CLIP_EPSILON",

@@ -42,11 +42,12 @@ from torch import Tensor
 from megascale.errors import UsageError
 from megascale.kernels.blocks import Block, Row, blocks_of, flat
 from megascale.kernels.decision import Decision, TensorStats, TorchDecisions
-from megascale.kernels.protocol import AdamHyper, LionHyper, Operands, SgdHyper
+from megascale.kernels.protocol import Operands
 from megascale.kernels.reference import stats_dtype
 from megascale.kernels.remainders import TorchRemainders
 from megascale.kernels.split import Split
 from megascale.kernels.torch_backend import TorchBackend
+from megascale.rules import AdamHyper, LionHyper, SgdHyper
 from megascale.utils.graph_capture import is_capturing
 
 CHUNK = 1 << 16  # elements of one thread block; apex's own choice

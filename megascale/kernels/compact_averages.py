@@ -11,7 +11,8 @@ same bits.
 import torch
 from torch import Tensor
 
-from megascale.kernels.compact_moments import FIRST_DTYPE, exact_root, flat_of, grouped
+from megascale.kernels.compact_moments import exact_root, flat_of, grouped
+from megascale.rules import FIRST_DTYPE
 
 LEAST_AVERAGE = 2.0**-100
 """A group whose magnitudes are all smaller has scale 0: the reciprocal of its scale could overflow."""

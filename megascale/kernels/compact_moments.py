@@ -31,13 +31,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from megascale.rules import CODE_DTYPES, FIRST_DTYPE, MOMENT_CODES, SECOND_DTYPE
+
 GROUP = 32
 """Elements that share a scale."""
-FIRST_DTYPE, SECOND_DTYPE = torch.int8, torch.uint8
-CODE_DTYPES = (FIRST_DTYPE, SECOND_DTYPE)
 SCALE_SUFFIX = "_scale"
 """Added to the name of a moment: the name of its scales."""
-_SCALES = frozenset(f"{name}{SCALE_SUFFIX}" for name in ("exp_avg", "exp_avg_sq", "momentum_buffer"))
+_SCALES = frozenset(f"{name}{SCALE_SUFFIX}" for name in MOMENT_CODES)
 LEAST_QUOTIENT = 2.0**-100
 """A group whose quotients are all smaller has scale 0: the reciprocal of its scale could overflow."""
 FINEST, COARSEST = 16, 19

@@ -1,4 +1,4 @@
-"""Backend, the Protocol of kernels, and their arguments: parallel lists of local tensors, and hyperparameters."""
+"""Backend, the Protocol of kernels, and their arguments: parallel lists of local tensors."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megascale.kernels.compact_moments import is_scale
 from megascale.kernels.decision import Decision, GradWeights, ScaleRule, TensorStats
+from megascale.rules import AdamHyper, LionHyper, SgdHyper
 
 FP16_OVERFLOW = 65520.0
 """The smallest fp32 magnitude that rounds to inf in fp16."""
@@ -93,43 +94,6 @@ class HeldParams:
     def pick(self, indices: Sequence[int]) -> "HeldParams":
         """Return the parameters at ``indices``."""
         return HeldParams(*([column[i] for i in indices] for column in (*self.beside, self.mains)))
-
-
-@dataclass(frozen=True)
-class AdamHyper:
-    """Hyperparameters of Adam (arXiv 1412.6980) and AdamW (``decoupled``, arXiv 1711.05101), by torch's names."""
-
-    lr: float | Tensor
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    decoupled: bool
-    amsgrad: bool
-    maximize: bool
-
-
-@dataclass(frozen=True)
-class SgdHyper:
-    """Hyperparameters of SGD with momentum, as torch.optim has them."""
-
-    lr: float | Tensor
-    momentum: float
-    dampening: float
-    weight_decay: float
-    nesterov: bool
-    maximize: bool
-
-
-@dataclass(frozen=True)
-class LionHyper:
-    """Hyperparameters of Lion (arXiv 2302.06675), by the names of torch's optimizers."""
-
-    lr: float | Tensor
-    beta1: float
-    beta2: float
-    weight_decay: float
-    maximize: bool
 
 
 class Backend(Protocol):

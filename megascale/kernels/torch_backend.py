@@ -12,10 +12,11 @@ from torch import Tensor
 
 from megascale.kernels.blocks import Block, RoundingWatch, Scratch, blocks_of, flat
 from megascale.kernels.decision import Decision, TensorStats, TorchDecisions
-from megascale.kernels.protocol import AdamHyper, LionHyper, Operands, SgdHyper
+from megascale.kernels.protocol import Operands
 from megascale.kernels.reference import ReferenceBackend, stats_dtype
 from megascale.kernels.remainders import TorchRemainders
 from megascale.kernels.split import Split
+from megascale.rules import AdamHyper, LionHyper, SgdHyper
 
 
 class TorchBackend(TorchDecisions, TorchRemainders):

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from megascale.errors import MainParamOverflowError, StateDictError, listed
-from megascale.kernels.compact_moments import FIRST_DTYPE, SCALE_SUFFIX, SECOND_DTYPE, num_groups
+from megascale.kernels.compact_moments import SCALE_SUFFIX, num_groups
 from megascale.kernels.protocol import FP16_OVERFLOW
 from megascale.kernels.remainders import REMAINDER_DTYPE
+from megascale.rules import MOMENT_CODES
 from megascale.utils.autograd import detached
 from megascale.utils.dtensors import local
 
@@ -28,8 +29,6 @@ KEYS = ("optimizer", "main_params", "grad_scaler", "version")
 IMPLEMENTATION_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
 # Key, beside "state", of state that belongs to no parameter: a list with one dict per wrapped optimizer.
 SHARED_STATE = "shared_state"
-MOMENT_CODES = {"exp_avg": FIRST_DTYPE, "exp_avg_sq": SECOND_DTYPE, "momentum_buffer": FIRST_DTYPE}
-"""The dtypes of moments held as 8-bit codes, see :mod:`megascale.kernels.compact_moments`."""
 PRIMITIVES = (bool, int, float, str, type(None))
 
 

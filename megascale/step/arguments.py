@@ -12,9 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from megascale.config import MOMENT_DTYPES, OptimizerConfig
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.grad_scaler import ConstantGradScaler, MegatronGradScaler
-from megascale.kernels.newton_schulz import POLAR_EXPRESS, QUINTIC
-from megascale.lion import Lion
 from megascale.main_params.main_param import MainParam
+from megascale.rules import ADAM, BY_NAME, RULES, SECOND, kinds_without
+from megascale.rules.options import values_of
 from megascale.utils.dtensors import held
 
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
@@ -155,64 +155,31 @@ def ineffective(
             yield IneffectiveField(name, value, defaults[name], holder, has, remedy)
 
 
-def _option(name: str, index: int | None = None) -> Callable[[torch.optim.Optimizer], list[Any]]:
-    """Return a function that lists the values of an option in an optimizer's defaults and param groups."""
-
-    def values(optimizer: torch.optim.Optimizer) -> list[Any]:
-        found = [options[name] for options in (optimizer.defaults, *optimizer.param_groups) if name in options]
-        chosen = found if index is None else [value[index] for value in found]
-        return [float(value) if isinstance(value, Tensor) else value for value in chosen]
-
-    return values
-
-
 def _kind(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Return the rule that a class's name has in it: Adam's last, as in MuonWithAuxAdam."""
     name = type(optimizer).__name__.lower()
-    return [next((known for known in ("sgd", "lion", "muon", "adam") if known in name), name)]
+    known = sorted(BY_NAME, key=lambda rule: rule == ADAM.name)
+    return [next((rule for rule in known if rule in name), name)]
 
 
 def _decoupled(optimizer: torch.optim.Optimizer) -> list[Any]:
-    return [bool(optimizer.defaults.get("decoupled_weight_decay", isinstance(optimizer, (torch.optim.AdamW, Lion))))]
-
-
-def _of_muon(values: Callable[[torch.optim.Optimizer], list[Any]]) -> Callable[[torch.optim.Optimizer], list[Any]]:
-    """Return a function that lists what ``values`` does of a Muon, and nothing of other optimizers."""
-    return lambda optimizer: values(optimizer) if isinstance(optimizer, torch.optim.Muon) else []
-
-
-def _coefficient_type(optimizer: torch.optim.Optimizer) -> list[Any]:
-    kinds = {QUINTIC: "quintic", POLAR_EXPRESS: "polar_express"}
-    return [kinds.get(value, value) for value in _option("ns_coefficients")(optimizer)]
+    kinds = tuple(kind for rule in RULES for kind in rule.decoupled)
+    return [bool(optimizer.defaults.get("decoupled_weight_decay", isinstance(optimizer, kinds)))]
 
 
 def _second_moment(optimizer: torch.optim.Optimizer) -> list[Any]:
     """Return the dtypes that a second moment may have here: none if there is none. Others check what they support."""
-    return [] if isinstance(optimizer, (torch.optim.SGD, torch.optim.Muon, Lion)) else list(_ANY_DTYPE)
+    return [] if isinstance(optimizer, kinds_without(SECOND)) else list(MOMENT_DTYPES[SECOND])
 
 
-_ANY_DTYPE = MOMENT_DTYPES["exp_avg_sq_dtype"]
 _OF_OPTIMIZER: dict[str, Callable[[torch.optim.Optimizer], list[Any]]] = {
     "optimizer": _kind,
     # A schedule that was built first has changed the rate already.
-    "lr": lambda optimizer: [*_option("lr")(optimizer), *_option("initial_lr")(optimizer)],
-    "weight_decay": _option("weight_decay"),
-    "adam_beta1": _option("betas", 0),
-    "adam_beta2": _option("betas", 1),
-    "adam_eps": _option("eps"),
+    "lr": lambda optimizer: [*values_of("lr")(optimizer), *values_of("initial_lr")(optimizer)],
+    "weight_decay": values_of("weight_decay"),
     "decoupled_weight_decay": _decoupled,
-    "sgd_momentum": _option("momentum"),
-    "lion_beta1": _option("betas", 0),
-    "lion_beta2": _option("betas", 1),
-    "exp_avg_sq_dtype": _second_moment,
-    "muon_momentum": _of_muon(_option("momentum")),
-    "muon_nesterov": _of_muon(_option("nesterov")),
-    "muon_num_ns_steps": _of_muon(_option("ns_steps")),
-    "muon_coefficient_type": _of_muon(_coefficient_type),
-    "muon_adjust_lr_fn": _of_muon(_option("adjust_lr_fn")),
-    "muon_adam_lr": lambda optimizer: [] if isinstance(optimizer, torch.optim.Muon) else _option("lr")(optimizer),
-    "muon_ns_dtype": _of_muon(lambda optimizer: [torch.bfloat16, torch.float32]),
-    "muon_batched": _of_muon(lambda optimizer: [True]),
-    "muon_split_work": _of_muon(lambda optimizer: [True]),
+    SECOND: _second_moment,
+    **{name: values for rule in RULES for name, values in rule.fields.items()},
 }
 _OF_SCALER = {
     "loss_scale": "initial_scale",

@@ -14,35 +14,28 @@ from megascale.errors import ArgumentError, UsageError
 from megascale.kernels import Backend
 from megascale.kernels.compact_averages import decode_average, encode_average
 from megascale.kernels.compact_moments import (
-    CODE_DTYPES,
-    FIRST_DTYPE,
     GROUP,
     SCALE_SUFFIX,
-    SECOND_DTYPE,
     decode_moments,
     dither,
     encode_moments,
     is_scale,
 )
-from megascale.lion import Lion
 from megascale.main_params.group_scales import first_element, has_whole_groups, scales_like, scales_shape
 from megascale.main_params.main_param import MainParam
+from megascale.rules import CODE_DTYPES, MOMENT_CODES, may_be_codes
 from megascale.utils.dtensors import dtensor_like, is_dtensor, local
 
 BACKENDS = ("native", "triton", "torch", "reference")
 """The backends that update 8-bit moments."""
-MOMENTS = {"exp_avg": FIRST_DTYPE, "exp_avg_sq": SECOND_DTYPE, "momentum_buffer": FIRST_DTYPE}
-"""The moments that may be codes, and the dtype of these."""
 _PAIR = ["exp_avg", "exp_avg_sq"]
-_ADAM = (torch.optim.Adam, torch.optim.AdamW)
-_SUPPORTED = {"exp_avg": (*_ADAM, torch.optim.SGD, Lion), "exp_avg_sq": _ADAM}
-"""By the name of the moment in the config: the optimizers that may hold it as codes."""
+"""Moments that are encoded together, see :mod:`megascale.kernels.compact_moments`."""
 
 
 def require_supported(dtypes: Mapping[str, torch.dtype], optimizer: torch.optim.Optimizer, backend: Backend) -> None:
     """Raise ArgumentError if ``dtypes``, by name, ask for codes that this optimizer or backend cannot update."""
-    for name, kinds in _SUPPORTED.items():
-        dtype = dtypes[name]
+    for name in _PAIR:
+        dtype, kinds = dtypes[name], may_be_codes(f"{name}_dtype")
         if dtype not in CODE_DTYPES:
             continue
         if not isinstance(optimizer, kinds):
@@ -92,12 +85,12 @@ def shape_of(name: str, param: MainParam) -> torch.Size:
 
 def is_code(name: str, value: Tensor) -> bool:
     """Whether a state is a moment held as codes."""
-    return value.dtype == MOMENTS.get(name)
+    return value.dtype == MOMENT_CODES.get(name)
 
 
 def require_uncast(entry: Mapping[str, Any], param: MainParam) -> None:
     """Raise UsageError for codes that are no longer integers: torch's ``load_state_dict`` casts them to numbers."""
-    for name, dtype in MOMENTS.items():
+    for name, dtype in MOMENT_CODES.items():
         moment, scale = entry.get(name), entry.get(name + SCALE_SUFFIX)
         if isinstance(moment, Tensor) and scale is not None and moment.dtype.is_floating_point:
             raise UsageError(
@@ -112,7 +105,8 @@ def convert_(entry: dict[str, Any], dtypes: Mapping[str, torch.dtype], param: Ma
 
     State that is missing stays missing. Raises UsageError for codes without scales, or without the other moment.
     """
-    names = _PAIR if entry.get("exp_avg_sq") is not None else [name for name in MOMENTS if entry.get(name) is not None]
+    held = [name for name in MOMENT_CODES if entry.get(name) is not None]
+    names = _PAIR if "exp_avg_sq" in held else held
     unscaled = [
         name + SCALE_SUFFIX
         for name in names
@@ -159,4 +153,4 @@ def _converted_averages(
 
 def holds_codes(entry: Mapping[str, Any]) -> bool:
     """Whether a parameter's state has moments held as codes."""
-    return any(isinstance(entry.get(name), Tensor) and is_code(name, entry[name]) for name in MOMENTS)
+    return any(isinstance(entry.get(name), Tensor) and is_code(name, entry[name]) for name in MOMENT_CODES)

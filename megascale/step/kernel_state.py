@@ -1,6 +1,5 @@
 """The optimizer state that our kernels read and write: created as torch creates it, checked before each step."""
 
-import math
 import numbers
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -23,10 +22,12 @@ from megascale.kernels import (
     shares_elements,
     sharing,
 )
-from megascale.kernels.compact_moments import CODE_DTYPES, is_scale
+from megascale.kernels.compact_moments import is_scale
 from megascale.main_params.group_scales import scales_like
 from megascale.main_params.main_param import MainParam
 from megascale.main_params.slab import SLAB, Slabs
+from megascale.rules import CODE_DTYPES
+from megascale.rules.options import number
 from megascale.step.compact_state import (
     convert_,
     holds_codes,
@@ -269,17 +270,17 @@ def _placed(numbers: Sequence[Tensor], devices: Sequence[torch.device]) -> list[
     """Return 0-d tensors, each on its device. Host tensors are copied together, into slabs."""
     placed = list(numbers)
     travelling: defaultdict[torch.device, list[int]] = defaultdict(list)
-    for index, (number, device) in enumerate(zip(numbers, devices, strict=True)):
-        if number.device.type == "cpu" and device.type != "cpu":
+    for index, (count, device) in enumerate(zip(numbers, devices, strict=True)):
+        if count.device.type == "cpu" and device.type != "cpu":
             travelling[device].append(index)
         else:
-            placed[index] = number.to(device)
+            placed[index] = count.to(device)
     for device, indices in travelling.items():
         for begin in range(0, len(indices), SLAB):
             run = indices[begin : begin + SLAB]
             arrived = staged(torch.stack([numbers[index] for index in run]), device)
-            for index, number in zip(run, arrived.unbind(), strict=True):
-                placed[index] = number.data  # a version counter of its own
+            for index, count in zip(run, arrived.unbind(), strict=True):
+                placed[index] = count.data  # a version counter of its own
     return placed
 
 
@@ -429,43 +430,6 @@ def _needs_check(tensor: Tensor | None, param: MainParam) -> bool:
 # Options of param groups
 
 
-def require_options(options: Mapping[str, Any], names: Collection[str]) -> None:
-    """Raise ArgumentError, naming them, if a param group lacks options."""
-    lacks = [name for name in names if name not in options]
-    if lacks:
-        raise ArgumentError(
-            f"a param group lacks {', '.join(map(repr, lacks))}; set them, or add the group by add_param_group(), "
-            "which fills in the defaults"
-        )
-
-
-def number(options: Mapping[str, Any], name: str) -> float:
-    """Return an option that is a finite number. Raises ArgumentError, naming it, for what is none."""
-    value = options[name]
-    if isinstance(value, numbers.Real):
-        return _finite(name, value)
-    raise ArgumentError(f"{name} of a param group must be a number, got {value!r} of type {type(value).__name__}")
-
-
-def _finite(name: str, value: Any) -> float:
-    try:
-        result = float(value)
-    except OverflowError:  # an integer that is too large
-        result = math.inf
-    if math.isfinite(result):
-        return result
-    raise ArgumentError(f"{name} of a param group must be finite, got {result}")
-
-
-def pair(options: Mapping[str, Any], name: str) -> tuple[float, float]:
-    """Return an option that is two finite numbers. Raises ArgumentError, naming it, for what is none."""
-    value = options[name]
-    if isinstance(value, Collection) and len(value) == 2 and all(isinstance(one, numbers.Real) for one in value):
-        first, second = value
-        return _finite(name, first), _finite(name, second)
-    raise ArgumentError(f"{name} of a param group must be two numbers, got {value!r}")
-
-
 def rate(options: Mapping[str, Any]) -> float | Tensor:
     """Return the learning rate: a number, or a 0-d tensor of fp32 or fp64. Raises ArgumentError for what is neither."""
     value = options["lr"]
@@ -481,10 +445,3 @@ def rate(options: Mapping[str, Any]) -> float | Tensor:
         raise ArgumentError(f"lr of a param group {fault}; give it a number, or a tensor of one")
     value = plain(value.detach()).reshape(())
     return value.float() if value.dtype in HALF_DTYPES or not value.dtype.is_floating_point else value
-
-
-def has_tensors(options: Mapping[str, Any], names: Sequence[str]) -> bool:
-    """Return whether one of these options is a tensor, or holds one: torch's own step then reads it."""
-    values = [options[name] for name in names]
-    parts = [part for value in values for part in (value if isinstance(value, (tuple, list)) else (value,))]
-    return any(isinstance(part, Tensor) for part in parts)

@@ -1,6 +1,5 @@
-"""Adam, AdamW, SGD and Lion on kernels, which read ``found_inf`` on the device."""
+"""The rules of :mod:`megascale.rules` on kernels, which read ``found_inf`` on the device."""
 
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from operator import is_
@@ -14,21 +13,21 @@ from typing_extensions import override
 from megascale.config import OptimizerConfig
 from megascale.errors import UsageError
 from megascale.kernels import (
-    AdamHyper,
     Backend,
     Decision,
-    LionHyper,
     Operands,
-    SgdHyper,
+    ReferenceBackend,
     new_tags,
     same_values,
 )
-from megascale.kernels.compact_moments import CODE_DTYPES, is_scale
+from megascale.kernels.compact_moments import is_scale
 from megascale.main_params.main_param import MainParam
 from megascale.main_params.update_unit import UpdateUnit
+from megascale.rules import CODE_DTYPES, MOMENTS, Hyper, Rule
+from megascale.rules.options import require_options
 from megascale.step.compact_state import require_supported, start_of, with_scales
 from megascale.step.decoded import DecodedParams, decoded_together, held_params, scratch_numel
-from megascale.step.kernel_state import KernelState, StateColumns, has_tensors, number, pair, rate, require_options
+from megascale.step.kernel_state import KernelState, StateColumns, rate
 from megascale.step.torch_step import GeneralUpdate
 from megascale.step.update import InnerUpdate, KernelCall, MarkWritten, PendingUpdate, Prepared, Rounded
 from megascale.utils.dtensors import local
@@ -48,36 +47,32 @@ class _CachedHyper(NamedTuple):
     hyper: Any
 
 
-class KernelUpdate(InnerUpdate, ABC):
-    """Base of the Adam, SGD, Lion and Muon updates: state made at once, one kernel call per unit and device.
+class KernelUpdate(InnerUpdate):
+    """Runs an optimizer's rule: state made at once, one kernel call per unit and device.
 
-    With step hooks, or options that are tensors, the optimizer's own ``step()`` runs instead.
+    With step hooks, or options that the rule's kernels cannot run, the optimizer's own ``step()`` runs instead.
     """
 
-    @property
-    def fuses_remainders(self) -> bool:
-        """Whether :meth:`run` takes main params that are held as remainders. Else they are decoded for it."""
-        return self.backend.fuses_remainders
-
-    optional_state: tuple[str, ...] = ()
-    """State that may be missing: options that need it can be switched on at any time."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, backend: Backend, config: OptimizerConfig) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, backend: Backend, config: OptimizerConfig, rule: Rule) -> None:
         self.optimizer = optimizer
         self.backend = backend
+        self.rule = rule
+        self._kernel = rule.kernel or ""
+        is_own = hasattr(backend, self._kernel)
+        self._kernels = backend if is_own else ReferenceBackend()
+        # Else main params that are held as remainders are decoded for run().
+        self.fuses_remainders = is_own and backend.fuses_remainders
         self._general = GeneralUpdate(optimizer, backend)
         self._entries: list[dict[str, Any]] = []
         self._tag = new_tags(1)
         self._prepared: WeakKeyDictionary[UpdateUnit, _CachedOperands] = WeakKeyDictionary()
         self._hypers: dict[int, _CachedHyper] = {}
-        self._option_names = ("lr", *self.numbers, *self.flags)
-        self._read_names = (*self._option_names, "decoupled_weight_decay")
-        dtypes = dict.fromkeys(("exp_avg", "momentum_buffer"), config.exp_avg_dtype)
-        dtypes |= dict.fromkeys(("exp_avg_sq", "max_exp_avg_sq"), config.exp_avg_sq_dtype)
-        if config.exp_avg_sq_dtype in CODE_DTYPES:
-            dtypes["max_exp_avg_sq"] = torch.float32
+        self._option_names = ("lr", *rule.numbers, *rule.flags)
+        self._read_names = (*self._option_names, *rule.may_read)
+        dtypes = {name: moment.dtype(getattr(config, moment.field)) for name, moment in MOMENTS.items()}
         require_supported(dtypes, optimizer, backend)
         self._dtypes = dtypes
+        self._has_codes = any(dtypes[moment.name] in CODE_DTYPES for moment in rule.moments)
         self._scratch: dict[torch.device, Tensor] = {}
         self._state = KernelState(optimizer, dtypes)
 
@@ -92,7 +87,7 @@ class KernelUpdate(InnerUpdate, ABC):
         changed = [pending for pending, hyper in zip(updates, known, strict=True) if hyper is None]
         for pending in changed:
             require_options(pending.options, self._option_names)
-        if self._hooked() or not all(self.fits(pending.options) for pending in changed):
+        if self._hooked() or any(self.rule.obstacle(pending.options) for pending in changed):
             self._require_readable()
             return self._general.prepare(updates)
         self._drop_stale_operands()
@@ -130,7 +125,7 @@ class KernelUpdate(InnerUpdate, ABC):
     @override
     def check_options(self, options: dict[str, Any]) -> None:
         require_options(options, self._option_names)
-        if self.fits(options):
+        if self.rule.obstacle(options) is None:
             self.hyper(options)
         else:
             self._general.check_options(options)
@@ -143,11 +138,13 @@ class KernelUpdate(InnerUpdate, ABC):
 
     @override
     def required_state(self, options: dict[str, Any]) -> list[str]:
-        return self.state_names(options) + (["step"] if self.counts_steps(options) else [])
+        names = self.rule.state_names(options)
+        counts = self.rule.counts_steps(options) or (self._has_codes and len(names) > 0)
+        return [*names, "step"] if counts else names
 
     @override
     def arithmetic(self) -> str:
-        if self._hooked() or not all(map(self.fits, self.optimizer.param_groups)):
+        if self._hooked() or any(map(self.rule.obstacle, self.optimizer.param_groups)):
             return self._general.arithmetic()
         return f"{type(self.optimizer).__name__}, backend {self.backend.name}"
 
@@ -155,9 +152,8 @@ class KernelUpdate(InnerUpdate, ABC):
     def why_not_capturable(self) -> str | None:
         if self._hooked():
             return f"{type(self.optimizer).__name__} has step hooks, which the host must call: remove them"
-        if not all(self.fits(group) for group in self.optimizer.param_groups):
-            return f"{type(self.optimizer).__name__} has options that are tensors: give numbers"
-        return None
+        obstacle = next(filter(None, map(self.rule.obstacle, self.optimizer.param_groups)), None)
+        return None if obstacle is None else f"{type(self.optimizer).__name__} has {obstacle}"
 
     def _require_readable(self) -> None:
         """Raise UsageError if the optimizer's own step() is to run on moments held as codes."""
@@ -182,6 +178,10 @@ class KernelUpdate(InnerUpdate, ABC):
         if all(map(_is_constant, values)):
             self._hypers[pending.unit.group] = _CachedHyper(values, hyper)
         return hyper
+
+    def hyper(self, options: dict[str, Any]) -> Hyper:
+        """Return the hyperparameters. Raises ArgumentError for an option of a wrong type, naming it."""
+        return self.rule.hyper(options, rate(options), type(self.optimizer))
 
     def _hooked(self) -> bool:
         return self._general.inner_step.is_hooked
@@ -223,7 +223,7 @@ class KernelUpdate(InnerUpdate, ABC):
             self._state.require_apart(units, [pending.grads for pending in updates], self._idle(updates))
             for pending, own, known in zip(updates, kept, names, strict=True):
                 if own is None:
-                    self._state.complete(pending.params, known, self.optional_state)
+                    self._state.complete(pending.params, known, self.rule.optional_state)
             self._state.separate(units)
             kept = [self._cached(pending) or self._new_operands(pending) for pending in updates]
         made = [one.prepared for one in kept if one is not None]
@@ -254,31 +254,10 @@ class KernelUpdate(InnerUpdate, ABC):
         made = self._prepared[pending.unit] = _CachedOperands(state, prepared)
         return made
 
-    @abstractmethod
-    def state_names(self, options: dict[str, Any]) -> list[str]:
-        """Return the names of the state tensors of a parameter's shape."""
-
-    @abstractmethod
-    def counts_steps(self, options: dict[str, Any]) -> bool:
-        """Whether each parameter counts its landed steps."""
-
-    def fits(self, options: dict[str, Any]) -> bool:
-        """Whether the kernels can run these options. Tensors other than the rate need torch's own step."""
-        return not has_tensors(options, self.numbers)
-
-    numbers: tuple[str, ...]
-    """The options that are numbers, without the rate."""
-
-    flags: tuple[str, ...]
-    """The other options."""
-
-    @abstractmethod
-    def hyper(self, options: dict[str, Any]) -> Any:
-        """Return the hyperparameters. Raises ArgumentError for an option of a wrong type, naming it."""
-
-    @abstractmethod
     def run(self, prepared: Prepared, hyper: Any, decision: Decision) -> Tensor:
         """Call the kernel and return its overflow flags, one per parameter."""
+        flags: Tensor = getattr(self._kernels, self._kernel)(prepared.operands, hyper, decision)
+        return flags
 
 
 def _is_constant(value: Any) -> bool:
@@ -359,94 +338,3 @@ def _operands_of(
         start=[start_of(params[index]) for index in indices] if any(map(is_scale, state)) else [],
         step=[state["step"][index] for index in indices] if "step" in state else [],
     )
-
-
-class AdamUpdate(KernelUpdate):
-    """Adam and AdamW."""
-
-    optional_state = ("max_exp_avg_sq",)
-    numbers = ("betas", "eps", "weight_decay")
-    flags = ("amsgrad", "maximize")
-
-    def state_names(self, options: dict[str, Any]) -> list[str]:
-        """See torch.optim.Adam."""
-        return ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if options["amsgrad"] else [])
-
-    def counts_steps(self, options: dict[str, Any]) -> bool:
-        """Adam's bias correction counts landed steps."""
-        return True
-
-    def hyper(self, options: dict[str, Any]) -> AdamHyper:
-        """See torch.optim.Adam."""
-        beta1, beta2 = pair(options, "betas")
-        return AdamHyper(
-            lr=rate(options),
-            beta1=beta1,
-            beta2=beta2,
-            eps=number(options, "eps"),
-            weight_decay=number(options, "weight_decay"),
-            decoupled=bool(options.get("decoupled_weight_decay", type(self.optimizer) is torch.optim.AdamW)),
-            amsgrad=bool(options["amsgrad"]),
-            maximize=bool(options["maximize"]),
-        )
-
-    def run(self, prepared: Prepared, hyper: AdamHyper, decision: Decision) -> Tensor:
-        """One kernel call."""
-        return self.backend.adam_(prepared.operands, hyper, decision)
-
-
-class SgdUpdate(KernelUpdate):
-    """SGD with or without momentum."""
-
-    optional_state = ("momentum_buffer", "step")
-    numbers = ("momentum", "dampening", "weight_decay")
-    flags = ("nesterov", "maximize")
-
-    def state_names(self, options: dict[str, Any]) -> list[str]:
-        """See torch.optim.SGD."""
-        return ["momentum_buffer"] if options["momentum"] != 0 else []
-
-    def counts_steps(self, options: dict[str, Any]) -> bool:
-        """With dampening the first landed step differs; see the reference backend. 8-bit codes depend on it too."""
-        depends = options["dampening"] != 0 or self._dtypes["momentum_buffer"] in CODE_DTYPES
-        return bool(options["momentum"] != 0 and depends)
-
-    def hyper(self, options: dict[str, Any]) -> SgdHyper:
-        """See torch.optim.SGD."""
-        return SgdHyper(
-            lr=rate(options),
-            momentum=number(options, "momentum"),
-            dampening=number(options, "dampening"),
-            weight_decay=number(options, "weight_decay"),
-            nesterov=bool(options["nesterov"]),
-            maximize=bool(options["maximize"]),
-        )
-
-    def run(self, prepared: Prepared, hyper: SgdHyper, decision: Decision) -> Tensor:
-        """One kernel call."""
-        return self.backend.sgd_(prepared.operands, hyper, decision)
-
-
-class LionUpdate(KernelUpdate):
-    """Lion."""
-
-    optional_state = ("exp_avg", "step")
-    numbers = ("betas", "weight_decay")
-    flags = ("maximize",)
-
-    @override
-    def state_names(self, options: dict[str, Any]) -> list[str]:
-        return ["exp_avg"]
-
-    def counts_steps(self, options: dict[str, Any]) -> bool:
-        """Lion's rule is the same at every step, but 8-bit codes depend on it."""
-        return self._dtypes["exp_avg"] in CODE_DTYPES
-
-    @override
-    def hyper(self, options: dict[str, Any]) -> LionHyper:
-        beta1, beta2 = pair(options, "betas")
-        return LionHyper(rate(options), beta1, beta2, number(options, "weight_decay"), bool(options["maximize"]))
-
-    def run(self, prepared: Prepared, hyper: LionHyper, decision: Decision) -> Tensor:
-        """One kernel call."""
-        return self.backend.lion_(prepared.operands, hyper, decision)

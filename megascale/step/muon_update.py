@@ -1,10 +1,8 @@
 """Muon's update. It reads the decision on the device: a skipped step changes nothing, and the host does not wait."""
 
-import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -12,49 +10,21 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from typing_extensions import override
 
-from megascale.config import MUON_ADJUST_LR_FNS, OptimizerConfig
-from megascale.errors import ArgumentError
+from megascale.config import OptimizerConfig
 from megascale.kernels import Backend, Decision, Operands
-from megascale.kernels.newton_schulz import Coefficients, iteration_dtype, iterations, orthogonalize
+from megascale.kernels.newton_schulz import iteration_dtype, orthogonalize
 from megascale.main_params.main_param import MainParam
 from megascale.main_params.update_unit import UpdateUnit
 from megascale.parallel import is_expert
-from megascale.step.kernel_state import number, rate
+from megascale.rules import MUON, MuonHyper
 from megascale.step.kernel_update import KernelUpdate
 from megascale.step.matrix_exchange import Cut, Exchange, MatrixExchange, WorkSplit, cuts_of
 from megascale.step.update import PendingUpdate, Prepared
-from megascale.utils import validate
 from megascale.utils.collectives import group_size
 from megascale.utils.dtensors import is_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-
-MOST_ITERATIONS = 99
-
-
-@dataclass(frozen=True)
-class MuonHyper:
-    """Hyperparameters of Muon, by the names of torch.optim.Muon.
-
-    Attributes:
-        coefficients: one triple per iteration.
-    """
-
-    lr: float | Tensor
-    weight_decay: float
-    momentum: float
-    nesterov: bool
-    coefficients: tuple[Coefficients, ...]
-    eps: float
-    adjust_lr_fn: str | None
-
-    def lr_of(self, shape: torch.Size) -> float | Tensor:
-        """Return the learning rate for a matrix of ``shape``, adjusted as torch adjusts it."""
-        rows, columns = shape
-        if self.adjust_lr_fn == "match_rms_adamw":
-            return self.lr * (0.2 * math.sqrt(max(rows, columns)))
-        return self.lr * math.sqrt(max(1, rows / columns))
 
 
 class _MatrixSet(NamedTuple):
@@ -79,10 +49,6 @@ class MuonUpdate(KernelUpdate):
     DTensors that :func:`cuts_of` refuses, its own ``step()`` runs instead.
     """
 
-    fuses_remainders = False
-    numbers = ("momentum", "weight_decay", "eps")
-    flags = ("nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")
-
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -90,7 +56,7 @@ class MuonUpdate(KernelUpdate):
         config: OptimizerConfig,
         data_parallel: ProcessGroup | None = None,
     ) -> None:
-        super().__init__(optimizer, backend, config)
+        super().__init__(optimizer, backend, config, MUON)
         self._split_over = data_parallel if config.muon_split_work and group_size(data_parallel) > 1 else None
         self._dtype, self._is_batched = config.muon_ns_dtype, config.muon_batched
         self._supported: WeakKeyDictionary[UpdateUnit, bool] = WeakKeyDictionary()
@@ -110,29 +76,6 @@ class MuonUpdate(KernelUpdate):
         if not all(self._supported[pending.unit] for pending in updates):
             return self._general.prepare(updates)
         return super().prepare(updates)
-
-    @override
-    def state_names(self, options: dict[str, Any]) -> list[str]:
-        return ["momentum_buffer"]
-
-    @override
-    def counts_steps(self, options: dict[str, Any]) -> bool:
-        return False
-
-    @override
-    def hyper(self, options: dict[str, Any]) -> MuonHyper:
-        if options["adjust_lr_fn"] is not None:
-            validate.one_of("adjust_lr_fn of a param group", options["adjust_lr_fn"], MUON_ADJUST_LR_FNS)
-        steps = validate.integer("ns_steps of a param group", options["ns_steps"], minimum=0, maximum=MOST_ITERATIONS)
-        return MuonHyper(
-            lr=rate(options),
-            weight_decay=number(options, "weight_decay"),
-            momentum=number(options, "momentum"),
-            nesterov=bool(options["nesterov"]),
-            coefficients=iterations(_triples(options), steps),
-            eps=number(options, "eps"),
-            adjust_lr_fn=options["adjust_lr_fn"],
-        )
 
     @override
     def run(self, prepared: Prepared, hyper: MuonHyper, decision: Decision) -> Tensor:
@@ -255,19 +198,3 @@ def _minus(main: Tensor, direction: Tensor, lr: float | Tensor) -> Tensor:
 def _write_unless(skipped: Tensor, target: Tensor, value: Tensor) -> None:
     """Copy ``value`` into ``target`` unless the step is skipped. On a CPU the caller has made sure that it is not."""
     target.copy_(value if skipped.device.type == "cpu" else torch.where(skipped, target, value))
-
-
-def _triples(options: Mapping[str, Any]) -> list[Coefficients]:
-    """Return ``ns_coefficients``: three numbers, or such a triple for each iteration."""
-    value = options["ns_coefficients"]
-    rows = [value] if isinstance(value, Collection) and all(isinstance(one, int | float) for one in value) else value
-    if not isinstance(rows, Collection) or not rows or not all(_is_triple(row) for row in rows):
-        raise ArgumentError(
-            "ns_coefficients of a param group must be three numbers, or a list of such triples, one for each "
-            f"iteration; got {value!r}"
-        )
-    return [(float(a), float(b), float(c)) for a, b, c in rows]
-
-
-def _is_triple(row: Any) -> bool:
-    return isinstance(row, Collection) and len(row) == 3 and all(isinstance(one, int | float) for one in row)

@@ -1,7 +1,7 @@
 """What torch's optimizers read in their own ``step()``: checked before the ranks agree, as it would fail half-way."""
 
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,40 +10,11 @@ from torch import Tensor
 from megascale.errors import ArgumentError, UsageError
 from megascale.kernels import shares_elements
 from megascale.main_params.main_param import MainParam
-from megascale.step.kernel_state import has_tensors, require_options
+from megascale.rules import OWN_STEPS
+from megascale.rules.options import has_tensors, require_options
 from megascale.step.torch_states import PER_PARAMETER
 from megascale.utils.dtensors import is_dtensor, local
 from megascale.utils.dtypes import HALF_DTYPES
-
-_ADAM = ("step", "exp_avg", "exp_avg_sq")
-STATES: dict[type, tuple[str, ...]] = {
-    torch.optim.Adadelta: ("step", "square_avg", "acc_delta"),
-    torch.optim.Adafactor: ("step",),
-    torch.optim.Adagrad: ("step", "sum"),
-    torch.optim.Adam: _ADAM,
-    torch.optim.AdamW: _ADAM,
-    torch.optim.Adamax: ("step", "exp_avg", "exp_inf"),
-    torch.optim.ASGD: ("step", "eta", "mu", "ax"),
-    torch.optim.NAdam: (*_ADAM, "mu_product"),
-    torch.optim.RAdam: _ADAM,
-    torch.optim.RMSprop: ("step", "square_avg"),
-    torch.optim.Rprop: ("step", "prev", "step_size"),
-}
-"""By exact type, as a subclass may have changed ``step()``: the state that is read once there is any.
-
-Adafactor's moments depend on the shape, see :func:`_names`.
-"""
-
-_Switch = Callable[[Mapping[str, Any]], bool]
-SWITCHED: dict[type, dict[str, _Switch]] = {
-    torch.optim.RMSprop: {
-        "momentum_buffer": lambda options: options["momentum"] > 0,
-        "grad_avg": lambda options: bool(options["centered"]),
-    },
-    torch.optim.Adam: {"max_exp_avg_sq": lambda options: bool(options["amsgrad"])},
-    torch.optim.AdamW: {"max_exp_avg_sq": lambda options: bool(options["amsgrad"])},
-}
-"""State that torch creates, as zeros, at a parameter's first step only where an option asks for it."""
 
 _LERPED = frozenset({"exp_avg", "grad_avg", "row_var", "col_var", "variance"})
 """Moments that torch updates by ``lerp_()``, which wants the main param's dtype. Others may be wider or narrower."""
@@ -52,15 +23,6 @@ _GROUPED_FLOATS = (torch.bfloat16, torch.float32, torch.float64)
 """The dtypes of counts that torch's foreach and fused loops take."""
 _NOT_CAPTURABLE = ("cpu", "mps")
 """Kinds of devices on which torch refuses ``capturable=True``."""
-_READ_ONCE = {torch.optim.Adam: ("lr", "betas"), torch.optim.AdamW: ("lr", "betas")}
-"""Options that torch turns into 0-d tensors; for other optimizers only ``lr``."""
-_NO_TENSORS: dict[type, tuple[str, ...]] = {
-    torch.optim.Adafactor: ("d",),
-    torch.optim.Adamax: ("betas",),
-    torch.optim.NAdam: ("betas", "momentum_decay"),
-    torch.optim.RAdam: ("betas",),
-}
-"""Options that torch's foreach loops take as Python numbers only."""
 
 
 def check_options(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> None:
@@ -70,12 +32,12 @@ def check_options(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) 
     as in Adafactor's ``eps``, None is right too. Optimizers that are not torch's are not checked.
     """
     kind = type(optimizer)
-    if kind not in STATES:
+    if kind not in OWN_STEPS:
         return
     require_options(options, list(optimizer.defaults))
     for name, default in optimizer.defaults.items():
         value = options[name]
-        wanted = _wanted(value, default, takes_any=name in _READ_ONCE.get(kind, ("lr",)))
+        wanted = _wanted(value, default, takes_any=name in OWN_STEPS[kind].read_once)
         if wanted is not None:
             raise ArgumentError(
                 f"{name} of a param group must be {wanted} for {kind.__name__}, got {value!r} of type "
@@ -102,7 +64,7 @@ def check_state(
             cannot be written.
     """
     kind = type(optimizer)
-    if kind not in STATES:
+    if kind not in OWN_STEPS:
         return
     is_captured = "capturable" in optimizer.defaults and bool(options["capturable"])
     if is_captured:
@@ -143,14 +105,14 @@ def complete_state(
 
 
 def _names(kind: type, main: Tensor) -> tuple[str, ...]:
-    """Return the names of the state that is read once there is any. Adafactor factors matrices and what is beyond."""
-    if kind is not torch.optim.Adafactor:
-        return STATES[kind]
-    return (*STATES[kind], *(("row_var", "col_var") if main.dim() > 1 else ("variance",)))
+    """Return the names of the state that is read once there is any."""
+    step = OWN_STEPS[kind]
+    return (*step.state, *(step.of_matrices if main.dim() > 1 else step.of_others))
 
 
 def _switched(kind: type, options: Mapping[str, Any]) -> list[str]:
-    return [name for name, is_on in SWITCHED.get(kind, {}).items() if is_on(options)]
+    step = OWN_STEPS.get(kind)
+    return [] if step is None else [name for name, is_on in step.switched.items() if is_on(options)]
 
 
 def _shape(name: str, main: Tensor) -> tuple[int, ...]:
@@ -171,7 +133,7 @@ def _require_capturable(kind: type, param: MainParam) -> None:
 
 
 def _require_numbers(kind: type, options: Mapping[str, Any]) -> None:
-    for name in _NO_TENSORS.get(kind, ()):
+    for name in OWN_STEPS[kind].no_tensors:
         if has_tensors(options, [name]):
             raise ArgumentError(
                 f"{name} of a param group is {options[name]!r}, and the foreach loop of torch's {kind.__name__} takes "
@@ -184,7 +146,7 @@ def _is_grouped(kind: type, options: Mapping[str, Any], main: Tensor) -> bool:
     asked = options.get("foreach")
     if options.get("fused") or asked is not None:
         return bool(options.get("fused") or asked)
-    return kind is not torch.optim.Adafactor and main.device.type != "cpu" and not options.get("differentiable")
+    return not OWN_STEPS[kind].loops_by_itself and main.device.type != "cpu" and not options.get("differentiable")
 
 
 def _count_fault(
@@ -197,7 +159,7 @@ def _count_fault(
         return f"is a {type(value).__name__}; {remedy}"
     is_grouped = _is_grouped(kind, options, param.main)
     # ASGD computes with the tensors, others with their values.
-    most_dims = value.dim() if kind is not torch.optim.ASGD else 0 if is_grouped else param.main.dim()
+    most_dims = value.dim() if not OWN_STEPS[kind].computes_with_counts else 0 if is_grouped else param.main.dim()
     is_real = value.dtype in (_GROUPED_FLOATS if is_grouped else _FLOATS)
     is_count = name == "step" and not is_grouped and _is_integer(value.dtype)
     if value.numel() != 1 or value.dim() > most_dims or not (is_real or is_count):

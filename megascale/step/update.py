@@ -9,15 +9,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megascale.kernels import (
-    AdamHyper,
     Decision,
-    LionHyper,
     Operands,
-    SgdHyper,
     TensorList,
 )
 from megascale.main_params.main_param import MainParam
 from megascale.main_params.update_unit import UpdateUnit
+from megascale.rules import Hyper
 from megascale.step.decoded import DecodedParams
 
 
@@ -57,9 +55,6 @@ class Prepared(NamedTuple):
     indices: list[int]
     operands: Operands
     decoded: DecodedParams | None = None
-
-
-Hyper = AdamHyper | SgdHyper | LionHyper
 
 
 class KernelCall(NamedTuple):

@@ -5,32 +5,15 @@ from torch.distributed import ProcessGroup
 
 from megascale.config import OptimizerConfig
 from megascale.errors import ArgumentError
-from megascale.kernels import (
-    Backend,
-)
-from megascale.lion import Lion
-from megascale.step.kernel_update import AdamUpdate, KernelUpdate, LionUpdate, SgdUpdate
+from megascale.kernels import Backend
+from megascale.rules import BY_KIND, ELEMENTWISE, FIRST, KINDS, MUON, SECOND
+from megascale.step.kernel_update import KernelUpdate
 from megascale.step.muon_update import MuonUpdate
 from megascale.step.torch_step import GeneralUpdate
 from megascale.step.update import InnerUpdate
 from megascale.utils import call_site
 from megascale.utils.dtensors import is_cut
 
-ELEMENTWISE = (
-    Lion,
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adamax,
-    torch.optim.ASGD,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.SGD,
-)
-"""Optimizers that update each element from its own gradient and state, so that a parameter can be cut anywhere."""
 CLOSURE_OPTIMIZERS = (torch.optim.LBFGS,)
 SPARSE_OPTIMIZERS = (torch.optim.SparseAdam,)
 
@@ -63,21 +46,16 @@ def select_update(
     Raises ArgumentError for 16-bit moments of an optimizer that runs its own ``step()``; warns where that may read
     pieces of DTensors.
     """
-    kinds: dict[type, type[KernelUpdate]] = {
-        torch.optim.Adam: AdamUpdate,
-        torch.optim.AdamW: AdamUpdate,
-        torch.optim.SGD: SgdUpdate,
-        Lion: LionUpdate,
-    }
-    if type(optimizer) is torch.optim.Muon:
+    rule = BY_KIND.get(type(optimizer))
+    if rule is MUON:
         return MuonUpdate(optimizer, backend, config, data_parallel)
-    kind = kinds.get(type(optimizer))
-    if kind is not None:
-        return kind(optimizer, backend, config)
-    for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+    if rule is not None:
+        return KernelUpdate(optimizer, backend, config, rule)
+    known = [kind.__name__ for kind in KINDS]
+    for name in (FIRST, SECOND):
         if getattr(config, name) != torch.float32:
             raise ArgumentError(
-                f"config.{name}={getattr(config, name)} needs Adam, AdamW, SGD, Lion or Muon, not "
+                f"config.{name}={getattr(config, name)} needs {', '.join(known[:-1])} or {known[-1]}, not "
                 f"{type(optimizer).__name__}; leave it at torch.float32"
             )
     _warn_of_pieces(optimizer)

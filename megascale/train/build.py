@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +17,9 @@ from megascale import (
     OptimizerConfig,
     build_optimizer,
 )
+from megascale.builder import build_inner_optimizer
 from megascale.chained import AnyOptimizer
+from megascale.rules import ADAM, MUON, VARIANTS
 from megascale.schedules import LandedLRScheduler
 from megascale.train.config import OptimizerOptions, ScalerConfig, TrainConfig
 from megascale.train.tasks import Task
@@ -80,21 +83,10 @@ def build_wrapped_optimizer(config: TrainConfig, model: nn.Module) -> AnyOptimiz
     options = config.optimizer
     step_config = _step_config(config)
     grad_scaler = build_grad_scaler(config.scaler)
-    if options.name == "muon":
+    if options.name == MUON.name:
         return _muon(options, step_config, model, grad_scaler)
-    inner: torch.optim.Optimizer
-    if options.name == "sgd":
-        inner = torch.optim.SGD(
-            model.named_parameters(), options.lr, momentum=options.momentum, weight_decay=options.weight_decay
-        )
-    else:
-        kind = torch.optim.AdamW if options.name == "adamw" else torch.optim.Adam
-        inner = kind(
-            model.named_parameters(),
-            options.lr,
-            betas=(options.beta1, options.beta2),
-            weight_decay=options.weight_decay,
-        )
+    own = replace(step_config, **_inner_fields(options))
+    inner = build_inner_optimizer(own, [{"params": list(model.named_parameters())}])
     if not options.sharded:
         return MixedPrecisionOptimizer(inner, step_config, grad_scaler)
     return DistributedOptimizer(
@@ -123,18 +115,28 @@ def _step_config(config: TrainConfig) -> OptimizerConfig:
     )
 
 
+def _inner_fields(options: OptimizerOptions) -> dict[str, Any]:
+    """Return which torch optimizer it is, as fields of OptimizerConfig, of which each rule reads its own."""
+    rule, variant = VARIANTS[options.name]
+    return {
+        "optimizer": rule.name,
+        "decoupled_weight_decay": rule is not ADAM or variant.kind in rule.decoupled,
+        "lr": options.lr,
+        "weight_decay": options.weight_decay,
+        "sgd_momentum": options.momentum,
+        "muon_momentum": options.momentum,
+        "adam_beta1": options.beta1,
+        "adam_beta2": options.beta2,
+    }
+
+
 def _muon(
     options: OptimizerOptions, step_config: OptimizerConfig, model: nn.Module, grad_scaler: MegatronGradScaler | None
 ) -> AnyOptimizer:
     config = replace(
         step_config,
-        optimizer="muon",
-        lr=options.lr,
+        **_inner_fields(options),
         muon_adam_lr=options.adam_lr,
-        muon_momentum=options.momentum,
-        adam_beta1=options.beta1,
-        adam_beta2=options.beta2,
-        weight_decay=options.weight_decay,
         use_distributed_optimizer=options.sharded,
         overlap_param_gather=options.sharded and options.overlap_param_gather,
     )

@@ -19,7 +19,7 @@ from megascale.checkpoint import Checkpointer
 from megascale.errors import ArgumentError, UsageError
 from megascale.grad_sync import GradSync
 from megascale.schedules import LandedLRScheduler
-from megascale.step.kernel_update import AdamUpdate
+from megascale.step.kernel_update import KernelUpdate
 from tests.cases import cases
 from tests.distributed.test_distributed_optimizer import INNER, batch, config_of, net, same, scaler, sharded, weights
 from tests.pool import RankPool
@@ -103,7 +103,7 @@ def _until(optimizer: MixedPrecisionOptimizer, module: nn.Module, moment: str) -
     if moment == "error in step":
         _backward(optimizer, module, 2)
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(AdamUpdate, "run", _fail)
+            patched.setattr(KernelUpdate, "run", _fail)
             with pytest.raises(ZeroDivisionError):
                 optimizer.step()
     if moment == "detached":
@@ -229,7 +229,7 @@ def test_parameters_that_are_owned_are_refused_by_name(ranks: RankPool, first: s
 def _failed_half_way(overlap: bool) -> list[Any]:
     module = net()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(AdamUpdate, "create_states", _fail)
+        patched.setattr(KernelUpdate, "create_states", _fail)
         with pytest.raises(ZeroDivisionError) as caught:
             sharded(module, overlap_param_gather=overlap)
     left = _hooks_on(module)

@@ -45,7 +45,9 @@ def test_every_page_has_its_place() -> None:
     assert "docs/index.md" in (ROOT / "README.md").read_text()
 
 
-@pytest.mark.parametrize("package", ["step", "main_params", "grad_sync", "state", "landed", "kernels", "utils"])
+@pytest.mark.parametrize(
+    "package", ["step", "main_params", "grad_sync", "state", "landed", "rules", "kernels", "utils"]
+)
 def test_architecture_names_every_module(package: str) -> None:
     """A reader finds each module of the core, and what it is for, on one page."""
     page = (DOCS / "architecture.md").read_text()

@@ -26,12 +26,13 @@ from megascale.kernels.decision import (
 )
 from megascale.kernels.native.compact import compact_rows, numels_of
 from megascale.kernels.native.library import library
-from megascale.kernels.protocol import AdamHyper, HeldParams, LionHyper, Operands, SgdHyper
+from megascale.kernels.protocol import HeldParams, Operands
 from megascale.kernels.remainders import TorchRemainders
 from megascale.kernels.split import Split
 from megascale.kernels.tensors.tensor_list import TensorList
 from megascale.kernels.tensors.tensor_reader import increment_versions
 from megascale.kernels.torch_backend import TorchBackend
+from megascale.rules import AdamHyper, Hyper, LionHyper, SgdHyper
 
 CHUNK = 65536  # elements; native.c's
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -187,17 +188,7 @@ class NativeBackend(TorchDecisions, TorchRemainders):
     def adam_(self, operands: Operands, hyper: AdamHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
         names = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if hyper.amsgrad else [])
-        constants = _Hyper(
-            lr=_number(hyper.lr),
-            beta1=hyper.beta1,
-            beta2=hyper.beta2,
-            eps=hyper.eps,
-            weight_decay=hyper.weight_decay,
-            decoupled=hyper.decoupled,
-            amsgrad=hyper.amsgrad,
-            maximize=hyper.maximize,
-        )
-        call = _Call(ADAM, constants, decision)
+        call = _Call(ADAM, _constants(hyper), decision)
         return self._update(operands, names, call, lambda rest: self._torch.adam_(rest, hyper, decision))
 
     def _update_codes(self, operands: Operands, call: _Call, slow: Callable[[Operands], Tensor]) -> Tensor:
@@ -228,27 +219,12 @@ class NativeBackend(TorchDecisions, TorchRemainders):
     def sgd_(self, operands: Operands, hyper: SgdHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
         names = ["momentum_buffer"] if hyper.momentum != 0 else []
-        constants = _Hyper(
-            lr=_number(hyper.lr),
-            weight_decay=hyper.weight_decay,
-            momentum=hyper.momentum,
-            dampening=hyper.dampening,
-            maximize=hyper.maximize,
-            nesterov=hyper.nesterov,
-        )
-        call = _Call(SGD, constants, decision)
+        call = _Call(SGD, _constants(hyper), decision)
         return self._update(operands, names, call, lambda rest: self._torch.sgd_(rest, hyper, decision))
 
     def lion_(self, operands: Operands, hyper: LionHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
-        constants = _Hyper(
-            lr=_number(hyper.lr),
-            beta1=hyper.beta1,
-            beta2=hyper.beta2,
-            weight_decay=hyper.weight_decay,
-            maximize=hyper.maximize,
-        )
-        call = _Call(LION, constants, decision)
+        call = _Call(LION, _constants(hyper), decision)
         return self._update(operands, ["exp_avg"], call, lambda rest: self._torch.lion_(rest, hyper, decision))
 
     def write_back_(self, mains: list[Tensor], models: list[Tensor]) -> Tensor:
@@ -393,6 +369,7 @@ def _table(rows: list[Row], steps: list[Tensor]) -> _Table:
     return _Table(_Lengths(mains.numels), columns)
 
 
-def _number(lr: float | Tensor) -> float:
-    """Return a learning rate as a number; a tensor is on the CPU and is read at once."""
-    return float(lr.detach().numpy()) if isinstance(lr, Tensor) else lr
+def _constants(hyper: Hyper) -> _Hyper:
+    """Return a rule's hyperparameters as C has them, by name. A rate in a tensor, on the CPU, is read at once."""
+    lr = float(hyper.lr.detach().numpy()) if isinstance(hyper.lr, Tensor) else hyper.lr
+    return _Hyper(**{**vars(hyper), "lr": lr})

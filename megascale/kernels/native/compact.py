@@ -8,17 +8,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megascale.kernels.compact_moments import CODE_DTYPES, SCALE_SUFFIX
+from megascale.kernels.compact_moments import SCALE_SUFFIX
 from megascale.kernels.protocol import Operands
 from megascale.kernels.tensors.tensor_list import TensorList
+from megascale.rules import CODE_DTYPES, FIRST_DTYPE, MOMENT_CODES
 
 # The columns of compact.h's CompactRow, all 8 bytes wide.
 MAIN, MODEL, FIRST, SECOND, FIRST_SCALE, SECOND_SCALE, STEP, MODEL_TYPE, START, REMAINDER, FINGERPRINT = range(11)
 COLUMNS = 11
 MOMENTS = {
-    "exp_avg": (FIRST, FIRST_SCALE),
-    "exp_avg_sq": (SECOND, SECOND_SCALE),
-    "momentum_buffer": (FIRST, FIRST_SCALE),
+    name: (FIRST, FIRST_SCALE) if codes == FIRST_DTYPE else (SECOND, SECOND_SCALE)
+    for name, codes in MOMENT_CODES.items()
 }
 CPU = torch.device("cpu")
 

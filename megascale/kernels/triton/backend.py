@@ -27,7 +27,7 @@ from megascale.kernels.decision import (
     TensorStats,
     TorchDecisions,
 )
-from megascale.kernels.protocol import AdamHyper, HeldParams, LionHyper, Operands, SgdHyper
+from megascale.kernels.protocol import HeldParams, Operands
 from megascale.kernels.reference import ReferenceBackend, stats_dtype
 from megascale.kernels.remainders import TorchRemainders
 from megascale.kernels.tensors.tensor_reader import increment_versions
@@ -35,6 +35,7 @@ from megascale.kernels.triton import device_table
 from megascale.kernels.triton.device_table import Column, DeviceTable, Numbers, Plan, PlanCache
 from megascale.kernels.triton.grad_addresses import GradAddresses
 from megascale.kernels.triton.launch import launch
+from megascale.rules import AdamHyper, LionHyper, SgdHyper
 from megascale.utils.graph_capture import is_capturing
 from megascale.utils.staging import staged
 

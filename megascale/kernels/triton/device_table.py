@@ -19,9 +19,9 @@ from torch import Tensor
 
 from megascale.errors import ArgumentError, UsageError
 from megascale.kernels.blocks import flat
-from megascale.kernels.compact_moments import CODE_DTYPES
 from megascale.kernels.remainders import REMAINDER_DTYPE
 from megascale.kernels.tensors.tensor_list import TensorList
+from megascale.rules import CODE_DTYPES
 from megascale.utils.cached import cached
 from megascale.utils.graph_capture import is_capturing
 

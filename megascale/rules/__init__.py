@@ -1,0 +1,111 @@
+"""The optimizers whose updates run on kernels, one object each, and every table that follows from them.
+
+To add one see docs/architecture.md, "Add an optimizer rule".
+"""
+
+import torch
+
+from megascale.rules.adam import AdamHyper, AdamRule
+from megascale.rules.lion import LionHyper, LionRule
+from megascale.rules.muon import MuonHyper, MuonRule
+from megascale.rules.own_steps import TORCH_STEPS
+from megascale.rules.rule import (
+    CODE_DTYPES,
+    FIRST,
+    FIRST_DTYPE,
+    SECOND,
+    SECOND_DTYPE,
+    Hyper,
+    Moment,
+    OwnStep,
+    Rule,
+    Variant,
+)
+from megascale.rules.sgd import SgdHyper, SgdRule
+
+ADAM, SGD, LION, MUON = AdamRule(), SgdRule(), LionRule(), MuonRule()
+
+RULES: tuple[Rule, ...] = (ADAM, SGD, LION, MUON)
+"""In the order in which messages list them."""
+
+BY_NAME = {rule.name: rule for rule in RULES}
+CONFIGURABLE = tuple(rule.name for rule in RULES if type(rule).build is not Rule.build)
+"""The names that ``OptimizerConfig.optimizer`` takes."""
+BY_KIND = {kind: rule for rule in RULES for kind in rule.kinds}
+KINDS = tuple(BY_KIND)
+"""The classes whose steps are taken over."""
+VARIANTS = {name: (rule, variant) for rule in RULES for name, variant in rule.variants.items()}
+"""By the names that an estimate takes: a rule, and the options that decide which state it keeps."""
+
+
+def _moments() -> dict[str, Moment]:
+    by_name: dict[str, Moment] = {}
+    for rule in RULES:
+        for moment in rule.moments:
+            by_name.setdefault(moment.name, moment)
+    return dict(sorted(by_name.items(), key=lambda item: item[1].field != FIRST))
+
+
+MOMENTS = _moments()
+"""All moments by name, first moments before second ones. Of one name the first rule's: only that may be codes."""
+MOMENT_CODES = {moment.name: moment.codes for rule in RULES for moment in rule.moments if moment.codes is not None}
+"""The moments that may be 8-bit codes, and the dtype of these."""
+
+OWN_STEPS: dict[type[torch.optim.Optimizer], OwnStep] = TORCH_STEPS | {
+    kind: rule.own_step for rule in RULES for kind in rule.kinds if rule.own_step is not None
+}
+"""By exact type: what torch's own ``step()`` reads."""
+ELEMENTWISE = frozenset(
+    {kind for kind, rule in BY_KIND.items() if rule.is_elementwise}
+    | {kind for kind, step in TORCH_STEPS.items() if step.is_elementwise}
+)
+"""Optimizers that update each element from its own gradient and state, so that a parameter can be cut anywhere."""
+
+
+def may_be_codes(dtype_field: str) -> tuple[type[torch.optim.Optimizer], ...]:
+    """Return the optimizers that may hold the moments of a field, :data:`FIRST` or :data:`SECOND`, as 8-bit codes."""
+    return tuple(
+        kind
+        for rule in RULES
+        if any(moment.field == dtype_field and moment.codes is not None for moment in rule.moments)
+        for kind in rule.kinds
+    )
+
+
+def kinds_without(dtype_field: str) -> tuple[type[torch.optim.Optimizer], ...]:
+    """Return the optimizers that have no moment of a field, :data:`FIRST` or :data:`SECOND`."""
+    return tuple(kind for kind, rule in BY_KIND.items() if all(one.field != dtype_field for one in rule.moments))
+
+
+__all__ = [
+    "ADAM",
+    "BY_KIND",
+    "BY_NAME",
+    "CODE_DTYPES",
+    "CONFIGURABLE",
+    "ELEMENTWISE",
+    "FIRST",
+    "FIRST_DTYPE",
+    "KINDS",
+    "LION",
+    "MOMENTS",
+    "MOMENT_CODES",
+    "MUON",
+    "OWN_STEPS",
+    "RULES",
+    "SECOND",
+    "SECOND_DTYPE",
+    "SGD",
+    "VARIANTS",
+    "AdamHyper",
+    "Hyper",
+    "LionHyper",
+    "Moment",
+    "MuonHyper",
+    "OwnStep",
+    "Rule",
+    "SgdHyper",
+    "Variant",
+    "kinds_without",
+    "may_be_codes",
+]

@@ -1,0 +1,182 @@
+import ast
+import copy
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import megascale
+from megascale import MixedPrecisionOptimizer, OptimizerConfig
+from megascale.kernels import Operands, ReferenceBackend, TorchBackend
+from megascale.rules import BY_NAME, CONFIGURABLE, FIRST, KINDS, MOMENT_CODES, MOMENTS, RULES, SECOND, VARIANTS, Rule
+from megascale.state.schema import IMPLEMENTATION_OPTIONS
+from megascale.step.kernel_update import KernelUpdate
+
+SOURCES = Path(megascale.__file__).parent
+NAMES = {*BY_NAME, *VARIANTS}
+CLASSES = {kind.__name__ for kind in KINDS}
+CHOSEN = {"train/config.py": 1}
+"""Tables that list some optimizers on purpose: which of them the training program offers."""
+
+
+@pytest.fixture(params=RULES, ids=lambda rule: rule.name)
+def rule(request: pytest.FixtureRequest) -> Rule:
+    """Each rule."""
+    found: Rule = request.param
+    return found
+
+
+def _built(rule: Rule, kind: type[torch.optim.Optimizer]) -> Any:
+    made: Any = kind
+    return made([nn.Parameter(torch.ones(4, 4))], lr=0.5)
+
+
+def test_a_rule_names_every_option_of_its_optimizers(rule: Rule) -> None:
+    """An option that no rule reads would be ignored in silence, unless it says only how torch runs its own step."""
+    for kind in rule.kinds:
+        known = {"lr", *rule.numbers, *rule.flags, *rule.may_read, *IMPLEMENTATION_OPTIONS}
+        assert set(_built(rule, kind).defaults) <= known
+        assert {"lr", *rule.numbers, *rule.flags} <= set(_built(rule, kind).defaults)
+
+
+def test_state_is_of_declared_moments(rule: Rule) -> None:
+    """The dtype of each state that an update reads follows from the config, by the moment's field."""
+    names = {moment.name for moment in rule.moments}
+    used = set[str]()
+    for variant in rule.variants.values():
+        used |= set(rule.state_names(_built(rule, variant.kind).defaults | variant.options))
+    assert used == names
+    assert set(rule.optional_state) <= {*names, "step"}
+
+
+def test_the_reference_has_every_kernel(rule: Rule) -> None:
+    """The reference specifies all other backends, and runs a rule that a backend has no kernel of."""
+    assert rule.kernel is None or callable(getattr(ReferenceBackend(), rule.kernel))
+
+
+def test_an_estimate_needs_no_option_beside_its_variants(rule: Rule) -> None:
+    """Estimates know no param group: a variant has the options that decide which state is kept."""
+    for variant in rule.variants.values():
+        defaults = _built(rule, variant.kind).defaults | variant.options
+        assert rule.state_names(variant.options) == rule.state_names(defaults)
+        assert rule.counts_steps(variant.options) == rule.counts_steps(defaults)
+
+
+def test_every_configured_rule_builds_an_optimizer_of_its_own() -> None:
+    """What a config's ``optimizer`` takes is built by the rule of that name."""
+    for name in CONFIGURABLE:
+        rule = BY_NAME[name]
+        config = OptimizerConfig(optimizer=name, lr=0.5)
+        made = rule.build(config, [{"params": [nn.Parameter(torch.ones(4, 4))]}], 0.5)
+        assert type(made) in rule.kinds
+        assert isinstance(rule.hyper(made.param_groups[0], 0.5, type(made)).lr, float)
+
+
+def test_messages_list_moments_first_ones_before_second_ones() -> None:
+    """Of two rules' moments of one name, the one that may be codes decides what a state dict may hold."""
+    fields = [moment.field for moment in MOMENTS.values()]
+    assert fields == sorted(fields, key=[FIRST, SECOND].index)
+    assert {name: moment.codes for name, moment in MOMENTS.items() if moment.codes is not None} == MOMENT_CODES
+    assert MOMENT_CODES["momentum_buffer"] == torch.int8  # SGD's; Muon's is never codes
+
+
+def test_torchs_own_step_finds_its_state(rule: Rule) -> None:
+    """With step hooks torch's own ``step()`` runs on what kernels have left, and a step later kernels on the rest."""
+    for variant in rule.variants.values():
+        options = _built(rule, variant.kind).defaults | variant.options
+        kept = {*rule.state_names(options), *(["step"] if rule.counts_steps(options) else [])}
+        assert rule.own_step is None or set(rule.own_step.state) <= kept
+
+
+class _WithoutLion(TorchBackend):
+    """A backend that has no kernel of a rule."""
+
+    lion_: Any = property()
+
+
+@pytest.mark.parametrize("remainders", [False, True])
+def test_a_backend_without_a_kernel_runs_the_references(remainders: bool) -> None:
+    """A new rule is right on every backend as soon as the reference has it: its bits are the reference's."""
+    trained = []
+    for backend in (_WithoutLion(), ReferenceBackend()):
+        model = nn.Linear(3, 2).bfloat16()
+        with torch.no_grad():
+            for param in model.parameters():
+                param.copy_(torch.arange(param.numel()).view(param.shape) / 8)
+        config = OptimizerConfig(bf16=True, backend="torch", store_param_remainders=remainders)
+        optimizer = MixedPrecisionOptimizer(megascale.Lion(model.parameters(), lr=0.125), config)
+        optimizer._member.update = KernelUpdate(optimizer.optimizer, backend, config, BY_NAME["lion"])
+        for _ in range(3):
+            for param in model.parameters():
+                param.grad = torch.full_like(param, 0.5)
+            optimizer.step()
+        trained.append([main.detach().clone() for main in model.parameters()])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*trained, strict=True))
+    assert not torch.equal(trained[0][0], torch.arange(6.0).view(2, 3) / 8)
+
+
+def test_a_backend_s_own_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel is looked up by the name that its rule has: the reference's is not run in its place."""
+    called = list[str]()
+
+    def lion_(self: TorchBackend, operands: Operands, hyper: Any, decision: Any) -> Tensor:
+        called.append("torch")
+        return torch.zeros(len(operands.main), dtype=torch.bool)
+
+    monkeypatch.setattr(TorchBackend, "lion_", lion_)
+    param = nn.Parameter(torch.ones(4))
+    optimizer = MixedPrecisionOptimizer(megascale.Lion([param], lr=0.5), OptimizerConfig(backend="torch"))
+    param.grad = torch.ones(4)
+    optimizer.step()
+    assert called == ["torch"]
+
+
+def test_an_optimizer_can_be_copied_with_its_rule(rule: Rule) -> None:
+    """An update holds its rule: it must not stand in the way of copies and pickles."""
+    assert type(copy.deepcopy(rule)) is type(pickle.loads(pickle.dumps(rule))) is type(rule)
+
+
+def _tables(tree: ast.AST) -> Iterator[ast.expr]:
+    """Yield tuples, lists, sets and dicts that name two rules or more, or two classes that rules take over."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Dict):
+            parts = [part for part in (*node.keys, *node.values) if part is not None]
+        elif isinstance(node, ast.Tuple | ast.List | ast.Set):
+            parts = list(node.elts)
+        else:
+            continue
+        names = {part.value for part in parts if isinstance(part, ast.Constant) and part.value in NAMES}
+        classes = {part.attr for part in parts if isinstance(part, ast.Attribute) and part.attr in CLASSES}
+        classes |= {part.id for part in parts if isinstance(part, ast.Name) and part.id in CLASSES}
+        if len(names) > 1 or len(classes) > 1:
+            yield node
+
+
+def test_no_table_lists_rules_by_hand() -> None:
+    """Whoever adds an optimizer finds all that must know of it in megascale/rules, its kernels and its tests."""
+    found = dict[str, int]()
+    for path in sorted(SOURCES.rglob("*.py")):
+        name = path.relative_to(SOURCES).as_posix()
+        tables = [] if name.startswith("rules/") else list(_tables(ast.parse(path.read_text())))
+        if tables:
+            found[name] = len(tables)
+    assert found == CHOSEN
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'OPTIMIZERS = ("adam", "lion")',
+        'STATES = {"adamw": ("exp_avg",), "sgd": ()}',
+        "KINDS = [torch.optim.Adam, Lion]",
+        "TABLE = {torch.optim.SGD: 1, torch.optim.Muon: 2}",
+        "isinstance(optimizer, (torch.optim.SGD, Lion))",
+    ],
+)
+def test_a_table_by_hand_is_seen(source: str) -> None:
+    """The test above sees tables of names and of classes, wherever they stand."""
+    assert len(list(_tables(ast.parse(source)))) == 1
