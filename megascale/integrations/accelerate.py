@@ -18,6 +18,7 @@ from megascale.amp import GradScaler
 from megascale.chained import AnyOptimizer, parts_of
 from megascale.distributed_optimizer import DistributedOptimizer
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
+from megascale.integrations.accelerate_scaling import ScaledIteration, ScaledOptimizer, SkipOnDevice
 from megascale.optimizer import StepResult
 from megascale.utils import validate
 
@@ -30,39 +31,6 @@ UNSUPPORTED = {
 
 _COMPUTED_IN = {"fp16": torch.float16, "bf16": torch.bfloat16}
 """By ``mixed_precision``, the dtype of its autocast."""
-
-
-class SkipOnDevice(AcceleratedOptimizer):
-    """A prepared optimizer whose skip decision is on the device and is read on the host only on request."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, scaler: GradScaler | None, *, device_placement: bool) -> None:
-        super().__init__(optimizer, device_placement=device_placement, scaler=scaler)
-        self._found_inf: Tensor | None = None
-
-    @property
-    def step_was_skipped(self) -> bool:
-        """Whether the last step was skipped, on every rank alike. Reads the device once a step: a host sync."""
-        if self._found_inf is not None:
-            self._is_overflow = bool(self._found_inf)
-            self._found_inf = None
-        return self._is_overflow
-
-
-class ScaledOptimizer(SkipOnDevice):
-    """A torch optimizer that steps through :class:`megascale.amp.GradScaler`.
-
-    Accelerate counts a step as skipped if ``optimizer.step`` was not called. A fused optimizer, which skips on the
-    device, is always called.
-    """
-
-    def step(self, closure: Any = None) -> None:
-        """At the end of an accumulation, step and update the scaler."""
-        if not self.gradient_state.sync_gradients:
-            return
-        self.scaler.step(self.optimizer, closure)
-        flags = list(self.scaler._found_inf_per_device(self.optimizer).values())
-        self._found_inf = torch.stack([flag.to(flags[0].device) for flag in flags]).amax() if flags else None
-        self.scaler.update()
 
 
 class PreparedOptimizer(SkipOnDevice):
@@ -161,6 +129,8 @@ class Accelerator(accelerate.Accelerator):
 
     _bare_models = False
     _is_adopted = False
+    _iteration: ScaledIteration | None = None
+    _clipped: list[Tensor] | None = None
 
     def __init__(self, *args: Any, grad_scaler: GradScaler | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -212,7 +182,9 @@ class Accelerator(accelerate.Accelerator):
             prepared: SkipOnDevice = PreparedOptimizer(optimizer)
         elif isinstance(self.scaler, GradScaler):
             placement = self.device_placement if device_placement is None else device_placement
-            prepared = ScaledOptimizer(optimizer, self.scaler, device_placement=placement)
+            if self._iteration is None or self._iteration.scaler is not self.scaler:
+                self._iteration = ScaledIteration(self.scaler)
+            prepared = ScaledOptimizer(optimizer, self._iteration, device_placement=placement)
         else:
             self._check_unscaled(optimizer)
             return super().prepare_optimizer(optimizer, device_placement)
@@ -231,11 +203,16 @@ class Accelerator(accelerate.Accelerator):
     def backward(self, loss: Tensor, *, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any) -> None:
         """Scale the loss, by the grad scaler and the number of accumulation steps, and run backward.
 
+        With a :class:`megascale.amp.GradScaler` the scale is updated once per iteration: when all prepared optimizers
+        have stepped, or else, as for the two losses of a GAN, before the next backward.
+
         Args:
             loss: the unscaled loss.
             optimizer: selects the grad scaler; needed if several prepared optimizers have their own scalers.
             kwargs: for ``loss.backward``.
         """
+        if self._iteration is not None:
+            self._iteration.begin_backward()
         scaling = [prepared for prepared in self._ours() if prepared.optimizer.grad_scaler is not None]
         if optimizer is not None:
             scaling = [prepared for prepared in scaling if optimizer in (prepared, prepared.optimizer)]
@@ -267,7 +244,8 @@ class Accelerator(accelerate.Accelerator):
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         prepared = self._optimizer_of(params)
         if prepared is None:
-            norm: Tensor | None = super().clip_grad_norm_(params, max_norm, norm_type=norm_type)
+            with self._unscaling(params):
+                norm: Tensor | None = super().clip_grad_norm_(params, max_norm, norm_type=norm_type)
             return norm
         if norm_type != 2:
             raise ArgumentError(f"norm_type must be 2 with a {type(prepared.optimizer).__name__}, got {norm_type!r}")
@@ -284,12 +262,16 @@ class Accelerator(accelerate.Accelerator):
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         prepared = self._optimizer_of(params)
         if prepared is None:
-            super().clip_grad_value_(params, clip_value)
+            with self._unscaling(params):
+                super().clip_grad_value_(params, clip_value)
         else:
             prepared.clip_grad_value_(clip_value)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Unscale gradients of torch optimizers under fp16 autocast.
+
+        With a :class:`megascale.amp.GradScaler`, those that are scaled still: clipping for one optimizer after another
+        divides no gradient twice.
 
         Raises:
             UsageError: if gradients belong to an optimizer with its own scaler: they stay scaled, as fp16 would lose
@@ -306,6 +288,8 @@ class Accelerator(accelerate.Accelerator):
                     f"the gradients of a {type(prepared.optimizer).__name__} stay scaled; clip them with "
                     "accelerator.clip_grad_norm_() or clip_grad_value_(), which know the scale"
                 )
+        if optimizer is None and self._iteration is not None:
+            optimizer = self._iteration.scaled(self._clipped)
         super().unscale_gradients(optimizer)
 
     def save_state(
@@ -328,7 +312,13 @@ class Accelerator(accelerate.Accelerator):
                 "memory that they share; leave it out, and export weights with accelerator.save_model()"
             )
         safe = not self._reducing_optimizers() if safe_serialization is None else safe_serialization
+        self._finish_iteration()
         return super().save_state(output_dir, safe, **save_model_func_kwargs)
+
+    def load_state(self, input_dir: str | None = None, *args: Any, **load_model_func_kwargs: Any) -> Any:
+        """Load everything that was prepared; see ``accelerate.Accelerator.load_state``."""
+        self._finish_iteration()
+        return super().load_state(input_dir, *args, **load_model_func_kwargs)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return a model's state dict, each tensor with its own memory; see ``accelerate.Accelerator``."""
@@ -350,6 +340,20 @@ class Accelerator(accelerate.Accelerator):
             )
         self.scaler = grad_scaler
         self.native_amp = True
+
+    def _finish_iteration(self) -> None:
+        """Update the scale after steps of some of the prepared optimizers."""
+        if self._iteration is not None:
+            self._iteration.finish()
+
+    @contextlib.contextmanager
+    def _unscaling(self, params: list[Tensor]) -> Iterator[None]:
+        """Return a context in which Accelerate's clipping unscales only for optimizers of ``params``."""
+        self._clipped = params
+        try:
+            yield
+        finally:
+            self._clipped = None
 
     def _ours(self) -> list[PreparedOptimizer]:
         return [prepared for prepared in self._optimizers if isinstance(prepared, PreparedOptimizer)]

@@ -479,6 +479,80 @@ def test_grad_scaler_and_autocast_equal_torchs_own_loop(inner: str, tmp_path: Pa
     assert scaler.state_dict() == saved
 
 
+TWO = ["one loss", "two losses", "two losses, accumulated"]
+
+
+@pytest.mark.parametrize("inner", ["sgd", "adamw_fused"])
+@pytest.mark.parametrize("clipped", [False, True])
+@pytest.mark.parametrize("way", TWO)
+def test_two_optimizers_have_one_scale(way: str, clipped: bool, inner: str) -> None:
+    """One of two optimizers overflows: the other's gradients are divided by the scale that has multiplied them.
+
+    With one loss for both; with a loss of each, stepped in turn, as a GAN is; and the same with micro-batches.
+    """
+    micro = 3 if way == "two losses, accumulated" else 1
+    modules, by_hand = [Typed(), Typed()], [Typed(), Typed()]
+    for ours, theirs in zip(modules, by_hand, strict=True):
+        theirs.load_state_dict(ours.state_dict())
+    scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", grad_scaler=scaler, gradient_accumulation_steps=micro)
+    prepared = [accelerator.prepare(INNER[inner](module)) for module in modules]
+    plain = [INNER[inner](module) for module in by_hand]
+    bad = [(0, 1), (1, 4)]  # of the first and of the second optimizer, in these steps
+
+    def loss(module: Any, owner: int, index: int) -> Tensor:
+        with torch.autocast("cpu", torch.float16):
+            return loss_of(module, 100 + index, overflow=False) * (math.inf if (owner, index // micro) in bad else 1.0)
+
+    skips, scales = [], []
+    for index in range(7 * micro):
+        with accelerator.accumulate(*modules):
+            if way == "one loss":
+                accelerator.backward(loss(modules[0], 0, index) + loss(modules[1], 1, index))
+            for owner, (module, optimizer) in enumerate(zip(modules, prepared, strict=True)):
+                if way != "one loss":
+                    accelerator.backward(loss(module, owner, index))
+                if clipped and accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(module.parameters(), 0.1)
+                optimizer.step()
+            if accelerator.sync_gradients:
+                skips.append([optimizer.step_was_skipped for optimizer in prepared])
+                scales.append(scaler.get_scale())
+            for optimizer in prepared:
+                optimizer.zero_grad()
+    assert skips == [[(owner, step) in bad for owner in (0, 1)] for step in range(7)]
+    assert len(set(scales)) > 1
+    for step in range(7):
+        for owner, (module, optimizer) in enumerate(zip(by_hand, plain, strict=True)):
+            if (owner, step) in bad:
+                continue
+            for index in range(step * micro, (step + 1) * micro):
+                (loss(module, owner, index) / micro).backward()
+            if clipped:
+                torch.nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+    for ours, theirs in zip(modules, by_hand, strict=True):
+        for name, value in ours.state_dict().items():
+            torch.testing.assert_close(value, theirs.state_dict()[name], rtol=2e-3, atol=2e-4)  # fp16 in backward
+
+
+def test_state_that_is_saved_between_two_steps_is_of_a_whole_iteration(tmp_path: Path) -> None:
+    """Where one of two optimizers has stepped, the scale is updated before it is saved."""
+    modules = [Typed(), Typed()]
+    scaler = GradScaler("cpu", init_scale=2.0**10)
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", grad_scaler=scaler)
+    prepared = [accelerator.prepare(INNER["adamw_fused"](module)) for module in modules]
+    accelerator.backward(loss_of(modules[0], OVERFLOW_AT[0]))
+    prepared[0].step()
+    assert scaler.get_scale() == 2.0**10
+    accelerator.save_state(str(tmp_path))
+    assert scaler.get_scale() == 2.0**9
+    scaler.load_state_dict(GradScaler("cpu", init_scale=4.0).state_dict())
+    accelerator.load_state(str(tmp_path))
+    assert scaler.get_scale() == 2.0**9
+
+
 def test_accelerates_own_loop_does_not_see_a_fused_skip() -> None:
     """Why ours is needed: with a fused optimizer torch skips on the device, and Accelerate reports a landed step."""
     module = Typed()
