@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
+from megascale import DynamicGradScaler, MixedPrecisionOptimizer
 
 STEPS, MICRO_BATCHES, BATCH = 40, 2, 32
 
@@ -29,8 +29,8 @@ model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 10)).to(device
 model = DistributedDataParallel(model)
 optimizer = MixedPrecisionOptimizer(
     torch.optim.AdamW(model.module.named_parameters(), lr=1e-2),  # names that a DistributedOptimizer has, too
-    OptimizerConfig(fp16=True, clip_grad=1.0, initial_loss_scale=2.0**24, loss_scale_window=20),
-    DynamicGradScaler(2.0**24, growth_interval=20),  # too large on purpose: the first steps are skipped
+    grad_scaler=DynamicGradScaler(2.0**24, growth_interval=20),  # too large on purpose: the first steps are skipped
+    clip_grad=1.0,
 )
 
 generator = torch.Generator().manual_seed(rank)

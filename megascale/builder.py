@@ -51,6 +51,7 @@ def build_optimizer(
     config: OptimizerConfig | Any,
     modules: nn.Module | Sequence[nn.Module],
     *,
+    clip_grad: float | None = None,
     groups: ParallelGroups | ProcessGroup | DeviceMesh | None = None,
     overrides: Overrides | None = None,
     grad_scaler: MegatronGradScaler | None = None,
@@ -71,6 +72,7 @@ def build_optimizer(
     Args:
         config: an :class:`OptimizerConfig`, or Megatron-Core's, whose unsupported fields are refused; see
             :mod:`megascale.megatron_config`. ``config.lr`` is required.
+        clip_grad: largest global L2 norm of the unscaled gradients, in place of ``config.clip_grad``; 0: not clipped.
         modules: one model, or its chunks; with several, names are prefixed by the chunk's index.
         groups: see :class:`MixedPrecisionOptimizer`.
         overrides: shell-style name patterns (``fnmatch``, case matters) to options of their param group, applied in
@@ -86,6 +88,8 @@ def build_optimizer(
             for "muon" without a hidden matrix; for a config that asks for another scaler than ``grad_scaler``.
     """
     checked = _checked(config)
+    if clip_grad is not None:
+        checked = replace(checked, clip_grad=clip_grad)
     named, overrides = _named_parameters(modules), overrides or {}
     _check_overrides(overrides, [one.name for one in named], checked.optimizer)
     scaler = build_grad_scaler(checked) if grad_scaler is None else grad_scaler

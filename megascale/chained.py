@@ -51,6 +51,8 @@ class ChainedOptimizer(torch.optim.Optimizer):
             so pass named parameters. Any order, the same on all ranks. Where optimizers have a GradSync each and the
             backend is not gloo, backward must reach their parameters in the same order on all ranks; else switch
             overlap off.
+        clip_grad: largest L2 norm of all gradients together, in place of the optimizers' own; 0: not clipped. None:
+            theirs, which must be the same.
 
     Raises:
         ArgumentError, ArgumentTypeError: for optimizers that cannot step as one, saying in what they differ.
@@ -58,9 +60,10 @@ class ChainedOptimizer(torch.optim.Optimizer):
 
     _constructed = False
 
-    def __init__(self, optimizers: Sequence[MixedPrecisionOptimizer]) -> None:
+    def __init__(self, optimizers: Sequence[MixedPrecisionOptimizer], *, clip_grad: float | None = None) -> None:
         self.optimizers = list(optimizers)
-        _check(self.optimizers)
+        limit = None if clip_grad is None else validate.non_negative("clip_grad", clip_grad)
+        _check(self.optimizers, clip_alike=limit is None)
         first = self.optimizers[0]
         self.config = first.config
         self.groups = first.groups
@@ -80,6 +83,8 @@ class ChainedOptimizer(torch.optim.Optimizer):
         super().__init__(self.param_groups, {})
         self._constructed = True
         self._names()
+        if limit is not None:
+            self.clip_grad = limit
 
     # The step
 
@@ -120,6 +125,11 @@ class ChainedOptimizer(torch.optim.Optimizer):
     def step_with_ready_grads(self) -> StepResult:
         """Second half of a step."""
         return self.recipe.carry_out()
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Begin the step, clipped to ``max_norm``; see :meth:`MixedPrecisionOptimizer.clip_grad_norm_`."""
+        return self.recipe.prepare_clipped(max_norm, norm_type, self._settings_error())
 
     @torch.no_grad()
     def clip_grad_value_(self, max_value: float) -> None:
@@ -340,8 +350,8 @@ def _picked(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     return {name: values[name] for name in names if name in values}
 
 
-def _check(optimizers: Sequence[Any]) -> None:
-    """Raise ArgumentError or ArgumentTypeError unless ``optimizers`` can step as one."""
+def _check(optimizers: Sequence[Any], *, clip_alike: bool) -> None:
+    """Raise ArgumentError or ArgumentTypeError unless ``optimizers`` can step as one. ``clip_alike``: by one norm."""
     if not optimizers:
         raise ArgumentError("optimizers is empty; pass one or more")
     for index, optimizer in enumerate(optimizers):
@@ -354,7 +364,7 @@ def _check(optimizers: Sequence[Any]) -> None:
     for index, optimizer in enumerate(optimizers):
         for what, mine, theirs in (
             ("device", optimizer.device, first.device),
-            ("clip_grad", optimizer.clip_grad, first.clip_grad),
+            *([("clip_grad", optimizer.clip_grad, first.clip_grad)] if clip_alike else []),
             *(
                 (f"config.{name}", getattr(optimizer.config, name), getattr(first.config, name))
                 for name in SHARED_FIELDS

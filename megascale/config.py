@@ -46,9 +46,8 @@ class OptimizerConfig:
     ``initial_loss_scale`` is ``2**16`` here (Megatron: ``2**32``, which skips 16 steps first), and Lion's betas are 0.9
     and 0.99, as in its paper (Megatron: 0.95 and 0.98). Fields that Megatron lacks are marked "ours".
 
-    A config clips at a norm of 1.0 unless ``clip_grad`` says otherwise, as Megatron's does. An optimizer that is built
-    without one (``config=None``) does not clip: it takes fp16 or bf16 from the parameters and leaves gradients alone,
-    as the torch optimizer inside would. ``OptimizerConfig(clip_grad=0.0)`` does not clip either.
+    An optimizer clips to the ``clip_grad`` that it is given: the constructor's keyword, or else its config's. One that
+    is given neither, with ``config=None``, does not clip, as the torch optimizer inside would not.
 
     An optimizer that gets a torch optimizer or scaler beside a config refuses fields that contradict them, such as
     another ``lr`` or ``initial_loss_scale``. ``build_optimizer`` builds both from the config.
@@ -85,7 +84,7 @@ class OptimizerConfig:
 
     # Step
     clip_grad: float = 1.0
-    """Largest global L2 norm of the unscaled gradients. 0: no clipping, as without a config."""
+    """Largest global L2 norm of the unscaled gradients. 0: no clipping. The optimizer's ``clip_grad=`` replaces it."""
     log_num_zeros_in_grad: bool = False
     """Count zero elements of the gradients. Otherwise ``num_zeros_in_grad`` is NaN."""
     grad_norm_skip_threshold: float = math.inf

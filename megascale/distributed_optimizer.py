@@ -52,7 +52,8 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
 
     Args:
         optimizer: see ``shard``.
-        config, grad_scaler, groups: see :class:`MixedPrecisionOptimizer`. ``groups.data_shard`` ranks share one copy.
+        config, grad_scaler, clip_grad, groups: see :class:`MixedPrecisionOptimizer`. ``groups.data_shard`` ranks share
+            one copy.
         modules: the model, or its chunks, that own the optimizer's parameters; they give the names.
         grad_dtype, reduce_dtype: dtype of the main grads (None: fp32), and of messages (None: the same); see GradSync.
         reduction: "mean" over ``groups.data_parallel``, or "sum"; ``grad_sync.set_divisor`` for any other divisor.
@@ -77,6 +78,7 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
         grad_scaler: MegatronGradScaler | None = None,
         *,
         modules: nn.Module | Sequence[nn.Module],
+        clip_grad: float | None = None,
         groups: ParallelGroups | ProcessGroup | DeviceMesh | None = None,
         grad_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
@@ -118,6 +120,7 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
                 optimizer,
                 config,
                 grad_scaler,
+                clip_grad=clip_grad,
                 groups=resolved,
                 named_parameters=names.items(),
                 grad_sync=self.grad_sync,

@@ -1,6 +1,7 @@
 """MixedPrecisionOptimizer: the recipe of a 16-bit step around any torch optimizer."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -43,8 +44,10 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     Args:
         optimizer: Adam, AdamW, SGD, Lion and Muon run without a host read; any other costs one, of `found_inf`, a step.
-        config: None takes fp16 or bf16 from the parameters' dtypes and does not clip.
+        config: None takes fp16 or bf16 from the parameters' dtypes.
         grad_scaler: required for fp16. Moved to the parameters' device.
+        clip_grad: largest global L2 norm of the unscaled gradients; 0: they are not clipped. None: the config's;
+            without a config they are not clipped.
         groups: None, a ProcessGroup, a DeviceMesh or ParallelGroups; see :meth:`ParallelGroups.of`. None: the whole
             world is data parallel if torch.distributed is initialised.
         named_parameters: names for the state dict, as from ``model.named_parameters()``. Not given: the groups'
@@ -68,6 +71,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         config: OptimizerConfig | None = None,
         grad_scaler: MegatronGradScaler | None = None,
         *,
+        clip_grad: float | None = None,
         groups: ParallelGroups | ProcessGroup | DeviceMesh | None = None,
         named_parameters: Iterable[tuple[str, Tensor]] | None = None,
         grad_sync: ReducedGrads | None = None,
@@ -76,10 +80,12 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     ) -> None:
         main_params = self._make_main_params({id(param): name for name, param in named_parameters or ()})
         check_arguments(optimizer, config, grad_scaler, sharded=main_params.is_sharded)
+        if clip_grad is not None:
+            validate.non_negative("clip_grad", clip_grad)
         check_inner(optimizer)
         ownership.check_unwrapped(optimizer)
         self.optimizer = optimizer
-        self.config = _config_for(optimizer, config)
+        self.config = _config_for(optimizer, config, clip_grad)
         self.groups = ParallelGroups.of(groups)
         _check_scaler(self.config, grad_scaler)
         main_params.stores_remainders = self.config.store_param_remainders
@@ -176,6 +182,27 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         return self.recipe.decision
 
     @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Begin the step as :meth:`prepare_grads` does, and let it clip to ``max_norm`` in place of :attr:`clip_grad`.
+
+        For a loop that clips by itself; :meth:`step` then takes the step. ``clip_grad=`` needs no call. The gradients
+        in ``param.grad`` stay scaled and unclipped: the update multiplies them by one coefficient. No host wait.
+
+        Args:
+            max_norm: above 0; inf only measures. The same on all ranks.
+            norm_type: 2.
+
+        Returns:
+            The global norm of the unscaled gradients before clipping, over all ranks: fp32, 0-d, on the device.
+            Non-finite if the step will be skipped.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: for parameters in the place of ``max_norm``, or another norm.
+            UsageError: as :meth:`prepare_grads`; also if called twice a step.
+        """
+        return self.recipe.prepare_clipped(max_norm, norm_type, self._scaler_error())
+
+    @torch.no_grad()
     def clip_grad_value_(self, max_value: float) -> None:
         """Clamp every element of the unscaled, norm-clipped gradients to [-max_value, max_value]. In place, no sync.
 
@@ -218,7 +245,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     @property
     def clip_grad(self) -> float:
-        """Largest global L2 norm of the unscaled gradients; 0: no clipping. Starts as ``config.clip_grad``.
+        """Largest global L2 norm of the unscaled gradients; 0: no clipping. Starts as the constructor's ``clip_grad``.
 
         May be set between steps, to the same number on all ranks. A captured graph keeps the number it was captured
         with.
@@ -413,17 +440,19 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         )
 
 
-def _config_for(optimizer: torch.optim.Optimizer, config: OptimizerConfig | None) -> OptimizerConfig:
-    """Return ``config`` checked against the parameters' dtypes, or one made from them."""
+def _config_for(
+    optimizer: torch.optim.Optimizer, config: OptimizerConfig | None, clip_grad: float | None
+) -> OptimizerConfig:
+    """Return ``config`` checked against the parameters' dtypes, or one made from them; with ``clip_grad``, if given."""
     dtypes = {param.dtype for group in optimizer.param_groups for param in group["params"]}
     fp16, bf16 = torch.float16 in dtypes, torch.bfloat16 in dtypes
     if config is None:
-        return OptimizerConfig(fp16=fp16, bf16=bf16 and not fp16, clip_grad=0.0)
+        return OptimizerConfig(fp16=fp16, bf16=bf16 and not fp16, clip_grad=clip_grad or 0.0)
     if fp16 and not config.fp16:
         raise ArgumentError("config.fp16 is False, but the optimizer has fp16 parameters; set fp16=True")
     if bf16 and not (config.bf16 or config.fp16):
         raise ArgumentError("config.bf16 is False, but the optimizer has bf16 parameters; set bf16=True")
-    return config
+    return config if clip_grad is None else replace(config, clip_grad=clip_grad)
 
 
 def _check_scaler(config: OptimizerConfig, grad_scaler: MegatronGradScaler | None) -> None:

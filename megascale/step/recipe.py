@@ -1,5 +1,6 @@
 """The recipe of a step: finish, measure, agree, decide, rescale, update, gather. For one optimizer, or for a chain."""
 
+import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megascale.errors import ArgumentTypeError, InnerStepError, MegascaleError, UsageError
+from megascale.errors import ArgumentError, ArgumentTypeError, InnerStepError, MegascaleError, UsageError
 from megascale.grad_scaler import MegatronGradScaler
 from megascale.kernels import Decision, GradWeights, Statistic
 from megascale.parallel import AssumedAlone, ParallelGroups
@@ -31,6 +32,7 @@ from megascale.step.settings import SharedSettings
 from megascale.step.spikes import NormStatistics, SpikeJudge
 from megascale.step.stalls import StallWatch
 from megascale.step.update import Rounded
+from megascale.utils import validate
 from megascale.utils.collectives import all_gather_object, group_size, raise_together
 from megascale.utils.graph_capture import is_capturing
 from megascale.utils.profiling import span
@@ -188,6 +190,27 @@ class StepRecipe:
         for member, own in zip(self.members, collected, strict=True):
             member.ready = ReadyStep(own.updates, decision)
         return decision
+
+    def prepare_clipped(self, max_norm: float, norm_type: float, error: MegascaleError | None = None) -> Tensor:
+        """Prepare and hold a step that clips to ``max_norm`` in place of ``clip_grad``; return the unclipped norm.
+
+        ``error``: as for :meth:`prepare`.
+        """
+        if not isinstance(max_norm, (int, float)):
+            raise ArgumentTypeError(
+                f"max_norm must be a number, got {type(max_norm).__name__}: the optimizer clips all of its own "
+                "parameters by one norm, so call optimizer.clip_grad_norm_(1.0), without them"
+            )
+        if norm_type != 2:
+            raise ArgumentError(f"norm_type must be 2, the norm that the optimizer clips by, got {norm_type!r}")
+        own = self.clip_grad
+        self.clip_grad = 0.0 if max_norm == math.inf else validate.positive("max_norm", max_norm)
+        try:
+            decision = self.prepare(error)
+        finally:
+            self.clip_grad = own
+        self.hold_grads()
+        return decision.grad_norm
 
     def hold_grads(self) -> None:
         """Hold references to the ready step's gradients: the caller may drop its own before the update."""

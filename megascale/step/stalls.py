@@ -89,7 +89,7 @@ class StallWatch:
         if _is_time(self._zeros, FIRST_ZEROS):
             call_site.warn(
                 f"no gradient, or none but zeros, in {self._zeros} steps in a row: small gradients are lost below the "
-                "smallest number of 16 bit (raise the loss scale; clip with config.clip_grad, not by hand, where "
+                "smallest number of 16 bit (raise the loss scale; clip with optimizer.clip_grad, not by hand, where "
                 "gradients are still scaled), or the loss does not depend on the parameters, or backward() is missing",
                 RuntimeWarning,
             )

@@ -1,14 +1,24 @@
 """Clipping that the caller chooses: another norm from step to step, and by value."""
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from megascale import ChainedOptimizer, ConstantGradScaler, MixedPrecisionOptimizer, OptimizerConfig, ParallelGroups
-from megascale.errors import ArgumentError, UsageError
+from megascale import (
+    ChainedOptimizer,
+    ConstantGradScaler,
+    DistributedOptimizer,
+    MixedPrecisionOptimizer,
+    OptimizerConfig,
+    ParallelGroups,
+    build_optimizer,
+)
+from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from tests.counting import OperatorCounter
 from tests.training import Bag, grad_of, same_bits, snapshot
 
@@ -100,3 +110,108 @@ def test_misuse_is_refused() -> None:
         optimizer.clip_grad_value_(0)
     with pytest.raises(ArgumentError, match="clip_grad must be 0 or more, got -1"):
         optimizer.clip_grad = -1
+
+
+# The keyword of the constructors
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).half()
+
+
+def _inner(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.named_parameters(), lr=0.1)
+
+
+Built = MixedPrecisionOptimizer | ChainedOptimizer
+CONSTRUCTORS: dict[str, Callable[..., Built]] = {
+    "MixedPrecisionOptimizer": lambda config, **clip: MixedPrecisionOptimizer(
+        _inner(_model()), config, ConstantGradScaler(SCALE), **clip
+    ),
+    "DistributedOptimizer": lambda config, **clip: DistributedOptimizer(
+        _inner(model := _model()), config, ConstantGradScaler(SCALE), modules=model, **clip
+    ),
+    "ChainedOptimizer": lambda config, **clip: ChainedOptimizer(
+        [MixedPrecisionOptimizer(_inner(_model()), config, ConstantGradScaler(SCALE))], **clip
+    ),
+    "build_optimizer": lambda config, **clip: build_optimizer(
+        replace(config or OptimizerConfig(fp16=True, clip_grad=0.0), lr=0.1), _model(), **clip
+    ),
+}
+
+
+@pytest.mark.parametrize("constructor", CONSTRUCTORS)
+def test_the_keyword_says_how_to_clip(constructor: str) -> None:
+    """Of every constructor: the keyword decides; left out, the config does, and without a config nothing is clipped."""
+    build = CONSTRUCTORS[constructor]
+    config = OptimizerConfig(fp16=True, clip_grad=0.25)
+    for given, expected in (
+        ({"clip_grad": 1}, 1.0),
+        ({"clip_grad": 0.0}, 0.0),
+        ({}, 0.25),
+        ({"clip_grad": None}, 0.25),
+    ):
+        assert build(config, **given).clip_grad == expected
+    assert build(None).clip_grad == 0.0
+    chosen = build(None, clip_grad=0.5)
+    assert chosen.clip_grad == 0.5
+    for wrong, error in ((-1, ArgumentError), (math.nan, ArgumentError), ("1", ArgumentTypeError)):
+        with pytest.raises(error, match="clip_grad must be"):
+            build(config, clip_grad=wrong)
+
+
+def test_a_chain_sets_the_keyword_for_its_members() -> None:
+    """Members with other limits of their own may then be chained, and share the chain's."""
+    layers = [nn.Sequential(nn.Identity(), nn.Linear(2, 1)), nn.Linear(2, 1)]  # with other names
+    members = [_sgd(layer, clip, torch.float32) for layer, clip in zip(layers, (1.0, 2.0), strict=True)]
+    for member in members:
+        member.grad_scaler = None
+    with pytest.raises(ArgumentError, match=r"clip_grad=2\.0"):
+        ChainedOptimizer(members)
+    assert [member.clip_grad for member in ChainedOptimizer(members, clip_grad=0.5).optimizers] == [0.5, 0.5]
+
+
+# clip_grad_norm_
+
+
+@pytest.mark.parametrize("chained", [False, True])
+@pytest.mark.parametrize("max_norm", [2.0, 1, math.inf])
+def test_clip_grad_norm_clips_this_step(max_norm: float, chained: bool) -> None:
+    """The step that follows has the bits of one under ``clip_grad``; the norm is unscaled; nothing is read."""
+    results = []
+    for by_method in (False, True):
+        bag = _bag(torch.float16)
+        own = 0.125 if by_method else (0.0 if max_norm == math.inf else max_norm)
+        optimizer: Built = _sgd(bag, own, torch.float16)
+        if chained:
+            optimizer = ChainedOptimizer([_sgd(bag, own, torch.float16)])
+        _set(bag)
+        if by_method:
+            with OperatorCounter() as counter:
+                norm = optimizer.clip_grad_norm_(max_norm)
+            assert counter.host_reads == 0
+            assert norm.dtype == torch.float32
+            assert norm.item() == pytest.approx(math.sqrt(sum(x * x for row in GRADS for x in row)), rel=1e-4)
+            assert optimizer.clip_grad == 0.125  # as before
+        result = optimizer.step()
+        assert bool(result.success)
+        results.append([main.clone() for _, main in optimizer.main_params()])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def test_clip_grad_norm_refuses_what_torchs_takes() -> None:
+    """Parameters in the place of the norm, another norm, a second call: named, with what to write."""
+    bag = _bag(torch.float16)
+    optimizer: Any = _sgd(bag, 0.0, torch.float16)
+    _set(bag)
+    with pytest.raises(ArgumentTypeError, match=r"max_norm must be a number, got generator.*clip_grad_norm_\(1.0\)"):
+        optimizer.clip_grad_norm_(bag.parameters(), 1.0)
+    with pytest.raises(ArgumentError, match="norm_type must be 2"):
+        optimizer.clip_grad_norm_(1.0, norm_type=math.inf)
+    with pytest.raises(ArgumentError, match="max_norm must be above 0, got 0"):
+        optimizer.clip_grad_norm_(0)
+    optimizer.clip_grad_norm_(1.0)
+    with pytest.raises(UsageError, match=r"prepare_grads\(\) has measured these gradients already"):
+        optimizer.clip_grad_norm_(1.0)
+    assert bool(optimizer.step().success)

@@ -220,7 +220,7 @@ def test_clipping_by_hand_while_scaled_is_noticed() -> None:
         torch.nn.utils.clip_grad_norm_(module.parameters(), 1e-8)
         if step < 7:
             optimizer.step()
-    with pytest.warns(RuntimeWarning, match=r"clip with config\.clip_grad, not by hand"):
+    with pytest.warns(RuntimeWarning, match=r"clip with optimizer\.clip_grad, not by hand"):
         optimizer.step()
 
 
