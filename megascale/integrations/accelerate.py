@@ -18,7 +18,7 @@ from megascale.amp import GradScaler
 from megascale.chained import AnyOptimizer, parts_of
 from megascale.distributed_optimizer import DistributedOptimizer
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
-from megascale.integrations.accelerate_scaling import ScaledIteration, ScaledOptimizer, SkipOnDevice
+from megascale.integrations.accelerate_scaling import ScaledIteration, ScaledOptimizer, SkipOnDevice, reduce_in_fp32
 from megascale.optimizer import StepResult
 from megascale.utils import validate
 
@@ -144,6 +144,8 @@ class Accelerator(accelerate.Accelerator):
         Raises:
             UsageError: for an optimizer that cannot be used with this accelerator, with the remedy.
         """
+        if self.is_fsdp2 and any(isinstance(arg, AnyOptimizer) for arg in args):
+            reduce_in_fp32(self.state.fsdp_plugin)
         self._bare_models = any(
             part.reduces_in_backward for arg in args if isinstance(arg, AnyOptimizer) for part in parts_of(arg)
         )

@@ -1,13 +1,16 @@
-"""Accelerate's prepared optimizers where the skip decision stays on the device, and one scale per iteration."""
+"""What Accelerate does otherwise in 16 bits: skips on the device, one scale per iteration, reduction in fp32."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from megascale.amp import GradScaler
 
@@ -108,6 +111,17 @@ class ScaledIteration:
             if is_meant and self.scaler._per_optimizer_states[id(prepared.optimizer)]["stage"] is OptState.READY:
                 found.append(prepared)
         return found
+
+
+def reduce_in_fp32(plugin: FullyShardedDataParallelPlugin) -> None:
+    """Let FSDP2 reduce gradients in fp32, unless the plugin's policy names a dtype.
+
+    Otherwise ranks would add up gradients of 16-bit parameters in 16 bits, and round at every rank: Accelerate leaves
+    that to the user, and ``fsdp_config`` of TrainingArguments has no key for it.
+    """
+    policy = plugin.mixed_precision_policy or MixedPrecisionPolicy()
+    if isinstance(policy, MixedPrecisionPolicy) and policy.reduce_dtype is None:
+        plugin.mixed_precision_policy = replace(policy, reduce_dtype=torch.float32)
 
 
 def _params(prepared: ScaledOptimizer) -> Iterator[Tensor]:

@@ -163,11 +163,10 @@ def test_fsdp2_applied_by_hand(ranks: RankPool) -> None:
     _check(ranks.run(WORLD, _sharded_by_hand), "FSDPTiny")
 
 
-def _sharded_by_plugin(folder: str) -> tuple[Ran, bool, int]:
+def _sharded_by_plugin(folder: str, reduce: torch.dtype | None) -> tuple[Ran, bool, int]:
     with as_rank():
-        plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2, mixed_precision_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)
-        )
+        policy = None if reduce is None else MixedPrecisionPolicy(reduce_dtype=reduce)
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, mixed_precision_policy=policy)
         accelerator, module = accelerator_of(), model()
         # Accelerate turns the plugin on for accelerators alone (AcceleratorState.__init__). What follows is its own
         # code, which runs on gloo as well.
@@ -177,6 +176,7 @@ def _sharded_by_plugin(folder: str) -> tuple[Ran, bool, int]:
         optimizer = wrap(module)
         whole = [weakref.ref(param) for param in module.parameters()]
         prepared_model, prepared = accelerator.prepare(module, optimizer)
+        assert plugin.mixed_precision_policy.reduce_dtype == (reduce or torch.float32)
         ran = _ran(accelerator, prepared_model, prepared, optimizer)
         gc.collect()
         assert [ref() for ref in whole] == [None] * len(whole)  # neither they nor their state stay in memory
@@ -191,12 +191,21 @@ def _sharded_by_plugin(folder: str) -> tuple[Ran, bool, int]:
         return ran, restored and bits_equal(scale, optimizer.get_loss_scale()), owned
 
 
-def test_fsdp2_by_accelerates_plugin(ranks: RankPool, tmp_path: Path) -> None:
-    """prepare() shards the model under the optimizer: training, save_state and load_state, all in fp16."""
-    results = ranks.run(WORLD, _sharded_by_plugin, str(tmp_path))
+@pytest.mark.parametrize("reduce", [torch.float32, None], ids=str)
+def test_fsdp2_by_accelerates_plugin(ranks: RankPool, tmp_path: Path, reduce: torch.dtype | None) -> None:
+    """prepare() shards the model under the optimizer: training, save_state and load_state, all in fp16.
+
+    Gradients are reduced in fp32 also where the plugin names no dtype, as TrainingArguments cannot.
+    """
+    results = ranks.run(WORLD, _sharded_by_plugin, str(tmp_path), reduce)
     _check([ran for ran, *_ in results], "FSDPTiny")
     assert all(restored for _, restored, _ in results)
     assert sum(owned for *_, owned in results) == sum(param.numel() for param in model().parameters())
+
+
+def test_a_dtype_of_reduction_that_is_named_stays(ranks: RankPool, tmp_path: Path) -> None:
+    """Whoever asks for messages of half the size gets them."""
+    ranks.run(WORLD, _sharded_by_plugin, str(tmp_path), torch.float16)
 
 
 def _plugin_on_cpu() -> str:
