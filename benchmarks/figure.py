@@ -23,10 +23,11 @@ BYTES, FLOW = "bytes_per_parameter.svg", "a_step.svg"
 OURS, PEERS = "#1f83c4", "#9a9a9a"
 NAMES = {
     "megascale": "megascale",
-    "megascale, torch": "megascale, torch backend",
+    "megascale, torch": "megascale (torch)",
+    "megascale DistributedOptimizer": "DistributedOptimizer",
     "masters": "fp32 copies by hand",
     "torch amp": "torch.amp, fp32 weights",
-    "Megatron-Core, torch": "Megatron-Core, torch",
+    "Megatron-Core, fused AdamW": "Megatron, fused AdamW",
     "DeepSpeed FP16_Optimizer": "DeepSpeed FP16",
 }
 """Contenders as readers know them."""
