@@ -4,6 +4,7 @@ from megascale.utils import torch_names as torch_names  # before all others: it 
 
 # isort: split
 from megascale.builder import build_optimizer
+from megascale.casting import cast_model
 from megascale.chained import ChainedOptimizer
 from megascale.config import OptimizerConfig
 from megascale.distributed_optimizer import DistributedOptimizer
@@ -30,5 +31,6 @@ __all__ = [
     "StepGraph",
     "StepResult",
     "build_optimizer",
+    "cast_model",
     "estimate",
 ]

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from megascale.casting import warn_of_cast_buffers
 from megascale.chained import ChainedOptimizer
 from megascale.config import OptimizerConfig
 from megascale.distributed_optimizer import DistributedOptimizer
@@ -109,6 +110,7 @@ def build_optimizer(
             built.append(DistributedOptimizer(inner, own, scaler, modules=modules, **shared))
         else:
             shared |= {"replicas_may_differ": replicas_may_differ}
+            warn_of_cast_buffers([modules] if isinstance(modules, nn.Module) else modules)
             built.append(MixedPrecisionOptimizer(inner, own, scaler, **shared))
     return ChainedOptimizer(built) if checked.optimizer == "muon" else built[0]
 

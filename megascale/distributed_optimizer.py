@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from megascale.casting import warn_of_cast_buffers
 from megascale.config import OptimizerConfig
 from megascale.errors import ArgumentError, ArgumentTypeError
 from megascale.grad_scaler import MegatronGradScaler
@@ -96,6 +97,7 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
         by_parameter = is_sharded_by_parameter(optimizer, shard, elementwise)
         chunks = [modules] if isinstance(modules, nn.Module) else list(modules)
         names = _names(chunks, optimizer)
+        warn_of_cast_buffers(chunks)
         resolved = ParallelGroups.of(groups)
         self.grad_sync = ShardedGradSync(
             [],

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from megascale import DynamicGradScaler, MixedPrecisionOptimizer
+from megascale import DynamicGradScaler, MixedPrecisionOptimizer, cast_model
 
 STEPS, BATCH, CONTEXT, WIDTH = 120, 12, 32, 32
 
@@ -41,7 +41,7 @@ def batch(step):
 
 
 torch.manual_seed(0)
-model = GPT().half()
+model = cast_model(GPT(), torch.float16)
 inner = torch.optim.AdamW(model.named_parameters(), lr=3e-3)
 optimizer = MixedPrecisionOptimizer(inner, grad_scaler=DynamicGradScaler())
 

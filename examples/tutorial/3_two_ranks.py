@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from megascale import DynamicGradScaler, MixedPrecisionOptimizer
+from megascale import DynamicGradScaler, MixedPrecisionOptimizer, cast_model
 
 STEPS, BATCH, CONTEXT, WIDTH = 120, 12, 32, 32
 
@@ -45,7 +45,7 @@ def batch(step):
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
-model = DistributedDataParallel(GPT().half())
+model = DistributedDataParallel(cast_model(GPT(), torch.float16))
 inner = torch.optim.AdamW(model.module.named_parameters(), lr=3e-3)
 optimizer = MixedPrecisionOptimizer(inner, grad_scaler=DynamicGradScaler())
 

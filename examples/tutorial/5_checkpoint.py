@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from megascale import DistributedOptimizer, DynamicGradScaler
+from megascale import DistributedOptimizer, DynamicGradScaler, cast_model
 from megascale.checkpoint import Checkpointer
 
 STEPS, BATCH, CONTEXT, WIDTH = 120, 12, 32, 32
@@ -45,7 +45,7 @@ def batch(step):
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
-model = GPT().half()
+model = cast_model(GPT(), torch.float16)
 inner = torch.optim.AdamW(model.named_parameters(), lr=3e-3)
 optimizer = DistributedOptimizer(inner, grad_scaler=DynamicGradScaler(), modules=model)
 

@@ -65,6 +65,11 @@ NAMES = (
     TorchName("torch._C._TorchDispatchModeKey", "asks for a FakeTensorMode"),
     TorchName("torch._C._get_dispatch_mode", "tells whether a FakeTensorMode is active"),
     TorchName("torch._C._autograd._profiler_enabled", "spans cost nothing where no profiler runs"),
+    TorchName(
+        "torch._dynamo.eval_frame.OptimizedModule._orig_mod",
+        "what torch.compile puts in front of the names of parameters: it is left out of names that are compared",
+        "nothing, if names are as without torch.compile; else state dicts of a compiled and of the bare model differ",
+    ),
     # torch.amp
     TorchName("torch._amp_foreach_non_finite_check_and_unscale_", "unscales gradients in place, as torch.amp does"),
     TorchName("torch._amp_update_scale_", "moves the scale with the bits of torch.amp"),

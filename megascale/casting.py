@@ -1,0 +1,198 @@
+"""cast_model: a model's parameters in 16 bit, while buffers and chosen modules keep their precision."""
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from megascale.errors import ArgumentError, ArgumentTypeError, listed
+from megascale.utils import call_site, spelling
+from megascale.utils.dtensors import is_dtensor
+from megascale.utils.dtypes import HALF_DTYPES
+from megascale.utils.param_names import bare
+
+M = TypeVar("M", bound=nn.Module)
+Chosen = str | type[nn.Module] | nn.Module
+
+CAST_FROM = (torch.float64, torch.float32, *HALF_DTYPES)
+ROPE = ("*inv_freq*", "*freqs*", "*rope*", "*rotary*")
+"""Names of buffers that hold the frequencies of rotary position embeddings, of which 16 bits are not enough."""
+
+
+def cast_model(model: M, dtype: torch.dtype, keep: Chosen | Iterable[Chosen] = ()) -> M:
+    """Cast a model's floating point parameters to ``dtype``, in place, and leave its buffers as they are.
+
+    ``model.half()`` casts buffers too: BatchNorm's running statistics, and the frequencies of rotary position
+    embeddings, whose angles are then wrong by a radian at position 4,095.
+
+    Modules with running statistics (BatchNorm) keep their parameters in fp32 as well, as torch's kernels want it. Tied
+    parameters stay tied: one that a kept module shares with another stays as it is, and the other module is kept, too.
+
+    A module named in ``keep`` computes in fp32: its 16-bit inputs are cast to fp32 by a hook, and its results back to
+    ``dtype``. The results of modules after which no cast parameter comes, in the model's order, stay fp32: the logits
+    of a head, say.
+
+    Args:
+        model: not yet wrapped in DistributedDataParallel, nor sharded by ``fully_shard``. Its optimizer is built after.
+        dtype: torch.float16 or torch.bfloat16.
+        keep: what is not cast, one or several: a shell-style pattern of module or parameter names ("*norm*", "head"), a
+            type of modules (``nn.LayerNorm``), or a module. A module includes all that is in it.
+
+    Returns:
+        The model.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: naming the argument; nothing has changed. Also for a pattern or a module that
+            the model does not have.
+    """
+    _check(model, dtype)
+    chosen: list[Any] = [keep] if isinstance(keep, (str, type, nn.Module)) else list(keep)
+    kept, kept_params = _kept(model, chosen)
+    whole = {id(part) for module in kept for part in module.modules()}
+    whole |= {id(module) for module in model.modules() if isinstance(getattr(module, "running_mean", None), Tensor)}
+    for module in model.modules():
+        if id(module) in whole:
+            kept_params |= {id(param) for param in module.parameters(recurse=False)}
+    kept += [module for module in model.modules() if id(module) not in whole and _has_only(module, kept_params)]
+    _add_hooks(model, kept, kept_params, dtype)
+    done: dict[tuple[Any, ...], Tensor] = {}
+    for param in model.parameters():
+        if id(param) not in kept_params and param.dtype in CAST_FROM:
+            _cast(param, dtype, done)
+    return model
+
+
+def warn_of_cast_buffers(modules: Iterable[nn.Module]) -> None:
+    """Warn of buffers that lose what they are for in 16 bits: BatchNorm's running statistics, RoPE's frequencies."""
+    names = [
+        f"{path}.{name}" if path else name
+        for root in modules
+        for path, module in root.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if buffer.dtype in HALF_DTYPES and _needs_fp32(name)
+    ]
+    if names:
+        call_site.warn(
+            f"buffers {listed(names)} have 16 bits: model.half(), .bfloat16() and .to(dtype) cast buffers too, and "
+            "running statistics and rotary frequencies are wrong in 16 bits. Build or load the model again, and cast "
+            "it by megascale.cast_model(model, torch.float16), which casts parameters alone"
+        )
+
+
+def _needs_fp32(name: str) -> bool:
+    return name in ("running_mean", "running_var") or any(fnmatchcase(name.lower(), pattern) for pattern in ROPE)
+
+
+def _check(model: Any, dtype: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ArgumentTypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if dtype not in HALF_DTYPES:
+        raise ArgumentError(f"dtype must be torch.float16 or torch.bfloat16, got {dtype!r}")
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise ArgumentError(
+            "model holds a DistributedDataParallel, whose buckets have the parameters' dtype; cast the bare model, "
+            "then wrap it"
+        )
+    sharded = [name for name, param in model.named_parameters() if is_dtensor(param)]
+    if sharded:
+        raise ArgumentError(f"model has sharded parameters, {listed(sharded)}; cast it, then call fully_shard()")
+
+
+def _kept(model: nn.Module, keep: Sequence[Any]) -> tuple[list[nn.Module], set[int]]:
+    """Return the outermost modules, and the ids of single parameters, that ``keep`` names. Raises as cast_model."""
+    found: dict[int, nn.Module] = {}
+    params: set[int] = set()
+    modules = list(model.named_modules())
+    named = list(model.named_parameters(remove_duplicate=False))
+    for one in keep:
+        if isinstance(one, str):
+            hits = [module for name, module in modules if name and _matches(name, one)]
+            own = {id(param) for name, param in named if _matches(name, one)}
+            if not hits and not own:
+                nearest = spelling.nearest(one, [bare(name) for name, _ in [*modules, *named] if name] or [""])
+                raise ArgumentError(f"keep: {one!r} matches no module or parameter; did you mean {nearest!r}?")
+            params |= own
+        elif isinstance(one, type) and issubclass(one, nn.Module):
+            hits = [module for _, module in modules if isinstance(module, one)]
+        elif isinstance(one, nn.Module):
+            hits = [module for _, module in modules if module is one]
+            if not hits:
+                raise ArgumentError(f"keep: the given {type(one).__name__} is no module of the model; pass one of it")
+        else:
+            raise ArgumentTypeError(
+                f"keep must hold name patterns, types of modules or modules, got {one!r} of type {type(one).__name__}"
+            )
+        found |= {id(module): module for module in hits}
+    inner = {id(part) for module in found.values() for part in module.modules() if part is not module}
+    return [module for key, module in found.items() if key not in inner], params
+
+
+def _has_only(module: nn.Module, kept_params: set[int]) -> bool:
+    """Return whether a module's own parameters are all kept: by their names, or tied to those of a kept module."""
+    own = {id(param) for param in module.parameters(recurse=False)}
+    return bool(own) and own <= kept_params
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(bare(name), pattern)
+
+
+def _add_hooks(model: nn.Module, kept: Sequence[nn.Module], kept_params: set[int], dtype: torch.dtype) -> None:
+    """Let kept modules take and give 16-bit tensors. ``kept_params``: ids of those that are not cast."""
+    order = {id(module): index for index, module in enumerate(model.modules())}
+    casts = [
+        order[id(module)]
+        for module in model.modules()
+        if any(id(param) not in kept_params for param in module.parameters(recurse=False))
+    ]
+    last_cast = max(casts, default=-1)
+    for module in kept:
+        takes_both = isinstance(getattr(module, "running_mean", None), Tensor)  # 16-bit inputs beside fp32 parameters
+        if takes_both or all(param.dtype in HALF_DTYPES for param in module.parameters()):
+            continue
+        module.register_forward_pre_hook(_widen, with_kwargs=True)
+        if max(order[id(part)] for part in module.modules()) < last_cast:
+            module.register_forward_hook(partial(_narrow, dtype))
+
+
+def _widen(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    return _converted(args, HALF_DTYPES, torch.float32), _converted(kwargs, HALF_DTYPES, torch.float32)
+
+
+def _narrow(dtype: torch.dtype, _: nn.Module, __: Any, output: Any) -> Any:
+    return _converted(output, (torch.float32,), dtype)
+
+
+def _converted(nest: Any, dtypes: tuple[torch.dtype, ...], dtype: torch.dtype) -> Any:
+    """Return ``nest`` with its tensors of ``dtypes`` cast to ``dtype``. Containers keep their types."""
+    if isinstance(nest, Tensor):
+        return nest.to(dtype) if nest.dtype in dtypes else nest
+    if isinstance(nest, Mapping):
+        new: Any = copy.copy(nest)
+        for key, value in nest.items():
+            new[key] = _converted(value, dtypes, dtype)
+        return new
+    if isinstance(nest, (list, tuple)):
+        values: Iterator[Any] = (_converted(value, dtypes, dtype) for value in nest)
+        return type(nest)(values) if type(nest) in (list, tuple) else type(nest)(*values)  # a named tuple's
+    return nest
+
+
+@torch.no_grad()
+def _cast(param: nn.Parameter, dtype: torch.dtype, done: dict[tuple[Any, ...], Tensor]) -> None:
+    """Cast one parameter in place. ``done``: casts of the same memory, which two parameters may share."""
+    grad = param.grad
+    place = (param.data_ptr(), param.shape, param.stride(), param.dtype) if not param.is_meta and param.numel() else ()
+    value = done.get(place) if place else None
+    if value is None:
+        value = param.data.to(dtype)
+        if place:
+            done[place] = value
+    param.data = value
+    if grad is not None:
+        param.grad = grad.to(dtype)
