@@ -28,6 +28,7 @@ from megascale.main_params.replica_check import digests
 from megascale.parallel import ParallelGroups
 from megascale.utils import call_site, validate
 from megascale.utils.collectives import all_gather_object, broadcast_object, group_rank, group_size, twin_group
+from megascale.utils.consensus import first_other_rank
 from megascale.utils.progress import progress_bar
 from megascale.utils.spelling import names_arguments
 
@@ -184,28 +185,25 @@ class Checkpointer:
 
         seen = gathered("collect the state", look, self._group)
         [(contents, held)] = collected
-        first = seen[0][0]
-        for rank, (digest, _, _) in enumerate(seen):
-            parts = [part for part in first.keys() | digest.keys() if first.get(part) != digest.get(part)]
-            if parts:
-                raise CheckpointError(
-                    f"rank {rank} saves another {' and '.join(sorted(parts))} than rank 0 (names, shapes, dtypes or "
-                    "plain values differ); pass the same on every rank, and what differs by design as rank_state"
-                )
+        if other := first_other_rank([digest for digest, _, _ in seen]):
+            rank, parts = other
+            raise CheckpointError(
+                f"rank {rank} saves another {' and '.join(parts)} than rank 0 (names, shapes, dtypes or plain values "
+                "differ); pass the same on every rank, and what differs by design as rank_state"
+            )
         if any(own != seen[0][2] for _, _, own in seen):
             self._raise_differing(all_gather_object(digests(held), self._group))
         return contents, [tree for _, tree, _ in seen]
 
     def _raise_differing(self, sums: Sequence[Mapping[str, Any]]) -> None:
         """Raise CheckpointError naming tensors that differ between ranks. ``sums``: each rank's checksums by name."""
-        for rank, own in enumerate(sums):
-            parted = sorted(key for key in own.keys() | sums[0].keys() if own.get(key) != sums[0].get(key))
-            if parted:
-                raise CheckpointError(
-                    f"rank {rank} holds other values than rank 0 of {listed(parted)}: the ranks have parted, and only "
-                    "one of them would be saved; reduce their gradients (DistributedDataParallel, or a GradSync), or "
-                    "pass check_replicas=False to save the first rank's"
-                )
+        if other := first_other_rank(sums):
+            rank, parted = other
+            raise CheckpointError(
+                f"rank {rank} holds other values than rank 0 of {listed(parted)}: the ranks have parted, and only "
+                "one of them would be saved; reduce their gradients (DistributedDataParallel, or a GradSync), or "
+                "pass check_replicas=False to save the first rank's"
+            )
 
     def _begin(self, step: int) -> Path:
         def create() -> Path | None:

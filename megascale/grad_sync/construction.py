@@ -6,7 +6,6 @@ them: so every rank raises the same error, where the first messages of a step wo
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import zip_longest
 from sys import intern
 
 import torch.distributed as dist
@@ -16,6 +15,7 @@ from torch.distributed import ProcessGroup
 from megascale.errors import MOST_NAMES, ArgumentError
 from megascale.parallel import UNSET, ParallelGroups, ranks_of
 from megascale.utils.collectives import gather_or_raise, group_ranks
+from megascale.utils.consensus import Facts, first_difference
 
 ParamForm = tuple[str, str, tuple[int, ...], str]
 """Name, dtype, shape and where it is."""
@@ -90,26 +90,27 @@ def _require_alike(built: Mapping[int, Construction]) -> None:
     """Raise ArgumentError if ranks build differently. ``built``: by global rank."""
     first = next(iter(built))
     for rank, construction in built.items():
-        found = _difference(built[first], construction)
-        if found is not None:
-            raise _different(found[0], {first: found[1], rank: found[2]})
+        # The facts of thousands of parameters are written down only where something differs.
+        if _compared(construction) != _compared(built[first]):
+            found = first_difference({first: _facts(built[first]), rank: _facts(construction)})
+            if found is not None:
+                raise _different(found.label, {first: found.first or _ABSENT, rank: found.other or _ABSENT})
     _require_same_groups(built)
 
 
-def _difference(one: Construction, other: Construction) -> tuple[str, str, str] | None:
-    """Return what differs between two constructions, but for groups and values, and both values of it."""
-    if one.kind != other.kind:
-        return "the object that reduces gradients", f"a {one.kind}", f"a {other.kind}"
-    for name in dict.fromkeys([*one.arguments, *other.arguments]):
-        values = one.arguments.get(name, _ABSENT), other.arguments.get(name, _ABSENT)
-        if values[0] != values[1]:
-            return name, *values
-    for listing in one.parameters:
-        pairs = zip_longest(one.parameters[listing], other.parameters.get(listing, ()))
-        for index, (mine, theirs) in enumerate(pairs):
-            if mine != theirs:
-                return f"parameter {index} of {listing}", _told(mine), _told(theirs)
-    return None
+def _compared(one: Construction) -> tuple[object, ...]:
+    """Return what must be the same on all ranks; groups and values are compared in other ways."""
+    return one.kind, one.arguments, one.parameters
+
+
+def _facts(one: Construction) -> Facts:
+    """Return :func:`_compared` as a message tells it, by what a message calls it."""
+    forms = {
+        f"parameter {index} of {listing}": _told(form)
+        for listing, params in one.parameters.items()
+        for index, form in enumerate(params)
+    }
+    return {"the object that reduces gradients": f"a {one.kind}", **one.arguments, **forms}
 
 
 def _require_same_groups(built: Mapping[int, Construction]) -> None:
@@ -131,9 +132,7 @@ def _different(what: str, values: Mapping[int, str]) -> ArgumentError:
     )
 
 
-def _told(form: ParamForm | None) -> str:
-    if form is None:
-        return _ABSENT
+def _told(form: ParamForm) -> str:
     name, dtype, shape, place = form
     return f"{name!r} ({dtype}, shape {shape}, {place})"
 

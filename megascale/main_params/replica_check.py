@@ -14,6 +14,7 @@ from megascale.grad_sync.grad_hook import owner_of
 from megascale.grad_sync.sync import GradSync
 from megascale.parallel import ParallelGroups, is_expert
 from megascale.utils.collectives import all_gather_object, broadcast_, group_size
+from megascale.utils.consensus import differences
 
 BROADCAST = "pass broadcast_params=True to take the first rank's"
 
@@ -41,8 +42,7 @@ def find_differing(
 
 def _differing(theirs: Sequence[Mapping[str, Digest]]) -> list[str]:
     """Return the names whose digests are not the same on all ranks."""
-    known = dict.fromkeys(name for digests in theirs for name in digests)
-    return [name for name in known if any(digests.get(name) != theirs[0].get(name) for digests in theirs)]
+    return list(dict.fromkeys(difference.label for difference in differences(dict(enumerate(theirs)))))
 
 
 @torch.no_grad()

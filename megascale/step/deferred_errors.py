@@ -6,21 +6,19 @@ as soon as it can without waiting: at once where statistics lie in host memory, 
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from megascale.errors import MainParamOverflowError, MegascaleError, NonFiniteParamError, UsageError, listed
+from megascale.errors import MainParamOverflowError, MegascaleError, NonFiniteParamError, listed
 from megascale.host_view import HostView
 from megascale.kernels import Statistic, stats_dtype
 from megascale.main_params.main_param import MainParam
 from megascale.parallel import ParallelGroups
-from megascale.step.absence import absence, absence_error, novelty, novelty_error
+from megascale.step.consensus import Consensus
 from megascale.step.grad_stats import GradStats
-from megascale.step.settings import SharedSettings
 from megascale.step.update import Rounded
-from megascale.utils.collectives import group_size, raise_together
 from megascale.utils.dtensors import local
 from megascale.utils.graph_capture import is_capturing
 from megascale.utils.staging import staged
@@ -34,24 +32,20 @@ class DeferredErrors:
     Args:
         groups: of the optimizer.
         device: of the statistics.
-        settings: names those that differ between ranks.
 
     Attributes:
+        consensus: votes, and names what differs between ranks.
+        times_replaced: how often :meth:`begin_anew` was called.
         no_errors: what :meth:`as_statistic` returns for none, and where another has counted them.
     """
 
-    def __init__(self, groups: ParallelGroups, device: torch.device, settings: SharedSettings) -> None:
-        self._groups = groups
-        self._settings = settings
-        self._group = groups.grad_stats
-        self._alone = group_size(self._group) == 1
+    def __init__(self, groups: ParallelGroups, device: torch.device) -> None:
+        self.consensus = Consensus(groups, device)
+        self.times_replaced = 0
         self._on_host = device.type == "cpu"
         self._device = device
         self._view = HostView()
         self._error: Exception | None = None
-        self._absent: Mapping[str, nn.Parameter] = {}
-        # What was new in this step and in the one before, for the same reason as below.
-        self._new: deque[list[str]] = deque(maxlen=2)
         # The roundings of this step and the one before, as the host learns of an overflow one step late.
         self._rounded: deque[list[Rounded]] = deque(maxlen=2)
         # Updated in place: captured graphs hold these addresses.
@@ -59,15 +53,14 @@ class DeferredErrors:
         self.no_errors = torch.zeros_like(self._num_overflowed)
 
     def begin_anew(self) -> None:
-        """Forget all errors, as main params were replaced: all ranks must do that."""
-        self._settings.count_replaced()
+        """Forget all errors, as main params were loaded, or reloaded from the model: all ranks must do that."""
+        self.times_replaced += 1
         self.clear()
 
     def clear(self) -> None:
         """Forget all errors."""
         self._error = None
         self._rounded.clear()
-        self._new.clear()
         self._num_overflowed.zero_()
         self._view.flush()
 
@@ -75,28 +68,17 @@ class DeferredErrors:
         """Forget statistics that the host has not read yet; called for a step that is dropped."""
         self._view.flush()
 
-    def as_statistic(
-        self,
-        error: Exception | None,
-        absent: Mapping[str, nn.Parameter],
-        new: Mapping[str, nn.Parameter],
-        settings: int,
-    ) -> Tensor:
+    def as_statistic(self, error: Exception | None, vote: int) -> Tensor:
         """Return this rank's number of errors, 0-d, for the statistics vector: not 0 in sum if a rank has one.
 
         Args:
             error: found in this step.
-            absent: by name, parameters that this rank leaves out and that other ranks must leave out, too.
-            new: by name, parameters whose values have not been compared between ranks.
-            settings: this rank's number for what ranks must set alike.
+            vote: this rank's number for what ranks must do alike.
         """
-        if error is not None and self._alone:
+        if error is not None and self.consensus.is_alone:
             raise error
         self._error = self._error or error
-        self._absent = absent
-        self._new.append(list(new))
-        left_out = 0 if self._alone else absence(absent, self._groups)
-        count = (self._error is not None) + left_out + novelty(new, self._groups) + settings
+        count = (self._error is not None) + vote
         return self._num_overflowed + count if count else self._num_overflowed
 
     def raise_agreed(self, agreed: GradStats) -> list[float] | None:
@@ -159,27 +141,15 @@ class DeferredErrors:
 
     def raise_local(self) -> None:
         """Raise at once where this rank is alone, as far as the host knows without waiting."""
-        if self._alone and self._error is not None:
+        if self.consensus.is_alone and self._error is not None:
             self._raise_together()
-        if self._alone and self._on_host and self._num_overflowed.reshape(1).tolist() != [0.0]:
+        if self.consensus.is_alone and self._on_host and self._num_overflowed.reshape(1).tolist() != [0.0]:
             self._raise_together()
 
     def _raise_together(self) -> None:
         error = self._error or self._overflow_error()
-        new = [name for names in self._new for name in names]
         self.clear()
-        raise_together(error, self._group)
-        # First what is compared: what is new may be so on every rank alike.
-        raise_together(self._settings.error(), self._group)
-        raise_together(novelty_error(new), self._group)
-        raise_together(absence_error(self._absent.keys()), self._group)
-        raise_together(self._settings.error(missing=True), self._group)
-        if self._alone:
-            return
-        raise UsageError(
-            "ranks differ in something that they must do alike, and it cannot be named any more; no parameter has "
-            "changed: build the optimizer, set options, load state and call step() alike on every rank"
-        )
+        self.consensus.explain(error)
 
     def _overflow_error(self) -> MegascaleError | None:
         found = {

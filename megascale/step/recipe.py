@@ -17,6 +17,7 @@ from megascale.parallel import AssumedAlone, ParallelGroups
 from megascale.step import grad_stats
 from megascale.step.arguments import refuse_fake_mode, require_values
 from megascale.step.deferred_errors import DeferredErrors, non_finite_params
+from megascale.step.facts import FactsOfSteps
 from megascale.step.grad_stats import GradStats
 from megascale.step.local_grads import Collected
 from megascale.step.member import ReadyStep, StepMember
@@ -28,7 +29,6 @@ from megascale.step.misuse import (
     unscaled_loss,
 )
 from megascale.step.overflows import OverflowRecorder, StepRecord
-from megascale.step.settings import SharedSettings
 from megascale.step.spikes import NormStatistics, SpikeJudge
 from megascale.step.stalls import StallWatch
 from megascale.step.update import Rounded
@@ -105,8 +105,8 @@ class StepRecipe:
         self.groups = groups
         self._grad_scaler = grad_scaler
         self.clip_grad = clip_grad
-        self._settings = SharedSettings(groups, members[0].device)
-        self.errors = DeferredErrors(groups, members[0].device, self._settings)
+        self.errors = DeferredErrors(groups, members[0].device)
+        self._facts = FactsOfSteps(groups)
         self.grads_are_scaled = grads_are_scaled
         self.last_result: StepResult | None = None
         self.chain: weakref.ref[StepRecipe] | None = None
@@ -377,12 +377,8 @@ class StepRecipe:
             collected = [member.collect() for member in self.members]
         with span("measure"):
             found = next((one.error for one in collected if one.error is not None), error)
-            absent = dict(chain.from_iterable(one.absent.items() for one in collected))
-            new = dict(chain.from_iterable(member.uncompared.items() for member in self.members))
-            if found:
-                self._settings.pass_over()
-            settings = 0 if found else self._settings.number(self.members, self.clip_grad, self.grad_scaler)
-            errors = self.errors.as_statistic(found, absent, new, settings)
+            vote = 0 if self.errors.consensus.is_alone else self._vote(collected, found)
+            errors = self.errors.as_statistic(found, vote)
             # Counted once, however many members this rank has: ranks' numbers are to cancel.
             of_members = [errors, *[self.errors.no_errors] * (len(self.members) - 1)]
             stats = [
@@ -390,6 +386,14 @@ class StepRecipe:
                 for member, own, counted in zip(self.members, collected, of_members, strict=True)
             ]
         return collected, stats[0] if len(stats) == 1 else grad_stats.combined(stats)
+
+    def _vote(self, collected: Sequence[Collected], error: Exception | None) -> int:
+        """Return this rank's number for what it does in this step; a rank that has an error does nothing."""
+        facts = None
+        if error is None:
+            times_replaced = self.errors.times_replaced
+            facts = self._facts.of_step(self.members, collected, self.clip_grad, self.grad_scaler, times_replaced)
+        return self.errors.consensus.vote(facts)
 
     def _decide(self, stats: GradStats) -> tuple[Decision, Decision]:
         """Return two decisions: as overflows alone make it, and the step's, which knows of spikes too."""
