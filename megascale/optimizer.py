@@ -355,7 +355,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         """
         for param in self._member.main_params:
             if param.name == name:
-                return self._member.grad_of(param)
+                return self._member.grads.grad_of(param)
         raise ArgumentError(
             f"name={name!r} is no trainable parameter of this optimizer; those are "
             f"{listed([param.name for param in self._member.main_params])}"

@@ -1,7 +1,6 @@
 """One optimizer on one backend, as the random lives of :mod:`tests.backend_machine` set it up and compare it."""
 
 import math
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from megascale import DynamicGradScaler, Lion, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.errors import MegascaleError
-from megascale.kernels.tensors import tensor_reader
+from megascale.kernels.tensors import forms
 from tests.backend_mischief import has_memory
 from tests.training import bits_equal
 
@@ -55,8 +54,9 @@ SECOND = {torch.int8: torch.uint8}
 """The dtype of the second moment beside such a first one, where that is another."""
 
 
-READER = "reader"
-"""Added to a backend's name: its tensors are read by tensor_reader.cpp, however few they are."""
+COLUMNS = "columns"
+"""Added to a backend's name: forms are compared part by part, as in a torch without guards."""
+GUARDS = forms.TensorGuards
 
 
 class World:
@@ -71,7 +71,7 @@ class World:
 
     def __init__(self, name: str, setup: "Setup") -> None:
         self.name = name
-        self.backend = name.removesuffix(f" {READER}")
+        self.backend = name.removesuffix(f" {COLUMNS}")
         self.setup = setup
         self.is_exact = self.backend != "torch" and setup.clip_grad == 0
         self.is_loose = setup.moments != torch.float32
@@ -114,8 +114,11 @@ class World:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Read tensors as this world does."""
-        os.environ[tensor_reader.ENVIRONMENT_VARIABLE] = "native" if self.name.endswith(READER) else "python"
-        yield
+        forms.TensorGuards = None if self.name.endswith(COLUMNS) else GUARDS
+        try:
+            yield
+        finally:
+            forms.TensorGuards = GUARDS
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all that a step may write, as it is: nothing is followed meanwhile."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megascale.grad_sync.usable_grads import memory_error
-from megascale.kernels import Backend, ParamList, TensorStats, is_plain, plain, stats_dtype
+from megascale.kernels import Backend, GradReader, TensorStats, is_plain, plain, stats_dtype
 from megascale.utils.collectives import redistribute_like
 from megascale.utils.dtensors import is_dtensor, local
 from megascale.utils.staging import staged
@@ -100,7 +100,7 @@ def check_memory(optimizer: torch.optim.Optimizer) -> None:
         for param in group["params"]
         if type(param.grad) is Tensor and param.grad.layout is torch.strided
     ]
-    if ParamList(params).grads(params, slice(None)).fit():
+    if GradReader(params).read() is not None:
         return
     for index, param in enumerate(params):
         error = None if param.grad is None else memory_error(f"parameter {index} with a gradient", param.grad, param)

@@ -152,7 +152,7 @@ class UnderflowMeter:
         """Return one row of :func:`_measure` for each gradient, its counts divided by the number of its holders."""
         rows = []
         for param in group:
-            grad = member.grad_of(param)
+            grad = member.grads.grad_of(param)
             if grad is not None and grad.numel():
                 row = _measure(grad, holders.of(param.model).share)
                 rows.append(staged(row, self._device))

@@ -27,15 +27,8 @@ from megascale.kernels.tensors.checked_memory import (
     shares_elements,
     sharing,
 )
-from megascale.kernels.tensors.tensor_list import GradList, ParamList, TensorList
-from megascale.kernels.tensors.tensor_reader import (
-    Room,
-    hold_objects,
-    new_tags,
-    read_versions,
-    same_objects,
-    same_values,
-)
+from megascale.kernels.tensors.forms import UNREADABLE, Forms, Places, rows
+from megascale.kernels.tensors.tensor_list import GradReader, TensorList
 from megascale.kernels.torch_backend import TorchBackend
 from megascale.rules import AdamHyper, LionHyper, SgdHyper
 
@@ -44,19 +37,20 @@ __all__ = [
     "LARGEST_SUM_SQUARES",
     "NUM_STATISTICS",
     "REPLICA_TOLERANCE",
+    "UNREADABLE",
     "AdamHyper",
     "Backend",
     "Decision",
-    "GradList",
+    "Forms",
+    "GradReader",
     "GradWeights",
     "HeldParams",
     "LionHyper",
     "MemoryRecord",
     "NativeBackend",
     "Operands",
-    "ParamList",
+    "Places",
     "ReferenceBackend",
-    "Room",
     "ScaleRule",
     "SgdHyper",
     "Statistic",
@@ -65,16 +59,12 @@ __all__ = [
     "TorchBackend",
     "TorchDecisions",
     "describe_non_finite",
-    "hold_objects",
     "inverse",
     "is_plain",
     "memory_fault",
-    "new_tags",
     "overlapping",
     "plain",
-    "read_versions",
-    "same_objects",
-    "same_values",
+    "rows",
     "select_backend",
     "shares_elements",
     "sharing",

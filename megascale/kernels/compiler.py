@@ -16,7 +16,7 @@ from megascale.errors import UsageError
 
 VERSION_SECONDS = 60.0
 COMPILE_SECONDS = 600.0
-"""Time limit of a compiler, in seconds: tensor_reader.cpp takes 20 s on an idle core."""
+"""Time limit of a compiler, in seconds: native.c takes some seconds on an idle core."""
 
 Command = tuple[str, ...]
 

@@ -102,14 +102,6 @@ def load(recipe: Recipe, open_library: Callable[[str], Library]) -> Library:
         raise CompilerError(f"{recipe.source.name}, with {shlex.join(recipe.compiler)}: {error}") from error
 
 
-def load_kept(recipe: Recipe, open_library: Callable[[str], Library]) -> Library | None:
-    """Return a library if an intact one is in the cache, else None.
-
-    Raises CompilerError if the compiler does not tell its version.
-    """
-    return _cached(_cache_folder(), recipe.stem(), open_library)
-
-
 def read_file(path: Path) -> bytes:
     """Return a file's content.
 

@@ -4,13 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from megascale.kernels.compact_moments import is_scale
 from megascale.kernels.decision import Decision, GradWeights, ScaleRule, TensorStats
 from megascale.rules import AdamHyper, LionHyper, SgdHyper
+from megascale.utils.cached import cached
 
 FP16_OVERFLOW = 65520.0
 """The smallest fp32 magnitude that rounds to inf in fp16."""
@@ -31,7 +30,6 @@ class Operands:
             Moments may be 8-bit codes: their scales are state too, see :mod:`megascale.kernels.compact_moments`.
         step: landed steps of each parameter before this one: 0-d fp32 tensors, counted by the update. Empty where
             nothing depends on them; 8-bit codes do.
-        written: the versions of ``model`` after the update, set by a backend that has told autograd of its writes.
         start: of each parameter, the index of its first element in the whole parameter, a multiple of 32: 8-bit
             codes depend on it. Empty: 0.
         remainder: int16, contiguous as ``model`` is: main params are held as remainders, and ``main`` has no memory.
@@ -44,12 +42,11 @@ class Operands:
     grad: Sequence[Tensor] = field(default_factory=list)
     state: dict[str, list[Tensor]] = field(default_factory=dict)
     step: list[Tensor] = field(default_factory=list)
-    written: NDArray[np.int64] | None = None
     start: list[int] = field(default_factory=list)
     remainder: list[Tensor] = field(default_factory=list)
     fingerprint: list[Tensor] = field(default_factory=list)
 
-    @property
+    @cached
     def has_codes(self) -> bool:
         """Whether a state is held as 8-bit codes."""
         return any(map(is_scale, self.state))

@@ -5,16 +5,14 @@ How they are stored is a strategy: :mod:`megascale.main_params.replicated` or :m
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from megascale.errors import ArgumentError, ArgumentTypeError
-from megascale.kernels import TensorList, is_plain, plain, same_objects
+from megascale.kernels import is_plain, plain
 from megascale.main_params.main_param import MainParam, check_apart, check_trainable
 from megascale.main_params.shard import ParamShard
 from megascale.main_params.update_unit import UpdateUnit
@@ -45,50 +43,48 @@ class MainParams(ABC):
         self._known: list[list[nn.Parameter]] = []
         self._tracker = WriteTracker([])
         self._frozen: list[nn.Parameter] = []
-        self._trained = np.empty(0, dtype=np.int64)
+        self._trained: list[bool] = []
         self._units: list[UpdateUnit] | None = None
         self.ordered: list[list[MainParam]] = []
 
     @without_grad
-    def sync_from_model(self, param_groups: Sequence[dict[str, Any]]) -> tuple[list[MainParam], TensorList]:
-        """Take over changes of ``param_groups`` and outside writes to model params.
-
-        Returns the new main params, and a snapshot of the model params for :meth:`UpdateUnit.grads`.
+    def sync_from_model(self, param_groups: Sequence[dict[str, Any]]) -> list[MainParam]:
+        """Take over changes of ``param_groups`` and outside writes to model params. Returns the new main params.
 
         Raises ArgumentError or ArgumentTypeError for a parameter that cannot be trained, UsageError for one whose
         shape, dtype or layout has changed or that shares memory with another, before anything has changed.
         """
         self.wait()
-        _list_params(param_groups)
         made: list[MainParam] = []
-        snapshot = self._tracker.snapshot()
-        if not self._is_unchanged(param_groups, snapshot):
+        written = self._tracker.written()
+        if not self._is_unchanged(param_groups):
+            _list_params(param_groups)
             made = self._add_new(param_groups)
-            snapshot = self._tracker.snapshot()
-        written = self._tracker.written(snapshot)
+            written = self._tracker.written()
         if not written:
-            return made, snapshot
+            return made
         params = list(self)
         for index in written:
             params[index].check()
-        if self._tracker.moved(snapshot):
+        if self._tracker.moved():
             check_apart([(param.name, param.model) for param in params])
             _make_plain(params[index].model for index in written)
             self.restore()
             self._units = None
-            snapshot = self._tracker.snapshot()
-            written = self._tracker.written(snapshot)
+            written = self._tracker.written()
         for index in written:
             params[index].sync_from_model()
-        return made, snapshot
+        return made
 
-    def _is_unchanged(self, param_groups: Sequence[dict[str, Any]], snapshot: TensorList) -> bool:
+    def _is_unchanged(self, param_groups: Sequence[dict[str, Any]]) -> bool:
         """Whether the groups hold the same parameters as before, and the same of them are frozen."""
-        groups = [group["params"] for group in param_groups]
-        if len(groups) != len(self._known) or not all(map(same_objects, groups, self._known)):
+        if len(param_groups) != len(self._known):
             return False
-        thawed = any(map(_REQUIRES_GRAD, self._frozen))
-        return not thawed and not (self._tracker.requires_grad(snapshot) != self._trained).any()
+        for group, known in zip(param_groups, self._known, strict=True):
+            params = group["params"]
+            if type(params) is not list or len(params) != len(known) or not all(map(is_, params, known)):
+                return False
+        return self._tracker.requires_grad == self._trained and not any(map(_REQUIRES_GRAD, self._frozen))
 
     def _add_new(self, param_groups: Sequence[dict[str, Any]]) -> list[MainParam]:
         """Create main params for parameters that have none, and order all of them."""
@@ -142,7 +138,7 @@ class MainParams(ABC):
             if param.tracker is not None:
                 self._tracker.remember(index, param.tracker, param.slot)
             param.tracker, param.slot = self._tracker, index
-        self._trained = self._tracker.requires_grad(self._tracker.snapshot())
+        self._trained = self._tracker.requires_grad
 
     def names(self, param_groups: Sequence[dict[str, Any]]) -> dict[int, str]:
         """Return the name of every parameter by id: as given, else its group's ``param_names``, else its position.
@@ -207,11 +203,8 @@ class MainParams(ABC):
         """Bring model params whose storage was replaced back to where this optimizer keeps them."""
 
     @abstractmethod
-    def mark_written(self, unit: UpdateUnit, versions: NDArray[np.int64] | None = None) -> None:
-        """Record that the model params of one unit have been written.
-
-        ``versions``: the versions of their local parts (:attr:`MainParam.part`) after the write, where known.
-        """
+    def mark_written(self, unit: UpdateUnit) -> None:
+        """Record that the model params of one unit have been written."""
 
     @abstractmethod
     def wait(self) -> None:

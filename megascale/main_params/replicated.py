@@ -2,9 +2,7 @@
 
 from collections.abc import Mapping
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -41,8 +39,8 @@ class ReplicatedMainParams(MainParams):
         """Do nothing: replaced storage counts as a write."""
 
     @override
-    def mark_written(self, unit: UpdateUnit, versions: NDArray[np.int64] | None = None) -> None:
-        unit.record_version(versions)
+    def mark_written(self, unit: UpdateUnit) -> None:
+        unit.record_version()
 
     @override
     def wait(self) -> None:

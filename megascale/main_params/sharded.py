@@ -10,9 +10,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from typing_extensions import override
@@ -226,11 +224,8 @@ class ShardedMainParams(MainParams):
                 if param.is_copy:
                     param.sync_from_model()
 
-    def mark_written(self, unit: UpdateUnit, versions: NDArray[np.int64] | None = None) -> None:
-        """See :class:`MainParams`. Starts the gather of the bucket that the unit is in.
-
-        ``versions`` is not used: a part is a view of the bucket, whose writes torch counts apart from the parameter's.
-        """
+    def mark_written(self, unit: UpdateUnit) -> None:
+        """See :class:`MainParams`. Starts the gather of the bucket that the unit is in."""
         unit.record_version()
         if unit not in self._buckets:
             self._buckets[unit] = list({id(b): b for b in map(self._bucket_of, unit.params)}.values())

@@ -2,12 +2,9 @@
 
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
-
-from megascale.kernels import GradList, ParamList, TensorList
+from megascale.kernels import GradReader
 from megascale.main_params.main_param import MainParam
-from megascale.main_params.write_tracker import TrackedParams
+from megascale.utils.dtensors import is_dtensor
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -17,37 +14,24 @@ class UpdateUnit:
     Attributes:
         group: the index of their param group.
         params: in the order of the update.
-        models: their model params.
+        has_dtensors: whether a model param is a DTensor.
+        grads: reads ``param.grad`` of all model params.
     """
 
     group: int
     params: list[MainParam]
-    models: TrackedParams = field(init=False)
-    _slots: slice | NDArray[np.int64] = field(init=False)
+    has_dtensors: bool = field(init=False)
+    grads: GradReader = field(init=False)
+    _slots: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.models = TrackedParams(param.model for param in self.params)
-        slots = np.array([param.slot for param in self.params], dtype=np.int64)
-        in_a_row = len(slots) > 0 and np.array_equal(slots, np.arange(slots[0], slots[0] + len(slots)))
-        self._slots = slice(slots[0], slots[-1] + 1) if in_a_row else slots
+        models = [param.model for param in self.params]
+        self.has_dtensors = any(map(is_dtensor, models))
+        self.grads = GradReader(list(models))
+        self._slots = [param.slot for param in self.params]
 
-    def grads(self, snapshot: TensorList | None) -> GradList:
-        """Return ``param.grad`` of all model params.
-
-        ``snapshot``: as :meth:`MainParams.sync_from_model` has just returned it; None: take a new one.
-        """
-        params = self.models.params
-        if snapshot is None:
-            return ParamList(params).grads(params, slice(None), self)
-        return snapshot.grads(params, self._slots, self) if isinstance(snapshot, ParamList) else GradList(params)
-
-    def record_version(self, versions: NDArray[np.int64] | None = None) -> None:
-        """Record that all model params have just been written, as the roundings of their main params.
-
-        ``versions``: of their local parts, where known.
-        """
-        watch = self.params[0].tracker if self.params else None
-        if watch is not None:
-            if versions is None or self.models.are_dtensors:
-                versions = self.models.versions()
-            watch.take_written(self._slots, versions)
+    def record_version(self) -> None:
+        """Record that all model params have just been written, as the roundings of their main params."""
+        tracker = self.params[0].tracker if self.params else None
+        if tracker is not None:
+            tracker.take_written(self._slots)

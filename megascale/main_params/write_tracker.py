@@ -1,55 +1,17 @@
 """Detects writes to model params from ``_version`` and ``data_ptr()``, without reading an element."""
 
 from collections.abc import Iterable
-from typing import cast
+from operator import attrgetter
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
-from megascale.kernels import ParamList, Room, TensorList, read_versions
+from megascale.kernels import UNREADABLE, Forms, Places, rows
 from megascale.utils.dtensors import held, is_dtensor
 
-
-class TrackedParams:
-    """Model params, with the versions and addresses that change when one is written or gets other storage."""
-
-    def __init__(self, params: Iterable[Tensor]) -> None:
-        self.params: list[Tensor] = list(params)
-        self._plain = not any(map(is_dtensor, self.params))
-        self._room = Room()
-
-    @property
-    def are_dtensors(self) -> bool:
-        """Whether any of the params is a DTensor."""
-        return not self._plain
-
-    def snapshot(self, among: int | None = None) -> TensorList:
-        """Return the memory of each param, to compare with an earlier snapshot; a ParamList if none is a DTensor.
-
-        Args:
-            among: choose the way of reading (one walk, or one by one) for this number of params; None: for their own
-                number.
-        """
-        kind = ParamList if self._plain else TensorList
-        return kind(self._parts(), among, self._room)
-
-    def versions(self, snapshot: TensorList | None = None) -> NDArray[np.int64]:
-        """Return a number for each that changes with every write.
-
-        Torch counts a write to a DTensor, as ``load_state_dict()`` makes, in the DTensor, and a write to its local
-        tensor, as our kernels make, in that. ``snapshot``: what :meth:`snapshot` returned; None: read them again.
-        """
-        of_parts = read_versions(self._parts()) if snapshot is None else snapshot.versions
-        return of_parts if self._plain else of_parts + (read_versions(self.params) << 32)
-
-    def requires_grad(self, snapshot: TensorList) -> NDArray[np.int64]:
-        """Return, for each, whether it requires grad. ``snapshot``: what :meth:`snapshot` returned."""
-        return (snapshot if self._plain else TensorList(self.params)).requires_grad
-
-    def _parts(self) -> list[Tensor]:
-        """Return the local tensor of each."""
-        return self.params if self._plain else list(map(held, self.params))
+# attrgetters, as map() then runs in C: at every step, over every parameter.
+_VERSION = attrgetter("_version")
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class WriteTracker:
@@ -57,61 +19,82 @@ class WriteTracker:
 
     Args:
         params: remembered as they are now.
+
+    Attributes:
+        requires_grad: by slot, whether a param required grad when :meth:`written` was called last.
     """
 
     def __init__(self, params: Iterable[Tensor]) -> None:
-        self._tracked = TrackedParams(params)
-        now = self.snapshot()
-        # Copies, as these may be parts of one walk's whole result.
-        self._versions = self._tracked.versions(now).copy()
-        self._pointers, self._forms = now.pointers.copy(), now.forms.copy()
-        self._memory = _Memory()
+        self._params: list[Tensor] = list(params)
+        self._are_dtensors = any(map(is_dtensor, self._params))
+        parts = self._parts()
+        self._versions = self._read_versions(self._params)
+        self._rows = rows(parts)
+        self.requires_grad = self._read_flags()
+        self._same: tuple[Forms, Places] | None = None  # all places and forms, where they were those of the rows
 
     def remember(self, slot: int, other: "WriteTracker", other_slot: int) -> None:
         """Copy what ``other`` remembers of its param at ``other_slot`` to ``slot``."""
-        self._memory = _Memory()
-        self._versions[slot] = other._versions[other_slot]
-        self._pointers[slot] = other._pointers[other_slot]
-        if not self._forms.put(slot, other._forms, other_slot):
-            self._pointers[slot] = -1  # equal to no address, so that the param counts as moved
-
-    def snapshot(self) -> TensorList:
-        """Return the memory of all params, as it is now."""
-        return self._tracked.snapshot()
-
-    def requires_grad(self, snapshot: TensorList) -> NDArray[np.int64]:
-        """Return, by slot, whether a param requires grad."""
-        return self._tracked.requires_grad(snapshot)
+        self._versions[slot], self._rows[slot] = other._versions[other_slot], other._rows[other_slot]
+        self._same = None
 
     def take(self, slot: int) -> None:
         """Remember one param as it is now."""
-        param = TrackedParams(self._tracked.params[slot : slot + 1])
-        now = param.snapshot(among=len(self._tracked.params))
-        self._memory = _Memory()
-        self._versions[slot : slot + 1] = param.versions(now)
-        self._pointers[slot : slot + 1] = now.pointers
-        self._forms.put(slot, now.forms, 0)
+        param = self._params[slot]
+        [self._versions[slot]] = self._read_versions([param])
+        [row] = rows([held(param)])
+        if row != self._rows[slot]:
+            self._rows[slot], self._same = row, None
 
-    def take_written(self, slots: slice | NDArray[np.int64], versions: NDArray[np.int64]) -> None:
-        """Remember the new ``versions`` of the params in ``slots``, which were written in place."""
-        self._versions[slots] = versions
+    def take_written(self, slots: list[int]) -> None:
+        """Remember the present versions of the params in ``slots``, which were written in place."""
+        if len(slots) == len(self._params):  # in their order, as one group has them
+            self._versions = self._read_versions(self._params)
+            return
+        for slot, version in zip(slots, self._read_versions([self._params[slot] for slot in slots]), strict=True):
+            self._versions[slot] = version
 
-    def moved(self, snapshot: TensorList) -> bool:
+    def moved(self) -> bool:
         """Whether a param's address, shape, layout, dtype or device has changed."""
-        return bool((self._has_moved(snapshot)).any())
+        return rows(self._parts()) != self._rows
 
-    def written(self, snapshot: TensorList) -> list[int]:
+    def written(self) -> list[int]:
         """Return the slots of params that others have written, or that have moved."""
-        changed = (self._tracked.versions(snapshot) != self._versions) | self._has_moved(snapshot)
-        found: list[int] = changed.nonzero()[0].tolist()
+        parts = self._parts()
+        versions = self._read_versions(self._params)
+        if self._are_dtensors or not self._are_same(parts):
+            self.requires_grad = self._read_flags()  # of other parts it is known: forms have it
+        if self._same is not None and versions == self._versions:
+            return []
+        now = rows(parts)
+        every = zip(versions, self._versions, now, self._rows, strict=True)
+        found = [slot for slot, (version, known, row, before) in enumerate(every) if version != known or row != before]
+        if now == self._rows and None not in now:
+            self._same = Forms(parts), Places.of(parts)
         return found
 
-    def _has_moved(self, snapshot: TensorList) -> NDArray[np.bool_]:
-        found = snapshot.findings(self._memory)
-        if "moved" not in found:
-            found["moved"] = (snapshot.pointers != self._pointers) | snapshot.forms.differ(self._forms)
-        return cast("NDArray[np.bool_]", found["moved"])
+    def _are_same(self, parts: list[Tensor]) -> bool:
+        """Whether all places and forms are known to be those that are remembered."""
+        try:
+            if self._same is not None and self._same[0].hold(parts) and Places.of(parts) == self._same[1]:
+                return True
+        except UNREADABLE:
+            pass
+        self._same = None
+        return False
 
+    def _read_flags(self) -> list[bool]:
+        return list(map(_REQUIRES_GRAD, self._params))
 
-class _Memory:
-    """Identifies the addresses and forms that a tracker remembers: replaced when any of them changes."""
+    def _parts(self) -> list[Tensor]:
+        """Return the local tensor of each."""
+        return list(map(held, self._params)) if self._are_dtensors else self._params
+
+    def _read_versions(self, params: list[Tensor]) -> list[Any]:
+        """Return what changes with every write to a param.
+
+        Torch counts a write to a DTensor, as ``load_state_dict()`` makes, in the DTensor, and a write to its local
+        tensor, as our kernels make, in that.
+        """
+        versions = list(map(_VERSION, params))
+        return list(zip(versions, map(_VERSION, map(held, params)), strict=True)) if self._are_dtensors else versions

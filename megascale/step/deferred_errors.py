@@ -87,7 +87,9 @@ class DeferredErrors:
         Returns the statistics that the host can know without waiting: of this step, or of the one before, or None.
         While a graph is captured nothing can be known: call :meth:`raise_replayed` after each replay.
         """
-        return None if is_capturing(self._device) else self._raise_known(agreed.vector)
+        if not self._on_host and is_capturing(self._device):
+            return None
+        return self._raise_known(agreed.vector)
 
     def raise_replayed(self, vector: Tensor, rounded: list[Rounded]) -> list[float] | None:
         """Do the host's part of a replayed step: raise as :meth:`raise_agreed`, record as :meth:`record_overflows`.
@@ -106,16 +108,13 @@ class DeferredErrors:
         return self._rounded[-1]
 
     def _raise_known(self, vector: Tensor) -> list[float] | None:
-        seen = self._read(vector)
+        seen: list[float] | None = vector.tolist() if self._on_host else self._read_late(vector)
         if seen is not None and seen[Statistic.ERRORS] != 0:
             self._raise_together()
         return seen
 
-    def _read(self, vector: Tensor) -> list[float] | None:
-        """Return the statistics that the host can know without waiting, by :class:`Statistic`."""
-        if self._on_host:
-            numbers: list[float] = vector.tolist()
-            return numbers
+    def _read_late(self, vector: Tensor) -> list[float] | None:
+        """Return the statistics that the host can know without waiting for an accelerator, by :class:`Statistic`."""
         late = self._view.push_vector(_NAMES, vector)
         return None if late is None else [late[name] for name in _NAMES]
 

@@ -85,7 +85,9 @@ class FactsOfSteps:
             times_replaced: how often main params were loaded, or reloaded from the model.
         """
         facts: dict[tuple[Kind, Topic], Facts] = {(None, Topic.SCALER): _of_scaler(scaler)}
-        absent = dict(chain.from_iterable(own.absent.items() for own in collected))
+        absent = dict(
+            chain.from_iterable(member.absent(own).items() for member, own in zip(members, collected, strict=True))
+        )
         new = dict(chain.from_iterable(member.uncompared.items() for member in members))
         for topic, params, values in (
             (Topic.ABSENT, absent, dict.fromkeys(absent, True)),

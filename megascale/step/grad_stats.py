@@ -176,14 +176,16 @@ def measure(
         errors: 0-d, this rank's errors, in the dtype of statistics.
         scaled: False if this rank knows that the loss was not scaled.
     """
-    exact = stats_dtype(device)
-    if not grads:
-        vector = torch.zeros(NUM_STATISTICS, dtype=exact, device=device)
+    if not len(grads):
+        vector = torch.zeros(NUM_STATISTICS, dtype=stats_dtype(device), device=device)
         vector[Statistic.ZEROS] = 0.0 if count_zeros else math.nan
         vector[Statistic.ERRORS] = errors
         vector[Statistic.SCALED] = float(scaled)
         return GradStats(vector, None)
-    stats = _measure_by_device(grads, backend, count_zeros, device)
+    if isinstance(grads, TensorList) and grads.forms.devices == {device}:
+        stats = backend.measure(grads, count_zeros)
+    else:
+        stats = _measure_by_device(grads, backend, count_zeros, device)
     return GradStats(backend.total(stats, weights, errors, float(scaled)), stats.non_finite)
 
 

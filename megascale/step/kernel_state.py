@@ -3,20 +3,18 @@
 import numbers
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain
+from operator import is_
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from megascale.errors import ArgumentError, UsageError
 from megascale.kernels import (
     MemoryRecord,
-    hold_objects,
     is_plain,
     memory_fault,
-    new_tags,
     overlapping,
     plain,
     shares_elements,
@@ -50,20 +48,23 @@ class StateColumns(NamedTuple):
         entries: per parameter, its dict in the optimizer's ``state``.
         names: of the state that is read, ``step`` last.
         columns: per name, one tensor per parameter.
-        tags: version tags of the entries; an entry is read again where its tag has changed.
+        values: all that the entries hold, in their order.
         memory: addresses and layouts at the time of the check, of all tensors but model params.
     """
 
     entries: list[dict[str, Any]]
     names: list[str]
     columns: list[list[Tensor]]
-    tags: NDArray[np.int64]
+    values: list[Any]
     memory: MemoryRecord
 
     def hold(self, names: list[str]) -> bool:
         """Whether every entry still has these same tensors, at the same addresses and with the same layouts."""
-        held = self.names == names and hold_objects(self.entries, names, self.columns, self.tags)
-        return held and self.memory.holds()
+        if self.names != names:
+            return False
+        values = _values(self.entries)
+        are_same = len(values) == len(self.values) and all(map(is_, values, self.values))
+        return are_same and self.memory.holds()
 
     @property
     def by_name(self) -> dict[str, list[Tensor]]:
@@ -204,7 +205,7 @@ class KernelState:
         columns = [[entry[name] for entry in entries] for name in names]
         watched = [part for param in params for part in (param.memory, param.shard) if _needs_check(part, param)]
         parts = [held(tensor) for tensor in (*watched, *(tensor for column in columns for tensor in column))]
-        return StateColumns(entries, list(names), columns, new_tags(len(entries)), MemoryRecord(parts))
+        return StateColumns(entries, list(names), columns, _values(entries), MemoryRecord(parts))
 
     def _remedy(self, entry: Mapping[str, Any], key: str) -> str:
         """Return the statement that gives a state memory of its own."""
@@ -264,6 +265,10 @@ class KernelState:
         slabs = Slabs(steps)
         for entry, step in zip(entries, steps, strict=True):
             entry["step"] = slabs.moved_in(step, step, "step")
+
+
+def _values(entries: Sequence[dict[str, Any]]) -> list[Any]:
+    return list(chain.from_iterable(map(dict.values, entries)))
 
 
 def _placed(numbers: Sequence[Tensor], devices: Sequence[torch.device]) -> list[Tensor]:

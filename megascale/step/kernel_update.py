@@ -17,8 +17,6 @@ from megascale.kernels import (
     Decision,
     Operands,
     ReferenceBackend,
-    new_tags,
-    same_values,
 )
 from megascale.kernels.compact_moments import is_scale
 from megascale.main_params.main_param import MainParam
@@ -41,10 +39,11 @@ class _CachedOperands(NamedTuple):
 
 
 class _CachedHyper(NamedTuple):
-    """A group's hyperparameters, and the values of the options that they were made of."""
+    """A group's hyperparameters and the names of its state, and the values of the options that they were made of."""
 
     values: list[Any]
     hyper: Any
+    state_names: list[str]
 
 
 class KernelUpdate(InnerUpdate):
@@ -64,7 +63,6 @@ class KernelUpdate(InnerUpdate):
         self.fuses_remainders = is_own and backend.fuses_remainders
         self._general = GeneralUpdate(optimizer, backend)
         self._entries: list[dict[str, Any]] = []
-        self._tag = new_tags(1)
         self._prepared: WeakKeyDictionary[UpdateUnit, _CachedOperands] = WeakKeyDictionary()
         self._hypers: dict[int, _CachedHyper] = {}
         self._option_names = ("lr", *rule.numbers, *rule.flags)
@@ -83,44 +81,50 @@ class KernelUpdate(InnerUpdate):
 
     @override
     def prepare(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
-        known = [self._cached_hyper(pending) for pending in updates]
-        changed = [pending for pending, hyper in zip(updates, known, strict=True) if hyper is None]
-        for pending in changed:
-            require_options(pending.options, self._option_names)
-        if self._hooked() or any(self.rule.obstacle(pending.options) for pending in changed):
+        is_obstructed, cached = self._general.inner_step.is_hooked, []
+        for pending in updates:
+            cached.append(self._cached_hyper(pending))
+            if cached[-1] is None:
+                require_options(pending.options, self._option_names)
+                is_obstructed = is_obstructed or self.rule.obstacle(pending.options) is not None
+        if is_obstructed:
             self._require_readable()
             return self._general.prepare(updates)
         self._drop_stale_operands()
-        self._make_scratch(updates)
-        hypers = [self._new_hyper(one) if hyper is None else hyper for one, hyper in zip(updates, known, strict=True)]
-        return [
-            PendingUpdate(pending.options, pending.unit, pending.grads, KernelCall(operands, hyper))
-            for pending, operands, hyper in zip(updates, self._operands(updates), hypers, strict=True)
-        ]
+        if not self.fuses_remainders:
+            self._make_scratch(updates)
+        hypers = []
+        for pending, known in zip(updates, cached, strict=True):
+            hypers.append(known or self._new_hyper(pending))
+        ready = []
+        for pending, operands, own in zip(updates, self._operands(updates, hypers), hypers, strict=True):
+            call = KernelCall(operands, own.hyper)
+            ready.append(PendingUpdate(pending.options, pending.unit, pending.grads, call))
+        return ready
 
     @override
     def apply(self, updates: Sequence[PendingUpdate], decision: Decision, mark_written: MarkWritten) -> list[Rounded]:
-        if any(pending.call is None for pending in updates):
+        if updates and updates[0].call is None:
             return self._general.apply(updates, decision, mark_written)
-        rounded = []
+        rounded, place = [], decision.found_inf.device
         for pending in updates:
             prepared, hyper = pending.call or ([], None)
             for one in prepared:
-                device = one.operands.main[0].device
-                rounded.append(Rounded(one.params, self._run(one, hyper, decision.to(device))))
-                one.operands.grad = ()  # cached operands must not keep gradients that the caller drops
-            is_known = len(prepared) == 1 and prepared[0].decoded is None
-            mark_written(pending.unit, prepared[0].operands.written if is_known else None)
+                operands, device = one.operands, one.operands.main[0].device
+                whole = len(one.indices) == len(pending.unit.params)
+                operands.grad = pending.grads if whole else [pending.grads[index] for index in one.indices]
+                there = decision if device == place else decision.to(device)
+                if one.decoded is not None:
+                    one.decoded.decode(self.backend)
+                flags = self.run(one, hyper, there)
+                if one.decoded is not None:
+                    flags = one.decoded.encode(self.backend, there)
+                operands.grad = ()  # cached operands must not keep gradients that the caller drops
+                rounded.append(Rounded(one.params, flags))
+            mark_written(pending.unit)
         # Tells an LR scheduler that was built on the inner optimizer that a step was taken.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         return rounded
-
-    def _run(self, prepared: Prepared, hyper: Any, decision: Decision) -> Tensor:
-        if prepared.decoded is None:
-            return self.run(prepared, hyper, decision)
-        prepared.decoded.decode(self.backend)
-        self.run(prepared, hyper, decision)
-        return prepared.decoded.encode(self.backend, decision)
 
     @override
     def check_options(self, options: dict[str, Any]) -> None:
@@ -165,19 +169,21 @@ class KernelUpdate(InnerUpdate):
                 "moments in torch.float32"
             )
 
-    def _cached_hyper(self, pending: PendingUpdate) -> Any:
+    def _cached_hyper(self, pending: PendingUpdate) -> _CachedHyper | None:
         """Return the hyperparameters of a group whose options are the same objects as when they were read; or None."""
         cached = self._hypers.get(pending.unit.group)
         if cached is not None and all(map(is_, cached.values, map(pending.options.get, self._read_names))):
-            return cached.hyper
+            return cached
         return None
 
-    def _new_hyper(self, pending: PendingUpdate) -> Any:
+    def _new_hyper(self, pending: PendingUpdate) -> _CachedHyper:
         """Return the hyperparameters of a group, and cache them if its options are numbers, which nobody can change."""
-        hyper, values = self.hyper(pending.options), [pending.options.get(name) for name in self._read_names]
+        values = [pending.options.get(name) for name in self._read_names]
+        names = with_scales(self.required_state(pending.options), self._dtypes)
+        made = _CachedHyper(values, self.hyper(pending.options), names)
         if all(map(_is_constant, values)):
-            self._hypers[pending.unit.group] = _CachedHyper(values, hyper)
-        return hyper
+            self._hypers[pending.unit.group] = made
+        return made
 
     def hyper(self, options: dict[str, Any]) -> Hyper:
         """Return the hyperparameters. Raises ArgumentError for an option of a wrong type, naming it."""
@@ -188,14 +194,13 @@ class KernelUpdate(InnerUpdate):
 
     def _drop_stale_operands(self) -> None:
         """Drop cached operands of parameters whose state is another dict than before."""
-        if not same_values(self.optimizer.state, self._entries, self._tag):
-            self._entries, self._tag = list(self.optimizer.state.values()), new_tags(1)
+        entries = self.optimizer.state
+        if len(entries) != len(self._entries) or not all(map(is_, entries.values(), self._entries)):
+            self._entries = list(entries.values())
             self._prepared.clear()
 
     def _make_scratch(self, updates: Sequence[PendingUpdate]) -> None:
         """Make memory that remainders can be decoded into; cached operands lie in the memory before, if any."""
-        if self.fuses_remainders:
-            return
         needed: dict[torch.device, int] = {}
         for pending in updates:
             if pending.unit in self._prepared:
@@ -210,46 +215,43 @@ class KernelUpdate(InnerUpdate):
                 self._scratch[device] = torch.empty(numel, dtype=torch.float32, device=device)
                 self._prepared.clear()
 
-    def _operands(self, updates: Sequence[PendingUpdate]) -> list[list[Prepared]]:
-        """Return operands by unit and device: the cached ones with this step's gradients, while all else is the same.
+    def _operands(self, updates: Sequence[PendingUpdate], hypers: Sequence[_CachedHyper]) -> list[list[Prepared]]:
+        """Return operands by unit and device, without gradients: the cached ones, while all of them is the same.
 
         Where that of one unit is made anew, all units are looked at: state may be shared between them. Raises
         UsageError, before anything has changed, for state that shares memory.
         """
-        kept = [self._cached(pending) for pending in updates]
-        if None in kept:
-            names = [self._state_names(pending) for pending in updates]
+        kept: list[list[Prepared]] = []
+        for pending, known in zip(updates, hypers, strict=True):
+            one = self._prepared.get(pending.unit)
+            if one is not None and one.state.hold(known.state_names):
+                kept.append(one.prepared)
+        if len(kept) < len(updates):
+            names = [known.state_names for known in hypers]
             units = [(pending.params, known) for pending, known in zip(updates, names, strict=True)]
             self._state.require_apart(units, [pending.grads for pending in updates], self._idle(updates))
-            for pending, own, known in zip(updates, kept, names, strict=True):
-                if own is None:
-                    self._state.complete(pending.params, known, self.rule.optional_state)
+            for pending, own in zip(updates, names, strict=True):
+                if self._cached(pending.unit, own) is None:
+                    self._state.complete(pending.params, own, self.rule.optional_state)
             self._state.separate(units)
-            kept = [self._cached(pending) or self._new_operands(pending) for pending in updates]
-        made = [one.prepared for one in kept if one is not None]
-        for pending, ready in zip(updates, made, strict=True):
-            for prepared in ready:
-                whole = len(prepared.indices) == len(pending.grads)
-                prepared.operands.grad = (
-                    pending.grads if whole else [pending.grads[index] for index in prepared.indices]
-                )
-        return made
+            kept = [
+                (self._cached(pending.unit, own) or self._new_operands(pending, own)).prepared
+                for pending, own in zip(updates, names, strict=True)
+            ]
+        return kept
 
     def _idle(self, updates: Sequence[PendingUpdate]) -> list[MainParam]:
         """Return main params of earlier steps that are not among ``updates``."""
         busy = {pending.unit for pending in updates}
         return [param for unit in list(self._prepared) if unit not in busy for param in unit.params]
 
-    def _state_names(self, pending: PendingUpdate) -> list[str]:
-        return with_scales(self.required_state(pending.options), self._dtypes)
-
-    def _cached(self, pending: PendingUpdate) -> _CachedOperands | None:
+    def _cached(self, unit: UpdateUnit, names: list[str]) -> _CachedOperands | None:
         """Return the operands of a unit that were made in an earlier step; None if a tensor is another one by now."""
-        kept = self._prepared.get(pending.unit)
-        return kept if kept is not None and kept.state.hold(self._state_names(pending)) else None
+        kept = self._prepared.get(unit)
+        return kept if kept is not None and kept.state.hold(names) else None
 
-    def _new_operands(self, pending: PendingUpdate) -> _CachedOperands:
-        state = self._state.columns(pending.params, self._state_names(pending))
+    def _new_operands(self, pending: PendingUpdate, names: list[str]) -> _CachedOperands:
+        state = self._state.columns(pending.params, names)
         prepared = _prepare(pending.params, state.by_name, self._scratch, fuses=self.fuses_remainders)
         made = self._prepared[pending.unit] = _CachedOperands(state, prepared)
         return made

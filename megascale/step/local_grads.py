@@ -1,8 +1,8 @@
 """Finishes gradient reduction and collects a step's local gradients, from ``param.grad`` and main grads."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from operator import is_
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -20,7 +20,6 @@ from megascale.kernels import (
     is_plain,
     memory_fault,
     plain,
-    same_objects,
     stats_dtype,
 )
 from megascale.main_params.base import MainParams
@@ -49,7 +48,25 @@ class _MainGrads(NamedTuple):
     memory: MemoryRecord
 
 
-@dataclass(frozen=True)
+@dataclass
+class _Measured:
+    """What is measured of some units, and the gradients that ``given`` were.
+
+    Attributes:
+        owned: by unit, the indices of the parameters of which this rank owns elements.
+        are_whole: by unit, whether these are all.
+        params: the parameters.
+    """
+
+    units: list[UpdateUnit]
+    owned: list[list[int]]
+    are_whole: list[bool]
+    params: list[MainParam]
+    given: list[TensorList] = field(default_factory=list)
+    grads: TensorList | None = None
+
+
+@dataclass
 class Collected:
     """Local gradients of one step.
 
@@ -59,7 +76,6 @@ class Collected:
         grads: their local gradients.
         weights: of each gradient's statistics.
         error: why this rank cannot step; the lists are empty then.
-        absent: by name, parameters that other ranks have, too, but that this rank leaves out.
     """
 
     updates: list[PendingUpdate]
@@ -67,7 +83,6 @@ class Collected:
     grads: TensorList
     weights: GradWeights
     error: Exception | None
-    absent: Mapping[str, nn.Parameter] = field(default_factory=dict)
 
 
 class ReadyGrads:
@@ -87,9 +102,8 @@ class ReadyGrads:
         self._holders = Holders(groups, sharded=sharded)
         self._device = device
         self._weights: tuple[list[MainParam], GradWeights] | None = None
-        self._owned: WeakKeyDictionary[UpdateUnit, list[int]] = WeakKeyDictionary()
         self._kept: WeakKeyDictionary[UpdateUnit, _MainGrads] = WeakKeyDictionary()
-        self._measured: tuple[list[UpdateUnit], tuple[list[MainParam], TensorList]] | None = None
+        self._measured: _Measured | None = None
 
     @property
     def weights(self) -> GradWeights | None:
@@ -105,23 +119,23 @@ class ReadyGrads:
         except ArgumentError as error:
             raise ArgumentError(f"parameter {param.name!r}: {error}") from None
 
-    def collect(
-        self, param_groups: Sequence[dict[str, Any]], main_params: MainParams, snapshot: TensorList
-    ) -> Collected:
-        """Return the gradients there are, after :meth:`finish`. Parameters without a gradient take no part.
-
-        ``snapshot``: as ``main_params.sync_from_model()`` has just returned it.
-        """
+    def collect(self, param_groups: Sequence[dict[str, Any]], main_params: MainParams) -> Collected:
+        """Return the gradients there are, after :meth:`finish`. Parameters without a gradient take no part."""
         updates: list[PendingUpdate] = []
         for unit in main_params.units():
-            found = self._synced(unit) or self._plain(unit, snapshot) or self._one_by_one(unit)
+            found: Found | MegascaleError | None = None
+            if self._grad_sync is not None:
+                found = self._synced(unit)
+            if found is None and not unit.has_dtensors and (grads := unit.grads.read()) is not None:
+                found = unit, grads
+            if found is None:
+                found = self._one_by_one(unit)
             if isinstance(found, MegascaleError):
                 return self.failed(found)
             if found[0].params:
                 updates.append(PendingUpdate(param_groups[unit.group], *found))
         params, grads = self._to_measure(updates)
-        absent = {} if self._replicas_may_differ else _absent(updates, main_params)
-        return Collected(updates, params, grads, self._weigh(params), None, absent)
+        return Collected(updates, params, grads, self._weigh(params), None)
 
     def grad_of(self, param: MainParam) -> Tensor | None:
         """Return what this rank has of a gradient, as it is: the main grad, or the local part of ``param.grad``."""
@@ -145,7 +159,7 @@ class ReadyGrads:
             except MegascaleError as caught:
                 error = caught
         for unit in main_params.units():
-            for param in unit.params if unit.models.are_dtensors else ():
+            for param in unit.params if unit.has_dtensors else ():
                 grad, model = param.model.grad, param.model
                 if is_dtensor(grad) and is_dtensor(model) and grad.placements != model.placements:
                     model.grad = redistribute_like(grad, model)
@@ -156,41 +170,33 @@ class ReadyGrads:
         return Collected([], [], TensorList(), self._weigh([]), error)
 
     def _to_measure(self, updates: list[PendingUpdate]) -> tuple[list[MainParam], TensorList]:
-        """Return :meth:`_owned_of`; the same list objects while the same gradients are synced."""
-        kept = [self._kept.get(update.unit) for update in updates]
-        if any(one is None or update.grads is not one.grads for update, one in zip(updates, kept, strict=True)):
-            self._measured = None
-            return self._owned_of(updates)
-        units: list[UpdateUnit] = [update.unit for update in updates]
-        if self._measured is None or not same_objects(self._measured[0], units):
-            self._measured = (units, self._owned_of(updates))
-        return self._measured[1]
+        """Return the parameters of which this rank owns elements, and their gradients.
 
-    def _owned_of(self, updates: list[PendingUpdate]) -> tuple[list[MainParam], TensorList]:
-        """Return the parameters of which this rank owns elements, and their gradients."""
-        params: list[list[MainParam]] = []
-        grads: list[TensorList] = []
-        for update in updates:
-            if update.unit not in self._owned:
-                owned = [
-                    index for index, param in enumerate(update.params) if param.shard is None or param.main.numel()
-                ]
-                self._owned[update.unit] = owned
-            owned = self._owned[update.unit]
-            if len(owned) == len(update.params):
-                params.append(update.params)
-                grads.append(update.grads)
-            else:
-                params.append([update.params[index] for index in owned])
-                grads.append(TensorList(update.grads[index] for index in owned))
-        if len(updates) == 1:
-            return params[0], grads[0]
-        return list(chain.from_iterable(params)), TensorList.joined(grads) if grads else TensorList()
+        The same objects while the same main grads are synced.
+        """
+        units = [update.unit for update in updates]
+        known = self._measured
+        if known is None or not _are_same(known.units, units):
+            owned = [
+                [index for index, param in enumerate(unit.params) if param.shard is None or param.main.numel()]
+                for unit in units
+            ]
+            params = [unit.params[index] for unit, own in zip(units, owned, strict=True) for index in own]
+            wholes = [len(own) == len(unit.params) for unit, own in zip(units, owned, strict=True)]
+            known = self._measured = _Measured(units, owned, wholes, params)
+        given = [update.grads for update in updates]
+        if known.grads is not None and _are_same(known.given, given):
+            return known.params, known.grads
+        parts = []
+        for grads, own, is_whole in zip(given, known.owned, known.are_whole, strict=True):
+            parts.append(grads if is_whole else TensorList(grads[index] for index in own))
+        joined = TensorList.joined(parts)
+        if self._kept and _are_same(given, [kept.grads for kept in map(self._kept.get, units) if kept is not None]):
+            known.given, known.grads = given, joined  # main grads, which live as long as their GradSync
+        return known.params, joined
 
     def _synced(self, unit: UpdateUnit) -> Found | MegascaleError | None:
         """Return the main grads of a unit if all its parameters have one; they are cached."""
-        if self._grad_sync is None:
-            return None
         kept = self._kept.get(unit)
         if kept is None or not kept.memory.holds():
             grads: list[Tensor] = []
@@ -209,12 +215,6 @@ class ReadyGrads:
         fits = grad.shape == local(param.main).shape and grad.dtype.is_floating_point and is_plain(grad)
         in_bucket = self._grad_sync is None or self._grad_sync.reduces(grad)
         return fits and in_bucket and memory_fault(grad) is None
-
-    def _plain(self, unit: UpdateUnit, snapshot: TensorList) -> Found | None:
-        """Return the gradients of a unit if every parameter has one, a strided tensor that is whole."""
-        # The GradSync may have taken gradients since the snapshot.
-        grads = unit.grads(snapshot if self._grad_sync is None else None)
-        return (unit, grads) if grads.fit() else None
 
     def _main_grad(self, param: MainParam) -> Tensor | None:
         """Return the main grad. A parameter that was frozen since takes no part."""
@@ -250,7 +250,7 @@ class ReadyGrads:
         return owner_of(param.model) not in (None, given)
 
     def _weigh(self, params: list[MainParam]) -> GradWeights:
-        if self._weights is None or not same_objects(self._weights[0], params):
+        if self._weights is None or not _are_same(self._weights[0], params):
             holdings = [self._holders.of(param.model) for param in params]
             contrasts = [
                 holding.contrast if self._are_data_replicas_compared(param) else holding.tensor_contrast
@@ -280,7 +280,12 @@ class ReadyGrads:
         return staged(torch.tensor(values, dtype=stats_dtype(self._device), device="cpu"), self._device)
 
 
-def _absent(updates: Sequence[PendingUpdate], main_params: MainParams) -> dict[str, nn.Parameter]:
+def _are_same(one: list[Any], other: list[Any]) -> bool:
+    """Return whether two lists hold the same objects."""
+    return len(one) == len(other) and all(map(is_, one, other))
+
+
+def absent_of(updates: Sequence[PendingUpdate], main_params: MainParams) -> dict[str, nn.Parameter]:
     """Return, by name, the parameters that are not updated: of those that are sharded, or that have a main param."""
     everywhere = main_params.everywhere()
     num_updated = sum(len(update.params) for update in updates)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from megascale.config import OptimizerConfig
 from megascale.grad_sync.reduced_grads import ReducedGrads
-from megascale.kernels import Backend, Decision, GradWeights, TensorList
+from megascale.kernels import Backend, Decision
 from megascale.main_params.base import MainParams
 from megascale.main_params.main_param import MainParam
 from megascale.main_params.update_unit import UpdateUnit
@@ -17,9 +17,9 @@ from megascale.step import grad_stats
 from megascale.step.counter import StepCounter
 from megascale.step.grad_stats import GradStats
 from megascale.step.held_grads import HeldGrads
-from megascale.step.local_grads import Collected, ReadyGrads, ReplicaSet, checked_grads
+from megascale.step.local_grads import Collected, ReadyGrads, absent_of, checked_grads
 from megascale.step.torch_states import is_per_element
-from megascale.step.update import PendingUpdate, Rounded
+from megascale.step.update import PendingUpdate
 from megascale.step.update_selection import select_update
 from megascale.utils.autograd import without_grad
 from megascale.utils.dtensors import local
@@ -44,6 +44,7 @@ class StepMember:
     Attributes:
         ready: a step that is decided and not yet taken.
         held: its gradients, once :meth:`hold_grads` was called.
+        grads: what collects its gradients.
         uncompared: by name, parameters that GradSync reduces and whose first values no rank has compared yet.
 
     Args:
@@ -81,19 +82,19 @@ class StepMember:
         self.held: HeldGrads | None = None
         self.uncompared: dict[str, nn.Parameter] = {}
         self._compares = grad_sync is not None and grad_sync.compares_replicas and not replicas_may_differ
-        self._ready_grads = ReadyGrads(
+        self.grads = ReadyGrads(
             groups, device, grad_sync, sharded=main_params.is_sharded, replicas_may_differ=replicas_may_differ
         )
 
     # Before the decision
 
     @without_grad
-    def sync_from_model(self) -> TensorList:
-        """Take over changes of ``param_groups`` and writes to model params. Returns a snapshot of the model params."""
+    def sync_from_model(self) -> None:
+        """Take over changes of ``param_groups`` and writes to model params."""
         param_groups, state = self.optimizer.param_groups, self.optimizer.state
-        made, snapshot = self.main_params.sync_from_model(param_groups)
+        made = self.main_params.sync_from_model(param_groups)
         if not made:
-            return snapshot
+            return
         created = {id(param) for param in made}
         here = {id(param) for group in param_groups for param in group["params"]}
         for gone in [key for key in state if isinstance(key, Tensor) and id(key) not in here]:
@@ -101,12 +102,11 @@ class StepMember:
         for unit in self.main_params.units():  # state lies in memory as it is updated
             new = [param for param in unit.params if id(param) in created]
             for param in new:
-                self._ready_grads.admit(param)
+                self.grads.admit(param)
                 self._keep_local_state(param)
                 if self._compares:
                     self.uncompared[param.name] = param.model
             self.update.create_states(param_groups[unit.group], new)
-        return snapshot
 
     def collect(self) -> Collected:
         """Finish reductions; return the local gradients, and all that their update needs.
@@ -116,17 +116,18 @@ class StepMember:
         """
         found: Exception | None = None
         try:
-            snapshot = self.sync_from_model()
+            self.sync_from_model()
         except Exception as error:  # whatever it is: other ranks wait
             found = error
-        found = self._ready_grads.finish(self.main_params) or found
+        found = self.grads.finish(self.main_params) or found
         if found is not None:
-            return self._ready_grads.failed(found)
+            return self.grads.failed(found)
         try:
-            collected = self._ready_grads.collect(self.optimizer.param_groups, self.main_params, snapshot)
-            return replace(collected, updates=self.update.prepare(collected.updates))
+            collected = self.grads.collect(self.optimizer.param_groups, self.main_params)
+            collected.updates = self.update.prepare(collected.updates)
+            return collected
         except Exception as error:  # likewise
-            return self._ready_grads.failed(error)
+            return self.grads.failed(error)
 
     def measure(self, collected: Collected, errors: Tensor, scaled: bool) -> GradStats:
         """Return this rank's statistics of its own gradients; see :func:`megascale.step.grad_stats.measure`."""
@@ -140,31 +141,16 @@ class StepMember:
             device=self.device,
         )
 
-    @property
-    def weights(self) -> GradWeights | None:
-        """The weights of the newest step's statistics."""
-        return self._ready_grads.weights
-
-    def replica_squares(self, collected: Collected) -> dict[ReplicaSet, float]:
-        """See :meth:`megascale.step.local_grads.ReadyGrads.replica_squares`."""
-        return self._ready_grads.replica_squares(collected)
-
-    def grad_of(self, param: MainParam) -> Tensor | None:
-        """See :meth:`megascale.step.local_grads.ReadyGrads.grad_of`."""
-        return self._ready_grads.grad_of(param)
+    def absent(self, collected: Collected) -> dict[str, nn.Parameter]:
+        """Return, by name, parameters that other ranks have, too, but that this rank leaves out."""
+        return {} if self.replicas_may_differ else absent_of(collected.updates, self.main_params)
 
     # After it
 
     def hold_grads(self) -> None:
         """Hold references to the ready step's gradients: the caller may drop its own before the update."""
         updates = self.ready.updates if self.ready else []
-        for update in updates:
-            update.grads.hold()
-        self.held = HeldGrads([param for update in updates for param in update.params], self._ready_grads.holder_of)
-
-    def forget_ready(self) -> None:
-        """Drop the ready step."""
-        self.ready = self.held = None
+        self.held = HeldGrads([param for update in updates for param in update.params], self.grads.holder_of)
 
     def checked_again(self, ready: ReadyStep) -> ReadyStep:
         """Return a ready step whose tensors were checked again, as the caller may have changed them.
@@ -178,14 +164,10 @@ class StepMember:
             checked.append(replace(update, unit=unit, grads=checked_grads(unit, update.grads)))
         return replace(ready, updates=self.update.prepare(checked))
 
-    def apply(self, ready: ReadyStep) -> list[Rounded]:
-        """Update where the step lands. Returns which main params did not fit their model params."""
-        return self.update.apply(ready.updates, ready.decision, self.main_params.mark_written)
-
     def leave(self, ready: ReadyStep) -> None:
         """Update nothing, and let other ranks have what they gather from this one."""
         for update in ready.updates:
-            self.main_params.mark_written(update.unit, None)
+            self.main_params.mark_written(update.unit)
 
     def memory_layout(self) -> list[object]:
         """Return a list that differs once parameters or state have moved. Takes over weights loaded into the model."""

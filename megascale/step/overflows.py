@@ -148,10 +148,13 @@ class OverflowRecorder(LastOverflow):
             scaler: of the loss.
         """
         self._num_records += 1
+        params = []
+        for own in collected:
+            params.append(own.params)
         record = StepRecord(
             self._num_records,
-            None if is_capturing(self._device) else self._members[0].counter.taken,
-            [own.params for own in collected],
+            self._members[0].counter.taken if self._on_host or not is_capturing(self._device) else None,
+            params,
             stats.non_finite,
             stats.vector,
             self._scale_of(scaler),
@@ -236,7 +239,7 @@ class OverflowRecorder(LastOverflow):
         for member, param, count in found:
             numel = local(param.main).numel()
             index = indices[id(param.model)]
-            grad = member.grad_of(param) if grads_are_there else None
+            grad = member.grads.grad_of(param) if grads_are_there else None
             entry = None if grad is None else described(param.name, grad, index, record.micro_batch, numel)
             if entry is None or entry.num_non_finite != count:  # it is gone, or a newer one is there
                 entry = OverflowEntry(param.name, own_rank(), record.micro_batch, None, None, count, numel, None, index)

@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -37,6 +38,9 @@ from megascale.utils.collectives import all_gather_object, group_size, raise_tog
 from megascale.utils.graph_capture import is_capturing
 from megascale.utils.profiling import span
 from megascale.utils.staging import staged
+
+_MAIN_PARAMS = attrgetter("main_params")
+_UNPREPARED = "step_with_ready_grads() needs prepare_grads() first; step() calls both"
 
 
 class StepResult(NamedTuple):
@@ -156,39 +160,40 @@ class StepRecipe:
 
         All ranks must have zeroed them, or none: a step that is held exchanges no statistics again.
         """
-        if self._is_held():
+        if self.members[0].held is not None and self._is_held():
             return self.carry_out(as_measured=True)
         self.prepare(error)
-        return self.carry_out()
+        return self._take(self._ready(_UNPREPARED))
 
     # The first half
 
     def prepare(self, error: MegascaleError | None = None) -> Decision:
         """Finish, measure, agree, decide, rescale. ``error``: what this rank found already; all ranks raise it."""
         self._check_surroundings()
-        scaled = self._is_loss_scaled()
-        error = error or self._measured_twice(scaled)
-        if not scaled and group_size(self.groups.grad_stats) == 1:
+        scaler, scaled = self._grad_scaler, self._is_loss_scaled()
+        if self.members[0].held is not None:
+            error = error or self._measured_twice(scaled)
+        if not scaled and self.errors.consensus.is_alone:
             error = error or unscaled_loss()
         collected, stats = self._measure(error, scaled=scaled)
         with span("agree"):
-            stats = grad_stats.agree(stats, self.groups)
+            if not self.errors.consensus.is_alone:
+                stats = grad_stats.agree(stats, self.groups)
         with span("decide"):
             overflow, decision = self._decide(stats)
         agreed = self.errors.raise_agreed(stats)
         for member in self.members:
             member.uncompared.clear()
-        self.overflows.observe(agreed, collected, stats, self.grad_scaler)
+        self.overflows.observe(agreed, collected, stats, scaler)
         self._check(agreed, collected)
         if self.spikes is not None:
             self.spikes.commit()
         with span("rescale"):
-            if self.grad_scaler is not None:
-                self.grad_scaler.update(overflow.found_inf)
-                self._times_asked = self.grad_scaler.times_asked()
-        self.forget_ready()
+            if scaler is not None:
+                scaler.update(overflow.found_inf)
+                self._times_asked = scaler.times_asked()
         for member, own in zip(self.members, collected, strict=True):
-            member.ready = ReadyStep(own.updates, decision)
+            member.ready, member.held = ReadyStep(own.updates, decision), None
         return decision
 
     def prepare_clipped(self, max_norm: float, norm_type: float, error: MegascaleError | None = None) -> Tensor:
@@ -244,10 +249,14 @@ class StepRecipe:
         An error here is this rank's alone. Others wait for its gathers, so it takes part in them, and all ranks raise
         the error at the next step.
         """
-        ready = self._ready("step_with_ready_grads() needs prepare_grads() first; step() calls both")
+        ready = self._ready(_UNPREPARED)
         self._check_surroundings()
-        if any(member.held for member in self.members):
+        if self.members[0].held is not None:
             ready = self._checked_again(ready, as_measured)
+        return self._take(ready)
+
+    def _take(self, ready: list[ReadyStep]) -> StepResult:
+        """Take a decided step, whose tensors cannot have changed since they were checked."""
         self.forget_ready()
         decision = ready[0].decision
         with span("update"):
@@ -262,7 +271,7 @@ class StepRecipe:
     def forget_ready(self) -> None:
         """Drop a step that was decided on and not taken; called when main params were replaced, too."""
         for member in self.members:
-            member.forget_ready()
+            member.ready = member.held = None
 
     def begin_anew(self) -> None:
         """Forget recorded errors; called when main params were replaced."""
@@ -306,7 +315,7 @@ class StepRecipe:
             self.overflows.newest,
             self.errors.newest_rounded,
             None if self.spikes is None else self.spikes.newest,
-            [member.weights for member in self.members],
+            [member.grads.weights for member in self.members],
             self.last_result,
         )
 
@@ -332,7 +341,7 @@ class StepRecipe:
         if isinstance(self.groups, AssumedAlone):
             self.groups.require_alone()
         require_values(self.members[0].device)
-        refuse_fake_mode(param for member in self.members for param in member.main_params)
+        refuse_fake_mode(chain.from_iterable(map(_MAIN_PARAMS, self.members)))
 
     def _is_loss_scaled(self) -> bool:
         """Return whether the gradients can be those of a scaled loss, as far as this rank knows.
@@ -340,9 +349,10 @@ class StepRecipe:
         In a pipeline only the last stage has a loss. Optimizers that share a scaler each count its reads for
         themselves.
         """
-        if self.grad_scaler is None or self.grads_are_scaled:
+        scaler = self._grad_scaler
+        if scaler is None or self.grads_are_scaled:
             return True
-        return self.grad_scaler.times_asked() != self._times_asked or not self.grad_scaler.needs_scaled_loss
+        return scaler.times_asked() != self._times_asked or not scaler.needs_scaled_loss
 
     def _check(self, agreed: Statistics | None, collected: Sequence[Collected] = ()) -> None:
         """Raise for misuse or stalls that the host now knows of.
@@ -354,12 +364,12 @@ class StepRecipe:
             if agreed[Statistic.SCALED] <= 0:
                 self.errors.drop_pending()
                 raise unscaled_loss()
-            if have_replicas_parted(agreed):
+            if not self.errors.consensus.is_alone and have_replicas_parted(agreed):
                 self.errors.drop_pending()
-                mine = [member.replica_squares(own) for member, own in zip(self.members, collected, strict=False)]
+                mine = [member.grads.replica_squares(own) for member, own in zip(self.members, collected, strict=False)]
                 every = all_gather_object(dict(chain.from_iterable(map(dict.items, mine))), self.groups.grad_stats)
                 raise parted_replicas(differing_replicas(every))
-            self.watch.observe(agreed, skipped=skipped, scaler=self.grad_scaler, witness=self)
+            self.watch.observe(agreed, skipped=skipped, scaler=self._grad_scaler, witness=self)
 
     def raise_damage(self) -> None:
         """Raise on every rank alike if a main param of any holds inf or NaN."""
@@ -374,17 +384,20 @@ class StepRecipe:
     def _measure(self, error: Exception | None, *, scaled: bool) -> tuple[list[Collected], GradStats]:
         """Return what each member will update, and this rank's statistics of all of it."""
         with span("finish"):
-            collected = [member.collect() for member in self.members]
+            collected = []
+            for member in self.members:
+                collected.append(member.collect())
         with span("measure"):
-            found = next((one.error for one in collected if one.error is not None), error)
-            vote = 0 if self.errors.consensus.is_alone else self._vote(collected, found)
-            errors = self.errors.as_statistic(found, vote)
-            # Counted once, however many members this rank has: ranks' numbers are to cancel.
-            of_members = [errors, *[self.errors.no_errors] * (len(self.members) - 1)]
-            stats = [
-                member.measure(own, counted, scaled)
-                for member, own, counted in zip(self.members, collected, of_members, strict=True)
-            ]
+            for own in collected:
+                if own.error is not None:
+                    error = own.error
+                    break
+            vote = 0 if self.errors.consensus.is_alone else self._vote(collected, error)
+            errors, stats = self.errors.as_statistic(error, vote), []
+            for member, own in zip(self.members, collected, strict=True):
+                stats.append(member.measure(own, errors, scaled))
+                # Counted once, however many members this rank has: ranks' numbers are to cancel.
+                errors = self.errors.no_errors
         return collected, stats[0] if len(stats) == 1 else grad_stats.combined(stats)
 
     def _vote(self, collected: Sequence[Collected], error: Exception | None) -> int:
@@ -397,7 +410,7 @@ class StepRecipe:
 
     def _decide(self, stats: GradStats) -> tuple[Decision, Decision]:
         """Return two decisions: as overflows alone make it, and the step's, which knows of spikes too."""
-        scale = None if self.grad_scaler is None else self.grad_scaler.live_scale
+        scale = None if self._grad_scaler is None else self._grad_scaler.live_scale
         overflow = self._backend.decide(stats.vector, scale, self.clip_grad)
         return overflow, overflow if self.spikes is None else self.spikes.judge(overflow, scale)
 
@@ -450,16 +463,18 @@ class StepRecipe:
         rounded: list[Rounded] = []
         for member, own in zip(self.members, ready, strict=True):
             try:
-                rounded += member.apply(own)
+                rounded += member.update.apply(own.updates, own.decision, member.main_params.mark_written)
             except InnerStepError as error:
                 self.errors.record(error)
         return rounded
 
     def _ready(self, without: str) -> list[ReadyStep]:
         """Return the members' ready steps. Raises UsageError saying ``without`` if there are none."""
-        ready = [member.ready for member in self.members if member.ready is not None]
-        if len(ready) != len(self.members):
-            raise UsageError(without)
+        ready = []
+        for member in self.members:
+            if member.ready is None:
+                raise UsageError(without)
+            ready.append(member.ready)
         return ready
 
     def _end_step(self) -> None:

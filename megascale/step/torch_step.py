@@ -109,7 +109,7 @@ class GeneralUpdate(InnerUpdate):
         """
         if bool(decision.found_inf):
             for pending in updates:
-                mark_written(pending.unit, None)
+                mark_written(pending.unit)
             return []
         pairs = [pair for pending in updates for pair in zip(pending.params, pending.grads, strict=True)]
         owned = [(param, grad) for param, grad in pairs if param.is_owned]
@@ -128,7 +128,7 @@ class GeneralUpdate(InnerUpdate):
                 by_device[local(param.main).device].append(param)
         rounded = [Rounded(held, self._round(held, decision)) for held in by_device.values()]
         for pending in updates:
-            mark_written(pending.unit, None)
+            mark_written(pending.unit)
         if failure is not None:
             raise InnerStepError(
                 f"{type(self.optimizer).__name__}.step() raised {type(failure).__name__}: {failure}; some main params "

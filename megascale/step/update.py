@@ -4,8 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from megascale.kernels import (
@@ -64,8 +62,8 @@ class KernelCall(NamedTuple):
     hyper: Hyper
 
 
-MarkWritten = Callable[[UpdateUnit, NDArray[np.int64] | None], None]
-"""Takes a unit and, where they are known, the versions of the local parts of its model params."""
+MarkWritten = Callable[[UpdateUnit], None]
+"""Takes a unit whose model params were written."""
 
 
 class InnerUpdate(Protocol):

@@ -9,15 +9,12 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
 from pathlib import Path
 
 import pytest
 
 from megascale.kernels import library_build
 from megascale.kernels.native import library as native_library
-from megascale.kernels.tensors import tensor_reader
-from tests.backend_world import READER
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -35,8 +32,7 @@ from pathlib import Path
 import torch
 from megascale import MixedPrecisionOptimizer, OptimizerConfig
 from megascale.kernels.native import library as native_library
-from megascale.kernels.tensors import tensor_reader
-native_library.SOURCE, tensor_reader.SOURCE = (Path(sys.argv[1]) / name for name in ("native.c", "tensor_reader.cpp"))
+native_library.SOURCE = Path(sys.argv[1]) / "native.c"
 params = [torch.nn.Parameter(torch.ones(33, dtype=torch.bfloat16)) for _ in range(300)]
 optimizer = MixedPrecisionOptimizer(torch.optim.SGD(params, lr=0.5), OptimizerConfig(bf16=True, backend="native"))
 for param in params:
@@ -66,9 +62,9 @@ class Watched:
             "UBSAN_OPTIONS": "print_stacktrace=1",
         }
 
-    def run(self, *arguments: str, reader: str = "python") -> "subprocess.CompletedProcess[str]":
-        """Run Python, which reads tensors in the way that ``reader`` names."""
-        return _run([sys.executable, *arguments], self.environment | {tensor_reader.ENVIRONMENT_VARIABLE: reader})
+    def run(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
+        """Run Python."""
+        return _run([sys.executable, *arguments], self.environment)
 
     @property
     def libraries(self) -> set[str]:
@@ -92,8 +88,7 @@ def _run(command: list[str], environment: Mapping[str, str] | None = None) -> "s
 
 def _copy_of_sources(folder: Path, name: str, old: str, new: str) -> Path:
     """Copy our native code, with one piece of one file replaced. Returns the copies' folder."""
-    rooms = (native_library.SOURCE.parent, tensor_reader.SOURCE.parent)
-    for source in chain.from_iterable(room.glob("*.[ch]*") for room in rooms):
+    for source in native_library.SOURCE.parent.glob("*.[ch]"):
         text = source.read_text()
         if source.name == name:
             assert text.count(old) == 1, f"{name} has changed: {old!r}"
@@ -127,10 +122,6 @@ WORK: dict[str, list[tuple[str, ...]]] = {
         (*PYTEST, "tests/unit/kernels/test_native.py"),
         (*MACHINE, "native", "--examples", "60", "--steps", "15"),
     ],
-    "tensor_reader": [
-        (*PYTEST, "-m", "slow", *(f"tests/unit/kernels/test_tensor_{what}.py" for what in ("reader", "findings"))),
-        (*MACHINE, f"native {READER}", "--examples", "30", "--steps", "15"),
-    ],
 }
 """By library the programs that use it: its own tests, with all that they draw; and the random life of
 tests.backend_machine, with parameters, gradients and state that move and change.
@@ -162,7 +153,6 @@ FAULTS = [
         f"int64_t index = chunk.row, {SOON} {OVERFLOW}",
         "signed integer",
     ),
-    ("tensor_reader.cpp", "window[at % WINDOW] = {source", "window[at] = {source", "stack-buffer-overflow"),
 ]
 
 
@@ -173,8 +163,7 @@ def faulty(watched: Watched, tmp_path_factory: pytest.TempPathFactory) -> "list[
     def step(fault: tuple[str, str, str, str]) -> "subprocess.CompletedProcess[str]":
         name, old, new, _ = fault
         folder = _copy_of_sources(tmp_path_factory.mktemp("faulty"), name, old, new)
-        reader = "native" if name == tensor_reader.SOURCE.name else "python"
-        return watched.run("-c", STEP, str(folder), reader=reader)
+        return watched.run("-c", STEP, str(folder))
 
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(step, FAULTS))

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from megascale.kernels.blocks import Row, flat
 from megascale.kernels.decision import (
@@ -30,7 +31,6 @@ from megascale.kernels.protocol import HeldParams, Operands
 from megascale.kernels.remainders import TorchRemainders
 from megascale.kernels.split import Split
 from megascale.kernels.tensors.tensor_list import TensorList
-from megascale.kernels.tensors.tensor_reader import increment_versions
 from megascale.kernels.torch_backend import TorchBackend
 from megascale.rules import AdamHyper, Hyper, LionHyper, SgdHyper
 
@@ -68,7 +68,7 @@ class _Grads(ctypes.Structure):
     _fields_ = (("addresses_at", ctypes.c_void_p), ("types_at", ctypes.c_void_p))
 
     def __init__(self, grads: TensorList) -> None:
-        self.addresses, self.types = np.ascontiguousarray(grads.pointers), grads.dtype_codes(TYPES)
+        self.addresses, self.types = np.ascontiguousarray(grads.pointers), grads.forms.dtype_codes(TYPES)
         super().__init__(self.addresses.ctypes.data, self.types.ctypes.data)
 
 
@@ -133,8 +133,9 @@ class NativeBackend(TorchDecisions, TorchRemainders):
             if not all(_takes([grad]) for grad in grads):
                 return self._torch.measure(grads, count_zeros)
             looked = TensorList(grad.contiguous() if flat([grad]) is None else grad for grad in grads)
-        if not np.array_equal(self._measured.numels, looked.numels):
-            self._measured = _Lengths(looked.numels)
+        numels = looked.forms.numels
+        if not np.array_equal(self._measured.numels, numels):
+            self._measured = _Lengths(numels)
         lengths = self._measured
         partial = torch.empty(lengths.num_chunks, 3, dtype=torch.float64, device="cpu")
         out = torch.empty(3, len(grads), dtype=torch.float64, device="cpu")
@@ -151,11 +152,15 @@ class NativeBackend(TorchDecisions, TorchRemainders):
     def total(self, stats: TensorStats, weights: GradWeights, errors: Tensor, scaled: float) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
         columns = (stats.sum_squares, stats.non_finite, stats.zeros, *weights)
-        if not all(column is None or _is_plain(column) for column in (*columns, errors)):
-            return super().total(stats, weights, errors, scaled)
+        addresses: list[int | None] = []
+        for column in (*columns, errors):
+            is_plain = column is None or (column.dtype == torch.float64 and column.is_cpu and column.is_contiguous())
+            if not is_plain:
+                return super().total(stats, weights, errors, scaled)
+            addresses.append(None if column is None else column.data_ptr())
         vector = torch.empty(NUM_STATISTICS, dtype=torch.float64, device="cpu")
-        addresses = (None if column is None else column.data_ptr() for column in columns)
-        self._library.total(*addresses, len(weights.shares), errors.data_ptr(), scaled, vector.data_ptr())
+        at_errors = addresses.pop()
+        self._library.total(*addresses, len(weights.shares), at_errors, scaled, vector.data_ptr())
         return vector
 
     def decide(self, vector: Tensor, scale: Tensor | None, clip_grad: float) -> Decision:
@@ -179,7 +184,7 @@ class NativeBackend(TorchDecisions, TorchRemainders):
             return
         constants = _ScaleRule(*rule)
         self._library.rescale(found_inf.data_ptr(), *map(Tensor.data_ptr, state), ctypes.byref(constants))
-        torch.autograd.graph.increment_version(state)
+        increment_version(state)
 
     def unscale(self, grads: list[Tensor], mains: list[Tensor], coefficient: Tensor) -> list[Tensor]:
         """See :class:`megascale.kernels.Backend`."""
@@ -197,12 +202,11 @@ class NativeBackend(TorchDecisions, TorchRemainders):
             rows = compact_rows(operands, TYPES)
             self._kept_codes[operands] = rows if rows is None else _Table(_Lengths(numels_of(operands.model)), rows)
         table, grads = self._kept_codes[operands], TensorList.of(operands.grad)
-        operands.written = None
         if table is None or call.constants.amsgrad or not _all_known(grads):
             if operands.remainder and call.decision is not None:
                 return self.on_decoded(operands, slow, call.decision.found_inf)
             return slow(operands)
-        operands.written = increment_versions(operands.model)
+        increment_version(operands.model)
         overflowed = torch.empty(len(table.rows), dtype=torch.bool, device="cpu")
         self._library.update_compact(
             ctypes.byref(table.lengths),
@@ -249,7 +253,7 @@ class NativeBackend(TorchDecisions, TorchRemainders):
             return super().encode_(held, found_inf)
         overflowed = torch.zeros(len(held.models), dtype=torch.bool, device="cpu")
         if not found_inf.item():
-            increment_versions(held.models)
+            increment_version(held.models)
             self._hold(table, overflowed)
         return overflowed
 
@@ -281,14 +285,11 @@ class NativeBackend(TorchDecisions, TorchRemainders):
             kept = self._kept[operands] = (names, _whole_table(operands, names))
         table, grads = kept[1], TensorList.of(operands.grad)
         if operands.remainder and call.decision is not None and (table is None or not _all_known(grads)):
-            operands.written = None
             update = partial(self._update, names=names, call=call, slow=slow)
             return self.on_decoded(operands, update, call.decision.found_inf)
         # Autograd must see that saved weights have changed.
-        versions = increment_versions(operands.model)
-        whole = table is not None and _all_known(grads)
-        operands.written = versions if whole else None
-        if table is not None and whole:
+        increment_version(operands.model)
+        if table is not None and _all_known(grads):
             return self._call(table, grads, call)
         split = Split(operands, names, _takes)
         picked = operands.pick(split.taken)
@@ -319,18 +320,17 @@ def _takes(tensors: Sequence[Tensor]) -> bool:
     return known and (len(tensors) == 1 or tensors[0].dtype == torch.float32)
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether native.c can measure this tensor."""
-    return tensor.dtype == torch.float64 and tensor.device.type == "cpu" and tensor.is_contiguous()
-
-
 def _is_on_cpu(*tensors: Tensor | None) -> bool:
-    return all(tensor is None or tensor.device.type == "cpu" for tensor in tensors)
+    for tensor in tensors:  # noqa: SIM110  # in every step
+        if tensor is not None and not tensor.is_cpu:
+            return False
+    return True
 
 
 def _all_known(tensors: TensorList) -> bool:
     """Whether all tensors are contiguous and of dtypes that native.c supports."""
-    return tensors.contiguous and tensors.devices <= {CPU} and tensors.dtypes <= TYPES.keys()
+    forms = tensors.forms
+    return forms.contiguous and forms.devices <= {CPU} and forms.kinds <= TYPES.keys()
 
 
 def _whole_table(operands: Operands, names: list[str]) -> _Table | None:

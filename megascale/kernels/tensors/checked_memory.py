@@ -1,6 +1,6 @@
 """What kernels assume of tensors, and the checks that ensure it.
 
-native.c, tensor_reader.cpp and Triton's kernels get addresses. In each step they assume of all tensors in their tables:
+native.c and Triton's kernels get addresses. In each step they assume of all tensors in their tables:
 
 1. Its address is current. Tables are kept from step to step: :class:`MemoryRecord` tells whether a tensor has moved. If
    one has, the table is made anew.
@@ -30,20 +30,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megascale.kernels.tensors.tensor_reader import expect_memory
+from megascale.kernels.tensors.forms import UNREADABLE, Forms, Places
 
 
 class MemoryRecord:
     """Tensors, and the memory that they have at construction."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._holds = expect_memory(list(tensors))
+        self._tensors = list(tensors)
+        self._forms, self._places = Forms(self._tensors), Places.of(self._tensors)
 
     def holds(self) -> bool:
         """Whether each tensor still has the same address and form. False also if that can no longer be read."""
         try:
-            return self._holds()
-        except RuntimeError:  # a tensor has lost its memory
+            return self._forms.hold(self._tensors) and Places.of(self._tensors) == self._places
+        except UNREADABLE:  # a tensor has lost its memory
             return False
 
 

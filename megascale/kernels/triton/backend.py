@@ -30,7 +30,6 @@ from megascale.kernels.decision import (
 from megascale.kernels.protocol import HeldParams, Operands
 from megascale.kernels.reference import ReferenceBackend, stats_dtype
 from megascale.kernels.remainders import TorchRemainders
-from megascale.kernels.tensors.tensor_reader import increment_versions
 from megascale.kernels.triton import device_table
 from megascale.kernels.triton.device_table import Column, DeviceTable, Numbers, Plan, PlanCache
 from megascale.kernels.triton.grad_addresses import GradAddresses
@@ -386,9 +385,7 @@ class TritonBackend(TorchDecisions, TorchRemainders):
 
     def _written(self, operands: Operands, flags: Tensor) -> Tensor:
         """Tell autograd of the writes, as torch's own in-place operations do; return the flags."""
-        kept = self._kept[operands]
-        versions = increment_versions(kept.written)
-        operands.written = None if versions is None else versions[: len(operands.model)]
+        torch.autograd.graph.increment_version(self._kept[operands].written)
         return flags.view(torch.bool)
 
 

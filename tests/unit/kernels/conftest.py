@@ -3,22 +3,15 @@
 import pytest
 import torch
 
-from megascale.kernels.tensors import tensor_reader
+from megascale.kernels.tensors import forms
 from tests.unit.kernels.memory_cases import BACKENDS
 
 
-@pytest.fixture(params=["python", pytest.param("native", marks=pytest.mark.slow)])
+@pytest.fixture(params=["guards", pytest.param("columns", marks=pytest.mark.slow)])
 def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors read one by one, and in one walk."""
-    monkeypatch.setenv(tensor_reader.ENVIRONMENT_VARIABLE, request.param)
-
-
-@pytest.fixture
-def native_reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors read in one walk, for tests that need it."""
-    if tensor_reader._library() is None:
-        pytest.skip("tensor_reader.cpp cannot be built here")
-    monkeypatch.setenv(tensor_reader.ENVIRONMENT_VARIABLE, "native")
+    """Forms compared by torch's guards, and, as in a torch that has none, part by part."""
+    if request.param == "columns":
+        monkeypatch.setattr(forms, "TensorGuards", None)
 
 
 @pytest.fixture(params=BACKENDS)

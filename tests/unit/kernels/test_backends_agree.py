@@ -45,7 +45,7 @@ def test_backends_live_alike(tmp_path: Path) -> None:
 
 LIVES = {
     "torch, native": (["torch", "native"], 150, 15),
-    "native reader": (["native", "native reader"], 150, 15),
+    "native columns": (["native", "native columns"], 150, 15),
     "triton": (["triton"], 15, 10),
 }
 
@@ -56,7 +56,7 @@ LIVES = {
 def test_backends_live_alike_for_long(
     backends: list[str], examples: int, steps: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """More and longer lives, also in Triton's interpreter, and with tensors read by tensor_reader.cpp; it prints how
+    """More and longer lives, also in Triton's interpreter, and with forms compared part by part; it prints how
     many there were.
     """
     if "triton" in backends:

@@ -91,7 +91,7 @@ def test_state_that_a_process_queue_has_taken_is_trained_on(dtype: torch.dtype, 
 
 
 def test_swapped_state_is_followed_or_the_swap_is_refused(backend: str) -> None:
-    """``torch.utils.swap_tensors`` refuses a tensor that tensor_reader.cpp refers to; else the step takes the new one.
+    """``torch.utils.swap_tensors`` may refuse a tensor that others refer to; else the step takes the new one.
 
     Either way the next step has the bits of the state that is then in the dict.
     """

@@ -18,7 +18,6 @@ from filelock import FileLock
 from megascale.kernels import compiler, library_build
 from megascale.kernels.compiler import CompilerError, CompilerTimeout, find_compiler
 from megascale.kernels.library_build import Recipe, load
-from megascale.kernels.tensors import tensor_reader
 from tests.pool import RankPool
 
 NOBODY = 65534
@@ -428,16 +427,14 @@ optimizer = MixedPrecisionOptimizer(torch.optim.SGD(params, lr=0.5), config, sca
 for param in params:
     param.grad = (torch.full_like(param, 0.1) * optimizer.get_loss_scale()).half()
 optimizer.step()
-from megascale.kernels.tensors import tensor_reader
-print(tensor_reader._library() is not None, [param.tolist() for param in params])
+print([param.tolist() for param in params])
 """
 
 
 @pytest.mark.weekly(minutes=1)
 def test_training_survives_damaged_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both of our libraries, cut short between two processes: the second trains, and its log names both."""
+    """Our library, cut short between two processes: the second trains, and its log names it."""
     monkeypatch.setenv(library_build.CACHE_VARIABLE, str(tmp_path))
-    monkeypatch.setenv("MEGASCALE_TENSOR_READER", "native")
     command = [sys.executable, "-c", TRAINING]
     first = subprocess.run(command, capture_output=True, text=True, check=True, timeout=250)
     libraries = sorted(tmp_path.glob("*.so"))
@@ -445,43 +442,6 @@ def test_training_survives_damaged_libraries(tmp_path: Path, monkeypatch: pytest
         _cut(0.3)(library)
     second = subprocess.run(command, capture_output=True, text=True, check=True, timeout=250)
     assert first.stdout == second.stdout
-    assert first.stdout.startswith("True")
     assert first.stderr == ""
-    assert [library.name.split("-")[0] for library in libraries] == ["native", "tensor_reader"]
+    assert [library.name.split("-")[0] for library in libraries] == ["native"]
     assert all(f"{library} is damaged" in second.stderr for library in libraries)
-
-
-def test_without_a_compiler_tensors_are_read_from_python(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """One line of the log says what that costs, and a compiler that fails is named with its error."""
-
-    def fails(recipe: Recipe, open_library: object) -> None:
-        raise CompilerError("c++ is broken today")
-
-    with caplog.at_level(logging.INFO, logger="megascale"):
-        monkeypatch.setattr(tensor_reader, "find_compiler", lambda *_: None)
-        assert tensor_reader._loaded(fails) is None
-        monkeypatch.setattr(tensor_reader, "find_compiler", lambda *_: ["c++"])
-        assert tensor_reader._loaded(fails) is None
-    first, second = (record.getMessage() for record in caplog.records)
-    assert "no C++ compiler" in first
-    assert "6 to 10 us a parameter and step" in first
-    assert "c++ is broken today" in second
-
-
-@pytest.mark.parametrize("openmp", ["/torch/libgomp.so", None])
-def test_the_reader_is_built_with_openmp_where_torch_brings_it(
-    openmp: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else it reads with one thread. What is not kept yet is no library."""
-    flags: list[str] = []
-
-    def not_kept(recipe: Recipe, open_library: object) -> None:
-        flags.extend(recipe.compile_flags)
-
-    monkeypatch.setattr(tensor_reader, "find_compiler", lambda *_: ("c++",))
-    monkeypatch.setattr(tensor_reader, "share_openmp", lambda: openmp)
-    assert tensor_reader._loaded(not_kept) is None
-    assert ("-fopenmp" in flags) is (openmp is not None)
-    assert "-O3" in flags

@@ -41,10 +41,10 @@ def _operands(kind: str) -> Operands:
 KINDS = ["main params", "codes", "remainders", "codes, remainders"]
 
 
-@pytest.mark.usefixtures("native_reader")
+@pytest.mark.native
 @pytest.mark.parametrize("kind", KINDS)
-def test_versions_are_told_where_the_kernel_wrote_all(kind: str) -> None:
-    """Autograd counts the writes; ``written`` has the counts, and none where torch has written some."""
+def test_autograd_counts_the_writes(kind: str) -> None:
+    """Of kernels, and of plain tensor code for what these cannot read."""
     native, operands = NativeBackend(), _operands(kind)
     grads = operands.grad
     for mixed in (False, True, False):
@@ -53,7 +53,6 @@ def test_versions_are_told_where_the_kernel_wrote_all(kind: str) -> None:
         native.lion_(operands, LION, LANDS)
         after = [model._version for model in operands.model]
         assert all(new > old for new, old in zip(after, before, strict=True))
-        assert (None if operands.written is None else operands.written.tolist()) == (None if mixed else after)
 
 
 @pytest.mark.native

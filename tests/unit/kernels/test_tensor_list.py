@@ -1,18 +1,15 @@
 """Lists of tensors that are looked at once."""
 
-from collections import UserDict
-from collections.abc import Callable, Mapping
-from types import SimpleNamespace
+import copy
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from megascale.kernels import GradList, MemoryRecord, ParamList, TensorList
-from megascale.kernels.tensors import tensor_reader
-from megascale.kernels.tensors.tensor_list import Forms
+from megascale.kernels import Forms, GradReader, MemoryRecord, TensorList
+from megascale.kernels.tensors import forms as forms_module
 
 TENSORS = [
     torch.zeros(3),
@@ -31,7 +28,6 @@ pytestmark = pytest.mark.usefixtures("reader")
 def _facts(tensors: TensorList) -> tuple[Any, ...]:
     return (
         tensors.pointers.tolist(),
-        tensors.versions.tolist(),
         tensors.numels.tolist(),
         tensors.dtype_codes(CODES).tolist(),
         tensors.dtypes,
@@ -54,7 +50,6 @@ def test_joined_tells_what_one_list_would(cut: list[int], last: Tensor) -> None:
     assert all(a is b for a, b in zip(joined, tensors, strict=True))
     assert _facts(joined) == (
         [t.data_ptr() for t in tensors],
-        [t._version for t in tensors],
         [t.numel() for t in tensors],
         [CODES[t.dtype] for t in tensors],
         {t.dtype for t in tensors},
@@ -104,45 +99,39 @@ def test_record_tells_of_every_change(change: str, place: int) -> None:
     assert not record.holds()
 
 
-def test_forms_are_told_by_place(by_hand: bool) -> None:
-    """Shape, strides and dtype, of some or all; a copy takes another's without a change of the original."""
-    forms, others = _forms(by_hand)
-    assert forms.differ(others).tolist() == [False, True, True, True]
-    assert forms.differ(forms).tolist() == [False] * 4
-    assert forms.at(slice(0, 2)).differ(others.at(slice(0, 2))).tolist() == [False, True]
-    assert forms.at(np.array([3, 0])).differ(others.at(np.array([3, 0]))).tolist() == [True, False]
-    copy = forms.copy()
-    assert copy.put(2, others, 2)
-    assert copy.differ(others).tolist() == [False, True, False, True]
-    assert forms.differ(others).tolist() == [False, True, True, True]
+def test_forms_hold_for_other_tensors_of_the_same_forms() -> None:
+    """Wherever these lie; not for fewer or more of them, and not for what is no tensor."""
+    tensors = [torch.zeros(2, 3), torch.zeros(3, 2).t(), nn.Parameter(torch.zeros(2).half())]
+    forms = Forms(tensors)
+    for _ in range(2):
+        assert forms.hold([tensor.detach().clone() if index < 2 else tensor for index, tensor in enumerate(tensors)])
+        assert not forms.hold(tensors[:2])
+        assert not forms.hold([*tensors, torch.zeros(1)])
+        assert not forms.hold([None, *tensors[1:]])
+        assert not forms.hold([tensors[0].to_sparse(), *tensors[1:]])
+        assert not forms.hold([tensors[0].bfloat16(), *tensors[1:]])
+        assert not forms.hold([*tensors[:2], tensors[2].detach()])
+    assert copy.deepcopy(forms).hold(tensors)
 
 
-def test_forms_that_were_read_in_different_ways_differ() -> None:
-    """A walk's numbers mean nothing beside strides and dtypes; none is put among them."""
-    walked, looked_up = _forms(True)[0], Forms(([10, 10, 10, 10], [1, 1, 1, 1]))
-    for one, other in ((walked, looked_up), (looked_up, walked)):
-        assert one.differ(other).tolist() == [True] * 4
-        copy = one.copy()
-        assert copy.put(0, other, 0) is False
-        assert not copy.differ(one).any()
+def test_forms_hold_in_any_context() -> None:
+    """Guards that were made elsewhere say no under autocast, and the parts of the forms are compared."""
+    tensors = [torch.zeros(2, 3), torch.zeros(3)]
+    forms = Forms(tensors)
+    assert forms.hold(tensors)
+    for context in (torch.autocast("cpu", torch.bfloat16), torch.no_grad(), torch.inference_mode()):
+        with context:
+            assert forms.hold(tensors)
+            assert not forms.hold(tensors[::-1])
+    assert forms.hold(tensors)
 
 
-@pytest.fixture(params=[False, True], ids=["read", "by hand"])
-def by_hand(request: pytest.FixtureRequest) -> bool:
-    """Whether forms are numbers, as of a walk."""
-    return bool(request.param)
-
-
-def _forms(by_hand: bool) -> tuple[Forms, Forms]:
-    """Return forms of four tensors, and of four of which only the first has the same."""
-    if by_hand:
-        one, other = ([10, 10, 10, 10], [1, 1, 1, 1]), ([10, 10, 20, 30], [1, 2, 2, 1])
-        forms = (Forms(tuple(map(np.array, columns))) for columns in (one, other))
-    else:
-        plain = [torch.zeros(2, 3) for _ in range(4)]
-        odd = [torch.zeros(2, 3), torch.zeros(3, 2), torch.zeros(3, 2).t(), torch.zeros(2, 3).double()]
-        forms = (TensorList(tensors).forms for tensors in (plain, odd))
-    return next(forms), next(forms)
+def test_what_has_no_memory_has_no_row() -> None:
+    """Of a sparse tensor among others, and of something that is no tensor; the others have the rows of their places."""
+    plain, moved = torch.zeros(3), torch.zeros(3)
+    first, second, third = forms_module.rows([plain, plain.to_sparse(), moved])
+    assert second is None
+    assert first == forms_module.rows([plain])[0] != third
 
 
 def test_keys_of_lists_are_equal_for_equal_ones() -> None:
@@ -194,21 +183,6 @@ def test_what_kernels_cannot_read_is_not_plain(odd: str) -> None:
         assert TensorList(tensors).are_plain() is False
 
 
-def test_a_tensor_without_memory_lies_nowhere() -> None:
-    """Its address is -1; those of others are told all the same."""
-    plain = torch.zeros(3)
-    assert TensorList([plain, plain.to_sparse()]).pointers.tolist() == [plain.data_ptr(), -1]
-
-
-def test_what_requires_grad_is_told_and_without_a_walk_nothing_is_kept() -> None:
-    """A cache of findings that nobody empties would be wrong: each is new."""
-    tensors = TensorList([torch.zeros(3), nn.Parameter(torch.zeros(3)), torch.zeros(3).to_sparse()])
-    assert tensors.requires_grad.tolist() == [0, 1, 0]
-    owner = SimpleNamespace()
-    tensors.findings(owner)["answer"] = 42
-    assert tensors.findings(owner) == {}
-
-
 class _Wrapped(Tensor):
     """A tensor that is a wrapper: its own memory is not what it shows."""
 
@@ -221,18 +195,17 @@ class _Wrapped(Tensor):
         raise NotImplementedError(func)
 
 
-def _grads_of(params: list[nn.Parameter]) -> GradList:
-    held: list[Tensor] = list(params)
-    return ParamList(held).grads(held, slice(None))
+def _fit(params: list[nn.Parameter]) -> bool:
+    return GradReader(list(params)).read() is not None
 
 
 @pytest.mark.parametrize("kind", ["none", "sparse", "subclass"])
 def test_gradients_that_are_not_plain_are_not_usable(kind: str) -> None:
-    """A missing, a sparse and a subclass's gradient among plain ones: both ways of reading say so."""
+    """A missing, a sparse and a subclass's gradient among plain ones."""
     params = [nn.Parameter(torch.zeros(4, 2)) for _ in range(40)]
     for param in params:
         param.grad = torch.zeros(4, 2)
-    assert _grads_of(params).fit()
+    assert _fit(params)
     match kind:
         case "none":
             params[33].grad = None
@@ -240,7 +213,7 @@ def test_gradients_that_are_not_plain_are_not_usable(kind: str) -> None:
             params[33].grad = torch.zeros(4, 2).to_sparse()
         case _:
             params[33].grad = _Wrapped(torch.zeros(4, 2))
-    assert not _grads_of(params).fit()
+    assert not _fit(params)
 
 
 @pytest.mark.parametrize(
@@ -248,112 +221,18 @@ def test_gradients_that_are_not_plain_are_not_usable(kind: str) -> None:
     [torch.zeros(2, 4), torch.zeros(7), torch.zeros(4, 2, dtype=torch.int32), torch._neg_view(torch.zeros(4, 2))],
 )
 def test_gradients_that_do_not_fit_are_found(other: Tensor) -> None:
-    """Of another shape, no number that is added to weights, or not as their bytes say: by either way to compare."""
+    """Of another shape, no number that is added to weights, or not as their bytes say."""
     params = [nn.Parameter(torch.zeros(4, 2)) for _ in range(3)]
     for param in params:
         param.grad = torch.zeros(4, 2)
-    assert GradList(params).fit()
-    assert _grads_of(params).fit()
+    assert _fit(params)
     assert params[2].grad is not None
     params[2].grad.data = other
-    assert not GradList(params).fit()
-    assert not _grads_of(params).fit()
+    assert not _fit(params)
 
 
 def test_a_gradient_of_another_layout_fits() -> None:
     """Its form differs from its parameter's, but kernels read it."""
     param = nn.Parameter(torch.zeros(4, 2))
     param.grad = torch.zeros(2, 4).t()
-    assert _grads_of([param]).fit()
-
-
-def test_held_gradients_outlive_their_place() -> None:
-    """Before hold(), a gradient is the parameter's at the moment; after it, or once all were asked for, the list's."""
-    params = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
-    for param in params:
-        param.grad = torch.zeros(2)
-    first = params[1].grad
-    grads, later = _grads_of(params), _grads_of(params)
-    assert grads[1] is first
-    grads.hold()
-    params[1].grad = second = torch.ones(2)
-    assert grads[1] is first
-    assert later[1] is second
-    assert later[1:][0] is second
-    params[1].grad = None
-    assert later[1] is second
-    assert all(a is b for a, b in zip(later, [params[0].grad, second, params[2].grad], strict=True))
-
-
-def test_lists_and_entries_are_compared_by_identity() -> None:
-    """Equal tensors that are other objects, other lengths and missing keys all differ."""
-    tensors = [torch.zeros(2) for _ in range(100)]
-    assert tensor_reader.same_objects(tensors, list(tensors))
-    assert tensor_reader.same_objects([], [])
-    assert not tensor_reader.same_objects(tensors, tensors[:-1])
-    assert not tensor_reader.same_objects(tensors, [*tensors[:-1], torch.zeros(2)])
-
-    numbered = dict(enumerate(tensors))
-    assert _same_values(numbered, list(tensors))
-    assert _same_values({}, [])
-    assert _same_values(UserDict(numbered), tensors)
-    assert not _same_values(numbered, tensors[:-1])
-    assert not _same_values(numbered, tensors[::-1])
-    assert not _same_values(numbered | {7: torch.zeros(2)}, tensors)
-
-    entries: list[dict[str, Any]] = [{"first": tensor, "second": index} for index, tensor in enumerate(tensors)]
-    columns: list[list[Any]] = [list(tensors), list(range(100))]
-    assert _hold_objects(entries, ["first", "second"], columns)
-    assert _hold_objects(entries, ["first"], columns[:1])
-    assert _hold_objects(entries, [], [])
-    entries[50] = {"".join(["fir", "st"]): tensors[50], "second": 50}  # an equal name may be another object
-    assert _hold_objects(entries, ["first", "second"], columns)
-    assert not _hold_objects(entries, ["first", "second"], [columns[0], columns[1][:-1]])
-    assert not _hold_objects(entries, ["first", "third"], columns)
-    assert not _hold_objects(entries, ["second", "first"], columns)
-    assert not _hold_objects(entries[:-1], ["first"], columns[:1])
-    entries[98]["first"] = torch.zeros(2)
-    assert not _hold_objects(entries, ["first", "second"], columns)
-    assert _hold_objects(entries, ["second"], columns[1:])
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda entry: entry.update(first=torch.zeros(2)),
-        lambda entry: entry.pop("first"),
-        lambda entry: entry.clear(),
-        lambda entry: entry.__delitem__("second"),
-        lambda entry: entry.__ior__({"second": -1}),
-    ],
-)
-def test_dicts_that_have_changed_are_read_again(change: Callable[[dict[str, Any]], Any]) -> None:
-    """However a dict is changed, what it holds is seen, and what it holds when it is changed back."""
-    values = [{"first": torch.zeros(2), "second": index} for index in range(100)]
-    entries: list[dict[str, Any]] = [dict(value) for value in values]
-    columns = [[value[name] for value in values] for name in ("first", "second")]
-    tags, tag = tensor_reader.new_tags(100), tensor_reader.new_tags(1)
-    listed = list(values[7].values())
-    for _ in range(2):
-        assert tensor_reader.hold_objects(entries, ["first", "second"], columns, tags)
-        assert tensor_reader.same_values(entries[7], listed, tag)
-        change(entries[7])
-        for _ in range(2):
-            assert not tensor_reader.hold_objects(entries, ["first", "second"], columns, tags)
-            assert not tensor_reader.same_values(entries[7], listed, tag)
-        entries[7].clear()
-        entries[7].update(values[7])
-    entries[7] = dict(values[8])
-    assert not tensor_reader.hold_objects(entries, ["first", "second"], columns, tags)
-    holder, attribute = SimpleNamespace(first=0), tensor_reader.new_tags(1)
-    assert tensor_reader.same_values(vars(holder), [0], attribute)
-    holder.first = 1  # without a call of its dict
-    assert not tensor_reader.same_values(vars(holder), [0], attribute)
-
-
-def _same_values(entries: Mapping[Any, Any], values: list[Any]) -> bool:
-    return tensor_reader.same_values(entries, values, tensor_reader.new_tags(1))
-
-
-def _hold_objects(entries: list[dict[str, Any]], names: list[str], columns: list[list[Any]]) -> bool:
-    return tensor_reader.hold_objects(entries, names, columns, tensor_reader.new_tags(len(entries)))
+    assert _fit([param])

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -10,10 +11,11 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from megascale.errors import UsageError
-from megascale.kernels import Operands, ReferenceBackend, Room, TensorList
-from megascale.kernels.tensors import tensor_list, tensor_reader
+from megascale.kernels import Operands, ReferenceBackend
+from megascale.kernels.tensors.tensor_list import TensorList
 from megascale.kernels.triton import device_table, grad_addresses
 from megascale.kernels.triton.backend import TritonBackend
+from megascale.utils.cached import cached
 from tests.unit.kernels.triton_cases import (
     DEVICE,
     HALF,
@@ -155,9 +157,8 @@ def test_tables_are_made_anew_where_more_than_places_changed(made: list[device_t
 def test_memory_of_a_copy_is_not_written_again(copies: list[Tensor]) -> None:
     """A copy may still be under way when gradients have moved again: each has host memory of its own."""
     grads, addresses = [[torch.ones(3, device=DEVICE)] for _ in range(5)], grad_addresses.GradAddresses()
-    room = Room()
     for tensors in grads:
-        addresses.find(TensorList(tensors, room=room))
+        addresses.find(TensorList(tensors))
     assert len({copy.data_ptr() for copy in copies}) == len(copies) == 5
     assert [copy.tolist() for copy in copies] == [[grad.data_ptr()] for [grad] in grads]
 
@@ -196,15 +197,13 @@ def test_moved_gradients_have_the_bits_of_the_reference() -> None:
 
 def test_only_gradients_are_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of operands that stay, an update asks for the addresses of its gradients alone, also where those have moved."""
-    monkeypatch.setenv(tensor_reader.ENVIRONMENT_VARIABLE, "python")
-    asked = []
-    of_each = tensor_list._of_each
+    asked: list[TensorList] = []
 
-    def noted(look: Any, tensors: Any) -> list[Any]:
-        asked.extend([tensors] if look is torch.Tensor.data_ptr else [])
-        return of_each(look, tensors)
+    def pointers(tensors: TensorList) -> Any:
+        asked.append(tensors)
+        return np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64)
 
-    monkeypatch.setattr(tensor_list, "_of_each", noted)
+    monkeypatch.setattr(TensorList, "pointers", cached(pointers), raising=False)
     operands, backend = operands_of(ROWS[1:4]), TritonBackend()
     update(backend, operands, HYPERS["adamw"], decision_of())
     assert len(asked) == 6  # main, model, grad, exp_avg, exp_avg_sq, step

@@ -1,0 +1,200 @@
+"""What a step reads of its tensors, in lists: where they lie, and their forms, that is everything else.
+
+A step asks every tensor for its address, for its place in its storage and for the storage's size, and compares forms
+with those of an earlier step. Whatever it reads costs some 50 ns per tensor, so that :meth:`Forms.hold` asks torch
+about all parts of a form in one call.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from megascale.utils.cached import cached
+
+try:
+    from torch._C._dynamo import guards
+except ImportError:  # then every part of a form is read and compared
+    TensorGuards: Any = None
+else:
+    TensorGuards = guards.TensorGuards
+
+UNREADABLE = (RuntimeError, TypeError, AttributeError)
+"""What reading raises for something that is no tensor, or has no memory or strides of its own, as a sparse tensor."""
+
+# map() calls these in C.
+_FORM: tuple[Callable[[Any], Any], ...] = (
+    attrgetter("shape"),
+    Tensor.stride,
+    attrgetter("dtype"),
+    attrgetter("device"),
+    type,
+    Tensor.is_neg,
+    Tensor._is_zerotensor,
+    attrgetter("requires_grad"),
+)
+_OFFSET: Callable[[Tensor], Any] = Tensor.storage_offset
+_LIST: Callable[[Any], Any] = list
+_NUMBERS: dict[torch.dtype, int] = {}
+"""A number for each dtype that was met."""
+
+
+class Places(NamedTuple):
+    """Where tensors lie: lists with one number per tensor.
+
+    Attributes:
+        pointers: addresses of first elements; 0 for an empty tensor, and for one that has lost its memory.
+        offsets: of these in the tensors' storages, in elements.
+        nbytes: of the storages.
+    """
+
+    pointers: list[int]
+    offsets: list[int]
+    nbytes: list[int]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> "Places":
+        """Read where tensors lie. Raises RuntimeError for a tensor without memory of its own, such as a sparse one."""
+        nbytes = map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, tensors))
+        return cls(list(map(Tensor.data_ptr, tensors)), list(map(_OFFSET, tensors)), list(nbytes))
+
+
+class Forms:
+    """The forms of tensors: type, dtype, device, shape, strides and flags. Keeps no tensor alive.
+
+    Raises one of :data:`UNREADABLE` for something that has no form.
+
+    Attributes:
+        shapes, strides, dtypes: one item per tensor.
+        contiguous: whether all of them are contiguous.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._columns = _read(tensors)
+        self.shapes, self.strides, self.dtypes, self._devices, self._types, *self._flags = self._columns
+        self.contiguous = all(map(Tensor.is_contiguous, tensors))
+        self._guards: Any = None
+        self._codes: list[tuple[Mapping[torch.dtype, int], NDArray[np.int64]]] = []
+        self._joined: tuple[list[Forms], Forms] | None = None
+
+    @classmethod
+    def joined(cls, parts: "Sequence[Forms]") -> "Forms":
+        """Return the forms of several lists as those of one; the same object while ``parts`` are the same objects."""
+        known = parts[0]._joined
+        if known is None or len(known[0]) != len(parts) or any(map(_is_other, known[0], parts)):
+            made = cls.__new__(cls)
+            columns = [[item for part in parts for item in part._columns[index]] for index in range(len(_FORM))]
+            made._columns = columns
+            made.shapes, made.strides, made.dtypes, made._devices, made._types, *made._flags = columns
+            made.contiguous = all(part.contiguous for part in parts)
+            made._guards, made._codes, made._joined = None, [], None
+            known = parts[0]._joined = list(parts), made
+        return known[1]
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    def hold(self, tensors: Sequence[Any]) -> bool:
+        """Return whether these tensors have these forms. They may be other tensors."""
+        if len(tensors) != len(self.shapes):
+            return False
+        if self._guards is not None and self._guards.check(*tensors):
+            return True
+        try:
+            if _read(tensors) != self._columns:
+                return False
+        except UNREADABLE:
+            return False
+        # Guards say no, too, in another context than that of their construction, as under autocast.
+        self._guards = _guards(tensors, self.shapes, self.strides)
+        return True
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_guards": None}  # they cannot be copied
+
+    @cached
+    def numels(self) -> NDArray[np.int64]:
+        """Numbers of elements, shape [len(self)]."""
+        return np.fromiter(map(torch.Size.numel, self.shapes), np.int64, len(self.shapes))
+
+    @cached
+    def kinds(self) -> set[torch.dtype]:
+        """The dtypes that occur."""
+        return set(self.dtypes)
+
+    @cached
+    def devices(self) -> set[torch.device]:
+        """The devices that occur."""
+        return set(self._devices)
+
+    @cached
+    def key(self) -> tuple[Any, ...]:
+        """A key that is equal for lists of the same dtypes, lengths and layouts; it is hashed in no time."""
+        layouts = () if self.contiguous else (repr((self.shapes, self.strides)),)
+        numbers = bytes(_NUMBERS.setdefault(dtype, len(_NUMBERS)) for dtype in self.dtypes)
+        return self.numels.tobytes(), numbers, frozenset(self.devices), *layouts
+
+    def dtype_codes(self, codes: Mapping[torch.dtype, int]) -> NDArray[np.int64]:
+        """Return the code of each tensor's dtype, shape [len(self)]. ``codes``: never changes."""
+        for known, numbers in self._codes:
+            if known is codes:
+                return numbers
+        numbers = np.array([codes[dtype] for dtype in self.dtypes], dtype=np.int64)
+        self._codes.append((codes, numbers))
+        return numbers
+
+    @cached
+    def are_plain(self) -> bool:
+        """Whether bytes are values: no wrapper, no negative bit (nor a conjugate one), no zeros without memory."""
+        neg, zeros, _ = self._flags
+        is_complex = any(dtype.is_complex for dtype in self.kinds)
+        return set(self._types) <= {Tensor, nn.Parameter} and not any(neg) and not any(zeros) and not is_complex
+
+    def fit(self, other: "Forms") -> bool:
+        """Return whether tensors have the shapes and devices of others."""
+        return self.shapes == other.shapes and self._devices == other._devices
+
+    def are_within(self, places: Places) -> bool:
+        """Return whether the storages of tensors that lie at ``places`` hold all their elements."""
+        itemsizes = np.array([dtype.itemsize for dtype in self.dtypes], dtype=np.int64)
+        ends = (np.array(places.offsets, dtype=np.int64) + self._reaches) * itemsizes
+        are_held = (ends <= np.array(places.nbytes, dtype=np.int64)) & (np.array(places.pointers, dtype=np.int64) != 0)
+        return bool((are_held | (self.numels == 0)).all())
+
+    @cached
+    def _reaches(self) -> NDArray[np.int64]:
+        """The distance from the first element to the last one, plus 1."""
+        if self.contiguous:
+            return self.numels
+        every = zip(self.shapes, self.strides, strict=True)
+        reaches = [sum((n - 1) * step for n, step in zip(*one, strict=True)) + 1 for one in every]
+        return np.array(reaches, dtype=np.int64)
+
+
+def rows(tensors: Sequence[Tensor]) -> list[tuple[Any, ...] | None]:
+    """Return a row per tensor, equal as long as its place and its form are the same; None for what has none."""
+    try:
+        return list(zip(*Places.of(tensors), *_read(tensors)[:-1], strict=True))  # all but requires_grad
+    except UNREADABLE:
+        return [None] if len(tensors) == 1 else [row for tensor in tensors for row in rows([tensor])]
+
+
+def _read(tensors: Sequence[Tensor]) -> list[list[Any]]:
+    return [list(map(look, tensors)) for look in _FORM]
+
+
+def _guards(tensors: Sequence[Tensor], shapes: list[Any], strides: list[Any]) -> Any:
+    """Return what tells in one call whether tensors still have these forms; None where torch has no such thing."""
+    if TensorGuards is None or not tensors:
+        return None
+    return TensorGuards(
+        *tensors, dynamic_dims_sizes=list(map(_LIST, shapes)), dynamic_dims_strides=list(map(_LIST, strides))
+    )
+
+
+def _is_other(one: object, other: object) -> bool:
+    return one is not other
