@@ -2,11 +2,11 @@
 
 **What a shard owns.** Parameters of one kind (same dtype, param group and gradient group) share a flat *buffer*. The
 buffer is cut into *buckets* of whole parameters, in the order in which backward is expected to finish their gradients,
-so that a bucket is reduced while backward goes on. Each bucket is padded and cut into ``num_shards`` equal *shards*, one
-per rank, and a shard's borders ignore where parameters begin: one reduce-scatter per bucket gives every rank its shard
-of the gradients, one all-gather returns the updated parameters, and neither needs a copy. The price is that a rank owns
-*pieces*: the end of one parameter, some whole ones, the beginning of another. Main params, optimizer state and
-statistics exist for those pieces only.
+so that a bucket is reduced while backward goes on. Each bucket is padded and cut into ``num_shards`` equal *shards*,
+one per rank, and a shard's borders ignore where parameters begin: one reduce-scatter per bucket gives every rank its
+shard of the gradients, one all-gather returns the updated parameters, and neither needs a copy. The price is that a
+rank owns *pieces*: the end of one parameter, some whole ones, the beginning of another. Main params, optimizer state
+and statistics exist for those pieces only.
 
     buffer    |  layer.2.weight        |bias|  layer.1.weight      | ...      the last layer's gradients come first
     bucket 0  |  layer.2.weight        |bias|pad|

@@ -12,16 +12,16 @@ gives the largest element of a group fine steps and rounds a small one to 0, and
 to its upper bits, already is one. Code ``q`` of a group stands for the number with the bits ``floor + (q << shift)``.
 The shift, 16 to 19, is the smallest with which 255 codes reach from the group's largest root to its smallest: over 2 to
 16 octaves, with 128 to 16 codes in each. Roots below that range are raised to ``floor``: no root becomes 0 beside one
-that is not, and an update never divides by less than it would in fp32. All codes of a coarser shift are codes of a finer
-one, too. The scale is the fp32 number ``floor`` with ``shift - 16`` in its two lowest bits, which ``floor`` does not
-need; a group of zeros has scale 0.
+that is not, and an update never divides by less than it would in fp32. All codes of a coarser shift are codes of a
+finer one, too. The scale is the fp32 number ``floor`` with ``shift - 16`` in its two lowest bits, which ``floor`` does
+not need; a group of zeros has scale 0.
 
 **Why the first moment is a quotient.** ``exp_avg`` is stored divided by the root of ``exp_avg_sq`` as stored. That
 quotient is bounded and of similar size for all elements of a group, so that a linear code is enough: ``q * scale`` with
 ``q`` from -127 to 127.
 
-**Why dither.** With ``beta2`` near 1 a root changes by less than one code per step. Rounding to nearest would return the
-old code every time, and the moment would stand still for ever. So a number between 0 and 1 code is added before the
+**Why dither.** With ``beta2`` near 1 a root changes by less than one code per step. Rounding to nearest would return
+the old code every time, and the moment would stand still for ever. So a number between 0 and 1 code is added before the
 lower bits are cut off: the code rises in as many steps as the mean requires. This *dither* depends on the element's
 index and the step count alone, so that any rank, backend or resumed run adds the same. Its values in successive steps
 are spread evenly (16 at a time belong to a Weyl sequence), which tracks the mean faster than random numbers. The
