@@ -1,6 +1,7 @@
 """StepMember: one optimizer's part in a step. It measures its gradients, and updates its parameters as decided."""
 
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -189,9 +190,10 @@ class StepMember:
     def memory_layout(self) -> list[object]:
         """Return a list that differs once parameters or state have moved. Takes over weights loaded into the model."""
         self.sync_from_model()
-        states = (self.optimizer.state.get(param.model, {}) for param in self.main_params)
-        tensors = [local(value) for state in states for value in state.values() if isinstance(value, Tensor)]
-        return [*self.main_params.units(), *map(Tensor.data_ptr, tensors)]
+        # A graph's replay waits for this: a view of every tensor, as local() makes it, took longer than the GPU's step.
+        state, nothing = self.optimizer.state, dict[str, object]()
+        values = chain.from_iterable(state.get(param.model, nothing).values() for param in self.main_params)
+        return [*self.main_params.units(), *(_place(value) for value in values if isinstance(value, Tensor))]
 
     def why_not_capturable(self) -> str | None:
         """Return why a step cannot be part of a device's graph; None where it can."""
@@ -206,3 +208,7 @@ class StepMember:
         for key, value in state.items():
             if isinstance(value, Tensor) and is_per_element(key, value, param.model):
                 state[key] = self.main_params.local_part(param, value)
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.data_ptr() if type(tensor) is Tensor else local(tensor).data_ptr()
