@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work, distributed_c10d
 
 from megascale.errors import MegascaleError, RankError
-from megascale.utils import gloo_threads as gloo_threads  # so that processes that use gloo also exit cleanly
 from megascale.utils.dtensors import is_dtensor
 
 if TYPE_CHECKING:
