@@ -34,11 +34,14 @@ def under_live_names(
     Raises:
         CheckpointError, StateDictError: two names of the model, or of the optimizer, cannot be told apart.
     """
-    of_model = renames(_names(manifest.trees["model"]), model_state(model), "the checkpoint", CheckpointError)
+    try:
+        of_model = renames(_names(manifest.trees["model"]), model_state(model), "the checkpoint")
+    except StateDictError as error:
+        raise CheckpointError(str(error)) from None
     of_optimizer: dict[str, str] = {}
     if optimizer is not None and "optimizer" in manifest.trees:
         live = optimizer.saved_state().names()
-        of_optimizer = renames(_optimizer_names(manifest), live, "the checkpoint's optimizer state", StateDictError)
+        of_optimizer = renames(_optimizer_names(manifest), live, "the checkpoint's optimizer state")
     if not of_model and not of_optimizer:
         return manifest, metadata
     keys: dict[str, str] = {}

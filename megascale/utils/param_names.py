@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Collection, Iterable
 
-from megascale.errors import MegascaleError, StateDictError
+from megascale.errors import StateDictError
 
 COMPILED = "_orig_mod"
 """What torch.compile puts in front of the names of the module inside, and in their middle where a part is compiled."""
@@ -25,9 +25,7 @@ def bare(name: str) -> str:
     return _without([COMPILED], ".".join(parts))
 
 
-def renames(
-    given: Iterable[str], live: Iterable[str], what: str, error: type[MegascaleError] = StateDictError
-) -> dict[str, str]:
+def renames(given: Iterable[str], live: Iterable[str], what: str) -> dict[str, str]:
     """Return the live name of each given name that differs from it by ``module.`` and ``_orig_mod.`` alone, anywhere.
 
     A name that both sides have is itself: a model may really have an attribute called ``module``.
@@ -35,10 +33,9 @@ def renames(
     Args:
         given: saved names; live: those here.
         what: has the given names, such as "state dict"; for the message.
-        error: the class of the error.
 
     Raises:
-        StateDictError, or ``error``: two names of one side would be the same, and the other side has it. It names both.
+        StateDictError: two names of one side would be the same, and the other side has it. It names both.
     """
     there, here = dict.fromkeys(given), dict.fromkeys(live)
     theirs, ours = (_grouped(side, WRAPPERS, but=there.keys() & here.keys()) for side in (there, here))
@@ -52,7 +49,7 @@ def renames(
         left, right = _grouped(saved, [COMPILED]), _grouped(own, [COMPILED])
         if left.keys() != right.keys() or not len(left) == len(right) == len(saved) == len(own):
             side, both = (what, saved) if len(saved) > 1 else ("what loads it", own)
-            raise error(
+            raise StateDictError(
                 f"{side} has both {both[0]!r} and {both[1]!r}, and 'module.' and '_orig_mod.' are left out of names "
                 f"that are compared, so either may be {(own if both is saved else saved)[0]!r}; load into a model that "
                 "is wrapped as the saved one was, or rename the keys"
