@@ -20,7 +20,7 @@ class PreparedOptimizer(SkipOnDevice):
     parameters must be on the accelerator's device already.
     """
 
-    def __init__(self, optimizer: AnyOptimizer) -> None:
+    def __init__(self, optimizer: "AnyOptimizer | UnshardedOptimizer") -> None:
         super().__init__(optimizer, None, device_placement=False)
         self._is_ready = False
 
@@ -117,9 +117,10 @@ class UnshardedOptimizer(torch.optim.Optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.optimizer = optimizer
         self.param_groups = optimizer.param_groups
+        self.grad_scaler = None
         self._wrap = wrap
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Raise UsageError: the optimizer that trains is made by ``accelerator.prepare``."""
         raise UsageError("prepare the optimizer together with its model: accelerator.prepare(model, optimizer)")
 
