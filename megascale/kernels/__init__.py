@@ -1,7 +1,6 @@
 """Kernels: the passes over memory, behind one Protocol and one selection function."""
 
 from megascale.kernels.decision import (
-    CLIP_EPSILON,
     LARGEST_SUM_SQUARES,
     NUM_STATISTICS,
     REPLICA_TOLERANCE,
@@ -11,6 +10,7 @@ from megascale.kernels.decision import (
     Statistic,
     TensorStats,
     TorchDecisions,
+    clip_coefficient,
     inverse,
 )
 from megascale.kernels.native.backend import NativeBackend
@@ -40,7 +40,6 @@ from megascale.kernels.torch_backend import TorchBackend
 from megascale.rules import AdamHyper, LionHyper, SgdHyper
 
 __all__ = [
-    "CLIP_EPSILON",
     "LARGEST_SUM_SQUARES",
     "NUM_STATISTICS",
     "REPLICA_TOLERANCE",
@@ -64,6 +63,7 @@ __all__ = [
     "TensorStats",
     "TorchBackend",
     "TorchDecisions",
+    "clip_coefficient",
     "describe_non_finite",
     "hold_objects",
     "inverse",
