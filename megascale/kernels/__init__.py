@@ -1,6 +1,7 @@
 """Kernels: the passes over memory, behind one Protocol and one selection function."""
 
 from megascale.kernels.decision import (
+    CLIP_EPSILON,
     LARGEST_SUM_SQUARES,
     NUM_STATISTICS,
     REPLICA_TOLERANCE,
@@ -40,6 +41,7 @@ from megascale.kernels.torch_backend import TorchBackend
 from megascale.rules import AdamHyper, LionHyper, SgdHyper
 
 __all__ = [
+    "CLIP_EPSILON",
     "LARGEST_SUM_SQUARES",
     "NUM_STATISTICS",
     "REPLICA_TOLERANCE",

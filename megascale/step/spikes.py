@@ -14,7 +14,7 @@ from torch import Tensor
 from megascale.config import OptimizerConfig
 from megascale.errors import ArgumentError, StateDictError
 from megascale.host_view import HostView
-from megascale.kernels import Decision, clip_coefficient, inverse, stats_dtype
+from megascale.kernels import CLIP_EPSILON, Decision, inverse, stats_dtype
 from megascale.utils import validate
 from megascale.utils.graph_capture import is_capturing
 
@@ -175,7 +175,7 @@ class SpikeJudge:
             if self.statistics.rule.skips:
                 found = torch.maximum(found, judged.is_spike.float())
             else:
-                clip = clip_coefficient(decision.grad_norm.to(judged.bound.dtype), judged.bound)
+                clip = judged.bound / (decision.grad_norm.to(judged.bound.dtype) + CLIP_EPSILON)
                 clipped = clip if scale is None else clip * inverse(scale).reshape(())
                 least = torch.minimum(coefficient, clipped.float())
                 coefficient = torch.where(judged.is_spike, least, coefficient)
