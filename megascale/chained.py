@@ -14,7 +14,7 @@ from megascale.optimizer import MixedPrecisionOptimizer, StepResult
 from megascale.state.hooks import load_with_hooks, pack_with_hooks, raise_own
 from megascale.state.live_state import LiveState, Plan, load_together
 from megascale.state.saved_state import ChainState, SavedState
-from megascale.state.schema import SHARED_STATE, check_layout, shared_by_optimizer
+from megascale.state.schema import SHARED_STATE, check_layout, shared_by_optimizer, under_live_names
 from megascale.state.torch_layout import StateDict, StateNames, from_torch_layout, is_read_by_name, is_torch_layout
 from megascale.step.overflow_report import OverflowReport
 from megascale.step.ownership import shared_scaler
@@ -299,6 +299,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
             state_dict = from_torch_layout(state_dict, self.state_dict(copy=False), strict=strict)
         check_layout(state_dict, strict=strict)
         names = self._names()
+        state_dict = under_live_names(state_dict, [name for own in names for name in own])
         states, mains = state_dict["optimizer"]["state"], state_dict["main_params"]
         groups = state_dict["optimizer"]["param_groups"]
         known = {name for own in names for name in own}

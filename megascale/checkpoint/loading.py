@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from megascale.checkpoint import directory as folders
-from megascale.checkpoint import remainders, storage
+from megascale.checkpoint import remainders, renaming, storage
 from megascale.checkpoint.agreement import named, raise_on_all_ranks
 from megascale.checkpoint.contents import (
     SavedOptimizer,
@@ -168,6 +168,7 @@ def _stage(
 
     Raises CheckpointError if it does not fit the model, StateDictError if it does not fit the optimizer.
     """
+    manifest, metadata = renaming.under_live_names(manifest, read_metadata(folder), model, optimizer)
     names, problems = compare_model(manifest, model)
     if problems and strict:
         raise CheckpointError(
@@ -190,7 +191,6 @@ def _stage(
     for tree in trees.values():
         templates.update(destination.templates(tree))
     in_place = {key: template for key, template in templates.items() if destination.is_live(key, template)}
-    metadata = read_metadata(folder)
     new = {key: templates[key] for key in templates.keys() - in_place.keys()}
     planned = storage.plan_read(folder, metadata, new)
     with progress_bar("reading", planned.nbytes, wanted=is_shown):
