@@ -49,7 +49,7 @@ def write_svg(runs: Sequence[Run], path: Path) -> None:
         "font.size": 10,
         "axes.titlesize": 11,
         "axes.edgecolor": GREY,
-        **{key: GREY for key in ("text.color", "axes.labelcolor", "xtick.color", "ytick.color")},
+        **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), GREY),
     }
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(5.2, 5.0), layout="constrained")
