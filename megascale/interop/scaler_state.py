@@ -51,7 +51,8 @@ class FoundScaler:
     Attributes:
         system: name of the other system.
         state: with megascale's keys: ``{"scale": fp32 tensor of shape [1], "growth_tracker": int,
-            "hysteresis_tracker": int}`` of a dynamic scale, ``{"scale": ...}`` of a constant one, ``{}`` if the scale is not recorded.
+            "hysteresis_tracker": int}`` of a dynamic scale, ``{"scale": ...}`` of a constant one, ``{}`` if the scale
+            is not recorded.
         config: the rule, from the checkpoint or the peer's source.
         dynamic: False for a constant scale.
         mapped: one line for each thing that was taken over.
@@ -180,8 +181,8 @@ def discontinuities(state: dict[str, Any], config: ScalerConfig) -> list[str]:
         )
     if config.hysteresis is not None and hysteresis > config.hysteresis:
         reasons.append(
-            f"the hysteresis tracker is {hysteresis}, above the hysteresis of {config.hysteresis}: megascale cuts it to "
-            "that"
+            f"the hysteresis tracker is {hysteresis}, above the hysteresis of {config.hysteresis}: megascale cuts it "
+            "to that"
         )
     if config.min_scale is not None and scale < config.min_scale:
         reasons.append(f"the scale is {scale}, below the min_scale of {config.min_scale}")
