@@ -183,7 +183,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Begin the step as :meth:`prepare_grads` does, and let it clip to ``max_norm`` in place of :attr:`clip_grad`.
+        """Begin the step as :meth:`prepare_grads` does, and let it clip to ``max_norm`` instead of :attr:`clip_grad`.
 
         For a loop that clips by itself; :meth:`step` then takes the step. ``clip_grad=`` needs no call. The gradients
         in ``param.grad`` stay scaled and unclipped: the update multiplies them by one coefficient. No host wait.

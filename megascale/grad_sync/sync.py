@@ -228,7 +228,7 @@ class GradSync:
         return begin == end or any(flat.data_ptr() <= begin and end <= flat.data_ptr() + flat.nbytes for flat in flats)
 
     def set_divisor(self, divisor: Divisor) -> None:
-        """Divide this step's sum over all ranks by ``divisor``, in place of the mean: for example by tokens.
+        """Divide this step's sum over all ranks by ``divisor``, instead of taking the mean: for example by tokens.
 
         Call it after :meth:`zero_` and before the step; it holds for one step. The host does not wait for a 0-d tensor,
         wherever it is.

@@ -58,7 +58,7 @@ def convert(
     scaler_only: bool = False,
     progress: bool = True,
 ) -> Conversion:
-    """Read another system's checkpoint and write it as our state dict; ``torch.load(weights_only=True)`` reads it.
+    """Read another system's checkpoint and write megascale's state dict, for ``torch.load(weights_only=True)``.
 
     Args:
         source, format, index, strict: see :func:`load_scaler_state`.

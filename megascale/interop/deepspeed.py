@@ -122,7 +122,7 @@ def _dynamic_object(scaler: Any, attributes: Mapping[str, Any]) -> FoundScaler:
     )
     notes = []
     if ours and values.get("raise_error_at_min_scale", True):
-        notes.append("DeepSpeed raises an error at an overflow at min_scale; ours stays there and goes on")
+        notes.append("DeepSpeed raises an error at an overflow at min_scale; megascale stays there and continues")
     return _dynamic(
         values,
         config,
@@ -142,7 +142,7 @@ def _dynamic(
     not_mapped: tuple[str, ...] = (),
     system: str = SYSTEM,
 ) -> FoundScaler:
-    """Return the scaler, with DeepSpeed's iteration counts mapped to our growth tracker."""
+    """Return the scaler, with DeepSpeed's iteration counts mapped to megascale's growth tracker."""
     if missing := [key for key in ("cur_iter", "last_overflow_iter", "scale_window") if key not in values]:
         raise InteropError(f"{system}'s loss scaler lacks {', '.join(missing)}")
     window = as_int(system, "scale_window", values["scale_window"], minimum=1)
@@ -185,7 +185,7 @@ def _dynamic(
 
 
 def _growth_tracker(clean: int, window: int, late: bool) -> int:
-    """Return our tracker after ``clean`` clean steps in a row; see :class:`DeepSpeedGradScaler`."""
+    """Return megascale's tracker after ``clean`` clean steps in a row; see :class:`DeepSpeedGradScaler`."""
     if not late:
         return clean % window
     return (clean - 1) % window + 1 if clean else 0

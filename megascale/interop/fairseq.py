@@ -42,13 +42,13 @@ def find_scaler(source: Source, index: int | None = None) -> FoundScaler | None:
     unfaithful = []
     if tolerance:
         unfaithful.append(
-            f"fp16_scale_tolerance is {tolerance}: the scale waits for a share of overflows, which our scaler, that "
-            "counts them, cannot"
+            f"fp16_scale_tolerance is {tolerance}: the scale waits for a share of overflows, which megascale's scaler "
+            "cannot: it counts them"
         )
     notes = [
         "fairseq does not save its counters, and begins them anew when it resumes: so do we",
         "fairseq stops training where the scale falls to min_loss_scale "
-        f"({options.get('min_loss_scale', 'not recorded')}); ours goes on",
+        f"({options.get('min_loss_scale', 'not recorded')}); megascale continues",
         NO_CEILING.format(system="fairseq"),
     ]
     if threshold is None:

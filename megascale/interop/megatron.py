@@ -227,7 +227,7 @@ def find_state(source: Source, names: Names | None = None) -> FoundState | None:
 def optimizer_state_dict(
     saved: Any, names: Names, *, fp32_names: Collection[str] = (), index: int | None = None
 ) -> dict[str, Any]:
-    """Return Megatron-Core's optimizer state dict as ours, for ``MixedPrecisionOptimizer.load_state_dict``.
+    """Return Megatron-Core's optimizer state dict as megascale's, for ``MixedPrecisionOptimizer.load_state_dict``.
 
     Args:
         saved: a Float16 optimizer's ``state_dict()``, or a ChainedOptimizer's list of them. Unchanged.
