@@ -24,6 +24,7 @@ from megascale.state.saved_state import OwnState, SavedState
 from megascale.state.torch_layout import StateNames, is_read_by_name
 from megascale.step import ownership
 from megascale.step.arguments import check_arguments, check_grad_scaler, require_values
+from megascale.step.description import described
 from megascale.step.member import StepMember
 from megascale.step.overflow_report import OverflowReport
 from megascale.step.recipe import StepRecipe
@@ -433,6 +434,11 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     def saved_state(self) -> SavedState:
         """Return what :mod:`megascale.checkpoint` asks of the state."""
         return OwnState(self, self.live_state, self._member.sync_from_model)
+
+    def __repr__(self) -> str:
+        if not self._constructed:
+            return object.__repr__(self)
+        return described(type(self).__name__, [self._member], self.groups, self.grad_scaler, self.clip_grad)
 
     def __getstate__(self) -> dict[str, Any]:
         raise UsageError(
