@@ -26,7 +26,7 @@ from megascale.checkpoint.staging import Staging
 from megascale.errors import CheckpointError, MegascaleError, listed
 from megascale.main_params.replica_check import digests
 from megascale.parallel import ParallelGroups
-from megascale.utils import call_site, validate
+from megascale.utils import call_site, validate, wording
 from megascale.utils.collectives import all_gather_object, broadcast_object, group_rank, group_size, twin_group
 from megascale.utils.consensus import first_other_rank
 from megascale.utils.progress import progress_bar
@@ -79,6 +79,10 @@ class Checkpointer:
         self._nests: dict[str, CachedFlattener] = {}
         # The background thread has its own group, as its collectives must not interleave with training's.
         self._background_group: ProcessGroup | None = None
+
+    def __repr__(self) -> str:
+        options = {"keep_last": self.keep_last, "async_save": self.async_save, "check_replicas": self.check_replicas}
+        return wording.call("Checkpointer", str(self.directory), **options, ranks=group_size(self._group))
 
     def save(
         self,

@@ -105,6 +105,9 @@ class ScaleRule(NamedTuple):
 class TorchDecisions:
     """Decisions by torch's operators, on any device. Backends with their own kernels are tested against it."""
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
     def total(self, stats: TensorStats, weights: GradWeights, errors: Tensor, scaled: float) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
         # 0 * inf is NaN: a non-finite copy with weight 0 makes the norm NaN, but only in a step that is skipped.
