@@ -5,8 +5,7 @@ from typing import Any
 from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel
 
-from megascale.integrations.transformers_options import TrainerOptions
-from megascale.integrations.transformers_trainer import adopt
+from megascale.integrations.transformers_trainer import adopt, options_of
 
 
 class MegascaleArgs(BaseModel):
@@ -24,7 +23,7 @@ class MegascalePlugin(BasePlugin):
 
     def register(self, cfg: Any) -> None:
         """Check the key ``megascale``, before a model is loaded. Raises as MegascaleTrainer does."""
-        TrainerOptions.of(cfg.get("megascale") or {})
+        options_of(cfg.get("megascale") or {})
 
     def get_input_args(self) -> str:
         """Return the model of the keys that the plugin adds."""

@@ -16,12 +16,27 @@ from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.integrations.accelerate import adopt as adopt_accelerator
 from megascale.integrations.accelerate_checks import check_precision
 from megascale.integrations.accelerate_prepared import UnshardedOptimizer
-from megascale.integrations.transformers_options import TrainerOptions
+from megascale.integrations.named_options import NamedOptions
 from megascale.lion import Lion
 from megascale.optimizer import MixedPrecisionOptimizer
 from megascale.rules import FIRST, FIRST_DTYPE, SECOND, SECOND_DTYPE
 
 T = TypeVar("T", bound=Trainer)
+
+FROM_ARGUMENTS = {
+    "lr": "learning_rate",
+    "weight_decay": "weight_decay",
+    "clip_grad": "max_grad_norm",
+    "adam_beta1": "adam_beta1",
+    "adam_beta2": "adam_beta2",
+    "adam_eps": "adam_epsilon",
+    "lion_beta1": "adam_beta1",
+    "lion_beta2": "adam_beta2",
+    "sgd_momentum": "optim_args",
+    "optimizer": "optim",
+    "decoupled_weight_decay": "optim",
+}
+"""Fields of OptimizerConfig that TrainingArguments decide, and by which argument."""
 
 AS_THEY_ARE = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor")
 """Values of ``TrainingArguments.optim`` whose optimizer the Trainer makes, and which is then wrapped."""
@@ -34,6 +49,9 @@ OURS: Mapping[str, tuple[type[torch.optim.Optimizer], Mapping[str, torch.dtype]]
     "lion_8bit": (Lion, {FIRST: FIRST_DTYPE}),
 }
 """Other values: the optimizer, and the dtypes of its moments. They need no other library."""
+
+
+_IN_16_BITS = "set fp16=False and bf16=False in TrainingArguments, and dtype='fp16'"
 
 
 class MegascaleTrainer:
@@ -68,7 +86,7 @@ class MegascaleTrainer:
     """What ``megascale=None`` stands for."""
 
     def __init__(self, *args: Any, megascale: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        self._megascale = TrainerOptions.of(self.megascale_options if megascale is None else megascale)
+        self._megascale = options_of(self.megascale_options if megascale is None else megascale)
         if self._megascale.dtype is not None:
             _cast(kwargs.get("model", args[0] if args else None), self._megascale.dtype)
         super().__init__(*args, **kwargs)
@@ -147,7 +165,7 @@ def adopt(trainer: T, **options: Any) -> T:
             f"the trainer has a {type(trainer.optimizer).__name__} already: leave optimizers= out, so that adopt() "
             "makes one from the arguments, or pass a megascale.MixedPrecisionOptimizer"
         )
-    chosen = TrainerOptions.of(options)
+    chosen = options_of(options)
     if chosen.dtype is not None and trainer.optimizer is not None:
         raise UsageError("dtype casts the weights of an optimizer that exists: cast the model before you build that")
     _check_precision(trainer, chosen.dtype)
@@ -160,15 +178,20 @@ def adopt(trainer: T, **options: Any) -> T:
     return trainer
 
 
+def options_of(given: Mapping[str, Any]) -> NamedOptions:
+    """Check options that stand beside TrainingArguments; see :meth:`NamedOptions.of`."""
+    return NamedOptions.of(given, "TrainingArguments", FROM_ARGUMENTS)
+
+
 def _mixed(cls: type) -> type:
     """Return ``cls`` with MegascaleTrainer before it, under its own name."""
     return type(cls.__name__, (MegascaleTrainer, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
 
 
-def _adopt_accelerator(trainer: Any, options: TrainerOptions) -> None:
+def _adopt_accelerator(trainer: Any, options: NamedOptions) -> None:
     """Make a trainer's accelerator ours; under fp16 autocast with our scaler."""
     accelerator = trainer.accelerator
-    scaler = options.autocast_scaler(accelerator.device) if trainer.args.fp16 else None
+    scaler = options.autocast_scaler(accelerator.device.type, _IN_16_BITS) if trainer.args.fp16 else None
     adopt_accelerator(accelerator, grad_scaler=scaler)
 
 

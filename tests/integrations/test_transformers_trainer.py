@@ -171,7 +171,7 @@ def test_autocast_over_fp32_weights_takes_our_scaler(tmp_path: Path) -> None:
     assert isinstance(trainer.accelerator.scaler, GradScaler)
     assert isinstance(trainer.optimizer.optimizer, torch.optim.AdamW)
     assert logged(trainer, "loss_scale") == [2.0**10, 2.0**10, 2.0**10, 2.0**9, 2.0**9, 2.0**9]
-    with pytest.raises(ArgumentError, match=r"exp_avg_dtype is for weights in 16 bits.*fp16=False"):
+    with pytest.raises(ArgumentError, match=r"exp_avg_dtype is for weights in 16 bits.*fp16=False and bf16=False"):
         _made(tmp_path, dtype=torch.float32, fp16=True, megascale={"exp_avg_dtype": "int8"})
 
 

@@ -1,4 +1,4 @@
-"""What a Trainer of ours takes beside its TrainingArguments, checked by name."""
+"""Options that a loop of another library has no name for, checked by name: fields of OptimizerConfig, and a dtype."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,21 +15,6 @@ from megascale.utils.spelling import nearest
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 """Short names of dtypes, beside torch's own ("float16")."""
-
-FROM_ARGUMENTS = {
-    "lr": "learning_rate",
-    "weight_decay": "weight_decay",
-    "clip_grad": "max_grad_norm",
-    "adam_beta1": "adam_beta1",
-    "adam_beta2": "adam_beta2",
-    "adam_eps": "adam_epsilon",
-    "lion_beta1": "adam_beta1",
-    "lion_beta2": "adam_beta2",
-    "sgd_momentum": "optim_args",
-    "optimizer": "optim",
-    "decoupled_weight_decay": "optim",
-}
-"""Fields of OptimizerConfig that TrainingArguments decide, and by which argument."""
 
 FIELDS = (
     "loss_scale",
@@ -53,7 +38,7 @@ FIELDS = (
     SECOND,
     "store_param_remainders",
 )
-"""Fields of OptimizerConfig that TrainingArguments know nothing of."""
+"""Fields of OptimizerConfig that may be given: what builds the torch optimizer, and clips, is the other library's."""
 
 _SCALER_ARGUMENTS = {
     "loss_scale": "loss_scale",
@@ -72,7 +57,7 @@ _SCALER_ARGUMENTS = {
 
 
 @dataclass(frozen=True)
-class TrainerOptions:
+class NamedOptions:
     """What was asked for by name.
 
     Attributes:
@@ -84,18 +69,23 @@ class TrainerOptions:
     fields: Mapping[str, Any]
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> "TrainerOptions":
+    def of(cls, given: Mapping[str, Any], owner: str, decided: Mapping[str, str]) -> "NamedOptions":
         """Check options by name. Dtypes may be names: "fp16", "bfloat16", "int8".
 
+        Args:
+            given: the options.
+            owner: what decides the other fields of OptimizerConfig, such as "TrainingArguments".
+            decided: those fields, and what ``owner`` calls them.
+
         Raises:
-            ArgumentError, ArgumentTypeError: naming the option, and what decides it if TrainingArguments do.
+            ArgumentError, ArgumentTypeError: naming the option, and what decides it if ``owner`` does.
         """
         for name in given:
-            if name in FROM_ARGUMENTS:
-                raise ArgumentError(f"{name} comes from TrainingArguments: set {FROM_ARGUMENTS[name]} there")
+            if name in decided:
+                raise ArgumentError(f"{name} comes from {owner}: set {decided[name]} there")
             if name not in ("dtype", *FIELDS):
                 known = nearest(name, ("dtype", *FIELDS))
-                raise ArgumentTypeError(f"a Trainer of megascale's has no option {name!r}; did you mean {known!r}?")
+                raise ArgumentTypeError(f"megascale has no option {name!r} beside {owner}; did you mean {known!r}?")
         dtype = _dtype("dtype", given.get("dtype"))
         if dtype not in (None, torch.float16, torch.bfloat16):
             raise ArgumentError(f"dtype must be torch.float16 or torch.bfloat16, got {given['dtype']!r}")
@@ -105,7 +95,7 @@ class TrainerOptions:
         return cls(dtype, fields)
 
     def config(self, params: Iterable[Tensor], moments: Mapping[str, torch.dtype]) -> OptimizerConfig:
-        """Return the config of an optimizer. The Trainer clips, through its accelerator.
+        """Return the config of an optimizer, which is told at every step how to clip.
 
         Args:
             params: of the model, frozen ones too: gradients flow through these.
@@ -116,17 +106,21 @@ class TrainerOptions:
         chosen = {**moments, **self.fields}
         return OptimizerConfig(fp16=fp16, bf16=torch.bfloat16 in dtypes and not fp16, clip_grad=0.0, **chosen)
 
-    def autocast_scaler(self, device: torch.device) -> GradScaler:
-        """Return the scaler for fp32 parameters under ``fp16=True``, which is autocast.
+    def autocast_scaler(self, device: str, remedy: str, **defaults: Any) -> GradScaler:
+        """Return the scaler of a loss that is computed from fp32 parameters under fp16 autocast.
 
-        Raises ArgumentError for options that only main params of 16-bit weights have.
+        Args:
+            device: type of device.
+            remedy: how to train 16-bit weights instead.
+            defaults: arguments of GradScaler that the options may replace.
+
+        Raises:
+            ArgumentError: for an option that only main params of 16-bit weights have.
         """
         if other := [name for name in self.fields if name not in _SCALER_ARGUMENTS]:
-            raise ArgumentError(
-                f"{other[0]} is for weights in 16 bits, and fp16=True of TrainingArguments is autocast over fp32 "
-                "weights: set fp16=False and bf16=False, and dtype='fp16'"
-            )
-        return GradScaler(device.type, **{_SCALER_ARGUMENTS[name]: value for name, value in self.fields.items()})
+            raise ArgumentError(f"{other[0]} is for weights in 16 bits, and these are fp32 under autocast: {remedy}")
+        given = {_SCALER_ARGUMENTS[name]: value for name, value in self.fields.items()}
+        return GradScaler(device, **{**defaults, **given})
 
 
 def _dtype(option: str, value: Any) -> torch.dtype | None:
