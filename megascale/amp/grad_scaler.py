@@ -24,7 +24,7 @@ from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.kernels import Backend, select_backend, stats_dtype
 from megascale.optimizer import MixedPrecisionOptimizer
 from megascale.step.overflow_report import OverflowReport
-from megascale.utils import torch_names, validate
+from megascale.utils import torch_names, validate, wording
 from megascale.utils.staging import staged
 
 
@@ -131,6 +131,18 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         if enabled:
             torch_names.require_attributes(self, torch_names.AT_CONSTRUCTION)
+
+    def __repr__(self) -> str:
+        if not self._enabled:
+            return "GradScaler(enabled=False)"
+        scale = self.get_scale() if self._scale is None else wording.number(self._scale, "get_scale() reads it")
+        return wording.call(
+            "GradScaler",
+            scale=scale,
+            growth_factor=self._growth_factor,
+            backoff_factor=self._backoff_factor,
+            growth_interval=self._growth_interval,
+        )
 
     # A step
 

@@ -14,10 +14,10 @@ from megascale.interop.scaler_state import (
     NO_CEILING,
     FoundScaler,
     ScalerConfig,
+    as_int,
     checked_scale,
     constant,
     dynamic,
-    whole,
 )
 from megascale.interop.source import Source
 from megascale.utils.validate import LARGEST_SCALE
@@ -116,7 +116,7 @@ def _dynamic_object(scaler: Any, attributes: Mapping[str, Any]) -> FoundScaler:
     defaults = {"min_scale": 1, "delayed_shift": 1, "cur_hysteresis": 1, "consecutive_hysteresis": False}
     values = defaults | dict(attributes)
     config = ScalerConfig(
-        hysteresis=whole(SYSTEM, "delayed_shift", values["delayed_shift"], minimum=1),
+        hysteresis=as_int(SYSTEM, "delayed_shift", values["delayed_shift"], minimum=1),
         hysteresis_reset="clean_step" if values["consecutive_hysteresis"] else "growth",
         late_first_growth=ours,
     )
@@ -126,7 +126,7 @@ def _dynamic_object(scaler: Any, attributes: Mapping[str, Any]) -> FoundScaler:
     return _dynamic(
         values,
         config,
-        hysteresis_tracker=whole(SYSTEM, "cur_hysteresis", values["cur_hysteresis"], minimum=1),
+        hysteresis_tracker=as_int(SYSTEM, "cur_hysteresis", values["cur_hysteresis"], minimum=1),
         mapped=("delayed_shift (hysteresis), cur_hysteresis, consecutive_hysteresis",),
         not_mapped=tuple(notes),
         system=SYSTEM if ours else "Megatron before Megatron-Core",
@@ -145,9 +145,9 @@ def _dynamic(
     """Return the scaler, with DeepSpeed's iteration counts mapped to megascale's growth tracker."""
     if missing := [key for key in ("cur_iter", "last_overflow_iter", "scale_window") if key not in values]:
         raise InteropError(f"{system}'s loss scaler lacks {', '.join(missing)}")
-    window = whole(system, "scale_window", values["scale_window"], minimum=1)
-    iteration = whole(system, "cur_iter", values["cur_iter"])
-    overflow = whole(system, "last_overflow_iter", values["last_overflow_iter"], minimum=-1)
+    window = as_int(system, "scale_window", values["scale_window"], minimum=1)
+    iteration = as_int(system, "cur_iter", values["cur_iter"])
+    overflow = as_int(system, "last_overflow_iter", values["last_overflow_iter"], minimum=-1)
     factor = float(values.get("scale_factor", 2.0))
     if overflow >= iteration or not factor > 1:
         raise InteropError(

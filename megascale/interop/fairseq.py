@@ -11,9 +11,9 @@ from megascale.interop.scaler_state import (
     NO_FLOOR,
     FoundScaler,
     ScalerConfig,
+    as_int,
     checked_scale,
     dynamic,
-    whole,
 )
 from megascale.interop.source import Source
 from megascale.utils.validate import SMALLEST_SCALE
@@ -92,7 +92,7 @@ def _options(source: Source) -> dict[str, Any]:
 def _window(options: Mapping[str, Any]) -> int | None:
     """Return the window: given, or fairseq's default of 2**14 samples' worth of updates; None if not recorded."""
     if options.get("fp16_scale_window") is not None:
-        return whole(SYSTEM, "fp16_scale_window", options["fp16_scale_window"], minimum=1)
+        return as_int(SYSTEM, "fp16_scale_window", options["fp16_scale_window"], minimum=1)
     world, every = options.get("distributed_world_size"), options.get("update_freq")
     if not isinstance(world, int) or not isinstance(every, (list, tuple)) or len(every) != 1:
         return None

@@ -138,16 +138,16 @@ def dynamic(
     number = checked_scale(system, scale)
     state = {
         "scale": torch.tensor([number], dtype=torch.float32),
-        "growth_tracker": whole(system, "growth tracker", growth_tracker),
-        "hysteresis_tracker": whole(system, "hysteresis tracker", hysteresis_tracker),
+        "growth_tracker": as_int(system, "growth tracker", growth_tracker),
+        "hysteresis_tracker": as_int(system, "hysteresis tracker", hysteresis_tracker),
     }
-    reasons = [*unfaithful, *rounded(number), *discontinuities(state, config)]
+    reasons = [*unfaithful, *fp32_rounding_notes(number), *discontinuities(state, config)]
     return FoundScaler(
         system,
         state,
         config,
         mapped=tuple(mapped),
-        not_mapped=(*not_mapped, *coarse(config)),
+        not_mapped=(*not_mapped, *inexact_factor_notes(config)),
         unfaithful=tuple(reasons),
     )
 
@@ -158,7 +158,7 @@ def constant(system: str, scale: Any, *, mapped: Sequence[str] = (), not_mapped:
     reasons: list[str] = []
     if scale is not None:
         number = checked_scale(system, scale)
-        state, reasons = {"scale": torch.tensor([number], dtype=torch.float32)}, rounded(number)
+        state, reasons = {"scale": torch.tensor([number], dtype=torch.float32)}, fp32_rounding_notes(number)
     return FoundScaler(
         system,
         state,
@@ -203,7 +203,7 @@ def checked_scale(system: str, scale: Any) -> float:
         raise InteropError(f"{error}{hint}") from None
 
 
-def whole(system: str, what: str, value: Any, minimum: int = 0) -> int:
+def as_int(system: str, what: str, value: Any, minimum: int = 0) -> int:
     """Return an integer. Raises InteropError for a bad one, naming ``what``."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
@@ -213,13 +213,13 @@ def whole(system: str, what: str, value: Any, minimum: int = 0) -> int:
         raise InteropError(str(error)) from None
 
 
-def rounded(scale: float) -> list[str]:
+def fp32_rounding_notes(scale: float) -> list[str]:
     """Return the note that fp32 cannot represent ``scale``; empty if it can."""
     kept = as_fp32(scale)
     return [] if kept == scale else [f"the scale is {scale!r}, which fp32 rounds to {kept!r}"]
 
 
-def coarse(config: ScalerConfig) -> list[str]:
+def inexact_factor_notes(config: ScalerConfig) -> list[str]:
     """Return a note for each factor that fp32 cannot represent: the peer may round products differently."""
     factors = {"growth_factor": config.growth_factor, "backoff_factor": config.backoff_factor}
     return [
