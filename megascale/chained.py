@@ -239,6 +239,16 @@ class ChainedOptimizer(torch.optim.Optimizer):
 
     # State
 
+    def offload(self, *, pin: bool = True) -> None:
+        """Move every member's memory to the host; see :meth:`MixedPrecisionOptimizer.offload`."""
+        for optimizer in self.optimizers:
+            optimizer.offload(pin=pin)
+
+    def reload(self) -> None:
+        """Bring it back; see :meth:`MixedPrecisionOptimizer.reload`."""
+        for optimizer in self.optimizers:
+            optimizer.reload()
+
     def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
         """Return the state of all optimizers in the form of one; see :meth:`MixedPrecisionOptimizer.state_dict`."""
         return pack_with_hooks(

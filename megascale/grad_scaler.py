@@ -293,11 +293,11 @@ class DynamicGradScaler(MegatronGradScaler):
         }
 
     def parse_state_dict(self, state_dict: Mapping[str, Any]) -> ScalerState:
-        """Accept our own and Megatron-Core's state, and torch.amp.GradScaler's (``_growth_tracker``, no hysteresis).
+        """Accept the state of megascale, of Megatron-Core, and of torch.amp.GradScaler (``_growth_tracker`` alone).
 
         Factors, interval and bounds are configuration and stay as constructed; torch's copies of them are ignored.
-        Megatron's trackers may be below zero (it does not stop at 0) and count as 0; a hysteresis above ours is cut to
-        ours.
+        Megatron's trackers may be below zero (it does not stop at 0) and count as 0; a hysteresis above this
+        scaler's is cut to it.
         """
         _check_mapping(state_dict)
         if "_growth_tracker" in state_dict:

@@ -189,7 +189,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Begin the step as :meth:`prepare_grads` does, and let it clip to ``max_norm`` in place of :attr:`clip_grad`.
+        """Begin the step as :meth:`prepare_grads` does, and let it clip to ``max_norm`` instead of :attr:`clip_grad`.
 
         For a loop that clips by itself; :meth:`step` then takes the step. ``clip_grad=`` needs no call. The gradients
         in ``param.grad`` stay scaled and unclipped: the update multiplies them by one coefficient. No host wait.
@@ -384,6 +384,29 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             if param.is_copy:
                 param.reload()
         self.recipe.begin_anew()
+
+    # Memory
+
+    def offload(self, *, pin: bool = True) -> None:
+        """Move main params, optimizer state and main grads to host memory until :meth:`reload`: between rollouts.
+
+        No bit changes. Waits for the device, communicates nothing; twice is as once. Tensors stay the same objects, so
+        that ``state`` and :meth:`main_params` show them, in host memory; main grads have no memory meanwhile. Model
+        params stay, also fp32 ones, which are their own main params: move them with the model.
+
+        ``step()``, a backward into main grads and ``load_state_dict()`` raise UsageError until :meth:`reload`;
+        ``state_dict()`` and checkpoints read what is there. ``pin=False`` takes pageable memory: slower copies.
+
+        Raises UsageError, with nothing moved, for too little host memory, a prepared step or a reduction under way.
+        """
+        self._member.offload(pin=validate.flag("pin", pin))
+
+    def reload(self) -> None:
+        """Bring back what :meth:`offload` moved; does nothing where nothing is away. The host does not wait.
+
+        Weights that were loaded into the model meanwhile reach the main params at the next step, as always.
+        """
+        self._member.reload()
 
     # State
 

@@ -147,6 +147,15 @@ class GradScaler(torch.amp.GradScaler):
 
     # A step
 
+    def scale(self, outputs: Any) -> Any:
+        """Return ``outputs``, a tensor or an iterable of tensors, times the scale, as torch does.
+
+        Losses that were not finite are told of by :meth:`last_overflow`.
+        """
+        if self._enabled:
+            self.overflows.losses.add_all(outputs)
+        return super().scale(outputs)
+
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the optimizer's gradients by the scale, in place, so that they can be read and clipped.
 

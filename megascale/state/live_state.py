@@ -110,7 +110,11 @@ class LiveState:
         self._check(self._own_layout(state_dict, strict), strict)
 
     def plan(self, state_dict: Mapping[str, Any], *, strict: bool) -> "Plan":
-        """Check a state dict, values too, and copy what it holds. Raises StateDictError or MainParamOverflowError."""
+        """Check a state dict, values too, and copy what it holds.
+
+        Raises StateDictError or MainParamOverflowError; UsageError while main params are away in host memory.
+        """
+        self.main_params.residence.require_here("load_state_dict()")
         own = self._own_layout(state_dict, strict)
         self._check(own, strict)
         return self._plan(own, strict)
