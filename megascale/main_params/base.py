@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megascale.errors import ArgumentError, ArgumentTypeError
 from megascale.kernels import is_plain, plain
 from megascale.main_params.main_param import MainParam, check_apart, check_trainable
+from megascale.main_params.residence import Residence
 from megascale.main_params.shard import ParamShard
 from megascale.main_params.update_unit import UpdateUnit
 from megascale.main_params.write_tracker import WriteTracker
@@ -46,6 +47,7 @@ class MainParams(ABC):
         self._trained: list[bool] = []
         self._units: list[UpdateUnit] | None = None
         self.ordered: list[list[MainParam]] = []
+        self.residence = Residence()
 
     @without_grad
     def sync_from_model(self, param_groups: Sequence[dict[str, Any]]) -> list[MainParam]:
@@ -58,6 +60,7 @@ class MainParams(ABC):
         made: list[MainParam] = []
         written = self._tracker.written()
         if not self._is_unchanged(param_groups):
+            self.residence.require_here("a change of param_groups")
             _list_params(param_groups)
             made = self._add_new(param_groups)
             written = self._tracker.written()

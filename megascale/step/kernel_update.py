@@ -80,6 +80,11 @@ class KernelUpdate(InnerUpdate):
         self._state.create(params, self.required_state(options))
 
     @override
+    def release_scratch(self) -> None:
+        self._prepared.clear()
+        self._scratch.clear()
+
+    @override
     def prepare(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
         is_obstructed, cached = self._general.inner_step.is_hooked, []
         for pending in updates:

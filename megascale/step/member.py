@@ -7,7 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from megascale.config import OptimizerConfig
+from megascale.errors import UsageError
 from megascale.grad_sync.reduced_grads import ReducedGrads
+from megascale.grad_sync.sync import GradSync
 from megascale.kernels import Backend, Decision
 from megascale.main_params.base import MainParams
 from megascale.main_params.main_param import MainParam
@@ -23,6 +25,7 @@ from megascale.step.update import PendingUpdate
 from megascale.step.update_selection import select_update
 from megascale.utils.autograd import without_grad
 from megascale.utils.dtensors import local
+from megascale.utils.nests import tensors_in
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,37 @@ class StepMember:
                     self.uncompared[param.name] = param.model
             self.update.create_states(param_groups[unit.group], new)
 
+    def offload(self, *, pin: bool) -> None:
+        """Move main params, state and main grads to host memory; see :meth:`megascale.MixedPrecisionOptimizer.offload`.
+
+        Communicates nothing.
+        """
+        if self.main_params.residence.is_away:
+            return
+        if self.ready is not None:
+            raise UsageError(
+                "offload() came between prepare_grads() and the update that it decided: take the step with "
+                "step_with_ready_grads() first, or call zero_grad()"
+            )
+        if isinstance(self.grad_sync, GradSync):
+            self.grad_sync.require_idle()
+        mains = (param.memory for param in self.main_params if param.is_copy)
+        states = chain.from_iterable(map(tensors_in, self.optimizer.state.values()))
+        self.update.release_scratch()
+        self.main_params.residence.leave(chain(mains, states), pin=pin)
+        try:
+            if isinstance(self.grad_sync, GradSync):
+                self.grad_sync.leave(pin=pin)
+        except UsageError:  # the host has no memory left
+            self.reload()
+            raise
+
+    def reload(self) -> None:
+        """Bring back what :meth:`offload` moved."""
+        if isinstance(self.grad_sync, GradSync):
+            self.grad_sync.come_back()
+        self.main_params.residence.come_back()
+
     def collect(self) -> Collected:
         """Finish reductions; return the local gradients, and all that their update needs.
 
@@ -116,6 +150,7 @@ class StepMember:
         """
         found: Exception | None = None
         try:
+            self.main_params.residence.require_here("step()")
             self.sync_from_model()
         except Exception as error:  # whatever it is: other ranks wait
             found = error
@@ -172,6 +207,7 @@ class StepMember:
     def memory_layout(self) -> list[object]:
         """Return a list that differs once parameters or state have moved. Takes over weights loaded into the model."""
         self.sync_from_model()
+        self.main_params.residence.require_here("a graph's replay")
         # A graph's replay waits for this: a view of every tensor, as local() makes it, took longer than the GPU's step.
         state, nothing = self.optimizer.state, dict[str, object]()
         values = chain.from_iterable(state.get(param.model, nothing).values() for param in self.main_params)

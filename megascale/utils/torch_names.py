@@ -52,6 +52,7 @@ NAMES = (
     TorchName("torch._foreach_copy_", _KERNELS),
     TorchName("torch._foreach_div_", _KERNELS),
     TorchName("torch._foreach_mul_", _KERNELS),
+    TorchName("torch._foreach_norm", _KERNELS),
     TorchName("torch._foreach_sub", _KERNELS),
     TorchName(
         "torch._C._dynamo.guards.TensorGuards",

@@ -224,6 +224,28 @@ GRAPH = """## Replays of the step: torch 2.11.0, a GPU
 """
 
 
+@pytest.mark.weekly(minutes=0.2)
+def test_curves_compare_runs_of_one_seed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A row per way of training, a point per ten steps of every run; all begin alike, and all learn."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    curve = importlib.import_module("curve")
+    tiny = "--layers 1 --width 16 --heads 2 --context 8 --batch 2 --steps 40 --seeds 2 --validate 20 --device cpu"
+    monkeypatch.setattr(sys, "argv", ["curve.py", *tiny.split(), "--out", str(tmp_path / "curve")])
+    assert curve.main() == 0
+    text = capsys.readouterr().out
+    assert (tmp_path / "curve.md").read_text() == text
+    assert [row[""] for row in table(text)] == ["fp32", "fp16", "compact"]
+    with (tmp_path / "curve.csv").open() as file:
+        points = list(csv.DictReader(file))
+    assert len(points) == 3 * 2 * 4
+    losses = {(point["way"], point["seed"], point["step"]): float(point["training loss"]) for point in points}
+    for way in ("fp32", "fp16", "compact"):
+        assert losses[way, "0", "40"] < losses[way, "0", "10"]
+        assert abs(losses[way, "1", "10"] - losses["fp32", "1", "10"]) < 0.05
+
+
 def paper_of(folder: Path) -> dict[str, dict[str, str]]:
     """Return the lines of benchmarks/paper.py on a folder, by what they are of."""
     command = [sys.executable, str(ROOT / "benchmarks" / "paper.py"), str(folder), "--out", str(folder / "paper.md")]
@@ -406,3 +428,22 @@ def test_peers_of_8_bits_are_compared_with_ours(tmp_path: Path) -> None:
     rows = table(out.read_text())
     assert len(rows) >= 3
     assert rows[0]["ours, 8-bit moments / it"] == "1.00 (1.00 to 1.00)"
+
+
+def test_a_collapse_names_its_culprit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The picture has the first step whose loss was lost and the module; a run without one is refused."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    collapse = importlib.import_module("collapse")
+    (tmp_path / "metrics.csv").write_text("step,loss,scale,skipped\n0,3,8,0\n1,4,4,1\n2,nan,2,1\n")
+    early = '{"step": 1, "parameter": "a", "num_inf": 1, "num_nan": 0, "loss_finite": true, "module": null}\n'
+    (tmp_path / "overflows.jsonl").write_text(early)
+    with pytest.raises(ValueError, match=r"raise optimizer\.lr"):
+        collapse.main([str(tmp_path), "--out", str(tmp_path / "a.svg")])
+    lost = early.replace("1,", "2,", 1).replace("true", "false").replace("null", '"blocks.7"')
+    (tmp_path / "overflows.jsonl").write_text(early + lost)
+    collapse.main([str(tmp_path), "--out", str(tmp_path / "a.svg")])
+    drawn = (tmp_path / "a.svg").read_text()
+    assert "step 2: the loss is NaN" in drawn
+    assert "blocks.7" in drawn
+    assert "fill: #ffffff" not in drawn
