@@ -2,7 +2,7 @@
 # The checks that need a GPU: tests/gpu, then the benchmarks; tables, rounds and plots go to a folder. Under 9 minutes.
 # Needs torch >= 2.11 with its triton, numpy, pytest and hypothesis, and no network. Last it prints one table of paper
 # against measured.
-#   launch/gpu_check.sh [FOLDER]     FOLDER: where they go; benchmarks/results unless told
+#   launch/gpu_check.sh [FOLDER]     FOLDER: where the tables go; default: benchmarks/results
 # Every part has a time limit of its own. One that fails does not stop the next; the exit status is 1 then.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
@@ -30,15 +30,16 @@ part() { # part NAME SECONDS COMMAND...
 command -v nvidia-smi > /dev/null && nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv
 PYTHONPATH=. "$python" -c 'import sys, torch; torch.cuda.is_available() or sys.exit("launch/gpu_check.sh: no GPU here"); print(torch.__version__, torch.version.cuda, torch.cuda.get_device_name())' || exit 1
 
-rm -f "$out"/{step,graph,paper,sweep}_gpu*  # an earlier run's must not pass for this one's
+rm -f "$out"/{step,graph,kernels,paper,sweep}_gpu*  # an earlier run's must not pass for this one's
 
 # Without addopts: --strict-config refuses the settings of pytest-timeout where that is not installed.
 part "tests" 180 "$python" -m pytest tests/gpu -q -o addopts=-ra
-part "step" 160 "$python" benchmarks/step.py --numel 1000000000 --tensors 1000 --rounds 20 --device cuda \
+part "step" 160 "$python" benchmarks/step.py --numel 400000000 --tensors 300 --rounds 12 --device cuda \
     --backends triton,torch --out "$out/step_gpu.md"
-part "tensors" 95 "$python" benchmarks/sweep.py tensors --tensor-counts 1,200,10000,100000 --rounds 5 --limit 5 \
+part "tensors" 60 "$python" benchmarks/sweep.py tensors --tensor-counts 1,200,2000,10000 --rounds 5 --limit 5 \
     --device cuda --out "$out/sweep_gpu"
-part "graph" 70 "$python" benchmarks/graph.py --out "$out/graph_gpu.md"
+part "kernels" 80 "$python" benchmarks/kernels.py --out "$out/kernels_gpu.md"
+part "graph" 50 "$python" benchmarks/graph.py --backends triton --out "$out/graph_gpu.md"
 part "paper" 10 "$python" benchmarks/paper.py "$out" --out "$out/paper_gpu.md"
 
 if ((${#failed[@]})); then

@@ -81,6 +81,10 @@ class LandedLRScheduler(LRScheduler):
         self._view = HostView()
         self._before: _Position | None = None
 
+    def __repr__(self) -> str:
+        epoch = vars(self.scheduler).get("last_epoch")
+        return f"LandedLRScheduler({type(self.scheduler).__name__}, last_epoch={epoch!r})"
+
     def step(self, success: Tensor | bool | None = None) -> None:  # type: ignore[override]
         """Advance by one if the optimizer's step landed.
 

@@ -24,7 +24,7 @@ from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.kernels import Backend, select_backend, stats_dtype
 from megascale.optimizer import MixedPrecisionOptimizer
 from megascale.step.overflow_report import OverflowReport
-from megascale.utils import torch_names, validate
+from megascale.utils import torch_names, validate, wording
 from megascale.utils.staging import staged
 
 
@@ -132,7 +132,28 @@ class GradScaler(torch.amp.GradScaler):
         if enabled:
             torch_names.require_attributes(self, torch_names.AT_CONSTRUCTION)
 
+    def __repr__(self) -> str:
+        if not self._enabled:
+            return "GradScaler(enabled=False)"
+        scale = self.get_scale() if self._scale is None else wording.number(self._scale, "get_scale() reads it")
+        return wording.call(
+            "GradScaler",
+            scale=scale,
+            growth_factor=self._growth_factor,
+            backoff_factor=self._backoff_factor,
+            growth_interval=self._growth_interval,
+        )
+
     # A step
+
+    def scale(self, outputs: Any) -> Any:
+        """Return ``outputs``, a tensor or an iterable of tensors, times the scale, as torch does.
+
+        Losses that were not finite are told of by :meth:`last_overflow`.
+        """
+        if self._enabled:
+            self.overflows.losses.add_all(outputs)
+        return super().scale(outputs)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the optimizer's gradients by the scale, in place, so that they can be read and clipped.

@@ -35,7 +35,7 @@ COMMANDS: tuple[Command, ...] = (convert, info, bench, estimate, report)
 
 PROGRAMS = {
     "train": ("megascale.train.__main__:main", "train one of two small tasks, alone or under torchrun"),
-    "experiment": ("megascale.train.experiment:program", "show what loss scaling does: four runs, a table, a picture"),
+    "experiment": ("megascale.train.experiment:program", "show what loss scaling does: five runs, a table, a picture"),
     "checkpoint": (
         "megascale.checkpoint.__main__:main",
         "list checkpoints and what is in them, or write one as one file",

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megascale.grad_sync.layout import Bucket, BufferLayout, Piece, Placement
+from megascale.utils.host_memory import host_copies, storage_bytes
 from megascale.utils.streams import WriteOrder
 
 
@@ -37,6 +38,7 @@ class FlatBucket:
         self.bucket = bucket
         self.flat = torch.zeros(bucket.numel, dtype=dtype, device=device)
         self.order = WriteOrder(self.flat)
+        self._host: Tensor | None = None
         self.views: dict[str, Tensor] = {}
         for placement in self.placements:
             part = self.flat[placement.start - bucket.start : placement.stop - bucket.start]
@@ -51,6 +53,29 @@ class FlatBucket:
         """Return new memory of the same layout in another dtype."""
         shapes = {name: view.shape for name, view in self.views.items()}
         return FlatBucket(self.layout, self.bucket, shapes, dtype, self.flat.device)
+
+    def leave(self, *, pin: bool, keep: bool) -> None:
+        """Free the memory; all views stay, without memory, until :meth:`come_back`.
+
+        Args:
+            pin: see :func:`megascale.utils.host_memory.host_copies`, whose errors it raises.
+            keep: copy the values to host memory first. False: they are zeros after the return.
+        """
+        self.order.join()
+        if keep:
+            [self._host] = host_copies([storage_bytes(self.flat)], pin=pin)
+        self.flat.untyped_storage().resize_(0)
+
+    def come_back(self) -> None:
+        """Allocate the memory again, for the same views, with the values that it had. Does nothing if it is there."""
+        if self.flat.untyped_storage().nbytes() > 0 or self.flat.numel() == 0:
+            return
+        self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.element_size())
+        if self._host is None:
+            self.flat.zero_()
+        else:
+            storage_bytes(self.flat).copy_(self._host, non_blocking=self._host.is_pinned())
+            self._host = None
 
     def shard(self, rank: int) -> Tensor:
         """Return the part that ``rank`` owns."""

@@ -153,6 +153,7 @@ class GradSync:
         self._starting = Lock()  # held to change `_next` in backward, which has a thread for each device
         self._waited = 0
         self._finished = False
+        self._is_away = False
         self._ddp_is_absent = False
         self.add(named_parameters)
         if not self.buckets and not self.is_sharded:
@@ -227,7 +228,7 @@ class GradSync:
         return begin == end or any(flat.data_ptr() <= begin and end <= flat.data_ptr() + flat.nbytes for flat in flats)
 
     def set_divisor(self, divisor: Divisor) -> None:
-        """Divide this step's sum over all ranks by ``divisor``, in place of the mean: for example by tokens.
+        """Divide this step's sum over all ranks by ``divisor``, instead of taking the mean: for example by tokens.
 
         Call it after :meth:`zero_` and before the step; it holds for one step. The host does not wait for a 0-d tensor,
         wherever it is.
@@ -301,6 +302,33 @@ class GradSync:
         self._next = self._waited = 0
         self._finished = False
 
+    def require_idle(self) -> None:
+        """Raise UsageError if reductions have started and not all of them ended: memory cannot leave then."""
+        if self._next > 0 and not self._finished:
+            raise UsageError(
+                "offload() came while gradients are being reduced: take the step with step() first, or drop them with "
+                "zero_grad(); between micro-batches under no_sync() it is allowed"
+            )
+
+    @torch.no_grad()
+    def leave(self, *, pin: bool) -> None:
+        """Free the memory of main grads until :meth:`come_back`, which brings their values back.
+
+        Backward raises UsageError meanwhile. See :meth:`megascale.MixedPrecisionOptimizer.offload`.
+        """
+        self.require_idle()
+        self._is_away = True
+        for bucket in self.buckets:
+            bucket.memory.leave(pin=pin, keep=len(bucket.fresh) < len(bucket.params))
+
+    @torch.no_grad()
+    def come_back(self) -> None:
+        """Allocate main grads again, with the values that they had."""
+        if self._is_away:
+            for bucket in self.buckets:
+                bucket.memory.come_back()
+        self._is_away = False
+
     def detach(self) -> None:
         """Release the parameters for good: gradients stay in ``param.grad`` again. Started reductions still end."""
         self._remove_hooks()
@@ -349,6 +377,11 @@ class GradSync:
     def take_grad(self, param: nn.Parameter, name: str, bucket_index: int) -> None:
         """Add the gradient that backward has just made to the main grad; start reductions of complete buckets."""
         bucket = self.buckets[bucket_index]
+        if self._is_away:
+            raise UsageError(
+                f"a gradient of {name!r} came while its main grad is in host memory, where offload() has moved it; "
+                "call optimizer.reload() before backward"
+            )
         if self._finished or bucket.started:
             raise UsageError(
                 f"a gradient of {name!r} came after its bucket's reduction had begun: call zero_grad() before a "

@@ -1,4 +1,4 @@
-"""Accelerate: our optimizers through ``accelerator.prepare``, and our GradScaler for autocast.
+"""Accelerate: megascale's optimizers through ``accelerator.prepare``, and its GradScaler for autocast.
 
 :class:`Accelerator` replaces ``accelerate.Accelerator``; :func:`adopt` converts one that a library has created, such as
 ``transformers.Trainer``. Nothing else in a training loop changes.
@@ -253,7 +253,7 @@ class Accelerator(accelerate.Accelerator):
         return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
 
     def _use_scaler(self, grad_scaler: GradScaler | None) -> None:
-        """Use ``grad_scaler`` in place of torch's, and autocast to fp16 on any device."""
+        """Use ``grad_scaler`` instead of torch's, and autocast to fp16 on any device."""
         if grad_scaler is None:
             return
         if not isinstance(grad_scaler, GradScaler):

@@ -2,7 +2,7 @@
 share.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +14,11 @@ BLOCK_ON_DEVICE = 1 << 24  # elements; 64 MiB of fp32 scratch fills a GPU, and c
 
 Row = list[Tensor]
 """1-D tensors of one parameter, or of a piece of it: main, grad, model, then the state."""
+
+
+def takes_many(device: torch.device) -> bool:
+    """Whether torch's foreach functions read many tensors in one launch there. A CPU has no such kernels."""
+    return device.type != "cpu"
 
 
 class Scratch:
@@ -53,9 +58,19 @@ class RoundingWatch:
     def __init__(self, num_rows: int) -> None:
         self._extremes: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(num_rows)]
 
-    def observe(self, row: int, main: Tensor, model: Tensor) -> None:
-        """Look for overflow in a piece, best while it is in cache. Only fp16 can overflow."""
-        if model.dtype == torch.float16 and main.numel():
+    def observe(self, rows: Iterable[int], mains: Sequence[Tensor], models: Sequence[Tensor]) -> None:
+        """Look for overflow in pieces of ``rows``, best while they are in cache. Only fp16 can overflow."""
+        at_risk = [
+            (row, main)
+            for row, main, model in zip(rows, mains, models, strict=True)
+            if model.dtype == torch.float16 and main.numel()
+        ]
+        if at_risk and takes_many(at_risk[0][1].device):
+            largest = torch._foreach_norm([main for _, main in at_risk], torch.inf)  # NaN where there is one
+            for (row, _), magnitude in zip(at_risk, largest, strict=True):
+                self._extremes[row].append((magnitude, magnitude))
+            return
+        for row, main in at_risk:
             low, high = torch.aminmax(main)
             self._extremes[row].append((low, high))
 
@@ -113,7 +128,7 @@ class Block:
         """Return the gradients times ``coefficient`` in the main params' dtype, in scratch."""
         buffer = self._scratch.view(self.numel, self.pieces[0][0].dtype)
         scaled, grads = self.column(1), list(buffer.split([piece[0].numel() for piece in self.pieces]))
-        if all(grad.dtype == buffer.dtype for grad in scaled):
+        if not takes_many(buffer.device) and all(grad.dtype == buffer.dtype for grad in scaled):
             for grad, out in zip(scaled, grads, strict=True):
                 torch.mul(grad, coefficient, out=out)
         else:
@@ -130,8 +145,7 @@ class Block:
 
     def observe_rounding(self, watch: RoundingWatch) -> None:
         """Pass all rounded pieces to ``watch``."""
-        for owner, piece in zip(self.owners, self.pieces, strict=True):
-            watch.observe(owner, piece[0], piece[2])
+        watch.observe(self.owners, self.column(0), self.column(2))
 
 
 def blocks_of(rows: list[Row]) -> Iterator[Block]:

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megascale.kernels.blocks import Block, RoundingWatch, Scratch, blocks_of, flat
+from megascale.kernels import foreach
+from megascale.kernels.blocks import Block, RoundingWatch, Scratch, blocks_of, flat, takes_many
 from megascale.kernels.decision import Decision, TensorStats, TorchDecisions
 from megascale.kernels.protocol import Operands
 from megascale.kernels.reference import ReferenceBackend, stats_dtype
@@ -29,6 +30,8 @@ class TorchBackend(TorchDecisions, TorchRemainders):
 
     def measure(self, grads: Sequence[Tensor], count_zeros: bool) -> TensorStats:
         """See :class:`megascale.kernels.Backend`. Sums of squares are fp32 within a block and fp64 across blocks."""
+        if takes_many(grads[0].device):
+            return foreach.measure(grads, count_zeros, stats_dtype(grads[0].device))
         scratch = Scratch(grads[0].device)
         values: list[Tensor] = []
         num_blocks = []
@@ -126,8 +129,7 @@ class TorchBackend(TorchDecisions, TorchRemainders):
         """See :class:`megascale.kernels.Backend`."""
         torch._foreach_copy_(models, mains)
         watch = RoundingWatch(len(mains))
-        for row, (main, model) in enumerate(zip(mains, models, strict=True)):
-            watch.observe(row, main, model)
+        watch.observe(range(len(mains)), mains, models)
         return watch.flags(mains[0].device)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from megascale.errors import ArgumentError, ArgumentTypeError
 from megascale.kernels import TensorList, is_plain, plain, same_objects
 from megascale.main_params.main_param import MainParam, check_apart, check_trainable
+from megascale.main_params.residence import Residence
 from megascale.main_params.shard import ParamShard
 from megascale.main_params.update_unit import UpdateUnit
 from megascale.main_params.write_tracker import WriteTracker
@@ -48,6 +49,7 @@ class MainParams(ABC):
         self._trained = np.empty(0, dtype=np.int64)
         self._units: list[UpdateUnit] | None = None
         self.ordered: list[list[MainParam]] = []
+        self.residence = Residence()
 
     @without_grad
     def sync_from_model(self, param_groups: Sequence[dict[str, Any]]) -> tuple[list[MainParam], TensorList]:
@@ -63,6 +65,7 @@ class MainParams(ABC):
         made: list[MainParam] = []
         snapshot = self._tracker.snapshot()
         if not self._is_unchanged(param_groups, snapshot):
+            self.residence.require_here("a change of param_groups")
             made = self._add_new(param_groups)
             snapshot = self._tracker.snapshot()
         written = self._tracker.written(snapshot)

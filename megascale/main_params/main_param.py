@@ -88,7 +88,7 @@ class MainParam:
         """Return the main param; a new tensor where it is held as a remainder."""
         if self.remainder is None:
             return self.main
-        return dtensor_like(decode(self.part, local(self.remainder)), self.main)
+        return dtensor_like(decode(self.part, local(self.remainder).to(self.part.device)), self.main)
 
     def store(self, value: Tensor) -> None:
         """Set the local main param to ``value``, and the model param to its rounding."""
@@ -156,9 +156,10 @@ class MainParam:
         """
         if self.remainder is not None:
             left = local(self.remainder)
-            left.copy_(torch.where(self._take_fingerprint(), left, 0))
+            left.copy_(torch.where(self._take_fingerprint().to(left.device), left, 0))
         elif self.is_copy:
-            part, main = self.part, local(self.main)
+            main = local(self.main)
+            part = self.part.to(main.device)
             same = main.to(part.dtype).view(torch.int16) == part.view(torch.int16)
             main.copy_(torch.where(same, main, part.to(main.dtype)))
         self.record_version()

@@ -60,7 +60,7 @@ class OwnedMainParams(ShardedMainParams):
         def export(leaf: Any) -> Tensor:
             value = leaf.detach() if param.is_owned else torch.empty(0, dtype=leaf.dtype, device=param.main.device)
             if copy:
-                return self._sum_of_pieces(value, leaf.shape, 0, group)
+                return self._sum_of_pieces(value, leaf.shape, 0, group, param.model.device)
             return ParamShard(value.reshape(-1), leaf.shape, 0)
 
         nest = state if param.is_owned else self._forms.get(param.name, {})

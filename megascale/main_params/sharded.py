@@ -288,7 +288,7 @@ class ShardedMainParams(MainParams):
                 exported[key] = value.detach().clone() if copy else value.detach()
                 continue
             if copy:
-                exported[key] = self._sum_of_pieces(value, shape, start, group)
+                exported[key] = self._sum_of_pieces(value, shape, start, group, param.model.device)
             else:
                 exported[key] = ParamShard(value.detach().reshape(-1), shape, start)
         return exported
@@ -299,9 +299,14 @@ class ShardedMainParams(MainParams):
             raise KeyError(param.name)
         return bucket
 
-    def _sum_of_pieces(self, piece: Tensor, shape: torch.Size, start: int, group: ProcessGroup | None) -> Tensor:
-        """Return the whole tensor on the host: an all-reduce of bytes, to which each rank adds its own piece."""
-        whole = piece.new_zeros(shape.numel())
+    def _sum_of_pieces(
+        self, piece: Tensor, shape: torch.Size, start: int, group: ProcessGroup | None, device: torch.device
+    ) -> Tensor:
+        """Return the whole tensor on the host: an all-reduce of bytes, to which each rank adds its own piece.
+
+        ``device``: of the collective. The piece may lie in host memory meanwhile: :mod:`.residence`.
+        """
+        whole = piece.new_zeros(shape.numel(), device=device)
         whole[start : start + piece.numel()] = piece.reshape(-1)
         all_reduce_sum_(whole.view(torch.uint8), group)
         return whole.view(shape).cpu()

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack
 
 from megascale.utils.dtensors import is_dtensor
+from megascale.utils.host_memory import fixed
 
 SLAB = 1 << 14  # elements, at most
 SMALL = 1 << 12  # elements; a larger tensor has memory of its own
@@ -45,7 +45,7 @@ class Slabs:
             return torch.zeros_like(like, dtype=dtype, requires_grad=False, memory_format=torch.preserve_format)
         key = (purpose, dtype, slot.slab)
         if key not in self._slabs:
-            self._slabs[key] = _fixed(torch.zeros(self._lengths[slot.slab], dtype=dtype, device=like.device))
+            self._slabs[key] = fixed(torch.zeros(self._lengths[slot.slab], dtype=dtype, device=like.device))
         # .data: a version counter of its own, and no view to autograd.
         return self._slabs[key][slot.start : slot.start + like.numel()].view(like.shape).data
 
@@ -70,14 +70,6 @@ class Slabs:
                 self._lengths.append(0)
             self._slots[id(like)] = _Slot(slab, start)
             self._lengths[slab] = start + like.numel()
-
-
-def _fixed(slab: Tensor) -> Tensor:
-    """Return the same memory in a storage that torch refuses to resize, where it is host memory.
-
-    Who frees a tensor by ``untyped_storage().resize_(0)`` and lets it grow again would lose its neighbours' values.
-    """
-    return from_dlpack(slab) if type(slab) is Tensor and slab.device.type == "cpu" else slab
 
 
 class _Slot(NamedTuple):

@@ -1,6 +1,7 @@
 """One HTML page of runs that asks no other host for anything: pictures lie in it as data."""
 
 import base64
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any
@@ -132,8 +133,23 @@ def _overflows(runs: Sequence[Run]) -> str:
     note = (
         '<p class="note">Steps in which a gradient held inf or NaN; elements in all; in how many of them it was the '
         "likely origin; scale and largest finite element at the last.</p>"
-    )
+    ) + "".join(_lost_losses(run) for run in runs)
     return "<h2>Overflows by parameter</h2>" + note + _table(head, rows[:MOST_PARAMETERS], texts=(1,)) + more
+
+
+def _lost_losses(run: Run) -> str:
+    """Return a sentence on the steps whose loss itself was not finite, and where forward made it; empty if none was."""
+    lost = [one for one in run.overflows if one.get("loss_finite") is False]
+    if not lost:
+        return ""
+    modules = Counter(one["module"] for one in {one["step"]: one for one in lost}.values() if one.get("module"))
+    named = ", ".join(f"{escape(module)} ({count:,} steps)" for module, count in modules.most_common(3))
+    made = f"Forward made it first in {named}." if named else "megascale.debug.watch(model) names the module."
+    steps = len({one["step"] for one in lost})
+    return (
+        f'<p class="note"><strong>{escape(run.label)}: in {steps:,} skipped steps the loss itself was inf or NaN, '
+        f"and no parameter below is at fault.</strong> {made}</p>"
+    )
 
 
 def overflow_rows(run: Run) -> Iterator[list[str]]:

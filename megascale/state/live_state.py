@@ -110,18 +110,23 @@ class LiveState:
         self._check(self._own_layout(state_dict, strict), strict)
 
     def plan(self, state_dict: Mapping[str, Any], *, strict: bool) -> "Plan":
-        """Check a state dict, values too, and copy what it holds. Raises StateDictError or MainParamOverflowError."""
+        """Check a state dict, values too, and copy what it holds.
+
+        Raises StateDictError or MainParamOverflowError; UsageError while main params are away in host memory.
+        """
+        self.main_params.residence.require_here("load_state_dict()")
         own = self._own_layout(state_dict, strict)
         self._check(own, strict)
         return self._plan(own, strict)
 
     def _own_layout(self, state_dict: Any, strict: bool) -> Any:
-        if not is_torch_layout(state_dict):
-            return state_dict
-        return from_torch_layout(state_dict, self.pack(copy=False), strict=strict)
+        """Return a state dict in our layout, under the names of the parameters here. Raises StateDictError."""
+        if is_torch_layout(state_dict):
+            state_dict = from_torch_layout(state_dict, self.pack(copy=False), strict=strict)
+        portable_state.check_layout(state_dict, strict=strict)
+        return portable_state.under_live_names(state_dict, self._named_params())
 
     def _check(self, state_dict: Any, strict: bool) -> None:
-        portable_state.check_layout(state_dict, strict=strict)
         params = self._named_params()
         states, groups = state_dict["optimizer"]["state"], state_dict["optimizer"]["param_groups"]
         mains = state_dict["main_params"]

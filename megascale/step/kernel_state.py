@@ -304,7 +304,8 @@ def _check(name: str, value: Any, param: MainParam) -> None:
     if part.shape != shape or part.device != main.device:
         raise UsageError(
             f"{story} is {tuple(part.shape)} on {part.device}, its main param {tuple(main.shape)} on {main.device}; "
-            "load state of the same parameters, in the same order"
+            "load state of the same parameters, in the same order; where a loop moves state to the host between steps: "
+            "let optimizer.offload() and reload() do it"
         )
     if not value.dtype.is_floating_point and not is_code(name, value):
         raise UsageError(f"{story} has dtype {value.dtype}; it must be floating point")

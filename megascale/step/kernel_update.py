@@ -82,6 +82,11 @@ class KernelUpdate(InnerUpdate):
         self._state.create(params, self.required_state(options))
 
     @override
+    def release_scratch(self) -> None:
+        self._prepared.clear()
+        self._scratch.clear()
+
+    @override
     def prepare(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
         known = [self._cached_hyper(pending) for pending in updates]
         changed = [pending for pending, hyper in zip(updates, known, strict=True) if hyper is None]

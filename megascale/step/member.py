@@ -1,12 +1,15 @@
 """StepMember: one optimizer's part in a step. It measures its gradients, and updates its parameters as decided."""
 
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
 from megascale.config import OptimizerConfig
+from megascale.errors import UsageError
 from megascale.grad_sync.reduced_grads import ReducedGrads
+from megascale.grad_sync.sync import GradSync
 from megascale.kernels import Backend, Decision, GradWeights, TensorList
 from megascale.main_params.base import MainParams
 from megascale.main_params.main_param import MainParam
@@ -22,6 +25,7 @@ from megascale.step.update import PendingUpdate, Rounded
 from megascale.step.update_selection import select_update
 from megascale.utils.autograd import without_grad
 from megascale.utils.dtensors import local
+from megascale.utils.nests import tensors_in
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,37 @@ class StepMember:
             self.update.create_states(param_groups[unit.group], new)
         return snapshot
 
+    def offload(self, *, pin: bool) -> None:
+        """Move main params, state and main grads to host memory; see :meth:`megascale.MixedPrecisionOptimizer.offload`.
+
+        Communicates nothing.
+        """
+        if self.main_params.residence.is_away:
+            return
+        if self.ready is not None:
+            raise UsageError(
+                "offload() came between prepare_grads() and the update that it decided: take the step with "
+                "step_with_ready_grads() first, or call zero_grad()"
+            )
+        if isinstance(self.grad_sync, GradSync):
+            self.grad_sync.require_idle()
+        mains = (param.memory for param in self.main_params if param.is_copy)
+        states = chain.from_iterable(map(tensors_in, self.optimizer.state.values()))
+        self.update.release_scratch()
+        self.main_params.residence.leave(chain(mains, states), pin=pin)
+        try:
+            if isinstance(self.grad_sync, GradSync):
+                self.grad_sync.leave(pin=pin)
+        except UsageError:  # the host has no memory left
+            self.reload()
+            raise
+
+    def reload(self) -> None:
+        """Bring back what :meth:`offload` moved."""
+        if isinstance(self.grad_sync, GradSync):
+            self.grad_sync.come_back()
+        self.main_params.residence.come_back()
+
     def collect(self) -> Collected:
         """Finish reductions; return the local gradients, and all that their update needs.
 
@@ -115,6 +150,7 @@ class StepMember:
         """
         found: Exception | None = None
         try:
+            self.main_params.residence.require_here("step()")
             snapshot = self.sync_from_model()
         except Exception as error:  # whatever it is: other ranks wait
             found = error
@@ -189,9 +225,11 @@ class StepMember:
     def memory_layout(self) -> list[object]:
         """Return a list that differs once parameters or state have moved. Takes over weights loaded into the model."""
         self.sync_from_model()
-        states = (self.optimizer.state.get(param.model, {}) for param in self.main_params)
-        tensors = [local(value) for state in states for value in state.values() if isinstance(value, Tensor)]
-        return [*self.main_params.units(), *map(Tensor.data_ptr, tensors)]
+        self.main_params.residence.require_here("a graph's replay")
+        # A graph's replay waits for this: a view of every tensor, as local() makes it, took longer than the GPU's step.
+        state, nothing = self.optimizer.state, dict[str, object]()
+        values = chain.from_iterable(state.get(param.model, nothing).values() for param in self.main_params)
+        return [*self.main_params.units(), *(_place(value) for value in values if isinstance(value, Tensor))]
 
     def why_not_capturable(self) -> str | None:
         """Return why a step cannot be part of a device's graph; None where it can."""
@@ -206,3 +244,7 @@ class StepMember:
         for key, value in state.items():
             if isinstance(value, Tensor) and is_per_element(key, value, param.model):
                 state[key] = self.main_params.local_part(param, value)
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.data_ptr() if type(tensor) is Tensor else local(tensor).data_ptr()

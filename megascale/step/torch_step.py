@@ -71,6 +71,10 @@ class GeneralUpdate(InnerUpdate):
             "use Adam, AdamW, SGD or megascale.Lion"
         )
 
+    @override
+    def release_scratch(self) -> None:
+        """Do nothing: there is none."""
+
     def required_state(self, options: dict[str, Any]) -> list[str]:
         """Return no keys: the optimizer's state is not known."""
         return []

@@ -89,6 +89,9 @@ class InnerUpdate(Protocol):
     def why_not_capturable(self) -> str | None:
         """Return why updates cannot be part of a device's graph; None where they can."""
 
+    def release_scratch(self) -> None:
+        """Free memory that is needed during a step only."""
+
     def prepare(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
         """Return the updates ready for :meth:`apply`, which must follow before their tensors can change.
 

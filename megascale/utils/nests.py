@@ -1,6 +1,6 @@
 """Nests: dicts, lists and tuples of tensors and plain values, as optimizers keep them for a parameter."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -15,3 +15,15 @@ def map_tensors(function: Callable[[Any], Any], nest: Any, kinds: tuple[type, ..
     if isinstance(nest, (list, tuple)):
         return type(nest)([map_tensors(function, value, kinds) for value in nest])
     return nest
+
+
+def tensors_in(nest: Any) -> Iterator[Tensor]:
+    """Yield the tensors in ``nest``, in order."""
+    if isinstance(nest, Tensor):
+        yield nest
+    elif isinstance(nest, Mapping):
+        for value in nest.values():
+            yield from tensors_in(value)
+    elif isinstance(nest, (list, tuple)):
+        for value in nest:
+            yield from tensors_in(value)

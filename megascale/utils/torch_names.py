@@ -54,6 +54,7 @@ NAMES = (
     TorchName("torch._foreach_copy_", _KERNELS),
     TorchName("torch._foreach_div_", _KERNELS),
     TorchName("torch._foreach_mul_", _KERNELS),
+    TorchName("torch._foreach_norm", _KERNELS),
     TorchName("torch._foreach_sub", _KERNELS),
     TorchName("torch._fused_adam_", "Adam of the backend `torch`"),
     TorchName("torch._fused_adamw_", "AdamW of the backend `torch`"),

@@ -119,10 +119,19 @@ def _train(backend: Backend, operands: Operands, hyper: AdamHyper, grad: torch.d
     return flags
 
 
-def _assert_close(ours: Operands, theirs: Operands) -> None:
-    """Compare after training with :func:`_train`."""
+def _assert_close(ours: Operands, theirs: Operands, cancels: bool = False) -> None:
+    """Compare after training with :func:`_train`.
+
+    ``cancels``: weight decay is added to the gradient. Where the two nearly cancel, rounding decides what is left, and
+    Adam's first update is that over its own size: of 100,000 elements 5 may differ, by two steps of size lr.
+    """
     for one, other in zip(ours.main, theirs.main, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-3 * LR)
+        if cancels:
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=2 * LR)
+            beyond = (one - other).abs() > 1e-6 * other.abs() + 1e-3 * LR
+            assert beyond.count_nonzero().item() <= one.numel() * 5e-5
+        else:
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-3 * LR)
     for one, other in zip(ours.state["exp_avg"], theirs.state["exp_avg"], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
     for one, other in zip(ours.state["exp_avg_sq"], theirs.state["exp_avg_sq"], strict=True):
@@ -190,7 +199,7 @@ def test_update_follows_reference(grad: torch.dtype, model: torch.dtype, hyper: 
     ours, theirs = _operands(model, names), _operands(model, names)
     flags = _train(ApexBackend(), ours, HYPERS[hyper](), grad, steps=50)
     _train(ReferenceBackend(), theirs, HYPERS[hyper](), grad, steps=50)
-    _assert_close(ours, theirs)
+    _assert_close(ours, theirs, cancels=hyper == "adam_l2")
     _assert_rounded(ours)
     assert not torch.stack(flags).any()
 

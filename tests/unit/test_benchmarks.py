@@ -224,6 +224,28 @@ GRAPH = """## Replays of the step: torch 2.11.0, a GPU
 """
 
 
+@pytest.mark.weekly(minutes=0.2)
+def test_curves_compare_runs_of_one_seed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A row per way of training, a point per ten steps of every run; all begin alike, and all learn."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    curve = importlib.import_module("curve")
+    tiny = "--layers 1 --width 16 --heads 2 --context 8 --batch 2 --steps 40 --seeds 2 --validate 20 --device cpu"
+    monkeypatch.setattr(sys, "argv", ["curve.py", *tiny.split(), "--out", str(tmp_path / "curve")])
+    assert curve.main() == 0
+    text = capsys.readouterr().out
+    assert (tmp_path / "curve.md").read_text() == text
+    assert [row[""] for row in table(text)] == ["fp32", "fp16", "compact"]
+    with (tmp_path / "curve.csv").open() as file:
+        points = list(csv.DictReader(file))
+    assert len(points) == 3 * 2 * 4
+    losses = {(point["way"], point["seed"], point["step"]): float(point["training loss"]) for point in points}
+    for way in ("fp32", "fp16", "compact"):
+        assert losses[way, "0", "40"] < losses[way, "0", "10"]
+        assert abs(losses[way, "1", "10"] - losses["fp32", "1", "10"]) < 0.05
+
+
 def paper_of(folder: Path) -> dict[str, dict[str, str]]:
     """Return the lines of benchmarks/paper.py on a folder, by what they are of."""
     command = [sys.executable, str(ROOT / "benchmarks" / "paper.py"), str(folder), "--out", str(folder / "paper.md")]

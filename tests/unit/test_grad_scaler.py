@@ -82,8 +82,10 @@ def _random_pair(rng: random.Random) -> tuple[DynamicGradScaler, Oracle]:
 def follow_schedule(rng: random.Random, steps: int, backend: Backend) -> None:
     """Run one random schedule of bool and tensor updates, saves and loads between, and compare every step."""
     scaler, oracle = _random_pair(rng)
+    device = torch.device("cpu")
     if backend.name == "triton":
-        scaler.to(torch.accelerator.current_accelerator(check_available=True) or "cpu")
+        device = torch.accelerator.current_accelerator(check_available=True) or device
+    scaler.to(device)
     scaler.backend = backend
     overflow_rate = rng.choice([0.05, 0.3, 0.7])
     for _ in range(steps):
@@ -94,7 +96,7 @@ def follow_schedule(rng: random.Random, steps: int, backend: Backend) -> None:
         assert _triple(scaler) == oracle.triple()
         if rng.random() < 0.05:
             state = scaler.state_dict()
-            scaler, _ = _same_kind(scaler), scaler.update(True)
+            scaler, _ = _same_kind(scaler).to(device), scaler.update(True)
             scaler.load_state_dict(state)
             scaler.backend = backend
 

@@ -1,9 +1,11 @@
 """How the torch backend cuts parameters into blocks that fit the cache."""
 
+import math
+
 import pytest
 import torch
 
-from megascale.kernels import Decision, LionHyper, Operands, blocks, select_backend
+from megascale.kernels import Decision, LionHyper, Operands, SgdHyper, blocks, select_backend, torch_backend
 
 
 def test_blocks_bound_the_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,3 +52,51 @@ def test_overflow_in_any_block_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         operands, LionHyper(0.1, 0.9, 0.99, 0.0, False), Decision(zero, zero, zero, zero)
     )
     assert flags.tolist() == [True, False, True]
+
+
+@pytest.fixture(params=[False, True], ids=["one by one", "many at once"])
+def at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """The torch backend as on a CPU, and as on a device, where one launch reads many tensors."""
+    for module in (blocks, torch_backend):
+        monkeypatch.setattr(module, "takes_many", lambda device: request.param)
+    monkeypatch.setattr(blocks, "BLOCK_ON_CPU", 10)
+    return bool(request.param)
+
+
+@pytest.mark.parametrize("count_zeros", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.usefixtures("at_once")
+def test_statistics_of_many_tensors(dtype: torch.dtype, count_zeros: bool) -> None:
+    """Of mixed dtypes, lengths from 0 to several blocks, and layouts: exact counts, sums to fp32's accuracy."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(3,), (0,), (10,), (25,), (), (4, 6), (1,)]
+    grads = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    grads += [torch.randn(4, 6, generator=generator).to(dtype).t(), torch.randn(4, 9, generator=generator)[:, ::3]]
+    grads[3][24], grads[5][0, 1], grads[5][2, 2], grads[2][:4] = math.inf, math.nan, -math.inf, 0.0
+    stats = select_backend("torch").measure(grads, count_zeros)
+    for index, grad in enumerate(grads):
+        assert stats.non_finite[index].item() == (~grad.double().isfinite()).sum().item()
+        if index not in (3, 5):
+            torch.testing.assert_close(stats.sum_squares[index], grad.double().square().sum(), rtol=2e-6, atol=0)
+        if stats.zeros is not None:
+            assert stats.zeros[index].item() == (grad == 0).sum().item()
+    assert (stats.zeros is not None) == count_zeros
+
+
+@pytest.mark.usefixtures("at_once")
+def test_overflow_flags_of_many_tensors() -> None:
+    """Either sign, NaN, in a second block; a bf16 model param of any value and an empty one never."""
+    values = [[1.0, 65519.996], [65520.0], [-65520.0], [0.0] * 15 + [math.nan], [1e9], []]
+    mains = [torch.tensor(value) for value in values]
+    models = [main.bfloat16() if index == 4 else main.half() for index, main in enumerate(mains)]
+    flags = select_backend("torch").write_back_(mains, models)
+    assert flags.tolist() == [False, True, True, True, False, False]
+    grads = [torch.zeros_like(main) for main in mains]
+    zeros = {"momentum_buffer": [torch.zeros_like(main) for main in mains]}
+    none, one = torch.zeros(()), torch.ones(())
+    flags = select_backend("torch").sgd_(
+        Operands(models, mains, grads, zeros),
+        SgdHyper(0.1, 0.9, 0.0, 0.0, False, False),
+        Decision(none, one, one, none),
+    )
+    assert flags.tolist() == [False, True, True, True, False, False]

@@ -30,7 +30,7 @@ def test_page_and_picture_of_two_runs(tmp_path: Path, capsys: pytest.CaptureFixt
     one = _run(tmp_path / "one", ["0,2.5,1.0,65536,0,0.1"])
     many = _run(tmp_path / "many", [f"{i},nan,inf,{2.0 ** (16 - i)},1,0.1" for i in range(9)])
     keys = {"step": 3, "scale": 8.0, "rank": 1, "parameter": "a<b", "kind": "inf", "num_inf": 2, "num_nan": 0}
-    unknown = keys | {"num_inf": None, "num_nan": None, "parameter": "c"}
+    unknown = keys | {"num_inf": None, "num_nan": None, "parameter": "c", "loss_finite": False, "module": "blocks.0"}
     (many / "overflows.jsonl").write_text(f"{json.dumps(keys)}\n{json.dumps(unknown)}\n" + '{"step": 4, "par')
     out, png = tmp_path / "report.html", tmp_path / "report.png"
     assert main(["report", str(one), str(many), "--out", str(out), "--png", str(png)]) == 0
@@ -40,6 +40,8 @@ def test_page_and_picture_of_two_runs(tmp_path: Path, capsys: pytest.CaptureFixt
     assert all(text in page for text in (">one<", ">many<", "all 9 steps were skipped", "a&lt;b", "Mean wall time"))
     assert "<td>2</td><td>0</td>" in page
     assert "<td>-</td><td>-</td>" in page
+    assert "many: in 1 skipped steps the loss itself was inf or NaN" in page
+    assert "Forward made it first in blocks.0 (1 steps)." in page
     assert len(page) < 2_000_000
     assert png.read_bytes().startswith(b"\x89PNG")
 

@@ -1,0 +1,96 @@
+"""Residence: where what an optimizer keeps lives. Beside its parameters, or away in host memory.
+
+Tensors stay the same objects: whoever holds one finds its values, in host memory while they are away. What shares
+memory shares it there too, and again after the return.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from megascale.errors import UsageError
+from megascale.kernels import memory_fault
+from megascale.utils.dtensors import held
+from megascale.utils.host_memory import fixed, host_copies, in_storage, storage_bytes
+
+
+class _Away(NamedTuple):
+    """Tensors of one storage, which is in host memory now.
+
+    Attributes:
+        tensors: of those that are gone meanwhile, nothing comes back.
+        host: the storage's bytes.
+        device: where they came from.
+    """
+
+    tensors: "list[ref[Tensor]]"
+    host: Tensor
+    device: torch.device
+
+    def come_back(self) -> None:
+        """Move the tensors that still lie in ``host`` to ``device``, into one storage again."""
+        there = (tensor for tensor in (one() for one in self.tensors) if tensor is not None)
+        address = self.host.untyped_storage().data_ptr()
+        waiting = [one for one in there if one.device.type == "cpu" and one.untyped_storage().data_ptr() == address]
+        if waiting:
+            back = torch.empty_like(self.host, device=self.device, pin_memory=False)
+            back.copy_(self.host, non_blocking=self.host.is_pinned())
+            back = fixed(back)
+            for tensor in waiting:
+                tensor.data = in_storage(back, tensor, -self.host.storage_offset())
+
+
+class Residence:
+    """Where tensors of one optimizer live, and their way there and back. Both ways keep every bit.
+
+    Attributes:
+        is_away: whether they are in host memory, between :meth:`leave` and :meth:`come_back`.
+    """
+
+    def __init__(self) -> None:
+        self.is_away = False
+        self._away: list[_Away] = []
+
+    def require_here(self, call: str) -> None:
+        """Raise UsageError if the tensors are away. ``call``: what cannot be done then."""
+        if self.is_away:
+            raise UsageError(
+                f"{call} needs the optimizer's main params, state and main grads, which offload() has moved to host "
+                "memory; call optimizer.reload() before it"
+            )
+
+    @torch.no_grad()
+    def leave(self, tensors: Iterable[Tensor], *, pin: bool) -> None:
+        """Move tensors to host memory. Of a DTensor its local tensor goes. Device memory is free on return.
+
+        Raises UsageError, with nothing moved, if there is no such host memory.
+        """
+        groups: dict[tuple[torch.device, int], list[Tensor]] = {}
+        seen: set[int] = set()
+        for tensor in map(held, tensors):
+            if id(tensor) in seen or tensor.numel() == 0 or memory_fault(tensor) is not None:
+                continue
+            seen.add(id(tensor))
+            groups.setdefault((tensor.device, tensor.untyped_storage().data_ptr()), []).append(tensor)
+        sources = [storage_bytes(group[0]) for group in groups.values()]
+        copies = host_copies(sources, pin=pin)
+        for (device, _), group, host in zip(groups, groups.values(), copies, strict=True):
+            for tensor in group:
+                tensor.data = in_storage(host, tensor)
+            self._away.append(_Away([ref(tensor) for tensor in group], host, device))
+        self.is_away = True
+
+    @torch.no_grad()
+    def come_back(self) -> None:
+        """Move the tensors back to their devices. The host does not wait for copies from pinned memory.
+
+        A tensor that others have moved stays where it is. If the device has too little memory the error is torch's;
+        what has not come back yet is away still, and a later call goes on.
+        """
+        while self._away:
+            self._away[-1].come_back()
+            self._away.pop()
+        self.is_away = False

@@ -1,0 +1,107 @@
+"""offload() and reload() over ranks: shards of both kinds, and DTensors of FSDP2."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
+from megascale.utils.dtensors import local
+from tests.distributed.test_distributed_optimizer import batch, flat, net, same, sharded
+from tests.meshes import mesh_of
+from tests.pool import RankPool
+from tests.training import INNER, Tiny, bits_equal, model
+
+FP16 = torch.float16
+
+
+def _step(optimizer: MixedPrecisionOptimizer, module: nn.Module, data: Tensor) -> None:
+    optimizer.zero_grad()
+    optimizer.scale_loss(module(data).float().square().mean()).backward()
+    assert bool(optimizer.step().success)
+
+
+def _shards(shard: str, overlap: bool) -> list[bool]:
+    options: dict[str, Any] = {"shard": shard, "overlap_param_gather": overlap}
+    module, twin = net(), net()
+    ours, theirs = sharded(module, **options), sharded(twin, **options)
+    seen = []
+    for step in range(4):
+        data = batch(step, dist.get_rank(), FP16)
+        _step(ours, module, data)
+        _step(theirs, twin, data)
+        ours.offload()
+        seen.append(same(flat(ours.state_dict()), flat(theirs.state_dict())))
+        if step == 1:
+            loaded = {name: value / 2 for name, value in module.state_dict().items()}
+            module.load_state_dict(loaded)
+            twin.load_state_dict(loaded)
+        ours.reload()
+    return [*seen, same(flat(ours.state_dict()), flat(theirs.state_dict()))]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("shard", ["elements", "parameters"])
+def test_shards(ranks: RankPool, shard: str, overlap: bool) -> None:
+    """A sharded life with trips to host memory has the bits of one without; whole state dicts come from there."""
+    assert ranks.run(2, _shards, shard, overlap) == [[True] * 5] * 2
+
+
+def _fully_sharded(options: dict[str, Any]) -> list[bool]:
+    mesh = mesh_of((dist.get_world_size(),), ("dp",))
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+
+    def build() -> tuple[Tiny, MixedPrecisionOptimizer]:
+        module = model()
+        for layer in module.children():
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+        scaler = DynamicGradScaler(2.0**8, 1.0, 2.0, 0.5, 3, 1)
+        config = OptimizerConfig(fp16=True, clip_grad=0.1, **options)
+        return module, MixedPrecisionOptimizer(INNER["adamw_fused"](module), config, scaler)
+
+    (module, ours), (twin, theirs) = build(), build()
+    seen = []
+    for step in range(4):
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        data = torch.randn(4, 4, generator=generator).half()
+        _step(ours, module, data)
+        _step(theirs, twin, data)
+        ours.offload()
+        mine, other = ours.state_dict()["main_params"], theirs.state_dict()["main_params"]
+        seen.append(all(bits_equal(local(mine[name]), local(other[name])) for name in mine))
+        ours.reload()
+    return [*seen, all(map(bits_equal, *([local(one) for one in own.parameters()] for own in (module, twin))))]
+
+
+@pytest.mark.parametrize("options", [{}, {"store_param_remainders": True}], ids=["fp32", "remainders"])
+def test_fsdp2(ranks: RankPool, options: dict[str, Any]) -> None:
+    """The same of DTensors, whose local tensors go."""
+    assert ranks.run(2, _fully_sharded, options) == [[True] * 5] * 2
+
+
+def _one_rank_is_away() -> list[str]:
+    module = net()
+    scaler = DynamicGradScaler(8.0, 1.0, 2.0, 0.5, 3, 1)
+    inner = torch.optim.AdamW(module.named_parameters())
+    optimizer = MixedPrecisionOptimizer(inner, OptimizerConfig(fp16=True), scaler)
+    before = [param.clone() for param in module.parameters()]
+    optimizer.scale_loss(module(batch(0, 0, FP16)).float().square().mean()).backward()
+    if dist.get_rank() == 1:
+        optimizer.offload()
+    try:
+        optimizer.step()
+    except Exception as error:
+        unchanged = all(bits_equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
+        return [type(error).__name__, str("reload()" in str(error) or "rank 1" in str(error)), str(unchanged)]
+    return []
+
+
+def test_one_rank_that_forgot_to_reload(ranks: RankPool) -> None:
+    """All ranks raise at the same step, and no rank has updated."""
+    first, second = ranks.run(2, _one_rank_is_away)
+    assert second == ["UsageError", "True", "True"]
+    assert first[1:] == ["True", "True"]
