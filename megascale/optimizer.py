@@ -94,6 +94,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self._constructed = True
 
         self.device = _device_of(optimizer)
+        main_params.live_in_host_memory(self.config, self.device)
         self.backend = select_backend(self.config.backend, self.device)
         self._member = StepMember(
             optimizer,

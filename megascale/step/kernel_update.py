@@ -51,9 +51,18 @@ class KernelUpdate(InnerUpdate):
     """Runs an optimizer's rule: state made at once, one kernel call per unit and device.
 
     With step hooks, or options that the rule's kernels cannot run, the optimizer's own ``step()`` runs instead.
+
+    ``beside``: another one, of the same optimizer, for parameters whose memory is elsewhere.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, backend: Backend, config: OptimizerConfig, rule: Rule) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        backend: Backend,
+        config: OptimizerConfig,
+        rule: Rule,
+        beside: "KernelUpdate | None" = None,
+    ) -> None:
         self.optimizer = optimizer
         self.backend = backend
         self.rule = rule
@@ -62,7 +71,7 @@ class KernelUpdate(InnerUpdate):
         self._kernels = backend if is_own else ReferenceBackend()
         # Else main params that are held as remainders are decoded for run().
         self.fuses_remainders = is_own and backend.fuses_remainders
-        self._general = GeneralUpdate(optimizer, backend)
+        self._general = GeneralUpdate(optimizer, backend, None if beside is None else beside._general.inner_step)
         self._entries: list[dict[str, Any]] = []
         self._tag = new_tags(1)
         self._prepared: WeakKeyDictionary[UpdateUnit, _CachedOperands] = WeakKeyDictionary()
@@ -299,7 +308,7 @@ def _prepare(
         whole = [index for index in indices if params[index].remainder is None]
         if whole:
             mains = [local(params[index].main) for index in whole]
-            models = [params[i].part if params[i].is_copy else main for i, main in zip(whole, mains, strict=True)]
+            models = [params[i].rounded if params[i].is_copy else main for i, main in zip(whole, mains, strict=True)]
             prepared.append(_prepared(params, whole, mains, models, state))
         held = [index for index in indices if params[index].remainder is not None]
         if held and fuses:
