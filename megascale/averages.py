@@ -22,6 +22,7 @@ from megascale.utils.collectives import raise_together
 from megascale.utils.dtensors import dtensor_like, local
 from megascale.utils.dtypes import HALF_DTYPES
 from megascale.utils.param_names import renames
+from megascale.utils.spelling import names_arguments
 from megascale.utils.staging import staged
 
 
@@ -40,6 +41,7 @@ class _Averaged:
         return dtensor_like(self.average, self.source.main)
 
 
+@names_arguments
 class AveragedMainParams:
     """``torch.optim.swa_utils.AveragedModel`` for 16-bit training: an average of the main params of ``model``.
 

@@ -99,9 +99,15 @@ def test_what_cannot_train_is_refused(setup: Any, message: str, model: str, rank
 
 
 def test_a_run_without_16_bits_is_verls_own(model: str, ranks: RankPool, tmp_path: Path) -> None:
-    """fp32 weights that compute in bf16, verl's default: no scaler, no wrapper, no file of ours."""
+    """fp32 weights that compute in bf16, verl's default: no scaler, no wrapper, no file of ours.
+
+    What it saved loads into a run in fp16: verl's files have no scaler.
+    """
     [ran] = ranks.run(1, train_on_rank, model, str(tmp_path / "saved"), "fp32", "bf16", {}, timeout=SECONDS)
     assert ran["optimizer"] == "AdamW"
     assert not (tmp_path / "saved" / "megascale").exists()
     assert (tmp_path / "saved" / "optim_world_size_1_rank_0.pt").exists()
     assert all(value.dtype in (torch.float32, torch.float64) for value in ran["at_end"].values())
+    [resumed] = ranks.run(1, resume_on_rank, model, str(tmp_path / "saved"), "fp32", "fp16", FUSED, timeout=SECONDS)
+    assert all(torch.equal(resumed["at_save"][name], value) for name, value in ran["at_save"].items())
+    assert _scale(resumed, 0) == 2.0**12
