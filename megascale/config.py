@@ -128,6 +128,9 @@ class OptimizerConfig:
     optimizer_cpu_offload: bool = False
     """Keep main params and state of 16-bit parameters in host memory and update them there, with the same bits. The
     device keeps weights and gradients. fp32 parameters are updated on the device."""
+    optimizer_offload_fraction: float = 1.0
+    """With ``optimizer_cpu_offload``: the share of their elements that goes to host memory, at least, above 0 up to 1.
+    Parameters that come first in the param groups, whose weights forward needs first, stay on the device."""
     overlap_cpu_optimizer_d2h_h2d: bool = False
     """With ``optimizer_cpu_offload``: ``step()`` returns at once, and every module waits for its own weights in
     forward. False: ``step()`` waits for the update."""
@@ -216,6 +219,13 @@ class OptimizerConfig:
         self._validate_muon()
 
     def _validate_offload(self) -> None:
+        if not 0 < validate.non_negative("optimizer_offload_fraction", self.optimizer_offload_fraction) <= 1:
+            raise ArgumentError(
+                "optimizer_offload_fraction must be above 0 and at most 1, got "
+                f"{self.optimizer_offload_fraction!r}; optimizer_cpu_offload=False keeps all on the device"
+            )
+        if self.optimizer_offload_fraction != 1.0 and not self.optimizer_cpu_offload:
+            raise ArgumentError("optimizer_offload_fraction needs optimizer_cpu_offload=True: nothing goes to the host")
         if self.overlap_cpu_optimizer_d2h_h2d and not self.optimizer_cpu_offload:
             raise ArgumentError("overlap_cpu_optimizer_d2h_h2d=True needs optimizer_cpu_offload=True: nothing travels")
         if self.optimizer_cpu_offload and self.store_param_remainders:

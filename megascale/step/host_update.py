@@ -136,6 +136,8 @@ class HostUpdate(InnerUpdate):
         there = [pending for pending in updates if self._of(pending.params) is self._host]
         rounded = self._beside.apply(here, decision, mark_written) if here else []
         late = self._taken_flags()
+        if not there:
+            return [*rounded, *late]
         has_event = has_streams(self._device)
         self._numbers[:1].copy_(decision.found_inf.reshape(1), non_blocking=has_event)
         self._numbers[1:].copy_(decision.coefficient.reshape(1), non_blocking=has_event)

@@ -116,7 +116,7 @@ def _act(action: str, module: Tiny, optimizer: MixedPrecisionOptimizer, at: int)
 @settings(max_examples=15, deadline=None)
 def test_random_lives(actions: list[str]) -> None:
     """Overflows, accumulation, reads, loads, frozen parameters, options: each has the bits of a life without."""
-    lives = [_build(options) for options in ({}, WAIT, OVERLAP)]
+    lives = [_build(options) for options in ({}, WAIT, OVERLAP, {**OVERLAP, "optimizer_offload_fraction": 0.5})]
     for at, action in enumerate(actions):
         plain, *others = [_act(action, *life, at) for life in lives]
         assert all(_same(plain, other) for other in others)
@@ -265,12 +265,37 @@ def test_state_dicts_load_into_any_other_run(stored: dict[str, Any]) -> None:
         assert _same(saved, first.state_dict())
 
 
+@pytest.mark.parametrize("held", ["replicated", "elements", "parameters"])
+@pytest.mark.parametrize("fraction", [0.01, 0.5, 0.9])
+def test_a_fraction(held: str, fraction: float) -> None:
+    """At least that share of the elements goes; what forward needs first stays; no bit differs; state can move."""
+    module, optimizer = _build({**WAIT, "optimizer_offload_fraction": fraction}, held)
+    other_module, other = _build({}, held)
+    params = list(optimizer._member.main_params)
+    gone = [param.twin is not None for param in params]
+    share = sum(param.main.numel() for param in params if param.twin is not None) / sum(p.main.numel() for p in params)
+    assert fraction <= share < fraction + 0.5
+    assert gone == sorted(gone)
+    for step in range(4):
+        _step(module, optimizer, step)
+        _step(other_module, other, step)
+        if step == 1:
+            module, optimizer = _build({**WAIT, "optimizer_offload_fraction": 1.0}, held)
+            optimizer.load_state_dict(other.state_dict())
+    assert _same(optimizer.state_dict(), other.state_dict())
+    assert _same(module.state_dict(), other_module.state_dict())
+
+
 def test_refusals() -> None:
     """What does not work has an error that names it."""
     with pytest.raises(ArgumentError, match="overlap_cpu_optimizer_d2h_h2d=True needs optimizer_cpu_offload=True"):
         OptimizerConfig(overlap_cpu_optimizer_d2h_h2d=True)
     with pytest.raises(ArgumentError, match="store_param_remainders=True cannot be combined"):
         OptimizerConfig(store_param_remainders=True, **WAIT)
+    with pytest.raises(ArgumentError, match="optimizer_offload_fraction must be above 0 and at most 1, got 0"):
+        OptimizerConfig(optimizer_offload_fraction=0, **WAIT)
+    with pytest.raises(ArgumentError, match="optimizer_offload_fraction needs optimizer_cpu_offload=True"):
+        OptimizerConfig(optimizer_offload_fraction=0.5)
     with pytest.raises(ArgumentError, match="optimizer='muon'"):
         OptimizerConfig(optimizer="muon", **WAIT)
     with pytest.raises(ArgumentError, match="does not support shards yet"):
