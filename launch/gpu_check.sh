@@ -2,7 +2,7 @@
 # The checks that need a GPU: tests/gpu, then the benchmarks; tables, rounds and plots go to a folder. Under 9 minutes.
 # Needs torch >= 2.11 with its triton, numpy, pytest and hypothesis, and no network. Last it prints one table of paper
 # against measured.
-#   launch/gpu_check.sh [FOLDER]     FOLDER: where they go; benchmarks/results unless told
+#   launch/gpu_check.sh [FOLDER]     FOLDER: where the tables go; default: benchmarks/results
 # Every part has a time limit of its own. One that fails does not stop the next; the exit status is 1 then.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1

@@ -14,6 +14,7 @@ from megascale.lion import Lion
 from megascale.optimizer import MixedPrecisionOptimizer, StepResult
 from megascale.parallel import ParallelGroups
 from megascale.step_graph import StepGraph
+from megascale.utils import gloo_threads as gloo_threads  # so that processes that use gloo also exit cleanly
 from megascale.version import VERSION
 
 __version__ = VERSION

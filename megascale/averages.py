@@ -21,6 +21,8 @@ from megascale.optimizer import MixedPrecisionOptimizer
 from megascale.utils.collectives import raise_together
 from megascale.utils.dtensors import dtensor_like, local
 from megascale.utils.dtypes import HALF_DTYPES
+from megascale.utils.param_names import renames
+from megascale.utils.spelling import names_arguments
 from megascale.utils.staging import staged
 
 
@@ -39,6 +41,7 @@ class _Averaged:
         return dtensor_like(self.average, self.source.main)
 
 
+@names_arguments
 class AveragedMainParams:
     """``torch.optim.swa_utils.AveragedModel`` for 16-bit training: an average of the main params of ``model``.
 
@@ -234,7 +237,9 @@ class AveragedMainParams:
         if not isinstance(count, Tensor) or count.shape != () or count.dtype != torch.int64:
             raise StateDictError(f"state dict's n_averaged must be an int64 tensor of one element, got {count!r}")
         own = dict(self._buffers_like_model())
-        _check_tensors("averages", averages, {entry.name: entry.source.model for entry in self._entries})
+        live = {entry.name: entry.source.model for entry in self._entries}
+        averages, buffers = _under_live_names("averages", averages, live), _under_live_names("buffers", buffers, own)
+        _check_tensors("averages", averages, live)
         _check_tensors("buffers", buffers, own)
         planned = [
             (entry.average, local(entry.owner.to_local(entry.source.model, averages[entry.name], entry.average.dtype)))
@@ -310,6 +315,14 @@ def _sources(model: nn.Module, owners: Sequence[MainParams]) -> list[tuple[str, 
             )
         sources += [(name, owner, source) for owner, source in found]
     return sources
+
+
+def _under_live_names(what: str, given: Any, live: Mapping[str, Any]) -> Any:
+    """Return saved tensors with the names that they have here; see :func:`megascale.utils.param_names.renames`."""
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        return given
+    new = renames(given, live, f"state dict's {what!r}")
+    return {new.get(name, name): value for name, value in given.items()}
 
 
 def _check_tensors(what: str, given: Any, expected: Mapping[str, Tensor]) -> None:

@@ -14,8 +14,9 @@ from megascale.optimizer import MixedPrecisionOptimizer, StepResult
 from megascale.state.hooks import load_with_hooks, pack_with_hooks, raise_own
 from megascale.state.live_state import LiveState, Plan, load_together
 from megascale.state.saved_state import ChainState, SavedState
-from megascale.state.schema import SHARED_STATE, check_layout, shared_by_optimizer
+from megascale.state.schema import SHARED_STATE, check_layout, shared_by_optimizer, under_live_names
 from megascale.state.torch_layout import StateDict, StateNames, from_torch_layout, is_read_by_name, is_torch_layout
+from megascale.step.description import described
 from megascale.step.overflow_report import OverflowReport
 from megascale.step.ownership import shared_scaler
 from megascale.step.recipe import StepRecipe
@@ -309,6 +310,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
             state_dict = from_torch_layout(state_dict, self.state_dict(copy=False), strict=strict)
         check_layout(state_dict, strict=strict)
         names = self._names()
+        state_dict = under_live_names(state_dict, [name for own in names for name in own])
         states, mains = state_dict["optimizer"]["state"], state_dict["main_params"]
         groups = state_dict["optimizer"]["param_groups"]
         known = {name for own in names for name in own}
@@ -342,6 +344,11 @@ class ChainedOptimizer(torch.optim.Optimizer):
             )
             taken += count
         return parts
+
+    def __repr__(self) -> str:
+        if not self._constructed:
+            return object.__repr__(self)
+        return described(type(self).__name__, self.recipe.members, self.groups, self.grad_scaler, self.clip_grad)
 
     def __getstate__(self) -> dict[str, Any]:
         raise UsageError("a ChainedOptimizer cannot be pickled or deep-copied; use state_dict()")

@@ -48,7 +48,7 @@ class OptimizerConfig:
 
     Names and defaults are those of ``megatron.core.optimizer.OptimizerConfig`` where it has them. Exceptions:
     ``initial_loss_scale`` is ``2**16`` here (Megatron: ``2**32``, which skips 16 steps first), and Lion's betas are 0.9
-    and 0.99, as in its paper (Megatron: 0.95 and 0.98). Fields that Megatron lacks are marked "ours".
+    and 0.99, as in its paper (Megatron: 0.95 and 0.98). Fields that Megatron lacks are marked "megascale's".
 
     An optimizer clips to the ``clip_grad`` that it is given: the constructor's keyword, or else its config's. One that
     is given neither, with ``config=None``, does not clip, as the torch optimizer inside would not.
@@ -56,141 +56,174 @@ class OptimizerConfig:
     An optimizer that gets a torch optimizer or scaler beside a config refuses fields that contradict them, such as
     another ``lr`` or ``initial_loss_scale``. ``build_optimizer`` builds both from the config.
 
+    Attributes: Precision and loss scale
+        fp16: Whether 16-bit parameters and gradients are fp16; then a grad scaler is required. Default: False.
+        bf16: Whether 16-bit parameters and gradients are bf16; then a grad scaler is optional. Both False: all
+            parameters are fp32. Default: False.
+        loss_scale: A constant loss scale. None: dynamic for fp16, none for bf16 and fp32. Default: None.
+        initial_loss_scale: First value of the dynamic loss scale. Default: 2.0**16.
+        min_loss_scale: The dynamic loss scale never falls below it. Default: 1.0.
+        max_loss_scale: The dynamic loss scale never grows above it (megascale's). None: as long as fp32 holds
+            it. Default: None.
+        loss_scale_window: Clean steps before the dynamic loss scale grows. Default: 1000.
+        hysteresis: Overflows before the dynamic loss scale backs off. Default: 2.
+        hysteresis_reset: When hysteresis is replenished: "growth", with the growth of the scale, or
+            "clean_step", after each clean step (megascale's). Default: "growth".
+        loss_scale_growth_factor: What the dynamic loss scale is multiplied by when it grows (megascale's; a
+            constant 2.0 in Megatron). Default: 2.0.
+        loss_scale_backoff_factor: What the dynamic loss scale is multiplied by when it backs off (megascale's;
+            a constant 0.5 in Megatron). Default: 0.5.
+
+    Attributes: Clipping
+        clip_grad: Largest global L2 norm of the unscaled gradients. 0: no clipping. The optimizer's
+            ``clip_grad=`` replaces it. Default: 1.0.
+        log_num_zeros_in_grad: Count zero elements of the gradients. Otherwise ``num_zeros_in_grad`` is NaN.
+            Default: False.
+        zclip: Treat spikes of the gradient norm by ZClip (arXiv 2504.02507; megascale's): "clip" them, or
+            "skip" their steps. None: neither. See :class:`megascale.step.spikes.NormStatistics`. Default: None.
+        zclip_z_thresh: A norm so many standard deviations above the running mean is a spike (megascale's;
+            ZClip's default). Default: 2.5.
+        zclip_alpha: Weight of the old running mean and variance in the new ones (megascale's; ZClip's default).
+            Default: 0.97.
+        zclip_warmup_steps: Norms from which the first mean and variance are taken; until then none is a spike
+            (megascale's; ZClip's default). Default: 25.
+
+    Attributes: Skipping
+        grad_norm_skip_threshold: Skip a step whose gradient norm, unscaled and not clipped, is above it
+            (Megatron-Core from 0.19.2 on). inf: none. The loss scale moves as after a clean step. Default:
+            math.inf.
+        max_consecutive_skips: More skips in a row than this raise SkippedStepsError (megascale's). None: only
+            warnings, after 32 and at each doubling. Default: None.
+        max_overflows_at_min_scale: More overflows in a row than this, while the dynamic loss scale is at its
+            minimum, raise MinScaleError (megascale's). None: only warnings, after 8 and at each doubling.
+            Default: None.
+
+    Attributes: Kernels, memory and sharding
+        backend: Kernels (megascale's): a name of :data:`megascale.config.BACKENDS`. "auto": the environment
+            variable MEGASCALE_BACKEND, else what is fastest here, see :func:`megascale.kernels.select_backend`.
+            Default: "auto".
+        exp_avg_dtype: Dtype of Adam's and Lion's first moment and of SGD's momentum buffer: float32, bfloat16,
+            float16 or int8. Arithmetic is fp32; fp64 parameters keep fp64 moments. int8, and uint8 for the
+            second moment, are codes (megascale's), see :mod:`megascale.kernels.compact_moments` and
+            :mod:`megascale.kernels.compact_averages`. Default: torch.float32.
+        exp_avg_sq_dtype: Dtype of Adam's second moment. bfloat16 cannot follow changes below 0.4%, which
+            beta2=0.999 makes; float16 loses gradients below 2.4e-4. Measure before you train with either. uint8
+            follows both. Default: torch.float32.
+        store_param_remainders: Hold each main param as an int16 remainder beside its fp16 or bf16 model param:
+            2 bytes in place of 4, see :mod:`megascale.kernels.remainders`. fp32 parameters are their own main
+            params, with or without it. Default: False.
+        optimizer_cpu_offload: Keep main params and state of 16-bit parameters in host memory and update them
+            there, with the same bits. The device keeps weights and gradients. fp32 parameters are updated on the
+            device. Default: False.
+        optimizer_offload_fraction: With ``optimizer_cpu_offload``, the share of their elements that goes to host
+            memory, at least: above 0, up to 1. Parameters that come first in the param groups, whose weights
+            forward needs first, stay on the device. Default: 1.0.
+        overlap_cpu_optimizer_d2h_h2d: With ``optimizer_cpu_offload``, ``step()`` returns at once, and every
+            module waits for its own weights in forward. False: ``step()`` waits for the update. Default: False.
+        pin_cpu_grads: With ``optimizer_cpu_offload``, copy gradients into pinned host memory. False: pageable,
+            which is slower. Default: True.
+        pin_cpu_params: With ``optimizer_cpu_offload``, copy 16-bit weights from pinned host memory. False:
+            pageable, which is slower. Default: True.
+        use_distributed_optimizer: Shard main params and optimizer state over data-parallel ranks: a
+            DistributedOptimizer. Default: False.
+        overlap_param_gather: DistributedOptimizer: the gather of parameters may overlap the next forward.
+            Default: False.
+        muon_ns_dtype: Dtype of Muon's iterations: bfloat16, torch's, or float32 (megascale's). None: bfloat16,
+            but float32 on a CPU that has neither AVX512-BF16 nor AMX. Default: None.
+        muon_batched: Muon iterates on all matrices of a shape at once (megascale's): fewer and larger products,
+            but the last bits of an update may depend on how many there are, and so on the number of ranks.
+            Default: False.
+        muon_split_work: Without sharding, each data-parallel rank runs Muon's iterations on its share of the
+            matrices and sends the results to the others, which hold the same gradients (megascale's). Every
+            rank keeps all main params and momentum. Default: False.
+
+    Attributes: The optimizer, which build_optimizer makes
+        optimizer: "adam" (AdamW where ``decoupled_weight_decay``), "sgd", "lion", or "muon": hidden matrices by
+            Muon, all else by adam, in one ChainedOptimizer. Default: "adam".
+        lr: Learning rate. build_optimizer requires it. Default: None.
+        weight_decay: Weight decay. build_optimizer exempts biases and the parameters of norm layers. Default:
+            0.01.
+        adam_beta1: Weight of the old first moment in the new one. Default: 0.9.
+        adam_beta2: Weight of the old second moment in the new one. Default: 0.999.
+        adam_eps: Added to the root of the bias-corrected second moment. Default: 1e-8.
+        decoupled_weight_decay: AdamW, which shrinks the weights. False: Adam, to whose gradients weight decay
+            is added. Default: True.
+        sgd_momentum: Weight of the old momentum in the new one. 0: no momentum buffer. Default: 0.9.
+        lion_beta1: Weight of the old momentum in the step's direction. Default: 0.9.
+        lion_beta2: Weight of the old momentum in the new one. Default: 0.99.
+        muon_momentum: Weight of the old momentum in the new one. Default: 0.95.
+        muon_nesterov: Orthogonalize the mean of gradient and momentum (Megatron-Core from 0.19.2 on), not the
+            momentum. Default: True.
+        muon_num_ns_steps: Newton-Schulz iterations. Default: 5.
+        muon_coefficient_type: Coefficients of the iterations: "quintic" (torch's) or "polar_express" (arXiv
+            2505.16932). Default: "quintic".
+        muon_adjust_lr_fn: How lr follows a matrix's shape, by torch's names: "original", or "match_rms_adamw",
+            which takes AdamW's lr and weight decay (megascale's). Default: "original".
+        muon_adam_lr: Learning rate of what Muon does not update. None: ``lr`` (megascale's). Default: None.
+
     Raises:
         ArgumentError, ArgumentTypeError: naming the field and its value.
     """
 
-    # Precision
+    # Precision and loss scale
     fp16: bool = False
-    """fp16 gradients: a grad scaler is required."""
     bf16: bool = False
-    """bf16 gradients: a grad scaler is optional."""
-
-    # Loss scale
     loss_scale: float | None = None
-    """A constant loss scale. None: dynamic for fp16, none for bf16 and fp32."""
     initial_loss_scale: float = 2.0**16
-    """First value of the dynamic loss scale."""
     min_loss_scale: float = 1.0
-    """The dynamic loss scale never falls below it."""
     max_loss_scale: float | None = None
-    """The dynamic loss scale never grows above it (ours). None: as long as fp32 holds it."""
     loss_scale_window: int = 1000
-    """Clean steps before the dynamic loss scale grows."""
     hysteresis: int = 2
-    """Overflows before the dynamic loss scale backs off."""
     hysteresis_reset: str = "growth"
-    """When hysteresis is replenished: "growth" or "clean_step" (ours)."""
     loss_scale_growth_factor: float = 2.0
-    """Factor of growth (ours; Megatron's constant 2.0)."""
     loss_scale_backoff_factor: float = 0.5
-    """Factor of backoff (ours; Megatron's constant 0.5)."""
 
-    # Step
+    # Clipping
     clip_grad: float = 1.0
-    """Largest global L2 norm of the unscaled gradients. 0: no clipping. The optimizer's ``clip_grad=`` replaces it."""
     log_num_zeros_in_grad: bool = False
-    """Count zero elements of the gradients. Otherwise ``num_zeros_in_grad`` is NaN."""
-    grad_norm_skip_threshold: float = math.inf
-    """Skip a step whose gradient norm, unscaled and not clipped, is above it (Megatron-Core from 0.19.2 on). inf: none.
-    The loss scale moves as after a clean step."""
     zclip: str | None = None
-    """Treat spikes of the gradient norm by ZClip (arXiv 2504.02507; ours): "clip" them, or "skip" their steps. None:
-    neither. See :class:`megascale.step.spikes.NormStatistics`."""
     zclip_z_thresh: float = 2.5
-    """A norm so many standard deviations above the running mean is a spike (ours; ZClip's default)."""
     zclip_alpha: float = 0.97
-    """Weight of the old running mean and variance in the new ones (ours; ZClip's default)."""
     zclip_warmup_steps: int = 25
-    """Norms from which the first mean and variance are taken; until then none is a spike (ours; ZClip's default)."""
+
+    # Skipping
+    grad_norm_skip_threshold: float = math.inf
     max_consecutive_skips: int | None = None
-    """More skips in a row than this raise SkippedStepsError (ours). None: only warnings, after 32 and at each
-    doubling."""
     max_overflows_at_min_scale: int | None = None
-    """More overflows in a row than this, while the dynamic loss scale is at its minimum, raise MinScaleError (ours).
-    None: only warnings, after 8 and at each doubling."""
+
+    # Kernels, memory and sharding
     backend: str = "auto"
-    """Kernels (ours): a name of :data:`megascale.config.BACKENDS`. "auto": the environment variable MEGASCALE_BACKEND,
-    else what is fastest here, see :func:`megascale.kernels.select_backend`."""
     exp_avg_dtype: torch.dtype = torch.float32
-    """Dtype of Adam's and Lion's first moment and of SGD's momentum buffer: float32, bfloat16, float16 or int8.
-    Arithmetic is fp32; fp64 parameters keep fp64 moments. int8, and uint8 for the second moment, are codes (ours), see
-    :mod:`megascale.kernels.compact_moments` and :mod:`megascale.kernels.compact_averages`."""
     exp_avg_sq_dtype: torch.dtype = torch.float32
-    """Dtype of Adam's second moment. bfloat16 cannot follow changes below 0.4%, which beta2=0.999 makes; float16 loses
-    gradients below 2.4e-4. Measure before you train with either. uint8 follows both."""
-
     store_param_remainders: bool = False
-    """Hold each main param as an int16 remainder beside its fp16 or bf16 model param: 2 bytes in place of 4, see
-    :mod:`megascale.kernels.remainders`. fp32 parameters are their own main params, with or without it."""
-
-    # Host memory
     optimizer_cpu_offload: bool = False
-    """Keep main params and state of 16-bit parameters in host memory and update them there, with the same bits. The
-    device keeps weights and gradients. fp32 parameters are updated on the device."""
     optimizer_offload_fraction: float = 1.0
-    """With ``optimizer_cpu_offload``: the share of their elements that goes to host memory, at least, above 0 up to 1.
-    Parameters that come first in the param groups, whose weights forward needs first, stay on the device."""
     overlap_cpu_optimizer_d2h_h2d: bool = False
-    """With ``optimizer_cpu_offload``: ``step()`` returns at once, and every module waits for its own weights in
-    forward. False: ``step()`` waits for the update."""
     pin_cpu_grads: bool = True
-    """With ``optimizer_cpu_offload``: copy gradients into pinned host memory. False: pageable, which is slower."""
     pin_cpu_params: bool = True
-    """With ``optimizer_cpu_offload``: copy 16-bit weights from pinned host memory. False: pageable, which is slower."""
-
-    # Sharding, read by build_optimizer
     use_distributed_optimizer: bool = False
-    """Shard main params and optimizer state over data-parallel ranks: a DistributedOptimizer."""
     overlap_param_gather: bool = False
-    """DistributedOptimizer: the gather of parameters may overlap the next forward."""
-
-    # Inner optimizer, read by build_optimizer
-    optimizer: str = "adam"
-    """"adam" (AdamW where ``decoupled_weight_decay``), "sgd", "lion", or "muon": hidden matrices by Muon, all else by
-    adam, in one ChainedOptimizer."""
-    lr: float | None = None
-    """Learning rate. build_optimizer requires it."""
-    weight_decay: float = 0.01
-    """Weight decay. build_optimizer exempts biases and the parameters of norm layers."""
-    adam_beta1: float = 0.9
-    """Weight of the old first moment in the new one."""
-    adam_beta2: float = 0.999
-    """Weight of the old second moment in the new one."""
-    adam_eps: float = 1e-8
-    """Added to the root of the bias-corrected second moment."""
-    decoupled_weight_decay: bool = True
-    """AdamW, which shrinks the weights. False: Adam, to whose gradients weight decay is added."""
-    sgd_momentum: float = 0.9
-    """Weight of the old momentum in the new one. 0: no momentum buffer."""
-    lion_beta1: float = 0.9
-    """Weight of the old momentum in the step's direction."""
-    lion_beta2: float = 0.99
-    """Weight of the old momentum in the new one."""
-    muon_momentum: float = 0.95
-    """Weight of the old momentum in the new one."""
-    muon_nesterov: bool = True
-    """Orthogonalize the mean of gradient and momentum (Megatron-Core from 0.19.2 on), not the momentum."""
-    muon_num_ns_steps: int = 5
-    """Newton-Schulz iterations."""
-    muon_coefficient_type: str = "quintic"
-    """Coefficients of the iterations: "quintic" (torch's) or "polar_express" (arXiv 2505.16932)."""
-    muon_adjust_lr_fn: str = "original"
-    """How lr follows a matrix's shape, by torch's names: "original", or "match_rms_adamw", which takes AdamW's lr and
-    weight decay (ours)."""
-    muon_adam_lr: float | None = None
-    """Learning rate of what Muon does not update. None: ``lr`` (ours)."""
-
-    # Muon's arithmetic
     muon_ns_dtype: torch.dtype | None = None
-    """Dtype of the iterations: bfloat16, torch's, or float32 (ours). None: bfloat16, but float32 on a CPU that has
-    neither AVX512-BF16 nor AMX."""
     muon_batched: bool = False
-    """Iterate on all matrices of a shape at once (ours): fewer and larger products, but the last bits of an update may
-    depend on how many there are, and so on the number of ranks."""
     muon_split_work: bool = False
-    """Without sharding: each data-parallel rank iterates on its share of the matrices and sends the results to the
-    others, which hold the same gradients (ours). Every rank keeps all main params and momentum."""
+
+    # The optimizer, which build_optimizer makes
+    optimizer: str = "adam"
+    lr: float | None = None
+    weight_decay: float = 0.01
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_eps: float = 1e-8
+    decoupled_weight_decay: bool = True
+    sgd_momentum: float = 0.9
+    lion_beta1: float = 0.9
+    lion_beta2: float = 0.99
+    muon_momentum: float = 0.95
+    muon_nesterov: bool = True
+    muon_num_ns_steps: int = 5
+    muon_coefficient_type: str = "quintic"
+    muon_adjust_lr_fn: str = "original"
+    muon_adam_lr: float | None = None
 
     def __post_init__(self) -> None:
         for name in FLAGS:

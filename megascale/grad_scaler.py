@@ -17,7 +17,7 @@ from typing_extensions import override
 from megascale.config import HYSTERESIS_RESETS, OptimizerConfig
 from megascale.errors import ArgumentError, ArgumentTypeError, StateDictError
 from megascale.kernels import Backend, ScaleRule, TorchDecisions, inverse
-from megascale.utils import validate
+from megascale.utils import validate, wording
 from megascale.utils.autograd import without_grad
 from megascale.utils.spelling import names_arguments
 from megascale.utils.staging import staged
@@ -137,6 +137,9 @@ class ConstantGradScaler(MegatronGradScaler):
         super().__init__(initial_scale, device=device)
         self._on_host = self.initial_scale
 
+    def __repr__(self) -> str:
+        return wording.call(type(self).__name__, self._on_host)
+
     @property
     @override
     def needs_scaled_loss(self) -> bool:
@@ -231,6 +234,24 @@ class DynamicGradScaler(MegatronGradScaler):
         self._hysteresis_tracker = torch.full_like(self._growth_tracker, self.hysteresis)
         self._begun_from: tuple[float, int, int] = (self.initial_scale, 0, self.hysteresis)
 
+    def __repr__(self) -> str:
+        live = (self._scale, self._growth_tracker, self._hysteresis_tracker)
+        began = [f"{value!r} when it was made or loaded" for value in self._begun_from]
+        scale, growth, hysteresis = map(wording.number, live, began)
+        return wording.call(
+            type(self).__name__,
+            scale=scale,
+            growth_tracker=growth,
+            hysteresis_tracker=hysteresis,
+            min_scale=self.min_scale,
+            growth_factor=self.growth_factor,
+            backoff_factor=self.backoff_factor,
+            growth_interval=self.growth_interval,
+            hysteresis=self.hysteresis,
+            **({} if self.max_scale == validate.LARGEST_SCALE else {"max_scale": self.max_scale}),
+            **({} if self.hysteresis_reset == "growth" else {"hysteresis_reset": self.hysteresis_reset}),
+        )
+
     @override
     def settings(self) -> tuple[Any, ...]:
         rule = (self.min_scale, self.max_scale, self.growth_factor, self.backoff_factor, self.growth_interval)
@@ -272,11 +293,11 @@ class DynamicGradScaler(MegatronGradScaler):
         }
 
     def parse_state_dict(self, state_dict: Mapping[str, Any]) -> ScalerState:
-        """Accept our own and Megatron-Core's state, and torch.amp.GradScaler's (``_growth_tracker``, no hysteresis).
+        """Accept the state of megascale, of Megatron-Core, and of torch.amp.GradScaler (``_growth_tracker`` alone).
 
         Factors, interval and bounds are configuration and stay as constructed; torch's copies of them are ignored.
-        Megatron's trackers may be below zero (it does not stop at 0) and count as 0; a hysteresis above ours is cut to
-        ours.
+        Megatron's trackers may be below zero (it does not stop at 0) and count as 0; a hysteresis above this
+        scaler's is cut to it.
         """
         _check_mapping(state_dict)
         if "_growth_tracker" in state_dict:

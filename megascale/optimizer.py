@@ -24,12 +24,13 @@ from megascale.state.saved_state import OwnState, SavedState
 from megascale.state.torch_layout import StateNames, is_read_by_name
 from megascale.step import ownership
 from megascale.step.arguments import check_arguments, check_grad_scaler, require_values
+from megascale.step.description import described, summary
 from megascale.step.member import StepMember
 from megascale.step.overflow_report import OverflowReport
 from megascale.step.recipe import StepRecipe
 from megascale.step.recipe import StepResult as StepResult
 from megascale.step.update_selection import check_inner
-from megascale.utils import validate
+from megascale.utils import announce, validate
 from megascale.utils.spelling import names_arguments
 from megascale.utils.step_hooks import with_step_hooks
 
@@ -116,6 +117,11 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self._member.sync_from_model()
         self._member.uncompared.clear()
         ownership.record(self, optimizer, self.grad_scaler)
+        if has_values:
+            announce.on_first_rank(self._summary)
+
+    def _summary(self) -> str:
+        return summary(type(self).__name__, self._member, self.groups, self.grad_scaler, self.clip_grad)
 
     def _require_same(self, first: int) -> None:
         """Raise ArgumentError on all ranks if trainable parameters of the param groups from ``first`` on, or the
@@ -184,7 +190,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Begin the step as :meth:`prepare_grads` does, and let it clip to ``max_norm`` in place of :attr:`clip_grad`.
+        """Begin the step as :meth:`prepare_grads` does, and let it clip to ``max_norm`` instead of :attr:`clip_grad`.
 
         For a loop that clips by itself; :meth:`step` then takes the step. ``clip_grad=`` needs no call. The gradients
         in ``param.grad`` stay scaled and unclipped: the update multiplies them by one coefficient. No host wait.
@@ -463,6 +469,11 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     def saved_state(self) -> SavedState:
         """Return what :mod:`megascale.checkpoint` asks of the state."""
         return OwnState(self, self.live_state, self._member.sync_from_model)
+
+    def __repr__(self) -> str:
+        if not self._constructed:
+            return object.__repr__(self)
+        return described(type(self).__name__, [self._member], self.groups, self.grad_scaler, self.clip_grad)
 
     def __getstate__(self) -> dict[str, Any]:
         raise UsageError(

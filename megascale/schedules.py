@@ -26,6 +26,7 @@ from megascale.errors import ArgumentError, ArgumentTypeError, StateDictError, U
 from megascale.host_view import HostView
 from megascale.landed.learning_rates import GroupRates, number_of, takes_rates_on_device
 from megascale.landed.steps import StepOutcomes
+from megascale.utils.spelling import names_arguments
 
 
 class _Position(NamedTuple):
@@ -36,6 +37,7 @@ class _Position(NamedTuple):
     options: list[dict[str, Any]]
 
 
+@names_arguments
 class LandedLRScheduler(LRScheduler):
     """A torch LR scheduler that counts landed steps only. Call :meth:`step` after every ``optimizer.step()``.
 
@@ -80,6 +82,10 @@ class LandedLRScheduler(LRScheduler):
         self._rates = GroupRates(optimizer)
         self._view = HostView()
         self._before: _Position | None = None
+
+    def __repr__(self) -> str:
+        epoch = vars(self.scheduler).get("last_epoch")
+        return f"LandedLRScheduler({type(self.scheduler).__name__}, last_epoch={epoch!r})"
 
     def step(self, success: Tensor | bool | None = None) -> None:  # type: ignore[override]
         """Advance by one if the optimizer's step landed.

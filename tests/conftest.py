@@ -19,6 +19,9 @@ if not torch.accelerator.is_available():
     # Triton reads this once, when it is first imported. Ranks and other programs that tests start inherit it.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Programs that tests start, and the processes of pytest-xdist, would compile the library anew: a second for each.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # Ranks have one thread each. What is compared with them bit by bit must be too: threads change how a matmul rounds.
 torch.set_num_threads(1)
 

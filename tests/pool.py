@@ -28,6 +28,7 @@ RankFailure). With `process_group=False` the function finds torch.distributed no
 import atexit
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -319,11 +320,24 @@ def _serve(connection: Connection, rank: int, world_size: int, folder: str, proc
         connection.send_bytes(_answer(call))
 
 
+def _read(call: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return the function and its arguments.
+
+    What their modules are made of is there to stay, and left out of each walk through all objects: see tests/warm.py.
+    """
+    known = len(sys.modules)
+    read = pickle.loads(call)
+    if len(sys.modules) > known:
+        gc.collect()
+        gc.freeze()
+    return read
+
+
 def _answer(call: bytes) -> bytes:
     try:
         random.seed(0)
         torch.manual_seed(0)
-        function, args = pickle.loads(call)
+        function, args = _read(call)
         return pickle.dumps((function(*args), None))
     except BaseException:
         return pickle.dumps((None, traceback.format_exc()))

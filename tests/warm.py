@@ -6,6 +6,8 @@ Python's garbage collector, and what else walks through all objects, leaves thes
 import atexit
 import gc
 
+import hypothesis  # noqa: F401  # as pytest: files of tests import both
+import pytest  # noqa: F401
 import torch._dynamo  # torch imports it for the first optimizer
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp

@@ -13,7 +13,7 @@ from megascale.amp.grad_scaler import GradScaler
 from megascale.chained import ChainedOptimizer
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError, sparse_gradient
 from megascale.grad_scaler import MegatronGradScaler
-from megascale.kernels import LARGEST_SUM_SQUARES, Decision
+from megascale.kernels import LARGEST_SUM_SQUARES, Decision, clip_coefficient
 from megascale.optimizer import MixedPrecisionOptimizer, StepResult
 from megascale.utils import validate
 from megascale.utils.collectives import full_tensor
@@ -125,7 +125,7 @@ def _step_in_few_passes(optimizer: torch.optim.Optimizer, scaler: GradScaler, cl
     norm = sum_squares.sqrt() * inv_scale
     clip = None
     if clipping.norm is not None:
-        clip = (clipping.norm / (norm + 1e-6)).clamp(max=1.0)
+        clip = clip_coefficient(norm, clipping.norm)
         left_to_do = inv_scale * clip
         for found_inf in scaler._found_inf_per_device(optimizer).values():
             found_inf.masked_fill_(sum_squares > LARGEST_SUM_SQUARES, 1.0)

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from megascale.host_view import HostView
 from megascale.step import non_finite_module
+from megascale.step.losses import non_finite_losses
 from megascale.step.non_finite_module import ModuleEvents
-from megascale.step.overflow_report import OverflowEntry, OverflowReport, OwnOverflows
-from megascale.step.overflows import LastOverflow, SeenGrads, described
+from megascale.step.overflow_report import OverflowEntry, OverflowReport, OwnOverflows, holds_only_nan
+from megascale.step.overflows import LastOverflow, SeenGrads, described, own_rank
 from megascale.utils.collectives import group_size
 from megascale.utils.dtensors import local
 
@@ -28,12 +29,14 @@ class _Iteration:
         flags: `found_inf`, by optimizer and device, fp32 and 0-d.
         seen: what the observer saw in backward; None without an observer.
         modules: what each watch of the model's modules saw.
+        losses: that were scaled in it; None: unknown.
     """
 
     step: int
     flags: list[Tensor]
     seen: SeenGrads | None
     modules: list[ModuleEvents]
+    losses: list[Tensor] | None
 
 
 class ScalerOverflows(LastOverflow):
@@ -66,7 +69,8 @@ class ScalerOverflows(LastOverflow):
         """
         seen = None if self.observer is None else self.observer.take()
         modules = non_finite_module.take(self._params)
-        known, self._newest = self._newest, _Iteration(self._num_updates, list(flags), seen, modules)
+        newest = _Iteration(self._num_updates, list(flags), seen, modules, self.losses.take())
+        known, self._newest = self._newest, newest
         self._num_updates += 1
         if scale.device.type == "cpu":
             if _is_set(flags):
@@ -97,13 +101,24 @@ class ScalerOverflows(LastOverflow):
             return
         entries = tuple(self._entries())
         seen = None if newest.seen is None else newest.seen.entries()
-        if seen is None and group_size(self.group) == 1 and not torch.distributed.is_initialized():
+        if seen is None and group_size(self.group) == 1 and not self._may_be_reduced:
             seen = entries
         self._keep(newest, scale, seen, entries)
 
     def _keep(self, known: _Iteration, scale: float | None, seen: Entries | None, entries: Entries) -> None:
         module = non_finite_module.first_of(known.modules)
-        self._own, self._report = OwnOverflows(known.step, scale, seen, entries, module), None
+        losses = non_finite_losses(known.losses, own_rank())
+        if not losses and self._may_be_reduced:
+            losses = None  # those of ranks that this scaler does not know of
+        num_grads = sum(param.grad is not None for param in self._params())
+        only_nan = holds_only_nan(entries, num_grads)
+        self._own = OwnOverflows(known.step, scale, seen, entries, module, losses, only_nan)
+        self._report = None
+
+    @property
+    def _may_be_reduced(self) -> bool:
+        """Whether gradients may be sums over ranks that nobody has named to this scaler."""
+        return group_size(self.group) == 1 and torch.distributed.is_initialized()
 
     def _params(self) -> Iterator[Tensor]:
         return (param for group in self._param_groups() for param in group["params"])

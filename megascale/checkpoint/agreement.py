@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 @contextmanager
-def together(doing: str, group: ProcessGroup | None) -> Iterator[None]:
+def raise_on_all_ranks(doing: str, group: ProcessGroup | None) -> Iterator[None]:
     """Run a block without communication; then raise on every rank of ``group`` if it raised on any.
 
     Errors that are not megascale's become CheckpointError ("cannot ``doing``: ...").

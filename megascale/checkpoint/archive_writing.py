@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megascale.checkpoint.checksum_follower import ChecksumFollower
 from megascale.checkpoint.crc32 import combined
 from megascale.checkpoint.manifest import CHUNK_BYTES, FileMark
-from megascale.checkpoint.marking import Marker
 from megascale.checkpoint.tensor_archive import TensorArchive, bytes_of
 from megascale.utils.progress import advance
 
@@ -73,7 +73,7 @@ def write_by_torch(path: Path, tensors: Iterable[Tensor]) -> tuple[list[int], Fi
     """Write a new file by calling torch.save for each tensor. Returns the archives' lengths, and size and checksum."""
     lengths: list[int] = []
     unread = 0  # bytes that the checksum's thread has not been told of: waking it for each small tensor costs more
-    with open(path, "xb") as stream, Marker(path) as marker:
+    with open(path, "xb") as stream, ChecksumFollower(path) as marker:
         for tensor in tensors:
             # torch.save would write the whole storage of a view.
             alone = tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

@@ -15,10 +15,10 @@ from torch.distributed import ProcessGroup
 
 from megascale.checkpoint import directory as folders
 from megascale.checkpoint import storage
-from megascale.checkpoint.agreement import gathered, named, together
+from megascale.checkpoint.agreement import gathered, named, raise_on_all_ranks
+from megascale.checkpoint.cached_flattener import CachedFlattener
 from megascale.checkpoint.contents import Contents, SavedOptimizer, check_types, collect
 from megascale.checkpoint.fingerprint import fingerprint
-from megascale.checkpoint.kept_nest import KeptNest
 from megascale.checkpoint.loading import Groups, LoadedCheckpoint, load
 from megascale.checkpoint.manifest import Manifest
 from megascale.checkpoint.nest import Tree
@@ -26,11 +26,11 @@ from megascale.checkpoint.staging import Staging
 from megascale.errors import CheckpointError, MegascaleError, listed
 from megascale.main_params.replica_check import digests
 from megascale.parallel import ParallelGroups
-from megascale.utils import call_site, validate
+from megascale.utils import call_site, validate, wording
 from megascale.utils.collectives import all_gather_object, broadcast_object, group_rank, group_size, twin_group
 from megascale.utils.consensus import first_other_rank
 from megascale.utils.progress import progress_bar
-from megascale.utils.spelling import names_arguments
+from megascale.utils.spelling import names_arguments, names_keywords
 
 
 @names_arguments
@@ -76,9 +76,13 @@ class Checkpointer:
         self._background = _Background()
         self._staging = Staging()
         self._planning = storage.Planning()
-        self._nests: dict[str, KeptNest] = {}
+        self._nests: dict[str, CachedFlattener] = {}
         # The background thread has its own group, as its collectives must not interleave with training's.
         self._background_group: ProcessGroup | None = None
+
+    def __repr__(self) -> str:
+        options = {"keep_last": self.keep_last, "async_save": self.async_save, "check_replicas": self.check_replicas}
+        return wording.call("Checkpointer", str(self.directory), **options, ranks=group_size(self._group))
 
     def save(
         self,
@@ -115,7 +119,7 @@ class Checkpointer:
                 planned = self._planning.plan(contents.tensors, folder, self._group, contents.revision)
                 if not self.async_save:
                     return self._finish(step, planned, contents.trees, rank_trees, self._group)
-                with together("copy the checkpoint to host memory", self._group):
+                with raise_on_all_ranks("copy the checkpoint to host memory", self._group):
                     planned.stage(self._staging)
         group = self._thread_group()
         self._background.start(lambda: self._finish_in_background(step, planned, contents.trees, rank_trees, group))
@@ -130,7 +134,7 @@ class Checkpointer:
     ) -> LoadedCheckpoint:
         """Load the latest checkpoint, or the one of ``step``; see :func:`load`."""
         self.wait()
-        with named("load the checkpoint"), together("remove old checkpoints", self._group):
+        with named("load the checkpoint"), raise_on_all_ranks("remove old checkpoints", self._group):
             self._finish_removals()
         return load(
             self.directory, model, optimizer, step=step, strict=strict, progress=self.progress, groups=self._groups
@@ -140,7 +144,7 @@ class Checkpointer:
         """Return the complete checkpoint of the highest step, the same on all ranks; None if there is none."""
         self.wait()
         path: Path | None = None
-        with together("look for checkpoints", self._group):
+        with raise_on_all_ranks("look for checkpoints", self._group):
             self._finish_removals()
             if group_rank(self._group) == 0:
                 path = folders.latest(self.directory)
@@ -168,7 +172,7 @@ class Checkpointer:
         self, step: int, model: nn.Module, optimizer: SavedOptimizer | None, user_state: Any, rank_state: Any
     ) -> tuple[Contents, list[Tree]]:
         """Return this rank's contents, and all ranks' own trees. Raises on all ranks if their contents do not fit."""
-        with together("collect the state", self._group):
+        with raise_on_all_ranks("collect the state", self._group):
             validate.integer("step", step, minimum=0)
             check_types(model, optimizer)
         if optimizer is not None:
@@ -210,7 +214,7 @@ class Checkpointer:
             return folders.begin(self.directory, step) if group_rank(self._group) == 0 else None
 
         folder = gathered(f"create a folder in {self.directory}", create, self._group)[0]
-        with together(f"see the folder {folder}", self._group):
+        with raise_on_all_ranks(f"see the folder {folder}", self._group):
             if folder is None or not folder.is_dir():
                 raise CheckpointError(
                     f"{folder}, made by the first rank, is not visible here; choose a directory on a file system that "
@@ -228,10 +232,13 @@ class Checkpointer:
     ) -> Path:
         """Write this rank's file, and rename the folder to its final name once every rank has written."""
         is_shown = self.progress and not self.async_save and planned.rank == 0
-        with together(f"write {planned.folder}", group), progress_bar("saving", planned.nbytes, wanted=is_shown):
+        with (
+            raise_on_all_ranks(f"write {planned.folder}", group),
+            progress_bar("saving", planned.nbytes, wanted=is_shown),
+        ):
             written = planned.write()
         gathered = all_gather_object(written, group)
-        with together(f"complete {planned.folder}", group):
+        with raise_on_all_ranks(f"complete {planned.folder}", group):
             if planned.rank == 0:
                 marks = planned.write_metadata([places for places, _ in gathered])
                 for _, rank_marks in gathered:
@@ -239,7 +246,7 @@ class Checkpointer:
                 Manifest(step, group_size(group), trees, rank_trees, marks).write(planned.folder)
                 folders.commit(planned.folder, self.directory, step)
         planned.pieces.reduce(index_is_kept=all(places is None for places, _ in gathered))
-        with together("remove old checkpoints", group):
+        with raise_on_all_ranks("remove old checkpoints", group):
             if planned.rank == 0 and self.keep_last is not None:
                 folders.prune(self.directory, self.keep_last, step)
         return folders.path_of(self.directory, step)
@@ -271,6 +278,7 @@ class Checkpointer:
         return self._background_group
 
 
+@names_keywords
 def save(
     directory: str | os.PathLike[str],
     step: int,

@@ -13,13 +13,13 @@ from megascale.checkpoint import directory as folders
 from megascale.checkpoint import remainders, storage
 from megascale.checkpoint.agreement import named
 from megascale.checkpoint.contents import MAIN_PARAMS, PARAM_NAMES, tree_of
-from megascale.checkpoint.destination import Destination
 from megascale.checkpoint.manifest import Manifest
 from megascale.checkpoint.metadata import read_metadata
 from megascale.checkpoint.nest import Tree, join, leaves, unflatten
+from megascale.checkpoint.read_targets import ReadTargets
 from megascale.errors import ArgumentTypeError, CheckpointError
 from megascale.utils import validate
-from megascale.utils.atomic_files import appearing
+from megascale.utils.atomic_files import atomic_write
 from megascale.utils.progress import progress_bar, torch_save
 
 
@@ -76,7 +76,7 @@ def consolidate(
             if optimizer:
                 state = _read_nest(folder, manifest, metadata, tree_of(manifest, "optimizer"))
                 content = {"model": weights, "optimizer": state, "step": manifest.step}
-        with appearing(target, overwrite=overwrite) as unnamed:
+        with atomic_write(target, overwrite=overwrite) as unnamed:
             torch_save(content, unnamed, wanted=progress)
     return target
 
@@ -107,7 +107,7 @@ def _weights(folder: Path, manifest: Manifest, metadata: Metadata, dtype: torch.
 
 
 def _read_nest(folder: Path, manifest: Manifest, metadata: Metadata, tree: Tree) -> Any:
-    templates = Destination().templates(tree)
+    templates = ReadTargets().templates(tree)
     storage.plan_read(folder, metadata, templates).read()
     remainders.decode_(folder, manifest, metadata, templates)
     return unflatten(tree, templates)

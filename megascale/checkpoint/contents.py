@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from megascale.checkpoint.kept_nest import KeptNest
+from megascale.checkpoint.cached_flattener import CachedFlattener
 from megascale.checkpoint.manifest import Manifest
 from megascale.checkpoint.nest import Tree, flatten, join, leaves
 from megascale.errors import ArgumentTypeError, CheckpointError, listed
@@ -90,7 +90,7 @@ def collect(
     rank_state: Any,
     rank: int,
     groups: ParallelGroups,
-    nests: dict[str, KeptNest],
+    nests: dict[str, CachedFlattener],
 ) -> Contents:
     """Flatten everything to be saved. Raises ArgumentError or ArgumentTypeError for what a checkpoint cannot hold.
 
@@ -114,7 +114,7 @@ def collect(
     trees: dict[str, Tree] = {}
     tensors: dict[str, Tensor] = {}
     for part, nest in {**parts, own: rank_state}.items():
-        trees[part], found = nests.setdefault(part, KeptNest(part)).flatten(nest)
+        trees[part], found = nests.setdefault(part, CachedFlattener(part)).flatten(nest)
         tensors.update(found)
     rank_tree = trees.pop(own)
     digest = {part: nests[part].crc32() for part in trees}

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megascale.errors import CheckpointError, listed
-from megascale.utils.atomic_files import hidden, sync_folder
+from megascale.utils.atomic_files import sync_folder, temporary_path
 
 MANIFEST_NAME = "megascale.json"
 _COMPLETE = re.compile(r"step_(\d{8,})")
@@ -40,7 +40,7 @@ def named(directory: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def left(directory: Path) -> list[Path]:
+def unfinished_saves(directory: Path) -> list[Path]:
     """Return folders of saves that were interrupted or are still running."""
     return [entry for entry, _ in _matching(directory, _INCOMPLETE)]
 
@@ -62,7 +62,7 @@ def find(path: Path, step: int | None) -> Path:
         raise CheckpointError(f"no checkpoint at {path}: the folder does not exist")
     folders = complete(path)
     if not folders:
-        unfinished = [folder.name for folder in left(path)]
+        unfinished = [folder.name for folder in unfinished_saves(path)]
         hint = f"; unfinished are {listed(unfinished)}: the save was killed, or runs still: wait() for it"
         raise CheckpointError(
             f"no complete checkpoint in {path}: expected folders named like {path_of(path, 40).name}"
@@ -87,10 +87,10 @@ def begin(directory: Path, step: int) -> Path:
             f"the checkpoint {target} exists already; delete it, save another step, or choose another directory"
         )
     directory.mkdir(parents=True, exist_ok=True)
-    for stale in left(directory):
+    for stale in unfinished_saves(directory):
         shutil.rmtree(stale, ignore_errors=True)
     finish_removals(directory)
-    folder = hidden(target, "incomplete")
+    folder = temporary_path(target, "incomplete")
     folder.mkdir()
     return folder
 
@@ -109,7 +109,7 @@ def prune(directory: Path, keep_last: int, saved_step: int) -> None:
     folders = complete(directory)
     others = [step for step in folders if step != saved_step]
     for step in others[: max(0, len(others) - (keep_last - 1))]:
-        os.rename(folders[step], hidden(folders[step], "removed"))
+        os.rename(folders[step], temporary_path(folders[step], "removed"))
     finish_removals(directory)
 
 

@@ -43,7 +43,7 @@ def listing(directory: Path, *, checksums: bool = True, progress: bool = True) -
     for step, folder in folders.named(directory).items():
         world_size, damage = _inspected(folder, checksums, progress and checksums)
         yield Listed(folder, _size(folder), step, world_size, damage, folder == latest)
-    for folder in folders.left(directory):
+    for folder in folders.unfinished_saves(directory):
         yield Listed(folder, _size(folder), None, None, "incomplete: still being written, or its writer died", False)
 
 

@@ -14,8 +14,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from megascale.checkpoint import directory as folders
-from megascale.checkpoint import remainders, storage
-from megascale.checkpoint.agreement import named, together
+from megascale.checkpoint import remainders, renaming, storage
+from megascale.checkpoint.agreement import named, raise_on_all_ranks
 from megascale.checkpoint.contents import (
     SavedOptimizer,
     bare,
@@ -25,16 +25,17 @@ from megascale.checkpoint.contents import (
     model_tree,
     tree_of,
 )
-from megascale.checkpoint.destination import Destination
 from megascale.checkpoint.manifest import Manifest
 from megascale.checkpoint.metadata import read_metadata
 from megascale.checkpoint.nest import Tree, unflatten
+from megascale.checkpoint.read_targets import ReadTargets
 from megascale.errors import CheckpointError, MegascaleError
 from megascale.main_params.shard import ParamShard
 from megascale.parallel import ParallelGroups
 from megascale.utils import validate
 from megascale.utils.collectives import broadcast_object, group_rank, group_size
 from megascale.utils.progress import progress_bar
+from megascale.utils.spelling import names_keywords
 
 Groups = ParallelGroups | ProcessGroup | DeviceMesh | None
 
@@ -58,6 +59,7 @@ class LoadedCheckpoint:
     skipped: tuple[str, ...]
 
 
+@names_keywords
 def load(
     path: str | os.PathLike[str],
     model: nn.Module,
@@ -92,27 +94,27 @@ def load(
     """
     group = ParallelGroups.of(groups).grad_stats
     with named("load the checkpoint"):
-        with together("load the checkpoint", group):
+        with raise_on_all_ranks("load the checkpoint", group):
             check_types(model, optimizer)
             validate.flag("strict", strict)
             validate.flag("progress", progress)
             if step is not None:
                 validate.integer("step", step, minimum=0)
         folder = _found_together(Path(path), step, group)
-        with together(f"read the manifest of {folder}", group):
+        with raise_on_all_ranks(f"read the manifest of {folder}", group):
             manifest = Manifest.read(folder)
         is_shown = progress and group_rank(group) == 0
         _verify(folder, manifest, is_shown, group)
-        with together(f"read {folder}", group):
+        with raise_on_all_ranks(f"read {folder}", group):
             staged = _stage(folder, manifest, model, optimizer, strict, is_shown, group)
         skipped = list(staged.problems)
         if optimizer is not None and staged.optimizer_state is not None:
             _load_optimizer(folder, optimizer, staged.optimizer_state, staged.in_place, strict, is_shown, group)
             if not strict:
                 optimizer.saved_state().share_forms()
-                with together("list what was left out", group):
+                with raise_on_all_ranks("list what was left out", group):
                     skipped += left_out(staged.optimizer_state, optimizer.saved_state().pack())
-        with together("load the weights into the model", group):
+        with raise_on_all_ranks("load the weights into the model", group):
             bare(model).load_state_dict(staged.weights, strict=False)
             if optimizer is not None and staged.optimizer_state is None:
                 optimizer.reload_model_params()
@@ -138,7 +140,7 @@ class _Staged:
 
 def _found_together(path: Path, step: int | None, group: ProcessGroup | None) -> Path:
     found: Path | None = None
-    with together(f"find a checkpoint in {path}", group):
+    with raise_on_all_ranks(f"find a checkpoint in {path}", group):
         if group_rank(group) == 0:
             found = folders.find(path, step)
     found = broadcast_object(found, group)
@@ -151,7 +153,7 @@ def _verify(folder: Path, manifest: Manifest, is_shown: bool, group: ProcessGrou
     """Compare this rank's part of the files with their checksums. Raises CheckpointError on all ranks alike."""
     part, parts = group_rank(group), group_size(group)
     total = manifest.nbytes(part=part, parts=parts)
-    with together(f"verify {folder}", group), progress_bar("verifying", total, wanted=is_shown):
+    with raise_on_all_ranks(f"verify {folder}", group), progress_bar("verifying", total, wanted=is_shown):
         manifest.verify(folder, part=part, parts=parts)
 
 
@@ -168,6 +170,7 @@ def _stage(
 
     Raises CheckpointError if it does not fit the model, StateDictError if it does not fit the optimizer.
     """
+    manifest, metadata = renaming.under_live_names(manifest, read_metadata(folder), model, optimizer)
     names, problems = compare_model(manifest, model)
     if problems and strict:
         raise CheckpointError(
@@ -184,13 +187,12 @@ def _stage(
     }
     if optimizer is not None:
         trees["optimizer"] = tree_of(manifest, "optimizer")
-    destination = Destination.of(manifest, model, optimizer)
+    destination = ReadTargets.of(manifest, model, optimizer)
     trees["model"] = model_tree(manifest, names - destination.rounded)
     templates: dict[str, Tensor] = {}
     for tree in trees.values():
         templates.update(destination.templates(tree))
     in_place = {key: template for key, template in templates.items() if destination.is_live(key, template)}
-    metadata = read_metadata(folder)
     new = {key: templates[key] for key in templates.keys() - in_place.keys()}
     planned = storage.plan_read(folder, metadata, new)
     with progress_bar("reading", planned.nbytes, wanted=is_shown):
@@ -224,7 +226,7 @@ def _load_optimizer(
         optimizer.load_state_dict(state_dict, strict=strict)
         return
     try:
-        with together(f"read {folder}", group), progress_bar("reading", in_place.nbytes, wanted=is_shown):
+        with raise_on_all_ranks(f"read {folder}", group), progress_bar("reading", in_place.nbytes, wanted=is_shown):
             in_place.read()
         optimizer.load_state_dict(state_dict, strict=strict)
     except MegascaleError as error:

@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, W
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
-from megascale.checkpoint.agreement import gathered, together
+from megascale.checkpoint.agreement import gathered, raise_on_all_ranks
 from megascale.checkpoint.archive_writing import write_archives, write_by_torch
-from megascale.checkpoint.kept_nest import form_of
+from megascale.checkpoint.cached_flattener import form_of
 from megascale.checkpoint.manifest import FileMark, mark_of
 from megascale.checkpoint.metadata import METADATA_NAME
 from megascale.checkpoint.staging import Staging
@@ -209,7 +209,7 @@ class Planning:
         self._revision = revision
         pieces = self._kept
         live: list[Tensor] = []
-        with together("plan the checkpoint", group):
+        with raise_on_all_ranks("plan the checkpoint", group):
             live = pieces.live(tensors)
         return PlannedWrite(folder, group_rank(group), pieces, live)
 
@@ -219,14 +219,14 @@ def _planned(tensors: Mapping[str, Tensor], folder: Path, group: ProcessGroup | 
     planner = _SavePlanner()
     writer = _Writer(folder, sync_files=True, overwrite=False)
     local: SavePlan | None = None
-    with together("plan the checkpoint", group):
+    with raise_on_all_ranks("plan the checkpoint", group):
         writer.set_up_storage_writer(rank == 0)
         planner.set_up_planner(dict(tensors), writer.storage_meta(), is_coordinator=rank == 0)
         local = writer.prepare_local_plan(planner.create_local_plan())
     locals_ = all_gather_object(local, group)
     agreed: tuple[list[SavePlan], str] | None = None
     metadata = Metadata({})
-    with together("plan the checkpoint", group):
+    with raise_on_all_ranks("plan the checkpoint", group):
         if rank == 0:
             plans, metadata = planner.create_global_plan([plan for plan in locals_ if plan is not None])
             agreed = writer.prepare_global_plan(plans), secrets.token_hex(8)

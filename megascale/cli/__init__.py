@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from megascale.cli import bench, convert, estimate, info, report
+from megascale.utils import spelling
 from megascale.utils.program import run_program
 
 
@@ -35,7 +36,7 @@ COMMANDS: tuple[Command, ...] = (convert, info, bench, estimate, report)
 
 PROGRAMS = {
     "train": ("megascale.train.__main__:main", "train one of two small tasks, alone or under torchrun"),
-    "experiment": ("megascale.train.experiment:program", "show what loss scaling does: four runs, a table, a picture"),
+    "experiment": ("megascale.train.experiment:program", "show what loss scaling does: five runs, a table, a picture"),
     "checkpoint": (
         "megascale.checkpoint.__main__:main",
         "list checkpoints and what is in them, or write one as one file",
@@ -69,6 +70,9 @@ def _run(arguments: list[str]) -> int:
         own.add_argument("--version", action="store_true", help="print the version and exit")
         command.add_arguments(own)
         own.set_defaults(run=command.run)
+    first, known = next(iter(arguments), "-"), [*PROGRAMS, *(command.NAME for command in COMMANDS)]
+    if not first.startswith("-") and first not in known and (meant := spelling.meant(first, known)):
+        parser.error(f"there is no command {first!r}{meant}")
     given = parser.parse_args(arguments)
     status: int = given.run(given)
     return status

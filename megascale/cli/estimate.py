@@ -4,7 +4,6 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterator
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch import nn
 from megascale.cli import fit, hugging_face
 from megascale.cli.bench import measured_bandwidth
 from megascale.errors import ArgumentError
-from megascale.estimation import Estimate, Setup, estimate
+from megascale.estimation import Setup, estimate
 from megascale.estimation.setup import COMMUNICATION, MOMENTS, SHARDINGS, SHARDS
 from megascale.estimation.sizes import AS_IS, PRECISIONS
 
@@ -32,7 +31,6 @@ FIRST_DTYPES, SECOND_DTYPES = {**PRECISIONS, "int8": torch.int8}, {**PRECISIONS,
 MEASURE = "measure"
 UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 """What the last letter of a number of parameters means."""
-LABEL = 26
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,7 +84,7 @@ def run(given: argparse.Namespace) -> int:
         link_bandwidth=_bandwidth("link_bandwidth", given.link_bandwidth),
         **setup,
     )
-    print("\n".join(lines(found)))
+    print(found)
     if given.gpu is not None:
         print("\n".join(("", *fit.lines(found, given.gpu))))
     if given.png is not None:
@@ -154,36 +152,3 @@ def _bandwidth(name: str, text: str | None) -> float | None:
         return float(text) * 1e9
     except ValueError:
         raise ArgumentError(f"{name} must be a number of GB a second, got {text!r}") from None
-
-
-def lines(found: Estimate) -> Iterator[str]:
-    """Yield the lines of the table."""
-    setup = found.setup
-    ranks = f"{setup.ranks:,} rank{'s' * (setup.ranks > 1)}"
-    yield f"{found.sizes.numel:,} parameters in {len(found.sizes.params):,} tensors"
-    yield f"{setup.sharding}, {setup.optimizer}, {ranks}, {setup.communication}"
-    yield ""
-    yield "Bytes a rank, without activations"
-    yield from (_row(kind, nbytes) for kind, nbytes in found.held.items() if nbytes)
-    yield _row("total", found.total)
-    yield from (_row(f"for a time: {purpose}", nbytes) for purpose, nbytes in found.transient.items() if nbytes)
-    yield _row("peak", found.peak)
-    yield ""
-    yield _row("Checkpoint, all ranks", found.checkpoint)
-    yield ""
-    yield "Memory read and written a step"
-    yield from (_row(name, nbytes) for name, nbytes in found.moved.items() if nbytes)
-    if found.collectives:
-        yield ""
-        yield "Sent by a rank a step"
-        yield from (_row(f"{c.purpose}: {c.count:,} {c.operation}", c.sent) for c in found.collectives)
-    if found.seconds:
-        yield ""
-        yield "Time of a step, as if nothing overlapped"
-        yield from (f"  {name:<{LABEL}}{seconds * 1e3:>22,.2f} ms" for name, seconds in found.seconds.items())
-        yield f"  {'sum':<{LABEL}}{sum(found.seconds.values()) * 1e3:>22,.2f} ms"
-
-
-def _row(label: str, nbytes: int) -> str:
-    text = f"{label:<{LABEL}}"
-    return f"  {text:<40}{nbytes:>22,}{nbytes / 1e9:>12,.3f} GB"

@@ -122,8 +122,9 @@ def report_overflows(
             that of forward. None: the optimizer's order; FSDP2 and a GradScaler need the model.
         path: a file to which the first rank appends one JSON object a line for each parameter of a skipped step. Keys:
             ``step``, ``scale``, ``rank``, ``parameter``, ``kind``, ``num_inf``, ``num_nan``, ``numel``,
-            ``largest_finite``, ``micro_batch``, ``origin``, and ``module``, ``module_phase``, ``module_rank`` of
-            :func:`megascale.debug.watch`; null: unknown, and for the rank: all ranks alike.
+            ``largest_finite``, ``micro_batch``, ``origin``, ``loss_finite``, and ``module``,
+            ``module_phase``, ``module_rank`` of :func:`megascale.debug.watch`; null: unknown, and for the rank: all
+            ranks alike.
         log: write a line into the log "megascale" of the first rank at the 1st, 2nd, 4th, 8th, ... skipped step.
 
     Raises:

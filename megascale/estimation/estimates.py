@@ -10,11 +10,12 @@ from megascale.estimation.memory import UPDATE_OF_A_MATRIX, checkpoint_bytes, he
 from megascale.estimation.partition import Partition
 from megascale.estimation.setup import Setup
 from megascale.estimation.sizes import ModelSizes, Shapes, sizes_of
+from megascale.estimation.table import lines
 from megascale.estimation.traffic import moved_bytes
 from megascale.utils import validate
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Estimate:
     """What one rank of a run needs. Sizes in bytes, times in seconds.
 
@@ -36,6 +37,9 @@ class Estimate:
     moved: dict[str, int]
     collectives: list[Collective]
     seconds: dict[str, float]
+
+    def __repr__(self) -> str:
+        return "\n".join(lines(self))
 
     @property
     def total(self) -> int:

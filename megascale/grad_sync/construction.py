@@ -106,7 +106,7 @@ def _compared(one: Construction) -> tuple[object, ...]:
 def _facts(one: Construction) -> Facts:
     """Return :func:`_compared` as a message tells it, by what a message calls it."""
     forms = {
-        f"parameter {index} of {listing}": _told(form)
+        f"parameter {index} of {listing}": _describe(form)
         for listing, params in one.parameters.items()
         for index, form in enumerate(params)
     }
@@ -120,7 +120,7 @@ def _require_same_groups(built: Mapping[int, Construction]) -> None:
         for member in ranks:
             theirs = built[member].groups.get(name, ranks) if member in built else ranks
             if theirs != ranks:
-                values = {rank: _told_ranks(ranks), member: _told_ranks(theirs)}
+                values = {rank: _describe_ranks(ranks), member: _describe_ranks(theirs)}
                 raise _different(f"groups.{name}", dict(sorted(values.items())))
 
 
@@ -132,12 +132,12 @@ def _different(what: str, values: Mapping[int, str]) -> ArgumentError:
     )
 
 
-def _told(form: ParamForm) -> str:
+def _describe(form: ParamForm) -> str:
     name, dtype, shape, place = form
     return f"{name!r} ({dtype}, shape {shape}, {place})"
 
 
-def _told_ranks(ranks: Sequence[int]) -> str:
+def _describe_ranks(ranks: Sequence[int]) -> str:
     more = f" and {len(ranks) - MOST_NAMES} more" if len(ranks) > MOST_NAMES else ""
     return f"ranks {list(ranks[:MOST_NAMES])}{more}"
 

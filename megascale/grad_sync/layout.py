@@ -1,11 +1,24 @@
-"""The layout of parameters in flat buffers and the part that each rank owns: only arithmetic on sizes.
+"""The layout of parameters in flat buffers, and the part that each rank owns: only arithmetic on sizes.
 
-Parameters of one kind (same dtype, param group and gradient group) share a flat buffer. A buffer is cut into buckets of
-whole parameters, in the order in which their gradients are expected; a bucket is padded so that ``num_shards`` equal
-shards cut it without regard to parameter boundaries. :mod:`megascale.grad_sync.owners` makes shards of whole parameters
-of it, which are not equal. Positions are elements from the start of the buffer.
+**What a shard owns.** Parameters of one kind (same dtype, param group and gradient group) share a flat *buffer*. The
+buffer is cut into *buckets* of whole parameters, in the order in which backward is expected to finish their gradients,
+so that a bucket is reduced while backward goes on. Each bucket is padded and cut into ``num_shards`` equal *shards*,
+one per rank, and a shard's borders ignore where parameters begin: one reduce-scatter per bucket gives every rank its
+shard of the gradients, one all-gather returns the updated parameters, and neither needs a copy. The price is that a
+rank owns *pieces*: the end of one parameter, some whole ones, the beginning of another. Main params, optimizer state
+and statistics exist for those pieces only.
 
-Words: *range* half-open [start, stop); *piece* the part of one parameter inside a range.
+    buffer    |  layer.2.weight        |bias|  layer.1.weight      | ...      the last layer's gradients come first
+    bucket 0  |  layer.2.weight        |bias|pad|
+    shards    |    rank 0    |    rank 1    |    two equal halves: rank 1 owns the end of a weight, and a bias
+
+An optimizer that reads whole matrices (Muon, Shampoo) cannot work on pieces. For it
+:mod:`megascale.grad_sync.owners` makes shards of whole parameters, which are not equal.
+
+What belongs to which rank therefore depends on the number of ranks, and nothing that is saved may: state dicts and
+checkpoints name a parameter and a range of its own elements (:class:`Piece`), never a position in a buffer.
+
+Positions are elements from the start of the buffer, a *range* is half-open: [start, stop).
 """
 
 from bisect import bisect_right

@@ -34,6 +34,7 @@ from megascale.parallel import GradGroup, ParallelGroups, is_expert
 from megascale.utils import validate
 from megascale.utils.collectives import group_size
 from megascale.utils.dtensors import is_dtensor
+from megascale.utils.spelling import names_arguments
 from megascale.utils.staging import staged
 
 REDUCTIONS = ("mean", "sum")
@@ -82,6 +83,7 @@ def check_syncable(params: Mapping[str, nn.Parameter]) -> None:
         )
 
 
+@names_arguments
 class GradSync:
     """Owns the main grads of a set of parameters and keeps them reduced over the data-parallel ranks.
 
@@ -228,7 +230,7 @@ class GradSync:
         return begin == end or any(flat.data_ptr() <= begin and end <= flat.data_ptr() + flat.nbytes for flat in flats)
 
     def set_divisor(self, divisor: Divisor) -> None:
-        """Divide this step's sum over all ranks by ``divisor``, in place of the mean: for example by tokens.
+        """Divide this step's sum over all ranks by ``divisor``, instead of taking the mean: for example by tokens.
 
         Call it after :meth:`zero_` and before the step; it holds for one step. The host does not wait for a 0-d tensor,
         wherever it is.

@@ -1,109 +1,27 @@
-"""Accelerate: our optimizers through ``accelerator.prepare``, and our GradScaler for autocast.
+"""Accelerate: megascale's optimizers through ``accelerator.prepare``, and its GradScaler for autocast.
 
 :class:`Accelerator` replaces ``accelerate.Accelerator``; :func:`adopt` converts one that a library has created, such as
 ``transformers.Trainer``. Nothing else in a training loop changes.
 """
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import accelerate
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from megascale.amp import GradScaler
 from megascale.chained import AnyOptimizer, parts_of
 from megascale.distributed_optimizer import DistributedOptimizer
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
+from megascale.integrations.accelerate_checks import check_engine, check_fits, check_precision, check_unscaled
+from megascale.integrations.accelerate_prepared import PreparedOptimizer, UnshardedOptimizer
 from megascale.integrations.accelerate_scaling import ScaledIteration, ScaledOptimizer, SkipOnDevice, reduce_in_fp32
-from megascale.optimizer import StepResult
 from megascale.utils import validate
-
-UNSUPPORTED = {
-    DistributedType.DEEPSPEED: "DeepSpeed's engine owns the step",
-    DistributedType.MEGATRON_LM: "Megatron-LM's engine owns the step",
-    DistributedType.XLA: "gradients are reduced inside Accelerate's own wrapper",
-    DistributedType.FSDP: "FSDP1 flattens the parameters under the optimizer; use fsdp_version=2",
-}
-
-_COMPUTED_IN = {"fp16": torch.float16, "bf16": torch.bfloat16}
-"""By ``mixed_precision``, the dtype of its autocast."""
-
-
-class PreparedOptimizer(SkipOnDevice):
-    """A MixedPrecisionOptimizer, DistributedOptimizer or ChainedOptimizer as :meth:`Accelerator.prepare` returns it.
-
-    Accelerate's own wrapper would reload the optimizer's state dict, which doubles its memory for a moment. Instead,
-    parameters must be on the accelerator's device already.
-    """
-
-    def __init__(self, optimizer: AnyOptimizer) -> None:
-        super().__init__(optimizer, None, device_placement=False)
-        self._is_ready = False
-
-    def prepare_grads(self, max_norm: float) -> Tensor:
-        """First half of a step, with gradients clipped to ``max_norm`` and to the optimizer's own ``clip_grad``.
-
-        Returns:
-            The norm of the unscaled, unclipped gradients: fp32, 0-d, on the device, non-finite where they were.
-        """
-        if self._is_ready:
-            raise UsageError(
-                "this step's gradients are clipped already: call clip_grad_norm_() once a step, before "
-                "clip_grad_value_(), and optimizer.step() after them"
-            )
-        own = self.optimizer.clip_grad
-        limits = [limit for limit in (own, max_norm) if 0 < limit < torch.inf]
-        self.optimizer.clip_grad = min(limits, default=0.0)
-        try:
-            self.optimizer.prepare_grads()
-        finally:
-            self.optimizer.clip_grad = own
-        self._is_ready = True
-        return _grad_norm(self.optimizer)
-
-    def clip_grad_value_(self, clip_value: float) -> None:
-        """Clamp the unscaled gradients, after any clipping by norm."""
-        validate.positive("clip_value", clip_value)
-        if not self._is_ready:
-            self.prepare_grads(torch.inf)
-        self.optimizer.clip_grad_value_(clip_value)
-
-    def step(self, closure: Any = None) -> StepResult | None:
-        """At the end of an accumulation, take a step, or finish the step that clipping has begun.
-
-        Returns:
-            The optimizer's StepResult, without a sync; None while gradients are still accumulated.
-        """
-        if not self.gradient_state.sync_gradients:
-            return None
-        result: StepResult
-        if closure is None and self._is_ready:
-            self._is_ready = False
-            result = _step_with_ready_grads(self.optimizer)
-        else:
-            result = self.optimizer.step(closure)
-        self._found_inf = ~result.success
-        return result
-
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """At the end of an accumulation, drop all gradients and any step that was begun but not taken."""
-        super().zero_grad(set_to_none)
-        if self.gradient_state.sync_gradients:
-            self._is_ready = False
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; see :meth:`MixedPrecisionOptimizer.load_state_dict`."""
-        super().load_state_dict(state_dict)
-        self._is_ready = False
-
-    def trains(self) -> set[int]:
-        """Return the ids of the parameters that this optimizer updates."""
-        params = (param for group in self.optimizer.param_groups for param in group["params"])
-        return {id(param) for param in params if param.requires_grad}
 
 
 class Accelerator(accelerate.Accelerator):
@@ -144,7 +62,7 @@ class Accelerator(accelerate.Accelerator):
         Raises:
             UsageError: for an optimizer that cannot be used with this accelerator, with the remedy.
         """
-        if self.is_fsdp2 and any(isinstance(arg, AnyOptimizer) for arg in args):
+        if self.is_fsdp2 and any(isinstance(arg, AnyOptimizer | UnshardedOptimizer) for arg in args):
             reduce_in_fp32(self.state.fsdp_plugin)
         self._bare_models = any(
             part.reduces_in_backward for arg in args if isinstance(arg, AnyOptimizer) for part in parts_of(arg)
@@ -155,6 +73,8 @@ class Accelerator(accelerate.Accelerator):
             self._bare_models = False
         if self.is_fsdp2:
             # FSDP2's plugin has replaced the parameters: create main params of the shards before the first forward.
+            for prepared in self._ours():
+                self._wrap_shards(prepared)
             for part in (part for prepared in self._ours() for part in parts_of(prepared.optimizer)):
                 part.main_params()
         return result
@@ -168,7 +88,7 @@ class Accelerator(accelerate.Accelerator):
             UsageError: for parameters of 16 bits that ``mixed_precision`` would compute with in the other format.
         """
         if not evaluation_mode:
-            self._check_precision(type(model).__name__, model.parameters())
+            check_precision(self, type(model).__name__, model.parameters())
         bare = evaluation_mode or self._bare_models
         prepared: nn.Module = super().prepare_model(model, device_placement=device_placement, evaluation_mode=bare)
         return prepared
@@ -180,15 +100,18 @@ class Accelerator(accelerate.Accelerator):
         if isinstance(optimizer, AcceleratedOptimizer):
             return super().prepare_optimizer(optimizer, device_placement)
         if isinstance(optimizer, AnyOptimizer):
-            self._check_fits(optimizer)
+            check_fits(self, optimizer)
             prepared: SkipOnDevice = PreparedOptimizer(optimizer)
+        elif isinstance(optimizer, UnshardedOptimizer):
+            check_engine(self, "MixedPrecisionOptimizer")
+            prepared = PreparedOptimizer(optimizer)
         elif isinstance(self.scaler, GradScaler):
             placement = self.device_placement if device_placement is None else device_placement
             if self._iteration is None or self._iteration.scaler is not self.scaler:
                 self._iteration = ScaledIteration(self.scaler)
             prepared = ScaledOptimizer(optimizer, self._iteration, device_placement=placement)
         else:
-            self._check_unscaled(optimizer)
+            check_unscaled(self, optimizer)
             return super().prepare_optimizer(optimizer, device_placement)
         self._optimizers.append(prepared)
         return prepared
@@ -330,7 +253,7 @@ class Accelerator(accelerate.Accelerator):
         return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
 
     def _use_scaler(self, grad_scaler: GradScaler | None) -> None:
-        """Use ``grad_scaler`` in place of torch's, and autocast to fp16 on any device."""
+        """Use ``grad_scaler`` instead of torch's, and autocast to fp16 on any device."""
         if grad_scaler is None:
             return
         if not isinstance(grad_scaler, GradScaler):
@@ -359,6 +282,15 @@ class Accelerator(accelerate.Accelerator):
 
     def _ours(self) -> list[PreparedOptimizer]:
         return [prepared for prepared in self._optimizers if isinstance(prepared, PreparedOptimizer)]
+
+    def _wrap_shards(self, prepared: PreparedOptimizer) -> None:
+        """Make the optimizer that trains the shards, if ``prepared`` holds one that waited for them."""
+        unsharded = prepared.optimizer
+        if isinstance(unsharded, UnshardedOptimizer):
+            self._optimizers.remove(prepared)  # what it is compared with are the others
+            prepared.optimizer = unsharded.wrapped()
+            check_fits(self, prepared.optimizer)
+            self._optimizers.append(prepared)
 
     def _reducing_optimizers(self) -> list[DistributedOptimizer]:
         """Return the optimizers that reduce gradients themselves."""
@@ -390,66 +322,6 @@ class Accelerator(accelerate.Accelerator):
             )
         return prepared
 
-    def _check_fits(self, optimizer: AnyOptimizer) -> None:
-        """Raise UsageError for one of our optimizers that would train wrongly here."""
-        name = type(optimizer).__name__
-        if self.distributed_type in UNSUPPORTED and not self.is_fsdp2:
-            reason = UNSUPPORTED[self.distributed_type]
-            raise UsageError(f"Accelerate runs as {self.distributed_type.value}, which a {name} cannot join: {reason}")
-        reducing = [part for part in parts_of(optimizer) if part.reduces_in_backward]
-        if self._is_adopted and reducing:
-            raise UsageError(
-                f"the {name} reduces gradients itself, and gathers its state from all ranks, which a loop that is not "
-                "yours, such as a Trainer's, does not support; use a MixedPrecisionOptimizer"
-            )
-        if not all(isinstance(part, DistributedOptimizer) for part in reducing):
-            raise UsageError(
-                f"the {name} has a GradSync, which accelerator.accumulate() cannot hold back: leave it out, and let "
-                "DistributedDataParallel reduce, or build a DistributedOptimizer"
-            )
-        self._check_precision(name, (param for group in optimizer.param_groups for param in group["params"]))
-        device = optimizer.device
-        if device.type != self.device.type or (self.device.index or 0) != (device.index or 0):
-            raise UsageError(
-                f"the {name} was built on {device}, the accelerator is on {self.device}: call "
-                "model.to(accelerator.device) before you build the optimizer"
-            )
-        if optimizer.grad_scaler is None:
-            return
-        # On a CPU Accelerate makes no scaler for "fp16", and computes in fp32.
-        if self.scaler is not None or self.mixed_precision == "fp16":
-            raise UsageError(
-                f"the {name} scales the loss, and so does the accelerator: use mixed_precision='no' and a model in fp16"
-            )
-        for other in self._optimizers:
-            if not isinstance(other, PreparedOptimizer):
-                raise _unscaled_beside_scaled(other.optimizer)
-            if other.optimizer.grad_scaler is optimizer.grad_scaler:
-                raise UsageError(
-                    "two prepared optimizers share one grad scaler, which each would update: chain them with "
-                    "megascale.ChainedOptimizer"
-                )
-
-    def _check_precision(self, name: str, params: Iterable[Tensor]) -> None:
-        """Raise UsageError where autocast would compute in another 16-bit format than that of ``name``'s parameters.
-
-        Autocast rounds parameters to its own dtype in every forward: what was chosen for them would be lost in silence.
-        """
-        computed = _COMPUTED_IN.get(self.mixed_precision)
-        held = {param.dtype for param in params if param.is_floating_point() and param.dtype.itemsize == 2}
-        other = held - {computed}
-        if computed is None or not other:
-            return
-        raise UsageError(
-            f"mixed_precision={self.mixed_precision!r} computes in {computed}, and parameters of the {name} are "
-            f"{other.pop()}: use mixed_precision='no' (bf16=False and fp16=False in TrainingArguments and in TRL's "
-            f"configs, which set bf16=True by themselves), or cast the model to {computed}"
-        )
-
-    def _check_unscaled(self, optimizer: torch.optim.Optimizer) -> None:
-        if any(prepared.optimizer.grad_scaler is not None for prepared in self._ours()):
-            raise _unscaled_beside_scaled(optimizer)
-
 
 def adopt(accelerator: accelerate.Accelerator, *, grad_scaler: GradScaler | None = None) -> Accelerator:
     """Convert an existing ``accelerate.Accelerator``, such as a Trainer's, into :class:`Accelerator`.
@@ -477,24 +349,27 @@ def adopt(accelerator: accelerate.Accelerator, *, grad_scaler: GradScaler | None
     return accelerator
 
 
-def _grad_norm(optimizer: AnyOptimizer) -> Tensor:
-    """Return the norm that ``prepare_grads`` has measured."""
-    decision = optimizer.decision
-    if decision is None:
-        raise UsageError("prepare_grads() comes first")
-    return decision.grad_norm
+@contextlib.contextmanager
+def adopting() -> Iterator[None]:
+    """Return a context in which every ``accelerate.Accelerator`` that is made is adopted, see :func:`adopt`.
 
+    For a program that makes its own, out of reach:
 
-@torch.optim.Optimizer.profile_hook_step
-def _step_with_ready_grads(optimizer: AnyOptimizer) -> StepResult:
-    """Second half of a step, with the step hooks that ``step()`` would call."""
-    # An LR scheduler's patch of step() would have set this.
-    optimizer._opt_called = True  # type: ignore[union-attr]
-    return optimizer.step_with_ready_grads()
+        with adopting():
+            program.main()
 
+    Subclasses of Accelerate's class are left alone. Not for several threads at once.
+    """
+    original = accelerate.Accelerator.__init__
 
-def _unscaled_beside_scaled(optimizer: torch.optim.Optimizer) -> UsageError:
-    return UsageError(
-        f"a {type(optimizer).__name__} would take gradients of a scaled loss as they are: wrap it in a "
-        "MixedPrecisionOptimizer, too, which trains fp32 parameters as well"
-    )
+    @functools.wraps(original)
+    def adopted(self: accelerate.Accelerator, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if type(self) is accelerate.Accelerator:
+            adopt(self)
+
+    accelerate.Accelerator.__init__ = adopted
+    try:
+        yield
+    finally:
+        accelerate.Accelerator.__init__ = original

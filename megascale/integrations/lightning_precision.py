@@ -353,7 +353,7 @@ def _fingerprints(optimizer: Any) -> list[tuple[int, int]]:
 
 
 def _step(optimizer: AnyOptimizer, clipping: Clipping) -> StepResult:
-    """Take a step with this clipping in place of the optimizer's own."""
+    """Take a step with this clipping instead of the optimizer's own."""
     own = optimizer.clip_grad
     if clipping.norm is not None:
         optimizer.clip_grad = clipping.norm

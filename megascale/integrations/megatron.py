@@ -1,4 +1,4 @@
-"""Megatron-Core: our optimizer in its training loop, driven by its config, groups, schedule and gradient buffers.
+"""Megatron-Core: megascale's optimizer in its training loop, with Megatron's config, groups, schedule and buffers.
 
 :func:`get_megatron_optimizer` stands in for ``megatron.core.optimizer.get_megatron_optimizer``. Megatron's own
 optimizers accept our grad scalers without this module. Checkpoints are in
@@ -56,7 +56,7 @@ class MegatronStepResult(NamedTuple):
 
 
 class MegatronSurface:
-    """One of our optimizers with the methods that Megatron's training loop calls.
+    """A megascale optimizer with the methods that Megatron's training loop calls.
 
     :meth:`step` costs one host read, as in Megatron (which has more): its loop branches on the result.
 
@@ -152,7 +152,7 @@ class MegatronSurface:
         return megatron_state_dict(self.optimizer)
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Load a state of Megatron's torch format, its own or ours; see :func:`load_megatron_checkpoint`."""
+        """Load a state of Megatron's torch format, its own or megascale's; see :func:`load_megatron_checkpoint`."""
         load_megatron_checkpoint(state_dict, self.optimizer)
 
     def sharded_state_dict(self, *_: Any, **__: Any) -> Any:
@@ -207,7 +207,7 @@ def get_megatron_optimizer(
     *,
     groups: ParallelGroups | None = None,
 ) -> MegatronSurface:
-    """Build our optimizer with the arguments and param groups of Megatron's function of this name.
+    """Build megascale's optimizer with the arguments and param groups of Megatron's function of this name.
 
     One optimizer serves dense and expert parameters with one scale (Megatron: one scaler each). As in Megatron,
     the ``wd_mult`` of a group takes effect through its OptimizerParamScheduler.
@@ -256,7 +256,7 @@ def get_megatron_optimizer(
 
 
 def parallel_groups(pg_collection: Any = None) -> ParallelGroups:
-    """Return Megatron's process groups as ours; `grad_stats` is the whole world, so that all ranks agree.
+    """Return Megatron's process groups as a ParallelGroups; `grad_stats` is the whole world, so that all ranks agree.
 
     Args:
         pg_collection: with ``dp_cp`` (or ``dp``), ``tp``, ``mp``, ``expt_dp`` and ``expt_tp`` (missing: ``tp``).
@@ -325,7 +325,7 @@ def _refusal(
         return ArgumentError(
             "ddp_config.use_distributed_optimizer is True: its buffers hold gradient shards for Megatron's own "
             "DistributedOptimizer; set it False, or leave the model unwrapped and let config.use_distributed_optimizer "
-            "choose ours"
+            "choose megascale's"
         )
     if wrappings and config.use_distributed_optimizer:
         return ArgumentError(

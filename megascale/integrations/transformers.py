@@ -1,4 +1,8 @@
-"""``transformers.Trainer``: a callback that records each step."""
+"""``transformers.Trainer`` and TRL's trainers in 16 bits, and a callback that records each step.
+
+``class MyTrainer(MegascaleTrainer, SFTTrainer)``, or ``adopt(trainer)`` for one that exists. They are documented in
+:mod:`megascale.integrations.transformers_trainer`.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,6 +11,7 @@ from transformers import TrainerCallback
 
 from megascale.chained import AnyOptimizer
 from megascale.errors import UsageError
+from megascale.integrations.transformers_trainer import MegascaleTrainer, adopt
 from megascale.metrics import Sink, StepMetrics
 
 _OWN = ("grad_norm", "learning_rate", "epoch")
@@ -60,3 +65,6 @@ class StepMetricsCallback(TrainerCallback):
         if self.metrics is not None:
             self.metrics.close()
             self.metrics = None
+
+
+__all__ = ["MegascaleTrainer", "StepMetricsCallback", "adopt"]

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megascale.interop.scaler_state import NO_FLOOR, FoundScaler, ScalerConfig, constant, dynamic, whole
+from megascale.interop.scaler_state import NO_FLOOR, FoundScaler, ScalerConfig, as_int, constant, dynamic
 from megascale.interop.source import Source
 from megascale.interop.torch_amp import chosen
 
@@ -49,7 +49,7 @@ def parse(states: Mapping[str, Any], where: str, index: int | None = None) -> Fo
     doubles it (not above max_loss_scale) and resets the count. With a constant scale the count goes on.
     """
     key, entry = chosen({str(key): value for key, value in states.items()}, index, where, "loss scalers")
-    unskipped = whole(SYSTEM, "unskipped", entry["unskipped"])
+    unskipped = as_int(SYSTEM, "unskipped", entry["unskipped"])
     if unskipped >= WINDOW:
         reason = (
             f"{unskipped} clean steps in a row: a dynamic scale of apex counts to {WINDOW} at most, so it is constant"

@@ -13,7 +13,7 @@ from megascale.interop.named_state import FoundState, Names
 from megascale.interop.scaler_state import FoundScaler
 from megascale.interop.source import damage_named, open_source
 from megascale.utils import validate
-from megascale.utils.atomic_files import appearing
+from megascale.utils.atomic_files import atomic_write
 from megascale.utils.progress import torch_save
 
 SCALER_ALONE = FoundState(
@@ -58,7 +58,7 @@ def convert(
     scaler_only: bool = False,
     progress: bool = True,
 ) -> Conversion:
-    """Read another system's checkpoint and write it as our state dict; ``torch.load(weights_only=True)`` reads it.
+    """Read another system's checkpoint and write megascale's state dict, for ``torch.load(weights_only=True)``.
 
     Args:
         source, format, index, strict: see :func:`load_scaler_state`.
@@ -88,7 +88,7 @@ def convert(
     converted = Conversion(scaler, state, state.state_dict(scaler.state if scaler is not None else {}))
     if target is not None:
         try:
-            with appearing(target, overwrite=False) as unnamed:
+            with atomic_write(target, overwrite=False) as unnamed:
                 torch_save(converted.state_dict, unnamed, wanted=progress)
         except (OSError, RuntimeError) as error:
             raise InteropError(f"{target} cannot be written: {error}") from error

@@ -14,10 +14,10 @@ from megascale.interop.scaler_state import (
     NO_CEILING,
     FoundScaler,
     ScalerConfig,
+    as_int,
     checked_scale,
     constant,
     dynamic,
-    whole,
 )
 from megascale.interop.source import Source
 from megascale.utils.validate import LARGEST_SCALE
@@ -116,17 +116,17 @@ def _dynamic_object(scaler: Any, attributes: Mapping[str, Any]) -> FoundScaler:
     defaults = {"min_scale": 1, "delayed_shift": 1, "cur_hysteresis": 1, "consecutive_hysteresis": False}
     values = defaults | dict(attributes)
     config = ScalerConfig(
-        hysteresis=whole(SYSTEM, "delayed_shift", values["delayed_shift"], minimum=1),
+        hysteresis=as_int(SYSTEM, "delayed_shift", values["delayed_shift"], minimum=1),
         hysteresis_reset="clean_step" if values["consecutive_hysteresis"] else "growth",
         late_first_growth=ours,
     )
     notes = []
     if ours and values.get("raise_error_at_min_scale", True):
-        notes.append("DeepSpeed raises an error at an overflow at min_scale; ours stays there and goes on")
+        notes.append("DeepSpeed raises an error at an overflow at min_scale; megascale stays there and continues")
     return _dynamic(
         values,
         config,
-        hysteresis_tracker=whole(SYSTEM, "cur_hysteresis", values["cur_hysteresis"], minimum=1),
+        hysteresis_tracker=as_int(SYSTEM, "cur_hysteresis", values["cur_hysteresis"], minimum=1),
         mapped=("delayed_shift (hysteresis), cur_hysteresis, consecutive_hysteresis",),
         not_mapped=tuple(notes),
         system=SYSTEM if ours else "Megatron before Megatron-Core",
@@ -142,12 +142,12 @@ def _dynamic(
     not_mapped: tuple[str, ...] = (),
     system: str = SYSTEM,
 ) -> FoundScaler:
-    """Return the scaler, with DeepSpeed's iteration counts mapped to our growth tracker."""
+    """Return the scaler, with DeepSpeed's iteration counts mapped to megascale's growth tracker."""
     if missing := [key for key in ("cur_iter", "last_overflow_iter", "scale_window") if key not in values]:
         raise InteropError(f"{system}'s loss scaler lacks {', '.join(missing)}")
-    window = whole(system, "scale_window", values["scale_window"], minimum=1)
-    iteration = whole(system, "cur_iter", values["cur_iter"])
-    overflow = whole(system, "last_overflow_iter", values["last_overflow_iter"], minimum=-1)
+    window = as_int(system, "scale_window", values["scale_window"], minimum=1)
+    iteration = as_int(system, "cur_iter", values["cur_iter"])
+    overflow = as_int(system, "last_overflow_iter", values["last_overflow_iter"], minimum=-1)
     factor = float(values.get("scale_factor", 2.0))
     if overflow >= iteration or not factor > 1:
         raise InteropError(
@@ -185,7 +185,7 @@ def _dynamic(
 
 
 def _growth_tracker(clean: int, window: int, late: bool) -> int:
-    """Return our tracker after ``clean`` clean steps in a row; see :class:`DeepSpeedGradScaler`."""
+    """Return megascale's tracker after ``clean`` clean steps in a row; see :class:`DeepSpeedGradScaler`."""
     if not late:
         return clean % window
     return (clean - 1) % window + 1 if clean else 0

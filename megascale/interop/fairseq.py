@@ -11,9 +11,9 @@ from megascale.interop.scaler_state import (
     NO_FLOOR,
     FoundScaler,
     ScalerConfig,
+    as_int,
     checked_scale,
     dynamic,
-    whole,
 )
 from megascale.interop.source import Source
 from megascale.utils.validate import SMALLEST_SCALE
@@ -42,13 +42,13 @@ def find_scaler(source: Source, index: int | None = None) -> FoundScaler | None:
     unfaithful = []
     if tolerance:
         unfaithful.append(
-            f"fp16_scale_tolerance is {tolerance}: the scale waits for a share of overflows, which our scaler, that "
-            "counts them, cannot"
+            f"fp16_scale_tolerance is {tolerance}: the scale waits for a share of overflows, which megascale's scaler "
+            "cannot: it counts them"
         )
     notes = [
         "fairseq does not save its counters, and begins them anew when it resumes: so do we",
         "fairseq stops training where the scale falls to min_loss_scale "
-        f"({options.get('min_loss_scale', 'not recorded')}); ours goes on",
+        f"({options.get('min_loss_scale', 'not recorded')}); megascale continues",
         NO_CEILING.format(system="fairseq"),
     ]
     if threshold is None:
@@ -92,7 +92,7 @@ def _options(source: Source) -> dict[str, Any]:
 def _window(options: Mapping[str, Any]) -> int | None:
     """Return the window: given, or fairseq's default of 2**14 samples' worth of updates; None if not recorded."""
     if options.get("fp16_scale_window") is not None:
-        return whole(SYSTEM, "fp16_scale_window", options["fp16_scale_window"], minimum=1)
+        return as_int(SYSTEM, "fp16_scale_window", options["fp16_scale_window"], minimum=1)
     world, every = options.get("distributed_world_size"), options.get("update_freq")
     if not isinstance(world, int) or not isinstance(every, (list, tuple)) or len(every) != 1:
         return None

@@ -1,4 +1,4 @@
-"""load_scaler_state: reads any supported system's scaler, in our keys."""
+"""load_scaler_state: reads any supported system's scaler, with megascale's keys."""
 
 from typing import Any
 

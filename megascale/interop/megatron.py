@@ -31,10 +31,10 @@ from megascale.interop.scaler_state import (
     NO_CEILING,
     FoundScaler,
     ScalerConfig,
+    as_int,
     checked_scale,
     constant,
     dynamic,
-    whole,
 )
 from megascale.interop.source import Source
 from megascale.interop.torch_amp import chosen
@@ -158,7 +158,7 @@ def parse(state: Mapping[str, Any], args: Mapping[str, Any], mapped: tuple[str, 
     if missing := sorted(SCALER_KEYS - set(state)):
         raise InteropError(f"{SYSTEM}'s grad scaler state lacks {', '.join(missing)}; it is not whole")
     recorded = {
-        name: None if args.get(option) is None else whole(SYSTEM, option, args[option], minimum=1)
+        name: None if args.get(option) is None else as_int(SYSTEM, option, args[option], minimum=1)
         for name, option in (("growth_interval", "loss_scale_window"), ("hysteresis", "hysteresis"))
     }
     floor = args.get("min_loss_scale")
@@ -168,7 +168,7 @@ def parse(state: Mapping[str, Any], args: Mapping[str, Any], mapped: tuple[str, 
         min_scale=None if floor is None else checked_scale(SYSTEM, floor),
         max_scale=LARGEST_SCALE,
     )
-    tracker = whole(SYSTEM, "hysteresis_tracker", state["hysteresis_tracker"], minimum=-(2**62))
+    tracker = as_int(SYSTEM, "hysteresis_tracker", state["hysteresis_tracker"], minimum=-(2**62))
     if args:
         source = "args: loss_scale_window, hysteresis, min_loss_scale"
     else:
@@ -227,7 +227,7 @@ def find_state(source: Source, names: Names | None = None) -> FoundState | None:
 def optimizer_state_dict(
     saved: Any, names: Names, *, fp32_names: Collection[str] = (), index: int | None = None
 ) -> dict[str, Any]:
-    """Return Megatron-Core's optimizer state dict as ours, for ``MixedPrecisionOptimizer.load_state_dict``.
+    """Return Megatron-Core's optimizer state dict as megascale's, for ``MixedPrecisionOptimizer.load_state_dict``.
 
     Args:
         saved: a Float16 optimizer's ``state_dict()``, or a ChainedOptimizer's list of them. Unchanged.

@@ -1,4 +1,4 @@
-"""Converts a torch optimizer's state dict, keyed by number, to our state dict, keyed by name."""
+"""Converts a torch optimizer's state dict, keyed by number, to megascale's state dict, keyed by name."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ Names = Sequence[str] | Sequence[Sequence[str]]
 
 @dataclass(frozen=True)
 class FoundState:
-    """Main params and optimizer state, read from another system, in our form.
+    """Main params and optimizer state, read from another system, in megascale's form.
 
     Attributes:
         system: name of the other system.

@@ -1,4 +1,4 @@
-"""FoundScaler: a scaler that was read from another system's checkpoint, and its continuation by ours."""
+"""FoundScaler: a scaler that was read from another system's checkpoint, and its continuation by megascale's."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -12,12 +12,12 @@ from megascale.interop.deepspeed_scaler import DeepSpeedGradScaler
 from megascale.utils import validate
 
 NO_FLOOR = (
-    f"{{system}} lets the scale fall without end; ours stops at {validate.SMALLEST_SCALE:.0e}, "
+    f"{{system}} lets the scale fall without end; megascale stops at {validate.SMALLEST_SCALE:.0e}, "
     "the smallest with a finite reciprocal, or at the min_scale that you give"
 )
 NO_CEILING = (
     f"{{system}} lets the scale grow past {validate.LARGEST_SCALE:.0e}, where its reciprocal is no normal fp32 "
-    "number; ours stops there"
+    "number; megascale stops there"
 )
 
 
@@ -50,8 +50,9 @@ class FoundScaler:
 
     Attributes:
         system: name of the other system.
-        state: in our keys: ``{"scale": fp32 tensor of shape [1], "growth_tracker": int, "hysteresis_tracker": int}``
-            of a dynamic scale, ``{"scale": ...}`` of a constant one, ``{}`` if the scale is not recorded.
+        state: with megascale's keys: ``{"scale": fp32 tensor of shape [1], "growth_tracker": int,
+            "hysteresis_tracker": int}`` of a dynamic scale, ``{"scale": ...}`` of a constant one, ``{}`` if the scale
+            is not recorded.
         config: the rule, from the checkpoint or the peer's source.
         dynamic: False for a constant scale.
         mapped: one line for each thing that was taken over.
@@ -73,7 +74,7 @@ class FoundScaler:
         return float(self.state["scale"]) if self.state else None
 
     def build_grad_scaler(self, **config: Any) -> MegatronGradScaler:
-        """Return our scaler in the peer's state; it continues the peer's scale step for step.
+        """Return megascale's scaler in the peer's state; it continues the peer's scale step for step.
 
         Args:
             config: fields of :class:`ScalerConfig` that the checkpoint does not record, or to be changed; for a
@@ -137,16 +138,16 @@ def dynamic(
     number = checked_scale(system, scale)
     state = {
         "scale": torch.tensor([number], dtype=torch.float32),
-        "growth_tracker": whole(system, "growth tracker", growth_tracker),
-        "hysteresis_tracker": whole(system, "hysteresis tracker", hysteresis_tracker),
+        "growth_tracker": as_int(system, "growth tracker", growth_tracker),
+        "hysteresis_tracker": as_int(system, "hysteresis tracker", hysteresis_tracker),
     }
-    reasons = [*unfaithful, *rounded(number), *discontinuities(state, config)]
+    reasons = [*unfaithful, *fp32_rounding_notes(number), *discontinuities(state, config)]
     return FoundScaler(
         system,
         state,
         config,
         mapped=tuple(mapped),
-        not_mapped=(*not_mapped, *coarse(config)),
+        not_mapped=(*not_mapped, *inexact_factor_notes(config)),
         unfaithful=tuple(reasons),
     )
 
@@ -157,7 +158,7 @@ def constant(system: str, scale: Any, *, mapped: Sequence[str] = (), not_mapped:
     reasons: list[str] = []
     if scale is not None:
         number = checked_scale(system, scale)
-        state, reasons = {"scale": torch.tensor([number], dtype=torch.float32)}, rounded(number)
+        state, reasons = {"scale": torch.tensor([number], dtype=torch.float32)}, fp32_rounding_notes(number)
     return FoundScaler(
         system,
         state,
@@ -169,18 +170,19 @@ def constant(system: str, scale: Any, *, mapped: Sequence[str] = (), not_mapped:
 
 
 def discontinuities(state: dict[str, Any], config: ScalerConfig) -> list[str]:
-    """Return reasons why our scaler with ``config`` cannot continue from ``state`` as the peer would."""
+    """Return reasons why megascale's scaler with ``config`` cannot continue from ``state`` as the peer would."""
     reasons = []
     scale, growth, hysteresis = float(state["scale"]), state["growth_tracker"], state["hysteresis_tracker"]
     interval = config.growth_interval
     if interval is not None and not config.late_first_growth and growth >= interval:
         reasons.append(
             f"the growth tracker is {growth}, at or above the interval of {interval}: the peer compares with == and "
-            "would not grow until the next overflow, ours grows at the next clean step"
+            "would not grow until the next overflow, megascale's grows at the next clean step"
         )
     if config.hysteresis is not None and hysteresis > config.hysteresis:
         reasons.append(
-            f"the hysteresis tracker is {hysteresis}, above the hysteresis of {config.hysteresis}: ours cuts it to that"
+            f"the hysteresis tracker is {hysteresis}, above the hysteresis of {config.hysteresis}: megascale cuts it "
+            "to that"
         )
     if config.min_scale is not None and scale < config.min_scale:
         reasons.append(f"the scale is {scale}, below the min_scale of {config.min_scale}")
@@ -201,7 +203,7 @@ def checked_scale(system: str, scale: Any) -> float:
         raise InteropError(f"{error}{hint}") from None
 
 
-def whole(system: str, what: str, value: Any, minimum: int = 0) -> int:
+def as_int(system: str, what: str, value: Any, minimum: int = 0) -> int:
     """Return an integer. Raises InteropError for a bad one, naming ``what``."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
@@ -211,13 +213,13 @@ def whole(system: str, what: str, value: Any, minimum: int = 0) -> int:
         raise InteropError(str(error)) from None
 
 
-def rounded(scale: float) -> list[str]:
+def fp32_rounding_notes(scale: float) -> list[str]:
     """Return the note that fp32 cannot represent ``scale``; empty if it can."""
     kept = as_fp32(scale)
     return [] if kept == scale else [f"the scale is {scale!r}, which fp32 rounds to {kept!r}"]
 
 
-def coarse(config: ScalerConfig) -> list[str]:
+def inexact_factor_notes(config: ScalerConfig) -> list[str]:
     """Return a note for each factor that fp32 cannot represent: the peer may round products differently."""
     factors = {"growth_factor": config.growth_factor, "backoff_factor": config.backoff_factor}
     return [

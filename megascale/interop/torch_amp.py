@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megascale.errors import InteropError
-from megascale.interop.scaler_state import NO_CEILING, NO_FLOOR, FoundScaler, ScalerConfig, constant, dynamic, whole
+from megascale.interop.scaler_state import NO_CEILING, NO_FLOOR, FoundScaler, ScalerConfig, as_int, constant, dynamic
 from megascale.interop.source import Source
 
 SYSTEM = "torch.amp"
@@ -51,7 +51,7 @@ def parse(state: Mapping[str, Any], system: str = SYSTEM, mapped: tuple[str, ...
         raise InteropError(f"{system}'s scaler state has {', '.join(strange)}, which is not torch's; who wrote it?")
     if missing := sorted(KEYS - set(state)):
         raise InteropError(f"{system}'s scaler state lacks {', '.join(missing)}; it is not whole")
-    interval = whole(system, "growth_interval", state["growth_interval"], minimum=1)
+    interval = as_int(system, "growth_interval", state["growth_interval"], minimum=1)
     growth, backoff = state["growth_factor"], state["backoff_factor"]
     if not (isinstance(growth, (int, float)) and isinstance(backoff, (int, float)) and 0 < backoff < 1 < growth):
         raise InteropError(

@@ -11,6 +11,7 @@ from megascale.kernels.decision import (
     Statistic,
     TensorStats,
     TorchDecisions,
+    clip_coefficient,
     inverse,
 )
 from megascale.kernels.native.backend import NativeBackend
@@ -64,6 +65,7 @@ __all__ = [
     "TensorStats",
     "TorchBackend",
     "TorchDecisions",
+    "clip_coefficient",
     "describe_non_finite",
     "hold_objects",
     "host_backend",

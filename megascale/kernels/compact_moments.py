@@ -2,26 +2,35 @@
 
 The momentum of SGD and Lion is :mod:`megascale.kernels.compact_averages`.
 
-Groups are cut from the flattened parameter, so that they are the same on any number of ranks. All functions take and
-return 1-D tensors that begin with a whole group; the last group may be shorter. Every operation is an IEEE one on fp32
-or exact on integers: backends have the same bits.
+**Layout.** Groups are cut from the flattened parameter, so that they are the same on any number of ranks. All functions
+take and return 1-D tensors that begin with a whole group; the last group may be shorter. Every operation is an IEEE
+operation on fp32 or exact on integers, so that all backends produce the same bits.
 
-``exp_avg_sq`` is held as its root. The bit pattern of a positive fp32 number, cut to its upper bits, is a logarithmic
-code: code ``q`` of a group stands for the number with the bits ``floor + (q << shift)``. The shift, 16 to 19, is the
-smallest with which 255 codes reach from the group's largest root to its smallest: over 2 to 16 octaves, with 128 to 16
-codes in each. What lies below is raised to the floor, so that no root becomes 0 beside one that is not: an update never
-divides by less than it would in fp32. A finer shift has all codes of a coarser one. The scale is the fp32 number
-``floor`` with ``shift - 16`` in its two lowest bits, which the floor does not need; a group of zeros has scale 0.
+**Why a logarithmic code for the second moment.** An update divides by the root of ``exp_avg_sq``. A linear 8-bit code
+gives the largest element of a group fine steps and rounds a small one to 0, and the division then explodes. So the
+*root* is stored, and its code is logarithmic, which costs no logarithm: the bit pattern of a positive fp32 number, cut
+to its upper bits, already is one. Code ``q`` of a group stands for the number with the bits ``floor + (q << shift)``.
+The shift, 16 to 19, is the smallest with which 255 codes reach from the group's largest root to its smallest: over 2 to
+16 octaves, with 128 to 16 codes in each. Roots below that range are raised to ``floor``: no root becomes 0 beside one
+that is not, and an update never divides by less than it would in fp32. All codes of a coarser shift are codes of a
+finer one, too. The scale is the fp32 number ``floor`` with ``shift - 16`` in its two lowest bits, which ``floor`` does
+not need; a group of zeros has scale 0.
 
-With ``beta2`` near 1 a root moves by less than a code in a step, and rounding to nearest would leave it where it is. So
-a *dither*, a number between 0 and 1 code that depends on the element's index and the step alone, is added before the
-lower bits are cut off. Its values in successive steps are spread evenly (16 at a time are of a Weyl sequence): codes
-follow, with the right mean.
+**Why the first moment is a quotient.** ``exp_avg`` is stored divided by the root of ``exp_avg_sq`` as stored. That
+quotient is bounded and of similar size for all elements of a group, so that a linear code is enough: ``q * scale`` with
+``q`` from -127 to 127.
 
-``exp_avg`` is held as its quotient by the root of ``exp_avg_sq`` as held, which is bounded and of like size for all
-elements: ``q * scale`` with ``q`` from -127 to 127. With ``beta1`` near 1 a quotient, too, moves by less than a code in
-a step: a number between -1/2 and 1/2 code, from lower bits of the dither, is added before it is rounded to nearest. It
-is smaller than 1/2 by so much that the largest quotient of a group stays code 127.
+**Why dither.** With ``beta2`` near 1 a root changes by less than one code per step. Rounding to nearest would return
+the old code every time, and the moment would stand still for ever. So a number between 0 and 1 code is added before the
+lower bits are cut off: the code rises in as many steps as the mean requires. This *dither* depends on the element's
+index and the step count alone, so that any rank, backend or resumed run adds the same. Its values in successive steps
+are spread evenly (16 at a time belong to a Weyl sequence), which tracks the mean faster than random numbers. The
+quotients of ``exp_avg`` get the same treatment: a number between -1/2 and 1/2 code, from lower bits of the dither, is
+added before rounding to nearest. It stays so far below 1/2 that the largest quotient of a group remains code 127.
+
+**An example.** Roots 1, 0.5, 0.01 and 0.0003 span 12 octaves: shift 19, 16 codes per octave, floor 1.72e-5. In step 1
+they become codes 254, 238, 147 and 66, which stand for 1, 0.5, 0.01025 and 0.000305; in step 2 the third, with another
+dither, becomes 146, which stands for 0.00977: 0.01 lies between the two.
 """
 
 import math

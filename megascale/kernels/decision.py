@@ -105,6 +105,9 @@ class ScaleRule(NamedTuple):
 class TorchDecisions:
     """Decisions by torch's operators, on any device. Backends with their own kernels are tested against it."""
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
     def total(self, stats: TensorStats, weights: GradWeights, errors: Tensor, scaled: float) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
         # 0 * inf is NaN: a non-finite copy with weight 0 makes the norm NaN, but only in a step that is skipped.
@@ -137,7 +140,7 @@ class TorchDecisions:
         norm = sum_squares.sqrt() * unscale
         coefficient = unscale
         if clip_grad > 0:
-            coefficient = coefficient * (clip_grad / (norm + CLIP_EPSILON)).clamp(max=1.0)
+            coefficient = coefficient * clip_coefficient(norm, clip_grad)
         return Decision(
             found_inf=found_inf.float(),
             coefficient=coefficient.float(),
@@ -166,6 +169,11 @@ class TorchDecisions:
             torch.where(found, hysteresis_after_inf, torch.where(replenished, rule.hysteresis, hysteresis_tracker))
         )
         scale.copy_(torch.where(found, scale_after_inf, torch.where(grows, grown, scale)))
+
+
+def clip_coefficient(norm: Tensor, most: float | Tensor) -> Tensor:
+    """Return what gradients of this norm are multiplied by so that it is at most ``most``: torch's rule. 1 or below."""
+    return (most / (norm + CLIP_EPSILON)).clamp(max=1.0)
 
 
 def inverse(scale: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from megascale.kernels.compiler import Command, CompilerError, compiler_version, run_compiler
+from megascale.utils import announce
 
 CACHE_VARIABLE = "MEGASCALE_CACHE_DIR"
 OPENMP = re.compile(r"/\S*/lib(?:gomp|omp|iomp5)[^/]*\.(?:so|dylib)\S*")
@@ -38,6 +39,7 @@ class Recipe:
 
     Attributes:
         depends: files on which the result depends beside source, compiler, flags and CPU.
+        seconds: how long it takes on an idle core, about.
     """
 
     compiler: Command
@@ -45,6 +47,7 @@ class Recipe:
     compile_flags: tuple[str, ...] = ()
     link_flags: tuple[str, ...] = ()
     depends: tuple[str, ...] = ()
+    seconds: int = 0
 
     def stem(self) -> str:
         """Return the first half of the library's file name.
@@ -155,6 +158,7 @@ def _compiled(recipe: Recipe, stem: str, folder: Path | None, open_library: Call
         found = _cached(folder, stem, open_library)
         if found is not None:
             return found
+        announce.here(lambda: _compiling(recipe, folder))
         with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as scratch:
             linked = recipe.compile(Path(scratch))
             content = read_file(linked)
@@ -162,6 +166,14 @@ def _compiled(recipe: Recipe, stem: str, folder: Path | None, open_library: Call
             if folder is not None:
                 _keep(linked, folder / f"{stem}-{_checksum(content)}.so")
         return made
+
+
+def _compiling(recipe: Recipe, folder: Path | None) -> str:
+    kept = "kept nowhere, as no folder can be written" if folder is None else f"kept in {folder}"
+    return (
+        f"compiling {recipe.source.name} with {shlex.join(recipe.compiler)}, once for this kind of machine: about "
+        f"{recipe.seconds} s on an idle core, longer on a busy one; {kept}"
+    )
 
 
 def _keep(linked: Path, target: Path) -> None:

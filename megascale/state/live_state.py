@@ -120,12 +120,13 @@ class LiveState:
         return self._plan(own, strict)
 
     def _own_layout(self, state_dict: Any, strict: bool) -> Any:
-        if not is_torch_layout(state_dict):
-            return state_dict
-        return from_torch_layout(state_dict, self.pack(copy=False), strict=strict)
+        """Return a state dict in our layout, under the names of the parameters here. Raises StateDictError."""
+        if is_torch_layout(state_dict):
+            state_dict = from_torch_layout(state_dict, self.pack(copy=False), strict=strict)
+        portable_state.check_layout(state_dict, strict=strict)
+        return portable_state.under_live_names(state_dict, self._named_params())
 
     def _check(self, state_dict: Any, strict: bool) -> None:
-        portable_state.check_layout(state_dict, strict=strict)
         params = self._named_params()
         states, groups = state_dict["optimizer"]["state"], state_dict["optimizer"]["param_groups"]
         mains = state_dict["main_params"]

@@ -34,6 +34,9 @@ class SavedState(Protocol):
         Changes and communicates nothing.
         """
 
+    def names(self) -> list[str]:
+        """Return the name of every parameter, in the order of ``param_groups``."""
+
     def model_shards(self) -> dict[int, ParamShard]:
         """Return, by id of the parameter, the part that this rank keeps of each sharded model param, live."""
 
@@ -74,6 +77,12 @@ class OwnState:
         """See :class:`SavedState`."""
         self._sync_from_model()
         self._live().check(state_dict, strict=strict)
+
+    def names(self) -> list[str]:
+        """See :class:`SavedState`."""
+        self._sync_from_model()
+        live = self._live()
+        return list(live.main_params.names(live.param_groups).values())
 
     def model_shards(self) -> dict[int, ParamShard]:
         """See :class:`SavedState`."""
@@ -122,6 +131,10 @@ class ChainState:
         """See :class:`SavedState`."""
         for part, own in zip(self._parts, self._split(state_dict, strict), strict=True):
             part.check(own, strict=strict)
+
+    def names(self) -> list[str]:
+        """See :class:`SavedState`."""
+        return [name for part in self._parts for name in part.names()]
 
     def model_shards(self) -> dict[int, ParamShard]:
         """See :class:`SavedState`."""

@@ -6,7 +6,8 @@
 ``norm_statistics``, too: {"mean": float, "variance": float, "count": int}; a load takes it where both sides have it.
 State that the wrapped optimizer keeps for no
 parameter (``optimizer.state["global"]``) is ``["optimizer"]["shared_state"]``, present only if there is some: a list
-with one dict per wrapped optimizer. A load is planned in full before anything changes.
+with one dict per wrapped optimizer. A load is planned in full before anything changes. Names that differ by parts of
+wrappers alone, such as ``module.`` of DistributedDataParallel, are one parameter's.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -22,6 +23,7 @@ from megascale.kernels.remainders import REMAINDER_DTYPE
 from megascale.rules import MOMENT_CODES
 from megascale.utils.autograd import detached
 from megascale.utils.dtensors import local
+from megascale.utils.param_names import renames
 
 VERSION = 1
 KEYS = ("optimizer", "main_params", "grad_scaler", "version")
@@ -80,6 +82,34 @@ def check_layout(state_dict: Any, *, strict: bool) -> None:
         raise StateDictError(
             "state dict's 'optimizer.param_groups' must be a list of dicts with 'params', a list of parameter names"
         )
+
+
+def under_live_names(state_dict: Mapping[str, Any], live: Iterable[str]) -> Mapping[str, Any]:
+    """Return ``state_dict``, whose layout was checked, with its parameters under the names that they have here.
+
+    Names that differ by parts of wrappers alone, such as ``module.`` and ``_orig_mod.``, are the same parameter's; see
+    :func:`megascale.utils.param_names.renames`, also for the error. Nothing is copied that need not be.
+
+    Args:
+        live: the names here.
+    """
+    optimizer = state_dict["optimizer"]
+    groups = optimizer["param_groups"]
+    given = [*optimizer["state"], *state_dict["main_params"], *(name for group in groups for name in group["params"])]
+    new = renames(given, live, "state dict")
+    if not new:
+        return state_dict
+    return {
+        **state_dict,
+        "optimizer": {
+            **optimizer,
+            "state": {new.get(name, name): state for name, state in optimizer["state"].items()},
+            "param_groups": [
+                {**group, "params": [new.get(name, name) for name in group["params"]]} for group in groups
+            ],
+        },
+        "main_params": {new.get(name, name): main for name, main in state_dict["main_params"].items()},
+    }
 
 
 def no_scaler_state() -> StateDictError:

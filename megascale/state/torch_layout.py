@@ -29,6 +29,7 @@ from megascale.errors import StateDictError, listed
 from megascale.state.schema import SHARED_STATE, no_scaler_state
 from megascale.step.counter import COUNT_KEYS
 from megascale.step.spikes import NORM_KEYS
+from megascale.utils.param_names import renames
 
 TORCH_MODULE = "torch.distributed.checkpoint.state_dict"
 READERS = (TORCH_MODULE, "torchtitan.components.optimizer.utils")
@@ -252,8 +253,10 @@ def _names_by_key(groups: Sequence[Mapping[str, Any]], live: Sequence[Sequence[s
     keys = [key for group in groups for key in group["params"]]
     names = [name for group in live for name in group]
     are_positions = names == [str(position) for position in range(len(names))]
-    if not are_positions and set(keys) <= set(names):
-        return {key: key for key in keys}
+    if not are_positions and all(isinstance(key, str) for key in keys):
+        new = renames(keys, names, "state dict")
+        if all(key in new or key in names for key in keys):
+            return {key: new.get(key, key) for key in keys}
     sizes, live_sizes = [len(group["params"]) for group in groups], [len(group) for group in live]
     if sizes != live_sizes:
         raise StateDictError(

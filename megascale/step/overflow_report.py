@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megascale.errors import MOST_NAMES
+from megascale.step.losses import NonFiniteLoss
 from megascale.step.non_finite_module import NonFiniteModule
 
 COLUMNS = ("parameter", "rank", "micro-batch", "non-finite", "of", "largest finite")
@@ -60,6 +61,9 @@ class OverflowReport:
             that hold the reduced gradient.
         all_ranks: whether the entries are those of all ranks.
         module: in which inf or NaN appeared first, while :func:`megascale.debug.watch` watched the model; else None.
+        losses: those that ``scale_loss()`` was given in this step, and that were inf or NaN: of all ranks where
+            ``all_ranks``, else of this one. None: unknown, because the loss was scaled in another way.
+        only_nan: whether each gradient of the step held NaN, and none inf.
     """
 
     step: int
@@ -68,22 +72,70 @@ class OverflowReport:
     before_reduction: bool = False
     all_ranks: bool = False
     module: NonFiniteModule | None = None
+    losses: tuple[NonFiniteLoss, ...] | None = None
+    only_nan: bool = False
+
+    @property
+    def loss_was_finite(self) -> bool | None:
+        """True: the overflow began in backward, before any loss was inf or NaN. False: a loss was. None: unknown.
+
+        One rank's finite losses tell nothing of gradients that were reduced over ranks.
+        """
+        if self.losses:
+            return self._began_before(self.losses)
+        return True if self.losses is not None and (self.before_reduction or self.all_ranks) else None
+
+    def _began_before(self, losses: Sequence[NonFiniteLoss]) -> bool:
+        """Whether gradients held inf or NaN in an earlier micro-batch than that of the first of these losses."""
+        first = min(loss.micro_batch for loss in losses)
+        return any(entry.micro_batch is not None and entry.micro_batch < first for entry in self.entries)
 
     @property
     def origin(self) -> OverflowEntry | None:
         """The likely origin: the last entry in the order of forward, because backward carries inf and NaN to the input.
 
-        Of several micro-batches the first counts. The order is taken to be that of the parameters;
-        :func:`megascale.debug.watch` learns the true one.
+        None where the loss itself was not finite, as known or as gradients of nothing but NaN tell: forward made it,
+        and backward has spread it to every parameter. Of several micro-batches the first counts. The order is taken to
+        be that of the parameters; :func:`megascale.debug.watch` learns the true one.
         """
+        return None if self._blames_loss else self._last_in_forward
 
+    @property
+    def _last_in_forward(self) -> OverflowEntry | None:
         def rank_of(entry: OverflowEntry) -> tuple[int, int]:
             return (-(entry.micro_batch or 0), entry.index)
 
         return max(self.entries, key=rank_of, default=None)
 
+    @property
+    def _blames_loss(self) -> bool:
+        """Whether the loss was not finite, or nobody knows it and all gradients look like that."""
+        last = self._last_in_forward
+        if self.loss_was_finite is not None:
+            return not self.loss_was_finite
+        return self.only_nan and last is not None and last.num_nan == last.numel
+
+    @property
+    def cause(self) -> str:
+        """What is known of the loss, as the end of a sentence; empty if that is nothing."""
+        if self.losses and not self.loss_was_finite:
+            more = f" (and {len(self.losses) - 1} more)" if len(self.losses) > 1 else ""
+            return f"the loss was {self.losses[0]}{more}, so forward made it{self._search}"
+        if self._blames_loss:
+            return f"all of them hold NaN, so the loss itself was probably inf or NaN{self._search}"
+        return "the loss was finite" if self.loss_was_finite else ""
+
+    @property
+    def _search(self) -> str:
+        return "" if self.module is not None else "; megascale.debug.watch(model) names the module"
+
     def worst(self) -> str:
-        """Return the end of an error message: the parameters with most non-finite elements, each on its worst rank."""
+        """Return the end of an error message: the parameters with most non-finite elements, each on its worst rank.
+
+        Where the loss was not finite, that: the parameters are innocent.
+        """
+        if self._blames_loss:
+            return f"; {self.cause}"
         found: dict[str, OverflowEntry] = {}
         for entry in sorted(self.entries, key=lambda one: -one.num_non_finite):
             found.setdefault(entry.parameter, entry)
@@ -106,6 +158,7 @@ class OverflowReport:
                 "largest_finite": entry.largest_finite,
                 "micro_batch": entry.micro_batch,
                 "origin": entry is origin,
+                "loss_finite": self.loss_was_finite,
                 "module": None if self.module is None else self.module.module,
                 "module_phase": None if self.module is None else self.module.phase,
                 "module_rank": None if self.module is None else self.module.rank,
@@ -120,11 +173,12 @@ class OverflowReport:
         if not self.entries:
             return "\n".join([f"{head}: {self._why_empty()}", *ends])
         count = len({entry.parameter for entry in self.entries})
-        lines = [f"{head}: {count} parameter{'s' if count > 1 else ''} with non-finite gradients"]
+        cause = f"{', ' if self.loss_was_finite else '; '}{self.cause}" if self.cause else ""
+        lines = [f"{head}: {count} parameter{'s' if count > 1 else ''} with non-finite gradients{cause}"]
         origin = self.origin
         shown = list(self.entries[:MOST_ROWS])
-        if origin not in shown:
-            shown[-1:] = filter(None, [origin])
+        if origin is not None and origin not in shown:
+            shown[-1] = origin
         lines += _table(shown, origin)
         if len(self.entries) > len(shown):
             lines.append(f"and {len(self.entries) - len(shown)} more")
@@ -133,6 +187,8 @@ class OverflowReport:
         return "\n".join(lines + ends)
 
     def _why_empty(self) -> str:
+        if self.losses:
+            return self.cause
         if self.all_ranks:
             return "all elements of the gradients are finite, the sum of their squares is beyond fp32"
         return "no gradient of this rank held inf or NaN; last_overflow(gather=True), on every rank, tells of all"
@@ -146,7 +202,7 @@ class OwnOverflows:
         step, scale: see :class:`OverflowReport`.
         before_reduction: entries of the gradients that its own backward made; None: nobody looked at them.
         at_the_step: entries of the gradients that the step was given.
-        module: see :class:`OverflowReport`.
+        module, losses, only_nan: see :class:`OverflowReport`; of this rank.
     """
 
     step: int
@@ -154,13 +210,16 @@ class OwnOverflows:
     before_reduction: tuple[OverflowEntry, ...] | None
     at_the_step: tuple[OverflowEntry, ...]
     module: NonFiniteModule | None = None
+    losses: tuple[NonFiniteLoss, ...] | None = None
+    only_nan: bool = False
 
     def report(self) -> OverflowReport:
         """Return what this rank can tell alone."""
-        if self.before_reduction is None:
-            return OverflowReport(self.step, self.scale, in_order(self.at_the_step), module=self.module)
-        entries = in_order(self.before_reduction)
-        return OverflowReport(self.step, self.scale, entries, before_reduction=True, module=self.module)
+        is_early = self.before_reduction is not None
+        entries = in_order(self.at_the_step if self.before_reduction is None else self.before_reduction)
+        return OverflowReport(
+            self.step, self.scale, entries, is_early, module=self.module, losses=self.losses, only_nan=self.only_nan
+        )
 
 
 def merged(ranks: Sequence[OwnOverflows]) -> OverflowReport:
@@ -172,14 +231,27 @@ def merged(ranks: Sequence[OwnOverflows]) -> OverflowReport:
     scale = next((rank.scale for rank in ranks if rank.scale is not None), None)
     modules = [rank.module for rank in ranks if rank.module is not None]
     module = min(modules, key=lambda one: one.order, default=None)
+    found: dict[str, Any] = {"all_ranks": True, "module": module, "losses": _merged_losses(ranks)}
+    found["only_nan"] = all(rank.only_nan for rank in ranks)
     own = [entry for rank in ranks for entry in rank.before_reduction or ()]
     if own:
-        return OverflowReport(ranks[0].step, scale, in_order(own), before_reduction=True, all_ranks=True, module=module)
+        return OverflowReport(ranks[0].step, scale, in_order(own), before_reduction=True, **found)
     entries = [entry for rank in ranks for entry in rank.at_the_step]
     counts = Counter(replace(entry, rank=None) for entry in entries)
     shared = [entry for entry, count in counts.items() if count == len(ranks) > 1]
     rest = [entry for entry in entries if replace(entry, rank=None) not in shared]
-    return OverflowReport(ranks[0].step, scale, in_order([*shared, *rest]), all_ranks=True, module=module)
+    return OverflowReport(ranks[0].step, scale, in_order([*shared, *rest]), **found)
+
+
+def _merged_losses(ranks: Sequence[OwnOverflows]) -> tuple[NonFiniteLoss, ...] | None:
+    """Return all ranks' losses that were not finite. One rank's unknown losses make all unknown, if there is none."""
+    bad = tuple(loss for rank in ranks for loss in rank.losses or ())
+    return None if not bad and any(rank.losses is None for rank in ranks) else bad
+
+
+def holds_only_nan(entries: Sequence[OverflowEntry], num_grads: int) -> bool:
+    """Return whether each of ``num_grads`` gradients has an entry, with NaN and without inf."""
+    return 0 < num_grads == len(entries) and all(one.num_nan and one.num_inf == 0 for one in entries)
 
 
 def in_order(entries: Iterable[OverflowEntry]) -> tuple[OverflowEntry, ...]:

@@ -22,10 +22,11 @@ from megascale.parallel import ParallelGroups
 from megascale.step import non_finite_module
 from megascale.step.grad_stats import GradStats
 from megascale.step.local_grads import Collected
+from megascale.step.losses import Losses, non_finite_losses
 from megascale.step.member import StepMember
 from megascale.step.misuse import Statistics, was_skipped
 from megascale.step.non_finite_module import ModuleEvents
-from megascale.step.overflow_report import OverflowEntry, OverflowReport, OwnOverflows, merged
+from megascale.step.overflow_report import OverflowEntry, OverflowReport, OwnOverflows, holds_only_nan, merged
 from megascale.utils.collectives import all_gather_object, group_size
 from megascale.utils.dtensors import local
 from megascale.utils.graph_capture import is_capturing
@@ -71,6 +72,7 @@ class StepRecord:
         micro_batch: 0 if there was one backward; None: unknown.
         seen: what the observer saw in backward; None without an observer.
         modules: what each watch of the model's modules saw.
+        losses: that were scaled for this step; None: unknown.
     """
 
     serial: int
@@ -82,6 +84,7 @@ class StepRecord:
     micro_batch: int | None
     seen: SeenGrads | None
     modules: list[ModuleEvents]
+    losses: list[Tensor] | None
 
 
 class LastOverflow:
@@ -91,9 +94,11 @@ class LastOverflow:
         observer: sees gradients in backward; None: nobody does.
         listener: is told, on every rank alike, once the host knows that a step was skipped.
         group: the ranks that skip together.
+        losses: that were scaled since the last step.
     """
 
     def __init__(self, group: ProcessGroup | None) -> None:
+        self.losses = Losses()
         self.observer: GradObserver | None = None
         self.listener: OverflowListener | None = None
         self.group = group
@@ -112,15 +117,10 @@ class LastOverflow:
 
 
 class OverflowRecorder(LastOverflow):
-    """Records the last skipped step of a recipe.
-
-    Attributes:
-        num_losses: how many losses were scaled since the last step.
-    """
+    """Records the last skipped step of a recipe."""
 
     def __init__(self, members: Sequence[StepMember], groups: ParallelGroups, device: torch.device) -> None:
         super().__init__(groups.grad_stats)
-        self.num_losses = 0
         self._num_records = 0
         self._members = list(members)
         self._device = device
@@ -148,18 +148,20 @@ class OverflowRecorder(LastOverflow):
             scaler: of the loss.
         """
         self._num_records += 1
+        num_losses, losses = self.losses.count, self.losses.take()
+        captured = is_capturing(self._device)
         record = StepRecord(
             self._num_records,
-            None if is_capturing(self._device) else self._members[0].counter.taken,
+            None if captured else self._members[0].counter.taken,
             [own.params for own in collected],
             stats.non_finite,
             stats.vector,
             self._scale_of(scaler),
-            0 if self.num_losses == 1 else None,
+            0 if num_losses == 1 else None,
             None if self.observer is None else self.observer.take(),
             non_finite_module.take(self._params),
+            None if captured else losses,  # a replay's may be others
         )
-        self.num_losses = 0
         self.observe_replay(agreed, record)
 
     def observe_replay(self, agreed: Statistics | None, record: StepRecord) -> None:
@@ -167,6 +169,7 @@ class OverflowRecorder(LastOverflow):
 
         agreed: see :meth:`observe`.
         """
+        self.losses.take()
         known, self._newest = record if self._on_host else self._newest, record
         if agreed is not None and known is not None and was_skipped(agreed):
             self._keep(known)
@@ -219,7 +222,9 @@ class OverflowRecorder(LastOverflow):
         if seen is None and group_size(self.group) == 1:
             seen = entries  # a single rank's gradients are never reduced
         module = non_finite_module.first_of(record.modules)
-        self._own = OwnOverflows(step, _on_host(record.scale), seen, entries, module)
+        losses = non_finite_losses(record.losses, own_rank())
+        only_nan = record.counts is not None and holds_only_nan(entries, record.counts.numel())
+        self._own = OwnOverflows(step, _on_host(record.scale), seen, entries, module, losses, only_nan)
 
     def _entries(self, record: StepRecord, grads_are_there: bool) -> Entries:
         """Return the gradients of the step that were not finite."""

@@ -132,12 +132,12 @@ class StepRecipe:
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return ``loss * scale`` in at least fp32, as fp16 could overflow. Without a scaler: the loss itself."""
         require_values(self.members[0].device)
-        self.overflows.num_losses += 1
         if not isinstance(loss, Tensor):
             raise ArgumentTypeError(
                 f"loss must be a tensor with its graph, got {loss!r} of type {type(loss).__name__}; scale what the "
                 "loss function returned, not loss.item()"
             )
+        self.overflows.losses.add(loss)
         if self.grad_scaler is None:
             return loss
         scale = staged(self.grad_scaler.scale.reshape(()), loss.device)

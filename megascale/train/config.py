@@ -87,7 +87,7 @@ class OptimizerOptions:
     schedule: str = "cosine"
     """After the warm-up: cosine (to zero), or constant."""
     sharded: bool = False
-    """Shard main params and optimizer state over the ranks: a DistributedOptimizer in place of DDP."""
+    """Shard main params and optimizer state over the ranks: a DistributedOptimizer instead of DDP."""
     overlap_param_gather: bool = False
     """With sharded: let the gather of parameters run into the next forward."""
     bucket_numel: int = 1_000_000
@@ -174,6 +174,9 @@ class TrainConfig:
     """Steps between measurements on held-out data."""
     threads: int = 0
     """CPU threads of each rank; 0: the machine's cores divided by its ranks."""
+    watch: bool = False
+    """Watch all modules, so that overflows name the first one whose output was inf or NaN. Several passes over all
+    activations."""
     output_dir: str = "runs"
     """Folder of all runs; each writes into a folder of its own in it."""
     wandb_name: str | None = None
@@ -205,6 +208,7 @@ FREE_ON_RESUME = (
     "steps",
     "evaluate_every",
     "threads",
+    "watch",
     "output_dir",
     "wandb",
     "checkpoint",

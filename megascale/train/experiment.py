@@ -1,10 +1,10 @@
-"""``python -m megascale.train.experiment``: what loss scaling does for fp16, four runs over several seeds, as a
-table and a picture.
+"""``python -m megascale.train.experiment``: what loss scaling does for fp16, four runs beside one in fp32, over several
+seeds, as a table and a picture.
 
     python -m megascale.train.experiment [seeds=0,1,2] [folder=runs/scaling_experiment] [a.b=c ...]
 
 Every run is the command that its row shows, in a process of its own. Further arguments go to all of them; see
-``python -m megascale.train --help``. A run that is done already is not run again. ``figure.png`` needs matplotlib.
+``python -m megascale.train --help``. A run that is done already is not run again. ``figure.svg`` needs matplotlib.
 """
 
 import csv
@@ -20,19 +20,17 @@ import torch
 
 from megascale.errors import ArgumentError, RunError
 from megascale.metrics.sinks import FILE_NAME
-from megascale.report.panels import panels_of
 from megascale.report.runs import read_run
 from megascale.utils.program import run_program
 
 RUNS: dict[str, tuple[str, ...]] = {
+    "fp32": ("precision=fp32", "scaler.scaler_type=none"),
     "no_scaling": ("scaler.scaler_type=static", "scaler.scale=1"),
     "static_scaling_65536": ("scaler.scaler_type=static", "scaler.scale=65536"),
     "dynamic_scaling_65536": ("scaler.scaler_type=dynamic", "scaler.scale=65536"),
     "dynamic_scaling_4294967296": ("scaler.scaler_type=dynamic", "scaler.scale=4294967296"),
 }
-SHOWN = ("loss", "batch_accuracy", "total_accuracy", "grad_norm", "scale", "skipped")
-"""Columns of metrics.csv that the picture shows."""
-OWN_KEYS = ("seed", "wandb_name", "output_dir", "scaler.scaler_type", "scaler.scale")
+OWN_KEYS = ("seed", "wandb_name", "output_dir", "precision", "scaler.scaler_type", "scaler.scale")
 """Keys that the experiment itself gives to each run."""
 
 
@@ -138,7 +136,7 @@ def program(arguments: Sequence[str] | None = None) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """Run all runs that are not done, and write ``results.md``, ``results.csv`` and ``figure.png`` into the folder.
+    """Run all runs that are not done, and write ``results.md``, ``results.csv`` and ``figure.svg`` into the folder.
 
     Raises:
         ArgumentError: an argument is not understood, or would change what makes the runs differ.
@@ -160,16 +158,16 @@ def main(arguments: list[str]) -> int:
             _write(outcomes, folder, arguments)
     print(table(outcomes))
     draw(seeds, folder)
-    print(f"{folder / 'figure.png'} shows all runs, step by step")
+    print(f"{folder / 'figure.svg'} shows the loss and the loss scale, step by step")
     return 0
 
 
 def draw(seeds: Sequence[int], folder: Path) -> None:
-    """Write ``figure.png``: one colour for each run, one line for each of its seeds."""
-    from megascale.report.drawing import write_png  # needs matplotlib
+    """Write ``figure.svg``: one colour for each run, one line for each of its seeds."""
+    from megascale.train.experiment_picture import write_svg  # needs matplotlib
 
     runs = [replace(read_run(folder / f"seed_{seed}" / run / FILE_NAME), label=run) for run in RUNS for seed in seeds]
-    write_png([panel for panel in panels_of(runs) if panel.column in SHOWN], runs, folder / "figure.png")
+    write_svg(runs, folder / "figure.svg")
 
 
 def _write(outcomes: Sequence[Outcome], folder: Path, arguments: Sequence[str]) -> None:

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from megascale.metrics import CsvFile, Sink, TensorBoard, WeightsAndBiases
 from megascale.metrics.sinks import FILE_NAME, close_all, rows_before
 from megascale.train.config import TrainConfig, as_dict
-from megascale.utils.atomic_files import appearing
+from megascale.utils.atomic_files import atomic_write
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def keep_overflows_before(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if _step_of(line) < step]
-    with appearing(path, overwrite=True) as unnamed:
+    with atomic_write(path, overwrite=True) as unnamed:
         unnamed.write_text("".join(kept), encoding="utf-8")
 
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megascale.checkpoint import Checkpointer
 from megascale.checkpoint.manifest import Manifest
 from megascale.checkpoint.nest import unflatten
-from megascale.debug import report_overflows
+from megascale.debug import report_overflows, watch
 from megascale.errors import ArgumentError, CheckpointError, MegascaleError
 from megascale.host_view import HostView
 from megascale.report.runs import OVERFLOWS
@@ -111,6 +111,8 @@ class Trainer:
         self._open_log()
         overflows = self.config.run_folder / OVERFLOWS
         self.reporter = report_overflows(self.optimizer, model=self.network, path=overflows)
+        bare = self.network.module if isinstance(self.network, DistributedDataParallel) else self.network
+        self.module_watch = watch(bare) if self.config.watch else None
         self._begun = time.perf_counter()
 
     # One step

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
-def hidden(target: Path, state: str) -> Path:
+def temporary_path(target: Path, state: str) -> Path:
     """Return a new, hidden name beside ``target``, for a file or folder in the ``state`` that the name tells."""
     return target.with_name(f".{target.name}.{state}-{secrets.token_hex(4)}")
 
@@ -22,12 +22,12 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def appearing(target: Path, *, overwrite: bool) -> Iterator[Path]:
+def atomic_write(target: Path, *, overwrite: bool) -> Iterator[Path]:
     """Yield a path to write to; at the end the file is renamed to ``target``, or removed on an error.
 
     Raises FileExistsError if ``target`` exists by then and ``overwrite`` is False.
     """
-    unnamed = hidden(target, "incomplete")
+    unnamed = temporary_path(target, "incomplete")
     try:
         yield unnamed
         with open(unnamed, "rb") as stream:

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work, distributed_c10d
 
 from megascale.errors import MegascaleError, RankError
-from megascale.utils import gloo_threads as gloo_threads  # so that processes that use gloo also exit cleanly
 from megascale.utils.dtensors import is_dtensor
 
 if TYPE_CHECKING:
@@ -380,7 +379,11 @@ def gather_or_raise(value: T, error: Exception | None, group: ProcessGroup | Non
         if error is not None:
             raise error
         return [value]
-    mine = None if error is None else (type(error) if isinstance(error, MegascaleError) else RankError, _story(error))
+    mine = (
+        None
+        if error is None
+        else (type(error) if isinstance(error, MegascaleError) else RankError, _describe_error(error))
+    )
     answers: list[Any] = all_gather_object((mine, value if error is None else None), group)
     failed = [(rank, story) for rank, (story, _) in enumerate(answers) if story is not None]
     if not failed:
@@ -390,5 +393,5 @@ def gather_or_raise(value: T, error: Exception | None, group: ProcessGroup | Non
     raise kind(f"rank {rank}: {message}{others}") from error
 
 
-def _story(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     return str(error) if isinstance(error, MegascaleError) else f"{type(error).__name__}: {error}"

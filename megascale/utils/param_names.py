@@ -1,9 +1,17 @@
-"""Names of parameters without the prefixes of wrappers: DistributedDataParallel's and torch.compile's."""
+"""Names of parameters, compared without what wrappers such as torch.compile put into them."""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+
+from megascale.errors import StateDictError
 
 COMPILED = "_orig_mod"
 """What torch.compile puts in front of the names of the module inside, and in their middle where a part is compiled."""
 WRAPPERS = ("module", COMPILED)
-"""DistributedDataParallel's, and torch.compile's."""
+"""DistributedDataParallel's, which a user's own attribute may be called as well, and torch.compile's.
+
+Other wrappers of torch, such as that of activation checkpointing, leave their own out of names and state dicts.
+"""
 
 
 def bare(name: str) -> str:
@@ -14,4 +22,52 @@ def bare(name: str) -> str:
     parts = name.split(".")
     while len(parts) > 1 and parts[0] in WRAPPERS:
         parts = parts[1:]
-    return ".".join([*(part for part in parts[:-1] if part != COMPILED), parts[-1]])
+    return _without([COMPILED], ".".join(parts))
+
+
+def renames(given: Iterable[str], live: Iterable[str], what: str) -> dict[str, str]:
+    """Return the live name of each given name that differs from it by ``module.`` and ``_orig_mod.`` alone, anywhere.
+
+    A name that both sides have is itself: a model may really have an attribute called ``module``.
+
+    Args:
+        given: saved names; live: those here.
+        what: has the given names, such as "state dict"; for the message.
+
+    Raises:
+        StateDictError: two names of one side would be the same, and the other side has it. It names both.
+    """
+    there, here = dict.fromkeys(given), dict.fromkeys(live)
+    theirs, ours = (_grouped(side, WRAPPERS, but=there.keys() & here.keys()) for side in (there, here))
+    found: dict[str, str] = {}
+    for name in (name for name in theirs if name in ours):
+        saved, own = theirs[name], ours[name]
+        if len(saved) == len(own) == 1:
+            found[saved[0]] = own[0]
+            continue
+        # Without torch.compile's part, which no attribute of a user's is called, they may be equal.
+        left, right = _grouped(saved, [COMPILED]), _grouped(own, [COMPILED])
+        if left.keys() != right.keys() or not len(left) == len(right) == len(saved) == len(own):
+            side, both = (what, saved) if len(saved) > 1 else ("what loads it", own)
+            raise StateDictError(
+                f"{side} has both {both[0]!r} and {both[1]!r}, and 'module.' and '_orig_mod.' are left out of names "
+                f"that are compared, so either may be {(own if both is saved else saved)[0]!r}; load into a model that "
+                "is wrapped as the saved one was, or rename the keys"
+            )
+        found |= {one: right[key][0] for key, [one] in left.items()}
+    return found
+
+
+def _grouped(names: Iterable[str], parts: Collection[str], but: Collection[str] = ()) -> dict[str, list[str]]:
+    """Return the names, except for ``but``, by what they are without ``parts``."""
+    groups: defaultdict[str, list[str]] = defaultdict(list)
+    for name in names:
+        if name not in but:
+            groups[_without(parts, name)].append(name)
+    return groups
+
+
+def _without(parts: Collection[str], name: str) -> str:
+    """Return ``name`` without ``parts``, its last part aside: a parameter may be called so."""
+    *modules, own = name.split(".")
+    return ".".join([*(part for part in modules if part not in parts), own])

@@ -101,6 +101,33 @@ def test_nobody_has_looked_at_backward(ranks: RankPool) -> None:
     assert ranks.run(2, _without_a_reporter) == [[(rows, False)] * 2, [([], False), (rows, False)]]
 
 
+def _a_lost_loss(setting: str) -> list[Any]:
+    """Give rank 1 an input of NaN, and return what every rank then says of losses and of the origin."""
+    network, optimizer, _ = SETTINGS[setting]("native")
+    optimizer.zero_grad()
+    dtype = next(network.parameters()).dtype
+    inputs = torch.full((3, 6), math.nan if dist.get_rank() == 1 else 1.0, dtype=dtype)
+    optimizer.scale_loss(network(inputs).float().sum()).backward()
+    assert not optimizer.step().success
+    report = optimizer.last_overflow(gather=True)
+    return [report.loss_was_finite, report.origin, [str(loss) for loss in report.losses or ()]]
+
+
+@pytest.mark.parametrize("setting", ["ddp", "grad_sync", "sharded", "fsdp2"])
+def test_the_rank_whose_loss_was_lost_is_named(ranks: RankPool, setting: str) -> None:
+    """A reduction spreads NaN to all ranks: every rank names the one whose loss it was, and no parameter."""
+    expected = [False, None, ["nan on rank 1 in micro-batch 0"]]
+    results = ranks.run(2, _a_lost_loss, setting)
+    assert results == [expected] * 2
+
+
+def test_a_scaler_without_a_group_knows_its_own_loss_only(ranks: RankPool) -> None:
+    """The rank whose loss was finite does not call the loss finite: its gradients are sums over ranks."""
+    quiet, lost = ranks.run(2, _a_lost_loss, "amp")
+    assert (quiet[0], quiet[2]) == (None, [])
+    assert lost == [False, None, ["nan on rank 1 in micro-batch 0"]]
+
+
 def _chain_with_reporter(member: int, before: bool) -> list[Any]:
     """Plant inf on rank 1 in a chain of a sharded optimizer and two others, reported on through one of them."""
     model, scaler = Planted().half(), DynamicGradScaler(SCALE, 1.0, hysteresis=1)

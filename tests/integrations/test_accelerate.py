@@ -29,7 +29,7 @@ accelerate = pytest.importorskip("accelerate", reason="tests of the Accelerate i
 from accelerate.state import AcceleratorState  # noqa: E402
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin  # noqa: E402
 
-from megascale.integrations.accelerate import Accelerator, adopt  # noqa: E402
+from megascale.integrations.accelerate import Accelerator, adopt, adopting  # noqa: E402
 from tests.integrations.accelerate_cases import (  # noqa: E402
     MICRO_BATCHES,
     OVERFLOW_AT,
@@ -420,6 +420,27 @@ def test_adopt_turns_a_plain_accelerator_into_ours() -> None:
     subclass = type("Custom", (accelerate.Accelerator,), {})
     with pytest.raises(ArgumentTypeError, match="Custom"):
         adopt(subclass(cpu=True))
+
+
+def _program() -> Any:
+    """Stand for a program that makes its own accelerator, as lerobot's training script does."""
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=MICRO_BATCHES)
+    module = model()
+    optimizer = wrap(module)
+    return with_accelerate(accelerator, module, accelerator.prepare(optimizer)), optimizer, module
+
+
+def test_a_program_that_makes_its_own_accelerator_is_adopted() -> None:
+    """One call around the program: its plain accelerators scale the loss; what is made afterwards is plain again."""
+    reference = model()
+    plain = wrap(reference)
+    expected = by_hand(reference, plain)
+    with adopting():
+        seen, optimizer, module = _program()
+    assert seen.skips == expected.skips
+    assert same_bits(snapshot(optimizer, module), snapshot(plain, reference))
+    reset()
+    assert type(accelerate.Accelerator(cpu=True)) is accelerate.Accelerator
 
 
 # GradScaler in the place of torch's: fp32 parameters, autocast

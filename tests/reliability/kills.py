@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megascale import MixedPrecisionOptimizer
 from megascale.checkpoint import load
-from megascale.checkpoint.directory import complete, left, named
+from megascale.checkpoint.directory import complete, named, unfinished_saves
 from megascale.checkpoint.listing import listing
 from tests.distributed.test_distributed_optimizer import INNER, config_of, net, scaler
 from tests.jobs import Job, job, wait_until
@@ -92,7 +92,7 @@ def _killed(ranks: RankPool, place: Path, asynchronous: bool, dice: random.Rando
 
 
 def _doing(place: Path, asynchronous: bool) -> str:
-    if left(place):
+    if unfinished_saves(place):
         return "saving in the background" if asynchronous else "saving"
     return "training" if named(place) else "training, before the first checkpoint"
 

@@ -1,7 +1,9 @@
 """OptimizerConfig and build_optimizer: what they build and what they refuse."""
 
+import inspect
 import math
-from dataclasses import FrozenInstanceError, asdict
+import re
+from dataclasses import FrozenInstanceError, asdict, fields
 from typing import Any
 
 import pytest
@@ -214,3 +216,20 @@ def test_a_built_optimizer_checks_that_the_loss_was_scaled() -> None:
                 optimizer.step()
         else:
             assert optimizer.step().success
+
+
+def test_help_has_every_field_with_its_default() -> None:
+    """`help(OptimizerConfig)` and the site show five tables by purpose: each field once, what it means, its default."""
+    text = inspect.getdoc(OptimizerConfig) or ""
+    tables = re.split(r"^Attributes: .*\n", text, flags=re.MULTILINE)[1:]
+    assert len(tables) == 5
+    rows = [
+        re.fullmatch(r"(\w+): (.+)\. Default: (.+)\.", " ".join(row.split()))
+        for table in tables
+        for row in re.split(r"\n(?=    \w)", table.split("\n\n")[0].rstrip())
+    ]
+    assert None not in rows
+    described = {row[1]: row[3] for row in rows if row is not None}
+    assert len(described) == len(rows)
+    values = {name: eval(default, {"math": math, "torch": torch}) for name, default in described.items()}
+    assert values == {field.name: field.default for field in fields(OptimizerConfig)}

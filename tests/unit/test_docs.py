@@ -24,7 +24,19 @@ PAGES = sorted(DOCS.glob("*.md"))
 WITHOUT_EXAMPLES = frozenset(
     ["architecture", "benchmarks", "changes", "checks", "evidence", "glossary", "invariants", "platforms", "training"]
 )
-OPTIONAL = ("accelerate", "datasets", "deepspeed", "lightning", "megatron", "pytorch_lightning", "transformers")
+OPTIONAL = (
+    "accelerate",
+    "axolotl",
+    "datasets",
+    "deepspeed",
+    "lightning",
+    "megatron",
+    "pytorch_lightning",
+    "torchtitan",
+    "transformers",
+    "trl",
+    "verl",
+)
 SECONDS = 240.0
 OUTPUT = "output"
 

@@ -1,5 +1,6 @@
 """Lanes lose no test: what `.ci/run` leaves out on one day, it runs on another day of the week."""
 
+import os
 import random
 import subprocess
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests import conftest
+from tests.cases import cases, turns
 from tests.lanes import DAYS, PROCESSES, Weekly, days, processes
 
 RUN = Path(__file__).parents[2] / ".ci/run"
@@ -125,3 +127,17 @@ def test_ci_says_what_it_takes(arguments: list[str]) -> None:
     done = subprocess.run(["bash", RUN, *arguments], capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("usage: .ci/run [all | --day N]")
+
+
+def test_turns_have_every_value_and_leave_no_case_out() -> None:
+    """Quick cases have each value of each axis; all other combinations are there, on a day of the week."""
+    assert turns("abc", [1, 2]) == [("a", 1), ("b", 2), ("c", 1)]
+    found = cases("abc", [1, 2], quick=lambda *case: case in turns("abc", [1, 2]))
+    assert [case.values for case in found] == [("a", 1), ("a", 2), ("b", 1), ("b", 2), ("c", 1), ("c", 2)]
+    assert [case.values for case in found if not case.marks] == turns("abc", [1, 2])
+    assert all(mark.name == "weekly" for case in found for mark in case.marks)
+
+
+def test_programs_that_tests_start_may_keep_bytecode() -> None:
+    """Or else each of them compiles the library anew."""
+    assert "PYTHONDONTWRITEBYTECODE" not in os.environ

@@ -1,5 +1,6 @@
 """The pool of ranks survives what failing tests do to it."""
 
+import gc
 import os
 import signal
 import time
@@ -36,6 +37,10 @@ def _die_on_rank_0() -> None:
 def _take_the_signal() -> None:
     """As a library that handles SIGUSR1, and leaves Python's default behind."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+
+def _walks_through_its_module() -> bool:
+    return any(thing is globals() for thing in gc.get_objects())
 
 
 def _sleep(seconds: float) -> None:
@@ -117,3 +122,8 @@ def test_fresh_ranks_return_results(ranks: RankPool) -> None:
     """Without a process group the function finds torch.distributed down."""
     with ranks.spawn(1, _group_is_up, process_group=False) as fresh:
         assert fresh.results() == [False]
+
+
+def test_what_a_module_is_made_of_is_left_out_of_walks_through_all_objects(ranks: RankPool) -> None:
+    """The collector and `gc.get_objects` pass over modules that calls have imported, which grow with every file."""
+    assert ranks.run(2, _walks_through_its_module) == [False, False]

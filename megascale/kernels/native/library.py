@@ -14,6 +14,8 @@ from megascale.utils import validate
 
 SOURCE, HEADERS, FLAGS = levels.SOURCE, levels.HEADERS, levels.FLAGS
 
+COMPILE_SECONDS = 12
+"""About how long native.c takes, for one set of instructions: this machine's."""
 ENVIRONMENT_VARIABLE = "MEGASCALE_NATIVE_LIBRARY"
 """``auto``: compiled here, else the wheel's. ``compiled``: never the wheel's. A name of levels.NAMES: the wheel's."""
 
@@ -58,7 +60,7 @@ def _compiled() -> ctypes.CDLL:
     for flags in _flags():
         try:
             # Linked without -fopenmp, which would name a runtime of the compiler's own.
-            return load(Recipe(compiler, SOURCE, flags, ("-lm",), (HEADERS,)), ctypes.CDLL)
+            return load(Recipe(compiler, SOURCE, flags, ("-lm",), (HEADERS,), COMPILE_SECONDS), ctypes.CDLL)
         except CompilerError as error:
             errors.append(str(error))
             if isinstance(error, CompilerTimeout):

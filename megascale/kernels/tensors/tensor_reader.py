@@ -288,4 +288,5 @@ def _recipe(compiler: Command, flags: Sequence[str]) -> Recipe:
         compile_flags=(*flags, abi, *(flag for folder in headers for flag in ("-isystem", folder))),
         link_flags=(f"-L{torch_folder / 'lib'}", *(f"-l{name}" for name in LIBRARIES)),
         depends=(SOURCE.with_name(HEADER).read_text(), torch.__version__, sysconfig.get_python_version()),
+        seconds=20,
     )

@@ -183,8 +183,8 @@ class TritonBackend(TorchDecisions, TorchRemainders):
         plan, grads = self._plan(operands, names, True)
         flags, pointers = self._prepared(operands, hyper.lr, decision)
         scalars = (
-            *_with_rest(hyper.beta1),
-            *_with_rest(hyper.beta2),
+            *_split_double(hyper.beta1),
+            *_split_double(hyper.beta2),
             _log(hyper.beta1),
             _log(hyper.beta2),
             float(hyper.eps),
@@ -235,7 +235,7 @@ class TritonBackend(TorchDecisions, TorchRemainders):
         """See :class:`megascale.kernels.Backend`."""
         plan, grads = self._plan(operands, ["exp_avg"], operands.has_codes)
         flags, pointers = self._prepared(operands, hyper.lr, decision)
-        scalars = (*_with_rest(hyper.beta1), *_with_rest(hyper.beta2), float(hyper.weight_decay))
+        scalars = (*_split_double(hyper.beta1), *_split_double(hyper.beta2), float(hyper.weight_decay))
         for table in plan.tables:
             _, model, exp_avg = self._dtypes(table)
             constants = {
@@ -445,7 +445,7 @@ def _imported_kernels() -> ModuleType:
     return _import_kernels()
 
 
-def _with_rest(beta: float) -> tuple[float, float]:
+def _split_double(beta: float) -> tuple[float, float]:
     return float(beta), float(1 - beta)
 
 

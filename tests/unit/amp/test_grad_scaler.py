@@ -261,7 +261,7 @@ def test_more_skips_in_a_row_than_are_allowed(fused: bool) -> None:
 
     def step(factor: float) -> None:
         optimizer.zero_grad()
-        scaler.scale(layer(torch.ones(1, 3)).sum() * factor).backward()
+        scaler.scale(layer(torch.ones(1, 3)).sum()).backward(torch.tensor(factor))
         scaler.step(optimizer)
         scaler.update()
 
@@ -288,7 +288,7 @@ def test_more_overflows_at_the_smallest_scale_than_are_allowed(constant: bool) -
 
     def step(factor: float) -> None:
         optimizer.zero_grad()
-        scaler.scale(layer(torch.ones(1, 3)).sum() * factor).backward()
+        scaler.scale(layer(torch.ones(1, 3)).sum()).backward(torch.tensor(factor))
         scaler.step(optimizer)
         scaler.update()
 

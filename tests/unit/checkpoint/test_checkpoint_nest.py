@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from megascale.checkpoint.kept_nest import KeptNest
+from megascale.checkpoint.cached_flattener import CachedFlattener
 from megascale.checkpoint.nest import flatten, leaves, unflatten
 from megascale.errors import ArgumentError, ArgumentTypeError
 from tests.checkpoint_cases import differences
@@ -50,7 +50,7 @@ def _forms(tensors: dict[str, torch.Tensor]) -> list[Any]:
 @given(st.lists(NESTS, min_size=2, max_size=4), st.booleans())
 def test_kept_nest_is_flattened_as_a_new_one(nests: list[Any], is_wrapped: bool) -> None:
     """Whatever was there before: the same tree, keys, tensors and checksum; and one revision means one plan."""
-    kept = KeptNest("user")
+    kept = CachedFlattener("user")
     revisions: dict[int, Any] = {}
     before: list[tuple[Any, str]] = []
     for given_nest in [*nests, *nests[-1:]]:
@@ -60,7 +60,7 @@ def test_kept_nest_is_flattened_as_a_new_one(nests: list[Any], is_wrapped: bool)
         assert repr(tree) == repr(expected)
         assert list(tensors) == list(all_tensors)
         assert all(tensors[key].data_ptr() == tensor.data_ptr() for key, tensor in all_tensors.items())
-        new = KeptNest("user")
+        new = CachedFlattener("user")
         new.flatten(nest)
         assert kept.crc32() == new.crc32()
         assert revisions.setdefault(kept.revision, _forms(tensors)) == _forms(tensors)
@@ -79,7 +79,7 @@ CHANGES: dict[str, Any] = {
 @pytest.mark.parametrize("changed", CHANGES.values(), ids=CHANGES)
 def test_revision_changes_with_what_a_plan_depends_on(changed: Any) -> None:
     """With a shape, a dtype, or a tensor that comes or goes; not with values, plain or of tensors."""
-    kept = KeptNest("user")
+    kept = CachedFlattener("user")
     nest = {"a": torch.zeros(2), "b": OrderedDict(c=nn.Parameter(torch.ones(2))), "lr": 0.1}
     tree, _ = kept.flatten(nest)
     crc32, revision = kept.crc32(), kept.revision
@@ -97,7 +97,7 @@ def test_revision_changes_with_what_a_plan_depends_on(changed: Any) -> None:
 
 def test_kept_nest_goes_on_after_an_error() -> None:
     """What cannot be saved is named, and has left nothing behind."""
-    kept = KeptNest("user")
+    kept = CachedFlattener("user")
     kept.flatten({"a": [1], "b": 2})
     with pytest.raises(ArgumentTypeError, match=r"user/b is a builtins\.object"):
         kept.flatten({"a": [3], "b": object()})
@@ -107,7 +107,7 @@ def test_kept_nest_goes_on_after_an_error() -> None:
 def test_tensor_that_lost_its_data_is_found() -> None:
     """Of the same shape and dtype, on the meta device or sparse, it can no more be saved than at first."""
     for lost in (torch.empty(2, device="meta"), torch.zeros(2).to_sparse()):
-        kept = KeptNest("user")
+        kept = CachedFlattener("user")
         kept.flatten([torch.zeros(2)])
         with pytest.raises(ArgumentError, match="user/#0 is a tensor that a checkpoint cannot hold"):
             kept.flatten([lost])

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from megascale.checkpoint import archive_writing, storage
 from megascale.checkpoint.archive_writing import write_by_torch
+from megascale.checkpoint.checksum_follower import ChecksumFollower
 from megascale.checkpoint.crc32 import combined
 from megascale.checkpoint.manifest import CHUNK_BYTES, FileMark, Manifest, mark_of
-from megascale.checkpoint.marking import Marker
 from megascale.checkpoint.metadata import read_metadata
 from megascale.checkpoint.storage import Planning
 
@@ -28,7 +28,7 @@ from megascale.checkpoint.storage import Planning
 def test_mark_is_that_of_the_whole_file(parts: list[bytes], tmp_path_factory: pytest.TempPathFactory) -> None:
     """However it was written; an empty file too."""
     path = tmp_path_factory.mktemp("marks") / "file"
-    with open(path, "wb") as stream, Marker(path) as marker:
+    with open(path, "wb") as stream, ChecksumFollower(path) as marker:
         for part in parts:
             stream.write(part)
             stream.flush()
@@ -42,7 +42,7 @@ def test_mark_of_a_file_longer_than_a_chunk(tmp_path: Path) -> None:
     """Chunks are added up."""
     path = tmp_path / "file"
     path.write_bytes(os.urandom(2 * CHUNK_BYTES + 5))
-    with Marker(path) as marker:
+    with ChecksumFollower(path) as marker:
         marker.written(path.stat().st_size)
         assert marker.mark() == mark_of(path)
 
@@ -51,7 +51,7 @@ def test_file_that_is_cut_is_an_error(tmp_path: Path) -> None:
     """What was written must be in the file; the thread ends, and no checksum is made up."""
     path = tmp_path / "file"
     path.write_bytes(b"abc")
-    with Marker(path) as marker:
+    with ChecksumFollower(path) as marker:
         marker.written(5)
         with pytest.raises(OSError, match="ends at byte 3, although 5 were written"):
             marker.mark()
@@ -62,7 +62,7 @@ def test_error_while_writing_ends_the_thread(tmp_path: Path) -> None:
     """Nothing is left behind by a save that fails."""
     path = tmp_path / "file"
     path.touch()
-    with pytest.raises(ZeroDivisionError), Marker(path) as marker:
+    with pytest.raises(ZeroDivisionError), ChecksumFollower(path) as marker:
         _ = 1 / 0
     assert not marker._thread.is_alive()
 
@@ -86,13 +86,13 @@ def test_manifest_is_written_without_copies_of_its_trees(tmp_path: Path) -> None
 def test_checksum_is_woken_by_the_chunk_not_by_the_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """100 small tensors wake its thread once, and a tensor of a chunk once more; the mark covers the whole file."""
     ends: list[int] = []
-    written = Marker.written
+    written = ChecksumFollower.written
 
-    def counted(marker: Marker, end: int) -> None:
+    def counted(marker: ChecksumFollower, end: int) -> None:
         ends.append(end)
         written(marker, end)
 
-    monkeypatch.setattr(Marker, "written", counted)
+    monkeypatch.setattr(ChecksumFollower, "written", counted)
     for name, large, wakes in (("small", 0, 1), ("large", CHUNK_BYTES, 2)):
         ends.clear()
         tensors = [torch.zeros(large, dtype=torch.uint8), *torch.zeros(100, 4)]

@@ -18,6 +18,7 @@ from megascale.debug.gradients import SeenInBackward, WatchedParam, _Unread
 from megascale.debug.reporting import line_of
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.kernels import describe_non_finite
+from megascale.step.losses import MOST_LOSSES, Losses, NonFiniteLoss, non_finite_losses
 from megascale.step.overflow_report import OverflowEntry, OwnOverflows, in_order, merged
 from megascale.step.overflows import OverflowRecorder
 from megascale.utils.collectives import all_gather_object
@@ -26,7 +27,7 @@ from tests.overflow_cases import AmpLoop, Planted, rows_of, step
 
 KEYS = {
     *("step", "scale", "rank", "parameter", "kind", "num_inf", "num_nan", "numel", "largest_finite", "micro_batch"),
-    *("origin", "module", "module_phase", "module_rank"),
+    *("origin", "loss_finite", "module", "module_phase", "module_rank"),
 }
 ROW = ("middle.weight", 0, "inf", 2, 0)
 
@@ -135,14 +136,109 @@ def test_origin_is_the_latest_parameter_of_the_first_micro_batch() -> None:
     assert [one.micro_batch for one in report.entries] == [0]
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_a_loss_that_was_not_finite_is_told_and_no_parameter_blamed(late: bool) -> None:
+    """Forward made NaN in the first layer: all gradients are NaN, and the last parameter is innocent. On an accelerator
+    one step late, too, when gradients are gone.
+    """
+    model, optimizer = _wrapped()
+    if late:
+        _as_on_an_accelerator(optimizer)
+    optimizer.zero_grad()
+    optimizer.scale_loss(model(torch.full((3, 6), math.nan).half()).float().sum()).backward()
+    optimizer.step()
+    if late:
+        assert step(model, optimizer)
+    report = optimizer.last_overflow()
+    assert report is not None
+    assert report.origin is None
+    assert report.loss_was_finite is False
+    assert len(report.entries) == 3
+    assert "the loss was nan on rank 0 in micro-batch 0, so forward made it; megascale.debug.watch" in str(report)
+    assert "likely" not in str(report) + line_of(report, 1)
+    assert report.worst().startswith("; the loss was nan on rank 0")
+    assert {(row["origin"], row["loss_finite"]) for row in report.rows()} == {(False, False)}
+
+
+def test_an_overflow_of_backward_says_that_the_loss_was_finite() -> None:
+    """So that nobody searches forward."""
+    model, optimizer = _wrapped()
+    _overflow(model, optimizer)
+    report = optimizer.last_overflow()
+    assert report is not None
+    assert report.loss_was_finite is True
+    assert str(report).splitlines()[0].endswith("1 parameter with non-finite gradients, the loss was finite")
+    assert report.worst().startswith("; most inf or NaN: 'middle.weight'")
+
+
+def test_nothing_but_nan_tells_of_the_loss_where_nobody_scaled_it() -> None:
+    """By hand, with get_loss_scale(): the loss is unknown, its gradients are not. With inf among them it is unclear."""
+    for value, blamed in ((math.nan, True), (math.inf, False)):
+        model, optimizer = _wrapped()
+        loss = model(torch.ones(3, 6).half()).float().sum() * optimizer.get_loss_scale()
+        loss.backward(torch.full_like(loss, value))
+        optimizer.step()
+        report = optimizer.last_overflow()
+        assert report is not None
+        assert report.losses is None
+        assert report.loss_was_finite is None
+        assert (report.origin is None) is blamed
+        assert ("the loss itself was probably inf or NaN" in str(report)) is blamed
+
+
+def test_a_loss_after_the_first_overflow_is_no_cause() -> None:
+    """Micro-batch 0 overflows in backward, the loss of micro-batch 1 is NaN: the search begins at the first."""
+    model, optimizer = _wrapped()
+    report_overflows(optimizer, log=False)
+    model.values = [math.inf]
+    optimizer.scale_loss(model(torch.ones(3, 6).half()).float().sum()).backward()
+    model.values = []
+    optimizer.scale_loss(model(torch.full((3, 6), math.nan).half()).float().sum()).backward()
+    optimizer.step()
+    report = optimizer.last_overflow()
+    assert report is not None
+    assert report.origin is not None
+    assert (report.origin.parameter, report.loss_was_finite) == ("middle.weight", True)
+
+
+def test_losses_are_bounded_and_forgotten() -> None:
+    """A loop that never steps fills no memory; then nothing is known of losses. A step begins anew."""
+    losses = Losses()
+    assert losses.take() is None
+    for _ in range(MOST_LOSSES + 1):
+        losses.add(torch.ones(()))
+    assert len(losses._kept) == MOST_LOSSES
+    assert losses.take() is None
+    losses.add(torch.tensor([1.0, math.inf, math.nan]))
+    found = non_finite_losses(losses.take(), 3)
+    assert found is not None
+    assert [str(loss) for loss in found] == ["inf on rank 3 in micro-batch 0"]
+    losses.add_all([torch.ones(()), torch.ones(())])
+    assert (losses.count, non_finite_losses(losses.take(), 0)) == (2, ())
+    losses.add_all(iter([torch.ones(())]))
+    assert losses.take() is None
+
+
+def test_one_ranks_lost_loss_is_every_ranks() -> None:
+    """Gathered, the rank is named; an unknown loss of one rank leaves finite ones unknown."""
+    bad = NonFiniteLoss(1, 0, math.nan)
+    entries = (_entry("a", 0, 0),)
+    for losses, expected in (([(), (bad,)], False), ([None, (bad,)], False), ([None, ()], None), ([(), ()], True)):
+        ranks = [OwnOverflows(3, 8.0, None, entries, losses=one) for one in losses]
+        assert merged(ranks).loss_was_finite is expected
+    alone = OwnOverflows(3, 8.0, None, entries, losses=()).report()
+    assert alone.loss_was_finite is None  # its gradients are sums over ranks
+
+
 def test_the_order_of_the_model_tells_the_origin() -> None:
     """Not that of the optimizer, unless there is no other."""
-    for is_given, origin in ((True, "head.weight"), (False, "first.weight")):
+    for is_given, origin in ((True, "head.bias"), (False, "first.weight")):
         model = Planted().half()
         inner = torch.optim.SGD(list(model.named_parameters())[::-1], lr=0.1)
         optimizer = MixedPrecisionOptimizer(inner, None, DynamicGradScaler(2.0**4, 1.0))
         report_overflows(optimizer, model=model if is_given else None, log=False)
-        optimizer.scale_loss(model(torch.full((3, 6), math.inf).half()).float().sum()).backward()
+        loss = optimizer.scale_loss(model(torch.ones(3, 6).half()).float().sum())
+        loss.backward(torch.tensor(math.inf))  # every gradient overflows
         optimizer.step()
         report = optimizer.last_overflow()
         assert report is not None

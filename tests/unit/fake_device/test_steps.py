@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.cases import cases, turns
 from tests.fake_device.device import FakeDevice
 from tests.fake_device.process import OnDevice
 from tests.fake_device.record import Record
@@ -16,6 +17,7 @@ DECISION = ["total_kernel", "decide_kernel", "rescale_kernel"]
 EACH_STEP = ["measure_kernel", *DECISION]
 KINDS = [pytest.param(one, marks=() if one == "adamw" else pytest.mark.slow) for one in INNER]
 
+WAYS, DTYPES = [False, True], [torch.float16, torch.bfloat16, torch.float32]
 OTHERS = [one for one in INNER if one != "adamw"]
 
 
@@ -108,8 +110,7 @@ def test_remainders_cost_nothing(on_device: OnDevice, inner: str, dtype: torch.d
         assert all(sum(seen.operators().values()) == 4 for seen in records[2:])
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize(("held", "dtype"), cases(WAYS, DTYPES, quick=lambda *case: case in turns(WAYS, DTYPES)))
 @pytest.mark.parametrize(
     "inner", ["adamw", *(pytest.param(one, marks=pytest.mark.weekly) for one in OTHERS if one != "sgd")]
 )

@@ -15,12 +15,14 @@ from megascale import Lion, MixedPrecisionOptimizer
 from megascale.errors import ArgumentError, MainParamOverflowError, StateDictError, UsageError
 from megascale.kernels import ReferenceBackend
 from megascale.step.compact_state import require_supported
+from tests.cases import cases, turns
 from tests.counting import OperatorCounter
 from tests.training import INNER, Bag, Inner, bits_equal, constant, grad_of, same_bits, set_grads, snapshot
 
 BACKENDS = ["reference", "native", "torch"]
 if find_spec("triton") and not torch.accelerator.is_available():
     BACKENDS.append("triton")  # in its interpreter
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 BOTH = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.uint8, "clip_grad": 0.0}
 KINDS = [BOTH, {**BOTH, "exp_avg_sq_dtype": torch.float32}, {**BOTH, "exp_avg_dtype": torch.float32}]
 ADAM: dict[str, Inner] = {
@@ -63,13 +65,14 @@ def trained(make: Callable[[], Bag], inner: Inner, steps: int, **options: Any) -
     return snapshot(optimizer, module)
 
 
+HELD = [(0, "adamw"), (0, "adam"), (0, "amsgrad"), (1, "adamw"), (2, "adam")]
+
+
 @pytest.mark.native
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(
-    ("kind", "inner"), [(0, "adamw"), (0, "adam"), (0, "amsgrad"), (1, "adamw"), (2, "adam")], ids=str
-)
-def test_backends_have_the_same_bits(dtype: torch.dtype, kind: int, inner: str) -> None:
+@pytest.mark.parametrize(("held", "dtype"), cases(HELD, DTYPES, quick=lambda *case: case in turns(HELD, DTYPES)))
+def test_backends_have_the_same_bits(held: tuple[int, str], dtype: torch.dtype) -> None:
     """Codes, scales, main and model params of native and torch are the reference's. Skips change no bit."""
+    kind, inner = held
     found = [trained(lambda: odd(dtype), ADAM[inner], 5, backend=backend, **KINDS[kind]) for backend in BACKENDS]
     assert {found[0]["state.params.0.exp_avg"].dtype, found[0]["state.params.0.exp_avg_sq"].dtype} >= {
         option for option in KINDS[kind].values() if option in (torch.int8, torch.uint8)
@@ -78,9 +81,10 @@ def test_backends_have_the_same_bits(dtype: torch.dtype, kind: int, inner: str) 
 
 
 @pytest.mark.native
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("inner", AVERAGES)
-def test_backends_have_the_same_bits_of_averages(dtype: torch.dtype, inner: str) -> None:
+@pytest.mark.parametrize(
+    ("inner", "dtype"), cases(AVERAGES, DTYPES, quick=lambda *case: case in turns(AVERAGES, DTYPES))
+)
+def test_backends_have_the_same_bits_of_averages(inner: str, dtype: torch.dtype) -> None:
     """The momentum of SGD and Lion, too; the dither needs a step count, which these optimizers lack."""
     found = [trained(lambda: odd(dtype, True), AVERAGES[inner], 5, backend=backend, **FIRST) for backend in BACKENDS]
     moment = "exp_avg" if inner == "lion" else "momentum_buffer"

@@ -13,8 +13,10 @@ from megascale.averages import AveragedMainParams
 from megascale.errors import MainParamOverflowError
 from megascale.kernels.remainders import fingerprint
 from megascale.step.decoded import scratch_numel
+from tests.cases import cases, turns
 from tests.training import INNER, Bag, Inner, bits_equal, constant, grad_of, same_bits, set_grads, snapshot
 
+DTYPES = [torch.float16, torch.bfloat16]
 HELD: dict[str, Any] = {"store_param_remainders": True}
 TRITON = ["triton"] if find_spec("triton") and not torch.accelerator.is_available() else []
 """In its interpreter."""
@@ -51,9 +53,8 @@ def trained(dtype: torch.dtype, inner: Inner, steps: int = 5, **options: Any) ->
 
 
 @pytest.mark.native
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("rule", RULES)
-def test_training_is_that_of_fp32_main_params(dtype: torch.dtype, rule: str) -> None:
+@pytest.mark.parametrize(("rule", "dtype"), cases(RULES, DTYPES, quick=lambda *case: case in turns(RULES, DTYPES)))
+def test_training_is_that_of_fp32_main_params(rule: str, dtype: torch.dtype) -> None:
     """Main params are those but for bf16's ties, and fp16's below 2**-16; all but torch have the reference's bits."""
     expected = trained(dtype, RULES[rule], backend="reference")
     found = [trained(dtype, RULES[rule], backend=name, **HELD) for name in ("reference", "native", "torch", *TRITON)]

@@ -149,6 +149,15 @@ def test_skipped_steps_name_their_gradients(tmp_path: Path) -> None:
     assert sum(row["origin"] for row in rows) == 4
 
 
+def test_watched_runs_name_the_module(tmp_path: Path) -> None:
+    """With watch=true each row tells where inf or NaN appeared first; without, nobody knows. The losses were finite."""
+    assert _run(tmp_path, "scaler.scale=1e30", "watch=true") == 0
+    rows = [json.loads(line) for line in (tmp_path / "run" / "overflows.jsonl").read_text().splitlines()]
+    assert rows
+    assert {row["module_phase"] for row in rows} == {"backward"}
+    assert all(row["module"] and row["loss_finite"] for row in rows)
+
+
 def test_an_error_has_a_line_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A run that fails ends the line of its progress bar, so that the error after it can be found."""
     with Runtime(threads=1) as runtime:

@@ -28,7 +28,7 @@ def form_of(tensor: Tensor) -> tuple[Any, ...]:
     return (Tensor, tensor.shape, tensor.dtype)
 
 
-class KeptNest:
+class CachedFlattener:
     """Flattens a nest as :func:`~megascale.checkpoint.nest.flatten` does, again and again.
 
     Args:

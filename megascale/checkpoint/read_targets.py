@@ -1,4 +1,4 @@
-"""Destination: decides whether a saved tensor is read into new memory or straight into a live shard."""
+"""ReadTargets: decides whether a saved tensor is read into new memory or straight into a live shard."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ from megascale.utils.dtypes import HALF_DTYPES
 
 
 @dataclass(frozen=True)
-class Destination:
+class ReadTargets:
     """The live tensors of model and optimizer, by the keys of the saved tensors.
 
     Attributes:
@@ -31,7 +31,7 @@ class Destination:
     _in_place: bool = False
 
     @classmethod
-    def of(cls, manifest: Manifest, model: nn.Module, optimizer: SavedOptimizer | None) -> "Destination":
+    def of(cls, manifest: Manifest, model: nn.Module, optimizer: SavedOptimizer | None) -> "ReadTargets":
         """Return references to live tensors. ``optimizer``: None if its state is not to be loaded."""
         if optimizer is None:
             return cls(flatten(model_state(model), "model")[1])

@@ -8,7 +8,7 @@ from types import TracebackType
 from megascale.checkpoint.manifest import CHUNK_BYTES, FileMark
 
 
-class Marker:
+class ChecksumFollower:
     """Reads a file in a thread while it is being written, so that its checksum is known soon after its last byte.
 
     It reads what the file really holds, not what was meant to be written. Use it in a ``with`` block.
@@ -27,7 +27,7 @@ class Marker:
         self._error: OSError | None = None
         self._thread = threading.Thread(target=self._follow, name="megascale checksum", daemon=True)
 
-    def __enter__(self) -> "Marker":
+    def __enter__(self) -> "ChecksumFollower":
         self._thread.start()
         return self
 

@@ -1,0 +1,233 @@
+"""verl: an engine in the place of its FSDP engine, found through the entry point ``verl.plugins``.
+
+Where megascale is installed, verl takes this engine for "fsdp" and "fsdp2" on NVIDIA GPUs, without a line of the
+user's. It acts where a run asks for 16 bits, and is verl's own engine otherwise:
+
+- ``model_dtype: fp16`` or ``bf16``: weights in 16 bits with fp32 main params (FSDP2 only); fp16 has a loss scale;
+- ``model_dtype: fp32``, ``mixed_precision.param_dtype: fp16``: :class:`megascale.amp.GradScaler` in the place of
+  ShardedGradScaler, also for fused optimizers.
+
+Checkpoints hold main params, scale and trackers, and load on any number of ranks.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from verl.utils.device import get_device_name
+from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
+
+from megascale.amp import GradScaler
+from megascale.builder import build_grad_scaler
+from megascale.errors import UsageError
+from megascale.integrations.named_options import NamedOptions
+from megascale.optimizer import MixedPrecisionOptimizer
+from megascale.utils.dtypes import HALF_DTYPES
+
+FOLDER = "megascale"
+"""Inside of verl's folder of a step: weights, optimizer and scaler, by torch.distributed.checkpoint."""
+KEY = "megascale"
+"""Of verl's ``optim.override_optimizer_config``: a dict of options by name."""
+
+FROM_VERL = {
+    "lr": "optim.lr",
+    "weight_decay": "optim.weight_decay",
+    "clip_grad": "optim.clip_grad",
+    "adam_beta1": "optim.betas",
+    "adam_beta2": "optim.betas",
+    "optimizer": "optim.optimizer",
+    "dtype": "model_dtype",
+}
+"""Fields that verl's configuration decides, and by which key."""
+
+_GROWTH_INTERVAL = 400  # of verl's own scaler
+
+
+class LossScale:
+    """What verl calls a scaler, for an optimizer that scales by itself: verl multiplies losses by it, no more.
+
+    Args:
+        optimizer: with a grad scaler or without.
+    """
+
+    def __init__(self, optimizer: MixedPrecisionOptimizer) -> None:
+        self.optimizer = optimizer
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the scaled loss."""
+        return self.optimizer.scale_loss(loss)
+
+
+class MegascaleEngine:
+    """A mixin before an FSDP engine of verl's: see :mod:`megascale.integrations.verl`."""
+
+    scaler: Any
+    optimizer: Any
+
+    def _build_fsdp_module(self, module: nn.Module) -> nn.Module:
+        """Shard the model; with verl's own means, but for the scaler."""
+        engine: Any = self
+        self._check_precision(module)
+        sharded: nn.Module = super()._build_fsdp_module(module)  # type: ignore[misc]
+        if self.scaler is not None:
+            self.scaler = self._options().autocast_scaler(
+                get_device_name(),
+                "set model_dtype: fp16",
+                growth_interval=_GROWTH_INTERVAL,
+                process_group=engine.get_data_parallel_group(),
+            )
+        return sharded
+
+    def _build_optimizer(self, module: nn.Module) -> Any:
+        """Build verl's own optimizer, and wrap it where weights have 16 bits."""
+        engine: Any = self
+        config = engine.optimizer_config
+        engine.optimizer_config = _without_ours(config)
+        try:
+            optimizer = super()._build_optimizer(module)  # type: ignore[misc]
+        finally:
+            engine.optimizer_config = config
+        if not any(param.dtype in HALF_DTYPES for param in module.parameters()):
+            return optimizer
+        own = self._options().config(module.parameters(), {})
+        wrapped = MixedPrecisionOptimizer(
+            optimizer, own, build_grad_scaler(own), named_parameters=module.named_parameters()
+        )
+        self.scaler = LossScale(wrapped)
+        return wrapped
+
+    def optimizer_step(self) -> float:
+        """Step, or skip on all ranks alike; return the norm of the unscaled gradients before clipping."""
+        if not isinstance(self.optimizer, MixedPrecisionOptimizer):
+            norm: float = super().optimizer_step()  # type: ignore[misc]
+            return norm
+        engine: Any = self
+        measured = self.optimizer.clip_grad_norm_(engine.optimizer_config.clip_grad)
+        self.optimizer.step()
+        if engine._qat_enabled:
+            from verl.utils.qat.core import invalidate_all_scales
+
+            invalidate_all_scales(engine.module)
+        return measured.item()
+
+    def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
+        """Save as verl does; the optimizer, with the scaler and the weights that belong to it, for any world size."""
+        engine: Any = self
+        if not self._is_ours() or not engine.checkpoint_manager.should_save_optimizer:
+            super().save_checkpoint(local_path, *args, **kwargs)  # type: ignore[misc]
+            return
+        with _without(engine.checkpoint_manager, "checkpoint_save_contents", "optimizer"):
+            super().save_checkpoint(local_path, *args, **kwargs)  # type: ignore[misc]
+        weights, optimizer = get_state_dict(engine.module, self.optimizer)
+        dcp_save({"model": weights, "optimizer": optimizer, **self._scaler_state()}, checkpoint_id=_folder(local_path))
+        dist.barrier()
+
+    def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
+        """Load what :meth:`save_checkpoint` has written, on any number of ranks, or what verl's own engine has.
+
+        On another number of ranks each keeps its random state: verl's files of it are one a rank.
+        """
+        engine: Any = self
+        has_own = local_path is not None and Path(_folder(local_path)).is_dir()
+        if not (self._is_ours() and has_own and engine.checkpoint_manager.should_load_optimizer):
+            super().load_checkpoint(local_path, *args, **kwargs)  # type: ignore[misc]
+            return
+        weights, optimizer = get_state_dict(engine.module, self.optimizer)
+        state = {"model": weights, "optimizer": optimizer, **self._scaler_state()}
+        dcp_load(state, checkpoint_id=_folder(local_path))
+        set_state_dict(engine.module, self.optimizer, model_state_dict=weights, optim_state_dict=optimizer)
+        if "scaler" in state:
+            self.scaler.load_state_dict(state["scaler"])
+        manager = engine.checkpoint_manager
+        if Path(local_path, _extra(dist.get_world_size(), dist.get_rank())).exists():
+            with _without(manager, "checkpoint_load_contents", "model", "optimizer"):
+                super().load_checkpoint(local_path, *args, **kwargs)  # type: ignore[misc]
+        elif manager.should_load_extra and engine.lr_scheduler is not None:
+            files = sorted(Path(local_path).glob(_extra("*", 0)))
+            saved = torch.load(files[0], weights_only=False)["lr_scheduler"] if files else None
+            if saved is not None:
+                engine.lr_scheduler.load_state_dict(saved)
+        dist.barrier()
+
+    def _options(self) -> NamedOptions:
+        engine: Any = self
+        given = (engine.optimizer_config.override_optimizer_config or {}).get(KEY, {})
+        return NamedOptions.of(given, "verl's configuration", FROM_VERL)
+
+    def _is_ours(self) -> bool:
+        return isinstance(self.optimizer, MixedPrecisionOptimizer) or isinstance(self.scaler, GradScaler)
+
+    def _scaler_state(self) -> dict[str, Any]:
+        """Return the state of a scaler that is not the optimizer's own."""
+        return {"scaler": self.scaler.state_dict()} if isinstance(self.scaler, GradScaler) else {}
+
+    def _check_precision(self, module: nn.Module) -> None:
+        """Raise UsageError for weights in 16 bits under FSDP1, or in another format than that of the forward."""
+        engine: Any = self
+        held = {param.dtype for param in module.parameters() if param.requires_grad} & set(HALF_DTYPES)
+        if not held or engine.engine_config.forward_only:
+            return
+        if engine.engine_config.strategy != "fsdp2":
+            raise UsageError(
+                f"strategy: {engine.engine_config.strategy} flattens weights in {held.pop()}, to which main params "
+                "cannot be added: set strategy: fsdp2, or model_dtype: fp32"
+            )
+        from verl.utils.torch_dtypes import PrecisionType
+
+        chosen = PrecisionType.to_dtype((engine.engine_config.mixed_precision or {}).get("param_dtype", "bf16"))
+        if held != {chosen}:
+            raise UsageError(
+                f"model_dtype gives weights in {(held - {chosen}).pop()}, and mixed_precision.param_dtype computes in "
+                f"{chosen}: set both to the same, or model_dtype: fp32"
+            )
+
+
+class MegascaleLMEngine(MegascaleEngine, FSDPEngineWithLMHead):
+    """verl's actor engine; see :class:`MegascaleEngine`."""
+
+
+class MegascaleValueEngine(MegascaleEngine, FSDPEngineWithValueHead):
+    """verl's critic engine; see :class:`MegascaleEngine`."""
+
+
+def _without_ours(config: Any) -> Any:
+    """Return verl's config of the optimizer without our key, which torch's class does not take."""
+    given: Mapping[str, Any] = config.override_optimizer_config or {}
+    if KEY not in given:
+        return config
+    return replace(config, override_optimizer_config={name: value for name, value in given.items() if name != KEY})
+
+
+@contextlib.contextmanager
+def _without(manager: Any, contents: str, *kinds: str) -> Iterator[None]:
+    """Return a context in which verl's checkpoint manager leaves out some of what it would save or load."""
+    before = getattr(manager, contents)
+    setattr(manager, contents, [kind for kind in before if kind not in kinds])
+    try:
+        yield
+    finally:
+        setattr(manager, contents, before)
+
+
+def _folder(local_path: str) -> str:
+    return os.path.join(local_path, FOLDER)
+
+
+def _extra(world_size: int | str, rank: int) -> str:
+    """Return the name of verl's file of the schedule and a rank's random state."""
+    return f"extra_state_world_size_{world_size}_rank_{rank}.pt"
+
+
+for _model_type, _engine in (("language_model", MegascaleLMEngine), ("value_model", MegascaleValueEngine)):
+    # verl looks a vendor's engine up before that of a kind of device.
+    EngineRegistry.register(model_type=_model_type, backend=["fsdp", "fsdp2"], device="cuda", vendor="nvidia")(_engine)

@@ -1,0 +1,140 @@
+"""What ``repr()`` says of an optimizer. Nothing is read from a device, synchronised between ranks, or changed."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from megascale.grad_scaler import MegatronGradScaler
+from megascale.main_params.main_param import MainParam
+from megascale.main_params.owned import OwnedMainParams
+from megascale.parallel import ParallelGroups
+from megascale.step.member import StepMember
+from megascale.utils.collectives import group_size
+from megascale.utils.dtensors import is_dtensor, local
+from megascale.utils.wording import count, dtype_name, size
+
+_INDENT = "    "
+
+
+def described(
+    kind: str,
+    members: Sequence[StepMember],
+    groups: ParallelGroups,
+    grad_scaler: MegatronGradScaler | None,
+    clip_grad: float,
+) -> str:
+    """Return the text of an optimizer, or of a chain of them: what they wrap, decide by, and hold on this rank.
+
+    The lines of param groups are torch's, parameters' names aside.
+
+    Args:
+        kind: the class of what is described.
+        members, groups, grad_scaler, clip_grad: as in :class:`megascale.step.recipe.StepRecipe`.
+    """
+    lines = [f"{kind} ("]
+    lines += [line for member in members for line in _of_member(member, groups)]
+    lines += [
+        f"loss scale: {'none' if grad_scaler is None else repr(grad_scaler)}",
+        f"clip_grad: {clip_grad if clip_grad else 'off'}",
+        f"ranks: {_ranks(groups)}",
+    ]
+    lines += _of_param_groups([group for member in members for group in member.optimizer.param_groups])
+    return "\n".join([*lines, ")"])
+
+
+def summary(
+    kind: str,
+    member: StepMember,
+    groups: ParallelGroups,
+    grad_scaler: MegatronGradScaler | None,
+    clip_grad: float,
+) -> str:
+    """Return one line that says what was built; arguments: see :func:`described`."""
+    scaler = "no loss scale" if grad_scaler is None else type(grad_scaler).__name__
+    return (
+        f"{kind}({type(member.optimizer).__name__}): {_parameters(member)}; {_main_params(member, groups)}; {scaler}; "
+        f"{f'clips at {clip_grad:g}' if clip_grad else 'no clipping'}; backend {member.backend.name} on "
+        f"{member.device}; {_ranks(groups)}; {_held(member)}"
+    )
+
+
+def _of_member(member: StepMember, groups: ParallelGroups) -> Iterator[str]:
+    yield f"wraps: {type(member.optimizer).__name__}"
+    yield f"parameters: {_parameters(member)}"
+    yield f"main params: {_main_params(member, groups)}"
+    yield f"backend: {member.backend.name}, on {member.device}"
+    yield f"held by this rank: {_held(member)}"
+
+
+def _params(member: StepMember) -> list[nn.Parameter]:
+    return [param for group in member.optimizer.param_groups for param in group["params"]]
+
+
+def _parameters(member: StepMember) -> str:
+    params = _params(member)
+    numels: dict[str, int] = {}
+    for param in params:
+        if param.requires_grad:
+            numels[dtype_name(param.dtype)] = numels.get(dtype_name(param.dtype), 0) + param.numel()
+    frozen = sum(not param.requires_grad for param in params)
+    parts = [f"{numel:,} in {dtype}" for dtype, numel in numels.items()] or ["none are trained"]
+    parts += [f"{count(frozen, 'tensor')} frozen"] if frozen else []
+    parts += ["DTensors"] if any(map(is_dtensor, params)) else []
+    return ", ".join(parts)
+
+
+def _main_params(member: StepMember, groups: ParallelGroups) -> str:
+    mains = member.main_params
+    form = "16-bit remainders beside the weights" if mains.stores_remainders else "float32"
+    shards = group_size(groups.data_shard)
+    if not mains.is_sharded:
+        return form
+    return f"{form}, with the state in {count(shards, 'shard')} of {_unit(member)}"
+
+
+def _unit(member: StepMember) -> str:
+    return "whole parameters" if isinstance(member.main_params, OwnedMainParams) else "elements"
+
+
+def _ranks(groups: ParallelGroups) -> str:
+    deciding = count(group_size(groups.grad_stats), "rank")
+    others = [
+        f"{name.replace('_', ' ')} {group_size(getattr(groups, name))}"
+        for name in ("data_parallel", "tensor_parallel")
+        if group_size(getattr(groups, name)) > 1
+    ]
+    return ", ".join([f"{deciding} decide{'s' * (deciding == '1 rank')}", *others])
+
+
+def _held(member: StepMember) -> str:
+    mains = sum(map(_main_bytes, member.main_params))
+    state = sum(
+        local(value).nbytes
+        for entries in member.optimizer.state.values()
+        if isinstance(entries, Mapping)
+        for value in entries.values()
+        if isinstance(value, Tensor)
+    )
+    return f"{size(mains + state)} (main params {size(mains)}, optimizer state {size(state)})"
+
+
+def _main_bytes(param: MainParam) -> int:
+    """Return the bytes of a main param: none where an fp32 model param is its own."""
+    return local(param.memory).nbytes if param.is_copy else 0
+
+
+def _of_param_groups(param_groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    for index, group in enumerate(param_groups):
+        yield f"Parameter Group {index}"
+        yield f"{_INDENT}params: {count(len(group['params']), 'tensor')}"
+        for key in sorted(group):
+            if key not in ("params", "param_names"):
+                yield f"{_INDENT}{key}: {_option(group[key])}"
+
+
+def _option(value: Any) -> str:
+    """Return an option as text: of a tensor on a device, such as a learning rate that a schedule writes, its place."""
+    if isinstance(value, Tensor) and value.device.type != "cpu":
+        return f"<on {value.device}>"
+    return str(value)

@@ -1,0 +1,51 @@
+"""Says what is done, once: on a terminal, or as INFO of the logger ``megascale`` where logging is set up for that.
+
+MEGASCALE_QUIET=1 switches both off.
+"""
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from megascale.utils import validate
+
+QUIET_VARIABLE = "MEGASCALE_QUIET"
+"""``1``: nothing is said. ``0``, the default: what this module says."""
+
+_logger = logging.getLogger("megascale")
+_told: set[str] = set()
+
+
+def on_first_rank(make: Callable[[], str]) -> None:
+    """Say what ``make`` returns, on rank 0 of the world, once per process and text. It is not called if nobody hears.
+
+    Raises ArgumentError for a value of MEGASCALE_QUIET that is neither 0 nor 1.
+    """
+    if not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0:
+        here(make)
+
+
+def here(make: Callable[[], str]) -> None:
+    """Say it on any rank; see :func:`on_first_rank`."""
+    is_quiet = validate.one_of(QUIET_VARIABLE, os.environ.get(QUIET_VARIABLE) or "0", ("0", "1")) == "1"
+    is_logged = _logger.isEnabledFor(logging.INFO) and _logger.hasHandlers()
+    if is_quiet or not (is_logged or _is_terminal()):
+        return
+    text = make()
+    if text in _told:
+        return
+    _told.add(text)
+    if is_logged:
+        _logger.info("%s", text)
+    else:
+        print(f"megascale: {text}", file=sys.stderr, flush=True)
+
+
+def _is_terminal() -> bool:
+    try:
+        return sys.stderr.isatty()
+    except (AttributeError, ValueError):  # there is none, or it is closed
+        return False

@@ -1,0 +1,49 @@
+"""Words for numbers that messages and ``repr()`` show. Nothing here waits for a device."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_UNITS = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
+
+
+def size(nbytes: int) -> str:
+    """Return a number of bytes with its unit, such as ``1.25 GB``."""
+    unit, step = next(((unit, step) for unit, step in _UNITS if nbytes >= step), ("bytes", 1))
+    return f"{nbytes / step:.3g} {unit}" if step > 1 else f"{nbytes} {unit}"
+
+
+def count(number: int, what: str) -> str:
+    """Return a number and what it counts, such as ``1 rank`` and ``2 ranks``."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype without ``torch.``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def call(name: str, *values: Any, **fields: Any) -> str:
+    """Return ``name(value, field=value)``."""
+    return f"{name}({', '.join([*map(repr, values), *(f'{key}={value!r}' for key, value in fields.items())])})"
+
+
+class Unread:
+    """What ``repr()`` shows of a number that lies on a device: reading it would wait.
+
+    Args:
+        where: its device.
+        known: what the host knows of it, in words.
+    """
+
+    def __init__(self, where: torch.device, known: str) -> None:
+        self._text = f"<on {where}, {known}>"
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+def number(value: Tensor, known: str) -> Any:
+    """Return a one-element tensor's number if it lies in host memory, else :class:`Unread`. ``known``: see there."""
+    return value.reshape(-1).tolist()[0] if value.device.type == "cpu" else Unread(value.device, known)

@@ -1,0 +1,120 @@
+"""TRL's trainers with MegascaleTrainer before them: SFT, DPO, GRPO and RLOO, in one process and on ranks."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from megascale.errors import UsageError
+from tests.pool import RankPool
+from tests.training import bits_equal, same_bits
+
+pytest.importorskip("trl", reason="needs trl: .ci/install_integrations")
+
+from transformers import Trainer
+
+from megascale.integrations.transformers import adopt
+from tests.integrations.accelerate_cases import reset
+from tests.integrations.hf_cases import llama, logged, optimizer_of, state_of
+from tests.integrations.hf_ranks import (
+    OPTIONS,
+    assert_resumed,
+    build,
+    resume_on_rank,
+    train_on_rank,
+    unmixed,
+)
+
+KINDS = ("sft", "dpo", "grpo", "rloo")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_state() -> Iterator[None]:
+    """Accelerate's state is shared by a whole process."""
+    reset()
+    yield
+    reset()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_trainer_of_trl_trains_in_fp16(kind: str, tmp_path: Path) -> None:
+    """The mixin, and adopt() of a trainer that exists: the same bits; an overflow is skipped and logged."""
+    states = []
+    for way in ("mixin", "adopt"):
+        trainer = build(kind, tmp_path, torch.float16) if way == "mixin" else unmixed(kind, tmp_path, torch.float16)
+        if way == "adopt":
+            adopt(trainer, **OPTIONS)
+        trainer.bad = (1,)
+        trainer.train()
+        assert logged(trainer, "skipped_steps") == [0, 1, 1, 1, 1, 1]
+        assert logged(trainer, "loss_scale") == [2.0**12, 2.0**11, 2.0**11, 2.0**12, 2.0**12, 2.0**13]
+        assert {param.dtype for param in trainer.model.parameters()} == {torch.float16}
+        start = dict(llama(torch.float16).named_parameters())
+        assert not all(bits_equal(param, start[name]) for name, param in trainer.model.named_parameters())
+        states.append(state_of(trainer))
+        reset()
+    assert same_bits(*states)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_trls_default_of_bf16_is_refused_beside_fp16_weights(kind: str, tmp_path: Path) -> None:
+    """TRL's configs set bf16=True unless told otherwise: fp16 weights would be rounded to bf16 in every forward."""
+    with pytest.raises(UsageError, match=r"computes in torch\.bfloat16.*bf16=False and fp16=False"):
+        build(kind, tmp_path, torch.float16, bf16=None)
+
+
+def test_bf16_weights_with_trls_defaults(tmp_path: Path) -> None:
+    """Nothing but the mixin: fp32 main params under bf16 weights, no loss scale."""
+    trainer = build("sft", tmp_path, torch.bfloat16, {}, bf16=None)
+    assert trainer.args.bf16
+    trainer.train()
+    assert optimizer_of(trainer).grad_scaler is None
+    assert {main.dtype for _, main in optimizer_of(trainer).main_params()} == {torch.float32}
+
+
+def test_small_updates_of_bf16_weights_are_not_lost(tmp_path: Path) -> None:
+    """At lr 1e-6 bf16 weights alone do not move: with main params the way is that of a run in fp32."""
+    ways = {}
+    for name, dtype in (("fp32", torch.float32), ("main params", torch.bfloat16), ("plain", torch.bfloat16)):
+        options = {"learning_rate": 1e-6, "max_steps": 10, "save_strategy": "no", "bf16": None}
+        make = unmixed if name == "plain" else build
+        trainer = make("sft", tmp_path, dtype, **({} if name == "plain" else {"megascale": {}}), **options)
+        assert isinstance(trainer, Trainer)
+        start = {name: param.detach().float().clone() for name, param in llama(dtype).named_parameters()}
+        trainer.train()
+        if name == "plain":
+            ends = {name: param.detach().float() for name, param in trainer.model.named_parameters()}
+        else:
+            ends = dict(optimizer_of(trainer).main_params())
+        ways[name] = torch.cat([(end.float() - start[name]).flatten() for name, end in ends.items()])
+        reset()
+    share = {name: (way @ ways["fp32"] / ways["fp32"].square().sum()).item() for name, way in ways.items()}
+    assert share["main params"] == pytest.approx(1, abs=0.02)
+    assert share["plain"] < 0.2
+
+
+@pytest.mark.parametrize(("kind", "layout"), [("sft", "ddp"), ("sft", "fsdp2"), ("grpo", "ddp"), ("grpo", "fsdp2")])
+def test_a_run_goes_on_after_a_restart(kind: str, layout: str, ranks: RankPool, tmp_path: Path) -> None:
+    """Two ranks: resumed on two with all bits, and on four with the main params, scale and trackers that were saved."""
+    arguments = (kind, layout, str(tmp_path), torch.float16)
+    whole = ranks.run(2, train_on_rank, *arguments, timeout=120)
+    assert whole[0]["skips"] == [0, 1, 1, 1, 1, 1]
+    assert_resumed(ranks.run(2, resume_on_rank, *arguments, timeout=120), whole, to_the_end=True)
+    assert_resumed(ranks.run(4, resume_on_rank, *arguments, timeout=120), whole, to_the_end=False)
+
+
+def test_grpo_goes_on_in_new_processes(ranks: RankPool, tmp_path: Path) -> None:
+    """FSDP2 in fp16, taken up by processes that have never trained."""
+    arguments = ("grpo", "fsdp2", str(tmp_path), torch.float16)
+    whole = ranks.run(2, train_on_rank, *arguments, timeout=120)
+    with ranks.spawn(2, resume_on_rank, *arguments) as fresh:
+        assert_resumed(fresh.results(timeout=120), whole, to_the_end=True)
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+def test_dpo_on_two_ranks(layout: str, ranks: RankPool, tmp_path: Path) -> None:
+    """A reference model beside the one that is trained: both ranks skip together."""
+    both = ranks.run(2, train_on_rank, "dpo", layout, str(tmp_path), torch.float16, timeout=120)
+    assert same_bits(both[0]["at_end"], both[1]["at_end"])
+    assert both[0]["skips"] == [0, 1, 1, 1, 1, 1]

@@ -1,0 +1,113 @@
+"""verl's real FSDP2 engine, as its registry returns it where megascale is installed, on ranks of a CPU."""
+
+import importlib.util
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.pool import RankPool
+from tests.training import same_bits
+
+if importlib.util.find_spec("verl") is None or importlib.util.find_spec("ray") is None:
+    pytest.skip("needs verl and what it imports: .ci/install_integrations", allow_module_level=True)
+
+from tests.integrations.verl_ranks import (
+    BAD,
+    SAVED_AT,
+    STEPS,
+    refused_on_rank,
+    resume_on_rank,
+    train_on_rank,
+    write_model,
+)
+
+SECONDS = 200
+FUSED = {"override_optimizer_config": {"fused": True, "megascale": {"initial_loss_scale": 2.0**12, "hysteresis": 1}}}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """The folder of a tiny Llama."""
+    return write_model(tmp_path / "model")
+
+
+def _scale(result: dict[str, Any], step: int) -> float:
+    scale: float = result["scales"][step]["scaler.scale"].item()
+    return scale
+
+
+@pytest.mark.parametrize(
+    ("weights", "computes", "options"),
+    [("fp16", "fp16", FUSED), ("bf16", "bf16", {}), ("fp32", "fp16", FUSED)],
+    ids=["fp16", "bf16", "autocast"],
+)
+def test_a_run_goes_on_after_a_restart(
+    weights: str, computes: str, options: dict[str, Any], model: str, ranks: RankPool, tmp_path: Path
+) -> None:
+    """The entry point is all that a user has; an overflow on one rank; saved on two ranks, resumed on two and four.
+
+    On two all bits are those of the run that went on; on four main params, weights, scale, trackers and rate are what
+    was saved. verl's own engine starts again at 65,536, and has files for two ranks only.
+    """
+    setup: Any = (model, str(tmp_path / "saved"), weights, computes)
+    whole = ranks.run(2, train_on_rank, *setup, options, timeout=SECONDS)
+    assert {one["kind"] for one in whole} == {"MegascaleLMEngine"}
+    assert [math.isfinite(norm) for norm in whole[0]["norms"]] == [step != BAD for step in range(STEPS)]
+    assert same_bits(whole[0]["at_end"], whole[1]["at_end"])
+    if weights != "bf16":
+        assert [_scale(whole[0], step) for step in range(STEPS)] == [2.0**12] + [2.0**11] * (STEPS - 1)
+    resumed = ranks.run(2, resume_on_rank, *setup, options, timeout=SECONDS)
+    for one, other in zip(resumed, whole, strict=True):
+        assert same_bits(one["at_save"], other["at_save"])
+        assert one["norms"] == other["norms"][SAVED_AT:]
+        assert same_bits(one["at_end"], other["at_end"])
+    for one in ranks.run(4, resume_on_rank, *setup, options, timeout=SECONDS):
+        assert same_bits(one["at_save"], whole[0]["at_save"])
+        assert all(math.isfinite(norm) for norm in one["norms"])
+
+
+def test_16_bits_give_the_losses_of_fp32(model: str, ranks: RankPool, tmp_path: Path) -> None:
+    """Norms of fp16 weights with main params are those of fp32 weights under autocast, but for rounding."""
+    norms = [
+        ranks.run(1, train_on_rank, model, str(tmp_path / weights), weights, "fp16", FUSED, timeout=SECONDS)[0]["norms"]
+        for weights in ("fp16", "fp32")
+    ]
+    assert norms[0] == pytest.approx(norms[1], rel=2e-2, nan_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("setup", "message"),
+    [
+        (("fp16", "bf16", {}, "fsdp2"), r"weights in torch\.float16.*computes in torch\.bfloat16: set both"),
+        (("fp16", "fp16", {}, "fsdp"), r"flattens weights in torch\.float16.*strategy: fsdp2"),
+        (
+            ("fp16", "fp16", {"override_optimizer_config": {"megascale": {"lr": 1.0}}}, "fsdp2"),
+            r"lr comes from verl's configuration: set optim\.lr there",
+        ),
+        (
+            ("fp32", "fp16", {"override_optimizer_config": {"megascale": {"exp_avg_dtype": "int8"}}}, "fsdp2"),
+            r"exp_avg_dtype is for weights in 16 bits.*model_dtype: fp16",
+        ),
+    ],
+)
+def test_what_cannot_train_is_refused(setup: Any, message: str, model: str, ranks: RankPool) -> None:
+    """Formats that contradict each other, FSDP1 with 16-bit weights, and options that verl's configuration decides."""
+    ranks.run(1, refused_on_rank, model, message, *setup, timeout=SECONDS)
+
+
+def test_a_run_without_16_bits_is_verls_own(model: str, ranks: RankPool, tmp_path: Path) -> None:
+    """fp32 weights that compute in bf16, verl's default: no scaler, no wrapper, no file of ours.
+
+    What it saved loads into a run in fp16: verl's files have no scaler.
+    """
+    [ran] = ranks.run(1, train_on_rank, model, str(tmp_path / "saved"), "fp32", "bf16", {}, timeout=SECONDS)
+    assert ran["optimizer"] == "AdamW"
+    assert not (tmp_path / "saved" / "megascale").exists()
+    assert (tmp_path / "saved" / "optim_world_size_1_rank_0.pt").exists()
+    assert all(value.dtype in (torch.float32, torch.float64) for value in ran["at_end"].values())
+    [resumed] = ranks.run(1, resume_on_rank, model, str(tmp_path / "saved"), "fp32", "fp16", FUSED, timeout=SECONDS)
+    assert all(torch.equal(resumed["at_save"][name], value) for name, value in ran["at_save"].items())
+    assert _scale(resumed, 0) == 2.0**12

@@ -1,0 +1,293 @@
+"""Names that differ by what wrappers put into them alone are one parameter's: state dicts and checkpoints load."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.nn.parallel import DistributedDataParallel
+
+from megascale import ChainedOptimizer, DistributedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer, cast_model
+from megascale.averages import AveragedMainParams
+from megascale.checkpoint import load, save
+from megascale.config import OptimizerConfig
+from megascale.errors import CheckpointError, StateDictError
+from megascale.utils.param_names import renames
+from tests.checkpoint_cases import differences, train
+from tests.pool import RankPool
+
+Wrap = Callable[[nn.Module], nn.Module]
+
+
+class Holder(nn.Module):
+    """Puts ``module.`` in front of names, as DistributedDataParallel does, with no process group."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Call the module inside."""
+        y: torch.Tensor = self.module(x)
+        return y
+
+
+def _compiled(module: nn.Module) -> nn.Module:
+    return torch.compile(module, backend="eager")  # type: ignore[return-value]
+
+
+def _partly_compiled(module: nn.Module) -> nn.Module:
+    assert isinstance(module, nn.Sequential)
+    module[0] = _compiled(module[0])
+    return module
+
+
+WRAPS: dict[str, Wrap] = {
+    "bare": lambda module: module,
+    "module": Holder,
+    "compiled": _compiled,
+    "both": lambda module: Holder(_compiled(module)),
+    "both the other way": lambda module: _compiled(Holder(module)),
+    "a part": _partly_compiled,
+}
+
+
+def _built(wrap: Wrap, seed: int, sharded: bool = False, **options: Any) -> tuple[nn.Module, MixedPrecisionOptimizer]:
+    """A small model, wrapped, and an optimizer that has the wrapped model's names."""
+    torch.manual_seed(seed)
+    model = wrap(cast_model(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)), torch.float16))
+    adam = torch.optim.AdamW(model.named_parameters(), lr=0.01)
+    scaler = DynamicGradScaler(64.0, 1.0, 2.0, 0.5, 2, 1)
+    config = OptimizerConfig(fp16=True, clip_grad=0.0, **options)
+    if sharded:
+        return model, DistributedOptimizer(adam, config, scaler, modules=model)
+    return model, MixedPrecisionOptimizer(adam, config, scaler)
+
+
+def _values(model: nn.Module, optimizer: MixedPrecisionOptimizer) -> list[Any]:
+    """Everything that a checkpoint restores, without names, in the order of the model."""
+    own = optimizer.state_dict()
+    return [
+        [value.clone() for value in model.state_dict().values()],
+        list(own["optimizer"]["state"].values()),
+        list(own["main_params"].values()),
+        own["grad_scaler"],
+        own["step_counts"],
+    ]
+
+
+@pytest.mark.parametrize("there", WRAPS)
+@pytest.mark.parametrize("here", WRAPS)
+def test_a_state_dict_loads_whatever_wraps_the_model(there: str, here: str) -> None:
+    """Every pair; and training goes on with the same bits."""
+    model, optimizer = _built(WRAPS[there], 0)
+    train(model, optimizer, 0, 3)
+    other, loaded = _built(WRAPS[here], 1)
+    given = optimizer.state_dict()
+    names = list(given["main_params"])
+    loaded.load_state_dict(given)
+    assert list(given["main_params"]) == names  # what was given has not changed
+    assert list(loaded.state_dict()["optimizer"]["state"]) == [name for name, _ in other.named_parameters()]
+    assert differences(_values(other, loaded)[1:], _values(model, optimizer)[1:]) == []
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("remainders", [False, True])
+@pytest.mark.parametrize(("there", "here"), [("bare", "both"), ("compiled", "bare"), ("module", "a part")])
+def test_a_checkpoint_loads_whatever_wraps_the_model(
+    tmp_path: Path, there: str, here: str, remainders: bool, sharded: bool
+) -> None:
+    """Model, optimizer and buffers; also main params that are held as remainders of weights under other names."""
+    options: dict[str, Any] = {"store_param_remainders": remainders}
+    model, optimizer = _built(WRAPS[there], 0, **options)
+    train(model, optimizer, 0, 3)
+    save(tmp_path, 3, model, optimizer)
+    other, loaded = _built(WRAPS[here], 1, sharded, **options)
+    assert load(tmp_path, other, loaded).skipped == ()
+    assert differences(_values(other, loaded), _values(model, optimizer)) == []
+    save(tmp_path, 4, other, loaded)  # under its own names
+    third, again = _built(WRAPS[there], 2, **options)
+    load(tmp_path, third, again)
+    assert differences(_values(third, again), _values(model, optimizer)) == []
+
+
+def test_the_model_alone_loads(tmp_path: Path) -> None:
+    """Weights and buffers, with no optimizer on either side."""
+    model, _ = _built(WRAPS["bare"], 0)
+    save(tmp_path, 0, model)
+    other, _ = _built(_compiled, 1)
+    load(tmp_path, other)
+    assert differences(list(other.state_dict().values()), list(model.state_dict().values())) == []
+
+
+def _save_under_ddp(folder: Path) -> list[Any]:
+    model, optimizer = _built(DistributedDataParallel, 0)
+    train(model, optimizer, 0, 3, dist.get_rank())
+    save(folder, 3, model, optimizer)
+    return _values(model, optimizer)
+
+
+def _load_shards(folder: Path, wrapped: bool) -> list[Any]:
+    model, optimizer = _built(_compiled if wrapped else WRAPS["bare"], 1, sharded=True)
+    load(folder, model, optimizer)
+    values = _values(model, optimizer)
+    save(folder, 4 + wrapped, model, optimizer)
+    return values
+
+
+def _load_under_ddp(folder: Path) -> list[Any]:
+    model, optimizer = _built(DistributedDataParallel, 2)
+    load(folder, model, optimizer)
+    return _values(model, optimizer)
+
+
+def test_ddp_to_shards_and_back(ranks: RankPool, tmp_path: Path) -> None:
+    """Saved by DDP's names on two ranks; read into compiled shards on two and three ranks; and back under DDP."""
+    saved = ranks.run(2, _save_under_ddp, tmp_path)[0]
+    for world_size, wrapped in ((2, True), (3, False)):
+        for values in ranks.run(world_size, _load_shards, tmp_path, wrapped):
+            assert differences(values, saved) == []
+        assert differences(ranks.run(2, _load_under_ddp, tmp_path)[0], saved) == []
+
+
+@pytest.mark.parametrize(("there", "here"), [("bare", "both"), ("both", "bare"), ("module", "compiled")])
+def test_torchs_functions(there: str, here: str) -> None:
+    """A state dict in torch's layout, which torch's functions make."""
+    model, optimizer = _built(WRAPS[there], 0)
+    train(model, optimizer, 0, 3)
+    other, loaded = _built(WRAPS[here], 1)
+    inner = other.module if isinstance(other, Holder) else other
+    given = get_optimizer_state_dict(model.module if isinstance(model, Holder) else model, optimizer)
+    set_optimizer_state_dict(inner, loaded, given)
+    assert differences(_values(other, loaded)[1:], _values(model, optimizer)[1:]) == []
+
+
+def test_a_layout_of_torch_keyed_by_names() -> None:
+    """In another order than the optimizer's: names tell which is which, not positions."""
+    model, optimizer = _built(WRAPS["compiled"], 0)
+    train(model, optimizer, 0, 3)
+    own = optimizer.state_dict()
+    torchs = own["state"], own["param_groups"]
+    names = torchs[1][0]["param_names"]
+    given = {
+        "state": {names[key]: value for key, value in torchs[0].items()},
+        "param_groups": [torchs[1][0] | {"params": names[::-1]}],
+    }
+    _, loaded = _built(WRAPS["bare"], 1)
+    loaded.load_state_dict(given)
+    plain = {name.removeprefix("_orig_mod."): main for name, main in own["main_params"].items()}
+    assert differences(loaded.state_dict()["main_params"], plain) == []
+
+
+def test_a_chain() -> None:
+    """Whose state dict is split by names."""
+
+    def chain(wrap: Wrap, seed: int) -> tuple[nn.Module, ChainedOptimizer]:
+        torch.manual_seed(seed)
+        model = wrap(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2)))
+        named = list(model.named_parameters())
+        parts = [torch.optim.AdamW(named[:2], lr=0.1), torch.optim.SGD(named[2:], lr=0.1, momentum=0.9)]
+        return model, ChainedOptimizer([MixedPrecisionOptimizer(part) for part in parts])
+
+    model, optimizer = chain(WRAPS["compiled"], 0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
+    _, loaded = chain(WRAPS["module"], 1)
+    loaded.load_state_dict(optimizer.state_dict())
+    ours, theirs = loaded.state_dict(), optimizer.state_dict()
+    assert differences(list(ours["optimizer"]["state"].values()), list(theirs["optimizer"]["state"].values())) == []
+
+
+def test_averages() -> None:
+    """Their state dict has the model's names, too."""
+    model, optimizer = _built(WRAPS["compiled"], 0)
+    averages = AveragedMainParams(model, optimizer)
+    train(model, optimizer, 0, 1)
+    averages.update_parameters()
+    other, loaded = _built(WRAPS["module"], 1)
+    mine = AveragedMainParams(other, loaded)
+    mine.load_state_dict(averages.state_dict())
+    for what in ("averages", "buffers"):
+        assert differences(list(mine.state_dict()[what].values()), list(averages.state_dict()[what].values())) == []
+
+
+# Which name is which
+
+
+def test_a_name_that_both_sides_have_is_itself() -> None:
+    """A model that really has an attribute `module`, beside a parameter of the same name without it."""
+
+    class Model(nn.Module):
+        def __init__(self, seed: int) -> None:
+            super().__init__()
+            torch.manual_seed(seed)
+            self.weight = nn.Parameter(torch.randn(3))
+            self.module = nn.Linear(3, 1, bias=False)
+
+    def built(wrap: Wrap, seed: int) -> tuple[nn.Module, MixedPrecisionOptimizer]:
+        model = wrap(Model(seed))
+        return model, MixedPrecisionOptimizer(torch.optim.SGD(model.named_parameters(), lr=0.1))
+
+    for wrap in WRAPS["bare"], WRAPS["compiled"]:
+        model, optimizer = built(WRAPS["bare"], 0)
+        other, loaded = built(wrap, 1)
+        other.load_state_dict(dict(zip(other.state_dict(), model.state_dict().values(), strict=True)))
+        loaded.load_state_dict(optimizer.state_dict())
+    assert renames(["weight", "module.weight"], ["_orig_mod.weight", "_orig_mod.module.weight"], "it") == {
+        "weight": "_orig_mod.weight",
+        "module.weight": "_orig_mod.module.weight",
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "live", "named"),
+    [
+        (["module.w", "_orig_mod.w"], ["w"], "state dict has both 'module.w' and '_orig_mod.w'"),
+        (["w"], ["module.w", "_orig_mod.module.w"], "what loads it has both 'module.w' and '_orig_mod.module.w'"),
+        (["a.module.w", "module.a.w"], ["a.w"], "state dict has both 'a.module.w' and 'module.a.w'"),
+    ],
+)
+def test_two_names_that_become_one_are_an_error(given: list[str], live: list[str], named: str) -> None:
+    """It names both: whichever was taken, the other would be lost."""
+    with pytest.raises(StateDictError, match=named):
+        renames(given, live, "state dict")
+
+
+def test_names_of_neither_side_are_left_alone() -> None:
+    """They are reported as missing and unexpected, as before."""
+    assert renames(["module.a", "module.b", "_orig_mod.b", "c"], ["a", "d", "module"], "it") == {"module.a": "a"}
+    assert renames(["a.module"], ["a._orig_mod"], "it") == {}  # the last part is a parameter's own
+    _, optimizer = _built(WRAPS["bare"], 0)
+    given = optimizer.state_dict()
+    given["main_params"]["module.other"] = torch.ones(1)
+    with pytest.raises(StateDictError, match=r"unexpected \['module.other'\]"):
+        optimizer.load_state_dict(given)
+
+
+def test_a_collision_in_a_state_dict_or_checkpoint_changes_nothing(tmp_path: Path) -> None:
+    """The error comes before anything has changed; of a checkpoint's model it is a CheckpointError."""
+
+    class Twins(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = nn.Linear(2, 2, bias=False)
+            self.add_module("_orig_mod", nn.Linear(2, 2, bias=False))
+
+    torch.manual_seed(0)
+    twins = Twins()
+    optimizer = MixedPrecisionOptimizer(torch.optim.SGD(twins.named_parameters(), lr=0.1, momentum=0.9))
+    save(tmp_path, 0, twins, optimizer)
+    single = nn.Linear(2, 2, bias=False)
+    before = single.weight.clone()
+    live = MixedPrecisionOptimizer(torch.optim.SGD(single.named_parameters(), lr=0.1, momentum=0.9))
+    with pytest.raises(StateDictError, match=r"both 'module.weight' and '_orig_mod.weight'"):
+        live.load_state_dict(optimizer.state_dict())
+    with pytest.raises(CheckpointError, match=r"the checkpoint has both 'module.weight' and '_orig_mod.weight'"):
+        load(tmp_path, single, strict=False)
+    assert torch.equal(single.weight, before)

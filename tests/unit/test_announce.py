@@ -1,0 +1,182 @@
+"""Lines at the start: what was built, on rank 0; and that native code is compiled. They can be switched off."""
+
+import ctypes
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from megascale import DistributedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer
+from megascale.errors import ArgumentError
+from megascale.kernels import library_build
+from megascale.kernels.compiler import find_compiler, machine_flag
+from megascale.kernels.native import library
+from megascale.kernels.tensors import tensor_reader
+from megascale.utils import announce
+from tests.pool import RankPool
+from tests.terminal import terminal
+
+
+@pytest.fixture(autouse=True)
+def _nothing_was_told(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each test is a process of its own; pytest's handlers of logging are not there."""
+    monkeypatch.setattr(announce, "_told", set())
+    monkeypatch.delenv(announce.QUIET_VARIABLE, raising=False)
+    announce._logger.propagate = False
+    yield
+    announce._logger.propagate = True
+
+
+def _build() -> MixedPrecisionOptimizer:
+    inner = torch.optim.AdamW(nn.Linear(4, 4).half().parameters(), lr=0.01)
+    return MixedPrecisionOptimizer(inner, None, DynamicGradScaler(), clip_grad=1.0)
+
+
+def test_one_line_on_a_terminal() -> None:
+    """It says what was built, once: a second optimizer that is alike has no second line."""
+    with terminal() as shown:
+        optimizer = _build()
+        _build()
+        text = shown()
+    assert text.splitlines() == [
+        "megascale: MixedPrecisionOptimizer(AdamW): 20 in float16; float32; DynamicGradScaler; clips at 1; backend "
+        f"{optimizer.backend.name} on cpu; 1 rank decides; {_held(optimizer)}"
+    ]
+
+
+def _held(optimizer: MixedPrecisionOptimizer) -> str:
+    found = re.search("held by this rank: (.*)", repr(optimizer))
+    assert found is not None
+    return found[1]
+
+
+def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And another value is an error that names the variable."""
+    monkeypatch.setenv(announce.QUIET_VARIABLE, "1")
+    with terminal() as shown:
+        _build()
+        assert shown() == ""
+    monkeypatch.setenv(announce.QUIET_VARIABLE, "yes")
+    with pytest.raises(ArgumentError, match="MEGASCALE_QUIET must be one of '0', '1', got 'yes'"):
+        _build()
+
+
+def test_without_a_terminal_the_log_has_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A batch job's file gets nothing that it did not ask for; a program that logs INFO gets the line there alone."""
+    _build()
+    assert capsys.readouterr().err == ""
+    heard: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", heard.append)
+    announce._logger.addHandler(handler)
+    announce._logger.setLevel(logging.INFO)
+    try:
+        with terminal() as shown:
+            _build()
+            _build()
+            assert shown() == ""
+    finally:
+        announce._logger.removeHandler(handler)
+        announce._logger.setLevel(logging.NOTSET)
+    assert [record.getMessage()[:24] for record in heard] == ["MixedPrecisionOptimizer("]
+    monkeypatch.setattr(sys, "stderr", None)  # as under pythonw, or a daemon
+    _build()
+
+
+def _lines_of_ranks() -> str:
+    announce._told.clear()
+    announce._logger.propagate = False
+    try:
+        with terminal() as shown:
+            model = nn.Linear(4, 4).half()
+            inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+            DistributedOptimizer(inner, None, DynamicGradScaler(), modules=model, broadcast_params=True)
+            return shown()
+    finally:
+        announce._logger.propagate = True
+
+
+def test_rank_0_alone_says_it(ranks: RankPool) -> None:
+    """With how many ranks, and how many shards."""
+    first, *others = ranks.run(3, _lines_of_ranks)
+    assert others == ["", ""]
+    assert first.startswith(
+        "megascale: DistributedOptimizer(AdamW): 20 in float16; float32, with the state in 3 shards"
+    )
+    assert "3 ranks decide, data parallel 3" in first
+
+
+def test_a_step_reads_no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is read when an optimizer is built, never in a step."""
+    optimizer = _build()
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+
+    read: list[str] = []
+
+    class Watched(dict[str, str]):
+        def get(self, key: str, default: str | None = None) -> str | None:  # type: ignore[override]
+            read.append(key)
+            return super().get(key, default)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        optimizer.scale_loss(sum((param.float() ** 2).sum() for param in params)).backward()
+        optimizer.step()
+
+    step()
+    monkeypatch.setattr(os, "environ", Watched(os.environ))
+    step()
+    assert announce.QUIET_VARIABLE not in read
+    _build()
+    assert announce.QUIET_VARIABLE in read
+
+
+# Native code
+
+
+@pytest.mark.c_compiler
+def test_compiling_says_what_how_long_and_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the compiler runs; a library from the cache is loaded without a word."""
+    monkeypatch.setenv(library_build.CACHE_VARIABLE, str(tmp_path / "cache"))
+    source = tmp_path / "answer.c"
+    source.write_text("int answer(void) { return 42; }\n")
+    compiler = find_compiler("CC", ("cc", "gcc", "clang"))
+    assert compiler is not None
+    recipe = library_build.Recipe(compiler, source, ("-fPIC",), seconds=7)
+    with terminal() as shown:
+        library_build.load(recipe, ctypes.CDLL)
+        assert shown().splitlines() == [
+            f"megascale: compiling answer.c with {' '.join(compiler)}, once for this kind of machine: about 7 s on an "
+            f"idle core, longer on a busy one; kept in {tmp_path / 'cache'}"
+        ]
+        announce._told.clear()
+        library_build.load(recipe, ctypes.CDLL)
+        assert shown() == ""
+
+
+def test_both_libraries_say_how_long_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of native.c one set of instructions is compiled, this machine's: another only where the compiler refuses that."""
+    recipes: list[library_build.Recipe] = []
+
+    def record(recipe: library_build.Recipe, open_library: object) -> None:
+        recipes.append(recipe)
+        raise _Enough
+
+    monkeypatch.setattr(library, "load", record)
+    monkeypatch.setattr(library, "find_compiler", lambda *_: ("cc",))
+    with pytest.raises(_Enough):
+        library._compiled()
+    [recipe] = recipes
+    assert machine_flag() in recipe.compile_flags
+    assert recipe.seconds > 0
+    assert tensor_reader._recipe(("c++",), ()).seconds > 0
+
+
+class _Enough(Exception):
+    """Ends a search for flags at the first."""
