@@ -115,11 +115,14 @@ class OptimizerConfig:
         optimizer_cpu_offload: Keep main params and state of 16-bit parameters in host memory and update them
             there, with the same bits. The device keeps weights and gradients. fp32 parameters are updated on the
             device. Default: False.
-        overlap_cpu_optimizer_d2h_h2d: With ``optimizer_cpu_offload``: ``step()`` returns at once, and every module
-            waits for its own weights in forward. False: ``step()`` waits for the update. Default: False.
-        pin_cpu_grads: With ``optimizer_cpu_offload``: copy gradients into pinned host memory. False: pageable,
+        optimizer_offload_fraction: With ``optimizer_cpu_offload``, the share of their elements that goes to host
+            memory, at least: above 0, up to 1. Parameters that come first in the param groups, whose weights
+            forward needs first, stay on the device. Default: 1.0.
+        overlap_cpu_optimizer_d2h_h2d: With ``optimizer_cpu_offload``, ``step()`` returns at once, and every
+            module waits for its own weights in forward. False: ``step()`` waits for the update. Default: False.
+        pin_cpu_grads: With ``optimizer_cpu_offload``, copy gradients into pinned host memory. False: pageable,
             which is slower. Default: True.
-        pin_cpu_params: With ``optimizer_cpu_offload``: copy 16-bit weights from pinned host memory. False:
+        pin_cpu_params: With ``optimizer_cpu_offload``, copy 16-bit weights from pinned host memory. False:
             pageable, which is slower. Default: True.
         use_distributed_optimizer: Shard main params and optimizer state over data-parallel ranks: a
             DistributedOptimizer. Default: False.
@@ -194,6 +197,7 @@ class OptimizerConfig:
     exp_avg_sq_dtype: torch.dtype = torch.float32
     store_param_remainders: bool = False
     optimizer_cpu_offload: bool = False
+    optimizer_offload_fraction: float = 1.0
     overlap_cpu_optimizer_d2h_h2d: bool = False
     pin_cpu_grads: bool = True
     pin_cpu_params: bool = True
@@ -248,6 +252,13 @@ class OptimizerConfig:
         self._validate_muon()
 
     def _validate_offload(self) -> None:
+        if not 0 < validate.non_negative("optimizer_offload_fraction", self.optimizer_offload_fraction) <= 1:
+            raise ArgumentError(
+                "optimizer_offload_fraction must be above 0 and at most 1, got "
+                f"{self.optimizer_offload_fraction!r}; optimizer_cpu_offload=False keeps all on the device"
+            )
+        if self.optimizer_offload_fraction != 1.0 and not self.optimizer_cpu_offload:
+            raise ArgumentError("optimizer_offload_fraction needs optimizer_cpu_offload=True: nothing goes to the host")
         if self.overlap_cpu_optimizer_d2h_h2d and not self.optimizer_cpu_offload:
             raise ArgumentError("overlap_cpu_optimizer_d2h_h2d=True needs optimizer_cpu_offload=True: nothing travels")
         if self.optimizer_cpu_offload and self.store_param_remainders:

@@ -5,6 +5,7 @@ How they are stored is a strategy: :mod:`megascale.main_params.replicated` or :m
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from operator import attrgetter
 from typing import Any
 
@@ -48,6 +49,8 @@ class MainParams(ABC):
     """Where copies live in host memory: what sends weights from there. None: beside the model params."""
     pins_params = True
     """Whether those weights are in pinned memory."""
+    offload_fraction = 1.0
+    """The share of the copies' elements that lives there, at least."""
 
     def __init__(self, names: Mapping[int, str]) -> None:
         self._explicit_names = dict(names)
@@ -213,13 +216,20 @@ class MainParams(ABC):
         """Make main params that are copies in host memory, if ``config`` says so. ``device``: of the model params."""
         if config.optimizer_cpu_offload:
             self.arrivals, self.pins_params = WeightArrivals(device), config.pin_cpu_params
+            self.offload_fraction = config.optimizer_offload_fraction
 
     def twins(self, parts: Mapping[str, Tensor]) -> Mapping[str, HostTwin]:
-        """Return new twins of 16-bit model params, by name, where copies live in host memory; none elsewhere."""
+        """Return new twins of 16-bit model params, by name, where copies live in host memory; none elsewhere.
+
+        ``parts``: in the order of forward. Those that it needs first stay where they are, as far as the fraction lets.
+        """
         if self.arrivals is None:
             return {}
         halves = {name: part for name, part in parts.items() if part.dtype in HALF_DTYPES}
-        return dict(zip(halves, host_twins(list(halves.values()), pin=self.pins_params), strict=True))
+        stays = (1 - self.offload_fraction) * sum(part.numel() for part in halves.values())
+        ends = accumulate(part.numel() for part in halves.values())
+        there = {name: part for (name, part), end in zip(halves.items(), ends, strict=True) if end > stays}
+        return dict(zip(there, host_twins(list(there.values()), pin=self.pins_params), strict=True))
 
     def wait_for_arrivals(self) -> None:
         """Wait until weights have come from host memory, where they are updated there."""

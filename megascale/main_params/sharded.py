@@ -89,7 +89,7 @@ class ShardedMainParams(MainParams):
             self._pieces |= {id(param): pieces.get(name) for name, param in synced.params.items()}
             shards |= memory.parts(synced.rank)
             owned |= {place.name for place in memory.placements if place.owner in (None, synced.rank)}
-        twins = self.twins(shards)
+        twins = self.twins({name: shards[name] for name, _ in in_order})
         slabs = Slabs(twins[name].weights if name in twins else shard for name, shard in shards.items())
         made = {
             name: main_param_of(

@@ -49,7 +49,7 @@ class HostUpdate(InnerUpdate):
         rule = BY_KIND.get(type(optimizer))
         if rule is None or rule is MUON or not isinstance(beside, KernelUpdate):
             raise ArgumentError(
-                "optimizer_cpu_offload=True needs Adam, AdamW, SGD or Lion, whose updates run on a host as on a device, "
+                "optimizer_cpu_offload=True needs Adam, AdamW, SGD or Lion, whose kernels run on hosts and devices, "
                 f"got {type(optimizer).__name__}; set it False, or shard with a DistributedOptimizer"
             )
         self._beside = beside
@@ -72,7 +72,8 @@ class HostUpdate(InnerUpdate):
             chosen = [param for param in params if (param.twin is not None) == has_twin]
             if chosen:
                 self._of(chosen).create_states(options, chosen)
-        self._arrivals.find_modules(param for param in params if param.twin is not None)
+        if self._overlaps:
+            self._arrivals.find_modules(param for param in params if param.twin is not None)
         self._flags.clear()
 
     @override
@@ -118,8 +119,8 @@ class HostUpdate(InnerUpdate):
             for pending, prepared in zip(there, self._host.prepare(on_host), strict=True):
                 if prepared.call is None:
                     raise UsageError(
-                        "optimizer_cpu_offload=True cannot run the optimizer's own step(), as step hooks and options that"
-                        " kernels do not have need it; remove the hooks or the option, or set it False"
+                        "optimizer_cpu_offload=True cannot run the optimizer's own step(), which step hooks and some "
+                        "options need; remove the hooks or the option, or set it False"
                     )
                 ready[id(pending.unit)] = replace(prepared, options=pending.options, grads=pending.grads)
         return [ready[id(pending.unit)] for pending in updates]
@@ -135,6 +136,8 @@ class HostUpdate(InnerUpdate):
         there = [pending for pending in updates if self._of(pending.params) is self._host]
         rounded = self._beside.apply(here, decision, mark_written) if here else []
         late = self._taken_flags()
+        if not there:
+            return [*rounded, *late]
         has_event = has_streams(self._device)
         self._numbers[:1].copy_(decision.found_inf.reshape(1), non_blocking=has_event)
         self._numbers[1:].copy_(decision.coefficient.reshape(1), non_blocking=has_event)

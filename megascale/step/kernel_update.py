@@ -27,6 +27,7 @@ from megascale.rules import CODE_DTYPES, MOMENTS, Hyper, Rule
 from megascale.rules.options import require_options
 from megascale.step.compact_state import require_supported, start_of, with_scales
 from megascale.step.decoded import DecodedParams, decoded_together, held_params, scratch_numel
+from megascale.step.inner_step import InnerStep
 from megascale.step.kernel_state import KernelState, StateColumns, rate
 from megascale.step.torch_step import GeneralUpdate
 from megascale.step.update import InnerUpdate, KernelCall, MarkWritten, PendingUpdate, Prepared, Rounded
@@ -71,7 +72,8 @@ class KernelUpdate(InnerUpdate):
         self._kernels = backend if is_own else ReferenceBackend()
         # Else main params that are held as remainders are decoded for run().
         self.fuses_remainders = is_own and backend.fuses_remainders
-        self._general = GeneralUpdate(optimizer, backend, None if beside is None else beside._general.inner_step)
+        inner_step = None if beside is None else beside.inner_step
+        self._general = GeneralUpdate(optimizer, backend, inner_step)
         self._entries: list[dict[str, Any]] = []
         self._tag = new_tags(1)
         self._prepared: WeakKeyDictionary[UpdateUnit, _CachedOperands] = WeakKeyDictionary()
@@ -84,6 +86,11 @@ class KernelUpdate(InnerUpdate):
         self._has_codes = any(dtypes[moment.name] in CODE_DTYPES for moment in rule.moments)
         self._scratch: dict[torch.device, Tensor] = {}
         self._state = KernelState(optimizer, dtypes)
+
+    @property
+    def inner_step(self) -> InnerStep:
+        """The wrapped optimizer's own step, which has one guard however many updates there are."""
+        return self._general.inner_step
 
     @override
     def create_states(self, options: dict[str, Any], params: Sequence[MainParam]) -> None:

@@ -46,7 +46,7 @@ def _train(
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_where_state_lives_and_what_travels(on_device: OnDevice, overlap: bool) -> None:
-    """State and main params are in host memory; a step moves 2 bytes of each parameter down, 2 up, from pinned memory."""
+    """State and main params are in host memory; of each parameter 2 bytes go down and 2 up, from pinned memory."""
     steps, _, places, _ = on_device(_train, overlap, {})
     assert set(places) == {"cpu"}
     size = 2 * WIDTH * WIDTH
