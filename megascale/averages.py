@@ -133,6 +133,8 @@ class AveragedMainParams:
             landed = torch.full((), landed, dtype=torch.bool, device=self.n_averaged.device)
         rule = self._average if self.use_buffers else copy_
         self._averaged_buffers.update(buffers, landed, self.n_averaged, rule, self._has_started)
+        for owner in {id(entry.owner): entry.owner for entry in self._entries}.values():
+            owner.wait_for_arrivals()
         mains = [local(entry.source.value()) for entry in self._entries]
         self._params.update(mains, landed, self.n_averaged, self._average, self._has_started)
         self.n_averaged.add_(staged(landed, self.n_averaged.device))

@@ -18,7 +18,7 @@ from megascale.kernels.native.backend import NativeBackend
 from megascale.kernels.non_finite import describe_non_finite
 from megascale.kernels.protocol import Backend, HeldParams, Operands
 from megascale.kernels.reference import ReferenceBackend, stats_dtype
-from megascale.kernels.selection import select_backend, why_not
+from megascale.kernels.selection import host_backend, select_backend, why_not
 from megascale.kernels.tensors.checked_memory import (
     MemoryRecord,
     is_plain,
@@ -61,6 +61,7 @@ __all__ = [
     "TorchDecisions",
     "clip_coefficient",
     "describe_non_finite",
+    "host_backend",
     "inverse",
     "is_plain",
     "memory_fault",
