@@ -87,9 +87,7 @@ class DeferredErrors:
         Returns the statistics that the host can know without waiting: of this step, or of the one before, or None.
         While a graph is captured nothing can be known: call :meth:`raise_replayed` after each replay.
         """
-        if not self._on_host and is_capturing(self._device):
-            return None
-        return self._raise_known(agreed.vector)
+        return None if is_capturing(self._device) else self._raise_known(agreed.vector)
 
     def raise_replayed(self, vector: Tensor, rounded: list[Rounded]) -> list[float] | None:
         """Do the host's part of a replayed step: raise as :meth:`raise_agreed`, record as :meth:`record_overflows`.

@@ -149,7 +149,7 @@ class OverflowRecorder(LastOverflow):
         """
         self._num_records += 1
         num_losses, losses = self.losses.count, self.losses.take()
-        captured = not self._on_host and is_capturing(self._device)
+        captured = is_capturing(self._device)
         params = []
         for own in collected:
             params.append(own.params)
