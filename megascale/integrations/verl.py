@@ -120,6 +120,15 @@ class MegascaleEngine:
             invalidate_all_scales(engine.module)
         return measured.item()
 
+    def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        """Move weights, optimizer or gradients, as verl does around rollouts; main params go with the optimizer."""
+        is_ours = optimizer and isinstance(self.optimizer, MixedPrecisionOptimizer)
+        super().to(device, model=model, optimizer=optimizer and not is_ours, grad=grad)  # type: ignore[misc]
+        if is_ours and device == get_device_name():
+            self.optimizer.reload()
+        elif is_ours:
+            self.optimizer.offload()
+
     def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
         """Save as verl does; the optimizer, with the scaler and the weights that belong to it, for any world size."""
         engine: Any = self
@@ -142,6 +151,19 @@ class MegascaleEngine:
         if not (self._is_ours() and has_own and engine.checkpoint_manager.should_load_optimizer):
             super().load_checkpoint(local_path, *args, **kwargs)  # type: ignore[misc]
             return
+        offloads, engine._is_offload_optimizer = engine._is_offload_optimizer, False
+        try:
+            self.to(get_device_name(), model=engine._is_offload_param, grad=False)
+            self._load(local_path, *args, **kwargs)
+        finally:
+            engine._is_offload_optimizer = offloads
+        if offloads:
+            self.to("cpu", model=False, grad=False)
+        dist.barrier()
+
+    def _load(self, local_path: str, *args: Any, **kwargs: Any) -> None:
+        """Load weights, optimizer and scaler from our folder, and what else there is from verl's files."""
+        engine: Any = self
         weights, optimizer = get_state_dict(engine.module, self.optimizer)
         state = {"model": weights, "optimizer": optimizer, **self._scaler_state()}
         dcp_load(state, checkpoint_id=_folder(local_path))
@@ -157,7 +179,6 @@ class MegascaleEngine:
             saved = torch.load(files[0], weights_only=False)["lr_scheduler"] if files else None
             if saved is not None:
                 engine.lr_scheduler.load_state_dict(saved)
-        dist.barrier()
 
     def _options(self) -> NamedOptions:
         engine: Any = self

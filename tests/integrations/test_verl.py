@@ -18,6 +18,7 @@ from tests.integrations.verl_ranks import (
     BAD,
     SAVED_AT,
     STEPS,
+    offload_on_rank,
     refused_on_rank,
     resume_on_rank,
     train_on_rank,
@@ -67,6 +68,17 @@ def test_a_run_goes_on_after_a_restart(
     for one in ranks.run(4, resume_on_rank, *setup, options, timeout=SECONDS):
         assert same_bits(one["at_save"], whole[0]["at_save"])
         assert all(math.isfinite(norm) for norm in one["norms"])
+
+
+def test_main_params_leave_the_device_between_rollouts(model: str, ranks: RankPool, tmp_path: Path) -> None:
+    """engine.to("cpu") moves main params, too; what it saves meanwhile loads, and no bit changes."""
+    setup: Any = ("fp16", "fp16", FUSED)
+    stayed = ranks.run(2, train_on_rank, model, str(tmp_path / "stayed"), *setup, timeout=SECONDS)
+    moved = ranks.run(2, offload_on_rank, model, str(tmp_path / "moved"), *setup, timeout=SECONDS)
+    for one, other in zip(moved, stayed, strict=True):
+        assert one["away"] == [True] * STEPS
+        assert same_bits(one["at_end"], other["at_end"])
+        assert same_bits(one["loaded"], other["at_save"])
 
 
 def test_16_bits_give_the_losses_of_fp32(model: str, ranks: RankPool, tmp_path: Path) -> None:

@@ -156,3 +156,31 @@ def refused_on_rank(path: str, message: str, *setup: Any) -> None:
     """Expect an error of ours when the engine is made."""
     with as_rank(), pytest.raises((UsageError, ArgumentError), match=message):
         engine_of(path, *setup)
+
+
+def offload_on_rank(path: str, folder: str, *setup: Any) -> dict[str, Any]:
+    """Train with the optimizer in host memory between steps, as verl does around rollouts; return where things were.
+
+    verl takes "cpu" for the device itself here: what it moves to is told by another name.
+    """
+    with as_rank(), pytest.MonkeyPatch.context() as patch:
+        engine = engine_of(path, *setup)
+        loss, away = Loss(), []
+        for step in range(STEPS):
+            loss.step = step
+            with engine.train_mode():
+                engine.train_batch(batch_of(step), loss)
+            engine.lr_scheduler_step()
+            with patch.context() as gpu:
+                gpu.setattr("megascale.integrations.verl.get_device_name", lambda: "cuda")
+                engine.to("cpu", model=False, optimizer=True, grad=False)
+            try:
+                engine.optimizer.step()
+            except UsageError as error:
+                away.append("reload()" in str(error))
+            if step == SAVED_AT - 1:
+                engine.save_checkpoint(folder, global_step=step)
+            engine.to("cpu", model=False, optimizer=True, grad=False)
+        at_end = state_of(engine)
+        engine.load_checkpoint(folder)
+        return {"away": away, "at_end": at_end, "loaded": state_of(engine)}

@@ -54,6 +54,18 @@ def test_ddp_learns_and_its_scale_comes_down() -> None:
 
 
 @pytest.mark.slow
+def test_ranks_of_a_reducing_optimizer_skip_together() -> None:
+    """One rank overflows before gradients are reduced: both skip, and hold the same weights to the end."""
+    rows = re.findall(r"rank (\d) step (\d+) loss (\S+) scale (\d+) checksum (-?[\d.]+)", _start("local_optimizer.py"))
+    by_rank = {rank: {step: rest for other, step, *rest in rows if other == rank} for rank in "01"}
+    assert {row[2] for row in rows} >= {"inf"}
+    for step in ("0", "5", "19"):
+        assert by_rank["0"][step][1:] == by_rank["1"][step][1:]
+    assert float(by_rank["0"]["5"][1]) == float(by_rank["0"]["0"][1]) / 2
+    assert float(by_rank["0"]["19"][0]) < float(by_rank["0"]["0"][0])
+
+
+@pytest.mark.slow
 def test_sharded_goes_on_at_another_number_of_ranks(tmp_path: Path) -> None:
     """The second start, on three ranks, begins where the first, on two, has ended."""
     first = _start("sharded.py", str(tmp_path))

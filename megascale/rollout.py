@@ -1,0 +1,91 @@
+"""Weights for a rollout: what a model computes with now, whole on every rank, by name."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from megascale.chained import AnyOptimizer, parts_of
+from megascale.distributed_optimizer import DistributedOptimizer
+from megascale.utils import validate
+from megascale.utils.dtensors import is_dtensor
+from megascale.utils.param_names import bare
+
+DEFAULT_BUCKET_BYTES = 256 * 2**20
+
+
+@contextlib.contextmanager
+def whole_weights(optimizer: AnyOptimizer) -> Iterator[None]:
+    """Return a context in which ``model.named_parameters()`` is current: gathers of the last step have ended.
+
+    With ``overlap_param_gather=True`` a parameter that is read after a step may still be another rank's old weight:
+    modules wait in forward, and for a state dict, but nobody waits for a reader. Take no step inside of the context.
+    FSDP2's parameters stay DTensors: see :func:`rollout_weights`.
+
+    Args:
+        optimizer: any of megascale's.
+    """
+    for part in parts_of(optimizer):
+        if isinstance(part, DistributedOptimizer):
+            part.finish_param_gather()
+    yield
+
+
+@torch.no_grad()
+def rollout_weights(
+    model: nn.Module, optimizer: AnyOptimizer | None = None, *, dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of all that ``model.state_dict()`` has, whole and current, one after the other.
+
+    ``dict(rollout_weights(model, optimizer))`` is a state dict. Names are without the prefixes of
+    DistributedDataParallel and torch.compile. A tensor that FSDP2 or tensor parallelism has cut is gathered when its
+    turn comes, and is the caller's to keep or drop; any other is the model's own memory: copy it before the next step.
+
+    All ranks iterate to the end together, if any tensor is a DTensor.
+
+    Args:
+        model: that is trained.
+        optimizer: its optimizer, any of megascale's. None: no gather of it is under way.
+        dtype: to which floating point tensors are cast; None: as they are, 16 bits for 16-bit weights.
+    """
+    if optimizer is not None:
+        with whole_weights(optimizer):
+            pass
+    for name, value in model.state_dict().items():
+        tensor = value.full_tensor() if is_dtensor(value) else value
+        if dtype is not None and tensor.is_floating_point():
+            tensor = tensor.to(dtype)
+        yield bare(name), tensor
+
+
+def rollout_buckets(
+    model: nn.Module,
+    optimizer: AnyOptimizer | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+) -> Iterator[dict[str, Tensor]]:
+    """Yield :func:`rollout_weights` in dicts of at most ``bucket_bytes`` bytes, for a broadcast to an engine.
+
+    A tensor that is larger has a dict of its own. Only one dict's tensors need memory at a time.
+
+    Args:
+        model, optimizer, dtype: see :func:`rollout_weights`.
+        bucket_bytes: at least 1.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: for another ``bucket_bytes``.
+    """
+    limit = validate.integer("bucket_bytes", bucket_bytes, minimum=1)
+    bucket: dict[str, Tensor] = {}
+    held = 0
+    for name, tensor in rollout_weights(model, optimizer, dtype=dtype):
+        size = tensor.numel() * tensor.element_size()
+        if bucket and held + size > limit:
+            yield bucket
+            bucket, held = {}, 0
+        bucket[name] = tensor
+        held += size
+    if bucket:
+        yield bucket

@@ -1,0 +1,106 @@
+"""Weights for a rollout are whole and current on every rank, whatever still runs."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from megascale import DistributedOptimizer, DynamicGradScaler
+from megascale.errors import ArgumentError
+from megascale.rollout import rollout_buckets, rollout_weights, whole_weights
+from tests.fsdp2_cases import Case, train
+from tests.fsdp2_cases import whole_weights as fsdp2_weights
+from tests.pool import RankPool
+from tests.training import INNER, bits_equal, model, same_bits, set_grads, wrap
+
+
+def _sharded(overlap: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
+    module = model()
+    waited = 0
+    optimizer = DistributedOptimizer(
+        INNER["adamw_fused"](module),
+        None,
+        DynamicGradScaler(2.0**10),
+        modules=module,
+        overlap_param_gather=overlap,
+        bucket_numel=64,
+        grads_are_scaled=True,
+    )
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0)).half()
+    for _ in range(3):
+        optimizer.zero_grad()
+        optimizer.scale_loss(module(x).float().square().mean()).backward()
+        optimizer.step()
+    finish = optimizer._gather.wait
+
+    def counted() -> None:
+        nonlocal waited
+        waited += 1
+        finish()
+
+    optimizer._gather.wait = counted  # type: ignore[method-assign]
+    found = {name: value.clone() for name, value in rollout_weights(module, optimizer)}
+    with whole_weights(optimizer):
+        named = {name: param.detach().clone() for name, param in module.named_parameters()}
+    return found, named, waited
+
+
+def test_gathers_have_ended(ranks: RankPool) -> None:
+    """overlap_param_gather=True: what is read equals what is read without overlap, on both ranks."""
+    [expected, _] = ranks.run(2, _sharded, False)
+    for found, named, waited in ranks.run(2, _sharded, True):
+        assert waited >= 2
+        assert same_bits(found, expected[0])
+        assert all(bits_equal(named[name], expected[1][name]) for name in named)
+
+
+def _fsdp2() -> tuple[Any, Any, list[list[str]]]:
+    case = Case()
+    module, optimizer = case.build()
+    train(module, optimizer, case, range(3), {})
+    names = [list(bucket) for bucket in rollout_buckets(module, optimizer, bucket_bytes=200)]
+    return dict(rollout_weights(module, optimizer)), fsdp2_weights(module), names
+
+
+def test_shards_are_gathered_one_by_one(ranks: RankPool) -> None:
+    """FSDP2: whole fp16 weights on every rank, also in buckets of at most some bytes."""
+    results = ranks.run(2, _fsdp2)
+    for weights, expected, buckets in results:
+        assert {value.dtype for value in weights.values()} == {torch.float16}
+        assert all(torch.equal(weights[name], value) for name, value in expected.items())
+        assert [name for names in buckets for name in names] == list(weights)
+        assert len(buckets) > 1
+        for names in buckets:
+            size = sum(weights[name].numel() * weights[name].element_size() for name in names)
+            assert size <= 200 or len(names) == 1
+
+
+def _wrapped() -> list[str]:
+    return [name for name, _ in rollout_weights(torch.compile(DistributedDataParallel(model(torch.float32))))]  # type: ignore[arg-type]
+
+
+def test_names_are_the_models_own(ranks: RankPool) -> None:
+    """Without the prefixes of DistributedDataParallel and torch.compile."""
+    assert ranks.run(2, _wrapped) == [list(model().state_dict())] * 2
+
+
+def test_dtype_and_limits() -> None:
+    """fp32 weights are sent in 16 bits on request, integers stay; a wrong limit is named."""
+    module = torch.nn.BatchNorm1d(4)
+    sent = dict(rollout_weights(module, dtype=torch.bfloat16))
+    assert sent["weight"].dtype == torch.bfloat16
+    assert sent["num_batches_tracked"].dtype == torch.int64
+    with pytest.raises(ArgumentError, match="bucket_bytes"):
+        next(rollout_buckets(module, bucket_bytes=0))
+
+
+def test_without_overlap_nothing_is_copied() -> None:
+    """A replicated model's tensors are its own memory."""
+    module = model()
+    optimizer = wrap(module)
+    set_grads(module, 0)
+    optimizer.step()
+    for name, tensor in rollout_weights(module, optimizer):
+        assert tensor.data_ptr() == module.state_dict()[name].data_ptr()
