@@ -388,31 +388,21 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
                 param.reload()
         self.recipe.begin_anew()
 
-    # Memory
-
     def finish_param_gather(self) -> None:
         """Wait until every parameter is whole and current. Modules wait by themselves; other readers call this."""
         self._member.main_params.wait()
 
     def offload(self, *, pin: bool = True) -> None:
-        """Move main params, optimizer state and main grads to host memory until :meth:`reload`: between rollouts.
+        """Move main params, optimizer state and main grads to host memory until :meth:`reload`, with every bit.
 
-        No bit changes. Waits for the device, communicates nothing; twice is as once. Tensors stay the same objects, so
-        that ``state`` and :meth:`main_params` show them, in host memory; main grads have no memory meanwhile. Model
-        params stay, also fp32 ones, which are their own main params: move them with the model.
-
-        ``step()``, a backward into main grads and ``load_state_dict()`` raise UsageError until :meth:`reload`;
-        ``state_dict()`` and checkpoints read what is there. ``pin=False`` takes pageable memory: slower copies.
-
-        Raises UsageError, with nothing moved, for too little host memory, a prepared step or a reduction under way.
+        Waits for the device, communicates nothing. Tensors stay the same objects; main grads have no memory meanwhile.
+        Until then only reads work, such as ``state_dict()``. ``pin=False``: pageable memory, slower copies.
+        Raises UsageError, with nothing moved, for too little host memory, or a step that is under way.
         """
         self._member.offload(pin=validate.flag("pin", pin))
 
     def reload(self) -> None:
-        """Bring back what :meth:`offload` moved; does nothing where nothing is away. The host does not wait.
-
-        Weights that were loaded into the model meanwhile reach the main params at the next step, as always.
-        """
+        """Bring back what :meth:`offload` moved, if it did. Weights loaded into the model meanwhile count as always."""
         self._member.reload()
 
     # State

@@ -5,7 +5,6 @@ How they are stored is a strategy: :mod:`megascale.main_params.replicated` or :m
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
 from operator import attrgetter, is_
 from typing import Any
 
@@ -214,17 +213,23 @@ class MainParams(ABC):
             self.arrivals, self.pins_params = WeightArrivals(device), config.pin_cpu_params
             self.offload_fraction = config.optimizer_offload_fraction
 
-    def twins(self, parts: Mapping[str, Tensor]) -> Mapping[str, HostTwin]:
+    def twins(self, parts: Mapping[str, Tensor], runs: Sequence[tuple[Iterable[str], int]]) -> Mapping[str, HostTwin]:
         """Return new twins of 16-bit model params, by name, where copies live in host memory; none elsewhere.
 
-        ``parts``: in the order of forward. Those that it needs first stay where they are, as far as the fraction lets.
+        Args:
+            parts: of the model params, by name.
+            runs: names that leave or stay together, with their number of elements, which is the same on all ranks; in
+                the order of forward. Those that it needs first stay where they are, as far as the fraction lets.
         """
         if self.arrivals is None:
             return {}
-        halves = {name: part for name, part in parts.items() if part.dtype in HALF_DTYPES}
-        stays = (1 - self.offload_fraction) * sum(part.numel() for part in halves.values())
-        ends = accumulate(part.numel() for part in halves.values())
-        there = {name: part for (name, part), end in zip(halves.items(), ends, strict=True) if end > stays}
+        halves = [(names, numel) for names, numel in runs if all(parts[name].dtype in HALF_DTYPES for name in names)]
+        left = (1 - self.offload_fraction) * sum(numel for _, numel in halves)
+        there: dict[str, Tensor] = {}
+        for names, numel in halves:
+            left -= numel
+            if left < 0 or self.offload_fraction == 1.0:
+                there |= {name: parts[name] for name in names}
         return dict(zip(there, host_twins(list(there.values()), pin=self.pins_params), strict=True))
 
     def wait_for_arrivals(self) -> None:

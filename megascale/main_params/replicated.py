@@ -22,7 +22,7 @@ class ReplicatedMainParams(MainParams):
 
     @override
     def make(self, params: Mapping[str, nn.Parameter], group_of: Mapping[str, int]) -> list[MainParam]:
-        twins = self.twins(params)
+        twins = self.twins(params, [([name], param.numel()) for name, param in params.items()])
         slabs = Slabs(twins[name].weights if name in twins else param for name, param in params.items())
         as_remainder = self.stores_remainders
         return [
@@ -33,7 +33,7 @@ class ReplicatedMainParams(MainParams):
     @override
     def get_or_create(self, param: nn.Parameter, name: str) -> MainParam:
         if id(param) not in self._by_id:
-            twin = self.twins({name: param}).get(name)
+            twin = self.twins({name: param}, [([name], param.numel())]).get(name)
             made = main_param_of(name, param, None, Slabs(()), as_remainder=self.stores_remainders, twin=twin)
             self._by_id[id(param)] = made
             made.tracker = WriteTracker([param])

@@ -27,7 +27,7 @@ from megascale.main_params.main_param import MainParam, main_param_of
 from megascale.main_params.replica_check import broadcast_parameters, digests, require_same_values
 from megascale.main_params.shard import ParamShard
 from megascale.main_params.slab import Slabs
-from megascale.main_params.update_unit import UpdateUnit, units_of
+from megascale.main_params.update_unit import UpdateUnit
 from megascale.parallel import ParallelGroups, is_expert
 from megascale.utils.collectives import all_reduce_sum_, gather_or_raise, group_size
 
@@ -87,7 +87,8 @@ class ShardedMainParams(MainParams):
             self._pieces |= {id(param): pieces.get(name) for name, param in synced.params.items()}
             shards |= memory.parts(synced.rank)
             owned |= {place.name for place in memory.placements if place.owner in (None, synced.rank)}
-        twins = self.twins({name: shards[name] for name, _ in in_order})
+        # A bucket's parameters are updated in one unit, and gathered after it: they live in one place, on all ranks.
+        twins = self.twins(shards, [(list(one.params), one.memory.flat.numel()) for one in reversed(added)])
         slabs = Slabs(twins[name].weights if name in twins else shard for name, shard in shards.items())
         made = {
             name: main_param_of(
@@ -212,7 +213,7 @@ class ShardedMainParams(MainParams):
             for param in filter(None, map(self.get, bucket.synced.params.values())):
                 if id(param) in group_of:
                     by_group.setdefault(group_of[id(param)], []).append(param)
-            found += [unit for group, members in by_group.items() for unit in units_of(group, members)]
+            found += [UpdateUnit(group, members) for group, members in by_group.items()]
         return found
 
     @override

@@ -85,7 +85,7 @@ def test_fsdp2(ranks: RankPool, options: dict[str, Any]) -> None:
     assert ranks.run(2, _fully_sharded, options) == [[True] * 5] * 2
 
 
-def _in_host_memory(held: str, overlap: bool) -> list[bool]:
+def _in_host_memory(held: str, overlap: bool, fraction: float) -> list[bool]:
     def build(options: dict[str, Any]) -> tuple[nn.Module, MixedPrecisionOptimizer]:
         module = net()
         inner = torch.optim.AdamW(module.named_parameters(), lr=1e-2)
@@ -95,10 +95,10 @@ def _in_host_memory(held: str, overlap: bool) -> list[bool]:
             sync = GradSync(module.named_parameters())
             return module, MixedPrecisionOptimizer(inner, config, scaler, grad_sync=sync)
         return module, DistributedOptimizer(
-            inner, config, scaler, modules=module, shard=held, overlap_param_gather=overlap
+            inner, config, scaler, modules=module, shard=held, overlap_param_gather=overlap, bucket_numel=30
         )
 
-    options = {"optimizer_cpu_offload": True}
+    options: dict[str, Any] = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
     if held == "synced":
         options["overlap_cpu_optimizer_d2h_h2d"] = overlap
     (module, ours), (twin, theirs) = build(options), build({})
@@ -112,10 +112,11 @@ def _in_host_memory(held: str, overlap: bool) -> list[bool]:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
 @pytest.mark.parametrize("held", ["synced", "elements", "parameters"])
-def test_in_host_memory(ranks: RankPool, held: str, overlap: bool) -> None:
+def test_in_host_memory(ranks: RankPool, held: str, overlap: bool, fraction: float) -> None:
     """optimizer_cpu_offload over ranks has the bits of the same life without; overlap: of what each can overlap."""
-    assert ranks.run(2, _in_host_memory, held, overlap) == [[True] * 5] * 2
+    assert ranks.run(2, _in_host_memory, held, overlap, fraction) == [[True] * 5] * 2
 
 
 def _dtensors_in_host_memory() -> str:

@@ -62,3 +62,47 @@ def test_the_caller_waits_for_nothing(on_device: OnDevice) -> None:
         assert [str(call) for call in seen if call.makes_host_wait() and call.thread == caller] == []
     for seen in steps:
         assert any(call.kind == "wait" and call.thread != caller for call in seen)
+
+
+def _step_and_forward(device: FakeDevice) -> tuple[Record, int]:
+    """Return what a step and the forward after it ask of the device, in the order of the calls; and this thread."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(COUNT))).half().cuda()
+    config = OptimizerConfig(fp16=True, optimizer_cpu_offload=True, overlap_cpu_optimizer_d2h_h2d=True)
+    optimizer = MixedPrecisionOptimizer(torch.optim.AdamW(model.named_parameters(), lr=1e-2), config, scaler())
+    batch = torch.ones(2, WIDTH, dtype=torch.float16, device="cuda")
+    for _ in range(2):
+        optimizer.zero_grad()
+        optimizer.scale_loss(model(batch).float().square().mean()).backward()
+        with device.watch() as seen:
+            optimizer.step()
+            with torch.no_grad():
+                model(batch)
+    return seen, threading.get_ident()
+
+
+def test_each_copy_is_waited_for(on_device: OnDevice) -> None:
+    """The host reads no gradient before it has arrived, and no product is computed before its weights have: behind each
+    copy is an event, which its reader's thread or stream waits for.
+    """
+    seen, caller = on_device(_step_and_forward)
+    calls = list(seen)
+    products = [at for at, call in enumerate(calls) if call.kind == "operator" and "mm" in call.what]
+    down = [
+        at for at, call in enumerate(calls) if call.kind == "copy" and f"{2 * WIDTH * WIDTH} from async" in call.what
+    ]
+    up = [at for at, call in enumerate(calls) if call.kind == "copy" and f"{2 * WIDTH * WIDTH} to async" in call.what]
+    assert len(products) == len(down) == len(up) == COUNT
+    main = calls[products[0]].stream
+    assert {calls[at].stream for at in down} == {main}
+    assert main not in {calls[at].stream for at in up}
+
+    def event_behind(last: int) -> str:
+        stream = calls[last].stream
+        return next(call.what for call in calls[last:] if call.kind == "record" and call.stream == stream)
+
+    arrived, sent = event_behind(down[-1]), event_behind(up[-1])
+    waits = [at for at, call in enumerate(calls) if call.kind == "wait" and call.what.endswith(arrived.split()[-1])]
+    blocks = [at for at, call in enumerate(calls) if call.kind == "block" and call.what.endswith(sent.split()[-1])]
+    assert any(calls[at].thread != caller and down[-1] < at < up[0] for at in waits)
+    assert any(calls[at].stream == main and up[-1] < at < products[0] for at in blocks)

@@ -35,7 +35,7 @@ def _build(
     if held == "synced":
         sync = GradSync(module.named_parameters())
         return module, MixedPrecisionOptimizer(own, config, scaler, grad_sync=sync)
-    return module, DistributedOptimizer(own, config, scaler, modules=module, shard=held)
+    return module, DistributedOptimizer(own, config, scaler, modules=module, shard=held, bucket_numel=24)
 
 
 def _backward(module: Tiny, optimizer: MixedPrecisionOptimizer, step: int, factor: float = 1.0) -> None:
