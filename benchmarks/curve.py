@@ -214,6 +214,36 @@ def pairs(runs: list[Run]) -> list[tuple[Point, Point]]:
     return [pair for pair in found if pair[0][0] > WARM_UP] or found
 
 
+def page(runs: list[Run], text: Text, given: argparse.Namespace) -> list[str]:
+    """Return the lines of the page."""
+    name = torch.cuda.get_device_name() if given.device.startswith("cuda") else "the CPU"
+    numel = sum(param.numel() for param in Gpt(given.layers, given.width, given.heads, given.context).parameters())
+    arguments = " ".join(sys.argv[1:]).partition(" --out")[0]
+    return [
+        f"## One GPT trained in fp32, fp16 and compact fp16, on {name}",
+        "",
+        place(torch.device(given.device), torch.get_num_threads()),
+        "",
+        f"`python benchmarks/curve.py {arguments}`",
+        "",
+        f"{given.layers} layers of width {given.width}: {numel:,} parameters. {text.numel:,} bytes of Python's "
+        f"standard library; {given.steps} steps of {given.batch} times {given.context} bytes. Losses in nats per byte.",
+        "",
+        *table(runs),
+    ]
+
+
+def write(out: Path, lines: list[str], runs: list[Run]) -> None:
+    """Write the page, and every point as CSV."""
+    out.with_suffix(".md").write_text("\n".join(lines) + "\n")
+    with out.with_suffix(".csv").open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["way", "seed", "step", "training loss", "validation loss"])
+        for run in runs:
+            for step, loss, held in run.points:
+                rows.writerow([run.way, run.seed, step, f"{loss:.6f}", "" if held is None else f"{held:.6f}"])
+
+
 def main() -> int:
     """Train, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -232,30 +262,10 @@ def main() -> int:
         for way in WAYS:
             runs.append(train(way, seed, text, given, device))
             print(way, seed, f"{runs[-1].final:.4f}", f"{runs[-1].tokens_per_second:,.0f} tokens/s", file=sys.stderr)
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "the CPU"
-    numel = sum(param.numel() for param in Gpt(given.layers, given.width, given.heads, given.context).parameters())
-    arguments = " ".join(sys.argv[1:]).partition(" --out")[0]
-    page = [
-        f"## One GPT trained in fp32, fp16 and compact fp16, on {name}",
-        "",
-        place(device, torch.get_num_threads()),
-        "",
-        f"`python benchmarks/curve.py {arguments}`",
-        "",
-        f"{given.layers} layers of width {given.width}: {numel:,} parameters. {text.numel:,} bytes of Python's "
-        f"standard library; {given.steps} steps of {given.batch} times {given.context} bytes. Losses in nats per byte.",
-        "",
-        *table(runs),
-    ]
-    print("\n".join(page))
-    if given.out:
-        given.out.with_suffix(".md").write_text("\n".join(page) + "\n")
-        with given.out.with_suffix(".csv").open("w", newline="") as file:
-            rows = csv.writer(file)
-            rows.writerow(["way", "seed", "step", "training loss", "validation loss"])
-            for run in runs:
-                for step, loss, held in run.points:
-                    rows.writerow([run.way, run.seed, step, f"{loss:.6f}", "" if held is None else f"{held:.6f}"])
+        written = page(runs, text, given)  # after every seed, so that a run that is cut short leaves the seeds it had
+        if given.out:
+            write(given.out, written, runs)
+    print("\n".join(written))
     return 0
 
 

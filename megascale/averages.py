@@ -22,6 +22,7 @@ from megascale.utils.collectives import raise_together
 from megascale.utils.dtensors import dtensor_like, local
 from megascale.utils.dtypes import HALF_DTYPES
 from megascale.utils.param_names import renames
+from megascale.utils.spelling import names_arguments
 from megascale.utils.staging import staged
 
 
@@ -40,6 +41,7 @@ class _Averaged:
         return dtensor_like(self.average, self.source.main)
 
 
+@names_arguments
 class AveragedMainParams:
     """``torch.optim.swa_utils.AveragedModel`` for 16-bit training: an average of the main params of ``model``.
 
@@ -131,6 +133,8 @@ class AveragedMainParams:
             landed = torch.full((), landed, dtype=torch.bool, device=self.n_averaged.device)
         rule = self._average if self.use_buffers else copy_
         self._averaged_buffers.update(buffers, landed, self.n_averaged, rule, self._has_started)
+        for owner in {id(entry.owner): entry.owner for entry in self._entries}.values():
+            owner.wait_for_arrivals()
         mains = [local(entry.source.value()) for entry in self._entries]
         self._params.update(mains, landed, self.n_averaged, self._average, self._has_started)
         self.n_averaged.add_(staged(landed, self.n_averaged.device))

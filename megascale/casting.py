@@ -15,6 +15,7 @@ from megascale.utils import call_site, spelling
 from megascale.utils.dtensors import is_dtensor
 from megascale.utils.dtypes import HALF_DTYPES
 from megascale.utils.param_names import bare
+from megascale.utils.spelling import names_keywords
 
 M = TypeVar("M", bound=nn.Module)
 Chosen = str | type[nn.Module] | nn.Module
@@ -24,6 +25,7 @@ ROPE = ("*inv_freq*", "*freqs*", "*rope*", "*rotary*")
 """Names of buffers that hold the frequencies of rotary position embeddings, of which 16 bits are not enough."""
 
 
+@names_keywords
 def cast_model(model: M, dtype: torch.dtype, keep: Chosen | Iterable[Chosen] = ()) -> M:
     """Cast a model's floating point parameters to ``dtype``, in place, and leave its buffers as they are.
 

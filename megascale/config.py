@@ -31,6 +31,10 @@ FLAGS = (
     "use_distributed_optimizer",
     "overlap_param_gather",
     "store_param_remainders",
+    "optimizer_cpu_offload",
+    "overlap_cpu_optimizer_d2h_h2d",
+    "pin_cpu_grads",
+    "pin_cpu_params",
     "muon_nesterov",
     "muon_batched",
     "muon_split_work",
@@ -108,6 +112,18 @@ class OptimizerConfig:
         store_param_remainders: Hold each main param as an int16 remainder beside its fp16 or bf16 model param:
             2 bytes in place of 4, see :mod:`megascale.kernels.remainders`. fp32 parameters are their own main
             params, with or without it. Default: False.
+        optimizer_cpu_offload: Keep main params and state of 16-bit parameters in host memory and update them
+            there, with the same bits. The device keeps weights and gradients. fp32 parameters are updated on the
+            device. Default: False.
+        optimizer_offload_fraction: With ``optimizer_cpu_offload``, the share of their elements that goes to host
+            memory, at least: above 0, up to 1. Parameters that come first in the param groups, whose weights
+            forward needs first, stay on the device. Default: 1.0.
+        overlap_cpu_optimizer_d2h_h2d: With ``optimizer_cpu_offload``, ``step()`` returns at once, and every
+            module waits for its own weights in forward. False: ``step()`` waits for the update. Default: False.
+        pin_cpu_grads: With ``optimizer_cpu_offload``, copy gradients into pinned host memory. False: pageable,
+            which is slower. Default: True.
+        pin_cpu_params: With ``optimizer_cpu_offload``, copy 16-bit weights from pinned host memory. False:
+            pageable, which is slower. Default: True.
         use_distributed_optimizer: Shard main params and optimizer state over data-parallel ranks: a
             DistributedOptimizer. Default: False.
         overlap_param_gather: DistributedOptimizer: the gather of parameters may overlap the next forward.
@@ -180,6 +196,11 @@ class OptimizerConfig:
     exp_avg_dtype: torch.dtype = torch.float32
     exp_avg_sq_dtype: torch.dtype = torch.float32
     store_param_remainders: bool = False
+    optimizer_cpu_offload: bool = False
+    optimizer_offload_fraction: float = 1.0
+    overlap_cpu_optimizer_d2h_h2d: bool = False
+    pin_cpu_grads: bool = True
+    pin_cpu_params: bool = True
     use_distributed_optimizer: bool = False
     overlap_param_gather: bool = False
     muon_ns_dtype: torch.dtype | None = None
@@ -209,6 +230,7 @@ class OptimizerConfig:
             validate.flag(name, getattr(self, name))
         if self.overlap_param_gather and not self.use_distributed_optimizer:
             raise ArgumentError("overlap_param_gather=True needs use_distributed_optimizer=True: nothing is gathered")
+        self._validate_offload()
         if self.fp16 and self.bf16:
             raise ArgumentError("fp16 and bf16 are both True; choose one")
         self._validate_loss_scale()
@@ -228,6 +250,27 @@ class OptimizerConfig:
         validate.positive("adam_eps", self.adam_eps)
         validate.non_negative("sgd_momentum", self.sgd_momentum)
         self._validate_muon()
+
+    def _validate_offload(self) -> None:
+        if not 0 < validate.non_negative("optimizer_offload_fraction", self.optimizer_offload_fraction) <= 1:
+            raise ArgumentError(
+                "optimizer_offload_fraction must be above 0 and at most 1, got "
+                f"{self.optimizer_offload_fraction!r}; optimizer_cpu_offload=False keeps all on the device"
+            )
+        if self.optimizer_offload_fraction != 1.0 and not self.optimizer_cpu_offload:
+            raise ArgumentError("optimizer_offload_fraction needs optimizer_cpu_offload=True: nothing goes to the host")
+        if self.overlap_cpu_optimizer_d2h_h2d and not self.optimizer_cpu_offload:
+            raise ArgumentError("overlap_cpu_optimizer_d2h_h2d=True needs optimizer_cpu_offload=True: nothing travels")
+        if self.optimizer_cpu_offload and self.store_param_remainders:
+            raise ArgumentError(
+                "optimizer_cpu_offload=True and store_param_remainders=True cannot be combined: a remainder is half of "
+                "a number whose other half, the weight, is on the device; choose one, or 8-bit moments beside offload"
+            )
+        if self.optimizer_cpu_offload and self.optimizer == "muon":
+            raise ArgumentError(
+                "optimizer_cpu_offload=True cannot be combined with optimizer='muon': a host orthogonalizes matrices "
+                "too slowly; leave it False, or shard with use_distributed_optimizer=True"
+            )
 
     def _validate_muon(self) -> None:
         validate.non_negative("muon_momentum", self.muon_momentum)

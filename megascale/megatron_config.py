@@ -99,8 +99,8 @@ NO_EFFECT = (
 """Fields that change no bit of what our optimizer computes."""
 
 REMEDIES = {
-    "optimizer_cpu_offload": "main params and state stay on the parameters' device: set it False, or shard them with "
-    "use_distributed_optimizer=True",
+    "optimizer_cpu_offload": "host memory takes all main params and state here, not a fraction: set it False, or build "
+    "an OptimizerConfig of megascale's with optimizer_cpu_offload=True",
     "fp8_recipe": "parameters are fp16, bf16 or fp32 here: leave it None",
     "optimizer_cuda_graph": "leave it False; megascale.StepGraph captures the step of any of our optimizers",
     "use_layer_wise_distributed_optimizer": "leave it False; use_distributed_optimizer=True shards by elements",

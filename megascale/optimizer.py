@@ -94,6 +94,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self._constructed = True
 
         self.device = _device_of(optimizer)
+        main_params.live_in_host_memory(self.config, self.device)
         self.backend = select_backend(self.config.backend, self.device)
         self._member = StepMember(
             optimizer,
@@ -302,6 +303,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     @property
     def state(self) -> Any:
         """The wrapped optimizer's state, shared, keyed by model param."""
+        if self._constructed:
+            self._member.main_params.wait_for_arrivals()
         if not is_read_by_name():
             return self.optimizer.state
         return StateNames(self.optimizer.state, has_norms=self.recipe.norm_statistics is not None)
@@ -386,6 +389,10 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self.recipe.begin_anew()
 
     # Memory
+
+    def finish_param_gather(self) -> None:
+        """Wait until every parameter is whole and current. Modules wait by themselves; other readers call this."""
+        self._member.main_params.wait()
 
     def offload(self, *, pin: bool = True) -> None:
         """Move main params, optimizer state and main grads to host memory until :meth:`reload`: between rollouts.

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.utils import validate
 from megascale.utils.collectives import group_size
+from megascale.utils.spelling import names_arguments
 
 DATA_PARALLEL_NAMES = (
     "dp",
@@ -53,6 +54,7 @@ class GradGroup:
     replicate: ProcessGroup | None
 
 
+@names_arguments
 @dataclass(frozen=True)
 class ParallelGroups:
     """The groups that one step needs. None in a field means this rank alone.

@@ -17,6 +17,7 @@ from megascale.errors import MOST_NAMES, RankError
 from megascale.utils import call_site, validate
 from megascale.utils.call_site import CallSite
 from megascale.utils.notice_board import NoAnswer, Notice, NoticeBoard
+from megascale.utils.spelling import names_arguments
 
 logger = logging.getLogger(__name__)
 GRACE_S = 1.0
@@ -29,6 +30,7 @@ _BACKEND_FAILURE = re.compile(
 _boards = itertools.count()
 
 
+@names_arguments
 class RankWatch:
     """Watches the ranks of torch.distributed while its ``with`` block runs, and says for which of them the others wait.
 

@@ -26,6 +26,7 @@ from megascale.errors import ArgumentError, ArgumentTypeError, StateDictError, U
 from megascale.host_view import HostView
 from megascale.landed.learning_rates import GroupRates, number_of, takes_rates_on_device
 from megascale.landed.steps import StepOutcomes
+from megascale.utils.spelling import names_arguments
 
 
 class _Position(NamedTuple):
@@ -36,6 +37,7 @@ class _Position(NamedTuple):
     options: list[dict[str, Any]]
 
 
+@names_arguments
 class LandedLRScheduler(LRScheduler):
     """A torch LR scheduler that counts landed steps only. Call :meth:`step` after every ``optimizer.step()``.
 

@@ -15,9 +15,11 @@ from megascale.optimizer import MixedPrecisionOptimizer, StepResult
 from megascale.utils import validate
 from megascale.utils.collectives import can_be_captured
 from megascale.utils.graph_capture import is_capturing
+from megascale.utils.spelling import names_arguments
 from megascale.utils.staging import staged
 
 
+@names_arguments
 class StepGraph:
     """One training step of ``optimizer`` as a graph, alone or after forward and backward.
 

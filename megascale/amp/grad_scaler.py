@@ -1,7 +1,6 @@
 """GradScaler: torch.amp.GradScaler's API, with a decision that all ranks share."""
 
 import inspect
-import warnings
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -24,7 +23,8 @@ from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.kernels import Backend, select_backend, stats_dtype
 from megascale.optimizer import MixedPrecisionOptimizer
 from megascale.step.overflow_report import OverflowReport
-from megascale.utils import torch_names, validate, wording
+from megascale.utils import call_site, torch_names, validate, wording
+from megascale.utils.spelling import names_arguments
 from megascale.utils.staging import staged
 
 
@@ -40,6 +40,7 @@ class GradMeasure(NamedTuple):
     sum_squares: Tensor
 
 
+@names_arguments
 class GradScaler(torch.amp.GradScaler):
     """Scales losses, unscales gradients, and skips steps whose gradients overflowed: torch.amp.GradScaler, and more.
 
@@ -108,7 +109,7 @@ class GradScaler(torch.amp.GradScaler):
         process_group: ProcessGroup | None = None,
     ) -> None:
         if enabled and device == "cuda" and amp_definitely_not_available():
-            warnings.warn("GradScaler is enabled, but CUDA is not available. Disabling.", stacklevel=2)
+            call_site.warn("GradScaler is enabled, but CUDA is not available. Disabling.")
             enabled = False
         self.process_group = process_group
         if enabled:

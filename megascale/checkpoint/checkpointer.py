@@ -30,7 +30,7 @@ from megascale.utils import call_site, validate, wording
 from megascale.utils.collectives import all_gather_object, broadcast_object, group_rank, group_size, twin_group
 from megascale.utils.consensus import first_other_rank
 from megascale.utils.progress import progress_bar
-from megascale.utils.spelling import names_arguments
+from megascale.utils.spelling import names_arguments, names_keywords
 
 
 @names_arguments
@@ -278,6 +278,7 @@ class Checkpointer:
         return self._background_group
 
 
+@names_keywords
 def save(
     directory: str | os.PathLike[str],
     step: int,

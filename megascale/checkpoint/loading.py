@@ -35,6 +35,7 @@ from megascale.parallel import ParallelGroups
 from megascale.utils import validate
 from megascale.utils.collectives import broadcast_object, group_rank, group_size
 from megascale.utils.progress import progress_bar
+from megascale.utils.spelling import names_keywords
 
 Groups = ParallelGroups | ProcessGroup | DeviceMesh | None
 
@@ -58,6 +59,7 @@ class LoadedCheckpoint:
     skipped: tuple[str, ...]
 
 
+@names_keywords
 def load(
     path: str | os.PathLike[str],
     model: nn.Module,

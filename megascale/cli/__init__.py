@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from megascale.cli import bench, convert, estimate, info, report
+from megascale.utils import spelling
 from megascale.utils.program import run_program
 
 
@@ -69,6 +70,9 @@ def _run(arguments: list[str]) -> int:
         own.add_argument("--version", action="store_true", help="print the version and exit")
         command.add_arguments(own)
         own.set_defaults(run=command.run)
+    first, known = next(iter(arguments), "-"), [*PROGRAMS, *(command.NAME for command in COMMANDS)]
+    if not first.startswith("-") and first not in known and (meant := spelling.meant(first, known)):
+        parser.error(f"there is no command {first!r}{meant}")
     given = parser.parse_args(arguments)
     status: int = given.run(given)
     return status

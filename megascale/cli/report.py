@@ -33,10 +33,16 @@ def run(given: argparse.Namespace) -> int:
             continue
         try:
             if path is out:
-                path.write_text(page(runs, panels), encoding="utf-8")
+                path.write_text(page(runs, panels, _typed(given)), encoding="utf-8")
             else:
                 write_png(panels, runs, path)
         except OSError as error:
             raise ArgumentError(f"{path} cannot be written: {error}; choose another file") from None
         print(path)
     return 0
+
+
+def _typed(given: argparse.Namespace) -> str:
+    """Return the command, as it is typed."""
+    options = [f"--{name} {value}" for name in ("out", "png") if (value := getattr(given, name)) is not None]
+    return " ".join(["megascale report", *map(str, given.runs), *options])

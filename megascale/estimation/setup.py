@@ -13,6 +13,7 @@ from megascale.kernels.remainders import REMAINDER_DTYPE
 from megascale.rules import CODE_DTYPES, FIRST, SECOND, VARIANTS
 from megascale.utils import validate
 from megascale.utils.dtypes import HALF_DTYPES
+from megascale.utils.spelling import names_arguments
 
 SHARDINGS = ("replicated", "grad_sync", "distributed")
 SHARDS = ("auto", "elements", "parameters")
@@ -38,6 +39,7 @@ def main_dtype_of(model_dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if model_dtype in HALF_DTYPES else model_dtype
 
 
+@names_arguments
 @dataclass(frozen=True, kw_only=True)
 class Setup:
     """Ranks, sharding, optimizer and dtypes of a run. Every field is checked.

@@ -34,6 +34,7 @@ from megascale.parallel import GradGroup, ParallelGroups, is_expert
 from megascale.utils import validate
 from megascale.utils.collectives import group_size
 from megascale.utils.dtensors import is_dtensor
+from megascale.utils.spelling import names_arguments
 from megascale.utils.staging import staged
 
 REDUCTIONS = ("mean", "sum")
@@ -82,6 +83,7 @@ def check_syncable(params: Mapping[str, nn.Parameter]) -> None:
         )
 
 
+@names_arguments
 class GradSync:
     """Owns the main grads of a set of parameters and keeps them reduced over the data-parallel ranks.
 

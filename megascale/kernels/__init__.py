@@ -18,7 +18,7 @@ from megascale.kernels.native.backend import NativeBackend
 from megascale.kernels.non_finite import describe_non_finite
 from megascale.kernels.protocol import Backend, HeldParams, Operands
 from megascale.kernels.reference import ReferenceBackend, stats_dtype
-from megascale.kernels.selection import select_backend, why_not
+from megascale.kernels.selection import host_backend, select_backend, why_not
 from megascale.kernels.tensors.checked_memory import (
     MemoryRecord,
     is_plain,
@@ -68,6 +68,7 @@ __all__ = [
     "clip_coefficient",
     "describe_non_finite",
     "hold_objects",
+    "host_backend",
     "inverse",
     "is_plain",
     "memory_fault",

@@ -42,6 +42,21 @@ def select_backend(name: str = "auto", device: torch.device | None = None) -> Ba
         return TorchBackend()
 
 
+def host_backend() -> Backend:
+    """Return the backend for updates in host memory while a device computes: native, else torch, with a warning.
+
+    It has this process's share of the cores: those that it may run on, by the number of ranks of this machine, which
+    torchrun tells. torchrun also sets OMP_NUM_THREADS=1, for programs whose ranks compute on the host alone.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    try:
+        return NativeBackend(max(1, cores // (int(ranks) if ranks.isdigit() and int(ranks) > 0 else 1)))
+    except UsageError as error:
+        _warn_once(f"{error}\nUsing the torch backend")
+        return TorchBackend()
+
+
 def why_not(name: str, device: torch.device) -> str | None:
     """Return why the backend called ``name`` cannot run on ``device``; None where it can: it has decided a step there.
 

@@ -5,6 +5,7 @@ How they are stored is a strategy: :mod:`megascale.main_params.replicated` or :m
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from operator import attrgetter
 from typing import Any
 
@@ -13,15 +14,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from megascale.config import OptimizerConfig
 from megascale.errors import ArgumentError, ArgumentTypeError
 from megascale.kernels import TensorList, is_plain, plain, same_objects
+from megascale.main_params.host_twin import HostTwin, host_twins
 from megascale.main_params.main_param import MainParam, check_apart, check_trainable
 from megascale.main_params.residence import Residence
 from megascale.main_params.shard import ParamShard
-from megascale.main_params.update_unit import UpdateUnit
+from megascale.main_params.update_unit import UpdateUnit, units_of
+from megascale.main_params.weight_arrivals import WeightArrivals
 from megascale.main_params.write_tracker import WriteTracker
 from megascale.utils.autograd import without_grad
 from megascale.utils.dtensors import is_dtensor
+from megascale.utils.dtypes import HALF_DTYPES
 
 # An attrgetter, as map() then runs in C: at every step, over every parameter without a main param.
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -39,6 +44,13 @@ class MainParams(ABC):
 
     stores_remainders = False
     """Whether main params that are copies are held as remainders, see :class:`MainParam`."""
+
+    arrivals: WeightArrivals | None = None
+    """Where copies live in host memory: what sends weights from there. None: beside the model params."""
+    pins_params = True
+    """Whether those weights are in pinned memory."""
+    offload_fraction = 1.0
+    """The share of the copies' elements that lives there, at least."""
 
     def __init__(self, names: Mapping[int, str]) -> None:
         self._explicit_names = dict(names)
@@ -194,8 +206,35 @@ class MainParams(ABC):
         return self._units
 
     def make_units(self) -> list[UpdateUnit]:
-        """Return the units of :attr:`ordered`: here one for each param group."""
-        return [UpdateUnit(group, params) for group, params in enumerate(self.ordered)]
+        """Return the units of :attr:`ordered`: here one for each param group.
+
+        Those with a twin in host memory are cut into slices: while one travels, the next is updated.
+        """
+        return [unit for group, params in enumerate(self.ordered) for unit in units_of(group, params)]
+
+    def live_in_host_memory(self, config: OptimizerConfig, device: torch.device) -> None:
+        """Make main params that are copies in host memory, if ``config`` says so. ``device``: of the model params."""
+        if config.optimizer_cpu_offload:
+            self.arrivals, self.pins_params = WeightArrivals(device), config.pin_cpu_params
+            self.offload_fraction = config.optimizer_offload_fraction
+
+    def twins(self, parts: Mapping[str, Tensor]) -> Mapping[str, HostTwin]:
+        """Return new twins of 16-bit model params, by name, where copies live in host memory; none elsewhere.
+
+        ``parts``: in the order of forward. Those that it needs first stay where they are, as far as the fraction lets.
+        """
+        if self.arrivals is None:
+            return {}
+        halves = {name: part for name, part in parts.items() if part.dtype in HALF_DTYPES}
+        stays = (1 - self.offload_fraction) * sum(part.numel() for part in halves.values())
+        ends = accumulate(part.numel() for part in halves.values())
+        there = {name: part for (name, part), end in zip(halves.items(), ends, strict=True) if end > stays}
+        return dict(zip(there, host_twins(list(there.values()), pin=self.pins_params), strict=True))
+
+    def wait_for_arrivals(self) -> None:
+        """Wait until weights have come from host memory, where they are updated there."""
+        if self.arrivals is not None:
+            self.arrivals.wait()
 
     @abstractmethod
     def make(self, params: Mapping[str, nn.Parameter], group_of: Mapping[str, int]) -> list[MainParam]:

@@ -6,7 +6,7 @@ gets no hooks.
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, finalize, ref
@@ -82,8 +82,13 @@ class _BeforeForward(_Hook):
     def __call__(self, module: nn.Module, _inputs: Any) -> None:
         gather = self.gather()
         if gather is not None:
-            reads_children = type(module).__module__.startswith("torch.nn.") and not isinstance(module, CALLERS)
-            gather.wait_for(module.parameters(recurse=reads_children))
+            gather.wait_for(params_read_by(module))
+
+
+def params_read_by(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Return the parameters that a module's forward may read: its own, of a module of torch its children's too."""
+    reads_children = type(module).__module__.startswith("torch.nn.") and not isinstance(module, CALLERS)
+    return module.parameters(recurse=reads_children)
 
 
 class _BeforeStateDict(_Hook):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megascale.errors import ArgumentTypeError, UsageError
 from megascale.kernels import memory_fault, shares_elements, sharing
 from megascale.kernels.remainders import REMAINDER_DTYPE, decode, encode, fingerprint
+from megascale.main_params.host_twin import HostTwin
 from megascale.main_params.slab import Slabs
 from megascale.main_params.write_tracker import WriteTracker
 from megascale.utils.dtensors import dtensor_like, held, local
@@ -57,6 +58,7 @@ class MainParam:
             only; None: ``main`` holds the values.
         fingerprint: beside a remainder, of the local model param as we wrote it last: int64, 0-d.
         tracker, slot: the tracker, and the model param's index in it; None until it is admitted.
+        twin: where main param and state live in host memory: the model param's weights and gradient there; else None.
         form: of the model param; must not change.
     """
 
@@ -71,6 +73,7 @@ class MainParam:
     fingerprint: Tensor | None = None
     tracker: WriteTracker | None = None
     slot: int = 0
+    twin: HostTwin | None = None
     form: ParamForm = field(init=False)
 
     def __post_init__(self) -> None:
@@ -115,7 +118,12 @@ class MainParam:
             local(self.main).untyped_storage().resize_(0)
 
     def move(self) -> None:
-        """Move the main param to the device of its model param."""
+        """Move the main param to the device of its model param. Raises UsageError for one that lives in host memory."""
+        if self.twin is not None:
+            raise UsageError(
+                f"parameter {self.name!r} was moved after its optimizer was built with optimizer_cpu_offload=True; "
+                "move the model first"
+            )
         if self.remainder is None:
             self.main = self.main.to(self.model.device)
             return
@@ -143,6 +151,11 @@ class MainParam:
     def part(self) -> Tensor:
         """The local part of the model param that rounds this rank's main param."""
         return local(self.model) if self.shard is None else self.shard
+
+    @property
+    def rounded(self) -> Tensor:
+        """Where an update writes the main param's rounding: :attr:`part`, or its twin in host memory."""
+        return self.part if self.twin is None else self.twin.weights
 
     def record_version(self) -> None:
         """Record that the present model param is the rounding of the main param."""
@@ -185,20 +198,29 @@ class MainParam:
 
 
 def main_param_of(
-    name: str, model: nn.Parameter, shard: Tensor | None, slabs: Slabs, *, is_owned: bool = True, as_remainder: bool
+    name: str,
+    model: nn.Parameter,
+    shard: Tensor | None,
+    slabs: Slabs,
+    *,
+    is_owned: bool = True,
+    as_remainder: bool,
+    twin: HostTwin | None = None,
 ) -> MainParam:
     """Return a main param with the model's values.
 
     Args:
         shard: of ``model``, which the main param is to be like; None: all of it.
         as_remainder: hold it as a remainder, where it is a copy.
+        twin: make it in host memory, beside this.
     """
     like = model if shard is None else shard
     if model.dtype not in HALF_DTYPES:
         return MainParam(name, model, like, shard, is_copy=False, is_owned=is_owned)
     if not as_remainder:
-        main = slabs.zeros(like, torch.float32, "main").copy_(like.detach())
-        return MainParam(name, model, main, shard, is_copy=True, is_owned=is_owned)
+        placed = like if twin is None else twin.weights
+        main = slabs.zeros(placed, torch.float32, "main").copy_(like.detach())
+        return MainParam(name, model, main, shard, is_copy=True, is_owned=is_owned, twin=twin)
     main = torch.empty_like(like, dtype=torch.float32, requires_grad=False, memory_format=torch.preserve_format)
     remainder = slabs.zeros(like, REMAINDER_DTYPE, "main")
     return MainParam(name, model, main, shard, is_copy=True, is_owned=is_owned, remainder=remainder)

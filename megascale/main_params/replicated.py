@@ -24,14 +24,19 @@ class ReplicatedMainParams(MainParams):
 
     @override
     def make(self, params: Mapping[str, nn.Parameter], group_of: Mapping[str, int]) -> list[MainParam]:
-        slabs = Slabs(params.values())
+        twins = self.twins(params)
+        slabs = Slabs(twins[name].weights if name in twins else param for name, param in params.items())
         as_remainder = self.stores_remainders
-        return [main_param_of(name, param, None, slabs, as_remainder=as_remainder) for name, param in params.items()]
+        return [
+            main_param_of(name, param, None, slabs, as_remainder=as_remainder, twin=twins.get(name))
+            for name, param in params.items()
+        ]
 
     @override
     def get_or_create(self, param: nn.Parameter, name: str) -> MainParam:
         if id(param) not in self._by_id:
-            made = main_param_of(name, param, None, Slabs(()), as_remainder=self.stores_remainders)
+            twin = self.twins({name: param}).get(name)
+            made = main_param_of(name, param, None, Slabs(()), as_remainder=self.stores_remainders, twin=twin)
             self._by_id[id(param)] = made
             made.tracker = WriteTracker([param])
         return self._by_id[id(param)]
@@ -46,7 +51,7 @@ class ReplicatedMainParams(MainParams):
 
     @override
     def wait(self) -> None:
-        """Do nothing: replicated model params are always whole."""
+        self.wait_for_arrivals()
 
     @override
     def to_local(self, param: nn.Parameter, value: Tensor, dtype: torch.dtype, *, group: int = 1) -> Tensor:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from typing_extensions import override
 
-from megascale.errors import StateDictError, listed
+from megascale.config import OptimizerConfig
+from megascale.errors import ArgumentError, StateDictError, listed
 from megascale.grad_sync.construction import Construction, exchange, param_forms
 from megascale.grad_sync.layout import Piece
 from megascale.grad_sync.sync import GradSync, check_syncable
@@ -28,7 +29,7 @@ from megascale.main_params.main_param import MainParam, main_param_of
 from megascale.main_params.replica_check import broadcast_parameters, digests, require_same_values
 from megascale.main_params.shard import ParamShard
 from megascale.main_params.slab import Slabs
-from megascale.main_params.update_unit import UpdateUnit
+from megascale.main_params.update_unit import UpdateUnit, units_of
 from megascale.parallel import ParallelGroups, is_expert
 from megascale.utils.collectives import all_reduce_sum_, gather_or_raise, group_size
 
@@ -88,10 +89,17 @@ class ShardedMainParams(MainParams):
             self._pieces |= {id(param): pieces.get(name) for name, param in synced.params.items()}
             shards |= memory.parts(synced.rank)
             owned |= {place.name for place in memory.placements if place.owner in (None, synced.rank)}
-        slabs = Slabs(shards.values())
+        twins = self.twins({name: shards[name] for name, _ in in_order})
+        slabs = Slabs(twins[name].weights if name in twins else shard for name, shard in shards.items())
         made = {
             name: main_param_of(
-                name, params[name], shard, slabs, is_owned=name in owned, as_remainder=self.stores_remainders
+                name,
+                params[name],
+                shard,
+                slabs,
+                is_owned=name in owned,
+                as_remainder=self.stores_remainders,
+                twin=twins.get(name),
             )
             for name, shard in shards.items()
         }
@@ -206,7 +214,7 @@ class ShardedMainParams(MainParams):
             for param in filter(None, map(self.get, bucket.synced.params.values())):
                 if id(param) in group_of:
                     by_group.setdefault(group_of[id(param)], []).append(param)
-            found += [UpdateUnit(group, members) for group, members in by_group.items()]
+            found += [unit for group, members in by_group.items() for unit in units_of(group, members)]
         return found
 
     @override
@@ -238,7 +246,18 @@ class ShardedMainParams(MainParams):
             bucket.start()
 
     @override
+    def live_in_host_memory(self, config: OptimizerConfig, device: torch.device) -> None:
+        """See :class:`MainParams`. Raises ArgumentError for an overlap: a gather would send weights too early."""
+        if config.overlap_cpu_optimizer_d2h_h2d:
+            raise ArgumentError(
+                "overlap_cpu_optimizer_d2h_h2d=True does not support shards yet: leave it False with a "
+                "DistributedOptimizer, which may overlap the gather with overlap_param_gather=True"
+            )
+        super().live_in_host_memory(config, device)
+
+    @override
     def wait(self) -> None:
+        self.wait_for_arrivals()
         self._gather.wait()
 
     @override

@@ -9,6 +9,9 @@ from megascale.kernels import GradList, ParamList, TensorList
 from megascale.main_params.main_param import MainParam
 from megascale.main_params.write_tracker import TrackedParams
 
+SLICE = 1 << 24
+"""Elements, about, that are updated in host memory before their weights travel."""
+
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class UpdateUnit:
@@ -51,3 +54,20 @@ class UpdateUnit:
             if versions is None or self.models.are_dtensors:
                 versions = self.models.versions()
             watch.take_written(self._slots, versions)
+
+
+def units_of(group: int, params: list[MainParam]) -> list[UpdateUnit]:
+    """Return units of parameters of one group: one of all without a twin in host memory, and slices of the others."""
+    here = [param for param in params if param.twin is None]
+    made = [UpdateUnit(group, here)] if here or not params else []
+    there: list[MainParam] = []
+    numel = 0
+    for param in params:
+        if param.twin is None:
+            continue
+        if there and numel + param.main.numel() > SLICE:
+            made.append(UpdateUnit(group, there))
+            there, numel = [], 0
+        there.append(param)
+        numel += param.main.numel()
+    return [*made, UpdateUnit(group, there)] if there else made

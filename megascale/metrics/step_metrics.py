@@ -14,6 +14,7 @@ from megascale.metrics.sinks import STEP, Sink, close_all
 from megascale.parallel import ParallelGroups
 from megascale.utils import call_site, validate
 from megascale.utils.collectives import group_rank, raise_together
+from megascale.utils.spelling import names_arguments
 
 SUCCESS, ZEROS = "success", "num_zeros_in_grad"
 OWN = (STEP, "seconds")
@@ -23,6 +24,7 @@ PHASE = "seconds/"
 """Start of the names of phases' times."""
 
 
+@names_arguments
 class StepMetrics:
     """Records one row for each optimizer step, and hands it to its sinks one step late.
 

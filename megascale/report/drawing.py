@@ -4,7 +4,7 @@ import io
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -14,10 +14,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
 
 from megascale.report.envelopes import averaged, envelope, marks
+from megascale.report.hover import Frame
 from megascale.report.panels import Panel, is_positive, phase_means, steps_by_parameter
 from megascale.report.runs import Run, Series
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#808080")
 """Distinct for colour-blind readers too (Okabe and Ito, "Color Universal Design", 2008)."""
 DASHES = ("", "6 2", "6 2 1 2", "1.5 1.5")
 """SVG's stroke-dasharray of each run's lines."""
@@ -43,6 +44,21 @@ STYLE: Any = {
     "grid.alpha": 0.3,
 }
 
+GREY = "#808080"
+"""Letters and axes of a page's pictures, which white and black pages both show."""
+ON_ANY_PAGE: Any = STYLE | {
+    "axes.edgecolor": GREY,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), GREY),
+}
+
+
+class Drawn(NamedTuple):
+    """A picture, and where its axes are."""
+
+    document: str
+    frame: Frame
+
+
 Styles = dict[str, tuple[str, str]]
 
 
@@ -55,15 +71,19 @@ def styles_of(runs: Sequence[Run]) -> Styles:
     }
 
 
-def svg(panel: Panel, runs: Sequence[Run]) -> str:
-    """Return a panel as an SVG document, without a title: a page has its own."""
-    with matplotlib.rc_context(STYLE):
+def svg(panel: Panel, runs: Sequence[Run]) -> Drawn:
+    """Return a panel as a transparent SVG document, without a title: a page has its own."""
+    with matplotlib.rc_context(ON_ANY_PAGE):
         figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
-        _draw(panel, figure.add_subplot(), runs)
+        axes = figure.add_subplot()
+        _draw(panel, axes, runs)
         stream = io.StringIO()
-        figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+        hidden = {"Date": None, "Creator": None, "Format": None, "Type": None}
+        figure.savefig(stream, format="svg", transparent=True, metadata=hidden)
+        box, (first, last) = axes.get_position(), axes.get_xlim()
+    frame = Frame(box.x0, box.x1, 1.0 - box.y1, 1.0 - box.y0, first, last)
     # matplotlib writes paths to a millionth of a point; a tenth is enough.
-    return re.sub(r' d="[^"]*"', lambda path: _PRECISE.sub(_rounded, path[0]), stream.getvalue())
+    return Drawn(re.sub(r' d="[^"]*"', lambda path: _PRECISE.sub(_rounded, path[0]), stream.getvalue()), frame)
 
 
 _PRECISE = re.compile(r"\d+\.\d{2,}")
@@ -105,8 +125,14 @@ def _draw(panel: Panel, axes: Axes, runs: Sequence[Run]) -> None:
     points = max(min(MOST_POINTS, MOST_POINTS_OF_PANEL // len(runs)), 100)
     for run, (colour, dashes) in zip(runs, _styles(runs), strict=True):
         _draw_line(panel, axes, run, points, {"color": colour, "linestyle": _line_style(dashes)})
-    if all(len(run.steps) == 1 for run in runs):
-        axes.set_xlim(runs[0].steps[0] - 1, runs[0].steps[0] + 1)
+    _set_steps(axes, runs)
+
+
+def _set_steps(axes: Axes, runs: Sequence[Run]) -> None:
+    """Let all pictures begin and end at the same steps."""
+    first, last = min(run.steps[0] for run in runs), max(run.steps[-1] for run in runs)
+    margin = (last - first) * 0.03 or 1.0
+    axes.set_xlim(first - margin, last + margin)
 
 
 def _draw_line(panel: Panel, axes: Axes, run: Run, points: int, style: dict[str, Any]) -> None:
@@ -159,16 +185,13 @@ def _is_sparse(values: Series) -> bool:
 
 def _draw_skips(axes: Axes, runs: Sequence[Run]) -> None:
     """Draw a row for each run, with a tick for each skipped step."""
-    end = max(run.steps[-1] for run in runs)
-    first = min(run.steps[0] for run in runs)
     for row, (run, (colour, _)) in enumerate(zip(runs, _styles(runs), strict=True)):
         skipped = run.get("skipped")
         axes.hlines(row, run.steps[0], run.steps[-1], color=colour, linewidth=0.6, alpha=0.6)
         axes.vlines(marks(run.steps, skipped, 400), row - 0.36, row + 0.36, color=colour, linewidth=1.1)
     axes.set_yticks(range(len(runs)), [f"{int(np.nansum(run.get('skipped'))):,} of {len(run.steps):,}" for run in runs])
     axes.set_ylim(len(runs) - 0.4, -0.6)
-    margin = (end - first) * 0.03 or 1.0
-    axes.set_xlim(first - margin, end + margin)
+    _set_steps(axes, runs)
     axes.grid(axis="y", visible=False)
 
 

@@ -1,6 +1,7 @@
 """One HTML page of runs that asks no other host for anything: pictures lie in it as data."""
 
 import base64
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from html import escape
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from megascale.report.drawing import styles_of, svg
+from megascale.report.hover import overlay
 from megascale.report.panels import Panel, steps_by_parameter
 from megascale.report.runs import Run, Series
 from megascale.version import VERSION
@@ -18,8 +20,9 @@ NONE = "-"
 MOST_PARAMETERS = 100
 """Rows of the overflow table."""
 STYLE = """
-:root { color-scheme: light; --line: #d8d8d8; --grey: #555; }
-body { margin: 0 auto; padding: 1rem; max-width: 92rem; background: #fff; color: #1a1a1a;
+:root { color-scheme: light dark; --line: #d8d8d8; --grey: #555; --text: #1a1a1a; --page: #fff; }
+@media (prefers-color-scheme: dark) { :root { --line: #444; --grey: #aaa; --text: #e4e4e4; --page: #181818; } }
+body { margin: 0 auto; padding: 1rem; max-width: 92rem; background: var(--page); color: var(--text);
   font: 15px/1.45 system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif;
   overflow-wrap: anywhere; }
 h1 { font-size: 1.4rem; margin: 0 0 .5rem; } h2 { font-size: 1.1rem; margin: 1.6rem 0 .4rem; }
@@ -27,6 +30,11 @@ h1 { font-size: 1.4rem; margin: 0 0 .5rem; } h2 { font-size: 1.1rem; margin: 1.6
 figure { margin: 0; border: 1px solid var(--line); border-radius: 6px; padding: .6rem; min-width: 0; }
 figure h3 { font-size: .95rem; margin: 0 0 .3rem; } figure img { width: 100%; height: auto; display: block; }
 figcaption, .note { color: var(--grey); font-size: .85rem; }
+.plot { position: relative; } .hover { position: absolute; inset: 0; width: 100%; height: 100%; }
+.hover rect { fill: transparent; } .hover rect:hover { fill: rgba(128, 128, 128, .25); }
+.legend { font-size: .85rem; margin: .3rem 0 0; }
+.legend span { margin-right: 1rem; display: inline-block; max-width: 100%; }
+pre { overflow-x: auto; font-size: .8rem; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .25rem .7rem .25rem 0; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
 th:first-child, td:first-child, .text { text-align: left; } thead th { color: var(--grey); font-weight: 600; }
@@ -35,8 +43,8 @@ th:first-child, td:first-child, .text { text-align: left; } thead th { color: va
 """
 
 
-def page(runs: Sequence[Run], panels: Sequence[Panel]) -> str:
-    """Return the page."""
+def page(runs: Sequence[Run], panels: Sequence[Panel], command: str) -> str:
+    """Return the page. ``command``: which drew it."""
     parts = [
         "<!DOCTYPE html>",
         '<html lang="en"><head><meta charset="utf-8">',
@@ -45,24 +53,57 @@ def page(runs: Sequence[Run], panels: Sequence[Panel]) -> str:
         f"<title>{escape(', '.join(run.label for run in runs[:4]))}: training report</title>",
         f"<style>{STYLE}</style></head><body>",
         "<h1>Training report</h1>",
+        f'<p class="note">Drawn on {time.strftime("%Y-%m-%d %H:%M")} by megascale {escape(VERSION)}: '
+        f"<code>{escape(command)}</code></p>",
         *_warnings(runs),
         _summary(runs),
         '<h2>Step by step</h2><div class="panels">',
         *(_figure(panel, runs) for panel in panels),
         "</div>",
         _overflows(runs),
-        f'<p class="note">megascale {escape(VERSION)}</p></body></html>',
+        *_configs(runs),
+        "</body></html>",
     ]
     return "\n".join(parts) + "\n"
 
 
 def _figure(panel: Panel, runs: Sequence[Run]) -> str:
-    data = base64.b64encode(svg(panel, runs).encode()).decode()
+    drawn = svg(panel, runs)
+    data = base64.b64encode(drawn.document.encode()).decode()
     note = f"<figcaption>{escape(panel.note)}</figcaption>" if panel.note else ""
     return (
-        f'<figure><h3>{escape(panel.title)}</h3><img alt="{escape(panel.title)} over steps" '
-        f'src="data:image/svg+xml;base64,{data}">{note}</figure>'
+        f'<figure><h3>{escape(panel.title)}</h3><div class="plot"><img alt="{escape(panel.title)} over steps" '
+        f'src="data:image/svg+xml;base64,{data}">{overlay(panel, runs, drawn.frame)}</div>'
+        f"{_legend(runs)}{note}</figure>"
     )
+
+
+def _legend(runs: Sequence[Run]) -> str:
+    """Return the names of runs with their lines; empty for one run."""
+    styles = styles_of(runs)
+    if len(styles) < 2:
+        return ""
+    names = "".join(f"<span>{_key(*style)}{escape(label)}</span>" for label, style in styles.items())
+    return f'<p class="legend">{names}</p>'
+
+
+def _key(colour: str, dashes: str) -> str:
+    """Return a piece of a run's line."""
+    return (
+        f'<svg class="key" viewBox="0 0 36 10" aria-hidden="true"><path d="M0 5H36" stroke="{colour}" '
+        f'stroke-width="3" stroke-dasharray="{" ".join(str(2 * float(d)) for d in dashes.split())}"/></svg>'
+    )
+
+
+def _configs(runs: Sequence[Run]) -> Iterator[str]:
+    """Yield the options of each run that has left them, folded away, and how to train with them again."""
+    if any(run.config for run in runs):
+        yield "<h2>Options</h2>"
+    for run in runs:
+        if run.config:
+            again = '<p class="note">megascale train config=FILE, with a file of these lines, trains so again.</p>'
+            text = f"<pre>{escape(run.config)}</pre>"
+            yield f"<details><summary>{escape(run.label)}</summary>{again}{text}</details>"
 
 
 def _warnings(runs: Sequence[Run]) -> Iterator[str]:
@@ -94,19 +135,16 @@ def _summary(runs: Sequence[Run]) -> str:
     """Return a table with one row for each run; its first column is the legend."""
     styles = styles_of(runs)
     accuracy = next((name for name in ("total_accuracy", "accuracy", "batch_accuracy") if _any(runs, name)), "")
-    head = ["run", "steps", "skipped", "skipped at the end", "last scale", "last loss"]
+    head = ["run", "ended", "took", "steps", "skipped", "skipped at the end", "last scale", "last loss"]
     head += ["last accuracy"] * bool(accuracy) + ["zero gradients"] * _any(runs, "zero_grad_fraction")
     rows = []
     for run in runs:
-        colour, dashes = styles[run.label]
-        key = (
-            f'<svg class="key" viewBox="0 0 36 10" aria-hidden="true"><path d="M0 5H36" stroke="{colour}" '
-            f'stroke-width="3" stroke-dasharray="{" ".join(str(2 * float(d)) for d in dashes.split())}"/></svg>'
-        )
         skipped = run.get("skipped")
         known = not np.isnan(skipped).all()
         cells = [
-            key + escape(run.label),
+            _key(*styles[run.label]) + escape(run.label),
+            NONE if run.written is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(run.written)),
+            _duration(run.seconds),
             f"{len(run.steps):,}",
             f"{int(np.nansum(skipped)):,} ({_share(skipped)})" if known else NONE,
             f"{trailing_skips(run):,}" if known else NONE,
@@ -122,12 +160,19 @@ def _summary(runs: Sequence[Run]) -> str:
     return _table(head, rows)
 
 
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return NONE
+    hours, rest = divmod(round(seconds), 3600)
+    return f"{hours} h {rest // 60} min" if hours else f"{rest // 60} min {rest % 60} s" if rest >= 60 else f"{rest} s"
+
+
 def _overflows(runs: Sequence[Run]) -> str:
     """Return a table of parameters whose gradients overflowed; empty if no run has told of one."""
     rows = [row for run in runs for row in overflow_rows(run)]
     if not rows:
         return ""
-    head = ["parameter", "run", "steps", "first", "last", "inf", "NaN", "origin", "ranks", "scale", "largest finite"]
+    head = ["parameter", "run", "steps", "first", "last", "inf", "NaN", "origin", "on ranks", "scale", "largest finite"]
     rest = len(rows) - MOST_PARAMETERS
     more = f'<p class="note">and {rest:,} more parameters</p>' if rest > 0 else ""
     note = (

@@ -46,6 +46,8 @@ KNOWN = (
     Panel("Samples per second", "samples_per_second", "noisy"),
     Panel("Wall time of a step, s", "seconds", "noisy", log=True),
 )
+ALWAYS = ("loss", "scale", "skipped")
+"""Columns that are shown though they do not vary."""
 PARAMETERS = Panel(
     "Steps in which a gradient overflowed, by parameter", kind="parameters", note="The eight parameters with most."
 )
@@ -53,18 +55,29 @@ PHASES = Panel("Mean wall time by phase, ms", kind="phases")
 
 
 def panels_of(runs: Sequence[Run]) -> Iterator[Panel]:
-    """Yield a panel for each column in which any run has a value: first those of KNOWN, then one for any other."""
+    """Yield a panel for each column in which any run has a value: first those of KNOWN, then one for any other.
+
+    Columns that never vary have none, but for loss, scale and skipped steps.
+    """
     names = list(dict.fromkeys(name for run in runs for name in run.series))
     known = {panel.column: panel for panel in KNOWN}
-    shown = [name for name in names if any(not np.isnan(run.get(name)).all() for run in runs)]
+    measured = [name for name in names if any(not np.isnan(run.get(name)).all() for run in runs)]
+    shown = [name for name in measured if name in ALWAYS or varies(runs, name)]
     yield from (panel for panel in KNOWN if panel.column in shown)
     for name in shown:
         if name not in known and name != STEP and not name.startswith(PHASE):
             yield Panel(name, name, "noisy")
-    if any(name.startswith(PHASE) for name in shown):
+    if any(name.startswith(PHASE) for name in measured):
         yield PHASES
     if any(run.overflows for run in runs):
         yield PARAMETERS
+
+
+def varies(runs: Sequence[Run], column: str) -> bool:
+    """Return whether a column has two different values, or if there is one step, any."""
+    values = np.concatenate([run.get(column) for run in runs])
+    values = values[~np.isnan(values)]
+    return len(values) > 0 and (bool((values != values[0]).any()) or all(len(run.steps) == 1 for run in runs))
 
 
 def phase_means(run: Run) -> dict[str, float]:

@@ -17,6 +17,8 @@ from megascale.metrics.sinks import FILE_NAME, STEP, whole_lines
 Series = npt.NDArray[np.float64]
 OVERFLOWS = "overflows.jsonl"
 """The file, in a run's folder, of the gradients that made steps skip."""
+CONFIG, SUMMARY = "config.yaml", "summary.json"
+"""Files that `megascale train` writes beside the table."""
 REMEDY = "give the folder of a run of python -m megascale.train, or one that megascale.metrics.CsvFile wrote"
 
 
@@ -29,11 +31,17 @@ class Run:
         series: columns of its table by name, each fp64 of shape [steps], in the order of ``series["step"]``; NaN where
             a cell was empty.
         overflows: one dict for each gradient that overflowed in a skipped step.
+        config: the text of `config.yaml` beside the table; empty without.
+        written: when the table was written last, seconds since the epoch; None: unknown.
+        seconds: how long the run took, as its `summary.json` says; None: unknown.
     """
 
     label: str
     series: dict[str, Series]
     overflows: list[dict[str, Any]] = field(default_factory=list)
+    config: str = ""
+    written: float | None = None
+    seconds: float | None = None
 
     @property
     def steps(self) -> Series:
@@ -80,7 +88,29 @@ def read_run(table: Path) -> Run:
     _, last = np.unique(columns[STEP][::-1], return_index=True)
     order = len(rows) - 1 - last
     series = {name: values[order] for name, values in columns.items()}
-    return Run(table.parent.name or str(table), series, _read_overflows(table.parent / OVERFLOWS))
+    folder = table.parent
+    facts: dict[str, Any] = {
+        "config": _text_of(folder / CONFIG),
+        "written": table.stat().st_mtime,
+        "seconds": _seconds_of(folder),
+    }
+    return Run(folder.name or str(table), series, _read_overflows(folder / OVERFLOWS), **facts)
+
+
+def _text_of(path: Path) -> str:
+    """Return a file's text; empty if it cannot be read: the report does not depend on it."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _seconds_of(folder: Path) -> float | None:
+    try:
+        seconds = json.loads(_text_of(folder / SUMMARY) or "{}").get("seconds")
+    except (ValueError, AttributeError, RecursionError):
+        return None
+    return float(seconds) if isinstance(seconds, int | float) else None
 
 
 def _tables(path: Path) -> list[Path]:

@@ -116,7 +116,8 @@ def _held(member: StepMember) -> str:
         for value in entries.values()
         if isinstance(value, Tensor)
     )
-    return f"{size(mains + state)} (main params {size(mains)}, optimizer state {size(state)})"
+    where = ", in host memory until reload()" if member.main_params.residence.is_away else ""
+    return f"{size(mains + state)} (main params {size(mains)}, optimizer state {size(state)}){where}"
 
 
 def _main_bytes(param: MainParam) -> int:

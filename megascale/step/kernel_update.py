@@ -27,6 +27,7 @@ from megascale.rules import CODE_DTYPES, MOMENTS, Hyper, Rule
 from megascale.rules.options import require_options
 from megascale.step.compact_state import require_supported, start_of, with_scales
 from megascale.step.decoded import DecodedParams, decoded_together, held_params, scratch_numel
+from megascale.step.inner_step import InnerStep
 from megascale.step.kernel_state import KernelState, StateColumns, rate
 from megascale.step.torch_step import GeneralUpdate
 from megascale.step.update import InnerUpdate, KernelCall, MarkWritten, PendingUpdate, Prepared, Rounded
@@ -51,9 +52,18 @@ class KernelUpdate(InnerUpdate):
     """Runs an optimizer's rule: state made at once, one kernel call per unit and device.
 
     With step hooks, or options that the rule's kernels cannot run, the optimizer's own ``step()`` runs instead.
+
+    ``beside``: another one, of the same optimizer, for parameters whose memory is elsewhere.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, backend: Backend, config: OptimizerConfig, rule: Rule) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        backend: Backend,
+        config: OptimizerConfig,
+        rule: Rule,
+        beside: "KernelUpdate | None" = None,
+    ) -> None:
         self.optimizer = optimizer
         self.backend = backend
         self.rule = rule
@@ -62,7 +72,8 @@ class KernelUpdate(InnerUpdate):
         self._kernels = backend if is_own else ReferenceBackend()
         # Else main params that are held as remainders are decoded for run().
         self.fuses_remainders = is_own and backend.fuses_remainders
-        self._general = GeneralUpdate(optimizer, backend)
+        inner_step = None if beside is None else beside.inner_step
+        self._general = GeneralUpdate(optimizer, backend, inner_step)
         self._entries: list[dict[str, Any]] = []
         self._tag = new_tags(1)
         self._prepared: WeakKeyDictionary[UpdateUnit, _CachedOperands] = WeakKeyDictionary()
@@ -75,6 +86,11 @@ class KernelUpdate(InnerUpdate):
         self._has_codes = any(dtypes[moment.name] in CODE_DTYPES for moment in rule.moments)
         self._scratch: dict[torch.device, Tensor] = {}
         self._state = KernelState(optimizer, dtypes)
+
+    @property
+    def inner_step(self) -> InnerStep:
+        """The wrapped optimizer's own step, which has one guard however many updates there are."""
+        return self._general.inner_step
 
     @override
     def create_states(self, options: dict[str, Any], params: Sequence[MainParam]) -> None:
@@ -299,7 +315,7 @@ def _prepare(
         whole = [index for index in indices if params[index].remainder is None]
         if whole:
             mains = [local(params[index].main) for index in whole]
-            models = [params[i].part if params[i].is_copy else main for i, main in zip(whole, mains, strict=True)]
+            models = [params[i].rounded if params[i].is_copy else main for i, main in zip(whole, mains, strict=True)]
             prepared.append(_prepared(params, whole, mains, models, state))
         held = [index for index in indices if params[index].remainder is not None]
         if held and fuses:

@@ -19,6 +19,7 @@ from megascale.step import grad_stats
 from megascale.step.counter import StepCounter
 from megascale.step.grad_stats import GradStats
 from megascale.step.held_grads import HeldGrads
+from megascale.step.host_update import HostUpdate
 from megascale.step.local_grads import Collected, ReadyGrads, ReplicaSet, checked_grads
 from megascale.step.torch_states import is_per_element
 from megascale.step.update import PendingUpdate, Rounded
@@ -78,6 +79,8 @@ class StepMember:
         self.main_params = main_params
         self.grad_sync = grad_sync
         self.update = select_update(optimizer, backend, config, groups.data_parallel)
+        if main_params.arrivals is not None:
+            self.update = HostUpdate(optimizer, config, self.update, device, main_params.arrivals)
         self.counter = StepCounter(device)
         self.replicas_may_differ = replicas_may_differ
         self.ready: ReadyStep | None = None
@@ -125,8 +128,11 @@ class StepMember:
             )
         if isinstance(self.grad_sync, GradSync):
             self.grad_sync.require_idle()
-        mains = (param.memory for param in self.main_params if param.is_copy)
-        states = chain.from_iterable(map(tensors_in, self.optimizer.state.values()))
+        self.main_params.wait()
+        at_home = {id(param.model) for param in self.main_params if param.twin is not None}  # in host memory already
+        mains = (param.memory for param in self.main_params if param.is_copy and param.twin is None)
+        held = (state for param, state in self.optimizer.state.items() if id(param) not in at_home)
+        states = chain.from_iterable(map(tensors_in, held))
         self.update.release_scratch()
         self.main_params.residence.leave(chain(mains, states), pin=pin)
         try:

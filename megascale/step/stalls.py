@@ -156,8 +156,9 @@ class StallWatch:
 
 
 WHY_SKIPPED = (
-    "the gradients hold inf or NaN, and nothing is learnt; look at the loss and the data, lower the learning rate, and "
-    "go back to a checkpoint from before"
+    "the gradients hold inf or NaN, and nothing is learnt; optimizer.last_overflow() (of a GradScaler: "
+    "scaler.last_overflow()) names the parameters, megascale.debug.watch(model) the module in which it began; look at "
+    "the loss and the data, lower the learning rate, and go back to a checkpoint from before"
 )
 """Cause and remedy of steps that overflow without end; also in the errors of :mod:`megascale.amp`."""
 _WHY_SPIKES = (
@@ -165,9 +166,10 @@ _WHY_SPIKES = (
     "lower the learning rate, and go back to a checkpoint from before"
 )
 _WHY_AT_FLOOR = (
-    "the gradients hold inf or NaN at any scale that it may take; look at the loss and the data, lower the learning "
+    "the gradients hold inf or NaN at any scale that it may take; optimizer.last_overflow() names the parameters, "
+    "megascale.debug.watch(model) the module in which it began; look at the loss and the data, lower the learning "
     "rate, go back to a checkpoint from before, or train in bf16; if gradients are sound but large, average the loss "
-    "instead of summing it, or lower config.min_loss_scale"
+    "instead of summing it, or lower min_scale of the grad scaler (config.min_loss_scale)"
 )
 
 

@@ -30,10 +30,10 @@ from megascale.utils.dtypes import HALF_DTYPES
 class GeneralUpdate(InnerUpdate):
     """Any optimizer, through its own ``step()`` on main params. Costs one host read of `found_inf` a step."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, backend: Backend) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, backend: Backend, inner_step: InnerStep | None = None) -> None:
         self.optimizer = optimizer
         self.backend = backend
-        self.inner_step = InnerStep(optimizer)
+        self.inner_step = inner_step or InnerStep(optimizer)
 
     def create_states(self, options: dict[str, Any], params: Sequence[MainParam]) -> None:
         """Widen state to the main param's dtype, and drop that of parameters that other ranks own.

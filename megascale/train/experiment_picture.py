@@ -11,12 +11,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from megascale.report.drawing import STYLE
+from megascale.report.drawing import GREY, ON_ANY_PAGE
 from megascale.report.envelopes import averaged, envelope
 from megascale.report.runs import Run
 
-GREY = "#808080"
-"""Letters and axes: white and black pages both show it."""
 MEANS = 80
 """Points of a line of losses, each the mean of some steps."""
 
@@ -45,12 +43,7 @@ LINES = {
 
 def write_svg(runs: Sequence[Run], path: Path) -> None:
     """Write both panels. ``runs``: labelled as in :data:`LINES`; others are left out. Seeds share a label."""
-    style = STYLE | {
-        "font.size": 10,
-        "axes.titlesize": 11,
-        "axes.edgecolor": GREY,
-        **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), GREY),
-    }
+    style = ON_ANY_PAGE | {"font.size": 10, "axes.titlesize": 11}
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(5.2, 5.0), layout="constrained")
         figure.patch.set_alpha(0.0)

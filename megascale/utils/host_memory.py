@@ -54,7 +54,7 @@ def host_copies(sources: Sequence[Tensor], *, pin: bool) -> list[Tensor]:
     copies = [torch.empty(0, dtype=torch.uint8, device="cpu")] * len(sources)
     for pinned in (False, True):
         chosen = [at for at, source in enumerate(sources) if (pin and source.device.type != "cpu") == pinned]
-        memory = _allocate([sources[at].numel() for at in chosen], pin=pinned)
+        memory = allocate([sources[at].numel() for at in chosen], pin=pinned)
         for at, own in zip(chosen, memory, strict=True):
             copies[at] = own
     for source, copy in zip(sources, copies, strict=True):
@@ -65,8 +65,11 @@ def host_copies(sources: Sequence[Tensor], *, pin: bool) -> list[Tensor]:
     return copies
 
 
-def _allocate(sizes: Sequence[int], *, pin: bool) -> list[Tensor]:
-    """Return memory of these sizes in bytes: large ones alone, the others in slabs."""
+def allocate(sizes: Sequence[int], *, pin: bool) -> list[Tensor]:
+    """Return uninitialised host memory of these sizes in bytes: large ones alone, the others in slabs.
+
+    Raises UsageError, naming the bytes, if the machine has no such memory.
+    """
     made: list[Tensor] = []
     slab, used = torch.empty(0, dtype=torch.uint8, device="cpu"), 0
     try:

@@ -11,11 +11,26 @@ from megascale.errors import ArgumentTypeError
 C = TypeVar("C", bound=type)
 P = ParamSpec("P")
 R = TypeVar("R")
+_ALIKE = 0.6
+"""From this share of equal letters on a name was probably meant, as of difflib.get_close_matches."""
 
 
 def nearest(name: str, known: Collection[str]) -> str:
-    """Return which of the known names looks most like ``name``. The order of its words does not matter."""
+    """Return which of the known names looks most like ``name``, whatever its words' order, its letters' case."""
     return max(known, key=lambda other: max(_likeness(name, other), _likeness(_sorted(name), _sorted(other))))
+
+
+def meant(name: object, known: Collection[str]) -> str:
+    """Return ``; did you mean 'window'?`` if a known name looks like ``name``, else nothing."""
+    if not isinstance(name, str) or not known:
+        return ""
+    best = nearest(name, known)
+    return f"; did you mean {best!r}?" if _likeness(name, best) >= _ALIKE else ""
+
+
+def names_keywords(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function as :func:`names_arguments` does a class."""
+    return names_arguments_of(function, f"{function.__name__}()")
 
 
 def names_arguments(cls: C) -> C:
@@ -42,7 +57,7 @@ def names_arguments_of(function: Callable[P, R], called: str) -> Callable[P, R]:
 
 
 def _likeness(one: str, other: str) -> float:
-    return SequenceMatcher(None, one, other).ratio()
+    return SequenceMatcher(None, one.lower(), other.lower()).ratio()
 
 
 def _sorted(name: str) -> str:

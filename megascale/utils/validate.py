@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megascale.errors import ArgumentError, ArgumentTypeError
+from megascale.utils import spelling
 
 # Bounds of a loss scale: inside them both the scale and its reciprocal are finite, non-zero fp32 numbers.
 SMALLEST_SCALE = 2.0**-126
@@ -84,7 +85,9 @@ def flag(name: str, value: Any) -> bool:
 def one_of(name: str, value: Any, choices: Collection[str]) -> str:
     """Return ``value`` if it is one of ``choices``."""
     if not isinstance(value, str) or value not in choices:
-        raise ArgumentError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+        raise ArgumentError(
+            f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}{spelling.meant(value, choices)}"
+        )
     return value
 
 

@@ -8,9 +8,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
+from megascale import DistributedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
+from megascale.errors import ArgumentError
+from megascale.grad_sync import GradSync
 from megascale.utils.dtensors import local
-from tests.distributed.test_distributed_optimizer import batch, flat, net, same, sharded
+from tests.distributed.test_distributed_optimizer import batch, flat, net, same, sharded, weights
 from tests.meshes import mesh_of
 from tests.pool import RankPool
 from tests.training import INNER, Tiny, bits_equal, model
@@ -81,6 +83,55 @@ def _fully_sharded(options: dict[str, Any]) -> list[bool]:
 def test_fsdp2(ranks: RankPool, options: dict[str, Any]) -> None:
     """The same of DTensors, whose local tensors go."""
     assert ranks.run(2, _fully_sharded, options) == [[True] * 5] * 2
+
+
+def _in_host_memory(held: str, overlap: bool) -> list[bool]:
+    def build(options: dict[str, Any]) -> tuple[nn.Module, MixedPrecisionOptimizer]:
+        module = net()
+        inner = torch.optim.AdamW(module.named_parameters(), lr=1e-2)
+        config = OptimizerConfig(fp16=True, clip_grad=0.1, **options)
+        scaler = DynamicGradScaler(2.0**8, 1.0, 2.0, 0.5, 3, 1)
+        if held == "synced":
+            sync = GradSync(module.named_parameters())
+            return module, MixedPrecisionOptimizer(inner, config, scaler, grad_sync=sync)
+        return module, DistributedOptimizer(
+            inner, config, scaler, modules=module, shard=held, overlap_param_gather=overlap
+        )
+
+    options = {"optimizer_cpu_offload": True}
+    if held == "synced":
+        options["overlap_cpu_optimizer_d2h_h2d"] = overlap
+    (module, ours), (twin, theirs) = build(options), build({})
+    seen = []
+    for step in range(4):
+        data = batch(step, dist.get_rank(), FP16)
+        _step(ours, module, data)
+        _step(theirs, twin, data)
+        seen.append(same(flat(ours.state_dict()), flat(theirs.state_dict())))
+    return [*seen, same(weights(module), weights(twin))]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("held", ["synced", "elements", "parameters"])
+def test_in_host_memory(ranks: RankPool, held: str, overlap: bool) -> None:
+    """optimizer_cpu_offload over ranks has the bits of the same life without; overlap: of what each can overlap."""
+    assert ranks.run(2, _in_host_memory, held, overlap) == [[True] * 5] * 2
+
+
+def _dtensors_in_host_memory() -> str:
+    module = model()
+    fully_shard(module, mesh=mesh_of((dist.get_world_size(),), ("dp",)))
+    config = OptimizerConfig(fp16=True, optimizer_cpu_offload=True)
+    try:
+        MixedPrecisionOptimizer(torch.optim.AdamW(module.named_parameters()), config, DynamicGradScaler())
+    except ArgumentError as error:
+        return str(error)
+    return ""
+
+
+def test_dtensors_are_refused(ranks: RankPool) -> None:
+    """FSDP2 has an offload of its own, which the error names."""
+    assert all("CPUOffloadPolicy" in said for said in ranks.run(2, _dtensors_in_host_memory))
 
 
 def _one_rank_is_away() -> list[str]:

@@ -126,7 +126,7 @@ def test_a_step_reads_no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def step() -> None:
         optimizer.zero_grad()
-        optimizer.scale_loss(sum((param.float() ** 2).sum() for param in params)).backward()  # type: ignore[arg-type]
+        optimizer.scale_loss(sum((param.float() ** 2).sum() for param in params)).backward()
         optimizer.step()
 
     step()

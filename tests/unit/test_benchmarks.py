@@ -428,3 +428,22 @@ def test_peers_of_8_bits_are_compared_with_ours(tmp_path: Path) -> None:
     rows = table(out.read_text())
     assert len(rows) >= 3
     assert rows[0]["ours, 8-bit moments / it"] == "1.00 (1.00 to 1.00)"
+
+
+def test_a_collapse_names_its_culprit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The picture has the first step whose loss was lost and the module; a run without one is refused."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    collapse = importlib.import_module("collapse")
+    (tmp_path / "metrics.csv").write_text("step,loss,scale,skipped\n0,3,8,0\n1,4,4,1\n2,nan,2,1\n")
+    early = '{"step": 1, "parameter": "a", "num_inf": 1, "num_nan": 0, "loss_finite": true, "module": null}\n'
+    (tmp_path / "overflows.jsonl").write_text(early)
+    with pytest.raises(ValueError, match=r"raise optimizer\.lr"):
+        collapse.main([str(tmp_path), "--out", str(tmp_path / "a.svg")])
+    lost = early.replace("1,", "2,", 1).replace("true", "false").replace("null", '"blocks.7"')
+    (tmp_path / "overflows.jsonl").write_text(early + lost)
+    collapse.main([str(tmp_path), "--out", str(tmp_path / "a.svg")])
+    drawn = (tmp_path / "a.svg").read_text()
+    assert "step 2: the loss is NaN" in drawn
+    assert "blocks.7" in drawn
+    assert "fill: #ffffff" not in drawn

@@ -82,6 +82,19 @@ def test_what_is_set_later_is_said() -> None:
     assert "    lr: 0.125" in repr(optimizer)
 
 
+def test_an_optimizer_whose_state_is_away_says_so() -> None:
+    """Between offload() and reload(); printing moves nothing."""
+    inner = torch.optim.AdamW(_model().parameters(), lr=0.01)
+    optimizer = MixedPrecisionOptimizer(inner, None, DynamicGradScaler())
+    before = repr(optimizer)
+    optimizer.offload()
+    away = repr(optimizer)
+    assert "), in host memory until reload()\n" in away
+    assert away == repr(optimizer)
+    optimizer.reload()
+    assert repr(optimizer) == before
+
+
 def test_a_chain_says_it_of_each() -> None:
     """One scale and one norm, and each optimizer's own lines."""
     model = _model()

@@ -275,7 +275,7 @@ def test_fields_that_a_version_lacks() -> None:
 PRECISE = {"use_precision_aware_optimizer": True}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": "muon"}, "config.optimizer is 'muon', .* choose one of 'adam', 'sgd', 'lion'$"),
-    ({"optimizer_cpu_offload": True}, "config.optimizer_cpu_offload is True, .*main params and state stay on"),
+    ({"optimizer_cpu_offload": True}, "config.optimizer_cpu_offload is True, .*not a fraction: set it False"),
     ({"fp8_recipe": "delayed"}, "config.fp8_recipe is 'delayed', .*leave it None"),
     ({"newer": 4}, "config.newer is 4, .*does not know this field: leave it at 3"),
     ({"newer_list": []}, r"config.newer_list is \[\], .*leave it at \[1\]"),

@@ -18,20 +18,44 @@ from megascale import (
     DynamicGradScaler,
     MixedPrecisionOptimizer,
     OptimizerConfig,
+    ParallelGroups,
+    build_optimizer,
+    cast_model,
+    cli,
+    estimate,
 )
-from megascale.checkpoint import Checkpointer
-from megascale.errors import ArgumentTypeError
+from megascale.amp import GradScaler
+from megascale.averages import AveragedMainParams
+from megascale.checkpoint import Checkpointer, load, save
+from megascale.errors import ArgumentError, ArgumentTypeError
+from megascale.estimation import Setup
+from megascale.grad_sync import GradSync
+from megascale.kernels import select_backend
+from megascale.metrics import StepMetrics
+from megascale.rank_watch import RankWatch
+from megascale.schedules import LandedLRScheduler
+from megascale.step_graph import StepGraph
 from megascale.utils.spelling import nearest
 
 CONSTRUCTORS: list[Callable[..., Any]] = [
+    AveragedMainParams,
     ChainedOptimizer,
     Checkpointer,
     ConstantGradScaler,
     DistributedOptimizer,
     DynamicGradScaler,
+    GradScaler,
+    GradSync,
+    LandedLRScheduler,
     MixedPrecisionOptimizer,
     OptimizerConfig,
+    ParallelGroups,
+    RankWatch,
+    Setup,
+    StepGraph,
+    StepMetrics,
 ]
+FUNCTIONS: list[Callable[..., Any]] = [build_optimizer, cast_model, load, save]
 
 
 @pytest.mark.parametrize("constructor", CONSTRUCTORS, ids=lambda constructor: constructor.__name__)
@@ -43,6 +67,66 @@ def test_an_unknown_argument_names_the_nearest(constructor: Callable[..., Any]) 
             constructor(**{f"{name}x": None})
         assert str(caught.value) == f"{constructor.__name__} has no argument '{name}x'; did you mean '{name}'?"
         assert isinstance(caught.value, TypeError)  # as Python's own
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+def test_an_unknown_argument_of_a_function_likewise(function: Callable[..., Any]) -> None:
+    """Of those that take many."""
+    for name in inspect.signature(function).parameters:
+        with pytest.raises(ArgumentTypeError) as caught:
+            function(**{f"{name}x": None})
+        assert str(caught.value) == f"{function.__name__}() has no argument '{name}x'; did you mean '{name}'?"
+
+
+def test_a_scaler_in_the_place_of_the_config() -> None:
+    """The likeliest slip: the message says what to write."""
+    inner = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    for scaler in (DynamicGradScaler(), torch.amp.GradScaler("cpu", enabled=False)):
+        for build in (
+            lambda scaler: MixedPrecisionOptimizer(inner, scaler),
+            lambda scaler: DistributedOptimizer(inner, scaler, modules=nn.Linear(1, 1)),
+        ):
+            with pytest.raises(ArgumentTypeError, match="pass a scaler by its name, grad_scaler="):
+                build(scaler)
+
+
+@pytest.mark.parametrize(
+    ("take", "nearest_one"),
+    [
+        (lambda: OptimizerConfig(backend="trition"), "triton"),
+        (lambda: select_backend("Native"), "native"),
+        (lambda: OptimizerConfig(optimizer="adamm"), "adam"),
+        (lambda: OptimizerConfig(hysteresis_reset="grow"), "growth"),
+        (lambda: DynamicGradScaler(hysteresis_reset="cleanstep"), "clean_step"),
+        (lambda: GradSync([], reduction="men"), "mean"),
+        (lambda: estimate(10, sharding="distribute"), "distributed"),
+        (lambda: estimate(10, rank_s=2), "ranks"),
+        (lambda: estimate(10, optimizer="adamW"), "adamw"),
+        (
+            lambda: build_optimizer(OptimizerConfig(lr=0.1), nn.Linear(1, 1), overrides={"*": {"weight_deca": 0.0}}),
+            "weight_decay",
+        ),
+    ],
+)
+def test_a_name_that_is_a_value_names_the_nearest(take: Callable[[], object], nearest_one: str) -> None:
+    """Backends, optimizers' rules, modes, options of overrides."""
+    with pytest.raises(ArgumentError, match=rf"got '\w+'; did you mean '{nearest_one}'\?$"):
+        take()
+
+
+def test_a_value_that_is_like_none_gets_no_guess() -> None:
+    """The list of values is in the message all the same."""
+    with pytest.raises(ArgumentError, match=r"got 'fastest'$"):
+        OptimizerConfig(backend="fastest")
+    with pytest.raises(ArgumentError, match=r"got 7$"):
+        OptimizerConfig(backend=7)  # type: ignore[arg-type]
+
+
+def test_a_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the console command."""
+    with pytest.raises(SystemExit):
+        cli.main(["trian"])
+    assert "there is no command 'trian'; did you mean 'train'?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

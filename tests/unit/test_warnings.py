@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import megascale
-from megascale import ConstantGradScaler, MixedPrecisionOptimizer, OptimizerConfig
+from megascale import ConstantGradScaler, MixedPrecisionOptimizer, OptimizerConfig, amp
 from megascale.kernels import selection
 from megascale.utils import call_site
 
@@ -76,7 +76,47 @@ def test_without_a_line_of_the_user_the_caller_is_shown(monkeypatch: pytest.Monk
 
 
 def test_the_library_warns_in_this_way_only() -> None:
-    """But for the line that torch's GradScaler shows: the one that makes it."""
-    others: Callable[[str], list[str]] = re.compile(r"warnings\.warn\(").findall
+    """So that what these tests show of one holds for all."""
+    others: Callable[[str], list[str]] = re.compile(r"warnings\.warn|import warn\b").findall
     found = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if others(path.read_text())}
-    assert found == {"utils/call_site.py", "amp/grad_scaler.py"}
+    assert found == {"utils/call_site.py"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="without CUDA a scaler for it is disabled")
+def test_a_scaler_that_disables_itself_shows_the_line_that_made_it() -> None:
+    """As torch's does, through the decorator of its constructor."""
+    line = _here() + 2
+    with pytest.warns(UserWarning, match="CUDA is not available") as caught:
+        amp.GradScaler("cuda")
+    assert (caught[0].filename, caught[0].lineno) == (__file__, line)
+
+
+def test_cast_buffers_show_the_line_that_builds_the_optimizer() -> None:
+    """Which is where the model can still be cast otherwise."""
+    model = nn.BatchNorm1d(4).half()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    line = _here() + 2
+    with pytest.warns(UserWarning, match="have 16 bits") as caught:
+        megascale.DistributedOptimizer(inner, None, ConstantGradScaler(1.0), modules=model)
+    found = next(each for each in caught if "have 16 bits" in str(each.message))
+    assert (found.filename, found.lineno) == (__file__, line)
+
+
+@pytest.mark.parametrize("scale", [2.0, 1.0])
+def test_a_warning_of_skips_names_what_finds_the_cause(scale: float) -> None:
+    """Which parameter, and which module; at the floor of the scale, too, in words for who has no config."""
+    param = nn.Parameter(torch.ones(4, dtype=torch.float16))
+    scaler = megascale.DynamicGradScaler(scale, min_scale=1.0, hysteresis=1)
+    optimizer = MixedPrecisionOptimizer(torch.optim.SGD([param], lr=0.1), None, scaler)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(32):
+            optimizer.scale_loss(torch.ones(()))
+            param.grad = torch.full_like(param, float("inf"))
+            optimizer.step()
+    said = [str(each.message) for each in caught]
+    assert [any(what in one for one in said) for what in ("were skipped", "at the smallest loss scale")] == [True, True]
+    for one in said:
+        assert "optimizer.last_overflow()" in one
+        assert "megascale.debug.watch(model)" in one
+    assert any("lower min_scale of the grad scaler (config.min_loss_scale)" in one for one in said)

@@ -113,18 +113,27 @@ class _Call(NamedTuple):
 
 
 class NativeBackend(TorchDecisions, TorchRemainders):
-    """See :class:`megascale.kernels.Backend`. Raises UsageError where native.c has no library."""
+    """See :class:`megascale.kernels.Backend`. Raises UsageError where native.c has no library.
+
+    Args:
+        num_threads: how many threads share a pass; None: torch's number of the calling thread. No bit depends on it.
+    """
 
     name = "native"
     fuses_remainders = True
 
-    def __init__(self) -> None:
+    def __init__(self, num_threads: int | None = None) -> None:
         self._library = library()
+        self._num_threads = num_threads
         self._torch = TorchBackend()
         self._kept: WeakKeyDictionary[Operands, tuple[list[str], _Table | None]] = WeakKeyDictionary()
         self._kept_codes: WeakKeyDictionary[Operands, _Table | None] = WeakKeyDictionary()
         self._kept_held: WeakKeyDictionary[HeldParams, _Table | None] = WeakKeyDictionary()
         self._measured = _Lengths(np.empty(0, dtype=np.int64))
+
+    def num_threads(self) -> int:
+        """Return how many threads share a pass."""
+        return torch.get_num_threads() if self._num_threads is None else self._num_threads
 
     def measure(self, grads: Sequence[Tensor], count_zeros: bool) -> TensorStats:
         """See :class:`megascale.kernels.Backend`. Sums of squares are fp32 within 1,024 elements, fp64 across them."""
@@ -144,7 +153,7 @@ class NativeBackend(TorchDecisions, TorchRemainders):
             count_zeros,
             partial.data_ptr(),
             out.data_ptr(),
-            torch.get_num_threads(),
+            self.num_threads(),
         )
         return TensorStats(out[0], out[1], out[2] if count_zeros else None)
 
@@ -212,7 +221,7 @@ class NativeBackend(TorchDecisions, TorchRemainders):
             ctypes.byref(call.constants),
             *call.addresses,
             overflowed.data_ptr(),
-            torch.get_num_threads(),
+            self.num_threads(),
         )
         return overflowed
 
@@ -269,7 +278,7 @@ class NativeBackend(TorchDecisions, TorchRemainders):
             table.rows.ctypes.data,
             overflowed is not None,
             None if overflowed is None else overflowed.data_ptr(),
-            torch.get_num_threads(),
+            self.num_threads(),
         )
 
     def _update(self, operands: Operands, names: list[str], call: _Call, slow: Callable[[Operands], Tensor]) -> Tensor:
@@ -308,7 +317,7 @@ class NativeBackend(TorchDecisions, TorchRemainders):
             ctypes.byref(call.constants),
             *call.addresses,
             overflowed.data_ptr(),
-            torch.get_num_threads(),
+            self.num_threads(),
         )
         return overflowed
 

@@ -12,6 +12,7 @@ import pytest
 
 from megascale.cli import main
 from megascale.report.envelopes import envelope, marks
+from megascale.report.panels import panels_of
 from megascale.report.runs import read_runs
 
 HEADER = "step,loss,grad_norm,scale,skipped,seconds/forward"
@@ -32,6 +33,8 @@ def test_page_and_picture_of_two_runs(tmp_path: Path, capsys: pytest.CaptureFixt
     keys = {"step": 3, "scale": 8.0, "rank": 1, "parameter": "a<b", "kind": "inf", "num_inf": 2, "num_nan": 0}
     unknown = keys | {"num_inf": None, "num_nan": None, "parameter": "c", "loss_finite": False, "module": "blocks.0"}
     (many / "overflows.jsonl").write_text(f"{json.dumps(keys)}\n{json.dumps(unknown)}\n" + '{"step": 4, "par')
+    (many / "config.yaml").write_text("steps: 9\n")
+    (many / "summary.json").write_text('{"seconds": 100.2}')
     out, png = tmp_path / "report.html", tmp_path / "report.png"
     assert main(["report", str(one), str(many), "--out", str(out), "--png", str(png)]) == 0
     assert capsys.readouterr().out.split() == [str(out), str(png)]
@@ -42,6 +45,12 @@ def test_page_and_picture_of_two_runs(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "<td>-</td><td>-</td>" in page
     assert "many: in 1 skipped steps the loss itself was inf or NaN" in page
     assert "Forward made it first in blocks.0 (1 steps)." in page
+    assert "<title>step 3; many: 8192</title>" in page  # what a pointer shows over the panel of the scale
+    assert page.count('<p class="legend">') == page.count("<figure>")
+    assert "prefers-color-scheme: dark" in page
+    assert f"<code>megascale report {one} {many} --out {out} --png {png}</code>" in page
+    assert "<pre>steps: 9" in page
+    assert "<td>1 min 40 s</td>" in page
     assert len(page) < 2_000_000
     assert png.read_bytes().startswith(b"\x89PNG")
 
@@ -127,6 +136,15 @@ def test_broken_files_are_named(
     assert str(tmp_path) in said
     assert message in said
     assert said.count("\n") == 1
+
+
+def test_columns_that_never_vary_have_no_panel(tmp_path: Path) -> None:
+    """But for the loss, the scale and skipped steps; of a run of one step everything is shown."""
+    lines = ["0,2,1.5,65536,0,0.1", "1,1,1.5,65536,0,0.1"]
+    runs = read_runs([_run(tmp_path / "two", lines)])
+    assert [panel.column for panel in panels_of(runs)][:3] == ["loss", "scale", "skipped"]
+    one = read_runs([_run(tmp_path / "one", lines[:1])])
+    assert "grad_norm" in [panel.column for panel in panels_of(one)]
 
 
 def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:

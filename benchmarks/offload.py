@@ -1,0 +1,198 @@
+"""Main params and state in host memory: what a step takes beside one on the device, and how fast all of it moves.
+
+    python benchmarks/offload.py --numel 300_000_000 --tokens 8192 --out benchmarks/results/offload_gpu.md
+
+First table: a stack of square bf16 layers is trained by AdamW, with clipping. *iteration*: forward, backward and step,
+as they follow each other. *exposed*: of it, what is beside forward and backward. *step() returns*: until the host may
+go on. *device bytes*: per parameter, held between iterations, and at most. The last column says whether the weights
+have the bits of the first row's.
+
+Second table: ``offload()`` and ``reload()`` of the first row's optimizer, until the copies have ended, and plain
+copies of pinned memory. Every row that fails has its reason; rows that come after ``--seconds`` are left out.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megascale import MixedPrecisionOptimizer, OptimizerConfig
+
+WAYS: dict[str, dict[str, Any]] = {
+    "on the device": {},
+    "in host memory": {"optimizer_cpu_offload": True},
+    "in host memory, overlap": {"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True},
+    "in host memory, overlap, 8-bit moments": {
+        "optimizer_cpu_offload": True,
+        "overlap_cpu_optimizer_d2h_h2d": True,
+        "exp_avg_dtype": torch.int8,
+        "exp_avg_sq_dtype": torch.uint8,
+    },
+}
+HEAD = "| main params and state | iteration ms | exposed ms | step() returns, ms | device bytes | at most | bits |"
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+
+
+def timed(device: torch.device, work: Callable[[], object]) -> float:
+    """Return milliseconds of ``work``, from an idle device until it is idle again."""
+    synchronize(device)
+    start = time.perf_counter()
+    work()
+    synchronize(device)
+    return (time.perf_counter() - start) * 1e3
+
+
+def allocated(device: torch.device, most: bool = False) -> int:
+    """Return bytes that torch has allocated on the device, or had at most; 0 on a CPU."""
+    if device.type == "cpu":
+        return 0
+    taken: int = torch.accelerator.max_memory_allocated() if most else torch.accelerator.memory_allocated()
+    return taken
+
+
+class Run:
+    """One way to train. Every one starts from the same weights."""
+
+    def __init__(self, device: torch.device, numel: int, width: int, tokens: int, options: dict[str, Any]) -> None:
+        torch.manual_seed(0)
+        self.device = device
+        self.before = allocated(device)
+        layers = [
+            nn.Linear(width, width, bias=False, device=device, dtype=torch.bfloat16)
+            for _ in range(max(1, numel // width**2))
+        ]
+        for layer in layers:
+            nn.init.kaiming_normal_(layer.weight)
+        self.model = nn.Sequential(*(layer for one in layers for layer in (one, nn.GELU())))
+        config = OptimizerConfig(bf16=True, clip_grad=1.0, **options)
+        inner = torch.optim.AdamW(self.model.named_parameters(), lr=1e-4)
+        self.optimizer = MixedPrecisionOptimizer(inner, config)
+        self.batch = torch.randn(tokens, width, device=device).bfloat16()
+        self.numel = sum(param.numel() for param in self.model.parameters())
+        self.returns: list[float] = []
+
+    def backward(self) -> None:
+        """Run forward and backward."""
+        self.optimizer.zero_grad()
+        (self.model(self.batch).float() - 1).square().mean().backward()
+
+    def iterate(self, count: int) -> None:
+        """Train."""
+        for _ in range(count):
+            self.backward()
+            start = time.perf_counter()
+            self.optimizer.step()
+            self.returns.append((time.perf_counter() - start) * 1e3)
+
+    def weights(self) -> list[Tensor]:
+        """Return a copy of the weights, on the host."""
+        return [value.cpu() for value in self.model.state_dict().values()]
+
+
+def row_of(name: str, run: Run, rounds: int, first: list[Tensor]) -> str:
+    """Return a row of the first table. ``first``: weights of the first row, set here if empty."""
+    run.iterate(3)
+    synchronize(run.device)
+    if run.device.type != "cpu":
+        torch.accelerator.reset_peak_memory_stats()
+    run.returns.clear()
+    whole = timed(run.device, lambda: run.iterate(rounds)) / rounds
+    most = (allocated(run.device, most=True) - run.before) / run.numel
+    alone = statistics.median(timed(run.device, run.backward) for _ in range(rounds))
+    run.optimizer.zero_grad()
+    held = (allocated(run.device) - run.before) / run.numel
+    mine = run.weights()
+    if not first:
+        first += mine
+    same = "the same" if all(map(torch.equal, mine, first)) else "other bits"
+    return (
+        f"| {name} | {whole:.1f} | {whole - alone:.1f} | {statistics.median(run.returns):.2f} | {held:.2f} "
+        f"| {most:.2f} | {same} |"
+    )
+
+
+def rows_of_moves(run: Run) -> list[str]:
+    """Return the rows of the second table."""
+    state = [value for entry in run.optimizer.state.values() for value in entry.values() if isinstance(value, Tensor)]
+    size = sum(one.nbytes for one in (*state, *(main for _, main in run.optimizer.main_params())))
+    rows = []
+    for which in ("first", "second", "third"):
+        for name, move in (("offload()", run.optimizer.offload), ("reload()", run.optimizer.reload)):
+            taken = timed(run.device, move)
+            rows.append(f"| {name}, the {which} | {size / 1e9:.2f} | {taken:.1f} | {size / taken / 1e6:.1f} |")
+    there = torch.empty(1 << 28, dtype=torch.uint8, device=run.device)
+    here = torch.empty(1 << 28, dtype=torch.uint8, device="cpu", pin_memory=run.device.type != "cpu")
+    for name, target, source in (("a copy to the host", here, there), ("a copy to the device", there, here)):
+        taken = statistics.median(
+            timed(run.device, lambda t=target, s=source: t.copy_(s, non_blocking=True)) for _ in range(5)
+        )  # type: ignore[misc]
+        rows.append(f"| {name} | {source.nbytes / 1e9:.2f} | {taken:.1f} | {source.nbytes / taken / 1e6:.1f} |")
+    return rows
+
+
+def main() -> int:
+    """Measure, print, write."""
+    begin = time.perf_counter()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--numel", type=int, default=300_000_000)
+    parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=45.0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    device = torch.device(given.device)
+    first: list[Tensor] = []
+    rows, moves = [], []
+    for name, options in WAYS.items():
+        if time.perf_counter() - begin > given.seconds:
+            rows.append(f"| {name} | left out: {given.seconds:.0f} s are over | | | | | |")
+            continue
+        try:
+            run = Run(device, given.numel, given.width, given.tokens, options)
+            rows.append(row_of(name, run, given.rounds, first))
+            if not options:
+                moves = rows_of_moves(run)
+        except Exception as error:  # a row says it, and the others are measured
+            rows.append(f"| {name} | {type(error).__name__}: {str(error).splitlines()[0][:150]} | | | | | |")
+        run = None  # type: ignore[assignment]
+        if device.type != "cpu":
+            torch.accelerator.empty_cache()
+    where = (
+        torch.cuda.get_device_name() if device.type == "cuda" else "a CPU, whose host memory stands for the device's"
+    )
+    lines = [
+        f"## Main params and state in host memory, on {where}",
+        "",
+        f"torch {torch.__version__}, {torch.get_num_threads()} threads; `python benchmarks/offload.py "
+        f"--numel {given.numel} --width {given.width} --tokens {given.tokens} --rounds {given.rounds}`",
+        "",
+        HEAD,
+        "|---|---|---|---|---|---|---|",
+        *rows,
+        "",
+        "| move | GB | ms | GB/s |",
+        "|---|---|---|---|",
+        *moves,
+    ]
+    text = "\n".join(lines)
+    print(text)
+    if given.out:
+        given.out.write_text(text + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""WeightArrivals: weights that a thread computes in host memory and sends to the device, and who waits for them."""
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+from weakref import finalize, ref
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from megascale.grad_sync.message_thread import MessageThread
+from megascale.main_params.gather_hooks import GatherHooks, params_read_by
+from megascale.main_params.main_param import MainParam
+from megascale.utils.streams import Arrival, current_stream, has_streams
+
+
+class WeightArrivals:
+    """Runs updates in a thread, one after the other, and lets their weights travel; readers wait for their own.
+
+    Modules wait in forward: each that owns or reads such parameters gets the hooks of an overlapping gather, when it
+    is first called. A parameter that no called module has read is not awaited by anybody: see :meth:`unawaited`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._thread = MessageThread()
+        self._hooks = GatherHooks(self)
+        self._arrivals: dict[int, Arrival] = {}
+        self._awaited: set[int] = set()
+        self._tracked: set[int] = set()
+        self._stream: torch.Stream | None = torch.Stream(device) if has_streams(device) else None
+        self._finder: RemovableHandle | None = None
+        # When this object is freed the model is whole.
+        finalize(self, _wait_for_all, self._arrivals).atexit = False
+
+    def find_modules(self, params: Iterable[MainParam]) -> None:
+        """Hook the modules that read ``params``, each when it is called for the first time."""
+        self._tracked.update(id(param.model) for param in params)
+        if self._finder is None:
+            self._finder = register_module_forward_pre_hook(_Finder(ref(self)))
+            finalize(self, self._finder.remove).atexit = False
+
+    def unawaited(self, params: Sequence[MainParam]) -> bool:
+        """Whether there is one among ``params`` that no module waits for."""
+        return any(id(param.model) not in self._awaited for param in params)
+
+    def start(self, params: Sequence[MainParam], update: Callable[[], bool]) -> None:
+        """Run ``update`` in the thread, after those before it. Where it returns True, send the weights."""
+        stream = self._stream
+        sent = torch.Event(self.device) if stream is not None else None
+
+        def task() -> None:
+            if update():
+                _send(params, stream)
+            if sent is not None:
+                sent.record(stream)
+
+        arrival = Arrival(partial(_wait, self._thread, self._thread.submit(task), sent, self.device), self.device)
+        self._arrivals.update((id(param.model), arrival) for param in params)
+
+    def wait(self) -> None:
+        """Let the current stream wait for all weights; the host waits for the thread."""
+        _wait_for_all(self._arrivals)
+
+    def wait_for(self, params: Iterable[nn.Parameter]) -> None:
+        """Let the current stream wait for the weights of ``params``."""
+        if not self._arrivals:
+            return
+        for param in params:
+            arrival = self._arrivals.get(id(param))
+            if arrival is not None:
+                arrival.wait()
+
+    def found(self, module: nn.Module) -> None:
+        """Take note of a module that is about to run forward."""
+        read = [param for param in params_read_by(module) if id(param) in self._tracked]
+        if read:
+            self._hooks.add([module])
+            self._awaited.update(map(id, read))
+            self.wait_for(read)
+
+
+def _send(params: Sequence[MainParam], stream: torch.Stream | None) -> None:
+    """Copy the weights of ``params`` from host memory to the device, on ``stream``."""
+    if stream is not None:
+        torch.accelerator.set_stream(stream)  # of this thread
+    with torch.no_grad():
+        for param in params:
+            if param.twin is not None:
+                # .data: a write of our own, which no version counts.
+                param.part.data.copy_(param.twin.weights, non_blocking=stream is not None)
+
+
+def _wait(thread: MessageThread, done: "Future[None]", sent: torch.Event | None, device: torch.device) -> None:
+    """Wait until the thread has sent weights, and let the current stream wait until they are there."""
+    thread.result(done)
+    if sent is not None:
+        current_stream(device).wait_event(sent)
+
+
+def _wait_for_all(arrivals: dict[int, Arrival]) -> None:
+    for arrival in {id(one): one for one in arrivals.values()}.values():
+        arrival.wait()
+    arrivals.clear()
+
+
+class _Finder:
+    """A hook of all modules. It refers to the arrivals weakly."""
+
+    def __init__(self, arrivals: "ref[WeightArrivals]") -> None:
+        self._arrivals = arrivals
+
+    def __call__(self, module: nn.Module, _inputs: Any) -> None:
+        arrivals = self._arrivals()
+        if arrivals is not None:
+            arrivals.found(module)

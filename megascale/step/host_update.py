@@ -1,0 +1,217 @@
+"""HostUpdate: main params and state in host memory, updated there by the host's kernels: the bits of a device's.
+
+Gradients travel to the host behind backward, and with them the decision's two numbers. A thread waits for them, nobody
+else does; it updates unit by unit, in the order of the next forward, and each unit's 16-bit weights travel back at
+once. Nothing is written on the host before the decision has arrived, so clipping and skipping are exact.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from megascale.config import OptimizerConfig
+from megascale.errors import ArgumentError, InnerStepError, UsageError
+from megascale.kernels import Decision, TensorList, host_backend
+from megascale.main_params.host_twin import host_grads
+from megascale.main_params.main_param import MainParam
+from megascale.main_params.weight_arrivals import WeightArrivals
+from megascale.rules import BY_KIND, MUON
+from megascale.step.kernel_update import KernelUpdate
+from megascale.step.update import InnerUpdate, MarkWritten, PendingUpdate, Rounded
+from megascale.utils.streams import current_stream, has_streams
+
+
+class HostUpdate(InnerUpdate):
+    """Updates parameters with a twin in host memory there, others as ``beside`` does.
+
+    Args:
+        optimizer, config: as of :func:`megascale.step.update_selection.select_update`.
+        beside: how parameters without a twin are updated.
+        device: of the model params.
+        arrivals: runs the updates and sends the weights.
+
+    Raises:
+        ArgumentError: for an optimizer whose update is no kernel of ours.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        config: OptimizerConfig,
+        beside: InnerUpdate,
+        device: torch.device,
+        arrivals: WeightArrivals,
+    ) -> None:
+        rule = BY_KIND.get(type(optimizer))
+        if rule is None or rule is MUON or not isinstance(beside, KernelUpdate):
+            raise ArgumentError(
+                "optimizer_cpu_offload=True needs Adam, AdamW, SGD or Lion, whose kernels run on hosts and devices, "
+                f"got {type(optimizer).__name__}; set it False, or shard with a DistributedOptimizer"
+            )
+        self._beside = beside
+        self._host = KernelUpdate(optimizer, host_backend(), config, rule, beside)
+        self._device = device
+        self._arrivals = arrivals
+        self._overlaps, self._pins = config.overlap_cpu_optimizer_d2h_h2d, config.pin_cpu_grads
+        pins = device.type != "cpu"
+        self._numbers = torch.zeros(2, dtype=torch.float32, device="cpu", pin_memory=pins)
+        self._flags: list[Rounded] = []
+        self._failure: Exception | None = None
+
+    def _of(self, params: Sequence[MainParam]) -> InnerUpdate:
+        """Return what updates ``params``, which all have a twin or all have none."""
+        return self._host if params and params[0].twin is not None else self._beside
+
+    @override
+    def create_states(self, options: dict[str, Any], params: Sequence[MainParam]) -> None:
+        for has_twin in (True, False):
+            chosen = [param for param in params if (param.twin is not None) == has_twin]
+            if chosen:
+                self._of(chosen).create_states(options, chosen)
+        if self._overlaps:
+            self._arrivals.find_modules(param for param in params if param.twin is not None)
+        self._flags.clear()
+
+    @override
+    def required_state(self, options: dict[str, Any]) -> list[str]:
+        return self._host.required_state(options)
+
+    @override
+    def check_options(self, options: dict[str, Any]) -> None:
+        self._host.check_options(options)
+
+    @override
+    def readable_state(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
+        return self._host.readable_state(name, state)
+
+    @override
+    def arithmetic(self) -> str:
+        return f"{self._host.arithmetic()}, in host memory; else {self._beside.arithmetic()}"
+
+    @override
+    def why_not_capturable(self) -> str | None:
+        return "optimizer_cpu_offload=True: a thread of the host computes the update"
+
+    @override
+    def release_scratch(self) -> None:
+        self._host.release_scratch()
+        self._beside.release_scratch()
+
+    @override
+    def prepare(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
+        """See :class:`InnerUpdate`. Raises InnerStepError if the update before has failed in the thread."""
+        self._arrivals.wait()
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise InnerStepError(
+                f"the update of the step before failed in host memory, {type(failure).__name__}: {failure}; some main "
+                "params may be updated and others not: mend the cause, then load a checkpoint or a state dict"
+            ) from failure
+        there = [pending for pending in updates if self._of(pending.params) is self._host]
+        here = [pending for pending in updates if self._of(pending.params) is not self._host]
+        ready = {id(one.unit): one for one in (self._beside.prepare(here) if here else ())}
+        if there:
+            on_host = [replace(one, options=_host_options(one.options), grads=self._host_grads(one)) for one in there]
+            for pending, prepared in zip(there, self._host.prepare(on_host), strict=True):
+                if prepared.call is None:
+                    raise UsageError(
+                        "optimizer_cpu_offload=True cannot run the optimizer's own step(), which step hooks and some "
+                        "options need; remove the hooks or the option, or set it False"
+                    )
+                ready[id(pending.unit)] = replace(prepared, options=pending.options, grads=pending.grads)
+        return [ready[id(pending.unit)] for pending in updates]
+
+    def _host_grads(self, pending: PendingUpdate) -> TensorList:
+        twins = [param.twin for param in pending.params if param.twin is not None]
+        return TensorList(host_grads(twins, pending.grads, pin=self._pins))
+
+    @override
+    def apply(self, updates: Sequence[PendingUpdate], decision: Decision, mark_written: MarkWritten) -> list[Rounded]:
+        """See :class:`InnerUpdate`. With overlap it returns flags of the step before: this one's are not known."""
+        here = [pending for pending in updates if self._of(pending.params) is not self._host]
+        there = [pending for pending in updates if self._of(pending.params) is self._host]
+        rounded = self._beside.apply(here, decision, mark_written) if here else []
+        late = self._taken_flags()
+        if not there:
+            return [*rounded, *late]
+        has_event = has_streams(self._device)
+        self._numbers[:1].copy_(decision.found_inf.reshape(1), non_blocking=has_event)
+        self._numbers[1:].copy_(decision.coefficient.reshape(1), non_blocking=has_event)
+        awaited = []
+        for pending in there:
+            self._send(pending)
+            self._arrivals.start(pending.params, self._task(pending, self._event()))
+            waits = not self._overlaps or self._arrivals.unawaited(pending.params)
+            if self._overlaps:
+                mark_written(pending.unit, None)
+            if waits:
+                awaited.append(pending)
+        for pending in awaited:
+            self._arrivals.wait_for(param.model for param in pending.params)
+            if not self._overlaps:
+                mark_written(pending.unit, None)
+        if not self._overlaps:
+            late = self._taken_flags()
+            if self._failure is not None:
+                failure, self._failure = self._failure, None
+                raise InnerStepError(f"the update failed in host memory: {failure}; load a checkpoint") from failure
+        return [*rounded, *late]
+
+    def _taken_flags(self) -> list[Rounded]:
+        """Return the flags that updates have left, where one of them is set."""
+        flags, self._flags = self._flags, []
+        return [one for one in flags if bool(one.overflowed.any())]
+
+    def _send(self, pending: PendingUpdate) -> None:
+        """Queue the copies of a unit's gradients to the host."""
+        for at, param in enumerate(pending.params):
+            if param.twin is not None and param.twin.grad is not None:
+                param.twin.grad.copy_(pending.grads[at], non_blocking=has_streams(self._device))
+
+    def _event(self) -> torch.Event | None:
+        """Return an event behind all work that is queued on the current stream; None on a CPU."""
+        return current_stream(self._device).record_event() if has_streams(self._device) else None
+
+    def _task(self, pending: PendingUpdate, arrived: torch.Event | None) -> Callable[[], bool]:
+        """Return the update of one unit, which the thread runs. It returns whether weights have changed."""
+        found_inf, coefficient = self._numbers[0], self._numbers[1]
+        on_host = Decision(found_inf, coefficient, coefficient, coefficient)
+
+        def task() -> bool:
+            if self._failure is not None:
+                return False
+            try:
+                if arrived is not None:
+                    arrived.synchronize()
+                with torch.no_grad():
+                    self._flags += self._host.apply([pending], on_host, _nothing)
+            except Exception as error:  # whatever it is: all ranks raise it at the next step
+                self._failure = error
+                return False
+            return found_inf.item() == 0
+
+        return task
+
+
+def _nothing(_unit: object, _versions: object) -> None:
+    """Record nothing: the host's own memory was written."""
+
+
+def _host_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options that the thread may read later: a learning rate in host memory is copied.
+
+    Raises UsageError for one on a device.
+    """
+    lr = options.get("lr")
+    if not isinstance(lr, Tensor):
+        return options
+    if lr.device.type != "cpu":
+        raise UsageError(
+            f"lr of a param group is a tensor on {lr.device}, and optimizer_cpu_offload=True updates in host memory; "
+            "give it a number, or a tensor on the CPU"
+        )
+    return options | {"lr": lr.clone()}

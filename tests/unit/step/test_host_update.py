@@ -1,0 +1,323 @@
+"""Main params and state in host memory: the bits of a life without, whoever reads meanwhile."""
+
+import copy
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from megascale import DistributedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
+from megascale.errors import ArgumentError, InnerStepError, UsageError
+from megascale.grad_sync import GradSync
+from megascale.step.host_update import HostUpdate
+from tests.training import INNER, Sign, Tiny, bits_equal, model
+
+CODES: dict[str, Any] = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.uint8}
+WAIT: dict[str, Any] = {"optimizer_cpu_offload": True}
+OVERLAP: dict[str, Any] = {**WAIT, "overlap_cpu_optimizer_d2h_h2d": True}
+
+
+def _build(
+    options: dict[str, Any], held: str = "replicated", inner: str = "adamw_fused", dtype: torch.dtype = torch.float16
+) -> tuple[Tiny, MixedPrecisionOptimizer]:
+    module = model(dtype)
+    config = OptimizerConfig(fp16=dtype == torch.float16, bf16=dtype == torch.bfloat16, clip_grad=0.5, **options)
+    scaler, own = DynamicGradScaler(2.0**8, 1.0, 2.0, 0.5, 3, 1), INNER[inner](module)
+    if held == "replicated":
+        return module, MixedPrecisionOptimizer(own, config, scaler)
+    if held == "synced":
+        sync = GradSync(module.named_parameters())
+        return module, MixedPrecisionOptimizer(own, config, scaler, grad_sync=sync)
+    return module, DistributedOptimizer(own, config, scaler, modules=module, shard=held)
+
+
+def _backward(module: Tiny, optimizer: MixedPrecisionOptimizer, step: int, factor: float = 1.0) -> None:
+    data = torch.randn(4, 4, generator=torch.Generator().manual_seed(step)).to(module.head.weight.dtype)
+    optimizer.scale_loss(module(data).float().square().mean() * factor).backward()
+
+
+def _step(module: Tiny, optimizer: MixedPrecisionOptimizer, step: int, factor: float = 1.0) -> Any:
+    optimizer.zero_grad()
+    _backward(module, optimizer, step, factor)
+    return optimizer.step()
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and bits_equal(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return bool(a == b)
+
+
+@pytest.mark.parametrize("stored", [{}, CODES, {"exp_avg_dtype": torch.bfloat16}], ids=["fp32", "codes", "bf16"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("held", ["replicated", "synced", "elements", "parameters"])
+def test_no_bit_differs(held: str, dtype: torch.dtype, stored: dict[str, Any]) -> None:
+    """Each way of holding parameters has the bits of the same way without offload, overflows and clipped steps too."""
+    for way in (WAIT, *(() if held in ("elements", "parameters") else (OVERLAP,))):
+        module, optimizer = _build(stored | way, held, dtype=dtype)
+        other_module, other = _build(stored, held, dtype=dtype)
+        for step in range(5):
+            factor = float("inf") if step == 2 else 1.0
+            assert _same(_step(module, optimizer, step, factor), _step(other_module, other, step, factor))
+        assert _same(optimizer.state_dict(), other.state_dict())
+        assert _same(module.state_dict(), other_module.state_dict())
+
+
+@pytest.mark.parametrize("inner", ["adam_amsgrad", "adam_maximize", "lion", "sgd", "sgd_nesterov", "sgd_dampening"])
+def test_other_optimizers(inner: str) -> None:
+    """The same for the other rules."""
+    module, optimizer = _build(OVERLAP, inner=inner)
+    other_module, other = _build({}, inner=inner)
+    for step in range(4):
+        _step(module, optimizer, step)
+        _step(other_module, other, step)
+    assert _same(optimizer.state_dict(), other.state_dict())
+    assert _same(module.state_dict(), other_module.state_dict())
+
+
+ACTIONS = ("step", "overflow", "twice", "read", "load", "save", "freeze", "halve", "lr")
+
+
+def _act(action: str, module: Tiny, optimizer: MixedPrecisionOptimizer, at: int) -> Any:
+    if action == "overflow":
+        return _step(module, optimizer, at, float("inf"))
+    if action == "twice":
+        optimizer.zero_grad()
+        _backward(module, optimizer, at)
+        _backward(module, optimizer, at + 100)
+        return optimizer.step()
+    if action == "read":
+        return {name: main.clone() for name, main in optimizer.main_params()}
+    if action == "load":
+        optimizer.load_state_dict(optimizer.state_dict())
+    if action == "save":
+        return optimizer.state_dict()
+    if action == "freeze":
+        module.norm.weight.requires_grad_(not module.norm.weight.requires_grad)
+    if action == "halve":
+        module.load_state_dict({name: value / 2 for name, value in module.state_dict().items()})
+    if action == "lr":
+        optimizer.param_groups[0]["lr"] *= 0.5
+    return _step(module, optimizer, at)
+
+
+@given(st.lists(st.sampled_from(ACTIONS), min_size=1, max_size=6))
+@settings(max_examples=15, deadline=None)
+def test_random_lives(actions: list[str]) -> None:
+    """Overflows, accumulation, reads, loads, frozen parameters, options: each has the bits of a life without."""
+    lives = [_build(options) for options in ({}, WAIT, OVERLAP, {**OVERLAP, "optimizer_offload_fraction": 0.5})]
+    for at, action in enumerate(actions):
+        plain, *others = [_act(action, *life, at) for life in lives]
+        assert all(_same(plain, other) for other in others)
+    plain, *others = [(life[1].state_dict(), life[0].state_dict()) for life in lives]
+    assert all(_same(plain, other) for other in others)
+
+
+class _Held:
+    """Lets the thread's updates begin only once :meth:`go` is called."""
+
+    def __init__(self, optimizer: MixedPrecisionOptimizer, monkeypatch: pytest.MonkeyPatch) -> None:
+        update = optimizer._member.update
+        assert isinstance(update, HostUpdate)
+        self.gate, self.caller = threading.Event(), threading.get_ident()
+        inner = update._host.apply
+
+        def late(*arguments: Any) -> Any:
+            assert threading.get_ident() != self.caller
+            assert self.gate.wait(60)
+            return inner(*arguments)
+
+        monkeypatch.setattr(update._host, "apply", late)
+
+    def go_soon(self) -> None:
+        """Let updates begin, some time after the caller has begun to wait."""
+        threading.Timer(0.1, self.gate.set).start()
+
+
+def _weights(module: Tiny, optimizer: MixedPrecisionOptimizer) -> list[Tensor]:
+    optimizer.finish_param_gather()
+    return [param.detach().clone() for param in module.parameters()]
+
+
+def _after_a_trip(_module: Tiny, optimizer: MixedPrecisionOptimizer) -> dict[str, Any]:
+    optimizer.offload()
+    saved = optimizer.state_dict()
+    optimizer.reload()
+    return saved
+
+
+READS: dict[str, Callable[[Tiny, MixedPrecisionOptimizer], Any]] = {
+    "forward": lambda module, _: module(torch.ones(1, 4).half()),
+    "module.state_dict()": lambda module, _: module.state_dict(),
+    "deepcopy": lambda module, _: copy.deepcopy(module).state_dict(),
+    "state_dict()": lambda _, optimizer: optimizer.state_dict(),
+    "main_params()": lambda _, optimizer: {name: main.clone() for name, main in optimizer.main_params()},
+    "state": lambda module, optimizer: optimizer.state[module.first.weight]["exp_avg"].clone(),
+    "finish_param_gather()": _weights,
+    "offload()": _after_a_trip,
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_readers_wait(read: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """step() returns before the update has begun; who reads weights or state then waits, and sees whole values."""
+    module, optimizer = _build(OVERLAP)
+    other_module, other = _build({})
+    for step in range(2):
+        _step(other_module, other, step)
+    _step(module, optimizer, 0)
+    optimizer.finish_param_gather()
+    held = _Held(optimizer, monkeypatch)
+    before = module.first.weight.detach().clone()
+    _step(module, optimizer, 1)
+    assert bits_equal(module.first.weight, before)
+    held.go_soon()
+    assert _same(READS[read](module, optimizer), READS[read](other_module, other))
+
+
+def test_without_overlap_step_waits() -> None:
+    """Then weights are there when it returns, whoever reads them."""
+    module, optimizer = _build(WAIT)
+    other_module, other = _build({})
+    _step(module, optimizer, 0)
+    _step(other_module, other, 0)
+    assert all(map(bits_equal, module.parameters(), other_module.parameters()))
+
+
+def test_a_parameter_that_no_module_waits_for() -> None:
+    """A loop that reads parameters without calling their module has them when step() returns, also with overlap."""
+    weight = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
+    config = OptimizerConfig(bf16=True, **OVERLAP)
+    optimizer = MixedPrecisionOptimizer(torch.optim.SGD([weight], lr=0.5), config, clip_grad=0.0)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert weight.detach().eq(0.5).all()
+
+
+@pytest.mark.parametrize("way", [WAIT, OVERLAP])
+def test_an_update_that_fails(way: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What goes wrong in the thread is raised: at once, or at the next step where step() does not wait."""
+    module, optimizer = _build(way)
+    _step(module, optimizer, 0)
+    optimizer.finish_param_gather()
+    update = optimizer._member.update
+    assert isinstance(update, HostUpdate)
+
+    def fail(*_: Any) -> Any:
+        raise ValueError("broken")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(update._host, "apply", fail)
+        if way is OVERLAP:
+            _step(module, optimizer, 1)
+            optimizer.finish_param_gather()
+        with pytest.raises(InnerStepError, match="broken"):
+            _step(module, optimizer, 2)
+
+
+def test_what_is_dropped_is_gone() -> None:
+    """Invariant 11: dropping the optimizer ends its thread, frees its memory, removes its hooks; the model is whole."""
+    threads = threading.active_count()
+    module, optimizer = _build(OVERLAP)
+    other_module, other = _build({})
+    for step in range(2):
+        _step(module, optimizer, step)
+        _step(other_module, other, step)
+    main = weakref.ref(next(main for _, main in optimizer.main_params()))
+    del optimizer
+    gc.collect()
+    assert main() is None
+    assert all(map(bits_equal, module.parameters(), other_module.parameters()))
+    assert not any(one._forward_pre_hooks for one in module.modules())
+    for thread in threading.enumerate():
+        if thread.name == "megascale messages":
+            thread.join(10)
+    assert threading.active_count() <= threads
+
+
+@pytest.mark.parametrize("stored", [{}, CODES], ids=["fp32", "codes"])
+def test_state_dicts_load_into_any_other_run(stored: dict[str, Any]) -> None:
+    """An offloaded run's state loads into a plain one and back, also into shards; each goes on with the same bits."""
+    ways = [("replicated", OVERLAP), ("replicated", {}), ("elements", WAIT), ("parameters", {}), ("synced", WAIT)]
+    first_module, first = _build(stored)
+    module, optimizer = _build(stored | OVERLAP)
+    for step in range(2):
+        _step(first_module, first, step)
+        _step(module, optimizer, step)
+    saved = optimizer.state_dict()
+    for at, (held, way) in enumerate(ways):
+        module, optimizer = _build(stored | way, held)
+        optimizer.load_state_dict(saved)
+        _step(module, optimizer, at + 2)
+        _step(first_module, first, at + 2)
+        saved = optimizer.state_dict()
+        assert _same(saved, first.state_dict())
+
+
+@pytest.mark.parametrize("held", ["replicated", "elements", "parameters"])
+@pytest.mark.parametrize("fraction", [0.01, 0.5, 0.9])
+def test_a_fraction(held: str, fraction: float) -> None:
+    """At least that share of the elements goes; what forward needs first stays; no bit differs; state can move."""
+    module, optimizer = _build({**WAIT, "optimizer_offload_fraction": fraction}, held)
+    other_module, other = _build({}, held)
+    params = list(optimizer._member.main_params)
+    gone = [param.twin is not None for param in params]
+    share = sum(param.main.numel() for param in params if param.twin is not None) / sum(p.main.numel() for p in params)
+    assert fraction <= share < fraction + 0.5
+    assert gone == sorted(gone)
+    for step in range(4):
+        _step(module, optimizer, step)
+        _step(other_module, other, step)
+        if step == 1:
+            module, optimizer = _build({**WAIT, "optimizer_offload_fraction": 1.0}, held)
+            optimizer.load_state_dict(other.state_dict())
+    assert _same(optimizer.state_dict(), other.state_dict())
+    assert _same(module.state_dict(), other_module.state_dict())
+
+
+def test_refusals() -> None:
+    """What does not work has an error that names it."""
+    with pytest.raises(ArgumentError, match="overlap_cpu_optimizer_d2h_h2d=True needs optimizer_cpu_offload=True"):
+        OptimizerConfig(overlap_cpu_optimizer_d2h_h2d=True)
+    with pytest.raises(ArgumentError, match="store_param_remainders=True cannot be combined"):
+        OptimizerConfig(store_param_remainders=True, **WAIT)
+    with pytest.raises(ArgumentError, match="optimizer_offload_fraction must be above 0 and at most 1, got 0"):
+        OptimizerConfig(optimizer_offload_fraction=0, **WAIT)
+    with pytest.raises(ArgumentError, match="optimizer_offload_fraction needs optimizer_cpu_offload=True"):
+        OptimizerConfig(optimizer_offload_fraction=0.5)
+    with pytest.raises(ArgumentError, match="optimizer='muon'"):
+        OptimizerConfig(optimizer="muon", **WAIT)
+    with pytest.raises(ArgumentError, match="does not support shards yet"):
+        _build(OVERLAP, "elements")
+    module = model(torch.bfloat16)
+    config = OptimizerConfig(bf16=True, **WAIT)
+    with pytest.raises(ArgumentError, match=r"needs Adam, AdamW, SGD or Lion, .* got Sign"):
+        MixedPrecisionOptimizer(Sign(module.named_parameters()), config)
+    module, optimizer = _build(WAIT)
+    optimizer.optimizer.register_step_pre_hook(lambda *_: None)
+    with pytest.raises(UsageError, match=r"cannot run the optimizer's own step\(\)"):
+        _step(module, optimizer, 0)
+
+
+def test_a_learning_rate_that_is_a_tensor_is_read_at_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler writes it in place after step(): the thread must not see that."""
+    module, optimizer = _build(OVERLAP)
+    other_module, other = _build({})
+    held = _Held(optimizer, monkeypatch)
+    for own, one in ((module, optimizer), (other_module, other)):
+        one.param_groups[0]["lr"] = torch.tensor(1e-2)
+        _step(own, one, 0)
+        one.param_groups[0]["lr"].fill_(7.0)
+    held.go_soon()
+    assert _same(optimizer.state_dict()["main_params"], other.state_dict()["main_params"])
