@@ -26,7 +26,8 @@ if importlib.util.find_spec("torchtitan") is None or importlib.util.find_spec("s
 from tests.integrations.hf_cases import whole
 
 VOCABULARY, STEPS, SAVED_AT, BAD = 16, 6, 3, 1
-OPTIONS = {"initial_loss_scale": 2.0**12, "loss_scale_window": 2, "hysteresis": 1}
+OPTIONS: dict[str, Any] = {"initial_loss_scale": 2.0**12, "loss_scale_window": 2, "hysteresis": 1}
+REMAINDERS = {"store_param_remainders": True}
 
 
 class Net(nn.Module):
@@ -222,11 +223,11 @@ def test_a_trainer_that_cannot_scale_is_refused() -> None:
         trainer.use_loss_scale()
 
 
-def _on_rank(folder: str, resume: bool) -> tuple[Any, ...]:
+def _on_rank(folder: str, options: dict[str, Any], resume: bool) -> tuple[Any, ...]:
     import torch.distributed as dist
 
     rank, world = dist.get_rank(), dist.get_world_size()
-    trainer = _trainer(mesh=mesh_of((world,), ("dp",)))
+    trainer = _trainer(mesh=mesh_of((world,), ("dp",)), megascale=options)
     parts = {"model": trainer.model_parts[0], "optimizer": trainer.optimizers, "lr": trainer.lr_schedulers}
     if resume:
         dcp_load(parts, checkpoint_id=folder)
@@ -238,15 +239,16 @@ def _on_rank(folder: str, resume: bool) -> tuple[Any, ...]:
     return saved, first + _train(trainer, range(SAVED_AT, STEPS), rank, world), _state(trainer)
 
 
-def test_fsdp2_goes_on_after_a_restart(ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [OPTIONS, OPTIONS | REMAINDERS], ids=["fp32", "remainders"])
+def test_fsdp2_goes_on_after_a_restart(options: dict[str, Any], ranks: RankPool, tmp_path: Path) -> None:
     """Saved on two ranks by torchtitan's own functions: resumed on two with all bits, on four with what was saved."""
-    whole_run = ranks.run(2, _on_rank, str(tmp_path), False, timeout=120)
+    whole_run = ranks.run(2, _on_rank, str(tmp_path), options, False, timeout=120)
     assert whole_run[0][1] == whole_run[1][1]
-    with ranks.spawn(2, _on_rank, str(tmp_path), True) as fresh:
+    with ranks.spawn(2, _on_rank, str(tmp_path), options, True) as fresh:
         resumed = fresh.results(timeout=200)
     for one, other in zip(resumed, whole_run, strict=True):
         assert same_bits(one[0], other[0])
         assert one[1] == other[1][SAVED_AT:]
         assert same_bits(one[2], other[2])
-    for one in ranks.run(4, _on_rank, str(tmp_path), True, timeout=120):
+    for one in ranks.run(4, _on_rank, str(tmp_path), options, True, timeout=120):
         assert same_bits(one[0], whole_run[0][0])

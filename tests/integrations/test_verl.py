@@ -26,7 +26,10 @@ from tests.integrations.verl_ranks import (
 )
 
 SECONDS = 200
-FUSED = {"override_optimizer_config": {"fused": True, "megascale": {"initial_loss_scale": 2.0**12, "hysteresis": 1}}}
+OPTIONS = {"initial_loss_scale": 2.0**12, "hysteresis": 1}
+FUSED = {"override_optimizer_config": {"fused": True, "megascale": OPTIONS}}
+PLAIN = {"override_optimizer_config": {"megascale": OPTIONS}}
+REMAINDERS = {"override_optimizer_config": {"megascale": {"store_param_remainders": True}}}
 
 
 @pytest.fixture
@@ -42,8 +45,12 @@ def _scale(result: dict[str, Any], step: int) -> float:
 
 @pytest.mark.parametrize(
     ("weights", "computes", "options"),
-    [("fp16", "fp16", FUSED), ("bf16", "bf16", {}), ("fp32", "fp16", FUSED)],
-    ids=["fp16", "bf16", "autocast"],
+    [
+        ("fp16", "fp16", FUSED),
+        ("bf16", "bf16", REMAINDERS),
+        ("fp32", "fp16", FUSED),
+    ],
+    ids=["fp16", "bf16 with remainders", "autocast"],
 )
 def test_a_run_goes_on_after_a_restart(
     weights: str, computes: str, options: dict[str, Any], model: str, ranks: RankPool, tmp_path: Path
@@ -120,6 +127,6 @@ def test_a_run_without_16_bits_is_verls_own(model: str, ranks: RankPool, tmp_pat
     assert not (tmp_path / "saved" / "megascale").exists()
     assert (tmp_path / "saved" / "optim_world_size_1_rank_0.pt").exists()
     assert all(value.dtype in (torch.float32, torch.float64) for value in ran["at_end"].values())
-    [resumed] = ranks.run(1, resume_on_rank, model, str(tmp_path / "saved"), "fp32", "fp16", FUSED, timeout=SECONDS)
+    [resumed] = ranks.run(1, resume_on_rank, model, str(tmp_path / "saved"), "fp32", "fp16", PLAIN, timeout=SECONDS)
     assert all(torch.equal(resumed["at_save"][name], value) for name, value in ran["at_save"].items())
     assert _scale(resumed, 0) == 2.0**12
