@@ -37,19 +37,21 @@ def _of_block(block: list[Tensor], scratch: Scratch, count_zeros: bool, dtype: t
     """Return the statistics of 1-D tensors of one dtype: shape [len(block), 2 or 3]."""
     within = torch.float64 if block[0].dtype == torch.float64 else torch.float32
     sizes = [piece.numel() for piece in block]
-    copied = scratch.view(sum(sizes), block[0].dtype)
+    copied, squares = (scratch.view(sum(sizes), within, slot) for slot in (0, 1))
     each = list(copied.split(sizes))
-    columns = [torch.stack(torch._foreach_norm(block, 2, dtype=within)).to(dtype).square()]
-    # x - x is 0 where x is finite and NaN where it is not; only NaN differs from itself. The norm of order 1 of zeros
-    # and ones is how many ones there are.
+
+    def summed(values: Tensor) -> Tensor:
+        """Return the sum of each tensor's values, none of which is negative: the norm of order 1."""
+        return torch.stack(torch._foreach_norm(list(values.split(sizes)), 1)).to(dtype)
+
     torch._foreach_copy_(each, block)
-    copied.sub_(copied)
-    torch.ne(copied, copied, out=copied)
-    columns.append(torch.stack(torch._foreach_norm(each, 1, dtype=within)).to(dtype))
+    columns = [summed(torch.mul(copied, copied, out=squares))]
+    # x - x is 0 where x is finite and NaN where it is not; only NaN differs from itself.
+    torch.ne(copied.sub_(copied), copied, out=squares)
+    columns.append(summed(squares))
     if count_zeros:
         torch._foreach_copy_(each, block)
-        torch.eq(copied, 0, out=copied)
-        columns.append(torch.stack(torch._foreach_norm(each, 1, dtype=within)).to(dtype))
+        columns.append(summed(torch.eq(copied, 0, out=squares)))
     return torch.stack(columns, dim=1)
 
 

@@ -84,6 +84,13 @@ def test_statistics_of_many_tensors(dtype: torch.dtype, count_zeros: bool) -> No
 
 
 @pytest.mark.usefixtures("at_once")
+def test_sums_of_small_integers_are_exact() -> None:
+    """No root is taken on the way: of three twos the sum of squares is 12."""
+    stats = select_backend("torch").measure([torch.full((3,), 2.0).half(), torch.full((25,), 3.0)], count_zeros=False)
+    assert stats.sum_squares.tolist() == [12.0, 225.0]
+
+
+@pytest.mark.usefixtures("at_once")
 def test_overflow_flags_of_many_tensors() -> None:
     """Either sign, NaN, in a second block; a bf16 model param of any value and an empty one never."""
     values = [[1.0, 65519.996], [65520.0], [-65520.0], [0.0] * 15 + [math.nan], [1e9], []]
