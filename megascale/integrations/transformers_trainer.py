@@ -201,8 +201,13 @@ def _check_precision(trainer: Any, dtype: torch.dtype | None = None) -> None:
     ``dtype``: what the weights are cast to next; None: they stay.
     """
     if isinstance(trainer.model, nn.Module):
-        params = trainer.model.parameters() if dtype is None else [torch.empty(0, dtype=dtype)]
+        params = list(trainer.model.parameters()) if dtype is None else [torch.empty(0, dtype=dtype, requires_grad=True)]
         check_precision(trainer.accelerator, type(trainer.model).__name__, params)
+        if trainer.args.fp16 and any(param.dtype == torch.float16 for param in params if param.requires_grad):
+            raise UsageError(
+                "fp16=True of TrainingArguments means autocast over fp32 weights, and the weights that are trained are "
+                "torch.float16, which would have no fp32 main params: set fp16=False"
+            )
 
 
 def _cast(model: Any, dtype: torch.dtype) -> None:

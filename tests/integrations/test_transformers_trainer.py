@@ -254,6 +254,17 @@ def test_autocast_to_the_other_format_is_refused_at_once(
     assert {param.dtype for param in trainer.model.parameters()} == {torch.float32}
 
 
+def test_fp16_autocast_over_fp16_weights_is_refused_at_once(tmp_path: Path) -> None:
+    """``fp16=True`` is what one writes for "train in fp16": it would train fp16 weights without main params."""
+    for options in ({"megascale": {"dtype": "fp16"}}, {}):
+        with pytest.raises(UsageError, match="fp16=True of TrainingArguments means autocast over fp32 weights"):
+            _made(tmp_path, dtype=torch.float16, fp16=True, **options)
+    trainer = _made(tmp_path, PlainTrainer, dtype=torch.float32, fp16=True)
+    with pytest.raises(UsageError, match="set fp16=False"):
+        adopt(trainer, dtype="fp16")
+    assert trainer.model.lm_head.weight.dtype == torch.float32
+
+
 def test_a_policy_of_fsdp2_in_the_other_format_is_refused() -> None:
     """MixedPrecisionPolicy(param_dtype=torch.bfloat16) rounds fp16 weights in every forward, as autocast does."""
     with fsdp2_on_cpu(mixed_precision_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)):
