@@ -21,6 +21,7 @@ OTHERS = {
     "lightning": {"_after_closure", "_clip_gradients", "_optimizer"},
     "accelerate": {"_optimizers", "_use_scaler"},
     "megatron": {"_get_param_groups", "_weight_remat_world_size"},
+    "verl": {"_is_offload_optimizer", "_is_offload_param", "_qat_enabled", "_rank_"},  # the last: part of a file's name
 }
 """Private names of others, which no list of torch's has."""
 

@@ -201,7 +201,9 @@ def _check_precision(trainer: Any, dtype: torch.dtype | None = None) -> None:
     ``dtype``: what the weights are cast to next; None: they stay.
     """
     if isinstance(trainer.model, nn.Module):
-        params = list(trainer.model.parameters()) if dtype is None else [torch.empty(0, dtype=dtype, requires_grad=True)]
+        params = (
+            list(trainer.model.parameters()) if dtype is None else [torch.empty(0, dtype=dtype, requires_grad=True)]
+        )
         check_precision(trainer.accelerator, type(trainer.model).__name__, params)
         if trainer.args.fp16 and any(param.dtype == torch.float16 for param in params if param.requires_grad):
             raise UsageError(

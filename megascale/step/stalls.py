@@ -112,7 +112,7 @@ class StallWatch:
             norm = math.sqrt(squares)
             call_site.warn(
                 f"the norm of the scaled gradients was {norm:.2g} in {self._same} steps in a row, as if they had "
-                "been clipped while they were scaled: then hardly anything is learnt. Remove "
+                "been clipped while they were scaled: SGD then stands still, and Adam hides it for a while. Remove "
                 f"torch.nn.utils.clip_grad_norm_(), and set optimizer.clip_grad = {norm:.2g} once: step() clips the "
                 "unscaled gradients, over all ranks",
                 RuntimeWarning,

@@ -120,7 +120,8 @@ def _collapse(kind: str) -> list[list[object]]:
         module = model()
         optimizer = _build(kind, module, 4.0, max_overflows_at_min_scale=3)
         for step in range(20):
-            _backward(optimizer, module, math.inf if dist.get_rank() == bad_rank else 1.0)
+            # A finite loss, so that parameters are blamed.
+            _backward(optimizer, module, 1e12 if dist.get_rank() == bad_rank else 1.0)
             try:
                 optimizer.step()
             except MinScaleError as error:
