@@ -31,6 +31,8 @@ FIRST_DTYPES, SECOND_DTYPES = {**PRECISIONS, "int8": torch.int8}, {**PRECISIONS,
 MEASURE = "measure"
 UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 """What the last letter of a number of parameters means."""
+DTYPE_NAMES = {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32"}
+"""Precisions by torch's names of dtypes."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "package.module:callable that returns a module (called without arguments, on the meta device); or a JSON file "
         "of shapes, as a list or by name",
     )
-    parser.add_argument("--precision", choices=(*PRECISIONS, AS_IS), default="fp16", help="of the model (default fp16)")
+    parser.add_argument(
+        "--precision",
+        type=lambda name: DTYPE_NAMES.get(name, name),
+        choices=(*PRECISIONS, AS_IS),
+        default="fp16",
+        help="of the model (default fp16); torch's names of dtypes are understood, too",
+    )
     parser.add_argument("--ranks", type=int, default=1, help="data-parallel ranks (default 1)")
     parser.add_argument("--sharding", choices=SHARDINGS, default="replicated", help="default: replicated")
     parser.add_argument(
@@ -133,7 +141,8 @@ def _shapes_in(path: Path) -> dict[str, Any] | list[Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise ArgumentError(
             f"model {str(path)!r} is not a number such as 7B or 7e9, a Hugging Face config.json, "
-            f"package.module:callable, or a JSON file of shapes: {error}"
+            f"package.module:callable, or a JSON file of shapes (a model of the hub is not downloaded: give "
+            f"its config.json): {error}"
         ) from None
     if hugging_face.is_config(shapes):
         return dict(hugging_face.shapes_of(shapes))

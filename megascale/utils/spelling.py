@@ -11,12 +11,25 @@ from megascale.errors import ArgumentTypeError
 C = TypeVar("C", bound=type)
 P = ParamSpec("P")
 R = TypeVar("R")
+_ELSEWHERE = {
+    "max_norm": "clip_grad",
+    "max_grad_norm": "clip_grad",
+    "gradient_clipping": "clip_grad",
+    "gradient_clip_val": "clip_grad",
+    "loss_scaler": "grad_scaler",
+}
+"""What torch, Transformers, DeepSpeed, Lightning and Megatron call an argument of ours."""
 _ALIKE = 0.6
 """From this share of equal letters on a name was probably meant, as of difflib.get_close_matches."""
 
 
 def nearest(name: str, known: Collection[str]) -> str:
-    """Return which of the known names looks most like ``name``, whatever its words' order, its letters' case."""
+    """Return which of the known names looks most like ``name``, whatever its words' order, its letters' case.
+
+    A name that another library has for one of them looks most like that one.
+    """
+    if _ELSEWHERE.get(name) in known:
+        return _ELSEWHERE[name]
     return max(known, key=lambda other: max(_likeness(name, other), _likeness(_sorted(name), _sorted(other))))
 
 

@@ -141,6 +141,15 @@ def test_fields_of_a_config(wrong: str, right: str) -> None:
         dataclasses.replace(OptimizerConfig(), **{wrong: 1.0})  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("wrong", ["max_norm", "max_grad_norm", "gradient_clipping", "gradient_clip_val"])
+def test_names_that_other_libraries_have(wrong: str) -> None:
+    """They share no letters with ours."""
+    with pytest.raises(ArgumentTypeError, match="did you mean 'clip_grad'"):
+        MixedPrecisionOptimizer(torch.optim.SGD([nn.Parameter(torch.ones(2))]), **{wrong: 1.0})  # type: ignore[arg-type]
+    with pytest.raises(ArgumentTypeError, match="did you mean 'clip_grad'"):
+        OptimizerConfig(**{wrong: 1.0})  # type: ignore[arg-type]
+
+
 def test_a_subclass_may_have_arguments_of_its_own() -> None:
     """Those that it hands on are looked at."""
 

@@ -114,6 +114,7 @@ def test_command_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[
         ([f"{__name__}:json"], "cannot be built: TypeError"),
         (["os:getcwd"], "must return a torch.nn.Module, got str"),
         (["nosuch.json"], "'nosuch.json' is not a number such as 7B or 7e9, a Hugging Face config.json"),
+        (["Qwen/Qwen2-7B"], "a model of the hub is not downloaded: give its config.json"),
         (["7X"], "'7X' is not a number such as 7B or 7e9"),
         (["7B", "--gpu", "h1000"], "--gpu must be one of h100, h200"),
         (["7B", "--gpu", "0"], "or its memory in GB, got '0'"),
