@@ -24,6 +24,9 @@ class PreparedOptimizer(SkipOnDevice):
         super().__init__(optimizer, None, device_placement=False)
         self._is_ready = False
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__} of {self.optimizer!r}"
+
     def prepare_grads(self, max_norm: float) -> Tensor:
         """First half of a step, with gradients clipped to ``max_norm`` and to the optimizer's own ``clip_grad``.
 

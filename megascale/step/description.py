@@ -12,6 +12,7 @@ from megascale.parallel import ParallelGroups
 from megascale.step.member import StepMember
 from megascale.utils.collectives import group_size
 from megascale.utils.dtensors import is_dtensor, local
+from megascale.utils.dtypes import HALF_DTYPES
 from megascale.utils.wording import count, dtype_name, size
 
 _INDENT = "    "
@@ -52,6 +53,8 @@ def summary(
 ) -> str:
     """Return one line that says what was built; arguments: see :func:`described`."""
     scaler = "no loss scale" if grad_scaler is None else type(grad_scaler).__name__
+    if grad_scaler is not None and not any(param.dtype in HALF_DTYPES for param in _params(member)):
+        scaler += " although no parameter has 16 bits: autocast, or was cast_model() left out?"
     return (
         f"{kind}({type(member.optimizer).__name__}): {_parameters(member)}; {_main_params(member, groups)}; {scaler}; "
         f"{f'clips at {clip_grad:g}' if clip_grad else 'no clipping'}; backend {member.backend.name} on "

@@ -49,6 +49,14 @@ def test_one_line_on_a_terminal() -> None:
     ]
 
 
+def test_a_scaler_without_16_bit_parameters_is_remarked_on() -> None:
+    """It is right under autocast, and wrong where the cast was forgotten: the line asks which."""
+    with terminal() as shown:
+        MixedPrecisionOptimizer(torch.optim.AdamW(nn.Linear(4, 4).parameters()), None, DynamicGradScaler())
+        text = shown()
+    assert "DynamicGradScaler although no parameter has 16 bits: autocast, or was cast_model() left out?;" in text
+
+
 def _held(optimizer: MixedPrecisionOptimizer) -> str:
     found = re.search("held by this rank: (.*)", repr(optimizer))
     assert found is not None
