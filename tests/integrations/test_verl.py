@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,14 @@ OPTIONS = {"initial_loss_scale": 2.0**12, "hysteresis": 1}
 FUSED = {"override_optimizer_config": {"fused": True, "megascale": OPTIONS}}
 PLAIN = {"override_optimizer_config": {"megascale": OPTIONS}}
 REMAINDERS = {"override_optimizer_config": {"megascale": {"store_param_remainders": True}}}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    """Ranks of their own: verl imports Megatron and changes classes of torch's, for a whole process."""
+    pool = RankPool()
+    yield pool
+    pool.close()
 
 
 @pytest.fixture
