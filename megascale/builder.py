@@ -97,6 +97,11 @@ def build_optimizer(
     _check_overrides(overrides, [one.name for one in named], checked.optimizer)
     scaler = build_grad_scaler(checked) if grad_scaler is None else grad_scaler
     kinds = _kinds(checked, named, overrides)
+    options: dict[str, Any] = {"groups": groups, "grads_are_scaled": grads_are_scaled}
+    if checked.use_distributed_optimizer:
+        options["bucket_numel"] = bucket_numel
+    else:
+        options["replicas_may_differ"] = replicas_may_differ
     built: list[MixedPrecisionOptimizer] = []
     for kind in dict.fromkeys(kinds):
         own = _config_of(checked, kind)
@@ -105,16 +110,23 @@ def build_optimizer(
         for field in ineffective(own, inner, scaler):
             if grad_scaler is not None and field.name in SCALER_FIELDS:
                 raise field.error()
-        own = effective_config(own, inner, scaler)
-        shared: dict[str, Any] = {"groups": groups, "grads_are_scaled": grads_are_scaled}
-        if own.use_distributed_optimizer:
-            shared |= {"bucket_numel": bucket_numel, "overlap_param_gather": own.overlap_param_gather}
-            built.append(DistributedOptimizer(inner, own, scaler, modules=modules, **shared))
-        else:
-            shared |= {"replicas_may_differ": replicas_may_differ}
-            warn_of_cast_buffers([modules] if isinstance(modules, nn.Module) else modules)
-            built.append(MixedPrecisionOptimizer(inner, own, scaler, **shared))
+        built.append(_wrapped(inner, effective_config(own, inner, scaler), scaler, modules, options))
     return ChainedOptimizer(built) if checked.optimizer == "muon" else built[0]
+
+
+def _wrapped(
+    inner: torch.optim.Optimizer,
+    config: OptimizerConfig,
+    scaler: MegatronGradScaler | None,
+    modules: nn.Module | Sequence[nn.Module],
+    options: Mapping[str, Any],
+) -> MixedPrecisionOptimizer:
+    """Return the wrapper that ``config`` asks for. ``options``: further arguments of its constructor."""
+    if config.use_distributed_optimizer:
+        overlaps = config.overlap_param_gather
+        return DistributedOptimizer(inner, config, scaler, modules=modules, overlap_param_gather=overlaps, **options)
+    warn_of_cast_buffers([modules] if isinstance(modules, nn.Module) else modules)
+    return MixedPrecisionOptimizer(inner, config, scaler, **options)
 
 
 def _checked(config: Any) -> OptimizerConfig:

@@ -137,13 +137,8 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return "GradScaler(enabled=False)"
         scale = self.get_scale() if self._scale is None else wording.number(self._scale, "get_scale() reads it")
-        return wording.call(
-            "GradScaler",
-            scale=scale,
-            growth_factor=self._growth_factor,
-            backoff_factor=self._backoff_factor,
-            growth_interval=self._growth_interval,
-        )
+        factors = {name: getattr(self, f"_{name}") for name in ("growth_factor", "backoff_factor", "growth_interval")}
+        return wording.call("GradScaler", scale=scale, **factors)
 
     # A step
 

@@ -8,31 +8,19 @@ import torch
 from torch import Tensor
 
 from megascale.amp import GradScaler
+from megascale.chained import SHARED_FIELDS
 from megascale.config import OptimizerConfig
 from megascale.errors import ArgumentError, ArgumentTypeError
 from megascale.rules import FIRST, SECOND
+from megascale.step.arguments import SCALER_FIELDS
 from megascale.utils.spelling import nearest
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 """Short names of dtypes, beside torch's own ("float16")."""
 
 FIELDS = (
-    "loss_scale",
-    "initial_loss_scale",
-    "min_loss_scale",
-    "max_loss_scale",
-    "loss_scale_window",
-    "hysteresis",
-    "hysteresis_reset",
-    "loss_scale_growth_factor",
-    "loss_scale_backoff_factor",
-    "max_consecutive_skips",
-    "max_overflows_at_min_scale",
-    "grad_norm_skip_threshold",
-    "zclip",
-    "zclip_z_thresh",
-    "zclip_alpha",
-    "zclip_warmup_steps",
+    *SCALER_FIELDS,
+    *(name for name in SHARED_FIELDS if name != "log_num_zeros_in_grad"),
     "backend",
     FIRST,
     SECOND,
@@ -41,15 +29,9 @@ FIELDS = (
 """Fields of OptimizerConfig that may be given: what builds the torch optimizer, and clips, is the other library's."""
 
 _SCALER_ARGUMENTS = {
+    **SCALER_FIELDS,
     "loss_scale": "loss_scale",
     "initial_loss_scale": "init_scale",
-    "min_loss_scale": "min_scale",
-    "max_loss_scale": "max_scale",
-    "loss_scale_window": "growth_interval",
-    "hysteresis": "hysteresis",
-    "hysteresis_reset": "hysteresis_reset",
-    "loss_scale_growth_factor": "growth_factor",
-    "loss_scale_backoff_factor": "backoff_factor",
     "max_consecutive_skips": "max_consecutive_skips",
     "max_overflows_at_min_scale": "max_overflows_at_min_scale",
 }

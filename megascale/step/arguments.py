@@ -141,7 +141,7 @@ def ineffective(
         elif name in _OF_OPTIMIZER:
             found, holder = _OF_OPTIMIZER[name](optimizer), inner
             remedy = "build the optimizer with it"
-        elif name in _OF_SCALER:
+        elif name in SCALER_FIELDS:
             found, holder = _scaler_values(name, grad_scaler), scaler
             kind = "ConstantGradScaler" if name == "loss_scale" else "DynamicGradScaler"
             remedy = f"pass a {kind} that has it"
@@ -181,7 +181,7 @@ _OF_OPTIMIZER: dict[str, Callable[[torch.optim.Optimizer], list[Any]]] = {
     SECOND: _second_moment,
     **{name: values for rule in RULES for name, values in rule.fields.items()},
 }
-_OF_SCALER = {
+SCALER_FIELDS = {
     "loss_scale": "initial_scale",
     "initial_loss_scale": "initial_scale",
     "min_loss_scale": "min_scale",
@@ -193,7 +193,6 @@ _OF_SCALER = {
     "loss_scale_backoff_factor": "backoff_factor",
 }
 """The scaler's attribute for each field."""
-SCALER_FIELDS = frozenset(_OF_SCALER)
 """Fields of the config that say what the scaler is."""
 
 
@@ -201,7 +200,7 @@ def _scaler_values(name: str, grad_scaler: MegatronGradScaler | None) -> list[An
     """Return a scaler's value of a field, in a list: empty if it has none. ``loss_scale`` is a ConstantGradScaler's."""
     if grad_scaler is None or (name == "loss_scale" and not isinstance(grad_scaler, ConstantGradScaler)):
         return []
-    return [getattr(grad_scaler, _OF_SCALER[name])] if hasattr(grad_scaler, _OF_SCALER[name]) else []
+    return [getattr(grad_scaler, SCALER_FIELDS[name])] if hasattr(grad_scaler, SCALER_FIELDS[name]) else []
 
 
 def _same(value: Any, other: Any) -> bool:
