@@ -239,6 +239,11 @@ class ChainedOptimizer(torch.optim.Optimizer):
 
     # State
 
+    def finish_param_gather(self) -> None:
+        """See :meth:`megascale.MixedPrecisionOptimizer.finish_param_gather`."""
+        for optimizer in self.optimizers:
+            optimizer.finish_param_gather()
+
     def offload(self, *, pin: bool = True) -> None:
         """Move every member's memory to the host; see :meth:`MixedPrecisionOptimizer.offload`."""
         for optimizer in self.optimizers:

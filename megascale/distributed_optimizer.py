@@ -137,13 +137,6 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
         """Return a context in which backward only accumulates: for every micro-batch of a step but the last."""
         return self.grad_sync.no_sync()
 
-    def finish_param_gather(self) -> None:
-        """Wait until every parameter is whole, where ``overlap_param_gather`` lets the gather run on.
-
-        Modules wait by themselves, in forward and for a state dict. Call it before reading parameters in other ways.
-        """
-        self._gather.wait()
-
     @override
     def _make_main_params(self, _names: Mapping[int, str]) -> MainParams:
         return self._shards

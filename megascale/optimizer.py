@@ -389,7 +389,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self.recipe.begin_anew()
 
     def finish_param_gather(self) -> None:
-        """Wait until every parameter is whole and current. Modules wait by themselves; other readers call this."""
+        """Wait until all parameters are gathered or back from host memory. Modules wait by themselves, readers do not."""
         self._member.main_params.wait()
 
     def offload(self, *, pin: bool = True) -> None:

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from megascale.chained import AnyOptimizer, parts_of
-from megascale.distributed_optimizer import DistributedOptimizer
+from megascale.chained import AnyOptimizer
 from megascale.utils import validate
 from megascale.utils.dtensors import is_dtensor
 from megascale.utils.param_names import bare
@@ -17,18 +16,17 @@ DEFAULT_BUCKET_BYTES = 256 * 2**20
 
 @contextlib.contextmanager
 def whole_weights(optimizer: AnyOptimizer) -> Iterator[None]:
-    """Return a context in which ``model.named_parameters()`` is current: gathers of the last step have ended.
+    """Return a context in which ``model.named_parameters()`` is current: all weights of the last step have arrived.
 
-    With ``overlap_param_gather=True`` a parameter that is read after a step may still be another rank's old weight:
-    modules wait in forward, and for a state dict, but nobody waits for a reader. Take no step inside of the context.
+    With ``overlap_param_gather=True`` or ``overlap_cpu_optimizer_d2h_h2d=True`` a parameter that is read after a
+    step may still be the old weight: modules wait in forward, and for a state dict, but nobody waits for a reader.
+    Take no step inside of the context.
     FSDP2's parameters stay DTensors: see :func:`rollout_weights`.
 
     Args:
         optimizer: any of megascale's.
     """
-    for part in parts_of(optimizer):
-        if isinstance(part, DistributedOptimizer):
-            part.finish_param_gather()
+    optimizer.finish_param_gather()
     yield
 
 

@@ -1,5 +1,6 @@
 """Weights for a rollout are whole and current on every rank, whatever still runs."""
 
+import time
 from typing import Any
 
 import pytest
@@ -7,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from megascale import DistributedOptimizer, DynamicGradScaler
+from megascale import DistributedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.errors import ArgumentError
+from megascale.main_params import weight_arrivals
 from megascale.rollout import rollout_buckets, rollout_weights, whole_weights
 from tests.fsdp2_cases import Case, train
 from tests.fsdp2_cases import whole_weights as fsdp2_weights
@@ -54,6 +56,35 @@ def test_gathers_have_ended(ranks: RankPool) -> None:
         assert waited >= 2
         assert same_bits(found, expected[0])
         assert all(bits_equal(named[name], expected[1][name]) for name in named)
+
+
+def test_weights_have_arrived_from_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """overlap_cpu_optimizer_d2h_h2d=True, and a thread that is late: what is read are the weights of the last step."""
+    send = weight_arrivals._send
+
+    def late(*arguments: Any) -> None:
+        time.sleep(0.05)
+        send(*arguments)
+
+    monkeypatch.setattr(weight_arrivals, "_send", late)
+
+    def trained(**options: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        module = model()
+        config = OptimizerConfig(fp16=True, clip_grad=1.0, **options)
+        inner = INNER["adamw_fused"](module)
+        optimizer = MixedPrecisionOptimizer(inner, config, DynamicGradScaler(2.0**10), grads_are_scaled=True)
+        for seed in range(3):
+            set_grads(module, seed)
+            module(torch.ones(2, 4).half())  # the modules are known to read their weights
+            optimizer.step()
+            with whole_weights(optimizer):
+                named = {name: param.detach().clone() for name, param in module.named_parameters()}
+        return named, dict(rollout_weights(module, optimizer))
+
+    expected, _ = trained()
+    named, found = trained(optimizer_cpu_offload=True, overlap_cpu_optimizer_d2h_h2d=True)
+    assert same_bits(named, expected)
+    assert same_bits(found, expected)
 
 
 def _fsdp2() -> tuple[Any, Any, list[list[str]]]:
