@@ -389,7 +389,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self.recipe.begin_anew()
 
     def finish_param_gather(self) -> None:
-        """Wait until all parameters are gathered or back from host memory. Modules wait by themselves, readers do not."""
+        """Wait for parameters that are gathered or come from host memory. Modules wait by themselves; readers call it."""
         self._member.main_params.wait()
 
     def offload(self, *, pin: bool = True) -> None:
