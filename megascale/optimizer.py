@@ -389,7 +389,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self.recipe.begin_anew()
 
     def finish_param_gather(self) -> None:
-        """Wait for parameters that are gathered or come from host memory. Modules wait by themselves; readers call it."""
+        """Wait until parameters are gathered, or back from host memory. Modules wait for their own by themselves."""
         self._member.main_params.wait()
 
     def offload(self, *, pin: bool = True) -> None:
