@@ -18,7 +18,13 @@ from megascale.amp import GradScaler
 from megascale.chained import AnyOptimizer, parts_of
 from megascale.distributed_optimizer import DistributedOptimizer
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
-from megascale.integrations.accelerate_checks import check_engine, check_fits, check_precision, check_unscaled
+from megascale.integrations.accelerate_checks import (
+    check_autocast,
+    check_engine,
+    check_fits,
+    check_precision,
+    check_unscaled,
+)
 from megascale.integrations.accelerate_prepared import PreparedOptimizer, UnshardedOptimizer
 from megascale.integrations.accelerate_scaling import ScaledIteration, ScaledOptimizer, SkipOnDevice, reduce_in_fp32
 from megascale.utils import validate
@@ -106,6 +112,9 @@ class Accelerator(accelerate.Accelerator):
             check_engine(self, "MixedPrecisionOptimizer")
             prepared = PreparedOptimizer(optimizer)
         elif isinstance(self.scaler, GradScaler):
+            params = (param for group in optimizer.param_groups for param in group["params"])
+            remedy = "use mixed_precision='no' and a MixedPrecisionOptimizer, or keep the weights in fp32"
+            check_autocast(params, "mixed_precision='fp16'", remedy)
             placement = self.device_placement if device_placement is None else device_placement
             if self._iteration is None or self._iteration.scaler is not self.scaler:
                 self._iteration = ScaledIteration(self.scaler)

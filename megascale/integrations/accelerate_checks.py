@@ -77,6 +77,18 @@ def check_precision(accelerator: Any, name: str, params: Iterable[Tensor]) -> No
         )
 
 
+def check_autocast(params: Iterable[Tensor], setting: str, remedy: str) -> None:
+    """Raise UsageError for fp16 weights that are trained under fp16 autocast: nobody keeps fp32 main params of them.
+
+    ``setting``: what asked for autocast. ``remedy``: what to write instead.
+    """
+    if any(param.dtype == torch.float16 for param in params if param.requires_grad):
+        raise UsageError(
+            f"{setting} means autocast over fp32 weights, and the weights that are trained are torch.float16, which "
+            f"would have no fp32 main params: {remedy}"
+        )
+
+
 def check_unscaled(accelerator: Any, optimizer: torch.optim.Optimizer) -> None:
     """Raise UsageError for a torch optimizer beside one of ours that scales the loss."""
     if any(prepared.optimizer.grad_scaler is not None for prepared in accelerator._ours()):

@@ -14,7 +14,7 @@ from megascale.casting import cast_model
 from megascale.chained import AnyOptimizer
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.integrations.accelerate import adopt as adopt_accelerator
-from megascale.integrations.accelerate_checks import check_precision
+from megascale.integrations.accelerate_checks import check_autocast, check_precision
 from megascale.integrations.accelerate_prepared import UnshardedOptimizer
 from megascale.integrations.named_options import NamedOptions
 from megascale.lion import Lion
@@ -205,11 +205,8 @@ def _check_precision(trainer: Any, dtype: torch.dtype | None = None) -> None:
             list(trainer.model.parameters()) if dtype is None else [torch.empty(0, dtype=dtype, requires_grad=True)]
         )
         check_precision(trainer.accelerator, type(trainer.model).__name__, params)
-        if trainer.args.fp16 and any(param.dtype == torch.float16 for param in params if param.requires_grad):
-            raise UsageError(
-                "fp16=True of TrainingArguments means autocast over fp32 weights, and the weights that are trained are "
-                "torch.float16, which would have no fp32 main params: set fp16=False"
-            )
+        if trainer.args.fp16:
+            check_autocast(params, "fp16=True of TrainingArguments", "set fp16=False")
 
 
 def _cast(model: Any, dtype: torch.dtype) -> None:

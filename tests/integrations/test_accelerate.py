@@ -377,6 +377,13 @@ def test_autocast_to_the_other_half_is_refused(precision: str, held: torch.dtype
     assert accelerator.prepare_model(base, evaluation_mode=True) is base
 
 
+def test_fp16_autocast_over_fp16_weights_is_refused() -> None:
+    """The scaler takes fp16 gradients; without main params the weights would be trained in fp16 alone, in silence."""
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", grad_scaler=GradScaler("cpu"))
+    inner = torch.optim.AdamW(torch.nn.Linear(2, 2).half().parameters())
+    _refused(accelerator, lambda: accelerator.prepare(inner), UsageError, "mixed_precision='fp16' means autocast over")
+
+
 def test_a_scaler_beside_fp16_autocast_is_refused_where_accelerate_has_none() -> None:
     """On a CPU Accelerate's "fp16" has no scaler, and computes in fp32: ours must not stand beside it."""
     accelerator = Accelerator(cpu=True, mixed_precision="fp16")
