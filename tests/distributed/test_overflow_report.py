@@ -103,7 +103,7 @@ def test_nobody_has_looked_at_backward(ranks: RankPool) -> None:
 
 def _a_lost_loss(setting: str) -> list[Any]:
     """Give rank 1 an input of NaN, and return what every rank then says of losses and of the origin."""
-    network, optimizer, _ = SETTINGS[setting]("native")
+    network, optimizer, _ = SETTINGS[setting]("torch")
     optimizer.zero_grad()
     dtype = next(network.parameters()).dtype
     inputs = torch.full((3, 6), math.nan if dist.get_rank() == 1 else 1.0, dtype=dtype)
