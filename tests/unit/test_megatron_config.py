@@ -4,7 +4,7 @@ With its wheel: tests/integrations/test_megatron.py.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, make_dataclass
 from typing import Any
 
@@ -133,15 +133,17 @@ def test_threshold_of_newer_releases(threshold: float, expected: float) -> None:
     assert from_megatron_config(newer()).grad_norm_skip_threshold == expected
 
 
+def _version(declared: Iterable[tuple[Any, ...]], **options: Any) -> Any:
+    """Return a dataclass of Megatron's with these fields, as ``make_dataclass`` takes them."""
+    made = make_dataclass("OptimizerConfig", declared, **options)
+    made.__module__ = "megatron.core.optimizer.optimizer_config"  # from Python 3.12 on, a namespace cannot say so
+    return made
+
+
 def _newer(*declared: tuple[Any, ...], **namespace: Any) -> Callable[..., Any]:
-    """Return a later version's dataclass: ``declared`` fields, as ``make_dataclass`` takes them, come on top."""
-    return make_dataclass(
-        "OptimizerConfig",
-        declared,
-        bases=(_Declared,),
-        namespace={"__module__": "megatron.core.optimizer.optimizer_config"} | namespace,
-        kw_only=True,
-    )
+    """Return a later version's dataclass: ``declared`` fields come on top."""
+    newer: Callable[..., Any] = _version(declared, bases=(_Declared,), namespace=namespace, kw_only=True)
+    return newer
 
 
 class _Plan:
@@ -251,21 +253,16 @@ def test_what_is_refused_stays_refused_where_it_is_the_default(name: str) -> Non
 def test_a_renamed_field_is_told(name: str) -> None:
     """A version that lacks a field which we read holds its value elsewhere: our default could be another one."""
     names = {n: f for n, f in _Declared.__dataclass_fields__.items() if n != name}
-    version: Any = make_dataclass(
-        "OptimizerConfig",
-        [(n, Any, f.default) for n, f in names.items() if n in KNOWN],
-        namespace={"__module__": "megatron.core.optimizer"},
-    )
+    version = _version([(n, Any, f.default) for n, f in names.items() if n in KNOWN])
     with pytest.raises(ArgumentError, match=f"config has no field {name}, .*; pass a megascale.OptimizerConfig"):
         from_megatron_config(version())
 
 
 def test_fields_that_a_version_lacks() -> None:
     """What came later, or can only be off, has our default; a field that became a property is read all the same."""
-    lacking: Any = make_dataclass(
-        "OptimizerConfig",
+    lacking = _version(
         [(name, Any, getattr(_Declared, name)) for name in REQUIRED if name != "clip_grad"],
-        namespace={"__module__": "megatron.core.optimizer", "clip_grad": property(lambda self: 0.25)},
+        namespace={"clip_grad": property(lambda self: 0.25)},
     )
     assert not set(LATER) & _Declared.__dataclass_fields__.keys()
     assert from_megatron_config(lacking()) == OptimizerConfig(initial_loss_scale=2.0**32, clip_grad=0.25)
