@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, TypeVar
@@ -35,6 +36,8 @@ def make_ready() -> FakeDevice:
     global _ready
     if _ready is None:
         os.environ["TRITON_INTERPRET"] = "0"  # read when triton is imported
+        if not os.access(os.path.expanduser("~"), os.W_OK):  # where Triton keeps what it has compiled
+            os.environ.setdefault("TRITON_CACHE_DIR", os.path.join(tempfile.gettempdir(), "triton-of-tests"))
         import megascale.kernels.triton.kernels  # noqa: F401  # read, not compiled
         from tests.fake_device import torch_cuda, triton_driver
         from tests.fake_device.device import library

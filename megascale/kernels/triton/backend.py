@@ -7,6 +7,7 @@ tests.
 
 import functools
 import math
+import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import ModuleType
@@ -422,9 +423,16 @@ def require_launch(device: torch.device) -> None:
         raise
     except Exception as error:  # whatever Triton, its assembler, the C compiler or the driver ended with
         raise UsageError(
-            f"backend 'triton' cannot launch a kernel on {device}: {type(error).__name__}: {error}\nTriton builds its "
-            "launcher in C: install gcc or clang, and Python's headers, or set CC; or choose backend 'torch'"
+            f"backend 'triton' cannot launch a kernel on {device}: {type(error).__name__}: {error}\n"
+            f"{_remedy(error)}; or choose backend 'torch'"
         ) from error
+
+
+def _remedy(error: Exception) -> str:
+    cache = os.environ.get("TRITON_CACHE_DIR") or os.path.join(os.environ.get("TRITON_HOME") or "~", ".triton")
+    if isinstance(error, OSError) and error.filename and os.path.expanduser(cache).startswith(str(error.filename)):
+        return f"Triton keeps compiled kernels in {cache}: set TRITON_CACHE_DIR to a folder that can be written"
+    return "Triton builds its launcher in C: install gcc or clang, and Python's headers, or set CC"
 
 
 def _import_kernels() -> ModuleType:
