@@ -75,9 +75,8 @@ class ChainedOptimizer(torch.optim.Optimizer):
         listener = next(filter(None, (one.recipe.overflows.listener for one in self.optimizers)), None)
         for optimizer in self.optimizers:
             # Loading into one member clears the errors of the whole chain.
-            optimizer.recipe.errors, optimizer.recipe.watch = self.recipe.errors, self.recipe.watch
-            optimizer.recipe.spikes = self.recipe.spikes
-            optimizer.recipe.overflows = self.recipe.overflows
+            optimizer.recipe.errors, optimizer.recipe.spikes = self.recipe.errors, self.recipe.spikes
+            optimizer.recipe.overflows, optimizer.recipe.observers = self.recipe.overflows, self.recipe.observers
             optimizer.recipe.chain = weakref.ref(self.recipe)
         if listener is not None:
             listener.attach(self.recipe.overflows)

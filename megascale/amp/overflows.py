@@ -12,8 +12,9 @@ from megascale.host_view import HostView
 from megascale.step import non_finite_module
 from megascale.step.losses import non_finite_losses
 from megascale.step.non_finite_module import ModuleEvents
+from megascale.step.observers import SeenGrads
 from megascale.step.overflow_report import OverflowEntry, OverflowReport, OwnOverflows, holds_only_nan
-from megascale.step.overflows import LastOverflow, SeenGrads, described, own_rank
+from megascale.step.overflows import LastOverflow, described, own_rank
 from megascale.utils.collectives import group_size
 from megascale.utils.dtensors import local
 
@@ -27,7 +28,7 @@ class _Iteration:
     Attributes:
         step: its number.
         flags: `found_inf`, by optimizer and device, fp32 and 0-d.
-        seen: what the observer saw in backward; None without an observer.
+        seen: what the listener saw in backward; None without a listener.
         modules: what each watch of the model's modules saw.
         losses: that were scaled in it; None: unknown.
     """
@@ -67,7 +68,7 @@ class ScalerOverflows(LastOverflow):
 
         ``flags``: `found_inf`, by optimizer and device, fp32 and 0-d.
         """
-        seen = None if self.observer is None else self.observer.take()
+        seen = None if self.listener is None else self.listener.take()
         modules = non_finite_module.take(self._params)
         newest = _Iteration(self._num_updates, list(flags), seen, modules, self.losses.take())
         known, self._newest = self._newest, newest
