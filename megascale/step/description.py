@@ -58,8 +58,8 @@ def summary(
     return (
         f"{kind}({type(member.optimizer).__name__}): {_parameters(member)}; "
         f"main params: {_main_params(member, groups)}; {scaler}; "
-        f"{f'clips at {clip_grad:g}' if clip_grad else 'no clipping'}; backend {member.backend.name} on {member.device}; "
-        f"{_ranks(groups)}; {_held(member)}"
+        f"{f'clips at {clip_grad:g}' if clip_grad else 'no clipping'}; "
+        f"backend {member.backend.name} on {member.device}; {_ranks(groups)}; {_held(member)}"
     )
 
 
