@@ -22,6 +22,8 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 WARM_UP = 3
 PROBE_BYTES = 1 << 28
 """Size of the probe's buffer, larger than any cache."""
+NOISY = 1.3
+"""From this ratio of the median round to the shortest one on, a machine is called busy."""
 PROBE_SECONDS = 2.0
 """How long bandwidth alone is measured."""
 
@@ -75,7 +77,27 @@ def run(given: argparse.Namespace) -> int:
     unscale = "GradScaler, " if dtype == torch.float16 else ""
     print(f"torch       {others * 1e3:.2f} ms ({low:.2f} to {high:.2f}), megascale takes {step / others:.2f} of this")
     print(f"            fp32 parameters, {unscale}clip_grad_norm_, fused AdamW")
+    if warning := said_of_noise(timed):
+        print(warning)
     return 0
+
+
+def said_of_noise(timed: Timed) -> str | None:
+    """Return what is printed where times differ so much between rounds that medians mean little; None where they agree.
+
+    Another program that uses cores or memory meanwhile makes some rounds longer, and none shorter: the smallest times
+    are those of a machine that is nearly idle.
+    """
+    step, probe, others = (min(times) for times in timed)
+    spread = max(statistics.median(times) / min(times) for times in timed)
+    if spread < NOISY:
+        return None
+    return (
+        f"busy        half of the rounds took {spread:.2f} times the shortest one or more: another program uses this\n"
+        "            machine. End it and repeat, or set OMP_NUM_THREADS to the number of cores that are free.\n"
+        f"            Shortest rounds: step {step * 1e3:.2f} ms, torch {others * 1e3:.2f} ms ({step / others:.2f} of "
+        f"this), bandwidth {2 * PROBE_BYTES / probe / 1e9:.1f} GB/s"
+    )
 
 
 def bytes_per_parameter(dtype: torch.dtype) -> int:

@@ -44,16 +44,20 @@ def test_one_line_on_a_terminal() -> None:
         _build()
         text = shown()
     assert text.splitlines() == [
-        "megascale: MixedPrecisionOptimizer(AdamW): 20 in float16; float32; DynamicGradScaler; clips at 1; backend "
-        f"{optimizer.backend.name} on cpu; 1 rank decides; {_held(optimizer)}"
+        "megascale: MixedPrecisionOptimizer(AdamW): 20 in float16; main params: float32; DynamicGradScaler; clips at "
+        f"1; backend {optimizer.backend.name} on cpu; 1 rank decides; {_held(optimizer)}"
     ]
 
 
 def test_a_scaler_without_16_bit_parameters_is_remarked_on() -> None:
-    """It is right under autocast, and wrong where the cast was forgotten: the line asks which."""
+    """It is right under autocast, and wrong where the cast was forgotten: the line asks which. Without a scaler, too,
+    it says that nothing is held in more bits than the weights.
+    """
     with terminal() as shown:
         MixedPrecisionOptimizer(torch.optim.AdamW(nn.Linear(4, 4).parameters()), None, DynamicGradScaler())
+        MixedPrecisionOptimizer(torch.optim.AdamW(nn.Linear(4, 4).parameters()))
         text = shown()
+    assert text.count("20 in float32; main params: none, as no parameter has 16 bits; ") == 2
     assert "DynamicGradScaler although no parameter has 16 bits: autocast, or was cast_model() left out?;" in text
 
 
@@ -114,7 +118,7 @@ def test_rank_0_alone_says_it(ranks: RankPool) -> None:
     first, *others = ranks.run(3, _lines_of_ranks)
     assert others == ["", ""]
     assert first.startswith(
-        "megascale: DistributedOptimizer(AdamW): 20 in float16; float32, with the state in 3 shards"
+        "megascale: DistributedOptimizer(AdamW): 20 in float16; main params: float32, with the state in 3 shards"
     )
     assert "3 ranks decide, data parallel 3" in first
 

@@ -174,6 +174,17 @@ def test_bench_says_time_bytes_and_bandwidth(
     assert float(torchs[-1]) == pytest.approx(float(step[0]) / float(torchs[0]), rel=0.1, abs=0.02)
 
 
+def test_bench_says_that_a_machine_is_busy() -> None:
+    """Half of the rounds take much longer than the shortest one: what is printed names these, and the remedy."""
+    quiet = bench.Timed(step=[0.010, 0.011, 0.050], probe=[0.10, 0.11, 0.10], torch=[0.020, 0.021, 0.022])
+    assert bench.said_of_noise(quiet) is None
+    said = bench.said_of_noise(quiet._replace(torch=[0.020, 0.030, 0.040]))
+    assert said is not None
+    assert "took 1.50 times the shortest one or more: another program uses this" in said
+    assert "OMP_NUM_THREADS" in said
+    assert "step 10.00 ms, torch 20.00 ms (0.50 of this)" in said
+
+
 def test_bench_measures_torchs_optimizer_at_work() -> None:
     """What stands beside megascale clips, updates the weights, and does so round after round."""
     weights = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]
