@@ -14,11 +14,9 @@ from megascale.step.losses import non_finite_losses
 from megascale.step.non_finite_module import ModuleEvents
 from megascale.step.observers import SeenGrads
 from megascale.step.overflow_report import OverflowEntry, OverflowReport, OwnOverflows, holds_only_nan
-from megascale.step.overflows import LastOverflow, described, own_rank
+from megascale.step.overflows import Entries, LastOverflow, described, own_rank
 from megascale.utils.collectives import group_size
 from megascale.utils.dtensors import local
-
-Entries = tuple[OverflowEntry, ...]
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,7 @@ class ScalerOverflows(LastOverflow):
         elif self.listener is not None:
             late = self._view.push({str(index): flag for index, flag in enumerate(flags)})
             if late is not None and known is not None and any(late.values()):
-                self._keep(known, None, () if known.seen is None else known.seen.entries(), ())
+                self._keep(known, None, () if known.seen is None else known.seen(), ())
                 self._call()
 
     def _call(self) -> None:
@@ -101,7 +99,7 @@ class ScalerOverflows(LastOverflow):
         if newest is None or (self._own is not None and self._own.step == newest.step):
             return
         entries = tuple(self._entries())
-        seen = None if newest.seen is None else newest.seen.entries()
+        seen = None if newest.seen is None else newest.seen()
         if seen is None and group_size(self.group) == 1 and not self._may_be_reduced:
             seen = entries
         self._keep(newest, scale, seen, entries)

@@ -12,9 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 from megascale.amp.grad_scaler import GradScaler
 from megascale.amp.overflows import ScalerOverflows
 from megascale.chained import ChainedOptimizer
-from megascale.debug.gradients import GradWatch, SeenInBackward, WatchedParam
+from megascale.debug.gradients import GradWatch, WatchedParam
 from megascale.errors import ArgumentError, ArgumentTypeError, MegascaleError, UsageError
 from megascale.optimizer import MixedPrecisionOptimizer
+from megascale.step.observers import SeenGrads
 from megascale.step.overflow_report import OverflowReport
 from megascale.step.overflows import OverflowRecorder
 from megascale.utils import validate
@@ -78,9 +79,9 @@ class OverflowReporter:
                 error = ArgumentError(f"path={str(self._path)!r} cannot be written: {caught}; name another file")
         raise_together(error, self._recorder.group)
 
-    def take(self) -> SeenInBackward:
-        """Return what was seen of gradients since the last step; called by the recorder."""
-        return self._watch.take()
+    def take(self) -> SeenGrads:
+        """Take what was seen of gradients since the last step; called by the recorder."""
+        return self._watch.take().entries
 
     def on_skip(self) -> None:
         """Report a skipped step; called by the recorder, on every rank alike."""

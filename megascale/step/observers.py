@@ -1,7 +1,7 @@
 """StepObserver: learns on the host what a step did, without standing in its way. StepRecord: what it is told of one."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
@@ -11,12 +11,8 @@ from megascale.step.misuse import Statistics
 from megascale.step.non_finite_module import ModuleEvents
 from megascale.step.overflow_report import OverflowEntry
 
-
-class SeenGrads(Protocol):
-    """What was seen of one step's gradients in backward, before any reduction."""
-
-    def entries(self) -> tuple[OverflowEntry, ...]:
-        """Return those that held inf or NaN. Waits for the device."""
+SeenGrads = Callable[[], tuple[OverflowEntry, ...]]
+"""Returns which of a step's gradients held inf or NaN in backward, before any reduction. Waits for the device."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +48,7 @@ class StepRecord:
     losses: list[Tensor] | None
 
 
-class StepObserver(Protocol):
+class StepObserver:
     """Listens to the steps of a recipe, as one of :attr:`megascale.step.recipe.StepRecipe.observers`.
 
     All ranks are told alike, so that it may communicate after what is rare, such as a skip. A clean step must cost no
@@ -71,4 +67,4 @@ class StepObserver(Protocol):
         """
 
     def begin_anew(self) -> None:
-        """Learn that other weights were loaded."""
+        """Learn that other weights were loaded. A report of before may stay."""

@@ -127,9 +127,6 @@ class OverflowRecorder(LastOverflow, StepObserver):
         if agreed is not None and known is not None and was_skipped(agreed):
             self._keep(known)
 
-    def begin_anew(self) -> None:
-        """Keep what is known: steps of before stay the last ones that were skipped."""
-
     @property
     def newest(self) -> StepRecord:
         """What is kept of the newest step. Raises LookupError before the first."""
@@ -174,7 +171,7 @@ class OverflowRecorder(LastOverflow, StepObserver):
         self._own_serial, self._report, self._skipped = record.serial, None, None
         step = self._members[0].counter.taken - 1 if record.step is None else record.step
         entries = self._entries(record, grads_are_there)
-        seen = None if record.seen is None else record.seen.entries()
+        seen = None if record.seen is None else record.seen()
         if seen is None and group_size(self.group) == 1:
             seen = entries  # a single rank's gradients are never reduced
         module = non_finite_module.first_of(record.modules)
