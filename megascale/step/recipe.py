@@ -1,4 +1,23 @@
-"""The recipe of a step: finish, measure, agree, decide, rescale, update, gather. For one optimizer, or for a chain."""
+"""The recipe of a step: finish, measure, agree, decide, rescale, update, gather. For one optimizer, or for a chain.
+
+**Two halves of a step.** :meth:`StepRecipe.prepare` decides and :meth:`StepRecipe.apply` updates. The cut lies behind
+the one message of the decision and before the first write to a main param: whatever can be found wrong is found before
+it, so that a step is whole or not at all, on every rank. ``step()`` takes both at once; a caller who wants the norm
+first, or clips by value, takes them apart.
+
+**The first half** ends with a decision that all ranks share. It sends the only message of the decision, and every rank
+reaches that message, also one that has found an error: the error is counted in the vector of statistics instead of
+raised, because the other ranks wait for this one. After the message all ranks know of it, and raise together. This
+half moves the loss scale (and the statistics of norms), so that the same gradients must not be prepared twice.
+
+**The second half** asks nobody. It reads the decision on the device, where a skipped step writes nothing. An error here
+is this rank's alone and comes too late to stop the others: it is recorded, this rank goes on to the gathers, for which
+others wait, and all ranks raise it with the statistics of the next step.
+
+**Between the halves** the caller may write gradients, drop them, or load weights. In an undivided step nothing can have
+changed, and nothing is checked twice. Otherwise references to the gradients are held, and all tensors are
+checked again before a kernel is given their addresses. Loaded weights discard the decision.
+"""
 
 import math
 import weakref
@@ -183,10 +202,12 @@ class StepRecipe:
                 stats = grad_stats.agree(stats, self.groups)
         with span("decide"):
             overflow, decision = self._decide(stats)
+        # Before the loss scale changes: a step that is refused here leaves it as it was.
         agreed = self.errors.raise_agreed(stats)
         for member in self.members:
             member.unverified_params.clear()
         self._observe(agreed, self.overflows.record(collected, stats, decision.found_inf, scaler), collected)
+        # Observers may raise, too, so that the statistics of norms and the scale, which are state, change after them.
         if self.spikes is not None:
             self.spikes.commit()
         with span("rescale"):
