@@ -19,11 +19,11 @@ from megascale.main_params.main_param import MainParam
 from megascale.main_params.replicated import ReplicatedMainParams
 from megascale.optimizer import MixedPrecisionOptimizer
 from megascale.utils.collectives import raise_together
-from megascale.utils.dtensors import dtensor_like, local
+from megascale.utils.dtensors import dtensor_like, to_local
 from megascale.utils.dtypes import HALF_DTYPES
 from megascale.utils.param_names import renames
 from megascale.utils.spelling import names_arguments
-from megascale.utils.staging import staged
+from megascale.utils.transfer import to_device_async
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,12 +101,12 @@ class AveragedMainParams:
         if isinstance(optimizer, (MixedPrecisionOptimizer, ChainedOptimizer)):
             self._group, device = optimizer.groups.grad_stats, optimizer.device
         sources = _sources(model, self._owners)
-        self._params = RunningAverages([local(source.value()) for _, _, source in sources])
+        self._params = RunningAverages([to_local(source.value()) for _, _, source in sources])
         self._entries = [
             _Averaged(*source, average) for source, average in zip(sources, self._params.averages, strict=True)
         ]
         self._buffers = dict(model.named_buffers())
-        self._averaged_buffers = RunningAverages([local(buffer) for buffer in self._buffers.values()])
+        self._averaged_buffers = RunningAverages([to_local(buffer) for buffer in self._buffers.values()])
         self.n_averaged = torch.zeros((), dtype=torch.int64, device=device)
         self._view = HostView()
         self._has_started = False
@@ -135,9 +135,9 @@ class AveragedMainParams:
         self._averaged_buffers.update(buffers, landed, self.n_averaged, rule, self._has_started)
         for owner in {id(entry.owner): entry.owner for entry in self._entries}.values():
             owner.wait_for_arrivals()
-        mains = [local(entry.source.value()) for entry in self._entries]
+        mains = [to_local(entry.source.value()) for entry in self._entries]
         self._params.update(mains, landed, self.n_averaged, self._average, self._has_started)
-        self.n_averaged.add_(staged(landed, self.n_averaged.device))
+        self.n_averaged.add_(to_device_async(landed, self.n_averaged.device))
         if not self._has_started:
             heard = self._view.push({"n_averaged": self.n_averaged})
             self._has_started = heard is not None and heard["n_averaged"] > 0
@@ -242,10 +242,13 @@ class AveragedMainParams:
         _check_tensors("averages", averages, live)
         _check_tensors("buffers", buffers, own)
         planned = [
-            (entry.average, local(entry.owner.to_local(entry.source.model, averages[entry.name], entry.average.dtype)))
+            (
+                entry.average,
+                to_local(entry.owner.to_local(entry.source.model, averages[entry.name], entry.average.dtype)),
+            )
             for entry in self._entries
         ]
-        return planned + [(local(buffer), local(buffers[name])) for name, buffer in own.items()]
+        return planned + [(to_local(buffer), to_local(buffers[name])) for name, buffer in own.items()]
 
     def _like_model(self, entry: _Averaged) -> Tensor:
         """Return a copy of an average, whole, in its model param's dtype; a DTensor where that is one."""
@@ -272,7 +275,7 @@ class AveragedMainParams:
                 raise UsageError(
                     f"buffer {name!r} has changed its shape since AveragedMainParams was built; build it anew"
                 )
-        return [local(buffer) for buffer in live if buffer is not None]
+        return [to_local(buffer) for buffer in live if buffer is not None]
 
     def _check_complete(self) -> None:
         if _count(self._owners) != self._num_main_params:

@@ -20,7 +20,7 @@ from megascale.state.schema import SHARED_STATE, check_layout, shared_by_optimiz
 from megascale.state.torch_layout import StateDict, StateNames, from_torch_layout, is_read_by_name, is_torch_layout
 from megascale.step.description import described
 from megascale.step.overflow_report import OverflowReport
-from megascale.step.ownership import shared_scaler
+from megascale.step.ownership import scaler_conflict
 from megascale.step.recipe import StepRecipe
 from megascale.utils import validate
 from megascale.utils.spelling import names_arguments
@@ -61,8 +61,8 @@ class ChainedOptimizer(torch.optim.Optimizer):
         self.groups = first.groups
         self.device = first.device
         members = [member for optimizer in self.optimizers for member in optimizer.recipe.members]
-        vouched = all(optimizer.recipe.grads_are_scaled for optimizer in self.optimizers)
-        self.recipe = StepRecipe(members, self.groups, first.grad_scaler, first.clip_grad, grads_are_scaled=vouched)
+        are_scaled = all(optimizer.recipe.grads_are_scaled for optimizer in self.optimizers)
+        self.recipe = StepRecipe(members, self.groups, first.grad_scaler, first.clip_grad, grads_are_scaled=are_scaled)
         listener = next(filter(None, (one.recipe.overflows.listener for one in self.optimizers)), None)
         for optimizer in self.optimizers:
             # Loading into one member clears the errors of the whole chain.
@@ -95,7 +95,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
         return decision.found_inf
 
     def _settings_error(self) -> UsageError | None:
-        return self._clip_grad_error() or shared_scaler(self.grad_scaler, self.optimizers)
+        return self._clip_grad_error() or scaler_conflict(self.grad_scaler, self.optimizers)
 
     def _clip_grad_error(self) -> UsageError | None:
         """Return an error if an optimizer's ``clip_grad`` differs from the chain's."""
@@ -115,7 +115,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step_with_ready_grads(self) -> StepResult:
         """Second half of a step."""
-        return self.recipe.carry_out()
+        return self.recipe.apply()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -279,8 +279,8 @@ class ChainedOptimizer(torch.optim.Optimizer):
             return [(live, live.plan(part, strict=strict)) for live, part in zip(lives, parts, strict=True)]
 
         load_together(plan, self.groups.grad_stats)
-        self.recipe.forget_ready()
-        self.recipe.begin_anew()
+        self.recipe.discard_prepared()
+        self.recipe.reset_errors()
 
     def saved_state(self) -> SavedState:
         """See :meth:`MixedPrecisionOptimizer.saved_state`."""

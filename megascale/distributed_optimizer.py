@@ -142,15 +142,15 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
         return self._shards
 
 
-def is_sharded_by_parameter(optimizer: torch.optim.Optimizer, shard: str, vouched: bool | None) -> bool:
-    """Return whether shards hold whole parameters. ``vouched``: the caller says that the optimizer is elementwise.
+def is_sharded_by_parameter(optimizer: torch.optim.Optimizer, shard: str, elementwise: bool | None) -> bool:
+    """Return whether shards hold whole parameters. ``elementwise``: the caller says that the optimizer is elementwise.
 
     Raises ArgumentError, naming it, for an optimizer that shall work on pieces of parameters and cannot.
     """
     validate.one_of("shard", shard, SHARDS)
-    if vouched is not None:
-        validate.flag("elementwise", vouched)
-    is_elementwise = type(optimizer) in ELEMENTWISE or bool(vouched)
+    if elementwise is not None:
+        validate.flag("elementwise", elementwise)
+    is_elementwise = type(optimizer) in ELEMENTWISE or bool(elementwise)
     if shard == "elements" and not is_elementwise:
         raise ArgumentError(
             f"optimizer {type(optimizer).__name__} is not known to be elementwise, and with shard='elements' a shard "

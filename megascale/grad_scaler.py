@@ -20,7 +20,7 @@ from megascale.kernels import Backend, ScaleRule, TorchDecisions, inverse
 from megascale.utils import validate, wording
 from megascale.utils.autograd import without_grad
 from megascale.utils.spelling import names_arguments
-from megascale.utils.staging import staged
+from megascale.utils.transfer import to_device_async
 
 LARGEST_TRACKER = 2**62  # int64 with room to count on
 
@@ -96,7 +96,7 @@ class MegatronGradScaler(ABC):
 
     def to(self, device: torch.device | str) -> "MegatronGradScaler":
         """Move the state to ``device`` and return self."""
-        self._scale = staged(self._scale, torch.device(device))
+        self._scale = to_device_async(self._scale, torch.device(device))
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -265,8 +265,8 @@ class DynamicGradScaler(MegatronGradScaler):
     def to(self, device: torch.device | str) -> "DynamicGradScaler":
         """Move the state to ``device`` and return self."""
         super().to(device)
-        self._growth_tracker = staged(self._growth_tracker, torch.device(device))
-        self._hysteresis_tracker = staged(self._hysteresis_tracker, torch.device(device))
+        self._growth_tracker = to_device_async(self._growth_tracker, torch.device(device))
+        self._hysteresis_tracker = to_device_async(self._hysteresis_tracker, torch.device(device))
         return self
 
     @without_grad
@@ -330,7 +330,7 @@ def _flag(found_inf: bool | Tensor, device: torch.device) -> Tensor:
         if found_inf.numel() != 1:
             raise ArgumentError(f"found_inf must have one element, got shape {tuple(found_inf.shape)}")
         flag = found_inf if found_inf.dtype == torch.float32 else (found_inf != 0).float()
-        return staged(flag, device)
+        return to_device_async(flag, device)
     if not isinstance(found_inf, bool):
         raise ArgumentTypeError(
             f"found_inf must be a bool or a tensor, got {found_inf!r} of type {type(found_inf).__name__}"

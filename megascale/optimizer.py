@@ -106,8 +106,10 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             grad_sync,
             replicas_may_differ=validate.flag("replicas_may_differ", replicas_may_differ),
         )
-        vouched = validate.flag("grads_are_scaled", grads_are_scaled)
-        self.recipe = StepRecipe([self._member], self.groups, None, self.config.clip_grad, grads_are_scaled=vouched)
+        grads_are_scaled = validate.flag("grads_are_scaled", grads_are_scaled)
+        self.recipe = StepRecipe(
+            [self._member], self.groups, None, self.config.clip_grad, grads_are_scaled=grads_are_scaled
+        )
         has_values = self.device.type != "meta"  # a move to meta would erase the scaler's state
         self.grad_scaler = grad_scaler.to(self.device) if grad_scaler is not None and has_values else grad_scaler
         if self.grad_scaler is not None:
@@ -115,7 +117,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self._replicas_may_differ = replicas_may_differ
         self._require_same(0)
         self._member.sync_from_model()
-        self._member.uncompared.clear()
+        self._member.unverified_params.clear()
         ownership.record(self, optimizer, self.grad_scaler)
         if has_values:
             announce.on_first_rank(self._summary)
@@ -181,7 +183,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         return decision.found_inf
 
     def _scaler_error(self) -> UsageError | None:
-        return ownership.shared_scaler(self.grad_scaler, (self,))
+        return ownership.scaler_conflict(self.grad_scaler, (self,))
 
     @property
     def decision(self) -> Decision | None:
@@ -222,7 +224,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step_with_ready_grads(self) -> StepResult:
         """Second half of a step: update main params, optimizer state and model params, where the step lands."""
-        return self.recipe.carry_out()
+        return self.recipe.apply()
 
     @property
     def reduces_in_backward(self) -> bool:
@@ -343,7 +345,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         for param in self.optimizer.param_groups[-1]["params"]:
             main = self._member.main_params.get(param)
             if main is not None:
-                self._member.uncompared.pop(main.name, None)
+                self._member.unverified_params.pop(main.name, None)
 
     def main_params(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, main param) of every trainable parameter, live. An fp32 model param is its own main param.
@@ -386,7 +388,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         for param in self._member.main_params:
             if param.is_copy:
                 param.reload()
-        self.recipe.begin_anew()
+        self.recipe.reset_errors()
 
     def finish_param_gather(self) -> None:
         """Wait until parameters are gathered, or back from host memory. Modules wait for their own by themselves."""
@@ -439,8 +441,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             return [(live, live.plan(state_dict, strict=strict))]
 
         load_together(plan, self.groups.grad_stats)
-        self.recipe.forget_ready()
-        self.recipe.begin_anew()
+        self.recipe.discard_prepared()
+        self.recipe.reset_errors()
 
     def live_state(self) -> LiveState:
         """Return references to everything that a state dict covers."""

@@ -113,13 +113,13 @@ class _Rounds:
         self._beat = 0
         self._is_posted = False
         self._seen: dict[int, Notice | None] = {}
-        self._told = ""
+        self._describe_ranks = ""
 
     def take(self) -> None:
         """Compare this rank with the round before; if it stands still, say so, and look who does not."""
         state, now = (calls_begun(), call_site.of_thread(self._watched)), time.monotonic()
         if state != self._state:
-            self._state, self._since, self._seen, self._told = state, now, {}, ""
+            self._state, self._since, self._seen, self._describe_ranks = state, now, {}, ""
             self._withdraw()
             return
         still = now - self._since
@@ -136,9 +136,9 @@ class _Rounds:
         except NoAnswer as error:
             told = f"The store of the process group does not answer: its host has ended or is cut off ({error})."
         else:
-            told = _told(site, calls, self._seen, before)
-        if still >= self._patience and told and told != self._told:
-            self._told = told
+            told = _describe_ranks(site, calls, self._seen, before)
+        if still >= self._patience and told and told != self._describe_ranks:
+            self._describe_ranks = told
             logger.warning("rank %d has waited for %.0f s in %s. %s", self._rank, still, site, told)
 
     def say_last_words(self, words: str) -> None:
@@ -200,7 +200,9 @@ def _site(notice: Notice | None) -> CallSite | None:
     return CallSite(*notice["site"]) if notice is not None and notice.get("site") else None
 
 
-def _told(site: CallSite, calls: int, seen: dict[int, Notice | None], before: dict[int, Notice | None]) -> str:
+def _describe_ranks(
+    site: CallSite, calls: int, seen: dict[int, Notice | None], before: dict[int, Notice | None]
+) -> str:
     """Return which ranks have not made the call ``site``, one sentence each; "" if all wait in it.
 
     Args:

@@ -16,7 +16,7 @@ from megascale.utils import validate
 from megascale.utils.collectives import can_be_captured
 from megascale.utils.graph_capture import is_capturing
 from megascale.utils.spelling import names_arguments
-from megascale.utils.staging import staged
+from megascale.utils.transfer import to_device_async
 
 
 @names_arguments
@@ -65,7 +65,7 @@ class StepGraph:
         self._optimizer = optimizer
         self._forward_backward = forward_backward
         device = optimizer.device
-        optimizer.recipe.forget_ready()  # of prepare_grads(): the graph holds a whole step
+        optimizer.recipe.discard_prepared()  # of prepare_grads(): the graph holds a whole step
         self._module = torch.get_device_module(device)
         self._rates = [_rate_on(group, device) for group in optimizer.param_groups]
         with torch.accelerator.device_index(device.index):  # streams and graphs are those of the current device
@@ -160,6 +160,6 @@ def _rate_on(group: dict[str, Any], device: torch.device) -> Tensor:
 def _write_rate(rate: Tensor, value: float | Tensor) -> None:
     """Write a learning rate, with all its bits, where a graph reads it. The host does not wait."""
     if isinstance(value, Tensor):
-        rate.copy_(staged(value.detach(), rate.device), non_blocking=True)
+        rate.copy_(to_device_async(value.detach(), rate.device), non_blocking=True)
     else:
         rate.fill_(value)

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from megascale.utils.dtensors import local
-from megascale.utils.staging import staged
+from megascale.utils.dtensors import to_local
+from megascale.utils.transfer import to_device_async
 
 
 def params_without_momentum(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -25,4 +25,4 @@ def fill_momentum_(optimizer: torch.optim.Optimizer, params: list[Tensor], found
     for param in params:
         buffer = optimizer.state.get(param, {}).get("momentum_buffer")
         if buffer is not None:
-            local(buffer).masked_fill_(staged(found_inf, buffer.device) > 0, 0.0)
+            to_local(buffer).masked_fill_(to_device_async(found_inf, buffer.device) > 0, 0.0)

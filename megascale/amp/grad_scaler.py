@@ -25,7 +25,7 @@ from megascale.optimizer import MixedPrecisionOptimizer
 from megascale.step.overflow_report import OverflowReport
 from megascale.utils import call_site, torch_names, validate, wording
 from megascale.utils.spelling import names_arguments
-from megascale.utils.staging import staged
+from megascale.utils.transfer import to_device_async
 
 
 class GradMeasure(NamedTuple):
@@ -291,7 +291,7 @@ class GradScaler(torch.amp.GradScaler):
         state = self._state_of(optimizer)
         _check_unscaled(state)
         if multiplier is not None:
-            factor = factor * staged(multiplier, factor.device)
+            factor = factor * to_device_async(multiplier, factor.device)
         found_infs = LocalGrads(optimizer).unscale_(factor, self._backend)
         # Only fp16 gradients can overflow in this pass, after _measure() found them finite. All ranks know the dtypes.
         if not state["found_inf_per_device"] or any(param.dtype == torch.float16 for param in _params(optimizer)):
@@ -381,7 +381,7 @@ class GradScaler(torch.amp.GradScaler):
         if agreement.is_alone:
             return found_infs
         found_inf, _ = agreement.agree(_any(list(found_infs.values()), scale.device))
-        return {device: staged(found_inf, device) for device in found_infs or [scale.device]}
+        return {device: to_device_async(found_inf, device) for device in found_infs or [scale.device]}
 
     def _backend(self, device: torch.device) -> Backend:
         if device not in self._backends:
@@ -492,7 +492,7 @@ def _any(flags: list[Tensor], device: torch.device) -> Tensor:
     """Return whether any of the flags is set: fp32, 0-d, exactly 0 or 1: a fused optimizer would not skip at 2."""
     if not flags:
         return torch.zeros((), device=device)
-    found_inf = staged(flags[0], device)
+    found_inf = to_device_async(flags[0], device)
     for flag in flags[1:]:
-        found_inf = torch.maximum(found_inf, staged(flag, device))
+        found_inf = torch.maximum(found_inf, to_device_async(flag, device))
     return found_inf

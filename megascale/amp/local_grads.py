@@ -11,8 +11,8 @@ from torch import Tensor
 from megascale.grad_sync.usable_grads import memory_error
 from megascale.kernels import Backend, GradReader, TensorStats, is_plain, plain, stats_dtype
 from megascale.utils.collectives import redistribute_like
-from megascale.utils.dtensors import is_dtensor, local
-from megascale.utils.staging import staged
+from megascale.utils.dtensors import is_dtensor, to_local
+from megascale.utils.transfer import to_device_async
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -78,7 +78,7 @@ class LocalGrads:
         found_infs: dict[torch.device, Tensor] = {}
         for location, by_dtype in self._grads.items():
             found_inf = found_infs.setdefault(location.device, torch.zeros((), device=location.device))
-            factor = staged(inv_scale, location.device)
+            factor = to_device_async(inv_scale, location.device)
             for dtype, grads in by_dtype.items():
                 torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, factor)
                 if dtype == torch.float16:
@@ -126,7 +126,7 @@ def _located(param: Tensor, grad: Tensor, coalesced: bool) -> tuple[Location, Te
     if is_dtensor(param) and is_dtensor(grad):
         if grad.placements != param.placements:
             param.grad = grad = redistribute_like(grad, param)
-        mesh, values = grad.device_mesh, local(grad)
+        mesh, values = grad.device_mesh, to_local(grad)
         holders = math.prod(mesh.size(dim) for dim, placed in enumerate(grad.placements) if placed.is_replicate())
         return Location(values.device, mesh, holders), values
     if grad.is_sparse:

@@ -17,8 +17,8 @@ from megascale.kernels import LARGEST_SUM_SQUARES, Decision, clip_coefficient
 from megascale.optimizer import MixedPrecisionOptimizer, StepResult
 from megascale.utils import validate
 from megascale.utils.collectives import full_tensor
-from megascale.utils.dtensors import local
-from megascale.utils.staging import staged
+from megascale.utils.dtensors import to_local
+from megascale.utils.transfer import to_device_async
 
 WRAPPERS = (MixedPrecisionOptimizer, ChainedOptimizer)
 """Optimizers that scale and clip by themselves; a DistributedOptimizer is a MixedPrecisionOptimizer."""
@@ -167,7 +167,7 @@ def _step_as_torch_does(
 
 def _result(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, norm: Tensor) -> StepResult:
     """Return the result of a step, before the scaler's update() drops it."""
-    flags = [staged(flag, norm.device) for flag in scaler._found_inf_per_device(optimizer).values()]
+    flags = [to_device_async(flag, norm.device) for flag in scaler._found_inf_per_device(optimizer).values()]
     zeros = torch.full((), torch.nan, dtype=torch.float64, device=norm.device)
     return StepResult(torch.stack(flags).sum() == 0, norm.float(), zeros)
 
@@ -190,8 +190,8 @@ def _divides_by_itself(optimizer: torch.optim.Optimizer) -> bool:
 def _clamp_(optimizer: torch.optim.Optimizer, bound: Tensor) -> None:
     """Clamp every element to [-bound, bound], 0-d, without a sync. Overflows were recorded before."""
     for param in _with_grads(optimizer):
-        grad = local(param.grad)  # type: ignore[arg-type]
-        limit = staged(bound, grad.device)
+        grad = to_local(param.grad)  # type: ignore[arg-type]
+        limit = to_device_async(bound, grad.device)
         torch.clamp(grad, -limit, limit, out=grad)
 
 

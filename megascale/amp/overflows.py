@@ -16,7 +16,7 @@ from megascale.step.observers import SeenGrads
 from megascale.step.overflow_report import OverflowEntry, OverflowReport, OwnOverflows, holds_only_nan
 from megascale.step.overflows import Entries, LastOverflow, described, own_rank
 from megascale.utils.collectives import group_size
-from megascale.utils.dtensors import local
+from megascale.utils.dtensors import to_local
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class ScalerOverflows(LastOverflow):
                 position += 1
                 if param.grad is None:
                     continue
-                grad = local(param.grad)
+                grad = to_local(param.grad)
                 grad = grad._values() if grad.is_sparse else grad
                 entry = described(name, grad, indices.get(id(param), position), None, grad.numel())
                 if entry.num_non_finite:

@@ -18,7 +18,7 @@ from megascale.checkpoint.nest import join, leaves, unflatten
 from megascale.errors import CheckpointError
 from megascale.kernels.remainders import REMAINDER_DTYPE, decode
 from megascale.main_params.shard import ParamShard
-from megascale.utils.dtensors import dtensor_like, local
+from megascale.utils.dtensors import dtensor_like, to_local
 
 
 def is_remainder(key: str, dtype: torch.dtype) -> bool:
@@ -73,5 +73,5 @@ def _decoded(weight: Tensor, remainder: Tensor) -> Tensor:
     if isinstance(weight, ParamShard) and isinstance(remainder, ParamShard):
         return ParamShard(decode(weight.piece, remainder.piece), weight.shape, weight.start)
     with torch.no_grad():
-        value = decode(local(weight), local(remainder))
+        value = decode(to_local(weight), to_local(remainder))
     return dtensor_like(value, remainder) if isinstance(remainder, DTensor) else value

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from megascale.kernels import describe_non_finite
 from megascale.step.overflow_report import OverflowEntry
 from megascale.step.overflows import described, own_rank
-from megascale.utils.dtensors import is_dtensor, local
+from megascale.utils.dtensors import is_dtensor, to_local
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class GradWatch:
         self._fired.add(at.name)
         if type(grad) is not Tensor or grad.requires_grad or grad.is_sparse:
             with torch.no_grad():
-                grad = local(grad)
+                grad = to_local(grad)
             grad = grad._values() if grad.is_sparse else grad
         self._seen.add(at, self._micro_batch, grad)
 

@@ -15,8 +15,8 @@ from megascale.debug.gradients import remove_hooks
 from megascale.errors import ArgumentTypeError
 from megascale.step.non_finite_module import NonFiniteModule, TensorStatistics, announce, withdraw
 from megascale.step.overflows import own_rank
-from megascale.utils.dtensors import local
-from megascale.utils.staging import staged
+from megascale.utils.dtensors import to_local
+from megascale.utils.transfer import to_device_async
 
 NUM_STATISTICS = 4
 
@@ -128,7 +128,7 @@ class ModuleWatch:
             alive = watch()
             if alive is not None:
                 site = _Site(label, "backward", input_dtype, grad.dtype)
-                alive._record(site, call, before, _statistics([local(grad)]))
+                alive._record(site, call, before, _statistics([to_local(grad)]))
 
         for output in outputs:
             if output.requires_grad:
@@ -138,9 +138,11 @@ class ModuleWatch:
     def _record(self, site: _Site, call: int, inputs: Tensor, found: Tensor) -> None:
         """Keep this event's row if it is the first that is not finite, on the device."""
         index = self._sites.setdefault(site, len(self._sites))
-        event = staged(torch.tensor([self._num_events, index, call], dtype=found.dtype, device="cpu"), found.device)
+        event = to_device_async(
+            torch.tensor([self._num_events, index, call], dtype=found.dtype, device="cpu"), found.device
+        )
         self._num_events += 1
-        row = torch.cat([event, staged(inputs, found.device), found])
+        row = torch.cat([event, to_device_async(inputs, found.device), found])
         kept = self._rows.get(found.device)
         if kept is None:
             kept = torch.full_like(row, -1.0)
@@ -194,7 +196,7 @@ def _as_statistics(numbers: list[float], dtype: torch.dtype) -> TensorStatistics
 def _statistics(tensors: list[Tensor]) -> Tensor:
     """Return the numbers of :class:`TensorStatistics`, fp32, shape [4], on the first tensor's device."""
     device = tensors[0].device
-    parts = [staged(_of_one(local(tensor)), device) for tensor in tensors if tensor.numel()]
+    parts = [to_device_async(_of_one(to_local(tensor)), device) for tensor in tensors if tensor.numel()]
     if not parts:
         return torch.zeros(NUM_STATISTICS, device=device)
     table = torch.stack(parts)

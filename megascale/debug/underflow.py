@@ -17,7 +17,7 @@ from megascale.step.member import StepMember
 from megascale.utils import validate
 from megascale.utils.collectives import all_gather_object
 from megascale.utils.graph_capture import is_capturing
-from megascale.utils.staging import staged
+from megascale.utils.transfer import to_device_async
 
 LARGEST_FP16 = torch.finfo(torch.float16).max
 SMALLEST_NORMAL_FP16 = torch.finfo(torch.float16).smallest_normal
@@ -155,7 +155,7 @@ class UnderflowMeter:
             grad = member.grads.grad_of(param)
             if grad is not None and grad.numel():
                 row = _measure(grad, holders.of(param.model).share)
-                rows.append(staged(row, self._device))
+                rows.append(to_device_async(row, self._device))
         return torch.stack(rows) if rows else None
 
     def _take(self, seen: dict[str, float] | None) -> None:

@@ -35,7 +35,7 @@ from megascale.utils import validate
 from megascale.utils.collectives import group_size
 from megascale.utils.dtensors import is_dtensor
 from megascale.utils.spelling import names_arguments
-from megascale.utils.staging import staged
+from megascale.utils.transfer import to_device_async
 
 REDUCTIONS = ("mean", "sum")
 MOST_PENDING = 2
@@ -243,7 +243,7 @@ class GradSync:
                 raise ArgumentError(f"divisor must be one number, got a tensor of shape {tuple(divisor.shape)}")
             self._divisor = divisor.detach().reshape(())
             if self.buckets:
-                self._divisor = staged(self._divisor, self.buckets[0].memory.flat.device)
+                self._divisor = to_device_async(self._divisor, self.buckets[0].memory.flat.device)
         else:
             self._divisor = validate.positive("divisor", divisor)
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from megascale.errors import GradientError, sparse_gradient
 from megascale.kernels import memory_fault
-from megascale.utils.dtensors import local
+from megascale.utils.dtensors import to_local
 
 
 def gradient_error(name: str, grad: Tensor, param: Tensor) -> GradientError | None:
@@ -20,7 +20,7 @@ def gradient_error(name: str, grad: Tensor, param: Tensor) -> GradientError | No
 
 def memory_error(name: str, grad: Tensor, param: Tensor) -> GradientError | None:
     """Return the error for a dense gradient that has lost its memory, or has another shape than its parameter."""
-    part, own = local(grad), local(param)
+    part, own = to_local(grad), to_local(param)
     fault = memory_fault(part)
     if fault is not None:
         return GradientError(f"the gradient of {name} {fault}; run backward anew, after zero_grad()")

@@ -24,8 +24,8 @@ from megascale.integrations.lightning_scaling import PerBatchScaler
 from megascale.optimizer import MixedPrecisionOptimizer, StepResult
 from megascale.parallel import ParallelGroups
 from megascale.utils import validate
-from megascale.utils.dtensors import local
-from megascale.utils.staging import staged
+from megascale.utils.dtensors import to_local
+from megascale.utils.transfer import to_device_async
 
 Base: Any = object  # Subclasses also derive from their package's Precision, which super() then finds.
 
@@ -270,9 +270,9 @@ class PrecisionRecipe(Base):
         """
         for name, param in module.named_parameters():
             if param.grad is not None:
-                grad = local(param.grad).to(torch.promote_types(param.grad.dtype, torch.float32), copy=True)
+                grad = to_local(param.grad).to(torch.promote_types(param.grad.dtype, torch.float32), copy=True)
                 if self.grad_scaler is not None:
-                    grad.mul_(staged(self.grad_scaler.inv_scale.reshape(()), grad.device))
+                    grad.mul_(to_device_async(self.grad_scaler.inv_scale.reshape(()), grad.device))
                 yield name, grad
 
 
@@ -348,7 +348,7 @@ def _per_batch_scaler(optimizers: list[AnyOptimizer]) -> PerBatchScaler | None:
 @torch.no_grad()
 def _fingerprints(optimizer: Any) -> list[tuple[int, int]]:
     """Return, for each gradient, a key that changes when it is written or replaced."""
-    grads = [local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    grads = [to_local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     return [(grad.data_ptr(), grad._version) for grad in grads]
 
 

@@ -8,8 +8,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from megascale.grad_scaler import MegatronGradScaler, ScalerState
-from megascale.utils.dtensors import local
-from megascale.utils.staging import staged
+from megascale.utils.dtensors import to_local
+from megascale.utils.transfer import to_device_async
 
 
 class PerBatchScaler(MegatronGradScaler):
@@ -89,8 +89,8 @@ class PerBatchScaler(MegatronGradScaler):
         self.scaler.update(self._found_inf)
         self._found_inf = None
         change = (self.scaler.live_scale / before).reshape(())
-        for grad in map(local, grads):
-            grad.mul_(staged(change, grad.device))
+        for grad in map(to_local, grads):
+            grad.mul_(to_device_async(change, grad.device))
 
     @override
     def state_dict(self) -> dict[str, Any]:

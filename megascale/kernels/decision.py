@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megascale.utils.staging import staged
+from megascale.utils.transfer import to_device_async
 
 LARGEST_SUM_SQUARES = torch.finfo(torch.float32).max
 """A larger sum of squares counts as overflow on every backend, because some accumulate in fp32."""
@@ -82,7 +82,7 @@ class Decision:
         """Return the decision on ``device``."""
         if self.found_inf.device == device:
             return self
-        moved = (staged(t, device) for t in (self.found_inf, self.coefficient, self.grad_norm, self.num_zeros))
+        moved = (to_device_async(t, device) for t in (self.found_inf, self.coefficient, self.grad_norm, self.num_zeros))
         return Decision(*moved)
 
 

@@ -11,7 +11,7 @@ from megascale.chained import ChainedOptimizer
 from megascale.errors import ArgumentError, UsageError
 from megascale.kernels import stats_dtype
 from megascale.optimizer import MixedPrecisionOptimizer
-from megascale.utils.staging import staged
+from megascale.utils.transfer import to_device_async
 
 
 class GroupRates:
@@ -96,7 +96,7 @@ class GroupRates:
     @torch.no_grad()
     def select(self, landed: Tensor, before: list[float]) -> None:
         """Write the numbers into the groups if ``landed``, else ``before``: chosen on the device, without a sync."""
-        landed = staged(landed, self._device)
+        landed = to_device_async(landed, self._device)
         for index, (group, old, new) in enumerate(zip(self._optimizer.param_groups, before, self.numbers, strict=True)):
             if old == new:
                 continue

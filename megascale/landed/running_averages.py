@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import get_swa_avg_fn
 
-from megascale.utils.staging import staged
+from megascale.utils.transfer import to_device_async
 
 AvgFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 MultiAvgFn = Callable[[Sequence[Tensor], Sequence[Tensor], Tensor], None]
@@ -41,7 +41,7 @@ class RunningAverages:
         """
         for indices, flat in self._chunks:
             here = [currents[index] for index in indices]
-            count = staged(n_averaged, flat.device)
+            count = to_device_async(n_averaged, flat.device)
             candidate = flat.clone()
             proposed = _views(candidate, here)
             average(proposed, here, count)
@@ -49,7 +49,7 @@ class RunningAverages:
                 is_first = count == 0
                 for new, current in zip(proposed, here, strict=True):
                     new.copy_(torch.where(is_first, current, new))
-            torch.where(staged(landed, flat.device), candidate, flat, out=flat)
+            torch.where(to_device_async(landed, flat.device), candidate, flat, out=flat)
 
 
 def _chunked(tensors: Sequence[Tensor]) -> Iterator[list[int]]:

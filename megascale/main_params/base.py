@@ -182,7 +182,7 @@ class MainParams(ABC):
     def __iter__(self) -> Iterator[MainParam]:
         return (param for group in self.ordered for param in group)
 
-    def everywhere(self) -> Mapping[str, nn.Parameter]:
+    def all_sharded_params(self) -> Mapping[str, nn.Parameter]:
         """Return, by name, the model params of which other ranks hold other shards; none where they are not sharded."""
         return {}
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megascale.kernels.compact_moments import GROUP, num_groups
 from megascale.utils.collectives import full_tensor
-from megascale.utils.dtensors import first_row, is_dtensor, local, row_cuts
+from megascale.utils.dtensors import first_row, is_dtensor, row_cuts, to_local
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -36,7 +36,7 @@ def first_element(tensor: Tensor) -> int:
 
 def scales_shape(tensor: Tensor) -> torch.Size:
     """Return the shape of the scales of this rank's part of ``tensor``."""
-    return _shape(tensor, local(tensor).shape)
+    return _shape(tensor, to_local(tensor).shape)
 
 
 def scales_like(tensor: Tensor, scales: Tensor) -> Tensor:

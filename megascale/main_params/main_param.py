@@ -17,7 +17,7 @@ from megascale.kernels.remainders import REMAINDER_DTYPE, decode, encode, finger
 from megascale.main_params.host_twin import HostTwin
 from megascale.main_params.slab import Slabs
 from megascale.main_params.write_tracker import WriteTracker
-from megascale.utils.dtensors import dtensor_like, held, local
+from megascale.utils.dtensors import dtensor_like, held, to_local
 from megascale.utils.dtypes import HALF_DTYPES
 
 MODEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -34,7 +34,7 @@ class ParamForm(NamedTuple):
     @classmethod
     def of(cls, model: Tensor) -> "ParamForm":
         """Return the form of a model param."""
-        part = local(model)
+        part = to_local(model)
         return cls(model.shape, part.shape, part.dtype, part.device)
 
     def __str__(self) -> str:
@@ -91,31 +91,31 @@ class MainParam:
         """Return the main param; a new tensor where it is held as a remainder."""
         if self.remainder is None:
             return self.main
-        return dtensor_like(decode(self.part, local(self.remainder).to(self.part.device)), self.main)
+        return dtensor_like(decode(self.part, to_local(self.remainder).to(self.part.device)), self.main)
 
     def store(self, value: Tensor) -> None:
         """Set the local main param to ``value``, and the model param to its rounding."""
         if self.remainder is not None:
             rounded, remainder = encode(value.to(torch.float32), self.part.dtype)
             self.part.copy_(rounded)
-            local(self.remainder).copy_(remainder)
+            to_local(self.remainder).copy_(remainder)
             self._take_fingerprint()
             return
-        local(self.main).copy_(value)
+        to_local(self.main).copy_(value)
         if self.is_copy:
-            self.part.copy_(local(self.main))
+            self.part.copy_(to_local(self.main))
 
     def decode(self) -> None:
         """Give ``main`` memory and its values, until :meth:`release`."""
         if self.remainder is not None:
-            main = local(self.main)
+            main = to_local(self.main)
             main.untyped_storage().resize_(main.numel() * main.element_size())
-            main.copy_(decode(self.part, local(self.remainder)))
+            main.copy_(decode(self.part, to_local(self.remainder)))
 
     def release(self) -> None:
         """Free the memory of ``main`` where a remainder stands for it."""
         if self.remainder is not None:
-            local(self.main).untyped_storage().resize_(0)
+            to_local(self.main).untyped_storage().resize_(0)
 
     def move(self) -> None:
         """Move the main param to the device of its model param. Raises UsageError for one that lives in host memory."""
@@ -150,7 +150,7 @@ class MainParam:
     @property
     def part(self) -> Tensor:
         """The local part of the model param that rounds this rank's main param."""
-        return local(self.model) if self.shard is None else self.shard
+        return to_local(self.model) if self.shard is None else self.shard
 
     @property
     def rounded(self) -> Tensor:
@@ -168,10 +168,10 @@ class MainParam:
         Held as a remainder all elements take the model param's values, unless none of these has changed.
         """
         if self.remainder is not None:
-            left = local(self.remainder)
+            left = to_local(self.remainder)
             left.copy_(torch.where(self._take_fingerprint().to(left.device), left, 0))
         elif self.is_copy:
-            main = local(self.main)
+            main = to_local(self.main)
             part = self.part.to(main.device)
             same = main.to(part.dtype).view(torch.int16) == part.view(torch.int16)
             main.copy_(torch.where(same, main, part.to(main.dtype)))
@@ -180,10 +180,10 @@ class MainParam:
     def reload(self) -> None:
         """Set the main param to the model param's value exactly."""
         if self.remainder is not None:
-            local(self.remainder).zero_()
+            to_local(self.remainder).zero_()
             self._take_fingerprint()
         else:
-            local(self.main).copy_(self.part)
+            to_local(self.main).copy_(self.part)
         self.record_version()
 
     def _take_fingerprint(self) -> Tensor:
@@ -250,7 +250,7 @@ def check_apart(named: Sequence[tuple[str, Tensor]]) -> None:
     Each has a main param and moments of its own, and the update of one would undo that of the other. Looks at the
     address of every parameter.
     """
-    parts = [(name, local(param)) for name, param in named]
+    parts = [(name, to_local(param)) for name, param in named]
     here = [(name, part) for name, part in parts if memory_fault(part) is None]
     pair = sharing([part for _, part in here])
     if pair:
@@ -262,8 +262,8 @@ def check_apart(named: Sequence[tuple[str, Tensor]]) -> None:
 
 
 def _check_elements(name: str, model: Tensor) -> None:
-    if shares_elements(local(model)):
+    if shares_elements(to_local(model)):
         raise UsageError(
-            f"several elements of parameter {name!r}, {ParamForm.of(model)} with strides {local(model).stride()}, "
+            f"several elements of parameter {name!r}, {ParamForm.of(model)} with strides {to_local(model).stride()}, "
             "share memory, which an update would write several times; give it a clone() of its data"
         )

@@ -195,7 +195,7 @@ class ShardedMainParams(MainParams):
         return {id(p.model): ParamShard(p.part.view(-1), p.model.shape, self.start_of(p.model)) for p in self}
 
     @override
-    def everywhere(self) -> Mapping[str, nn.Parameter]:
+    def all_sharded_params(self) -> Mapping[str, nn.Parameter]:
         return self._everywhere
 
     @override

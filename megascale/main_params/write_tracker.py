@@ -1,4 +1,23 @@
-"""Detects writes to model params from ``_version`` and ``data_ptr()``, without reading an element."""
+"""Write tracking: detects writes to model params from ``_version`` and ``data_ptr()``, without reading an element.
+
+**What goes wrong without it.** A main param is the truth, and a step rounds it into its model param. If somebody writes
+the model param in between, as ``load_state_dict()``, an initializer or ``param.data = ...`` does, the next step rounds
+the old main param over it: the loaded weights are gone, and nothing failed.
+
+**What is remembered.** Of each model param the version counter, which torch raises at every write in place, and a row:
+address, shape, strides, dtype and device, which differ where ``param.data`` was replaced. Comparing elements instead
+would read the whole model in each step. A write that raises no version, as through
+``numpy()`` or ``param.data``, is not seen: for those there is ``reload_model_params()``.
+
+**Who writes.** The update writes model params, too, and raises their versions, by torch or by ``increment_version``.
+How often depends on the backend, so nobody predicts a version: after each update :meth:`WriteTracker.take_written`
+reads the versions as they are. It must follow the write at once: a write of the caller's in between would count as the
+update's, and be rounded over in the next step.
+
+**In which order.** Versions are compared before a step measures anything. A param that has only another version is
+taken over into its main param. One that has moved is checked first (two params may share memory now), and all units are
+built anew, because their tables hold addresses. Only then are its values taken.
+"""
 
 from collections.abc import Iterable
 from operator import attrgetter

@@ -37,7 +37,7 @@ def overlay(panel: Panel, runs: Sequence[Run], frame: Frame) -> str:
     scale = (frame.right - frame.left) / (frame.last - frame.first)
     columns = []
     for start, end in pairwise(ends):
-        told = [text for run in runs if (text := _told(panel, run, start, end))]
+        told = [text for run in runs if (text := _describe(panel, run, start, end))]
         if told:
             x = UNITS * (frame.left + (start - frame.first) * scale)
             first, last = int(np.ceil(start)), int(np.ceil(end)) - 1
@@ -50,7 +50,7 @@ def overlay(panel: Panel, runs: Sequence[Run], frame: Frame) -> str:
     return f'<svg class="hover" viewBox="0 0 {UNITS} {UNITS}" preserveAspectRatio="none">{"".join(columns)}</svg>'
 
 
-def _told(panel: Panel, run: Run, start: float, end: float) -> str:
+def _describe(panel: Panel, run: Run, start: float, end: float) -> str:
     """Return what a run's values in a span of steps were; empty if there is none."""
     values: Series = run.get(panel.column)[(run.steps > start) & (run.steps < end)]
     if panel.kind == "skips":

@@ -19,7 +19,7 @@ from megascale.step.spikes import NormStatistics, parse_norm_statistics
 from megascale.step.torch_states import is_per_element
 from megascale.step.update import InnerUpdate
 from megascale.utils.collectives import raise_together
-from megascale.utils.dtensors import local
+from megascale.utils.dtensors import to_local
 from megascale.utils.dtypes import HALF_DTYPES
 from megascale.utils.nests import map_tensors
 
@@ -223,7 +223,7 @@ class LiveState:
 
     def _placed_state(self, name: str, param: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return one parameter's state: of per-element tensors this rank's part, others copied to its device."""
-        device = local(param).device
+        device = to_local(param).device
         placed = portable_state.portable(state, f"state[{name!r}]", copy=False)
         own = self.main_params.own_state(param, placed)
         if own is not None:
@@ -287,7 +287,7 @@ class LiveState:
             main = self.main_params.get_or_create(param, name)
             if main is None:
                 continue
-            main.store(local(value))
+            main.store(to_local(value))
             main.record_version()
         for param, state in plan.states:
             self.state[param] = state

@@ -22,7 +22,7 @@ from megascale.kernels.protocol import FP16_OVERFLOW
 from megascale.kernels.remainders import REMAINDER_DTYPE
 from megascale.rules import MOMENT_CODES
 from megascale.utils.autograd import detached
-from megascale.utils.dtensors import local
+from megascale.utils.dtensors import to_local
 from megascale.utils.param_names import renames
 
 VERSION = 1
@@ -294,7 +294,7 @@ def check_main_param(name: str, value: Any, model: Tensor) -> None:
 @torch.no_grad()
 def check_fits_model(name: str, main: Tensor, model: Tensor) -> None:
     """Raise MainParamOverflowError unless ``main`` is finite after rounding to the model param's dtype."""
-    if model.dtype == torch.float16 and bool((local(main).abs() >= FP16_OVERFLOW).any()):
+    if model.dtype == torch.float16 and bool((to_local(main).abs() >= FP16_OVERFLOW).any()):
         raise MainParamOverflowError(
             f"main param of {name!r} holds values of {FP16_OVERFLOW:.0f} or more, which round to inf in fp16; "
             "train this model in bf16"

@@ -24,7 +24,7 @@ from megascale.kernels.compact_moments import (
 from megascale.main_params.group_scales import first_element, has_whole_groups, scales_like, scales_shape
 from megascale.main_params.main_param import MainParam
 from megascale.rules import CODE_DTYPES, MOMENT_CODES, may_be_codes
-from megascale.utils.dtensors import dtensor_like, is_dtensor, local
+from megascale.utils.dtensors import dtensor_like, is_dtensor, to_local
 
 BACKENDS = ("native", "triton", "torch", "reference")
 """The backends that update 8-bit moments."""
@@ -80,7 +80,7 @@ def start_of(param: MainParam) -> int:
 
 def shape_of(name: str, param: MainParam) -> torch.Size:
     """Return the shape that a state of ``param`` has on this rank: its main param's; of scales, one for each group."""
-    return scales_shape(param.main) if is_scale(name) else local(param.main).shape
+    return scales_shape(param.main) if is_scale(name) else to_local(param.main).shape
 
 
 def is_code(name: str, value: Tensor) -> bool:
@@ -122,7 +122,7 @@ def convert_(entry: dict[str, Any], dtypes: Mapping[str, torch.dtype], param: Ma
         return
     step = entry.get("step", 0.0)
     step = step if isinstance(step, Tensor) else torch.as_tensor(step, device="cpu")
-    parts = {name: local(value) for name, value in entry.items() if name in names or is_scale(name)}
+    parts = {name: to_local(value) for name, value in entry.items() if name in names or is_scale(name)}
     if names == _PAIR:
         decoded = decode_moments(parts)
         made = encode_moments(decoded["exp_avg"], decoded["exp_avg_sq"], dtypes, start_of(param), step)

@@ -69,7 +69,7 @@ class Topic(IntEnum):
 
 StepFacts = Mapping[tuple[Kind, Topic], Facts]
 """What one rank does in one step."""
-_Told = dict[Kind, tuple[tuple[int, ...], dict[Topic, Facts]]]
+_FactsByKind = dict[Kind, tuple[tuple[int, ...], dict[Topic, Facts]]]
 """The same for other ranks: of each kind the ranks of the set, and the facts."""
 
 _num_votes: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
@@ -140,7 +140,7 @@ class Consensus:
 
         Facts are then forgotten: the next step is compared anew.
         """
-        mine = {number: None if facts is None else self._told(facts) for number, facts in self._recent}
+        mine = {number: None if facts is None else self._by_kind(facts) for number, facts in self._recent}
         self._recent.clear()
         every = gathered_facts(mine, error, self._group)
         if not self.is_alone:
@@ -149,14 +149,14 @@ class Consensus:
                 "changed: build the optimizer, set options, load state and call step() alike on every rank"
             )
 
-    def _told(self, facts: StepFacts) -> _Told:
-        told: _Told = {}
+    def _by_kind(self, facts: StepFacts) -> _FactsByKind:
+        by_kind: _FactsByKind = {}
         for (kind, topic), own in facts.items():
-            told.setdefault(kind, (group_ranks(self._holders[kind]), {}))[1][topic] = own
-        return told
+            by_kind.setdefault(kind, (group_ranks(self._holders[kind]), {}))[1][topic] = own
+        return by_kind
 
 
-def _named(every: Mapping[int, Mapping[int, _Told | None]]) -> MegascaleError | None:
+def _named(every: Mapping[int, Mapping[int, _FactsByKind | None]]) -> MegascaleError | None:
     """Return the error that names what differs; None if nothing does. ``every``: by rank, and by number of the vote."""
     for topic in Topic:
         for facts in _compared(every, topic):
@@ -166,7 +166,7 @@ def _named(every: Mapping[int, Mapping[int, _Told | None]]) -> MegascaleError | 
     return None
 
 
-def _compared(every: Mapping[int, Mapping[int, _Told | None]], topic: Topic) -> Iterator[dict[int, Facts]]:
+def _compared(every: Mapping[int, Mapping[int, _FactsByKind | None]], topic: Topic) -> Iterator[dict[int, Facts]]:
     """Yield the facts of a topic that are to be the same, by rank, for each step and set of ranks.
 
     A rank that had an error in a step, or has not taken it, says nothing about it. One that is in a set and has none of

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megascale.kernels import Backend, Decision, HeldParams
 from megascale.main_params.main_param import MainParam
-from megascale.utils.dtensors import local
+from megascale.utils.dtensors import to_local
 
 DECODED_NUMEL = 1 << 20
 """Elements that are decoded at a time. A larger parameter is decoded alone, whole."""
@@ -47,7 +47,7 @@ def held_params(params: Sequence[MainParam], models: list[Tensor], mains: list[T
         mains: memory of the decoded main params.
     """
     fingerprints = [param.fingerprint for param in params if param.fingerprint is not None]
-    return HeldParams(models, [local(param.memory) for param in params], fingerprints, mains)
+    return HeldParams(models, [to_local(param.memory) for param in params], fingerprints, mains)
 
 
 def decoded_together(params: Sequence[MainParam]) -> Iterator[list[int]]:
@@ -72,7 +72,7 @@ def _starts(params: Sequence[MainParam]) -> list[int]:
     """Return the element of the scratch memory at which each parameter begins, and the one at which the last ends."""
     starts = [0]
     for param in params:
-        starts.append(-(-(starts[-1] + local(param.memory).numel()) // ALIGNMENT) * ALIGNMENT)
+        starts.append(-(-(starts[-1] + to_local(param.memory).numel()) // ALIGNMENT) * ALIGNMENT)
     return starts
 
 

@@ -18,10 +18,10 @@ from megascale.main_params.main_param import MainParam
 from megascale.parallel import ParallelGroups
 from megascale.step.consensus import Consensus
 from megascale.step.grad_stats import GradStats
-from megascale.step.update import Rounded
-from megascale.utils.dtensors import local
+from megascale.step.update import OverflowFlags
+from megascale.utils.dtensors import to_local
 from megascale.utils.graph_capture import is_capturing
-from megascale.utils.staging import staged
+from megascale.utils.transfer import to_device_async
 
 _NAMES = [field.name for field in Statistic]
 
@@ -35,7 +35,7 @@ class DeferredErrors:
 
     Attributes:
         consensus: votes, and names what differs between ranks.
-        times_replaced: how often :meth:`begin_anew` was called.
+        times_replaced: how often :meth:`reset` was called.
         no_errors: what :meth:`as_statistic` returns for none, and where another has counted them.
     """
 
@@ -47,12 +47,12 @@ class DeferredErrors:
         self._view = HostView()
         self._error: Exception | None = None
         # The roundings of this step and the one before, as the host learns of an overflow one step late.
-        self._rounded: deque[list[Rounded]] = deque(maxlen=2)
+        self._flags: deque[list[OverflowFlags]] = deque(maxlen=2)
         # Updated in place: captured graphs hold these addresses.
         self._num_overflowed = torch.zeros((), dtype=stats_dtype(device), device=device)
         self.no_errors = torch.zeros_like(self._num_overflowed)
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Forget all errors, as main params were loaded, or reloaded from the model: all ranks must do that."""
         self.times_replaced += 1
         self.clear()
@@ -60,7 +60,7 @@ class DeferredErrors:
     def clear(self) -> None:
         """Forget all errors."""
         self._error = None
-        self._rounded.clear()
+        self._flags.clear()
         self._num_overflowed.zero_()
         self._view.flush()
 
@@ -89,21 +89,21 @@ class DeferredErrors:
         """
         return None if is_capturing(self._device) else self._raise_known(agreed.vector)
 
-    def raise_replayed(self, vector: Tensor, rounded: list[Rounded]) -> list[float] | None:
+    def raise_replayed(self, vector: Tensor, overflow_flags: list[OverflowFlags]) -> list[float] | None:
         """Do the host's part of a replayed step: raise as :meth:`raise_agreed`, record as :meth:`record_overflows`.
 
         Args:
             vector: where the replay has left the agreed statistics.
-            rounded: what was recorded when it was captured: its flags are the replay's.
+            overflow_flags: what was recorded when it was captured: its flags are the replay's.
         """
         seen = self._raise_known(vector)
-        self._rounded.append(rounded)
+        self._flags.append(overflow_flags)
         return seen
 
     @property
-    def newest_rounded(self) -> list[Rounded]:
+    def newest_flags(self) -> list[OverflowFlags]:
         """What :meth:`record_overflows` was given last."""
-        return self._rounded[-1]
+        return self._flags[-1]
 
     def _raise_known(self, vector: Tensor) -> list[float] | None:
         seen: list[float] | None = vector.tolist() if self._on_host else self._read_late(vector)
@@ -120,18 +120,18 @@ class DeferredErrors:
         """Record an error of this rank after the decision: :meth:`raise_local` or the next step raises it."""
         self._error = self._error or error
 
-    def record_overflows(self, rounded: list[Rounded]) -> None:
+    def record_overflows(self, overflow_flags: list[OverflowFlags]) -> None:
         """Record, on the device, which main params did not fit their model params."""
-        self._rounded.append(rounded)
-        self._count(rounded, self._num_overflowed)
+        self._flags.append(overflow_flags)
+        self._count(overflow_flags, self._num_overflowed)
 
-    def rehearse(self, rounded: list[Rounded]) -> None:
+    def rehearse(self, overflow_flags: list[OverflowFlags]) -> None:
         """Run the device work of :meth:`record_overflows`, and record nothing."""
-        self._count(rounded, torch.empty_like(self._num_overflowed))
+        self._count(overflow_flags, torch.empty_like(self._num_overflowed))
 
-    def _count(self, rounded: list[Rounded], out: Tensor) -> None:
+    def _count(self, overflow_flags: list[OverflowFlags], out: Tensor) -> None:
         """Write into ``out`` how many of all flags are set."""
-        flags = [staged(one.overflowed, self._device) for one in rounded]
+        flags = [to_device_async(one.overflowed, self._device) for one in overflow_flags]
         if flags:
             together = flags[0] if len(flags) == 1 else torch.cat(flags)
             torch.sum(together, 0, dtype=out.dtype, out=out)
@@ -151,8 +151,8 @@ class DeferredErrors:
     def _overflow_error(self) -> MegascaleError | None:
         found = {
             param.name: param
-            for rounded in self._rounded
-            for one in rounded
+            for overflow_flags in self._flags
+            for one in overflow_flags
             for param, overflowed in zip(one.params, one.overflowed.tolist(), strict=True)
             if overflowed
         }
@@ -168,7 +168,7 @@ class DeferredErrors:
 
 def non_finite_params(params: Iterable[MainParam]) -> NonFiniteParamError | None:
     """Return the error that names main params which hold inf or NaN; None if there are none. Reads the device."""
-    names = [param.name for param in params if not bool(torch.isfinite(local(param.value())).all())]
+    names = [param.name for param in params if not bool(torch.isfinite(to_local(param.value())).all())]
     if not names:
         return None
     return NonFiniteParamError(

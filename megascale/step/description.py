@@ -11,7 +11,7 @@ from megascale.main_params.owned import OwnedMainParams
 from megascale.parallel import ParallelGroups
 from megascale.step.member import StepMember
 from megascale.utils.collectives import group_size
-from megascale.utils.dtensors import is_dtensor, local
+from megascale.utils.dtensors import is_dtensor, to_local
 from megascale.utils.dtypes import HALF_DTYPES
 from megascale.utils.wording import count, dtype_name, size
 
@@ -117,7 +117,7 @@ def _ranks(groups: ParallelGroups) -> str:
 def _held(member: StepMember) -> str:
     mains = sum(map(_main_bytes, member.main_params))
     state = sum(
-        local(value).nbytes
+        to_local(value).nbytes
         for entries in member.optimizer.state.values()
         if isinstance(entries, Mapping)
         for value in entries.values()
@@ -129,7 +129,7 @@ def _held(member: StepMember) -> str:
 
 def _main_bytes(param: MainParam) -> int:
     """Return the bytes of a main param: none where an fp32 model param is its own."""
-    return local(param.memory).nbytes if param.is_copy else 0
+    return to_local(param.memory).nbytes if param.is_copy else 0
 
 
 def _of_param_groups(param_groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:

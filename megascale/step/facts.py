@@ -33,7 +33,7 @@ from megascale.utils.consensus import Facts
 
 _NOT_COMPARED = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 """Options that say which parameters there are, and how a step is computed: where that decides about bits, the update's
-``arithmetic()`` tells of it."""
+``update_signature()`` tells of it."""
 _BESIDE_DEFAULTS = ("decoupled_weight_decay",)
 """Options that a step reads although not every optimizer has them among its defaults."""
 _STEP_FIELDS = tuple(one.name for one in fields(StepConfig))
@@ -73,7 +73,7 @@ class FactsOfSteps:
         absent = dict(
             chain.from_iterable(member.absent(own).items() for member, own in zip(members, collected, strict=True))
         )
-        new = dict(chain.from_iterable(member.uncompared.items() for member in members))
+        new = dict(chain.from_iterable(member.unverified_params.items() for member in members))
         for topic, params, values in (
             (Topic.ABSENT, absent, dict.fromkeys(absent, True)),
             (Topic.NEW, new, digests(new) if new else {}),
@@ -156,7 +156,7 @@ def _of_update(member: StepMember, holder: str) -> list[tuple[str, Any]]:
     same element.
     """
     sync = member.grad_sync
-    arithmetic = None if member.main_params.is_sharded else member.update.arithmetic()
+    arithmetic = None if member.main_params.is_sharded else member.update.update_signature()
     return [
         (
             f"the divisor given to {holder}grad_sync.set_divisor()",

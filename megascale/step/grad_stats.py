@@ -39,7 +39,7 @@ def contrast_coefficients(num_ranks: int) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True)
-class Holding:
+class GradWeight:
     """The weights of a gradient's statistics on this rank; see :class:`megascale.kernels.GradWeights`.
 
     Attributes:
@@ -66,7 +66,7 @@ class Holders:
         self._sharded = sharded
         self._stats = ranks_of(groups.grad_stats)
 
-    def of(self, param: nn.Parameter) -> Holding:
+    def of(self, param: nn.Parameter) -> GradWeight:
         """Return the weight of this rank's sums of ``param``: 1 / holders, and 0 for Megatron's ``shared`` copies.
 
         Compared are the ranks that reduce the gradient, those on which a DTensor is replicated, and tensor-parallel
@@ -78,7 +78,7 @@ class Holders:
         """
         data = self._groups.of_param(param)
         if getattr(param, "shared", False):
-            return Holding(0.0, 0.0, 0.0)
+            return GradWeight(0.0, 0.0, 0.0)
         mesh_ranks: frozenset[int] = frozenset()
         replicas = _Replicas()
         if is_dtensor(param):
@@ -105,7 +105,7 @@ class Holders:
             copies *= self._num_copies(tensor, mesh_ranks)
         every = replicas.times(tensor_replicas.num_ranks, tensor_replicas.index)
         share = 1.0 / (every.num_ranks * copies)
-        return Holding(share, share * every.coefficient, share * tensor_replicas.coefficient)
+        return GradWeight(share, share * every.coefficient, share * tensor_replicas.coefficient)
 
     def replica_sets(self, param: nn.Parameter) -> dict[str, frozenset[int]]:
         """Return the ranks that hold the gradient as this rank does, by what they are called."""

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megascale.errors import UsageError
 from megascale.main_params.main_param import MainParam
-from megascale.utils.dtensors import local
+from megascale.utils.dtensors import to_local
 
 
 class HeldGrads:
@@ -70,7 +70,7 @@ class HeldGrads:
                 yield param
 
     def _read_versions(self) -> list[int]:
-        return [0 if grad is None else _version(local(grad)) for _, grad in self._measured]
+        return [0 if grad is None else _version(to_local(grad)) for _, grad in self._measured]
 
 
 def _version(grad: Tensor) -> int:

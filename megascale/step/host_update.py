@@ -21,7 +21,7 @@ from megascale.main_params.main_param import MainParam
 from megascale.main_params.weight_arrivals import WeightArrivals
 from megascale.rules import BY_KIND, MUON
 from megascale.step.kernel_update import KernelUpdate
-from megascale.step.update import InnerUpdate, MarkWritten, PendingUpdate, Rounded
+from megascale.step.update import InnerUpdate, MarkWritten, OverflowFlags, PendingUpdate
 from megascale.utils.streams import current_stream, has_streams
 
 
@@ -59,7 +59,7 @@ class HostUpdate(InnerUpdate):
         self._overlaps, self._pins = config.overlap_cpu_optimizer_d2h_h2d, config.pin_cpu_grads
         pins = device.type != "cpu"
         self._numbers = torch.zeros(2, dtype=torch.float32, device="cpu", pin_memory=pins)
-        self._flags: list[Rounded] = []
+        self._flags: list[OverflowFlags] = []
         self._failure: Exception | None = None
 
     def _of(self, params: Sequence[MainParam]) -> InnerUpdate:
@@ -89,8 +89,8 @@ class HostUpdate(InnerUpdate):
         return self._host.readable_state(name, state)
 
     @override
-    def arithmetic(self) -> str:
-        return f"{self._host.arithmetic()}, in host memory; else {self._beside.arithmetic()}"
+    def update_signature(self) -> str:
+        return f"{self._host.update_signature()}, in host memory; else {self._beside.update_signature()}"
 
     @override
     def why_not_capturable(self) -> str | None:
@@ -130,7 +130,9 @@ class HostUpdate(InnerUpdate):
         return TensorList(host_grads(twins, pending.grads, pin=self._pins))
 
     @override
-    def apply(self, updates: Sequence[PendingUpdate], decision: Decision, mark_written: MarkWritten) -> list[Rounded]:
+    def apply(
+        self, updates: Sequence[PendingUpdate], decision: Decision, mark_written: MarkWritten
+    ) -> list[OverflowFlags]:
         """See :class:`InnerUpdate`. With overlap it returns flags of the step before: this one's are not known."""
         here = [pending for pending in updates if self._of(pending.params) is not self._host]
         there = [pending for pending in updates if self._of(pending.params) is self._host]
@@ -161,7 +163,7 @@ class HostUpdate(InnerUpdate):
                 raise InnerStepError(f"the update failed in host memory: {failure}; load a checkpoint") from failure
         return [*rounded, *late]
 
-    def _taken_flags(self) -> list[Rounded]:
+    def _taken_flags(self) -> list[OverflowFlags]:
         """Return the flags that updates have left, where one of them is set."""
         flags, self._flags = self._flags, []
         return [one for one in flags if bool(one.overflowed.any())]

@@ -55,7 +55,7 @@ class InnerStep:
 
 
 @contextmanager
-def without_grad(param: Tensor) -> Iterator[None]:
+def replaceable_grad(param: Tensor) -> Iterator[None]:
     """Let a gradient of the parameter's own dtype replace ``param.grad`` inside the context, and put it back after."""
     grad, dtype = param.grad, param.grad_dtype
     is_odd = grad is not None and grad.dtype != param.dtype

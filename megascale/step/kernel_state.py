@@ -36,9 +36,9 @@ from megascale.step.compact_state import (
     with_scales,
 )
 from megascale.step.torch_states import state_of
-from megascale.utils.dtensors import held, is_dtensor, local
+from megascale.utils.dtensors import held, is_dtensor, to_local
 from megascale.utils.dtypes import HALF_DTYPES
-from megascale.utils.staging import staged
+from megascale.utils.transfer import to_device_async
 
 
 class StateColumns(NamedTuple):
@@ -245,10 +245,10 @@ class KernelState:
         _check(name, value, param)
         if not isinstance(value, Tensor):
             return False
-        part = local(value)
+        part = to_local(value)
         if name == "step":
             is_count = value.shape == () and value.dtype == torch.float32 and is_plain(value)
-            return is_count and not value.is_inference() and value.device == local(param.main).device
+            return is_count and not value.is_inference() and value.device == to_local(param.main).device
         is_ours = not shares_elements(part) and (is_dtensor(value) or not value.is_inference())
         is_dense = part.is_contiguous() or not is_scale(name)  # kernels take scales in a row
         return value.dtype == self._dtype(name, param) and is_plain(part) and is_ours and is_dense
@@ -261,7 +261,7 @@ class KernelState:
             step = first if entry.get("step") is None else entry["step"]
             step = step.detach() if isinstance(step, Tensor) else torch.as_tensor(step, device="cpu")
             steps.append(_with_own_memory(step).reshape(()).float())
-        steps = _placed(steps, [local(param.main).device for param in params])
+        steps = _placed(steps, [to_local(param.main).device for param in params])
         slabs = Slabs(steps)
         for entry, step in zip(entries, steps, strict=True):
             entry["step"] = slabs.moved_in(step, step, "step")
@@ -283,7 +283,7 @@ def _placed(numbers: Sequence[Tensor], devices: Sequence[torch.device]) -> list[
     for device, indices in travelling.items():
         for begin in range(0, len(indices), SLAB):
             run = indices[begin : begin + SLAB]
-            arrived = staged(torch.stack([numbers[index] for index in run]), device)
+            arrived = to_device_async(torch.stack([numbers[index] for index in run]), device)
             for index, count in zip(run, arrived.unbind(), strict=True):
                 placed[index] = count.data  # a version counter of its own
     return placed
@@ -299,7 +299,7 @@ def _check(name: str, value: Any, param: MainParam) -> None:
     fault = memory_fault(held(value))
     if fault is not None:
         raise UsageError(f"{story} {fault}; load the state anew")
-    part, main, shape = local(value), local(param.main), shape_of(name, param)
+    part, main, shape = to_local(value), to_local(param.main), shape_of(name, param)
     if is_dtensor(value) and not is_plain(part):
         raise UsageError(f"{story} is a DTensor of negated values; give it values of its own")
     if name == "step":

@@ -28,8 +28,8 @@ from megascale.step.decoded import DecodedParams, decoded_together, held_params,
 from megascale.step.inner_step import InnerStep
 from megascale.step.kernel_state import KernelState, StateColumns, rate
 from megascale.step.torch_step import GeneralUpdate
-from megascale.step.update import InnerUpdate, KernelCall, MarkWritten, PendingUpdate, Prepared, Rounded
-from megascale.utils.dtensors import local
+from megascale.step.update import InnerUpdate, KernelCall, MarkWritten, OverflowFlags, PendingUpdate, Prepared
+from megascale.utils.dtensors import to_local
 
 
 class _CachedOperands(NamedTuple):
@@ -124,10 +124,12 @@ class KernelUpdate(InnerUpdate):
         return ready
 
     @override
-    def apply(self, updates: Sequence[PendingUpdate], decision: Decision, mark_written: MarkWritten) -> list[Rounded]:
+    def apply(
+        self, updates: Sequence[PendingUpdate], decision: Decision, mark_written: MarkWritten
+    ) -> list[OverflowFlags]:
         if updates and updates[0].call is None:
             return self._general.apply(updates, decision, mark_written)
-        rounded, place = [], decision.found_inf.device
+        overflow_flags, place = [], decision.found_inf.device
         for pending in updates:
             prepared, hyper = pending.call or ([], None)
             for one in prepared:
@@ -141,11 +143,11 @@ class KernelUpdate(InnerUpdate):
                 if one.decoded is not None:
                     flags = one.decoded.encode(self.backend, there)
                 operands.grad = ()  # cached operands must not keep gradients that the caller drops
-                rounded.append(Rounded(one.params, flags))
+                overflow_flags.append(OverflowFlags(one.params, flags))
             mark_written(pending.unit)
         # Tells an LR scheduler that was built on the inner optimizer that a step was taken.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
-        return rounded
+        return overflow_flags
 
     @override
     def check_options(self, options: dict[str, Any]) -> None:
@@ -168,9 +170,9 @@ class KernelUpdate(InnerUpdate):
         return [*names, "step"] if counts else names
 
     @override
-    def arithmetic(self) -> str:
+    def update_signature(self) -> str:
         if self._hooked() or any(map(self.rule.obstacle, self.optimizer.param_groups)):
-            return self._general.arithmetic()
+            return self._general.update_signature()
         return f"{type(self.optimizer).__name__}, backend {self.backend.name}"
 
     @override
@@ -294,7 +296,7 @@ def _by_device(params: Sequence[MainParam]) -> dict[torch.device, list[int]]:
     """Return the indices of parameters by the device of their main params."""
     found: defaultdict[torch.device, list[int]] = defaultdict(list)
     for index, param in enumerate(params):
-        found[local(param.memory).device].append(index)
+        found[to_local(param.memory).device].append(index)
     return found
 
 
@@ -316,13 +318,13 @@ def _prepare(
     for device, indices in _by_device(params).items():
         whole = [index for index in indices if params[index].remainder is None]
         if whole:
-            mains = [local(params[index].main) for index in whole]
+            mains = [to_local(params[index].main) for index in whole]
             models = [params[i].rounded if params[i].is_copy else main for i, main in zip(whole, mains, strict=True)]
             prepared.append(_prepared(params, whole, mains, models, state))
         held = [index for index in indices if params[index].remainder is not None]
         if held and fuses:
             chosen = [params[index] for index in held]
-            mains, models = [local(param.main) for param in chosen], [param.part for param in chosen]
+            mains, models = [to_local(param.main) for param in chosen], [param.part for param in chosen]
             operands, beside = _operands_of(params, held, mains, models, state), held_params(chosen, models, mains)
             operands.remainder, operands.fingerprint = beside.remainders, beside.fingerprints
             prepared.append(Prepared(chosen, held, operands))
@@ -357,7 +359,7 @@ def _operands_of(
     return Operands(
         model=models,
         main=mains,
-        state={name: [local(column[i]) for i in indices] for name, column in state.items() if name != "step"},
+        state={name: [to_local(column[i]) for i in indices] for name, column in state.items() if name != "step"},
         start=[start_of(params[index]) for index in indices] if any(map(is_scale, state)) else [],
         step=[state["step"][index] for index in indices] if "step" in state else [],
     )

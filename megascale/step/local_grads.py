@@ -29,8 +29,8 @@ from megascale.parallel import ParallelGroups
 from megascale.step.grad_stats import Holders
 from megascale.step.update import PendingUpdate
 from megascale.utils.collectives import redistribute_like
-from megascale.utils.dtensors import is_dtensor, local
-from megascale.utils.staging import staged
+from megascale.utils.dtensors import is_dtensor, to_local
+from megascale.utils.transfer import to_device_async
 
 REMEDY = "give that GradSync to this optimizer (grad_sync=...), or drop it, or call its detach()"
 
@@ -110,7 +110,7 @@ class ReadyGrads:
         """Those of the newest step."""
         return None if self._weights is None else self._weights[1]
 
-    def admit(self, param: MainParam) -> None:
+    def validate_param(self, param: MainParam) -> None:
         """Raise ArgumentError for a parameter whose gradient goes elsewhere or that ``grad_stats`` cannot agree on."""
         if self._is_taken_elsewhere(param):
             require_unowned([(param.name, param.model)], REMEDY)
@@ -140,7 +140,7 @@ class ReadyGrads:
     def grad_of(self, param: MainParam) -> Tensor | None:
         """Return what this rank has of a gradient, as it is: the main grad, or the local part of ``param.grad``."""
         grad = self.holder_of(param)
-        return None if grad is None else local(grad)
+        return None if grad is None else to_local(grad)
 
     def holder_of(self, param: MainParam) -> Tensor | None:
         """Return the tensor that holds a gradient: the main grad, or ``param.grad`` itself."""
@@ -212,7 +212,7 @@ class ReadyGrads:
 
     def _is_in_place(self, param: MainParam, grad: Tensor) -> bool:
         """Whether a main grad still lies in its bucket, as it was created."""
-        fits = grad.shape == local(param.main).shape and grad.dtype.is_floating_point and is_plain(grad)
+        fits = grad.shape == to_local(param.main).shape and grad.dtype.is_floating_point and is_plain(grad)
         in_bucket = self._grad_sync is None or self._grad_sync.reduces(grad)
         return fits and in_bucket and memory_fault(grad) is None
 
@@ -235,7 +235,7 @@ class ReadyGrads:
                     return error
                 if not is_dtensor(model.grad) and not is_plain(model.grad):
                     model.grad = plain(model.grad)
-                grad = local(model.grad)
+                grad = to_local(model.grad)
             if grad is not None:
                 found.append((param, grad))
             elif self._is_taken_elsewhere(param):
@@ -251,14 +251,14 @@ class ReadyGrads:
 
     def _weigh(self, params: list[MainParam]) -> GradWeights:
         if self._weights is None or not _are_same(self._weights[0], params):
-            holdings = [self._holders.of(param.model) for param in params]
+            weights = [self._holders.of(param.model) for param in params]
             contrasts = [
-                holding.contrast if self._are_data_replicas_compared(param) else holding.tensor_contrast
-                for param, holding in zip(params, holdings, strict=True)
+                weight.contrast if self._are_data_replicas_compared(param) else weight.tensor_contrast
+                for param, weight in zip(params, weights, strict=True)
             ]
             if self._replicas_may_differ:
                 contrasts = []
-            shares = self._column([holding.share for holding in holdings])
+            shares = self._column([weight.share for weight in weights])
             self._weights = (params, GradWeights(shares, self._column(contrasts) if any(contrasts) else None))
         return self._weights[1]
 
@@ -277,7 +277,7 @@ class ReadyGrads:
         return sync is None or sync.compares_replicas or sync.main_grad(param.model) is None
 
     def _column(self, values: list[float]) -> Tensor:
-        return staged(torch.tensor(values, dtype=stats_dtype(self._device), device="cpu"), self._device)
+        return to_device_async(torch.tensor(values, dtype=stats_dtype(self._device), device="cpu"), self._device)
 
 
 def _are_same(one: list[Any], other: list[Any]) -> bool:
@@ -287,7 +287,7 @@ def _are_same(one: list[Any], other: list[Any]) -> bool:
 
 def absent_of(updates: Sequence[PendingUpdate], main_params: MainParams) -> dict[str, nn.Parameter]:
     """Return, by name, the parameters that are not updated: of those that are sharded, or that have a main param."""
-    everywhere = main_params.everywhere()
+    everywhere = main_params.all_sharded_params()
     num_updated = sum(len(update.params) for update in updates)
     if not everywhere:
         if num_updated == sum(map(len, main_params.ordered)):
@@ -313,7 +313,7 @@ def checked_grads(unit: UpdateUnit, grads: TensorList) -> TensorList:
     """
     for param, grad in zip(unit.params, grads, strict=True):
         fault = memory_fault(grad)
-        main = local(param.main)
+        main = to_local(param.main)
         if fault is not None or grad.shape != main.shape or grad.device != main.device:
             raise GradientError(
                 f"the gradient of {param.name!r} {fault or f'became {tuple(grad.shape)} on {grad.device}'} between "

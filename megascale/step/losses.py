@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascale.utils.dtensors import local
+from megascale.utils.dtensors import to_local
 
 MOST_LOSSES = 1024
 """Of more losses between two steps nothing is known: a loop that never steps must not fill the memory."""
@@ -71,7 +71,7 @@ def non_finite_losses(losses: Sequence[Tensor] | None, rank: int) -> tuple[NonFi
         return None
     found = []
     for index, loss in enumerate(losses):
-        values = local(loss).flatten()
+        values = to_local(loss).flatten()
         bad = values[~torch.isfinite(values)][:1].tolist()
         found += [NonFiniteLoss(rank, index, float(value)) for value in bad]
     return tuple(found)

@@ -25,7 +25,7 @@ from megascale.step.torch_states import is_per_element
 from megascale.step.update import PendingUpdate
 from megascale.step.update_selection import select_update
 from megascale.utils.autograd import without_grad
-from megascale.utils.dtensors import local
+from megascale.utils.dtensors import to_local
 from megascale.utils.nests import tensors_in
 
 
@@ -49,7 +49,7 @@ class StepMember:
         ready: a step that is decided and not yet taken.
         held: its gradients, once :meth:`hold_grads` was called.
         grads: what collects its gradients.
-        uncompared: by name, parameters that GradSync reduces and whose first values no rank has compared yet.
+        unverified_params: by name, parameters that GradSync reduces and whose first values no rank has compared yet.
 
     Args:
         optimizer: the wrapped one; its ``param_groups`` and ``state`` are live.
@@ -86,7 +86,7 @@ class StepMember:
         self.replicas_may_differ = replicas_may_differ
         self.ready: ReadyStep | None = None
         self.held: HeldGrads | None = None
-        self.uncompared: dict[str, nn.Parameter] = {}
+        self.unverified_params: dict[str, nn.Parameter] = {}
         self._compares = grad_sync is not None and grad_sync.compares_replicas and not replicas_may_differ
         self.grads = ReadyGrads(
             groups, device, grad_sync, sharded=main_params.is_sharded, replicas_may_differ=replicas_may_differ
@@ -108,10 +108,10 @@ class StepMember:
         for unit in self.main_params.units():  # state lies in memory as it is updated
             new = [param for param in unit.params if id(param) in created]
             for param in new:
-                self.grads.admit(param)
+                self.grads.validate_param(param)
                 self._keep_local_state(param)
                 if self._compares:
-                    self.uncompared[param.name] = param.model
+                    self.unverified_params[param.name] = param.model
             self.update.create_states(param_groups[unit.group], new)
 
     def offload(self, *, pin: bool) -> None:
@@ -205,7 +205,7 @@ class StepMember:
             checked.append(replace(update, unit=unit, grads=checked_grads(unit, update.grads)))
         return replace(ready, updates=self.update.prepare(checked))
 
-    def leave(self, ready: ReadyStep) -> None:
+    def skip_update(self, ready: ReadyStep) -> None:
         """Update nothing, and let other ranks have what they gather from this one."""
         for update in ready.updates:
             self.main_params.mark_written(update.unit)
@@ -214,7 +214,7 @@ class StepMember:
         """Return a list that differs once parameters or state have moved. Takes over weights loaded into the model."""
         self.sync_from_model()
         self.main_params.residence.require_here("a graph's replay")
-        # A graph's replay waits for this: a view of every tensor, as local() makes it, took longer than the GPU's step.
+        # A replay waits for this: views of all tensors, as to_local() makes them, took longer than the GPU's step.
         state, nothing = self.optimizer.state, dict[str, object]()
         values = chain.from_iterable(state.get(param.model, nothing).values() for param in self.main_params)
         return [*self.main_params.units(), *(_place(value) for value in values if isinstance(value, Tensor))]
@@ -235,4 +235,4 @@ class StepMember:
 
 
 def _place(tensor: Tensor) -> int:
-    return tensor.data_ptr() if type(tensor) is Tensor else local(tensor).data_ptr()
+    return tensor.data_ptr() if type(tensor) is Tensor else to_local(tensor).data_ptr()

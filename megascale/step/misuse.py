@@ -69,7 +69,7 @@ def parted_replicas(differing: Mapping[str, Collection[str]]) -> UsageError:
     )
 
 
-def unscaled_loss() -> UsageError:
+def unscaled_loss_error() -> UsageError:
     """Return the error for gradients of a loss that was not scaled."""
     return UsageError(
         "nobody has asked for the loss scale since the last step, so that these gradients cannot be scaled by it: call "

@@ -63,10 +63,10 @@ class MuonUpdate(KernelUpdate):
         self._plans: WeakKeyDictionary[Operands, list[_MatrixSet]] = WeakKeyDictionary()
 
     @override
-    def arithmetic(self) -> str:
+    def update_signature(self) -> str:
         device = next((param.device for group in self.optimizer.param_groups for param in group["params"]), None)
         dtype = self._dtype or (None if device is None else iteration_dtype(device))
-        return f"{super().arithmetic()}, iterations in {dtype}"
+        return f"{super().update_signature()}, iterations in {dtype}"
 
     @override
     def prepare(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:

@@ -66,5 +66,5 @@ class StepObserver:
             record: of this step. A replay's is the one of its capture, whose tensors hold the newest replay's values.
         """
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Learn that other weights were loaded. A report of before may stay."""

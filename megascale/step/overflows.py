@@ -27,7 +27,7 @@ from megascale.step.misuse import Statistics, was_skipped
 from megascale.step.observers import SeenGrads, StepObserver, StepRecord
 from megascale.step.overflow_report import OverflowEntry, OverflowReport, OwnOverflows, holds_only_nan, merged
 from megascale.utils.collectives import all_gather_object, group_size
-from megascale.utils.dtensors import local
+from megascale.utils.dtensors import to_local
 from megascale.utils.graph_capture import is_capturing
 
 Entries = tuple[OverflowEntry, ...]
@@ -192,7 +192,7 @@ class OverflowRecorder(LastOverflow, StepObserver):
         indices = {id(param): index for index, (_, param) in enumerate(self.named_params())}
         entries = []
         for member, param, count in found:
-            numel = local(param.main).numel()
+            numel = to_local(param.main).numel()
             index = indices[id(param.model)]
             grad = member.grads.grad_of(param) if grads_are_there else None
             entry = None if grad is None else described(param.name, grad, index, record.micro_batch, numel)

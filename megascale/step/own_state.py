@@ -13,7 +13,7 @@ from megascale.main_params.main_param import MainParam
 from megascale.rules import OWN_STEPS
 from megascale.rules.options import has_tensors, require_options
 from megascale.step.torch_states import PER_PARAMETER
-from megascale.utils.dtensors import is_dtensor, local
+from megascale.utils.dtensors import is_dtensor, to_local
 from megascale.utils.dtypes import HALF_DTYPES
 
 _LERPED = frozenset({"exp_avg", "grad_avg", "row_var", "col_var", "variance"})
@@ -194,7 +194,7 @@ def _moment_fault(kind: type, options: Mapping[str, Any], name: str, value: Any,
         )
     if value.device != main.device:
         return f"is on {value.device}, its main param on {main.device}; move it there"
-    return _write_fault(local(value), is_grouped=_is_grouped(kind, options, main))
+    return _write_fault(to_local(value), is_grouped=_is_grouped(kind, options, main))
 
 
 def _write_fault(value: Tensor, *, is_grouped: bool) -> str | None:

@@ -39,7 +39,9 @@ def record(wrapper: torch.optim.Optimizer, inner: torch.optim.Optimizer, scaler:
         _users.setdefault(scaler, WeakSet()).add(wrapper)
 
 
-def shared_scaler(scaler: MegatronGradScaler | None, stepping: Collection[torch.optim.Optimizer]) -> UsageError | None:
+def scaler_conflict(
+    scaler: MegatronGradScaler | None, stepping: Collection[torch.optim.Optimizer]
+) -> UsageError | None:
     """Return an error if an optimizer that is not in ``stepping`` would update ``scaler`` too."""
     if scaler is None or scaler not in _users:
         return None

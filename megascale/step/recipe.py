@@ -1,4 +1,23 @@
-"""The recipe of a step: finish, measure, agree, decide, rescale, update, gather. For one optimizer, or for a chain."""
+"""The recipe of a step: finish, measure, agree, decide, rescale, update, gather. For one optimizer, or for a chain.
+
+**Two halves of a step.** :meth:`StepRecipe.prepare` decides and :meth:`StepRecipe.apply` updates. The cut lies behind
+the one message of the decision and before the first write to a main param: whatever can be found wrong is found before
+it, so that a step is whole or not at all, on every rank. ``step()`` takes both at once; a caller who wants the norm
+first, or clips by value, takes them apart.
+
+**The first half** ends with a decision that all ranks share. It sends the only message of the decision, and every rank
+reaches that message, also one that has found an error: the error is counted in the vector of statistics instead of
+raised, because the other ranks wait for this one. After the message all ranks know of it, and raise together. This
+half moves the loss scale (and the statistics of norms), so that the same gradients must not be prepared twice.
+
+**The second half** asks nobody. It reads the decision on the device, where a skipped step writes nothing. An error here
+is this rank's alone and comes too late to stop the others: it is recorded, this rank goes on to the gathers, for which
+others wait, and all ranks raise it with the statistics of the next step.
+
+**Between the halves** the caller may write gradients, drop them, or load weights. In an undivided step nothing can have
+changed, and nothing is checked twice. Otherwise references to the gradients are held, and all tensors are
+checked again before a kernel is given their addresses. Loaded weights discard the decision.
+"""
 
 import math
 import weakref
@@ -27,18 +46,18 @@ from megascale.step.misuse import (
     differing_replicas,
     have_replicas_parted,
     parted_replicas,
-    unscaled_loss,
+    unscaled_loss_error,
 )
 from megascale.step.observers import StepObserver, StepRecord
 from megascale.step.overflows import OverflowRecorder
 from megascale.step.spikes import NormStatistics, SpikeJudge
 from megascale.step.stalls import StallWatch
-from megascale.step.update import Rounded
+from megascale.step.update import OverflowFlags
 from megascale.utils import validate
 from megascale.utils.collectives import all_gather_object, group_size
 from megascale.utils.graph_capture import is_capturing
 from megascale.utils.profiling import span
-from megascale.utils.staging import staged
+from megascale.utils.transfer import to_device_async
 
 _MAIN_PARAMS = attrgetter("main_params")
 _UNPREPARED = "step_with_ready_grads() needs prepare_grads() first; step() calls both"
@@ -67,13 +86,13 @@ class CapturedStep(NamedTuple):
 
     Attributes:
         record: what observers are told of each replay.
-        rounded: which main params did not fit their model params.
+        overflow_flags: which main params did not fit their model params.
         weights: of each member's statistics.
         result: what the step returned.
     """
 
     record: StepRecord
-    rounded: list[Rounded]
+    overflow_flags: list[OverflowFlags]
     weights: list[GradWeights | None]
     result: StepResult | None
 
@@ -91,7 +110,7 @@ class StepRecipe:
         grads_are_scaled: the caller guarantees gradients of a scaled loss, though the scale is not read here.
 
     Attributes:
-        last_result: of the newest step or replay, what :meth:`carry_out` returned; None before the first.
+        last_result: of the newest step or replay, what :meth:`apply` returned; None before the first.
         chain: the recipe of a ChainedOptimizer, which steps the members in place of this one; None before.
         observers: are told of each step, in this order, after it was decided on.
     """
@@ -146,7 +165,7 @@ class StepRecipe:
         self.overflows.losses.add(loss)
         if self.grad_scaler is None:
             return loss
-        scale = staged(self.grad_scaler.scale.reshape(()), loss.device)
+        scale = to_device_async(self.grad_scaler.scale.reshape(()), loss.device)
         return loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale
 
     def get_loss_scale(self) -> Tensor:
@@ -163,7 +182,7 @@ class StepRecipe:
         All ranks must have zeroed them, or none: a step that is held exchanges no statistics again.
         """
         if self.members[0].held is not None and self._is_held():
-            return self.carry_out(as_measured=True)
+            return self.apply(as_measured=True)
         self.prepare(error)
         return self._take(self._ready(_UNPREPARED))
 
@@ -176,17 +195,19 @@ class StepRecipe:
         if self.members[0].held is not None:
             error = error or self._measured_twice(scaled)
         if not scaled and self.errors.consensus.is_alone:
-            error = error or unscaled_loss()
+            error = error or unscaled_loss_error()
         collected, stats = self._measure(error, scaled=scaled)
         with span("agree"):
             if not self.errors.consensus.is_alone:
                 stats = grad_stats.agree(stats, self.groups)
         with span("decide"):
             overflow, decision = self._decide(stats)
+        # Before the loss scale changes: a step that is refused here leaves it as it was.
         agreed = self.errors.raise_agreed(stats)
         for member in self.members:
-            member.uncompared.clear()
+            member.unverified_params.clear()
         self._observe(agreed, self.overflows.record(collected, stats, decision.found_inf, scaler), collected)
+        # Observers may raise, too, so that the statistics of norms and the scale, which are state, change after them.
         if self.spikes is not None:
             self.spikes.commit()
         with span("rescale"):
@@ -225,7 +246,7 @@ class StepRecipe:
 
     @property
     def decision(self) -> Decision | None:
-        """What :meth:`prepare` decided, until :meth:`carry_out`; else None."""
+        """What :meth:`prepare` decided, until :meth:`apply`; else None."""
         ready = self.members[0].ready
         return None if ready is None else ready.decision
 
@@ -234,7 +255,7 @@ class StepRecipe:
         for ready in self._ready("clip_grad_value_() needs prepare_grads() first: gradients are not unscaled before"):
             for update in ready.updates:
                 for grad in update.grads:
-                    bound = staged(max_value / ready.decision.coefficient, grad.device)
+                    bound = to_device_async(max_value / ready.decision.coefficient, grad.device)
                     torch.clamp(grad, -bound, bound, out=grad)
         for member in self.members:
             if member.held is not None:
@@ -242,7 +263,7 @@ class StepRecipe:
 
     # The second half
 
-    def carry_out(self, *, as_measured: bool = False) -> StepResult:
+    def apply(self, *, as_measured: bool = False) -> StepResult:
         """Update and gather, where the step lands. All members are updated before an error is raised.
 
         ``as_measured``: gradients that have changed since they were measured are an error.
@@ -258,10 +279,10 @@ class StepRecipe:
 
     def _take(self, ready: list[ReadyStep]) -> StepResult:
         """Take a decided step, whose tensors cannot have changed since they were checked."""
-        self.forget_ready()
+        self.discard_prepared()
         decision = ready[0].decision
         with span("update"):
-            self.errors.record_overflows(self._apply(ready))
+            self.errors.record_overflows(self._apply_members(ready))
         self._count(decision)
         with span("gather"):
             self._end_step()
@@ -269,16 +290,16 @@ class StepRecipe:
         self.last_result = _result(decision)
         return self.last_result
 
-    def forget_ready(self) -> None:
+    def discard_prepared(self) -> None:
         """Drop a step that was decided on and not taken; called when main params were replaced, too."""
         for member in self.members:
             member.ready = member.held = None
 
-    def begin_anew(self) -> None:
+    def reset_errors(self) -> None:
         """Forget recorded errors; called when main params were replaced."""
-        self.errors.begin_anew()
+        self.errors.reset()
         for observer in self.observers:
-            observer.begin_anew()
+            observer.reset()
 
     @property
     def norm_statistics(self) -> NormStatistics | None:
@@ -301,7 +322,7 @@ class StepRecipe:
         if self.grad_scaler is not None:
             self.grad_scaler.rehearse(skip.found_inf)
         ready = [ReadyStep(own.updates, skip) for own in collected]
-        self.errors.rehearse(self._apply(ready))
+        self.errors.rehearse(self._apply_members(ready))
         for member in self.members:
             member.counter.rehearse(skip.found_inf)
         self._end_step()
@@ -315,7 +336,7 @@ class StepRecipe:
         """Return what a graph must keep of the step that was captured last."""
         return CapturedStep(
             self.overflows.newest,
-            self.errors.newest_rounded,
+            self.errors.newest_flags,
             [member.grads.weights for member in self.members],
             self.last_result,
         )
@@ -325,7 +346,7 @@ class StepRecipe:
         for member in self.members:
             member.counter.steps += 1
         self.last_result = captured.result
-        agreed = self.errors.raise_replayed(captured.record.vector, captured.rounded)
+        agreed = self.errors.raise_replayed(captured.record.vector, captured.overflow_flags)
         self.overflows.losses.take()
         self._observe(agreed, captured.record)
 
@@ -361,7 +382,7 @@ class StepRecipe:
         if agreed is not None:
             if agreed[Statistic.SCALED] <= 0:
                 self.errors.drop_pending()
-                raise unscaled_loss()
+                raise unscaled_loss_error()
             if not self.errors.consensus.is_alone and have_replicas_parted(agreed):
                 self.errors.drop_pending()
                 mine = [member.grads.replica_squares(own) for member, own in zip(self.members, collected, strict=False)]
@@ -444,18 +465,18 @@ class StepRecipe:
                 raise
             self.errors.record(error)
         for member, own in zip(self.members, ready, strict=True):
-            member.leave(own)
+            member.skip_update(own)
         return [replace(own, updates=[]) for own in ready]
 
-    def _apply(self, ready: Sequence[ReadyStep]) -> list[Rounded]:
+    def _apply_members(self, ready: Sequence[ReadyStep]) -> list[OverflowFlags]:
         """Update all members. Returns which main params did not fit their model params."""
-        rounded: list[Rounded] = []
+        overflow_flags: list[OverflowFlags] = []
         for member, own in zip(self.members, ready, strict=True):
             try:
-                rounded += member.update.apply(own.updates, own.decision, member.main_params.mark_written)
+                overflow_flags += member.update.apply(own.updates, own.decision, member.main_params.mark_written)
             except InnerStepError as error:
                 self.errors.record(error)
-        return rounded
+        return overflow_flags
 
     def _ready(self, without: str) -> list[ReadyStep]:
         """Return the members' ready steps. Raises UsageError saying ``without`` if there are none."""

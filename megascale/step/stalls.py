@@ -59,9 +59,9 @@ class StallWatch(StepObserver):
         self._most_at_floor = members[0].config.max_overflows_at_min_scale
         self._late_skip = HostView() if sees_spikes else None
         self._floor = ScaleFloor()
-        self.begin_anew()
+        self.reset()
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Reset the counts."""
         self._skips = self._spikes = self._zeros = self._same = 0
         self._squares, self._varies = math.nan, False
@@ -86,7 +86,7 @@ class StallWatch(StepObserver):
             self._skips = self._spikes = 0
             self._floor.clear()
         self._zeros = self._zeros + 1 if has_only_zeros(agreed) else 0
-        if _is_time(self._zeros, FIRST_ZEROS):
+        if _is_due(self._zeros, FIRST_ZEROS):
             call_site.warn(
                 f"no gradient, or none but zeros, in {self._zeros} steps in a row: small gradients are lost below the "
                 "smallest number of 16 bit (raise the loss scale; clip with optimizer.clip_grad, not by hand, where "
@@ -108,7 +108,7 @@ class StallWatch(StepObserver):
         else:
             self._same, self._squares, self._varies = int(is_limit), squares, False
         # Gradients that are the same to the bit, as a benchmark's, were not clipped: that rounds each step's otherwise.
-        if self._varies and _is_time(self._same, FIRST_CLIPPED):
+        if self._varies and _is_due(self._same, FIRST_CLIPPED):
             norm = math.sqrt(squares)
             call_site.warn(
                 f"the norm of the scaled gradients was {norm:.2g} in {self._same} steps in a row, as if they had "
@@ -124,7 +124,7 @@ class StallWatch(StepObserver):
         at_floor = self._floor.observe(overflowed, scaler)
         too_many = _is_above(self._skips, self._most_skips)
         too_low = _is_above(at_floor, self._most_at_floor)
-        if _is_time(self._skips, FIRST_LOOK) or too_many or too_low:
+        if _is_due(self._skips, FIRST_LOOK) or too_many or too_low:
             self._raise_damage()
         lowest = None if scaler is None else scaler.lowest_scale
         if too_low:
@@ -138,12 +138,12 @@ class StallWatch(StepObserver):
                 f"{self._skips} steps in a row were skipped, config.max_consecutive_skips allows {self._most_skips}: "
                 f"{self._why_skipped()}{self._worst_params() if self._spikes < self._skips else ''}"
             )
-        if _is_time(at_floor, FIRST_FLOOR_WARNING):
+        if _is_due(at_floor, FIRST_FLOOR_WARNING):
             call_site.warn(
                 f"{at_floor} steps in a row overflowed at the smallest loss scale, {lowest}: {_WHY_AT_FLOOR}",
                 RuntimeWarning,
             )
-        if _is_time(self._skips, FIRST_WARNING):
+        if _is_due(self._skips, FIRST_WARNING):
             call_site.warn(
                 f"{self._skips} steps in a row were skipped: {self._why_skipped()}",
                 RuntimeWarning,
@@ -198,6 +198,6 @@ def _is_above(count: int, limit: int | None) -> bool:
     return limit is not None and count > limit
 
 
-def _is_time(count: int, first: int) -> bool:
+def _is_due(count: int, first: int) -> bool:
     """Whether ``count`` is ``first``, a power of 2, doubled any number of times."""
     return count >= first and count.bit_count() == 1

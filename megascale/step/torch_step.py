@@ -18,12 +18,12 @@ from megascale.kernels import (
 )
 from megascale.main_params.main_param import MainParam
 from megascale.step.decoded import held_params
-from megascale.step.inner_step import InnerStep, without_grad
+from megascale.step.inner_step import InnerStep, replaceable_grad
 from megascale.step.kernel_state import rate
 from megascale.step.own_state import check_options, check_state, complete_state
 from megascale.step.torch_states import state_of, widen, with_tensor_counts
-from megascale.step.update import InnerUpdate, MarkWritten, PendingUpdate, Rounded
-from megascale.utils.dtensors import dtensor_like, local
+from megascale.step.update import InnerUpdate, MarkWritten, OverflowFlags, PendingUpdate
+from megascale.utils.dtensors import dtensor_like, to_local
 from megascale.utils.dtypes import HALF_DTYPES
 
 
@@ -57,7 +57,7 @@ class GeneralUpdate(InnerUpdate):
         return with_tensor_counts(self.optimizer, name, state)
 
     @override
-    def arithmetic(self) -> str:
+    def update_signature(self) -> str:
         ways = {name: [group.get(name) for group in self.optimizer.param_groups] for name in ("foreach", "fused")}
         chosen = "".join(
             f", {name}={values}" for name, values in ways.items() if any(one is not None for one in values)
@@ -92,7 +92,7 @@ class GeneralUpdate(InnerUpdate):
             for param in pending.params:
                 state = state_of(self.optimizer, param)
                 for name, value in state.items():
-                    if isinstance(value, Tensor) and (fault := memory_fault(local(value))):
+                    if isinstance(value, Tensor) and (fault := memory_fault(to_local(value))):
                         raise UsageError(
                             f"the optimizer's state[{param.name!r}][{name!r}] {fault}; load the state anew"
                         )
@@ -105,7 +105,9 @@ class GeneralUpdate(InnerUpdate):
         return [replace(pending, call=None) for pending in updates]
 
     @override
-    def apply(self, updates: Sequence[PendingUpdate], decision: Decision, mark_written: MarkWritten) -> list[Rounded]:
+    def apply(
+        self, updates: Sequence[PendingUpdate], decision: Decision, mark_written: MarkWritten
+    ) -> list[OverflowFlags]:
         """See :class:`InnerUpdate`.
 
         Raises InnerStepError where the optimizer's ``step()`` raises. Model params are then the roundings of main
@@ -129,8 +131,8 @@ class GeneralUpdate(InnerUpdate):
         by_device: defaultdict[torch.device, list[MainParam]] = defaultdict(list)
         for param in params:
             if param.is_copy:
-                by_device[local(param.main).device].append(param)
-        rounded = [Rounded(held, self._round(held, decision)) for held in by_device.values()]
+                by_device[to_local(param.main).device].append(param)
+        overflow_flags = [OverflowFlags(held, self._round(held, decision)) for held in by_device.values()]
         for pending in updates:
             mark_written(pending.unit)
         if failure is not None:
@@ -138,11 +140,11 @@ class GeneralUpdate(InnerUpdate):
                 f"{type(self.optimizer).__name__}.step() raised {type(failure).__name__}: {failure}; some main params "
                 "may be updated and others not: mend the cause, then load a checkpoint or a state dict"
             ) from failure
-        return rounded
+        return overflow_flags
 
     def _round(self, params: list[MainParam], decision: Decision) -> Tensor:
         """Round main params of one device into their model params, with their remainders where they are held so."""
-        mains, models = [local(param.main) for param in params], [param.part for param in params]
+        mains, models = [to_local(param.main) for param in params], [param.part for param in params]
         if params[0].remainder is None:
             return self.backend.write_back_(mains, models)
         held = held_params(params, models, mains)
@@ -161,9 +163,9 @@ class GeneralUpdate(InnerUpdate):
         set_aside = ExitStack()
         try:
             for param, grad in zip(params, grads, strict=True):
-                [unscaled] = self.backend.unscale([grad], [local(param.main)], decision.to(grad.device).coefficient)
+                [unscaled] = self.backend.unscale([grad], [to_local(param.main)], decision.to(grad.device).coefficient)
                 if param.main is param.model:
-                    set_aside.enter_context(without_grad(param.model))
+                    set_aside.enter_context(replaceable_grad(param.model))
                 param.main.grad = dtensor_like(unscaled, param.main)
                 if param.main is not param.model and param.model in state:
                     state[param.main] = state.pop(param.model)

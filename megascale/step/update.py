@@ -36,7 +36,7 @@ class PendingUpdate:
 
 
 @dataclass(frozen=True)
-class Rounded:
+class OverflowFlags:
     """Main params of one device and, shape [len(params)], whether the rounding of each into fp16 was not finite."""
 
     params: list[MainParam]
@@ -81,7 +81,7 @@ class InnerUpdate(Protocol):
     def readable_state(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return a loaded state of the parameter ``name`` in the types that the update reads. Raises StateDictError."""
 
-    def arithmetic(self) -> str:
+    def update_signature(self) -> str:
         """Return what decides how an update rounds, besides its options: the same on ranks whose bits are the same."""
 
     def why_not_capturable(self) -> str | None:
@@ -97,7 +97,9 @@ class InnerUpdate(Protocol):
         MegascaleError for what cannot be updated, naming it: no value has changed.
         """
 
-    def apply(self, updates: Sequence[PendingUpdate], decision: Decision, mark_written: MarkWritten) -> list[Rounded]:
+    def apply(
+        self, updates: Sequence[PendingUpdate], decision: Decision, mark_written: MarkWritten
+    ) -> list[OverflowFlags]:
         """Update main params and model params where the step lands; change nothing where it is skipped.
 
         ``updates`` are what :meth:`prepare` returned.

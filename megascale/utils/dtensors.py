@@ -30,7 +30,7 @@ def is_cut(tensor: Tensor) -> bool:
     return any(type(one) is not Replicate and tensor.device_mesh.size(dim) > 1 for dim, one in placed)
 
 
-def local(tensor: Tensor) -> Tensor:
+def to_local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a DTensor, any other tensor itself. Shares memory, so call it under no_grad()."""
     return tensor.to_local() if is_dtensor(tensor) else tensor.detach()
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from megascale.amp import GradScaler
 from megascale.errors import UsageError
-from megascale.utils.dtensors import local
+from megascale.utils.dtensors import to_local
 from tests.cases import cases
 from tests.counting import OperatorCounter
 from tests.meshes import mesh_of
@@ -79,7 +79,7 @@ def _dtensor(mesh: DeviceMesh, placements: list[Placement], value: float = 1.0) 
 
 @torch.no_grad()
 def _local_grad(param: nn.Parameter) -> Tensor:
-    return local(grad_of(param))
+    return to_local(grad_of(param))
 
 
 def _replicated_first(kind: type[torch.amp.GradScaler], inner: str, order: list[int]) -> tuple[float, Any, float]:
@@ -91,13 +91,13 @@ def _replicated_first(kind: type[torch.amp.GradScaler], inner: str, order: list[
     scaler.scale(torch.ones(()))
     scaler.unscale_(optimizer)
     [found_inf] = scaler._found_inf_per_device(optimizer).values()
-    found = local(found_inf).item()
+    found = to_local(found_inf).item()
     if kind is not GradScaler:
         return found, None, 0.0  # its ranks part here, and would wait for one another for ever
     scaler.step(optimizer)
     scaler.update()
     with torch.no_grad():
-        moved = any(bool((local(param) != 1).any()) for param in pair)
+        moved = any(bool((to_local(param) != 1).any()) for param in pair)
     return found, moved, scaler.get_scale()
 
 
@@ -199,7 +199,7 @@ def _without_gradients(inner: str, over: str, overflow: bool) -> tuple[float, fl
     scaler.update()
     with torch.no_grad():
         mine = params[0 if rank == 0 else 1]
-        value = local(mine).flatten()[0].item()
+        value = to_local(mine).flatten()[0].item()
     return value, scaler.get_scale()
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from megascale import ConstantGradScaler, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.checkpoint import Checkpointer
 from megascale.step.matrix_exchange import cuts_of
-from megascale.utils.dtensors import local
+from megascale.utils.dtensors import to_local
 from tests.meshes import mesh_of
 from tests.pool import RankPool
 from tests.training import bits_equal, same_bits
@@ -236,7 +236,7 @@ def _fsdp2_over_tp() -> tuple[bool, set[str]]:
         for optimizer in optimizers:
             optimizer.step()
     agree = all(
-        bits_equal(_as_cut_by_fsdp2(param.data, piece).to_local(), local(piece))
+        bits_equal(_as_cut_by_fsdp2(param.data, piece).to_local(), to_local(piece))
         for piece, param in zip(spread, whole, strict=True)
     )
     return agree, {type(one).__name__ for piece in spread if isinstance(piece, DTensor) for one in piece.placements}

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from megascale import DistributedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.errors import ArgumentError
 from megascale.grad_sync import GradSync
-from megascale.utils.dtensors import local
+from megascale.utils.dtensors import to_local
 from tests.distributed.test_distributed_optimizer import batch, flat, net, same, sharded, weights
 from tests.meshes import mesh_of
 from tests.pool import RankPool
@@ -74,9 +74,9 @@ def _fully_sharded(options: dict[str, Any]) -> list[bool]:
         _step(theirs, twin, data)
         ours.offload()
         mine, other = ours.state_dict()["main_params"], theirs.state_dict()["main_params"]
-        seen.append(all(bits_equal(local(mine[name]), local(other[name])) for name in mine))
+        seen.append(all(bits_equal(to_local(mine[name]), to_local(other[name])) for name in mine))
         ours.reload()
-    return [*seen, all(map(bits_equal, *([local(one) for one in own.parameters()] for own in (module, twin))))]
+    return [*seen, all(map(bits_equal, *([to_local(one) for one in own.parameters()] for own in (module, twin))))]
 
 
 @pytest.mark.parametrize("options", [{}, {"store_param_remainders": True}], ids=["fp32", "remainders"])

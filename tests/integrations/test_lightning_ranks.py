@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megascale import MixedPrecisionOptimizer, ParallelGroups
 from megascale.errors import ArgumentError
 from megascale.grad_sync import GradSync
-from megascale.utils.dtensors import local
+from megascale.utils.dtensors import to_local
 from tests.pool import RankPool
 
 pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
@@ -218,7 +218,7 @@ def _fsdp2(precision: str) -> Any:
     assert module.rows == rows
     for (name, main), (_, other) in zip(run.optimizers[0].main_params(), optimizer.main_params(), strict=True):
         assert isinstance(main, DTensor), name
-        assert local(main.detach()).equal(local(other.detach())), name
+        assert to_local(main.detach()).equal(to_local(other.detach())), name
     return module.rows
 
 

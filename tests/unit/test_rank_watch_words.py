@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from megascale.errors import MOST_NAMES
-from megascale.rank_watch import _Rounds, _told, _told_after_loss
+from megascale.rank_watch import _describe_ranks, _Rounds, _told_after_loss
 from megascale.utils.call_site import CallSite
 
 HERE = CallSite("train.py:40 in main", "step()", "all_reduce", True)
@@ -31,8 +31,8 @@ def test_each_rank_that_is_missed_is_told_of() -> None:
     ]
     before: dict[int, dict[str, Any] | None] = {1: _notice(HERE, beat=1)}
     for notice, words in cases:
-        assert _told(HERE, 5, {1: notice}, before) == words
-    assert _told(HERE, 5, {1: ENDED, 2: None}, {}) == f"Rank 1 has finished. Rank 2 gives no sign: {SILENT}"
+        assert _describe_ranks(HERE, 5, {1: notice}, before) == words
+    assert _describe_ranks(HERE, 5, {1: ENDED, 2: None}, {}) == f"Rank 1 has finished. Rank 2 gives no sign: {SILENT}"
 
 
 def test_after_a_loss_ranks_that_ended_are_named_before_those_elsewhere() -> None:
@@ -54,7 +54,7 @@ def test_after_a_loss_ranks_that_ended_are_named_before_those_elsewhere() -> Non
 def test_of_many_ranks_a_few_are_named() -> None:
     """And how many more there are."""
     for number, end in ((MOST_NAMES, "has finished."), (MOST_NAMES + 1, "So 1 more.")):
-        words = _told(HERE, 5, dict.fromkeys(range(number), ENDED), {})
+        words = _describe_ranks(HERE, 5, dict.fromkeys(range(number), ENDED), {})
         assert words.count("has finished.") == MOST_NAMES
         assert words.endswith(end)
 

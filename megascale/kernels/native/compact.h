@@ -43,13 +43,13 @@ typedef struct {
     float *first_scale, *second_scale;
     uint32_t dither;
     int64_t n, index;
-    Marks *marks;
-} Span;
+    Hash *hash;
+} GroupRun;
 
 typedef union { uint32_t bits[BLOCK]; float values[BLOCK]; Words words[BLOCK / WIDTH]; } PerGroup;
 
 /* Offsets of pairs of vectors whose rounding is rare. They are held after the others. */
-typedef struct { int64_t n, offset[BLOCK * PAIRS]; } Rare;
+typedef struct { int64_t n, offset[BLOCK * PAIRS]; } DeferredStores;
 
 /* What is known of a block's elements and groups between the loops. */
 typedef struct {
@@ -57,7 +57,7 @@ typedef struct {
     Floats value[BLOCK * VECTORS]; /* the new main params that are to be held */
     Words high[BLOCK], low[BLOCK]; /* of each group: maxima and minima of roots; then maxima of quotients */
     PerGroup floor, shift, kept; /* of the roots' codes: as they were before the update, then as they are after it */
-} Work;
+} BlockBuffers;
 
 INLINE uint32_t bits_of(float x) {
     uint32_t bits;
@@ -75,7 +75,7 @@ INLINE Words bits_of_root(Floats x) {
 }
 
 /* Read group t's main params. */
-INLINE void read_main(Span at, CompactKind kind, int64_t t, Floats *value) {
+INLINE void read_main(GroupRun at, CompactKind kind, int64_t t, Floats *value) {
     int rare = 0;
     for (int k = 0; k < VECTORS; k++) {
         int64_t o = t * GROUP + k * WIDTH;
@@ -90,7 +90,7 @@ INLINE void read_main(Span at, CompactKind kind, int64_t t, Floats *value) {
 }
 
 /* Read floor and shift of each group's roots. */
-INLINE void old_floors(Span at, Work *work, int64_t groups) {
+INLINE void old_floors(GroupRun at, BlockBuffers *work, int64_t groups) {
     PerGroup scale = {{0}};
     memcpy(scale.bits, at.second_scale, (size_t)groups * sizeof(uint32_t));
     for (int v = 0; v < BLOCK / WIDTH; v++) {
@@ -100,7 +100,7 @@ INLINE void old_floors(Span at, Work *work, int64_t groups) {
 }
 
 /* Compute the new moments of group t, and its highest and lowest root. fp32 moments are stored. */
-INLINE void new_moments(Span at, CompactKind kind, AdamScalars s, float coefficient, Work *work, int64_t t) {
+INLINE void new_moments(GroupRun at, CompactKind kind, AdamScalars s, float coefficient, BlockBuffers *work, int64_t t) {
     Words high = {0}, low = {0}, floor = {0};
     Floats value[VECTORS] = {{0}};
     uint32_t shift = 0;
@@ -137,7 +137,7 @@ INLINE void new_moments(Span at, CompactKind kind, AdamScalars s, float coeffici
 }
 
 /* Store two vectors' main params as model params and remainders. The rare ones wait. */
-INLINE void hold_pair(Span at, CompactKind kind, const Floats *value, Rare *rare, Marks *marks, int64_t o) {
+INLINE void hold_pair(GroupRun at, CompactKind kind, const Floats *value, DeferredStores *rare, Hash *hash, int64_t o) {
     char *at_model = at.model + 2 * o, *at_remainder = at.remainder + 2 * o;
     Pair model, remainder, marked;
     Words left[2];
@@ -164,34 +164,34 @@ INLINE void hold_pair(Span at, CompactKind kind, const Floats *value, Rare *rare
     memcpy(at_model, &model, sizeof model);
     memcpy(at_remainder, &remainder, sizeof remainder);
     for (int j = 0; kind.cut && j < 2 * WIDTH; j++) marked[j] = o + j < at.n ? marked[j] : 0;
-    mark_pair(marks, marked);
+    hash_pair(hash, marked);
 }
 
 /* Store a block's main params as model params and remainders. The rare ones wait. */
-INLINE void hold_block(Span at, CompactKind kind, const Work *work, Rare *rare, int64_t groups) {
-    Marks marks = *at.marks;
+INLINE void hold_block(GroupRun at, CompactKind kind, const BlockBuffers *work, DeferredStores *rare, int64_t groups) {
+    Hash hash = *at.hash;
     rare->n = 0;
-    for (int64_t p = 0; p < groups * PAIRS; p++) hold_pair(at, kind, work->value + 2 * p, rare, &marks, 2 * WIDTH * p);
-    *at.marks = marks;
+    for (int64_t p = 0; p < groups * PAIRS; p++) hold_pair(at, kind, work->value + 2 * p, rare, &hash, 2 * WIDTH * p);
+    *at.hash = hash;
 }
 
 /* Store the rare ones. Returns whether a rounding into fp16 is not finite. */
-static __attribute__((noinline)) int hold_rare_pairs(Span at, const Rare *rare, const Floats *value) {
+static __attribute__((noinline)) int hold_rare_pairs(GroupRun at, const DeferredStores *rare, const Floats *value) {
     int beyond = 0;
     for (int64_t v = 0; v < 2 * rare->n; v++) {
         int64_t o = rare->offset[v / 2] + v % 2 * WIDTH, n = at.n - o < WIDTH ? at.n - o : WIDTH;
-        Marks marks = marks_from(at.index + o);
+        Hash hash = hash_from(at.index + o);
         Halves held;
         if (n <= 0) continue;
         beyond |= hold_rare(value + o / WIDTH, at.model + 2 * o, at.remainder + 2 * o, n, &held);
-        mark_last(&marks, held, n);
-        at.marks->sum += marks.sum;
+        hash_last(&hash, held, n);
+        at.hash->sum += hash.sum;
     }
     return beyond;
 }
 
 /* Store main params and model params. Returns -1 for elements whose rounding into fp16 is not finite. */
-INLINE Ints store_params(Span at, CompactKind kind, Floats value, int64_t o, int streamed) {
+INLINE Ints store_params(GroupRun at, CompactKind kind, Floats value, int64_t o, int streamed) {
     store(at.main + 4 * o, value, F32, WIDTH);
     if (kind.model == NONE) return (Ints){0};
     if (streamed) stream(at.model + 2 * o, value, kind.model);
@@ -203,7 +203,7 @@ INLINE Ints store_params(Span at, CompactKind kind, Floats value, int64_t o, int
 /* Update group t's main params and, unless they are to be held, store them and model params. Returns -1 for elements
  * whose rounding into fp16 is not finite.
  */
-INLINE Ints new_params(Span at, CompactKind kind, AdamScalars s, Work *work, int64_t t, int streamed) {
+INLINE Ints new_params(GroupRun at, CompactKind kind, AdamScalars s, BlockBuffers *work, int64_t t, int streamed) {
     Ints beyond = {0};
     Floats value[VECTORS];
     read_main(at, kind, t, value);
@@ -230,7 +230,7 @@ INLINE void smallest_of_each(const Words *x, int64_t groups, uint32_t *out) {
 }
 
 /* Choose the codes' shift and floor, and store them as scales. */
-INLINE void new_floors(Span at, Work *work, int64_t groups) {
+INLINE void new_floors(GroupRun at, BlockBuffers *work, int64_t groups) {
     PerGroup highest = {{0}}, least = {{0}}, scale; /* what is beyond the groups is computed with, not stored */
     largest_of_each(work->high, groups, highest.bits);
     smallest_of_each(work->low, groups, least.bits);
@@ -249,7 +249,7 @@ INLINE void new_floors(Span at, Work *work, int64_t groups) {
 /* Store the codes of group t's roots, and compute the quotients by the roots as held. weyl: of its first vector.
  * may_be_zero: whether a root may be.
  */
-INLINE void new_roots(Span at, CompactKind kind, Work *work, int64_t t, Words weyl, int may_be_zero) {
+INLINE void new_roots(GroupRun at, CompactKind kind, BlockBuffers *work, int64_t t, Words weyl, int may_be_zero) {
     Words most = {0}, shift = {0}, floor = {0}, kept = {0};
     if (kind.second) shift += work->shift.bits[t], floor += work->floor.bits[t], kept += work->kept.bits[t];
     for (int k = 0; k < VECTORS; k++) {
@@ -273,7 +273,7 @@ INLINE void new_roots(Span at, CompactKind kind, Work *work, int64_t t, Words we
 }
 
 /* Store the scales of quotients. inverse: their reciprocals, 0 of 0. */
-INLINE void new_scales(Span at, const Work *work, int64_t groups, PerGroup *inverse) {
+INLINE void new_scales(GroupRun at, const BlockBuffers *work, int64_t groups, PerGroup *inverse) {
     PerGroup most = {{0}}, scale;
     largest_of_each(work->high, groups, most.bits);
     for (int v = 0; v < BLOCK / WIDTH; v++) {
@@ -286,7 +286,7 @@ INLINE void new_scales(Span at, const Work *work, int64_t groups, PerGroup *inve
 }
 
 /* Store the codes of group t's quotients. shifted: the dithers of its first vector. */
-INLINE void new_quotients(Span at, const Work *work, int64_t t, float inverse, Words shifted) {
+INLINE void new_quotients(GroupRun at, const BlockBuffers *work, int64_t t, float inverse, Words shifted) {
     for (int k = 0; k < VECTORS; k++) {
         Words dither = shifted + (uint32_t)(k * WIDTH) * (INDEX_STRIDE << TO_MANTISSA);
         Floats from_1_to_2 = (Floats)((dither & MANTISSA_BITS) | ABOVE_ONE);
@@ -296,7 +296,7 @@ INLINE void new_quotients(Span at, const Work *work, int64_t t, float inverse, W
 }
 
 /* Prefetch a group's main params. */
-INLINE void fetch_main(Span at, CompactKind kind, int64_t o) {
+INLINE void fetch_main(GroupRun at, CompactKind kind, int64_t o) {
     for (int64_t line = 0; !kind.held && line < 4 * GROUP; line += 64) __builtin_prefetch(at.main + 4 * o + line);
     if (!kind.held) return;
     __builtin_prefetch(at.model + 2 * o);
@@ -311,7 +311,7 @@ static inline uint32_t dither_of_step(int64_t step) {
 }
 
 /* Return the dithers of a block's first vector. */
-INLINE Words first_dithers(Span at) {
+INLINE Words first_dithers(GroupRun at) {
     static const uint32_t index[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     Words weyl;
     memcpy(&weyl, index, sizeof weyl);
@@ -319,12 +319,12 @@ INLINE Words first_dithers(Span at) {
 }
 
 /* Loops that wait for few results come between a reduction over groups and the loop that needs it. */
-INLINE int update_adam_block(Span at, CompactKind kind, AdamScalars s, float coefficient, int64_t groups,
+INLINE int update_adam_block(GroupRun at, CompactKind kind, AdamScalars s, float coefficient, int64_t groups,
                              int streamed) {
-    Work work;
+    BlockBuffers work;
     PerGroup inverse;
     Ints beyond = {0};
-    Rare rare;
+    DeferredStores rare;
     Words weyl = first_dithers(at);
     if (kind.second) old_floors(at, &work, groups);
 #pragma GCC unroll 2
@@ -359,23 +359,23 @@ INLINE int update_adam_block(Span at, CompactKind kind, AdamScalars s, float coe
 
 #include "compact_averages.h"
 
-INLINE int update_block(Span at, CompactKind kind, const Scalars *s, int64_t groups, int streamed) {
+INLINE int update_block(GroupRun at, CompactKind kind, const Scalars *s, int64_t groups, int streamed) {
     if (kind.rule != ADAM) return update_average_block(at, kind, s, groups, streamed);
     return update_adam_block(at, kind, s->adam, s->coefficient, groups, streamed);
 }
 
-INLINE Span span_of(const CompactRow *row, const char *grad, CompactKind kind, uint32_t dither, int64_t i, int64_t n,
-                    Marks *marks) {
-    Span at = {grad + i * size_of(kind.grad), row->main + 4 * i, row->model + 2 * i, row->remainder + 2 * i,
+INLINE GroupRun span_of(const CompactRow *row, const char *grad, CompactKind kind, uint32_t dither, int64_t i, int64_t n,
+                    Hash *hash) {
+    GroupRun at = {grad + i * size_of(kind.grad), row->main + 4 * i, row->model + 2 * i, row->remainder + 2 * i,
                row->first + (kind.first ? i : 4 * i), row->second, row->first_scale + i / GROUP, row->second_scale,
-               dither + (uint32_t)i * INDEX_STRIDE, n, i, marks};
+               dither + (uint32_t)i * INDEX_STRIDE, n, i, hash};
     if (at.second) at.second += kind.second ? i : 4 * i;
     if (at.second_scale) at.second_scale += i / GROUP;
     return at;
 }
 
 /* Update a last group that is not whole, for all kinds, in a copy that is. */
-static __attribute__((noinline)) int update_last_group(Span at, CompactKind kind, const Scalars *s) {
+static __attribute__((noinline)) int update_last_group(GroupRun at, CompactKind kind, const Scalars *s) {
     char grad[4 * GROUP] = {0}, main[4 * GROUP] = {0}, model[4 * GROUP] = {0}, remainder[2 * GROUP] = {0};
     char first[4 * GROUP] = {0}, second[4 * GROUP] = {0};
     size_t n = (size_t)at.n, first_bytes = kind.first ? n : 4 * n, second_bytes = kind.second ? n : 4 * n;
@@ -386,8 +386,8 @@ static __attribute__((noinline)) int update_last_group(Span at, CompactKind kind
     memcpy(first, at.first, first_bytes);
     if (at.second) memcpy(second, at.second, second_bytes);
     kind.cut = 1;
-    Span copy = {grad,           main,      model, remainder, first,   second, at.first_scale,
-                 at.second_scale, at.dither, at.n,  at.index,  at.marks};
+    GroupRun copy = {grad,           main,      model, remainder, first,   second, at.first_scale,
+                 at.second_scale, at.dither, at.n,  at.index,  at.hash};
     int beyond = update_block(copy, kind, s, (at.n + GROUP - 1) / GROUP, 0);
     if (!kind.held) memcpy(at.main, main, 4 * n);
     if (kind.held) memcpy(at.remainder, remainder, 2 * n);
@@ -401,15 +401,15 @@ INLINE int update_groups(const CompactRow *row, const char *grad, CompactKind ki
                          Chunk chunk, int streamed) {
     int beyond = 0;
     int64_t i = chunk.start, whole = chunk.end - (chunk.end - i) % GROUP;
-    Marks marks = marks_from(chunk.start);
-#define SPAN(n) span_of(row, grad, kind, dither, i, n, &marks)
+    Hash hash = hash_from(chunk.start);
+#define SPAN(n) span_of(row, grad, kind, dither, i, n, &hash)
     for (; i + BLOCK * GROUP <= whole; i += BLOCK * GROUP)
         beyond |= update_block(SPAN(BLOCK * GROUP), kind, s, BLOCK, streamed);
     if (i < whole) beyond |= update_block(SPAN(whole - i), kind, s, (whole - i) / GROUP, streamed);
     i = whole;
     if (i < chunk.end) beyond |= update_last_group(SPAN(chunk.end - i), kind, s);
 #undef SPAN
-    if (kind.held) add_fingerprint(row->fingerprint, sum_of_marks(marks));
+    if (kind.held) add_fingerprint(row->fingerprint, sum_of_hash(hash));
     return beyond;
 }
 

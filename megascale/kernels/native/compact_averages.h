@@ -26,7 +26,7 @@ INLINE Floats number_or_zero(Floats x) {
 }
 
 /* Compute vector v's ratios to their scale, with signs, and of each the largest code below: a slow chain of roots. */
-INLINE void codes_below(Work *work, int64_t v, float inverse) {
+INLINE void codes_below(BlockBuffers *work, int64_t v, float inverse) {
     Floats ratio = work->first[v] * inverse, magnitude = number_or_zero(magnitude_of(ratio));
     Ints below = __builtin_convertvector(root(root(magnitude)) * TOP_LEVEL, Ints);
     work->first[v] = (Floats)((Words)magnitude | ((Words)ratio & 0x80000000u));
@@ -34,7 +34,7 @@ INLINE void codes_below(Work *work, int64_t v, float inverse) {
 }
 
 /* Return the codes of vector v's averages. dither: of each element. */
-INLINE Ints codes_of_averages(const Work *work, int64_t v, Words dither) {
+INLINE Ints codes_of_averages(const BlockBuffers *work, int64_t v, Words dither) {
     Floats ratio = magnitude_of(work->first[v]);
     Ints lower = (Ints)work->root[v], sign = (Ints)work->first[v] >> 31;
     Floats from = floats_of(lower), below = level_of(from), distance = level_of(from + 1) - below;
@@ -43,11 +43,11 @@ INLINE Ints codes_of_averages(const Work *work, int64_t v, Words dither) {
     return (code ^ sign) - sign;
 }
 
-INLINE void group_codes_below(Work *work, int64_t t, const PerGroup *inverse) {
+INLINE void group_codes_below(BlockBuffers *work, int64_t t, const PerGroup *inverse) {
     for (int k = 0; k < VECTORS; k++) codes_below(work, t * VECTORS + k, inverse->values[t]);
 }
 
-INLINE void store_group_codes(Span at, const Work *work, int64_t t, Words weyl) {
+INLINE void store_group_codes(GroupRun at, const BlockBuffers *work, int64_t t, Words weyl) {
     for (int k = 0; k < VECTORS; k++) {
         int64_t o = t * GROUP + k * WIDTH;
         store_8(at.first + o, codes_of_averages(work, o / WIDTH, weyl + (uint32_t)o * INDEX_STRIDE));
@@ -55,7 +55,7 @@ INLINE void store_group_codes(Span at, const Work *work, int64_t t, Words weyl) 
 }
 
 /* Store the codes of averages, of one group while the roots of the next are computed. */
-INLINE void new_average_codes(Span at, Work *work, const PerGroup *inverse, int64_t groups) {
+INLINE void new_average_codes(GroupRun at, BlockBuffers *work, const PerGroup *inverse, int64_t groups) {
     const Words weyl = first_dithers(at);
     int64_t t = 0;
     group_codes_below(work, 0, inverse);
@@ -67,7 +67,7 @@ INLINE void new_average_codes(Span at, Work *work, const PerGroup *inverse, int6
 }
 
 /* Update group t: main params as new_params() does, and averages, which are stored as codes later. Returns as new_params(). */
-INLINE Ints new_averages(Span at, CompactKind kind, const Scalars *s, Work *work, int64_t t, int streamed) {
+INLINE Ints new_averages(GroupRun at, CompactKind kind, const Scalars *s, BlockBuffers *work, int64_t t, int streamed) {
     Words high = {0};
     Ints beyond = {0};
     Floats values[VECTORS];
@@ -95,11 +95,11 @@ INLINE Ints new_averages(Span at, CompactKind kind, const Scalars *s, Work *work
     return beyond;
 }
 
-INLINE int update_average_block(Span at, CompactKind kind, const Scalars *s, int64_t groups, int streamed) {
-    Work work;
+INLINE int update_average_block(GroupRun at, CompactKind kind, const Scalars *s, int64_t groups, int streamed) {
+    BlockBuffers work;
     PerGroup most = {{0}}, inverse;
     Ints beyond = {0};
-    Rare rare;
+    DeferredStores rare;
     for (int64_t t = 0; t < groups; t++) {
         if (groups == BLOCK) {
             const int64_t ahead = (t + BLOCK) * GROUP;

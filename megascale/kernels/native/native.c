@@ -232,7 +232,7 @@ static inline void fetch_start(const Row *row, const char *grad) {
 
 /* Update a chunk's whole vectors, of main params that are remainders. Returns the same as update_vectors(). */
 INLINE int update_held_vectors(const Row *row, const char *grad, Kind kind, Scalars s, Chunk chunk) {
-    Marks marks = marks_from(chunk.start);
+    Hash hash = hash_from(chunk.start);
     int beyond = 0;
     for (int64_t i = chunk.start; i + WIDTH <= chunk.end; i += 2 * WIDTH) {
         Halves held[2] = {{0}};
@@ -241,9 +241,9 @@ INLINE int update_held_vectors(const Row *row, const char *grad, Kind kind, Scal
             fetch_ahead(row, at, kind);
             beyond |= hold_value(updated(at, kind, s), at.model, at.remainder, kind.model, WIDTH, held + k);
         }
-        mark_pair(&marks, joined(held[0], held[1]));
+        hash_pair(&hash, joined(held[0], held[1]));
     }
-    add_fingerprint(row->fingerprint, sum_of_marks(marks));
+    add_fingerprint(row->fingerprint, sum_of_hash(hash));
     return beyond;
 }
 
@@ -273,11 +273,11 @@ static __attribute__((noinline)) int update_rest(const Row *row, const char *gra
     Place at = place_of(row, grad, kind, chunk.end - n, n);
     Floats value = updated(at, kind, *s);
     if (kind.held) {
-        Marks marks = marks_from(chunk.end - n);
+        Hash hash = hash_from(chunk.end - n);
         Halves held;
         int beyond = hold_value(value, at.model, at.remainder, kind.model, n, &held);
-        mark_last(&marks, held, n);
-        add_fingerprint(row->fingerprint, sum_of_marks(marks));
+        hash_last(&hash, held, n);
+        add_fingerprint(row->fingerprint, sum_of_hash(hash));
         return beyond;
     }
     if (kind.model != NONE) store(at.model, value, kind.model, n);

@@ -154,33 +154,33 @@ INLINE Floats held_value(const char *at_model, const char *at_remainder, int64_t
 /* The fingerprint of a run of elements: the sum of the hashes of their words, two elements each, lane by lane. key: of
  * the next words.
  */
-typedef struct { Words sum, key; } Marks;
+typedef struct { Words sum, key; } Hash;
 
 /* i: the index of the first element in the row, even. */
-INLINE Marks marks_from(int64_t i) {
+INLINE Hash hash_from(int64_t i) {
     Words key = {0};
     for (int j = 0; j < WIDTH; j++) key[j] = (uint32_t)(i + 2 * j) * KEY_STRIDE + KEY_START;
-    return (Marks){{0}, key};
+    return (Hash){{0}, key};
 }
 
 /* Add the next 2 * WIDTH elements. Zeros, such as those beyond the last element, add nothing. */
-INLINE void mark_pair(Marks *marks, Pair model) {
+INLINE void hash_pair(Hash *hash, Pair model) {
     Words words = (Words)model;
-    words = (words ^ words >> 13) * ((marks->key ^ marks->key >> 15) | 1);
-    marks->sum += words ^ words >> 15;
-    marks->key += 2 * WIDTH * KEY_STRIDE;
+    words = (words ^ words >> 13) * ((hash->key ^ hash->key >> 15) | 1);
+    hash->sum += words ^ words >> 15;
+    hash->key += 2 * WIDTH * KEY_STRIDE;
 }
 
 /* Add the last n <= WIDTH elements. */
-INLINE void mark_last(Marks *marks, Halves model, int64_t n) {
+INLINE void hash_last(Hash *hash, Halves model, int64_t n) {
     Halves counted = {0};
     copy_first(&counted, &model, 2, n);
-    mark_pair(marks, joined(counted, (Halves){0}));
+    hash_pair(hash, joined(counted, (Halves){0}));
 }
 
-INLINE uint32_t sum_of_marks(Marks marks) {
+INLINE uint32_t sum_of_hash(Hash hash) {
     uint32_t sum = 0;
-    for (int j = 0; j < WIDTH; j++) sum += marks.sum[j];
+    for (int j = 0; j < WIDTH; j++) sum += hash.sum[j];
     return sum;
 }
 
@@ -234,7 +234,7 @@ INLINE void decode_as(const HeldRow *row, Chunk chunk, int64_t type) {
 
 /* Returns whether a rounding into fp16 is not finite. */
 INLINE int encode_as(const HeldRow *row, Chunk chunk, int64_t type, uint32_t *sum) {
-    Marks marks = marks_from(chunk.start);
+    Hash hash = hash_from(chunk.start);
     int beyond = 0;
     for (int64_t i = chunk.start; i < chunk.end; i += 2 * WIDTH) {
         Halves held[2] = {{0}};
@@ -244,9 +244,9 @@ INLINE int encode_as(const HeldRow *row, Chunk chunk, int64_t type, uint32_t *su
             Floats main = load(row->main + 4 * j, F32, n);
             beyond |= hold_value(main, row->model + 2 * j, row->remainder + 2 * j, type, n, held + k);
         }
-        mark_pair(&marks, joined(held[0], held[1]));
+        hash_pair(&hash, joined(held[0], held[1]));
     }
-    *sum = sum_of_marks(marks);
+    *sum = sum_of_hash(hash);
     return beyond;
 }
 

@@ -37,7 +37,7 @@ from megascale.kernels.triton.grad_addresses import GradAddresses
 from megascale.kernels.triton.launch import launch
 from megascale.rules import AdamHyper, LionHyper, SgdHyper
 from megascale.utils.graph_capture import is_capturing
-from megascale.utils.staging import staged
+from megascale.utils.transfer import to_device_async
 
 BLOCK = 1 << 10  # elements that a program holds at once
 MEASURED_BLOCK = 1 << 11  # of a gradient: two loads of a thread under way at once. Sums have as many lanes
@@ -323,7 +323,7 @@ class TritonBackend(TorchDecisions, TorchRemainders):
     def _rate(self, lr: float | Tensor, device: torch.device) -> Tensor:
         """Return the learning rate on the device: a float as fp64, written there only where it has changed."""
         if isinstance(lr, Tensor):
-            return staged(lr, device)
+            return to_device_async(lr, device)
         known = self._rates.get(device)
         if known is not None and known[0] == lr and not is_capturing(device):
             return known[1]

@@ -226,7 +226,7 @@ def test_a_rank_that_is_alone_computes_nothing_of_the_vote(monkeypatch: pytest.M
         monkeypatch.delattr(owner, name)
     net(torch.ones(2, 4)).sum().backward()
     assert optimizer.step().success
-    assert optimizer.recipe.members[0].uncompared == {}
+    assert optimizer.recipe.members[0].unverified_params == {}
 
 
 class _Recorded(dict[str, Any]):

@@ -27,7 +27,7 @@ class Listener(StepObserver):
         if self.error is not None:
             raise self.error
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """See the class."""
         self.times_anew += 1
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 
-def staged(tensor: Tensor, device: torch.device) -> Tensor:
+def to_device_async(tensor: Tensor, device: torch.device) -> Tensor:
     """Return ``tensor`` on ``device``: itself if it is there. The host waits only where ``device`` is the host.
 
     There the values could otherwise be read before they have arrived. Host memory is copied through pinned memory,
