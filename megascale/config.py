@@ -266,11 +266,6 @@ class OptimizerConfig:
                 "optimizer_cpu_offload=True and store_param_remainders=True cannot be combined: a remainder is half of "
                 "a number whose other half, the weight, is on the device; choose one, or 8-bit moments beside offload"
             )
-        if self.optimizer_cpu_offload and self.optimizer == "muon":
-            raise ArgumentError(
-                "optimizer_cpu_offload=True cannot be combined with optimizer='muon': a host orthogonalizes matrices "
-                "too slowly; leave it False, or shard with use_distributed_optimizer=True"
-            )
 
     def _validate_muon(self) -> None:
         validate.non_negative("muon_momentum", self.muon_momentum)

@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megascale import MixedPrecisionOptimizer, OptimizerConfig
+from megascale import DistributedOptimizer, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.utils.dtensors import local
 from megascale.utils.nests import tensors_in
 from tests.fake_device.device import FakeDevice
 from tests.fake_device.process import OnDevice
 from tests.fake_device.record import Record
 from tests.fake_device.training import CODES, scaler
-from tests.training import bits_equal
+from tests.training import Sign, bits_equal
 
 COUNT, WIDTH = 4, 8
 
@@ -113,11 +113,11 @@ def test_each_copy_is_waited_for(on_device: OnDevice) -> None:
     assert any(calls[at].stream == main and up[-1] < at < products[0] for at in blocks)
 
 
-def _life(inner: str, sharded: bool, options: dict[str, Any]) -> tuple[list[Tensor], set[str]]:
+def _life(inner: str, held: str, options: dict[str, Any]) -> tuple[list[Tensor], set[str]]:
     """Return weights and state after some steps with a load among them, and where main params and state live."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(COUNT))).half().cuda()
-    if sharded:
+    if held == "fsdp2":
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
@@ -126,7 +126,12 @@ def _life(inner: str, sharded: bool, options: dict[str, Any]) -> tuple[list[Tens
         fully_shard(model, mesh=init_device_mesh("cuda", (1,)))
     config = OptimizerConfig(fp16=True, clip_grad=1.0, backend="reference", **options)  # which this device can run
     own = INNER[inner](model)
-    optimizer = MixedPrecisionOptimizer(own, config, scaler())
+    if held in ("elements", "parameters"):
+        optimizer: MixedPrecisionOptimizer = DistributedOptimizer(
+            own, config, scaler(), modules=model, shard=held, bucket_numel=WIDTH * WIDTH
+        )
+    else:
+        optimizer = MixedPrecisionOptimizer(own, config, scaler())
     batch = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH).half().cuda()
     for step in range(4):
         optimizer.zero_grad()
@@ -142,28 +147,35 @@ def _life(inner: str, sharded: bool, options: dict[str, Any]) -> tuple[list[Tens
 
 
 def _lives(
-    _: FakeDevice, inner: str, sharded: bool, stored: dict[str, Any], way: dict[str, Any]
+    _: FakeDevice, inner: str, held: str, stored: dict[str, Any], way: dict[str, Any]
 ) -> tuple[bool, set[str]]:
-    if sharded:
+    if held == "fsdp2":
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
-    (values, places), (others, _there) = _life(inner, sharded, stored | way), _life(inner, sharded, stored)
+    (values, places), (others, _there) = _life(inner, held, stored | way), _life(inner, held, stored)
     assert len(values) == len(others)
     return all(map(bits_equal, values, others)), places
 
 
 INNER: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "adamw": lambda module: torch.optim.AdamW(module.named_parameters(), lr=1e-2),
+    "sign": lambda module: Sign(module.named_parameters()),
 }
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("stored", [{}, CODES], ids=["fp32", "codes"])
-@pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "fsdp2"])
+WHOLE = ("replicated", "fsdp2")
+CASES: list[tuple[str, str, dict[str, Any], bool]] = [
+    *[("adamw", held, {}, overlap) for held in (*WHOLE, "elements", "parameters") for overlap in (False, True)],
+    *[("adamw", held, CODES, True) for held in WHOLE],
+    *[("sign", held, {}, False) for held in (*WHOLE, "parameters")],  # its own step() runs in the caller's thread
+]
+
+
+@pytest.mark.parametrize(("inner", "held", "stored", "overlap"), CASES)
 def test_loaded_state_goes_where_state_lives(
-    on_device: OnDevice, sharded: bool, stored: dict[str, Any], overlap: bool
+    on_device: OnDevice, inner: str, held: str, stored: dict[str, Any], overlap: bool
 ) -> None:
     """Main params and state are in host memory, DTensors' too, after a load as well; bits are those without offload."""
     way = {"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": overlap}
-    assert on_device(_lives, "adamw", sharded, stored, way) == (True, {"cpu"})
+    assert on_device(_lives, inner, held, stored, way) == (True, {"cpu"})
