@@ -28,7 +28,9 @@ class HostOwnStep(GeneralUpdate):
         pin: pin the memory of gradients.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, beside: InnerUpdate, device: torch.device, *, pin: bool) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, beside: InnerUpdate, device: torch.device, *, pin: bool
+    ) -> None:
         if not isinstance(beside, GeneralUpdate):
             raise TypeError(f"beside must run the optimizer's own step, got {type(beside).__name__}")
         super().__init__(optimizer, beside.backend, beside.inner_step)

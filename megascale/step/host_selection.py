@@ -30,8 +30,8 @@ def in_host_memory(
     rule, name = BY_KIND.get(type(optimizer)), type(optimizer).__name__
     if rule is MUON:
         raise ArgumentError(
-            f"optimizer_cpu_offload=True moves nothing of {name}, whose matrices a host orthogonalizes too slowly; leave "
-            "it False for this optimizer: build_optimizer() with optimizer='muon' moves all other parameters' state"
+            f"optimizer_cpu_offload=True moves nothing of {name}, whose matrices a host orthogonalizes too slowly; "
+            "leave it False for this optimizer: build_optimizer() with optimizer='muon' moves all other parameters' state"
         )
     if rule is not None and isinstance(beside, KernelUpdate):
         return HostUpdate(optimizer, config, rule, beside, device, arrivals)

@@ -146,9 +146,7 @@ def _life(inner: str, held: str, options: dict[str, Any]) -> tuple[list[Tensor],
     return values, {value.device.type for value in (*mains, *held)}
 
 
-def _lives(
-    _: FakeDevice, inner: str, held: str, stored: dict[str, Any], way: dict[str, Any]
-) -> tuple[bool, set[str]]:
+def _lives(_: FakeDevice, inner: str, held: str, stored: dict[str, Any], way: dict[str, Any]) -> tuple[bool, set[str]]:
     if held == "fsdp2":
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
