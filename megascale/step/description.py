@@ -56,9 +56,10 @@ def summary(
     if grad_scaler is not None and not any(param.dtype in HALF_DTYPES for param in _params(member)):
         scaler += " although no parameter has 16 bits: autocast, or was cast_model() left out?"
     return (
-        f"{kind}({type(member.optimizer).__name__}): {_parameters(member)}; main params: {_main_params(member, groups)}; {scaler}; "
-        f"{f'clips at {clip_grad:g}' if clip_grad else 'no clipping'}; backend {member.backend.name} on "
-        f"{member.device}; {_ranks(groups)}; {_held(member)}"
+        f"{kind}({type(member.optimizer).__name__}): {_parameters(member)}; "
+        f"main params: {_main_params(member, groups)}; {scaler}; "
+        f"{f'clips at {clip_grad:g}' if clip_grad else 'no clipping'}; "
+        f"backend {member.backend.name} on {member.device}; {_ranks(groups)}; {_held(member)}"
     )
 
 

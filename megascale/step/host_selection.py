@@ -2,7 +2,7 @@
 
 import torch
 
-from megascale.config import OptimizerConfig
+from megascale.config import StepConfig
 from megascale.errors import ArgumentError
 from megascale.main_params.weight_arrivals import WeightArrivals
 from megascale.rules import BY_KIND, MUON
@@ -14,7 +14,7 @@ from megascale.step.update import InnerUpdate
 
 def in_host_memory(
     optimizer: torch.optim.Optimizer,
-    config: OptimizerConfig,
+    config: StepConfig,
     beside: InnerUpdate,
     device: torch.device,
     arrivals: WeightArrivals,

@@ -44,8 +44,8 @@ def test_one_line_on_a_terminal() -> None:
         _build()
         text = shown()
     assert text.splitlines() == [
-        "megascale: MixedPrecisionOptimizer(AdamW): 20 in float16; main params: float32; DynamicGradScaler; clips at 1; "
-        f"backend {optimizer.backend.name} on cpu; 1 rank decides; {_held(optimizer)}"
+        "megascale: MixedPrecisionOptimizer(AdamW): 20 in float16; main params: float32; DynamicGradScaler; clips at "
+        f"1; backend {optimizer.backend.name} on cpu; 1 rank decides; {_held(optimizer)}"
     ]
 
 
@@ -118,7 +118,7 @@ def test_rank_0_alone_says_it(ranks: RankPool) -> None:
     first, *others = ranks.run(3, _lines_of_ranks)
     assert others == ["", ""]
     assert first.startswith(
-        "megascale: DistributedOptimizer(AdamW): 20 in float16; float32, with the state in 3 shards"
+        "megascale: DistributedOptimizer(AdamW): 20 in float16; main params: float32, with the state in 3 shards"
     )
     assert "3 ranks decide, data parallel 3" in first
 
