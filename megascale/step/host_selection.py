@@ -31,7 +31,7 @@ def in_host_memory(
     if rule is MUON:
         raise ArgumentError(
             f"optimizer_cpu_offload=True moves nothing of {name}, whose matrices a host orthogonalizes too slowly; "
-            "leave it False for this optimizer: build_optimizer() with optimizer='muon' moves all other parameters' state"
+            "leave it False for it: build_optimizer() with optimizer='muon' moves what other parameters have"
         )
     if rule is not None and isinstance(beside, KernelUpdate):
         return HostUpdate(optimizer, config, rule, beside, device, arrivals)
