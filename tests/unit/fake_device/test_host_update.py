@@ -141,9 +141,9 @@ def _life(inner: str, held: str, options: dict[str, Any]) -> tuple[list[Tensor],
             optimizer.load_state_dict(optimizer.state_dict())
     optimizer.finish_param_gather()
     mains = [local(main) for _, main in optimizer.main_params()]
-    held = [local(value) for entry in optimizer.state.values() for value in tensors_in(entry)]
-    values = [value.detach().cpu() for value in (*mains, *held, *map(local, model.parameters()))]
-    return values, {value.device.type for value in (*mains, *held)}
+    states = [local(value) for entry in optimizer.state.values() for value in tensors_in(entry)]
+    values = [value.detach().cpu() for value in (*mains, *states, *map(local, model.parameters()))]
+    return values, {value.device.type for value in (*mains, *states)}
 
 
 def _lives(_: FakeDevice, inner: str, held: str, stored: dict[str, Any], way: dict[str, Any]) -> tuple[bool, set[str]]:
