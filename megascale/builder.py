@@ -169,8 +169,15 @@ def _kind_of(config: OptimizerConfig, param: NamedParam, overrides: Overrides) -
 
 def _config_of(config: OptimizerConfig, kind: str) -> OptimizerConfig:
     """Return the config of one member of the chain that "muon" makes; ``config`` itself for other optimizers."""
-    if config.optimizer != "muon" or kind == "muon":
+    if config.optimizer != "muon":
         return config
+    if kind == "muon":  # a host orthogonalizes matrices too slowly: they stay on the device
+        return replace(
+            config,
+            optimizer_cpu_offload=False,
+            optimizer_offload_fraction=1.0,
+            overlap_cpu_optimizer_d2h_h2d=False,
+        )
     return replace(config, optimizer=kind, lr=config.lr if config.muon_adam_lr is None else config.muon_adam_lr)
 
 

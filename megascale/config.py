@@ -291,11 +291,6 @@ class OptimizerConfig(StepConfig):
         validate.one_of("muon_adjust_lr_fn", self.muon_adjust_lr_fn, MUON_ADJUST_LR_FNS)
         if self.muon_adam_lr is not None:
             validate.non_negative("muon_adam_lr", self.muon_adam_lr)
-        if self.optimizer_cpu_offload and self.optimizer == "muon":
-            raise ArgumentError(
-                "optimizer_cpu_offload=True cannot be combined with optimizer='muon': a host orthogonalizes matrices "
-                "too slowly; leave it False, or shard with use_distributed_optimizer=True"
-            )
 
     def _validate_loss_scale(self) -> None:
         if self.loss_scale is not None:

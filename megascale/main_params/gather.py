@@ -16,7 +16,7 @@ from megascale.grad_sync.message_thread import MessageThread
 from megascale.grad_sync.synced_bucket import SyncedBucket
 from megascale.main_params.gather_hooks import GatherHooks
 from megascale.utils.collectives import Pending, all_gather_start, is_message_passing
-from megascale.utils.streams import Arrival
+from megascale.utils.streams import Arrival, has_streams
 
 _GATHER_BIT = 1 << 30
 """Set in the tags of a bucket's gather, not in those of its reduction."""
@@ -31,6 +31,7 @@ class GatheredBucket:
         self._thread = thread
         self._uneven = self.memory.uneven_shards()
         self._arrival: Arrival | None = None
+        self._behind: Callable[[], None] | None = None
         self.was_started = False
         """In this step."""
 
@@ -48,19 +49,48 @@ class GatheredBucket:
         view = self.memory.views[name]
         return param.data_ptr() == view.data_ptr() and param.stride() == view.stride()
 
-    def start(self) -> None:
-        """Start the gather."""
+    def start(self, behind: Callable[[], None] | None = None) -> None:
+        """Start the gather.
+
+        ``behind``: waits until this rank's shard has come from host memory, to start the gather then: in the thread
+        where its messages carry tags; else in :meth:`begin`, as collectives must be called in one order on all ranks.
+        """
         self.was_started = True
+        device = self.memory.flat.device
+        if behind is None:
+            self._start()
+        elif is_message_passing(self.synced.group.shard, device) and not has_streams(device):
+            arrival = self._thread.submit(partial(self._gather_behind, behind))
+            self._arrival = Arrival(partial(self._thread.result, arrival), device)
+        else:
+            self._behind = behind
+
+    def begin(self) -> None:
+        """Start a gather that waits for this rank's shard: the host waits until that is on its way."""
+        behind, self._behind = self._behind, None
+        if behind is not None:
+            behind()
+            self._start()
+
+    def _gather_behind(self, behind: Callable[[], None]) -> None:
+        behind()
+        self._thread.wait(self._gathering())
+
+    def _start(self) -> None:
+        gathering = self._gathering()
+        device = self.memory.flat.device
+        is_messages = is_message_passing(self.synced.group.shard, device)
+        self._arrival = Arrival(self._in_thread(gathering) if is_messages else gathering.wait, device)
+
+    def _gathering(self) -> Pending:
         shard = self.memory.shard(self.synced.rank)
         group, tag = self.synced.group.shard, self.synced.tag | _GATHER_BIT
-        gathering = all_gather_start(self.memory.flat, shard, group, tag, self._uneven)
-        wait = self._in_thread(gathering) if is_message_passing(group, shard.device) else gathering.wait
-        self._arrival = Arrival(wait, self.memory.flat.device)
+        return all_gather_start(self.memory.flat, shard, group, tag, self._uneven)
 
     @property
     def is_under_way(self) -> bool:
         """Whether a gather was started that some stream may have to wait for."""
-        return self._arrival is not None
+        return self._arrival is not None or self._behind is not None
 
     def wait(self) -> None:
         """Let the current stream wait for the gather, if one is under way. Raises where a rank is lost."""
@@ -122,6 +152,7 @@ class ParamGather:
 
     def end(self) -> None:
         """Wait, on behalf of all streams that wait for the current one later: the gather is a part of the step."""
+        _begin(self.buckets)
         for bucket in self.buckets.values():
             bucket.end()
 
@@ -130,6 +161,7 @@ class ParamGather:
         for param in params:
             bucket = self._bucket_of.get(id(param))
             if bucket is not None:
+                _begin(self.buckets)
                 bucket.wait()
 
     def detach(self) -> None:
@@ -139,6 +171,13 @@ class ParamGather:
         self._thread.close()
 
 
+def _begin(buckets: Mapping[int, GatheredBucket]) -> None:
+    """Start all gathers that wait for shards, in the order of forward: each rank does so when it first needs one."""
+    for index in sorted(buckets, reverse=True):
+        buckets[index].begin()
+
+
 def _wait(buckets: Mapping[int, GatheredBucket]) -> None:
+    _begin(buckets)
     for bucket in buckets.values():
         bucket.wait()

@@ -5,6 +5,7 @@ gets no hooks.
 """
 
 import copy
+import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -86,9 +87,15 @@ class _BeforeForward(_Hook):
 
 
 def params_read_by(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Return the parameters that a module's forward may read: its own, of a module of torch its children's too."""
+    """Return the parameters that a module's forward may read: its own, of a module of torch its children's too.
+
+    A module under FSDP2 reads all that are in it: its root gathers, and prefetches, on streams that wait for the
+    current one only when the root is called.
+    """
+    # Unless FSDP2 is imported, no module is under it.
+    gathers = isinstance(module, getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ()))
     reads_children = type(module).__module__.startswith("torch.nn.") and not isinstance(module, CALLERS)
-    return module.parameters(recurse=reads_children)
+    return module.parameters(recurse=gathers or reads_children)
 
 
 class _BeforeStateDict(_Hook):

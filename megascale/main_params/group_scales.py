@@ -60,7 +60,9 @@ def _placed(part: Tensor, tensor: "DTensor") -> Tensor:
 
     shape = _shape(tensor, tensor.shape)
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(part, tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
+    mesh, placements = tensor.device_mesh, tensor.placements
+    placed = DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
+    return placed.to(part.device)  # from_local() moves what is in host memory
 
 
 def _shape(tensor: Tensor, part: torch.Size) -> torch.Size:

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megascale.errors import ArgumentError
 from megascale.kernels import TensorList
-from megascale.utils.dtensors import is_dtensor
+from megascale.utils.dtensors import to_local
 from megascale.utils.host_memory import allocate
 
 
@@ -15,8 +14,8 @@ class HostTwin:
     """Host memory of one model param, or of this rank's part of it: its next weights, and its gradient.
 
     Attributes:
-        weights: in the form of the model param. The update writes the main param's rounding into them; from there they
-            travel to the device.
+        weights: in the form of the model param; of a DTensor, in that of its local tensor. The update writes the main
+            param's rounding into them; from there they travel to the device.
         grad: a copy of the gradient; None before the first one.
     """
 
@@ -26,16 +25,13 @@ class HostTwin:
 
 
 def host_twins(parts: Sequence[Tensor], *, pin: bool) -> list[HostTwin]:
-    """Return twins of model params. ``pin``: pin the memory of the weights where these are on an accelerator.
+    """Return twins of model params; of a DTensor, of this rank's part of it.
 
-    Raises ArgumentError for a DTensor, UsageError if there is too little host memory.
+    ``pin``: pin the memory of the weights where these are on an accelerator.
+
+    Raises UsageError if there is too little host memory.
     """
-    if any(map(is_dtensor, parts)):
-        raise ArgumentError(
-            "optimizer_cpu_offload=True does not support DTensor parameters yet; with FSDP2 pass "
-            "offload_policy=CPUOffloadPolicy() to fully_shard, or shard with a DistributedOptimizer"
-        )
-    return [HostTwin(memory) for memory in _host_memory(parts, pin=pin)]
+    return [HostTwin(memory) for memory in _host_memory([to_local(part) for part in parts], pin=pin)]
 
 
 def host_grads(twins: Sequence[HostTwin], grads: TensorList, *, pin: bool) -> list[Tensor]:

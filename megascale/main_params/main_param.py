@@ -17,7 +17,7 @@ from megascale.kernels.remainders import REMAINDER_DTYPE, decode, encode, finger
 from megascale.main_params.host_twin import HostTwin
 from megascale.main_params.slab import Slabs
 from megascale.main_params.write_tracker import WriteTracker
-from megascale.utils.dtensors import dtensor_like, held, to_local
+from megascale.utils.dtensors import dtensor_like, held, is_dtensor, to_local
 from megascale.utils.dtypes import HALF_DTYPES
 
 MODEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -218,12 +218,23 @@ def main_param_of(
     if model.dtype not in HALF_DTYPES:
         return MainParam(name, model, like, shard, is_copy=False, is_owned=is_owned)
     if not as_remainder:
-        placed = like if twin is None else twin.weights
-        main = slabs.zeros(placed, torch.float32, "main").copy_(like.detach())
+        main = _main_in_memory(like, slabs, twin)
+        to_local(main).copy_(to_local(like))
         return MainParam(name, model, main, shard, is_copy=True, is_owned=is_owned, twin=twin)
     main = torch.empty_like(like, dtype=torch.float32, requires_grad=False, memory_format=torch.preserve_format)
     remainder = slabs.zeros(like, REMAINDER_DTYPE, "main")
     return MainParam(name, model, main, shard, is_copy=True, is_owned=is_owned, remainder=remainder)
+
+
+def _main_in_memory(like: Tensor, slabs: Slabs, twin: HostTwin | None) -> Tensor:
+    """Return memory of a main param like ``like``, on its device, or in host memory if there is a twin."""
+    if twin is None:
+        return slabs.zeros(like, torch.float32, "main")
+    if is_dtensor(like):  # a DTensor of the same ranks, whose local tensor is in host memory
+        return torch.empty_like(
+            like, dtype=torch.float32, device="cpu", requires_grad=False, memory_format=torch.preserve_format
+        )
+    return slabs.zeros(twin.weights, torch.float32, "main")
 
 
 def check_trainable(name: str, model: Tensor) -> None:

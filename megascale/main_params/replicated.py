@@ -53,9 +53,11 @@ class ReplicatedMainParams(MainParams):
 
     @override
     def to_local(self, param: nn.Parameter, value: Tensor, dtype: torch.dtype, *, group: int = 1) -> Tensor:
+        known = self._by_id.get(id(param))
+        like = param if known is None or known.twin is None else known.main  # which is in host memory
         if group > 1:
-            return place_scales(value, param, dtype)
-        return place_like(value, param, dtype)
+            return place_scales(value, like, dtype)
+        return place_like(value, like, dtype)
 
     @override
     def local_part(self, param: MainParam, value: Tensor) -> Tensor:

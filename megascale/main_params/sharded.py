@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from typing_extensions import override
 
 from megascale.config import StepConfig
-from megascale.errors import ArgumentError, StateDictError, listed
+from megascale.errors import StateDictError, listed
 from megascale.grad_sync.construction import Construction, exchange, param_forms
 from megascale.grad_sync.layout import Piece
 from megascale.grad_sync.sync import GradSync, check_syncable
@@ -28,6 +28,7 @@ from megascale.main_params.replica_check import broadcast_parameters, digests, r
 from megascale.main_params.shard import ParamShard
 from megascale.main_params.slab import Slabs
 from megascale.main_params.update_unit import UpdateUnit
+from megascale.main_params.weight_arrivals import WeightArrivals
 from megascale.parallel import ParallelGroups, is_expert
 from megascale.utils.collectives import all_reduce_sum_, gather_or_raise, group_size
 
@@ -64,6 +65,7 @@ class ShardedMainParams(MainParams):
         self._place = {name: index for index, name in enumerate(names.values())}
         self._everywhere: dict[str, nn.Parameter] = {}
         self._pieces: dict[int, Piece | None] = {}
+        self._gathers_behind = False
         self._buckets: WeakKeyDictionary[UpdateUnit, list[GatheredBucket]] = WeakKeyDictionary()
 
     def make(self, params: Mapping[str, nn.Parameter], group_of: Mapping[str, int]) -> list[MainParam]:
@@ -238,18 +240,17 @@ class ShardedMainParams(MainParams):
         unit.record_version()
         if unit not in self._buckets:
             self._buckets[unit] = list({id(b): b for b in map(self._bucket_of, unit.params)}.values())
+        behind = self.arrivals.wait_of(unit.params) if self.arrivals is not None and self._gathers_behind else None
         for bucket in self._buckets[unit]:
-            bucket.start()
+            bucket.start(behind)
 
     @override
     def live_in_host_memory(self, config: StepConfig, device: torch.device) -> None:
-        """See :class:`MainParams`. Raises ArgumentError for an overlap: a gather would send weights too early."""
-        if config.overlap_cpu_optimizer_d2h_h2d:
-            raise ArgumentError(
-                "overlap_cpu_optimizer_d2h_h2d=True does not support shards yet: leave it False with a "
-                "DistributedOptimizer, which may overlap the gather with overlap_param_gather=True"
-            )
+        """See :class:`MainParams`. With overlap each bucket is gathered once its shard is there, in forward too."""
         super().live_in_host_memory(config, device)
+        if config.overlap_cpu_optimizer_d2h_h2d:
+            self.arrivals = WeightArrivals(device, are_gathered=True)
+            self._gather.overlap = self._gathers_behind = True
 
     @override
     def wait(self) -> None:

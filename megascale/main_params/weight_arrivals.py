@@ -22,13 +22,19 @@ class WeightArrivals:
 
     Modules wait in forward: each that owns or reads such parameters gets the hooks of an overlapping gather, when it
     is first called. A parameter that no called module has read is not awaited by anybody: see :meth:`unawaited`.
+
+    Args:
+        device: of the model params.
+        are_gathered: shards travel, which are gathered then: modules wait for their gather, and need no other hooks.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, are_gathered: bool = False) -> None:
         self.device = device
+        self._are_gathered = are_gathered
         self._thread = MessageThread()
         self._hooks = GatherHooks(self)
         self._arrivals: dict[int, Arrival] = {}
+        self._waits: dict[int, Callable[[], None]] = {}
         self._awaited: set[int] = set()
         self._tracked: set[int] = set()
         self._stream: torch.Stream | None = torch.Stream(device) if has_streams(device) else None
@@ -38,6 +44,8 @@ class WeightArrivals:
 
     def find_modules(self, params: Iterable[MainParam]) -> None:
         """Hook the modules that read ``params``, each when it is called for the first time."""
+        if self._are_gathered:
+            return
         self._tracked.update(id(param.model) for param in params)
         if self._finder is None:
             self._finder = register_module_forward_pre_hook(_Finder(ref(self)))
@@ -45,7 +53,14 @@ class WeightArrivals:
 
     def unawaited(self, params: Sequence[MainParam]) -> bool:
         """Whether there is one among ``params`` that no module waits for."""
-        return any(id(param.model) not in self._awaited for param in params)
+        return not self._are_gathered and any(id(param.model) not in self._awaited for param in params)
+
+    def wait_of(self, params: Sequence[MainParam]) -> Callable[[], None] | None:
+        """Return what lets the calling thread's current stream wait for the weights of ``params``, of one unit.
+
+        Any thread may call it, once. None if they have arrived.
+        """
+        return self._waits.get(id(params[0].model)) if params else None
 
     def start(self, params: Sequence[MainParam], update: Callable[[], bool]) -> None:
         """Run ``update`` in the thread, after those before it. Where it returns True, send the weights."""
@@ -58,12 +73,15 @@ class WeightArrivals:
             if sent is not None:
                 sent.record(stream)
 
-        arrival = Arrival(partial(_wait, self._thread, self._thread.submit(task), sent, self.device), self.device)
+        wait = partial(_wait, self._thread, self._thread.submit(task), sent, self.device)
+        arrival = Arrival(wait, self.device)
         self._arrivals.update((id(param.model), arrival) for param in params)
+        self._waits.update((id(param.model), wait) for param in params)
 
     def wait(self) -> None:
         """Let the current stream wait for all weights; the host waits for the thread."""
         _wait_for_all(self._arrivals)
+        self._waits.clear()
 
     def wait_for(self, params: Iterable[nn.Parameter]) -> None:
         """Let the current stream wait for the weights of ``params``."""

@@ -223,7 +223,8 @@ class LiveState:
 
     def _placed_state(self, name: str, param: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return one parameter's state: of per-element tensors this rank's part, others copied to its device."""
-        device = to_local(param).device
+        main = self.main_params.get(param)
+        device = to_local(param if main is None else main.memory).device
         placed = portable_state.portable(state, f"state[{name!r}]", copy=False)
         own = self.main_params.own_state(param, placed)
         if own is not None:

@@ -14,12 +14,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from megascale.config import StepConfig
-from megascale.errors import ArgumentError, InnerStepError, UsageError
+from megascale.errors import InnerStepError, UsageError
 from megascale.kernels import Decision, TensorList, host_backend
 from megascale.main_params.host_twin import host_grads
 from megascale.main_params.main_param import MainParam
 from megascale.main_params.weight_arrivals import WeightArrivals
-from megascale.rules import BY_KIND, MUON
+from megascale.rules import Rule
 from megascale.step.kernel_update import KernelUpdate
 from megascale.step.update import InnerUpdate, MarkWritten, OverflowFlags, PendingUpdate
 from megascale.utils.streams import current_stream, has_streams
@@ -30,28 +30,21 @@ class HostUpdate(InnerUpdate):
 
     Args:
         optimizer, config: as of :func:`megascale.step.update_selection.select_update`.
+        rule: of the optimizer.
         beside: how parameters without a twin are updated.
         device: of the model params.
         arrivals: runs the updates and sends the weights.
-
-    Raises:
-        ArgumentError: for an optimizer whose update is no kernel of ours.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         config: StepConfig,
-        beside: InnerUpdate,
+        rule: Rule,
+        beside: KernelUpdate,
         device: torch.device,
         arrivals: WeightArrivals,
     ) -> None:
-        rule = BY_KIND.get(type(optimizer))
-        if rule is None or rule is MUON or not isinstance(beside, KernelUpdate):
-            raise ArgumentError(
-                "optimizer_cpu_offload=True needs Adam, AdamW, SGD or Lion, whose kernels run on hosts and devices, "
-                f"got {type(optimizer).__name__}; set it False, or shard with a DistributedOptimizer"
-            )
         self._beside = beside
         self._host = KernelUpdate(optimizer, host_backend(), config, rule, beside)
         self._device = device

@@ -19,7 +19,7 @@ from megascale.step import grad_stats
 from megascale.step.counter import StepCounter
 from megascale.step.grad_stats import GradStats
 from megascale.step.held_grads import HeldGrads
-from megascale.step.host_update import HostUpdate
+from megascale.step.host_selection import in_host_memory
 from megascale.step.local_grads import Collected, ReadyGrads, absent_of, checked_grads
 from megascale.step.torch_states import is_per_element
 from megascale.step.update import PendingUpdate
@@ -81,7 +81,7 @@ class StepMember:
         self.grad_sync = grad_sync
         self.update = select_update(optimizer, backend, config, groups.data_parallel)
         if main_params.arrivals is not None:
-            self.update = HostUpdate(optimizer, config, self.update, device, main_params.arrivals)
+            self.update = in_host_memory(optimizer, config, self.update, device, main_params.arrivals)
         self.counter = StepCounter(device)
         self.replicas_may_differ = replicas_may_differ
         self.ready: ReadyStep | None = None

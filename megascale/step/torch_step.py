@@ -35,6 +35,10 @@ class GeneralUpdate(InnerUpdate):
         self.backend = backend
         self.inner_step = inner_step or InnerStep(optimizer)
 
+    def backend_on(self, device: torch.device) -> Backend:
+        """Return the backend of main params that are on ``device``."""
+        return self.backend
+
     def create_states(self, options: dict[str, Any], params: Sequence[MainParam]) -> None:
         """Widen state to the main param's dtype, and drop that of parameters that other ranks own.
 
@@ -144,9 +148,9 @@ class GeneralUpdate(InnerUpdate):
 
     def _round(self, params: list[MainParam], decision: Decision) -> Tensor:
         """Round main params of one device into their model params, with their remainders where they are held so."""
-        mains, models = [to_local(param.main) for param in params], [param.part for param in params]
+        mains, models = [to_local(param.main) for param in params], [param.rounded for param in params]
         if params[0].remainder is None:
-            return self.backend.write_back_(mains, models)
+            return self.backend_on(mains[0].device).write_back_(mains, models)
         held = held_params(params, models, mains)
         flags = self.backend.encode_(held, decision.to(mains[0].device).found_inf)
         for param in params:
@@ -161,9 +165,11 @@ class GeneralUpdate(InnerUpdate):
         model_params = [list(group["params"]) for group in optimizer.param_groups]
         narrow = [(param, _widen(state.get(param.model, {}), param.main)) for param in params]
         set_aside = ExitStack()
+        decided = {device: decision.to(device) for device in {grad.device for grad in grads}}
         try:
             for param, grad in zip(params, grads, strict=True):
-                [unscaled] = self.backend.unscale([grad], [to_local(param.main)], decision.to(grad.device).coefficient)
+                backend, there = self.backend_on(grad.device), decided[grad.device]
+                [unscaled] = backend.unscale([grad], [to_local(param.main)], there.coefficient)
                 if param.main is param.model:
                     set_aside.enter_context(replaceable_grad(param.model))
                 param.main.grad = dtensor_like(unscaled, param.main)

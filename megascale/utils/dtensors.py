@@ -6,6 +6,7 @@ While it is not imported, no DTensor exists.
 import sys
 from typing import TYPE_CHECKING, TypeGuard
 
+import torch
 from torch import Tensor
 
 from megascale.utils.torch_names import missing
@@ -81,6 +82,10 @@ def dtensor_like(part: Tensor, like: Tensor) -> Tensor:
     """Return ``part`` as a DTensor with the placements of ``like`` if that is one, else ``part`` itself."""
     if not is_dtensor(like):
         return part
+    if part.device.type != like.device_mesh.device_type:  # in host memory, from where from_local() would move it
+        made = torch.empty_like(like, dtype=part.dtype, device=part.device, requires_grad=False)
+        held(made).data = part
+        return made
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(

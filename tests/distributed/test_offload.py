@@ -1,17 +1,19 @@
 """offload() and reload() over ranks: shards of both kinds, and DTensors of FSDP2."""
 
+import time
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from megascale import DistributedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
-from megascale.errors import ArgumentError
 from megascale.grad_sync import GradSync
+from megascale.step.host_update import HostUpdate
 from megascale.utils.dtensors import to_local
+from megascale.utils.nests import tensors_in
 from tests.distributed.test_distributed_optimizer import batch, flat, net, same, sharded, weights
 from tests.meshes import mesh_of
 from tests.pool import RankPool
@@ -99,16 +101,30 @@ def _in_host_memory(held: str, overlap: bool, fraction: float) -> list[bool]:
         )
 
     options: dict[str, Any] = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
-    if held == "synced":
-        options["overlap_cpu_optimizer_d2h_h2d"] = overlap
+    options["overlap_cpu_optimizer_d2h_h2d"] = overlap
     (module, ours), (twin, theirs) = build(options), build({})
+    _delay(ours)
     seen = []
     for step in range(4):
         data = batch(step, dist.get_rank(), FP16)
         _step(ours, module, data)
         _step(theirs, twin, data)
-        seen.append(same(flat(ours.state_dict()), flat(theirs.state_dict())))
+        if step != 1:  # then forward comes next, and has to wait by itself
+            seen.append(same(flat(ours.state_dict()), flat(theirs.state_dict())))
     return [*seen, same(weights(module), weights(twin))]
+
+
+def _delay(optimizer: MixedPrecisionOptimizer) -> None:
+    """Let the thread's updates come late, so that who does not wait reads old weights. Ranks differ."""
+    update = optimizer._member.update
+    assert isinstance(update, HostUpdate)
+    inner = update._host.apply
+
+    def late(*arguments: Any) -> Any:
+        time.sleep(0.02 * (1 + dist.get_rank()))
+        return inner(*arguments)
+
+    update._host.apply = late  # type: ignore[method-assign, assignment]
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -116,23 +132,59 @@ def _in_host_memory(held: str, overlap: bool, fraction: float) -> list[bool]:
 @pytest.mark.parametrize("held", ["synced", "elements", "parameters"])
 def test_in_host_memory(ranks: RankPool, held: str, overlap: bool, fraction: float) -> None:
     """optimizer_cpu_offload over ranks has the bits of the same life without; overlap: of what each can overlap."""
-    assert ranks.run(2, _in_host_memory, held, overlap, fraction) == [[True] * 5] * 2
+    assert ranks.run(2, _in_host_memory, held, overlap, fraction) == [[True] * 4] * 2
 
 
-def _dtensors_in_host_memory() -> str:
-    module = model()
-    fully_shard(module, mesh=mesh_of((dist.get_world_size(),), ("dp",)))
-    config = OptimizerConfig(fp16=True, optimizer_cpu_offload=True)
-    try:
-        MixedPrecisionOptimizer(torch.optim.AdamW(module.named_parameters()), config, DynamicGradScaler())
-    except ArgumentError as error:
-        return str(error)
-    return ""
+def _dtensors_in_host_memory(overlap: bool, fraction: float, prefetch: bool, options: dict[str, Any]) -> list[bool]:
+    mesh = mesh_of((dist.get_world_size(),), ("dp",))
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+
+    def build(own: dict[str, Any]) -> tuple[Tiny, MixedPrecisionOptimizer]:
+        module = model()
+        layers = list(module.children())
+        for layer in layers:
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+        for layer in layers[:-1] if prefetch else ():
+            assert isinstance(layer, FSDPModule)
+            layer.set_modules_to_forward_prefetch([layers[-1]])  # type: ignore[list-item]
+        config = OptimizerConfig(fp16=True, clip_grad=0.1, **own)
+        scaler = DynamicGradScaler(2.0**8, 1.0, 2.0, 0.5, 3, 1)
+        return module, MixedPrecisionOptimizer(INNER["adamw_fused"](module), config, scaler)
+
+    own: dict[str, Any] = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
+    (module, ours), (twin, theirs) = build(own | options | {"overlap_cpu_optimizer_d2h_h2d": overlap}), build(options)
+    _delay(ours)
+    seen = []
+    for step in range(4):
+        for one, optimizer in ((module, ours), (twin, theirs)):
+            data = torch.randn(4, 4, generator=torch.Generator().manual_seed(10 * step + dist.get_rank())).half()
+            optimizer.zero_grad()
+            loss = one(data).float().square().mean() * (float("inf") if step == 1 else 1.0)
+            optimizer.scale_loss(loss).backward()
+            optimizer.step()
+        seen.append(all(map(bits_equal, _locals(ours.state_dict()), _locals(theirs.state_dict()))))
+        if step == 2:
+            for optimizer in (ours, theirs):
+                optimizer.load_state_dict(optimizer.state_dict())
+    assert any(param.twin is not None for param in ours._member.main_params)
+    ours.finish_param_gather()
+    return [*seen, all(map(bits_equal, *([to_local(one) for one in own.parameters()] for own in (module, twin))))]
 
 
-def test_dtensors_are_refused(ranks: RankPool) -> None:
-    """FSDP2 has an offload of its own, which the error names."""
-    assert all("CPUOffloadPolicy" in said for said in ranks.run(2, _dtensors_in_host_memory))
+def _locals(saved: dict[str, Any]) -> list[Tensor]:
+    return [to_local(one) for one in tensors_in(saved)]
+
+
+@pytest.mark.parametrize("options", [{}, {"exp_avg_dtype": torch.bfloat16}], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("overlap", "fraction", "prefetch"), [(False, 1.0, False), (True, 1.0, True), (True, 0.5, False)]
+)
+def test_dtensors_in_host_memory(
+    ranks: RankPool, overlap: bool, fraction: float, prefetch: bool, options: dict[str, Any]
+) -> None:
+    """FSDP2's shards: each rank's main params and state in its host's memory have the bits of a life without."""
+    assert ranks.run(2, _dtensors_in_host_memory, overlap, fraction, prefetch, options) == [[True] * 5] * 2
 
 
 def _one_rank_is_away() -> list[str]:

@@ -1,17 +1,22 @@
 """Main params and state in host memory, beside a device that is not there: who waits, and what travels."""
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from megascale import MixedPrecisionOptimizer, OptimizerConfig
+from megascale import DistributedOptimizer, MixedPrecisionOptimizer, OptimizerConfig
+from megascale.utils.dtensors import to_local
+from megascale.utils.nests import tensors_in
 from tests.fake_device.device import FakeDevice
 from tests.fake_device.process import OnDevice
 from tests.fake_device.record import Record
-from tests.fake_device.training import scaler
+from tests.fake_device.training import CODES, scaler
+from tests.training import Sign, bits_equal
 
 COUNT, WIDTH = 4, 8
 
@@ -106,3 +111,69 @@ def test_each_copy_is_waited_for(on_device: OnDevice) -> None:
     blocks = [at for at, call in enumerate(calls) if call.kind == "block" and call.what.endswith(sent.split()[-1])]
     assert any(calls[at].thread != caller and down[-1] < at < up[0] for at in waits)
     assert any(calls[at].stream == main and up[-1] < at < products[0] for at in blocks)
+
+
+def _life(inner: str, held: str, options: dict[str, Any]) -> tuple[list[Tensor], set[str]]:
+    """Return weights and state after some steps with a load among them, and where main params and state live."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(COUNT))).half().cuda()
+    if held == "fsdp2":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        for layer in model:
+            fully_shard(layer, mesh=init_device_mesh("cuda", (1,)))
+        fully_shard(model, mesh=init_device_mesh("cuda", (1,)))
+    config = OptimizerConfig(fp16=True, clip_grad=1.0, backend="reference", **options)  # which this device can run
+    own = INNER[inner](model)
+    if held in ("elements", "parameters"):
+        optimizer: MixedPrecisionOptimizer = DistributedOptimizer(
+            own, config, scaler(), modules=model, shard=held, bucket_numel=WIDTH * WIDTH
+        )
+    else:
+        optimizer = MixedPrecisionOptimizer(own, config, scaler())
+    batch = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH).half().cuda()
+    for step in range(4):
+        optimizer.zero_grad()
+        optimizer.scale_loss(model(batch).float().square().mean()).backward()
+        optimizer.step()
+        if step == 1:
+            optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.finish_param_gather()
+    mains = [to_local(main) for _, main in optimizer.main_params()]
+    states = [to_local(value) for entry in optimizer.state.values() for value in tensors_in(entry)]
+    values = [value.detach().cpu() for value in (*mains, *states, *map(local, model.parameters()))]
+    return values, {value.device.type for value in (*mains, *states)}
+
+
+def _lives(_: FakeDevice, inner: str, held: str, stored: dict[str, Any], way: dict[str, Any]) -> tuple[bool, set[str]]:
+    if held == "fsdp2":
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+    (values, places), (others, _there) = _life(inner, held, stored | way), _life(inner, held, stored)
+    assert len(values) == len(others)
+    return all(map(bits_equal, values, others)), places
+
+
+INNER: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "adamw": lambda module: torch.optim.AdamW(module.named_parameters(), lr=1e-2),
+    "sign": lambda module: Sign(module.named_parameters()),
+}
+
+
+WHOLE = ("replicated", "fsdp2")
+CASES: list[tuple[str, str, dict[str, Any], bool]] = [
+    *[("adamw", held, {}, overlap) for held in (*WHOLE, "elements", "parameters") for overlap in (False, True)],
+    *[("adamw", held, CODES, True) for held in WHOLE],
+    *[("sign", held, {}, False) for held in (*WHOLE, "parameters")],  # its own step() runs in the caller's thread
+]
+
+
+@pytest.mark.parametrize(("inner", "held", "stored", "overlap"), CASES)
+def test_loaded_state_goes_where_state_lives(
+    on_device: OnDevice, inner: str, held: str, stored: dict[str, Any], overlap: bool
+) -> None:
+    """Main params and state are in host memory, DTensors' too, after a load as well; bits are those without offload."""
+    way = {"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": overlap}
+    assert on_device(_lives, inner, held, stored, way) == (True, {"cpu"})

@@ -5,6 +5,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from megascale import DistributedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
+from megascale import (
+    ChainedOptimizer,
+    DistributedOptimizer,
+    DynamicGradScaler,
+    MixedPrecisionOptimizer,
+    OptimizerConfig,
+    build_optimizer,
+)
 from megascale.errors import ArgumentError, InnerStepError, UsageError
 from megascale.grad_sync import GradSync
 from megascale.step.host_update import HostUpdate
@@ -64,7 +72,7 @@ def _same(a: Any, b: Any) -> bool:
 @pytest.mark.parametrize("held", ["replicated", "synced", "elements", "parameters"])
 def test_no_bit_differs(held: str, dtype: torch.dtype, stored: dict[str, Any]) -> None:
     """Each way of holding parameters has the bits of the same way without offload, overflows and clipped steps too."""
-    for way in (WAIT, *(() if held in ("elements", "parameters") else (OVERLAP,))):
+    for way in (WAIT, OVERLAP):
         module, optimizer = _build(stored | way, held, dtype=dtype)
         other_module, other = _build(stored, held, dtype=dtype)
         for step in range(5):
@@ -83,6 +91,61 @@ def test_other_optimizers(inner: str) -> None:
         _step(module, optimizer, step)
         _step(other_module, other, step)
     assert _same(optimizer.state_dict(), other.state_dict())
+    assert _same(module.state_dict(), other_module.state_dict())
+
+
+OWN: dict[str, Callable[[Tiny], torch.optim.Optimizer]] = {
+    "Adagrad": lambda module: torch.optim.Adagrad(module.named_parameters(), lr=1e-2),
+    "NAdam": lambda module: torch.optim.NAdam(module.named_parameters(), lr=1e-2, foreach=True),
+    "Sign": lambda module: Sign(module.named_parameters()),
+}
+"""Optimizers of torch, and a user's class, that run their own step()."""
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+@pytest.mark.parametrize("held", ["replicated", "synced", "parameters"])
+@pytest.mark.parametrize("kind", OWN)
+def test_any_other_optimizer(kind: str, held: str, fraction: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own step() runs once, on main params in host memory, with the bits of the same step without offload."""
+    monkeypatch.setitem(INNER, kind, OWN[kind])
+    module, optimizer = _build({**WAIT, "optimizer_offload_fraction": fraction}, held, kind)
+    other_module, other = _build({}, held, kind)
+    for step in range(4):
+        factor = float("inf") if step == 1 else 1.0
+        assert _same(_step(module, optimizer, step, factor), _step(other_module, other, step, factor))
+        assert all(map(bits_equal, module.parameters(), other_module.parameters()))
+        if step == 2:
+            optimizer.load_state_dict(other.state_dict())
+    assert any(param.twin is not None for param in optimizer._member.main_params)
+    assert _same(optimizer.state_dict(), other.state_dict())
+
+
+@pytest.mark.parametrize("way", [WAIT, OVERLAP])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_chain_with_muon(sharded: bool, way: dict[str, Any]) -> None:
+    """Matrices stay beside the model, all else goes; the chain has the bits of one without offload."""
+
+    def build(options: dict[str, Any]) -> tuple[nn.Sequential, ChainedOptimizer]:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2)).bfloat16()
+        config = OptimizerConfig(
+            bf16=True, lr=1e-2, optimizer="muon", clip_grad=0.5, use_distributed_optimizer=sharded, **options
+        )
+        chain = build_optimizer(config, module, overrides={"1.weight": {"optimizer": "muon"}})
+        assert isinstance(chain, ChainedOptimizer)
+        return module, chain
+
+    (module, chain), (other_module, other) = build(way), build({})
+    mains = [param for one in chain.optimizers for param in one._member.main_params]
+    assert {param.model.dim() for param in mains if param.twin is None} == {2}
+    assert any(param.twin is not None for param in mains)
+    for step in range(3):
+        data = torch.randn(4, 4, generator=torch.Generator().manual_seed(step)).bfloat16()
+        for one, optimizer in ((module, chain), (other_module, other)):
+            optimizer.zero_grad()
+            optimizer.scale_loss(one(data).float().square().mean()).backward()
+            optimizer.step()
+    assert _same(chain.state_dict(), other.state_dict())
     assert _same(module.state_dict(), other_module.state_dict())
 
 
@@ -296,14 +359,14 @@ def test_refusals() -> None:
         OptimizerConfig(optimizer_offload_fraction=0, **WAIT)
     with pytest.raises(ArgumentError, match="optimizer_offload_fraction needs optimizer_cpu_offload=True"):
         OptimizerConfig(optimizer_offload_fraction=0.5)
-    with pytest.raises(ArgumentError, match="optimizer='muon'"):
-        OptimizerConfig(optimizer="muon", **WAIT)
-    with pytest.raises(ArgumentError, match="does not support shards yet"):
-        _build(OVERLAP, "elements")
     module = model(torch.bfloat16)
     config = OptimizerConfig(bf16=True, **WAIT)
-    with pytest.raises(ArgumentError, match=r"needs Adam, AdamW, SGD or Lion, .* got Sign"):
-        MixedPrecisionOptimizer(Sign(module.named_parameters()), config)
+    with pytest.raises(ArgumentError, match="moves nothing of Muon"):
+        MixedPrecisionOptimizer(torch.optim.Muon([module.first.weight]), config)
+    with pytest.raises(ArgumentError, match=r"needs Adam, AdamW, SGD or Lion: the own step\(\) of Sign"):
+        MixedPrecisionOptimizer(Sign(module.named_parameters()), replace(config, overlap_cpu_optimizer_d2h_h2d=True))
+    with pytest.raises(ArgumentError, match="capturable=True"):
+        MixedPrecisionOptimizer(torch.optim.NAdam(module.named_parameters(), capturable=True), config)
     module, optimizer = _build(WAIT)
     optimizer.optimizer.register_step_pre_hook(lambda *_: None)
     with pytest.raises(UsageError, match=r"cannot run the optimizer's own step\(\)"):

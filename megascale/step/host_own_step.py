@@ -1,0 +1,81 @@
+"""HostOwnStep: any other optimizer's own ``step()`` on main params in host memory."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from megascale.kernels import Backend, Decision, TensorList, host_backend
+from megascale.main_params.host_twin import host_grads
+from megascale.main_params.main_param import MainParam
+from megascale.step.torch_step import GeneralUpdate
+from megascale.step.update import InnerUpdate, MarkWritten, PendingUpdate, Rounded
+from megascale.utils.streams import current_stream, has_streams
+
+
+class HostOwnStep(GeneralUpdate):
+    """Runs it once, on all main params: on those with a twin in host memory, on others where they are.
+
+    The caller waits for the gradients' copies, as it waits for `found_inf` without offload, and runs the step: it reads
+    ``param_groups``, which no thread may change under the caller. The weights then travel, and the host does not wait.
+
+    Args:
+        optimizer: the wrapped one.
+        beside: how it would be run without a twin: by its own step, too.
+        device: of the model params.
+        pin: pin the memory of gradients.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, beside: InnerUpdate, device: torch.device, *, pin: bool
+    ) -> None:
+        if not isinstance(beside, GeneralUpdate):
+            raise TypeError(f"beside must run the optimizer's own step, got {type(beside).__name__}")
+        super().__init__(optimizer, beside.backend, beside.inner_step)
+        self._device, self._pin = device, pin
+        self._on_host = host_backend()
+
+    @override
+    def backend_on(self, device: torch.device) -> Backend:
+        return self._on_host if device.type == "cpu" else self.backend
+
+    @override
+    def arithmetic(self) -> str:
+        return f"{super().arithmetic()}, in host memory"
+
+    @override
+    def prepare(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
+        """See :class:`GeneralUpdate`. Raises UsageError for too little host memory."""
+        ready = super().prepare(updates)
+        for pending in ready:
+            self._memory(pending)
+        return ready
+
+    @override
+    def apply(self, updates: Sequence[PendingUpdate], decision: Decision, mark_written: MarkWritten) -> list[Rounded]:
+        copied = [self._sent(pending) for pending in updates]
+        if has_streams(self._device):
+            current_stream(self._device).record_event().synchronize()
+        return super().apply(copied, decision, mark_written)
+
+    @override
+    def _round(self, params: list[MainParam], decision: Decision) -> Tensor:
+        flags = super()._round(params, decision)
+        for param in params:
+            if param.twin is not None:
+                param.part.copy_(param.twin.weights, non_blocking=has_streams(self._device))
+        return flags
+
+    def _memory(self, pending: PendingUpdate) -> list[Tensor]:
+        """Return the host memory of the gradients of a unit's parameters, which all have a twin; else none."""
+        twins = [param.twin for param in pending.params if param.twin is not None]
+        return host_grads(twins, pending.grads, pin=self._pin) if twins else []
+
+    def _sent(self, pending: PendingUpdate) -> PendingUpdate:
+        """Queue the copies of a unit's gradients to the host; return the unit with them."""
+        memory = self._memory(pending)
+        for at, own in enumerate(memory):
+            own.copy_(pending.grads[at], non_blocking=has_streams(self._device))
+        return replace(pending, grads=TensorList(memory)) if memory else pending

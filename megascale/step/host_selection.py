@@ -1,0 +1,49 @@
+"""Selects how main params in host memory are updated."""
+
+import torch
+
+from megascale.config import StepConfig
+from megascale.errors import ArgumentError
+from megascale.main_params.weight_arrivals import WeightArrivals
+from megascale.rules import BY_KIND, MUON
+from megascale.step.host_own_step import HostOwnStep
+from megascale.step.host_update import HostUpdate
+from megascale.step.kernel_update import KernelUpdate
+from megascale.step.update import InnerUpdate
+
+
+def in_host_memory(
+    optimizer: torch.optim.Optimizer,
+    config: StepConfig,
+    beside: InnerUpdate,
+    device: torch.device,
+    arrivals: WeightArrivals,
+) -> InnerUpdate:
+    """Return what updates parameters with a twin in host memory there, and others as ``beside`` does.
+
+    Args:
+        device: of the model params.
+        arrivals: runs updates in a thread and sends their weights.
+
+    Raises ArgumentError for an optimizer that cannot run there, or not in a thread.
+    """
+    rule, name = BY_KIND.get(type(optimizer)), type(optimizer).__name__
+    if rule is MUON:
+        raise ArgumentError(
+            f"optimizer_cpu_offload=True moves nothing of {name}, whose matrices a host orthogonalizes too slowly; "
+            "leave it False for it: build_optimizer() with optimizer='muon' moves what other parameters have"
+        )
+    if rule is not None and isinstance(beside, KernelUpdate):
+        return HostUpdate(optimizer, config, rule, beside, device, arrivals)
+    if config.overlap_cpu_optimizer_d2h_h2d:
+        raise ArgumentError(
+            "overlap_cpu_optimizer_d2h_h2d=True needs Adam, AdamW, SGD or Lion: the own step() of "
+            f"{name} reads param_groups, which a thread must not change under the caller; leave it False"
+        )
+    for index, group in enumerate(optimizer.param_groups):
+        if group.get("capturable"):
+            raise ArgumentError(
+                f"param group {index} has capturable=True, which {name} refuses for parameters in host memory; set it "
+                "False with optimizer_cpu_offload=True"
+            )
+    return HostOwnStep(optimizer, beside, device, pin=config.pin_cpu_grads)
