@@ -1,4 +1,4 @@
-"""Whoever reads ``optimizer.state`` and ``param_groups`` without knowing megascale: what loads, or the error's remedy."""
+"""Whoever reads ``optimizer.state`` without knowing megascale: what loads, or the error with its remedy."""
 
 import importlib.util
 import pickle
