@@ -230,7 +230,7 @@ class OptimizerConfig:
             validate.flag(name, getattr(self, name))
         if self.overlap_param_gather and not self.use_distributed_optimizer:
             raise ArgumentError("overlap_param_gather=True needs use_distributed_optimizer=True: nothing is gathered")
-        self._validate_offload()
+        check_offload(self)
         if self.fp16 and self.bf16:
             raise ArgumentError("fp16 and bf16 are both True; choose one")
         self._validate_loss_scale()
@@ -250,27 +250,6 @@ class OptimizerConfig:
         validate.positive("adam_eps", self.adam_eps)
         validate.non_negative("sgd_momentum", self.sgd_momentum)
         self._validate_muon()
-
-    def _validate_offload(self) -> None:
-        if not 0 < validate.non_negative("optimizer_offload_fraction", self.optimizer_offload_fraction) <= 1:
-            raise ArgumentError(
-                "optimizer_offload_fraction must be above 0 and at most 1, got "
-                f"{self.optimizer_offload_fraction!r}; optimizer_cpu_offload=False keeps all on the device"
-            )
-        if self.optimizer_offload_fraction != 1.0 and not self.optimizer_cpu_offload:
-            raise ArgumentError("optimizer_offload_fraction needs optimizer_cpu_offload=True: nothing goes to the host")
-        if self.overlap_cpu_optimizer_d2h_h2d and not self.optimizer_cpu_offload:
-            raise ArgumentError("overlap_cpu_optimizer_d2h_h2d=True needs optimizer_cpu_offload=True: nothing travels")
-        if self.optimizer_cpu_offload and self.store_param_remainders:
-            raise ArgumentError(
-                "optimizer_cpu_offload=True and store_param_remainders=True cannot be combined: a remainder is half of "
-                "a number whose other half, the weight, is on the device; choose one, or 8-bit moments beside offload"
-            )
-        if self.optimizer_cpu_offload and self.optimizer == "muon":
-            raise ArgumentError(
-                "optimizer_cpu_offload=True cannot be combined with optimizer='muon': a host orthogonalizes matrices "
-                "too slowly; leave it False, or shard with use_distributed_optimizer=True"
-            )
 
     def _validate_muon(self) -> None:
         validate.non_negative("muon_momentum", self.muon_momentum)
@@ -327,4 +306,27 @@ def check_moment_dtypes(options: Any) -> None:
             "exp_avg_dtype=torch.int8 holds first moments as parts of the second ones' roots, and these are inf or 0 "
             "in exp_avg_sq_dtype=torch.float16 where gradients are large or small; give exp_avg_sq_dtype=torch.uint8, "
             "torch.bfloat16 or torch.float32"
+        )
+
+
+def check_offload(options: Any) -> None:
+    """Raise ArgumentError for fields of ``options`` that host memory cannot serve together."""
+    if not 0 < validate.non_negative("optimizer_offload_fraction", options.optimizer_offload_fraction) <= 1:
+        raise ArgumentError(
+            "optimizer_offload_fraction must be above 0 and at most 1, got "
+            f"{options.optimizer_offload_fraction!r}; optimizer_cpu_offload=False keeps all on the device"
+        )
+    if options.optimizer_offload_fraction != 1.0 and not options.optimizer_cpu_offload:
+        raise ArgumentError("optimizer_offload_fraction needs optimizer_cpu_offload=True: nothing goes to the host")
+    if options.overlap_cpu_optimizer_d2h_h2d and not options.optimizer_cpu_offload:
+        raise ArgumentError("overlap_cpu_optimizer_d2h_h2d=True needs optimizer_cpu_offload=True: nothing travels")
+    if options.optimizer_cpu_offload and options.store_param_remainders:
+        raise ArgumentError(
+            "optimizer_cpu_offload=True and store_param_remainders=True cannot be combined: a remainder is half of "
+            "a number whose other half, the weight, is on the device; choose one, or 8-bit moments beside offload"
+        )
+    if options.optimizer_cpu_offload and options.optimizer == "muon":
+        raise ArgumentError(
+            "optimizer_cpu_offload=True cannot be combined with optimizer='muon': a host orthogonalizes matrices "
+            "too slowly; leave it False, or shard with use_distributed_optimizer=True"
         )
