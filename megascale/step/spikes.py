@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascale.config import OptimizerConfig
+from megascale.config import StepConfig
 from megascale.errors import ArgumentError, StateDictError
 from megascale.kernels import CLIP_EPSILON, Decision, inverse, stats_dtype
 from megascale.utils import validate
@@ -140,7 +140,7 @@ class SpikeJudge:
         statistics: None without ``zclip``.
     """
 
-    def __init__(self, config: OptimizerConfig, device: torch.device) -> None:
+    def __init__(self, config: StepConfig, device: torch.device) -> None:
         self._threshold = config.grad_norm_skip_threshold
         self._new_state: Tensor | None = None
         self.statistics: NormStatistics | None = None
@@ -149,7 +149,7 @@ class SpikeJudge:
             self.statistics = NormStatistics(rule, device)
 
     @classmethod
-    def of(cls, config: OptimizerConfig, device: torch.device) -> "SpikeJudge | None":
+    def of(cls, config: StepConfig, device: torch.device) -> "SpikeJudge | None":
         """Return the judge that ``config`` asks for; None if it asks for none."""
         is_asked = math.isfinite(config.grad_norm_skip_threshold) or config.zclip is not None
         return cls(config, device) if is_asked else None
