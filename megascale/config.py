@@ -75,27 +75,11 @@ class StepConfig(DecisionConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._validate_offload()
+        check_offload(self)
         check_moment_dtypes(self)
         if self.muon_ns_dtype not in MUON_NS_DTYPES:
             raise ArgumentError(
                 f"muon_ns_dtype must be torch.bfloat16, torch.float32 or None, got {self.muon_ns_dtype!r}"
-            )
-
-    def _validate_offload(self) -> None:
-        if not 0 < validate.non_negative("optimizer_offload_fraction", self.optimizer_offload_fraction) <= 1:
-            raise ArgumentError(
-                "optimizer_offload_fraction must be above 0 and at most 1, got "
-                f"{self.optimizer_offload_fraction!r}; optimizer_cpu_offload=False keeps all on the device"
-            )
-        if self.optimizer_offload_fraction != 1.0 and not self.optimizer_cpu_offload:
-            raise ArgumentError("optimizer_offload_fraction needs optimizer_cpu_offload=True: nothing goes to the host")
-        if self.overlap_cpu_optimizer_d2h_h2d and not self.optimizer_cpu_offload:
-            raise ArgumentError("overlap_cpu_optimizer_d2h_h2d=True needs optimizer_cpu_offload=True: nothing travels")
-        if self.optimizer_cpu_offload and self.store_param_remainders:
-            raise ArgumentError(
-                "optimizer_cpu_offload=True and store_param_remainders=True cannot be combined: a remainder is half of "
-                "a number whose other half, the weight, is on the device; choose one, or 8-bit moments beside offload"
             )
 
 
@@ -330,4 +314,27 @@ def check_moment_dtypes(options: Any) -> None:
             "exp_avg_dtype=torch.int8 holds first moments as parts of the second ones' roots, and these are inf or 0 "
             "in exp_avg_sq_dtype=torch.float16 where gradients are large or small; give exp_avg_sq_dtype=torch.uint8, "
             "torch.bfloat16 or torch.float32"
+        )
+
+
+def check_offload(options: Any) -> None:
+    """Raise ArgumentError for fields of ``options`` that host memory cannot serve together."""
+    if not 0 < validate.non_negative("optimizer_offload_fraction", options.optimizer_offload_fraction) <= 1:
+        raise ArgumentError(
+            "optimizer_offload_fraction must be above 0 and at most 1, got "
+            f"{options.optimizer_offload_fraction!r}; optimizer_cpu_offload=False keeps all on the device"
+        )
+    if options.optimizer_offload_fraction != 1.0 and not options.optimizer_cpu_offload:
+        raise ArgumentError("optimizer_offload_fraction needs optimizer_cpu_offload=True: nothing goes to the host")
+    if options.overlap_cpu_optimizer_d2h_h2d and not options.optimizer_cpu_offload:
+        raise ArgumentError("overlap_cpu_optimizer_d2h_h2d=True needs optimizer_cpu_offload=True: nothing travels")
+    if options.optimizer_cpu_offload and options.store_param_remainders:
+        raise ArgumentError(
+            "optimizer_cpu_offload=True and store_param_remainders=True cannot be combined: a remainder is half of "
+            "a number whose other half, the weight, is on the device; choose one, or 8-bit moments beside offload"
+        )
+    if options.optimizer_cpu_offload and getattr(options, "optimizer", None) == "muon":
+        raise ArgumentError(
+            "optimizer_cpu_offload=True cannot be combined with optimizer='muon': a host orthogonalizes matrices "
+            "too slowly; leave it False, or shard with use_distributed_optimizer=True"
         )

@@ -110,9 +110,12 @@ def device_here() -> torch.device:
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
-def measured_bandwidth() -> float:
-    """Return bytes a second that are read and written in place on this machine: the median of a few seconds."""
-    device = device_here()
+def measured_bandwidth(device: torch.device | None = None) -> float:
+    """Return bytes a second that are read and written in place on this machine: the median of a few seconds.
+
+    ``device``: whose memory; None: the accelerator's, else the CPU's.
+    """
+    device = device or device_here()
     probe = torch.zeros(PROBE_BYTES // 4, device=device)
     timed = _timed(lambda: None, lambda: probe.mul_(1.0), device, PROBE_SECONDS, lambda: None)
     return 2 * PROBE_BYTES / statistics.median(timed.probe)

@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
@@ -15,16 +16,18 @@ from torch import nn
 from megascale.cli import fit, hugging_face
 from megascale.cli.bench import measured_bandwidth
 from megascale.errors import ArgumentError
-from megascale.estimation import Setup, estimate
+from megascale.estimation import Estimate, Setup, estimate
 from megascale.estimation.setup import COMMUNICATION, MOMENTS, SHARDINGS, SHARDS
 from megascale.estimation.sizes import AS_IS, PRECISIONS
+from megascale.estimation.timeline import BUSES, machine_of, timeline
 
 NAME = "estimate"
 HELP = "print what a run will need: bytes per rank by kind, checkpoint, collectives, time; nothing is allocated"
 FIELDS = [field.name for field in fields(Setup) if field.name != "rank"]
 AS_TYPED = {
-    f"{name} must": f"--{name.replace('_', '-')} must"
-    for name in (*FIELDS, "memory_bandwidth", "link_bandwidth", "gpu")
+    f"{name} {verb}": f"--{name.replace('_', '-')} {verb}"
+    for verb in ("must", "needs")
+    for name in (*FIELDS, "memory_bandwidth", "link_bandwidth", "host_bandwidth", "gpu", "bus", "tokens")
 }
 DTYPES = PRECISIONS
 FIRST_DTYPES, SECOND_DTYPES = {**PRECISIONS, "int8": torch.int8}, {**PRECISIONS, "uint8": torch.uint8}
@@ -66,6 +69,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--exp-avg-sq-dtype", choices=SECOND_DTYPES, default="fp32", help="of the second (default fp32)"
     )
     parser.add_argument("--store-param-remainders", action="store_true", help="hold main params as 16-bit remainders")
+    parser.add_argument(
+        "--optimizer-cpu-offload", action="store_true", help="main params and state in host memory, updated there"
+    )
+    parser.add_argument(
+        "--optimizer-offload-fraction", type=float, default=1.0, metavar="X", help="of their elements (default 1)"
+    )
+    parser.add_argument(
+        "--overlap-cpu-optimizer-d2h-h2d", action="store_true", help="the update there overlaps the next forward pass"
+    )
     parser.add_argument("--grad-dtype", choices=DTYPES, default="fp32", help="of main grads (default fp32)")
     parser.add_argument("--reduce-dtype", choices=DTYPES, help="of gradients in messages (default: as main grads)")
     parser.add_argument("--bucket-numel", type=int, default=Setup.bucket_numel, help="elements of a bucket")
@@ -77,6 +89,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpu", help=f"does it fit into this card's memory? one of {', '.join(fit.GPUS)}, or a number of GB"
     )
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        metavar="N",
+        help="of a rank in a step: print what of an iteration is hidden behind forward and backward; needs --gpu",
+    )
+    parser.add_argument(
+        "--bus", default="pcie5", help=f"between GPU and host, with --tokens: {', '.join(BUSES)}, or GB/s each way"
+    )
+    parser.add_argument(
+        "--host-bandwidth",
+        metavar="GB/S",
+        default="100",
+        help=f"of a rank's share of host memory, with --tokens (default 100); {MEASURE!r} measures it here",
+    )
+    parser.add_argument("--timeline", type=Path, metavar="FILE", help="draw that iteration, as .svg or .png")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw bytes per rank against the number of ranks")
 
 
@@ -95,14 +123,39 @@ def run(given: argparse.Namespace) -> int:
     print(found)
     if given.gpu is not None:
         print("\n".join(("", *fit.lines(found, given.gpu))))
+    _tell_timeline(found, given)
     if given.png is not None:
         from megascale.estimation.picture import draw  # needs matplotlib
 
-        try:
-            draw(found, given.png)
-        except (OSError, ValueError) as error:
-            raise ArgumentError(f"--png {given.png} cannot be written: {error}") from None
+        _write("--png", given.png, lambda: draw(found, given.png))
     return 0
+
+
+def _tell_timeline(found: Estimate, given: argparse.Namespace) -> None:
+    """Print, and draw where asked, one iteration of ``--tokens``."""
+    if given.tokens is None:
+        if given.timeline is not None:
+            raise ArgumentError("--timeline needs --tokens: how long forward and backward take depends on them")
+        return
+    if given.gpu is None:
+        raise ArgumentError("--tokens needs --gpu: how long forward and backward take depends on it")
+    host_bandwidth = _bandwidth("host_bandwidth", given.host_bandwidth)
+    machine = machine_of(
+        given.gpu, given.bus, host_bandwidth or 0.0, link_bandwidth=_bandwidth("link_bandwidth", given.link_bandwidth)
+    )
+    iteration = timeline(found, machine, tokens=given.tokens)
+    print(f"\n{iteration}")
+    if given.timeline is not None:
+        from megascale.estimation.picture import draw_timeline  # needs matplotlib
+
+        _write("--timeline", given.timeline, lambda: draw_timeline(iteration, given.timeline))
+
+
+def _write(option: str, path: Path, draw: Callable[[], None]) -> None:
+    try:
+        draw()
+    except (OSError, ValueError) as error:
+        raise ArgumentError(f"{option} {path} cannot be written: {error}") from None
 
 
 def model_of(text: str) -> nn.Module | dict[str, Any] | list[Any] | int:
@@ -155,8 +208,8 @@ def _bandwidth(name: str, text: str | None) -> float | None:
     """Return bytes a second."""
     if text is None:
         return None
-    if text == MEASURE and name == "memory_bandwidth":
-        return measured_bandwidth()
+    if text == MEASURE and name != "link_bandwidth":
+        return measured_bandwidth(torch.device("cpu") if name == "host_bandwidth" else None)
     try:
         return float(text) * 1e9
     except ValueError:

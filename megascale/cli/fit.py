@@ -23,6 +23,8 @@ COMPACT: dict[str, Any] = {
 """The smallest state that AdamW can have."""
 COMPACT_OPTIONS = "--store-param-remainders --exp-avg-dtype int8 --exp-avg-sq-dtype uint8"
 
+OFFLOAD_OPTIONS = "--optimizer-cpu-offload"
+
 
 def memory_of(gpu: str) -> int:
     """Return the bytes of a card: a name of :data:`GPUS`, or a number of GB. Raises ArgumentError for others."""
@@ -51,11 +53,16 @@ def lines(found: Estimate, gpu: str) -> Iterator[str]:
 
 
 def _smaller(setup: Setup, sizes: ModelSizes, memory: int) -> Iterator[tuple[str, int]]:
-    """Yield options that fit, and their peak: compact state, more sharded ranks, and both."""
+    """Yield options that fit, and their peak: more sharded ranks, compact state or host memory, and both."""
+    offloads = setup.optimizer_cpu_offload
     is_compact = setup.optimizer == "adamw" and not all(
         getattr(setup, name) == value for name, value in COMPACT.items()
     )
-    compact = [("", {}), *([(COMPACT_OPTIONS, COMPACT)] if is_compact else [])]
+    compact: list[tuple[str, dict[str, Any]]] = [("", {})]
+    if is_compact and not offloads:
+        compact.append((COMPACT_OPTIONS, COMPACT))
+    if not offloads and not setup.store_param_remainders and setup.optimizer != "muon":
+        compact.append((OFFLOAD_OPTIONS, {"optimizer_cpu_offload": True}))
     for options, fields in compact:
         for ranks in (count for count in RANKS if count >= setup.ranks):
             sharding = "distributed" if ranks > 1 else setup.sharding

@@ -1,17 +1,17 @@
 """``megascale.estimate``: memory, checkpoint, messages and time of a run, from sizes alone."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from megascale.estimation.collectives import Collective, collectives
-from megascale.estimation.memory import UPDATE_OF_A_MATRIX, checkpoint_bytes, held_bytes, transient_bytes
+from megascale.estimation.memory import UPDATE_OF_A_MATRIX, checkpoint_bytes, held_bytes, host_bytes, transient_bytes
 from megascale.estimation.partition import Partition
 from megascale.estimation.setup import Setup
 from megascale.estimation.sizes import ModelSizes, Shapes, sizes_of
 from megascale.estimation.table import lines
-from megascale.estimation.traffic import moved_bytes
+from megascale.estimation.traffic import moved_bytes, offload_traffic
 from megascale.utils import validate
 
 
@@ -21,12 +21,14 @@ class Estimate:
 
     Attributes:
         sizes, setup: what was estimated.
-        held: between backward and the step, by kind, without activations.
+        held: between backward and the step, by kind, without activations; on the device.
         transient: on top of that for a time, by purpose.
         checkpoint: model and optimizer on disk, of all ranks together.
         moved: read and written in memory in a step, by pass.
         collectives: what the rank calls in a step.
         seconds: of a step, by pass and purpose, as if nothing overlapped; without those whose bandwidth is unknown.
+        host: bytes held in host memory, by kind; empty without ``optimizer_cpu_offload``.
+        offload: bytes that cross the bus in a step, each way, and that the update moves in host memory; as ``host``.
     """
 
     sizes: ModelSizes
@@ -37,6 +39,8 @@ class Estimate:
     moved: dict[str, int]
     collectives: list[Collective]
     seconds: dict[str, float]
+    host: dict[str, int] = field(default_factory=dict)
+    offload: dict[str, int] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return "\n".join(lines(self))
@@ -94,4 +98,6 @@ def estimate(
         moved,
         calls,
         seconds,
+        host_bytes(partition),
+        offload_traffic(partition),
     )

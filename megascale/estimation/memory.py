@@ -36,15 +36,33 @@ def held_bytes(partition: Partition) -> dict[str, int]:
     buckets = partition.buckets()
     bucketed = sum(bucket.numel * dtype.itemsize for dtype, bucket in buckets)
     whole = sum(param.nbytes for param in sizes.params)
-    counted = STEP_BYTES * sum(map(setup.counts_steps, sizes.params))
+    here = {name: kept - partition.there[name] for name, kept in partition.kept.items()}
     return {
         "model params": (bucketed if setup.is_sharded else whole) + sum(sizes.frozen),
         "model buffers": sum(sizes.buffers) + sum(sizes.other_buffers),
         "gradients": 0 if setup.has_main_grads else whole,
         "main grads": sum(bucket.numel * setup.grad_dtype_of(dtype).itemsize for dtype, bucket in buckets),
-        "main params": sum(_slot(partition, p) * setup.main_itemsize for p in sizes.params if p.dtype in HALF_DTYPES),
-        "moments": sum(_moment_bytes(partition, param) for param in sizes.params) + counted,
+        "main params": _main_bytes(partition, here),
+        "moments": sum(_moment_bytes(partition, p, here) for p in sizes.params if not partition.there[p.name]),
         "messages": _message_bytes(partition),
+    }
+
+
+def host_bytes(partition: Partition) -> dict[str, int]:
+    """Return the bytes that the rank holds in host memory, by kind; none without ``optimizer_cpu_offload``.
+
+    Copies of weights and gradients are what travels; they are pinned where ``pin_cpu_params`` and ``pin_cpu_grads`` say
+    so. torch's pinned allocator rounds each allocation up to a power of two, which is not counted.
+    """
+    setup, there = partition.setup, partition.there
+    params = [param for param in partition.sizes.params if there[param.name]]
+    if not params:
+        return {}
+    return {
+        "main params": _main_bytes(partition, there),
+        "moments": sum(_moment_bytes(partition, param, there) for param in params),
+        "copies of weights": sum(there[param.name] * param.dtype.itemsize for param in params),
+        "copies of gradients": sum(there[p.name] * setup.grad_dtype_of(p.dtype).itemsize for p in params),
     }
 
 
@@ -109,16 +127,22 @@ def _scales(moments: Iterable[torch.dtype]) -> int:
     return sum(dtype in CODE_DTYPES for dtype in moments)
 
 
-def _moment_bytes(partition: Partition, param: ParamSpec) -> int:
-    """Return the bytes of the rank's part of all moments of ``param``, with the scales of those that are codes."""
+def _main_bytes(partition: Partition, numels: dict[str, int]) -> int:
+    """Return the bytes of main params that are copies. ``numels``: their elements, by name."""
+    halves = [param.name for param in partition.sizes.params if param.dtype in HALF_DTYPES]
+    return partition.setup.main_itemsize * sum(_slot(numels[name]) for name in halves)
+
+
+def _moment_bytes(partition: Partition, param: ParamSpec, numels: dict[str, int]) -> int:
+    """Return the bytes of all moments of ``param``, with its step count and the scales of those that are codes."""
     moments = partition.setup.moment_dtypes(param)
-    scales = _scales(moments) * SCALE_BYTES * num_groups(partition.kept[param.name])
-    return _slot(partition, param) * moment_itemsize(partition, param) + scales
+    scales = _scales(moments) * SCALE_BYTES * num_groups(numels[param.name])
+    counted = STEP_BYTES * partition.setup.counts_steps(param)
+    return _slot(numels[param.name]) * moment_itemsize(partition, param) + scales + counted
 
 
-def _slot(partition: Partition, param: ParamSpec) -> int:
+def _slot(numel: int) -> int:
     """Return the elements that the rank's part of a main param or moment takes. Small ones lie aligned in slabs."""
-    numel = partition.kept[param.name]
     return rounded_up(numel, ALIGNMENT) if ALIGNMENT <= numel <= SMALL else numel
 
 

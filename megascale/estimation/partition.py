@@ -10,6 +10,7 @@ from megascale.estimation.setup import Setup
 from megascale.estimation.sizes import ModelSizes
 from megascale.grad_sync.layout import Bucket, BufferLayout, ParamSize, build_layouts
 from megascale.grad_sync.owners import OwnerLoads, group_by_owner, update_cost
+from megascale.utils.dtypes import HALF_DTYPES
 
 
 class Partition:
@@ -19,6 +20,7 @@ class Partition:
         sizes, setup: what it was made from.
         layouts: of the buckets; empty where there are none.
         kept: by parameter, how many elements of its main param and moments the rank keeps.
+        there: by parameter, how many of these are in host memory.
         num_pieces: by parameter, into how many pieces all ranks together cut it.
 
     Raises ArgumentError for Muon without a hidden matrix.
@@ -39,6 +41,29 @@ class Partition:
         self.num_pieces = dict.fromkeys(self.kept, 1)
         if setup.is_sharded:
             self._cut()
+        self.there = dict.fromkeys(self.kept, 0)
+        if setup.optimizer_cpu_offload:
+            self._send_to_host()
+
+    def _send_to_host(self) -> None:
+        """Set ``there``. What forward needs first stays, whole parameters or whole buckets, as the fraction lets."""
+        fraction, halves = self.setup.optimizer_offload_fraction, self._runs()
+        left = (1 - fraction) * sum(numel for _, numel in halves)
+        for names, numel in halves:
+            left -= numel
+            if left < 0 or fraction == 1.0:
+                self.there |= {name: self.kept[name] for name in names}
+
+    def _runs(self) -> list[tuple[list[str], int]]:
+        """Return names of 16-bit parameters that go to host memory together, with their elements, as forward reads."""
+        if not self.setup.is_sharded:
+            return [([param.name], param.numel) for param in self.sizes.params if param.dtype in HALF_DTYPES]
+        return [
+            ([place.name for place in layout.placements[bucket.first_placement : bucket.last_placement]], bucket.numel)
+            for layout in reversed(self.layouts)
+            for bucket in reversed(layout.buckets)
+            if dtype_of(layout) in HALF_DTYPES
+        ]
 
     def buckets(self) -> list[tuple[torch.dtype, Bucket]]:
         """Return all buckets, with the dtype of their model params."""

@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from megascale.estimation.estimates import Estimate
 from megascale.estimation.memory import held_bytes
 from megascale.estimation.partition import Partition
+from megascale.estimation.timeline import BACKWARD, FORWARD, LANES, WAIT, Timeline
 
 COLORS = ("#0072B2", "#999999", "#D55E00", "#E69F00", "#009E73", "#56B4E9", "#CC79A7")
 """Okabe and Ito's palette, which colour-blind readers can tell apart, in the order of kinds."""
@@ -35,3 +36,25 @@ def draw(estimate: Estimate, path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         figure.legend(loc="outside right upper", frameon=False)
         figure.savefig(path, dpi=150)
+
+
+def draw_timeline(timeline: Timeline, path: Path) -> None:
+    """Write what each lane does in one iteration, in milliseconds, to a file of any format."""
+    names = list(dict.fromkeys(span.name for span in timeline.spans))
+    others = iter(COLORS[3:] + COLORS[1:3])
+    colors = {BACKWARD: COLORS[0], FORWARD: COLORS[5], WAIT: "#DDDDDD"}
+    with matplotlib.rc_context({"font.size": 9, "svg.hashsalt": "megascale"}):
+        figure = Figure(figsize=(8, 2.6), layout="constrained")
+        axes = figure.add_subplot()
+        for name in names:
+            color = colors.get(name) or next(color for color in others if color != COLORS[5])
+            spans = [span for span in timeline.spans if span.name == name]
+            rows = [LANES.index(span.lane) for span in spans]
+            widths = [(span.end - span.begin) * 1e3 for span in spans]
+            axes.barh(rows, widths, left=[span.begin * 1e3 for span in spans], height=0.6, color=color, label=name)
+        axes.set_yticks(range(len(LANES)), LANES)
+        axes.invert_yaxis()
+        axes.set_xlabel("ms from the begin of backward")
+        axes.spines[["top", "right"]].set_visible(False)
+        figure.legend(loc="outside right upper", frameon=False)
+        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megascale.config import check_moment_dtypes
+from megascale.config import check_moment_dtypes, check_offload
 from megascale.errors import ArgumentError, ArgumentTypeError
 from megascale.estimation.sizes import ParamSpec
 from megascale.grad_sync.bucket import main_grad_dtype
@@ -56,6 +56,9 @@ class Setup:
         store_param_remainders: main params are held as remainders, see :class:`megascale.OptimizerConfig`.
         grad_dtype, reduce_dtype: of main grads, and of their messages (None: the same); see GradSync.
         bucket_numel: elements of a bucket.
+        optimizer_cpu_offload: main params and state of 16-bit parameters are in host memory and updated there.
+        optimizer_offload_fraction: the share of their elements that goes there.
+        overlap_cpu_optimizer_d2h_h2d: the update overlaps the next forward pass; sharded, it never does.
         communication: "nccl" or "gloo", which sends shards as messages from rank to rank.
         rank: whose memory is estimated. Of shards of elements rank 0 has the most; whole parameters are balanced by the
             cost of their updates, and any rank may hold the most.
@@ -68,6 +71,9 @@ class Setup:
     exp_avg_dtype: torch.dtype = torch.float32
     exp_avg_sq_dtype: torch.dtype = torch.float32
     store_param_remainders: bool = False
+    optimizer_cpu_offload: bool = False
+    optimizer_offload_fraction: float = 1.0
+    overlap_cpu_optimizer_d2h_h2d: bool = False
     grad_dtype: torch.dtype = torch.float32
     reduce_dtype: torch.dtype | None = None
     bucket_numel: int = DEFAULT_BUCKET_NUMEL
@@ -84,7 +90,9 @@ class Setup:
         validate.one_of("communication", self.communication, COMMUNICATION)
         validate.integer("bucket_numel", self.bucket_numel, minimum=1)
         validate.integer("rank", self.rank, minimum=0, maximum=self.ranks - 1)
-        validate.flag("store_param_remainders", self.store_param_remainders)
+        for name in ("store_param_remainders", "optimizer_cpu_offload", "overlap_cpu_optimizer_d2h_h2d"):
+            validate.flag(name, getattr(self, name))
+        check_offload(self)
         check_moment_dtypes(self)
         for name, takers in _TAKERS.items():
             if getattr(self, name) in CODE_DTYPES and self.optimizer not in takers:

@@ -22,6 +22,14 @@ def lines(found: "Estimate") -> Iterator[str]:
     yield from (_row(f"for a time: {purpose}", nbytes) for purpose, nbytes in found.transient.items() if nbytes)
     yield _row("peak", found.peak)
     yield ""
+    if found.host:
+        yield "Bytes a rank in host memory"
+        yield from (_row(kind, nbytes) for kind, nbytes in found.host.items())
+        yield _row("total", sum(found.host.values()))
+        yield ""
+        yield "Over the bus, and moved in host memory, a step"
+        yield from (_row(name, nbytes) for name, nbytes in found.offload.items())
+        yield ""
     yield _row("Checkpoint, all ranks", found.checkpoint)
     yield ""
     yield "Memory read and written a step"

@@ -10,6 +10,7 @@ from megascale.kernels.compact_moments import held_bytes
 from megascale.utils.dtypes import HALF_DTYPES
 
 ACCUMULATE, MEASURE, UPDATE = "accumulate gradients", "measure", "update"
+TO_HOST, TO_DEVICE, ON_HOST = "gradients to the host", "weights to the device", "update in host memory"
 
 
 def traffic_per_element(
@@ -29,7 +30,7 @@ def traffic_per_element(
 
 
 def moved_bytes(partition: Partition) -> dict[str, int]:
-    """Return the bytes that this rank reads and writes in a step of one backward, by pass."""
+    """Return the bytes that this rank reads and writes on the device in a step of one backward, by pass."""
     setup = partition.setup
     moved = {ACCUMULATE: 0, MEASURE: 0, UPDATE: 0}
     for param in partition.sizes.params:
@@ -38,7 +39,23 @@ def moved_bytes(partition: Partition) -> dict[str, int]:
         kept = partition.kept[param.name]
         measure, update = traffic_per_element(param.dtype, grad_dtype, moments, setup.main_itemsize)
         moved[MEASURE] += round(kept * measure)
-        moved[UPDATE] += round(kept * update)
+        moved[UPDATE] += round((kept - partition.there[param.name]) * update)
         if setup.has_main_grads:
             moved[ACCUMULATE] += param.numel * (param.dtype.itemsize + grad_dtype.itemsize)
     return moved
+
+
+def offload_traffic(partition: Partition) -> dict[str, int]:
+    """Return the bytes that cross the bus in a step, each way, and that the update moves in host memory.
+
+    Empty without ``optimizer_cpu_offload``. What copies themselves read and write in host memory is not counted.
+    """
+    setup = partition.setup
+    moved = {TO_HOST: 0, TO_DEVICE: 0, ON_HOST: 0}
+    for param in partition.sizes.params:
+        there, grad_dtype = partition.there[param.name], setup.grad_dtype_of(param.dtype)
+        _, update = traffic_per_element(param.dtype, grad_dtype, setup.moment_dtypes(param), setup.main_itemsize)
+        moved[TO_HOST] += there * grad_dtype.itemsize
+        moved[TO_DEVICE] += there * param.dtype.itemsize
+        moved[ON_HOST] += round(there * update)
+    return moved if any(moved.values()) else {}

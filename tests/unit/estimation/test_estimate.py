@@ -123,6 +123,13 @@ def test_command_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["100", "--ranks", "0"], "--ranks must be 1 or more"),
         (["100", "--bucket-numel", "0"], "--bucket-numel must be 1 or more"),
         (["100", "--link-bandwidth", "fast"], "--link-bandwidth must be a number of GB a second, got 'fast'"),
+        (["100", "--optimizer-offload-fraction", "0.5"], "--optimizer-offload-fraction needs"),
+        (["100", "--timeline", "a.svg"], "--timeline needs --tokens"),
+        (["100", "--tokens", "8"], "--tokens needs --gpu"),
+        (["100", "--tokens", "0", "--gpu", "h100"], "--tokens must be 1 or more"),
+        (["100", "--tokens", "8", "--gpu", "t4"], "--gpu must be one of h100"),
+        (["100", "--tokens", "8", "--gpu", "h100", "--bus", "isa"], "--bus must be one of pcie4"),
+        (["100", "--tokens", "8", "--gpu", "h100", "--host-bandwidth", "0"], "--host-bandwidth must be above 0"),
         (["100", "--png", "/nosuch/a.png"], "--png /nosuch/a.png cannot be written"),
     ],
 )
@@ -223,7 +230,7 @@ def test_does_it_fit(capsys: pytest.CaptureFixture[str]) -> None:
     options = [
         line.removeprefix("  fits with ").split(":")[0].split() for line in said.splitlines() if "fits w" in line
     ]
-    assert len(options) == 2
+    assert len(options) == 3
     for typed in options:
         assert main(["estimate", "7B", "--gpu", "80", *typed]) == 0
         assert "  yes: " in capsys.readouterr().out

@@ -1,0 +1,234 @@
+"""When each part of an offloaded step runs, on a given device, bus and host: what is hidden, and what is not."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megascale.errors import ArgumentError
+from megascale.estimation.estimates import Estimate
+from megascale.estimation.partition import Partition
+from megascale.estimation.traffic import MEASURE, ON_HOST, TO_DEVICE, TO_HOST, UPDATE
+from megascale.main_params.update_unit import SLICE
+from megascale.utils import validate
+
+DEVICE, DOWN, HOST, UP = "device", "to the host", "host", "to the device"
+LANES = (DEVICE, DOWN, HOST, UP)
+"""What works at the same time."""
+BACKWARD, FORWARD, REDUCE, GATHER = "backward", "next forward", "other messages", "gather weights"
+WAIT = "waits for the copies"
+BUSES = {"pcie4": 25e9, "pcie5": 53e9, "nvlink-c2c": 400e9}
+"""Bytes a second, each way. PCIe 5: as an H100 has copied pinned memory; the others: about 0.8 to 0.9 of their makers'
+figures."""
+DEVICES = {
+    **{"h100": (989e12, 3.35e12), "h200": (989e12, 4.8e12), "b200": (2250e12, 8e12), "a100": (312e12, 2.0e12)},
+    **{"a100-40": (312e12, 1.55e12), "l40s": (362e12, 0.86e12), "rtx4090": (165e12, 1.0e12), "a10": (125e12, 0.6e12)},
+}
+"""Dense 16-bit operations and bytes of memory a second, as makers name them."""
+UTILIZATION = 0.4
+"""The share of a maker's operations that forward and backward reach."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What an offloaded step runs on. All fields are above 0; see :data:`DEVICES` and :data:`BUSES` for figures.
+
+    Attributes:
+        flops: 16-bit operations a second that forward and backward reach.
+        memory_bandwidth: bytes a second that the device reads and writes in its memory.
+        bus_bandwidth: bytes a second between device and host, each way at the same time.
+        host_bandwidth: bytes a second that this rank's share of the host reads and writes in its update.
+        link_bandwidth: bytes a second that leave a rank; None: messages take no time.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: naming the field.
+    """
+
+    flops: float
+    memory_bandwidth: float
+    bus_bandwidth: float
+    host_bandwidth: float
+    link_bandwidth: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("flops", "memory_bandwidth", "bus_bandwidth", "host_bandwidth"):
+            validate.positive(name, getattr(self, name))
+        if self.link_bandwidth is not None:
+            validate.positive("link_bandwidth", self.link_bandwidth)
+
+
+class Span(NamedTuple):
+    """Work of one lane, from ``begin`` to ``end`` in seconds from the begin of backward."""
+
+    lane: str
+    name: str
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True, repr=False)
+class Timeline:
+    """One iteration: backward, the step, and the next forward.
+
+    Attributes:
+        spans: in the order of their begin, lane by lane.
+        compute: seconds of backward and forward.
+    """
+
+    spans: list[Span]
+    compute: float
+
+    @property
+    def total(self) -> float:
+        """Seconds from the begin of backward to the end of the next forward, when all weights are there."""
+        return max(span.end for span in self.spans)
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of the iteration beside backward and forward."""
+        return self.total - self.compute
+
+    def seconds(self) -> dict[str, tuple[float, float]]:
+        """Return, for each kind of work beside backward and forward, its seconds, and those that these two hide."""
+        work = [span for span in self.spans if span.name in (BACKWARD, FORWARD)]
+        found: dict[str, tuple[float, float]] = {}
+        for span in self.spans:
+            if span.name in (BACKWARD, FORWARD, WAIT):
+                continue
+            hidden = sum(max(0.0, min(span.end, one.end) - max(span.begin, one.begin)) for one in work)
+            before = found.get(span.name, (0.0, 0.0))
+            found[span.name] = (before[0] + span.end - span.begin, before[1] + hidden)
+        return found
+
+    def __repr__(self) -> str:
+        return "\n".join(self.lines())
+
+    def lines(self) -> Iterator[str]:
+        """Yield a table of what takes how long, and how much of it is hidden."""
+        yield f"One iteration: {self.total * 1e3:,.1f} ms, of which forward and backward {self.compute * 1e3:,.1f} ms"
+        for name, (seconds, hidden) in self.seconds().items():
+            yield f"  {name:<26}{seconds * 1e3:>12,.1f} ms, {hidden * 1e3:,.1f} ms behind forward and backward"
+        yield f"  {'not hidden':<26}{self.exposed * 1e3:>12,.1f} ms"
+
+
+def timeline(found: Estimate, machine: Machine, *, tokens: int) -> Timeline:
+    """Return when each part of one iteration runs: backward, the step and the next forward of one rank.
+
+    The step is the library's: the device measures, sends gradients slice by slice, and goes on to forward; the host
+    updates a slice when its gradients are there, and its weights travel while it updates the next. With
+    ``overlap_cpu_optimizer_d2h_h2d`` forward waits for each slice's own weights, else for all. Forward takes
+    2 operations per parameter and token, backward 4: attention's products and recomputation come on top. Launches and
+    the host's own time are not counted, and messages overlap nothing.
+
+    Args:
+        found: of a run with or without ``optimizer_cpu_offload``.
+        machine: what it runs on.
+        tokens: of one rank in one step.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: if ``tokens`` is no integer, or below 1.
+    """
+    forward = 2 * found.sizes.numel * validate.integer("tokens", tokens, minimum=1) / machine.flops
+    spans = list(_before_the_copies(found, machine, 2 * forward))
+    partition = Partition(found.sizes, found.setup)
+    slices = _slices(list(partition.there.values()))
+    arrived = _offloaded(found, machine, slices, spans)
+    gather = sum(call.sent for call in found.collectives if "gather" in call.operation)
+    overlaps = found.setup.overlap_cpu_optimizer_d2h_h2d and not found.setup.is_sharded
+    ready = _end(spans, DEVICE)
+    if slices and not overlaps:
+        ready = max(ready, arrived[-1])
+    if machine.link_bandwidth is not None and gather:
+        spans.append(Span(DEVICE, GATHER, ready, ready + gather / machine.link_bandwidth))
+        ready = spans[-1].end
+    everything = sum(partition.kept.values())
+    here = everything - sum(slices)
+    for numel, weights in zip([here, *slices], [0.0, *arrived], strict=True):
+        begin = max(ready, weights if overlaps else 0.0)
+        ready = begin + forward * numel / max(everything, 1)
+        if numel:
+            spans.append(Span(DEVICE, FORWARD, begin, ready))
+    return Timeline(spans, 3 * forward)
+
+
+def _before_the_copies(found: Estimate, machine: Machine, backward: float) -> Iterator[Span]:
+    """Yield the device's work up to the copies of gradients."""
+    now = 0.0
+    sent = sum(call.sent for call in found.collectives if "gather" not in call.operation)
+    work = [
+        (BACKWARD, backward),
+        (REDUCE, sent / machine.link_bandwidth if machine.link_bandwidth is not None else 0.0),
+        (MEASURE, found.moved[MEASURE] / machine.memory_bandwidth),
+        (UPDATE, found.moved[UPDATE] / machine.memory_bandwidth),
+    ]
+    for name, seconds in work:
+        if seconds:
+            yield Span(DEVICE, name, now, now + seconds)
+            now += seconds
+
+
+def _slices(numels: Sequence[int]) -> list[int]:
+    """Return the elements of each slice that is updated in host memory, in the order of forward."""
+    made: list[int] = []
+    for numel in filter(None, numels):
+        if made and made[-1] + numel <= SLICE:
+            made[-1] += numel
+        else:
+            made.append(numel)
+    return made
+
+
+def _offloaded(found: Estimate, machine: Machine, slices: Sequence[int], spans: list[Span]) -> list[float]:
+    """Add the copies and the updates of ``slices`` to ``spans``; return when the weights of each have arrived."""
+    elements = max(sum(slices), 1)
+    down, up, update = (found.offload.get(name, 0) / elements for name in (TO_HOST, TO_DEVICE, ON_HOST))
+    # Copies are queued behind the statistics, on the stream of forward, which waits for them.
+    sent, updated, there = _end(spans, DEVICE), 0.0, 0.0
+    arrivals = []
+    begun = sent
+    for numel in slices:
+        spans.append(Span(DOWN, TO_HOST, sent, sent + numel * down / machine.bus_bandwidth))
+        sent = spans[-1].end
+        begin = max(sent, updated)
+        updated = begin + numel * update / machine.host_bandwidth
+        spans.append(Span(HOST, ON_HOST, begin, updated))
+        begin = max(updated, there)
+        there = begin + numel * up / machine.bus_bandwidth
+        spans.append(Span(UP, TO_DEVICE, begin, there))
+        arrivals.append(there)
+    if slices:
+        spans.append(Span(DEVICE, WAIT, begun, sent))
+    return arrivals
+
+
+def _end(spans: Sequence[Span], lane: str) -> float:
+    return max((span.end for span in spans if span.lane == lane), default=0.0)
+
+
+def machine_of(
+    gpu: str, bus: str, host_bandwidth: float, *, flops: float | None = None, link_bandwidth: float | None = None
+) -> Machine:
+    """Return a machine by names.
+
+    Args:
+        gpu: a key of :data:`DEVICES`.
+        bus: a key of :data:`BUSES`, or a number of GB a second.
+        host_bandwidth, link_bandwidth: see :class:`Machine`.
+        flops: that are reached; None: :data:`UTILIZATION` of the maker's.
+
+    Raises:
+        ArgumentError: naming the argument and what it may be.
+    """
+    if gpu.lower() not in DEVICES:
+        raise ArgumentError(f"gpu must be one of {', '.join(DEVICES)} for a timeline, got {gpu!r}")
+    most, memory_bandwidth = DEVICES[gpu.lower()]
+    try:
+        rate = BUSES.get(bus.lower()) or float(bus) * 1e9
+    except ValueError:
+        raise ArgumentError(f"bus must be one of {', '.join(BUSES)}, or a number of GB a second, got {bus!r}") from None
+    return Machine(
+        flops=flops or UTILIZATION * most,
+        memory_bandwidth=memory_bandwidth,
+        bus_bandwidth=validate.positive("bus", rate),
+        host_bandwidth=host_bandwidth,
+        link_bandwidth=link_bandwidth,
+    )
