@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megascale.casting import warn_of_cast_buffers
 from megascale.chained import ChainedOptimizer
-from megascale.config import OptimizerConfig
+from megascale.config import SCALER_FIELDS, OptimizerConfig
 from megascale.distributed_optimizer import DistributedOptimizer
 from megascale.errors import ArgumentError, ArgumentTypeError
 from megascale.grad_scaler import ConstantGradScaler, DynamicGradScaler, MegatronGradScaler
@@ -21,7 +21,7 @@ from megascale.megatron_config import check_grouping, from_megatron_config, is_m
 from megascale.optimizer import MixedPrecisionOptimizer
 from megascale.parallel import ParallelGroups
 from megascale.rules import BY_NAME, MUON
-from megascale.step.arguments import SCALER_FIELDS, ineffective
+from megascale.step.arguments import ineffective
 from megascale.utils import validate
 from megascale.utils.spelling import names_keywords
 
@@ -192,16 +192,8 @@ def build_grad_scaler(config: OptimizerConfig) -> MegatronGradScaler | None:
         return ConstantGradScaler(config.loss_scale)
     if not config.fp16:
         return None
-    return DynamicGradScaler(
-        config.initial_loss_scale,
-        config.min_loss_scale,
-        config.loss_scale_growth_factor,
-        config.loss_scale_backoff_factor,
-        config.loss_scale_window,
-        config.hysteresis,
-        max_scale=config.max_loss_scale,
-        hysteresis_reset=config.hysteresis_reset,
-    )
+    arguments = {SCALER_FIELDS[name]: getattr(config, name) for name in SCALER_FIELDS if name != "loss_scale"}
+    return DynamicGradScaler(**arguments)
 
 
 def build_inner_optimizer(config: OptimizerConfig, param_groups: list[Options]) -> torch.optim.Optimizer:

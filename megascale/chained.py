@@ -2,11 +2,13 @@
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megascale.config import DecisionConfig
 from megascale.errors import ArgumentError, ArgumentTypeError, StateDictError, UsageError, listed
 from megascale.grad_scaler import MegatronGradScaler
 from megascale.kernels import Decision
@@ -26,17 +28,6 @@ from megascale.utils.step_hooks import with_step_hooks
 
 SHARED_KEYS = ("grad_scaler", "step_counts", "norm_statistics", "version")
 """Keys of a state dict that have the same value for every optimizer of a chain."""
-SHARED_FIELDS = (
-    "log_num_zeros_in_grad",
-    "max_consecutive_skips",
-    "max_overflows_at_min_scale",
-    "grad_norm_skip_threshold",
-    "zclip",
-    "zclip_z_thresh",
-    "zclip_alpha",
-    "zclip_warmup_steps",
-)
-"""Fields of the config that say how a step is decided, and so must be the same for every optimizer of a chain."""
 
 
 @names_arguments
@@ -75,9 +66,8 @@ class ChainedOptimizer(torch.optim.Optimizer):
         listener = next(filter(None, (one.recipe.overflows.listener for one in self.optimizers)), None)
         for optimizer in self.optimizers:
             # Loading into one member clears the errors of the whole chain.
-            optimizer.recipe.errors, optimizer.recipe.watch = self.recipe.errors, self.recipe.watch
-            optimizer.recipe.spikes = self.recipe.spikes
-            optimizer.recipe.overflows = self.recipe.overflows
+            optimizer.recipe.errors, optimizer.recipe.spikes = self.recipe.errors, self.recipe.spikes
+            optimizer.recipe.overflows, optimizer.recipe.observers = self.recipe.overflows, self.recipe.observers
             optimizer.recipe.chain = weakref.ref(self.recipe)
         if listener is not None:
             listener.attach(self.recipe.overflows)
@@ -388,8 +378,8 @@ def _check(optimizers: Sequence[Any], *, clip_alike: bool) -> None:
             ("device", optimizer.device, first.device),
             *([("clip_grad", optimizer.clip_grad, first.clip_grad)] if clip_alike else []),
             *(
-                (f"config.{name}", getattr(optimizer.config, name), getattr(first.config, name))
-                for name in SHARED_FIELDS
+                (f"config.{one.name}", getattr(optimizer.config, one.name), getattr(first.config, one.name))
+                for one in fields(DecisionConfig)
             ),
         ):
             if mine != theirs:

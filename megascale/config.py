@@ -1,7 +1,7 @@
 """OptimizerConfig: Megatron-Core's field names, validated once, frozen."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -23,27 +23,90 @@ MOMENT_DTYPES = {
     FIRST: (*STATE_DTYPES, FIRST_DTYPE),
     SECOND: (*STATE_DTYPES, SECOND_DTYPE),
 }
-FLAGS = (
-    "fp16",
-    "bf16",
-    "log_num_zeros_in_grad",
-    "decoupled_weight_decay",
-    "use_distributed_optimizer",
-    "overlap_param_gather",
-    "store_param_remainders",
-    "optimizer_cpu_offload",
-    "overlap_cpu_optimizer_d2h_h2d",
-    "pin_cpu_grads",
-    "pin_cpu_params",
-    "muon_nesterov",
-    "muon_batched",
-    "muon_split_work",
-)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecisionConfig:
+    """How a step is decided: the same for every optimizer of a chain. :class:`OptimizerConfig` explains the fields."""
+
+    log_num_zeros_in_grad: bool = False
+    zclip: str | None = None
+    zclip_z_thresh: float = 2.5
+    zclip_alpha: float = 0.97
+    zclip_warmup_steps: int = 25
+    grad_norm_skip_threshold: float = math.inf
+    max_consecutive_skips: int | None = None
+    max_overflows_at_min_scale: int | None = None
+
+    def __post_init__(self) -> None:
+        for one in fields(self):  # those of an OptimizerConfig, too
+            if one.type is bool:
+                validate.flag(one.name, getattr(self, one.name))
+        for name in ("max_consecutive_skips", "max_overflows_at_min_scale"):
+            if getattr(self, name) is not None:
+                validate.integer(name, getattr(self, name), minimum=1)
+        if self.grad_norm_skip_threshold != math.inf:
+            validate.positive("grad_norm_skip_threshold", self.grad_norm_skip_threshold)
+        if self.zclip is not None:
+            validate.one_of("zclip", self.zclip, ZCLIP_MODES)
+        validate.positive("zclip_z_thresh", self.zclip_z_thresh)
+        validate.fraction("zclip_alpha", self.zclip_alpha)
+        validate.integer("zclip_warmup_steps", self.zclip_warmup_steps, minimum=2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepConfig(DecisionConfig):
+    """All that a step reads of a config, and so what ranks compare. :class:`OptimizerConfig` explains the fields.
+
+    The other fields of an OptimizerConfig say what is built: an optimizer, a scaler, a backend. A step meets these.
+    """
+
+    exp_avg_dtype: torch.dtype = torch.float32
+    exp_avg_sq_dtype: torch.dtype = torch.float32
+    store_param_remainders: bool = False
+    optimizer_cpu_offload: bool = False
+    optimizer_offload_fraction: float = 1.0
+    overlap_cpu_optimizer_d2h_h2d: bool = False
+    pin_cpu_grads: bool = True
+    pin_cpu_params: bool = True
+    muon_ns_dtype: torch.dtype | None = None
+    muon_batched: bool = False
+    muon_split_work: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._validate_offload()
+        check_moment_dtypes(self)
+        if self.muon_ns_dtype not in MUON_NS_DTYPES:
+            raise ArgumentError(
+                f"muon_ns_dtype must be torch.bfloat16, torch.float32 or None, got {self.muon_ns_dtype!r}"
+            )
+
+    def _validate_offload(self) -> None:
+        if not 0 < validate.non_negative("optimizer_offload_fraction", self.optimizer_offload_fraction) <= 1:
+            raise ArgumentError(
+                "optimizer_offload_fraction must be above 0 and at most 1, got "
+                f"{self.optimizer_offload_fraction!r}; optimizer_cpu_offload=False keeps all on the device"
+            )
+        if self.optimizer_offload_fraction != 1.0 and not self.optimizer_cpu_offload:
+            raise ArgumentError("optimizer_offload_fraction needs optimizer_cpu_offload=True: nothing goes to the host")
+        if self.overlap_cpu_optimizer_d2h_h2d and not self.optimizer_cpu_offload:
+            raise ArgumentError("overlap_cpu_optimizer_d2h_h2d=True needs optimizer_cpu_offload=True: nothing travels")
+        if self.optimizer_cpu_offload and self.store_param_remainders:
+            raise ArgumentError(
+                "optimizer_cpu_offload=True and store_param_remainders=True cannot be combined: a remainder is half of "
+                "a number whose other half, the weight, is on the device; choose one, or 8-bit moments beside offload"
+            )
+
+
+def _of_scaler(default: Any, attribute: str) -> Any:
+    """Return a field that says what the scaler is: its argument and attribute ``attribute``."""
+    return field(default=default, metadata={"scaler": attribute})
 
 
 @names_arguments
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
+class OptimizerConfig(StepConfig):
     """How the step scales, clips and counts, and (for :func:`megascale.build_optimizer`) which optimizer it wraps.
 
     Names and defaults are those of ``megatron.core.optimizer.OptimizerConfig`` where it has them. Exceptions:
@@ -168,44 +231,21 @@ class OptimizerConfig:
     # Precision and loss scale
     fp16: bool = False
     bf16: bool = False
-    loss_scale: float | None = None
-    initial_loss_scale: float = 2.0**16
-    min_loss_scale: float = 1.0
-    max_loss_scale: float | None = None
-    loss_scale_window: int = 1000
-    hysteresis: int = 2
-    hysteresis_reset: str = "growth"
-    loss_scale_growth_factor: float = 2.0
-    loss_scale_backoff_factor: float = 0.5
+    loss_scale: float | None = _of_scaler(None, "initial_scale")
+    initial_loss_scale: float = _of_scaler(2.0**16, "initial_scale")
+    min_loss_scale: float = _of_scaler(1.0, "min_scale")
+    max_loss_scale: float | None = _of_scaler(None, "max_scale")
+    loss_scale_window: int = _of_scaler(1000, "growth_interval")
+    hysteresis: int = _of_scaler(2, "hysteresis")
+    hysteresis_reset: str = _of_scaler("growth", "hysteresis_reset")
+    loss_scale_growth_factor: float = _of_scaler(2.0, "growth_factor")
+    loss_scale_backoff_factor: float = _of_scaler(0.5, "backoff_factor")
 
-    # Clipping
+    # What builds the wrapper
     clip_grad: float = 1.0
-    log_num_zeros_in_grad: bool = False
-    zclip: str | None = None
-    zclip_z_thresh: float = 2.5
-    zclip_alpha: float = 0.97
-    zclip_warmup_steps: int = 25
-
-    # Skipping
-    grad_norm_skip_threshold: float = math.inf
-    max_consecutive_skips: int | None = None
-    max_overflows_at_min_scale: int | None = None
-
-    # Kernels, memory and sharding
     backend: str = "auto"
-    exp_avg_dtype: torch.dtype = torch.float32
-    exp_avg_sq_dtype: torch.dtype = torch.float32
-    store_param_remainders: bool = False
-    optimizer_cpu_offload: bool = False
-    optimizer_offload_fraction: float = 1.0
-    overlap_cpu_optimizer_d2h_h2d: bool = False
-    pin_cpu_grads: bool = True
-    pin_cpu_params: bool = True
     use_distributed_optimizer: bool = False
     overlap_param_gather: bool = False
-    muon_ns_dtype: torch.dtype | None = None
-    muon_batched: bool = False
-    muon_split_work: bool = False
 
     # The optimizer, which build_optimizer makes
     optimizer: str = "adam"
@@ -226,21 +266,14 @@ class OptimizerConfig:
     muon_adam_lr: float | None = None
 
     def __post_init__(self) -> None:
-        for name in FLAGS:
-            validate.flag(name, getattr(self, name))
+        super().__post_init__()
         if self.overlap_param_gather and not self.use_distributed_optimizer:
             raise ArgumentError("overlap_param_gather=True needs use_distributed_optimizer=True: nothing is gathered")
-        self._validate_offload()
         if self.fp16 and self.bf16:
             raise ArgumentError("fp16 and bf16 are both True; choose one")
         self._validate_loss_scale()
         validate.non_negative("clip_grad", self.clip_grad)
-        for name in ("max_consecutive_skips", "max_overflows_at_min_scale"):
-            if getattr(self, name) is not None:
-                validate.integer(name, getattr(self, name), minimum=1)
-        self._validate_spikes()
         validate.one_of("backend", self.backend, BACKENDS)
-        check_moment_dtypes(self)
         validate.one_of("optimizer", self.optimizer, OPTIMIZERS)
         if self.lr is not None:
             validate.non_negative("lr", self.lr)
@@ -251,27 +284,6 @@ class OptimizerConfig:
         validate.non_negative("sgd_momentum", self.sgd_momentum)
         self._validate_muon()
 
-    def _validate_offload(self) -> None:
-        if not 0 < validate.non_negative("optimizer_offload_fraction", self.optimizer_offload_fraction) <= 1:
-            raise ArgumentError(
-                "optimizer_offload_fraction must be above 0 and at most 1, got "
-                f"{self.optimizer_offload_fraction!r}; optimizer_cpu_offload=False keeps all on the device"
-            )
-        if self.optimizer_offload_fraction != 1.0 and not self.optimizer_cpu_offload:
-            raise ArgumentError("optimizer_offload_fraction needs optimizer_cpu_offload=True: nothing goes to the host")
-        if self.overlap_cpu_optimizer_d2h_h2d and not self.optimizer_cpu_offload:
-            raise ArgumentError("overlap_cpu_optimizer_d2h_h2d=True needs optimizer_cpu_offload=True: nothing travels")
-        if self.optimizer_cpu_offload and self.store_param_remainders:
-            raise ArgumentError(
-                "optimizer_cpu_offload=True and store_param_remainders=True cannot be combined: a remainder is half of "
-                "a number whose other half, the weight, is on the device; choose one, or 8-bit moments beside offload"
-            )
-        if self.optimizer_cpu_offload and self.optimizer == "muon":
-            raise ArgumentError(
-                "optimizer_cpu_offload=True cannot be combined with optimizer='muon': a host orthogonalizes matrices "
-                "too slowly; leave it False, or shard with use_distributed_optimizer=True"
-            )
-
     def _validate_muon(self) -> None:
         validate.non_negative("muon_momentum", self.muon_momentum)
         validate.integer("muon_num_ns_steps", self.muon_num_ns_steps, minimum=1, maximum=99)
@@ -279,19 +291,11 @@ class OptimizerConfig:
         validate.one_of("muon_adjust_lr_fn", self.muon_adjust_lr_fn, MUON_ADJUST_LR_FNS)
         if self.muon_adam_lr is not None:
             validate.non_negative("muon_adam_lr", self.muon_adam_lr)
-        if self.muon_ns_dtype not in MUON_NS_DTYPES:
+        if self.optimizer_cpu_offload and self.optimizer == "muon":
             raise ArgumentError(
-                f"muon_ns_dtype must be torch.bfloat16, torch.float32 or None, got {self.muon_ns_dtype!r}"
+                "optimizer_cpu_offload=True cannot be combined with optimizer='muon': a host orthogonalizes matrices "
+                "too slowly; leave it False, or shard with use_distributed_optimizer=True"
             )
-
-    def _validate_spikes(self) -> None:
-        if self.grad_norm_skip_threshold != math.inf:
-            validate.positive("grad_norm_skip_threshold", self.grad_norm_skip_threshold)
-        if self.zclip is not None:
-            validate.one_of("zclip", self.zclip, ZCLIP_MODES)
-        validate.positive("zclip_z_thresh", self.zclip_z_thresh)
-        validate.fraction("zclip_alpha", self.zclip_alpha)
-        validate.integer("zclip_warmup_steps", self.zclip_warmup_steps, minimum=2)
 
     def _validate_loss_scale(self) -> None:
         if self.loss_scale is not None:
@@ -315,6 +319,10 @@ class OptimizerConfig:
             raise ArgumentError(f"loss_scale_growth_factor must be above 1, got {self.loss_scale_growth_factor!r}")
         if validate.positive("loss_scale_backoff_factor", self.loss_scale_backoff_factor) >= 1:
             raise ArgumentError(f"loss_scale_backoff_factor must be below 1, got {self.loss_scale_backoff_factor!r}")
+
+
+SCALER_FIELDS = {one.name: one.metadata["scaler"] for one in fields(OptimizerConfig) if "scaler" in one.metadata}
+"""The fields that say what the scaler is, and the scaler's argument and attribute for each."""
 
 
 def check_moment_dtypes(options: Any) -> None:

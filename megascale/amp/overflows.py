@@ -12,12 +12,11 @@ from megascale.host_view import HostView
 from megascale.step import non_finite_module
 from megascale.step.losses import non_finite_losses
 from megascale.step.non_finite_module import ModuleEvents
+from megascale.step.observers import SeenGrads
 from megascale.step.overflow_report import OverflowEntry, OverflowReport, OwnOverflows, holds_only_nan
-from megascale.step.overflows import LastOverflow, SeenGrads, described, own_rank
+from megascale.step.overflows import Entries, LastOverflow, described, own_rank
 from megascale.utils.collectives import group_size
 from megascale.utils.dtensors import local
-
-Entries = tuple[OverflowEntry, ...]
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class _Iteration:
     Attributes:
         step: its number.
         flags: `found_inf`, by optimizer and device, fp32 and 0-d.
-        seen: what the observer saw in backward; None without an observer.
+        seen: what the listener saw in backward; None without a listener.
         modules: what each watch of the model's modules saw.
         losses: that were scaled in it; None: unknown.
     """
@@ -67,7 +66,7 @@ class ScalerOverflows(LastOverflow):
 
         ``flags``: `found_inf`, by optimizer and device, fp32 and 0-d.
         """
-        seen = None if self.observer is None else self.observer.take()
+        seen = None if self.listener is None else self.listener.take()
         modules = non_finite_module.take(self._params)
         newest = _Iteration(self._num_updates, list(flags), seen, modules, self.losses.take())
         known, self._newest = self._newest, newest
@@ -79,7 +78,7 @@ class ScalerOverflows(LastOverflow):
         elif self.listener is not None:
             late = self._view.push({str(index): flag for index, flag in enumerate(flags)})
             if late is not None and known is not None and any(late.values()):
-                self._keep(known, None, () if known.seen is None else known.seen.entries(), ())
+                self._keep(known, None, () if known.seen is None else known.seen(), ())
                 self._call()
 
     def _call(self) -> None:
@@ -100,7 +99,7 @@ class ScalerOverflows(LastOverflow):
         if newest is None or (self._own is not None and self._own.step == newest.step):
             return
         entries = tuple(self._entries())
-        seen = None if newest.seen is None else newest.seen.entries()
+        seen = None if newest.seen is None else newest.seen()
         if seen is None and group_size(self.group) == 1 and not self._may_be_reduced:
             seen = entries
         self._keep(newest, scale, seen, entries)

@@ -15,6 +15,7 @@ from megascale.chained import ChainedOptimizer
 from megascale.debug.gradients import GradWatch, WatchedParam
 from megascale.errors import ArgumentError, ArgumentTypeError, MegascaleError, UsageError
 from megascale.optimizer import MixedPrecisionOptimizer
+from megascale.step.observers import SeenGrads
 from megascale.step.overflow_report import OverflowReport
 from megascale.step.overflows import OverflowRecorder
 from megascale.utils import validate
@@ -48,7 +49,7 @@ class OverflowReporter:
         """Look at the gradients of parameters, and listen to their recorder."""
         watched = {id(param): WatchedParam(name, index) for index, (name, param) in enumerate(named)}
         watch = GradWatch(watched, [param for _, param in named], self._model)
-        recorder.observer, recorder.listener = watch, self
+        recorder.listener = self
         return watch
 
     def attach(self, recorder: OverflowRecorder) -> None:
@@ -60,8 +61,8 @@ class OverflowReporter:
     def remove(self) -> None:
         """End the reports, and remove the hooks."""
         self._watch.remove()
-        if self._recorder.observer is self._watch:
-            self._recorder.observer = self._recorder.listener = None
+        if self._recorder.listener is self:
+            self._recorder.listener = None
 
     def _check(self) -> None:
         """Raise, on every rank alike, where reports exist already or cannot be written."""
@@ -77,6 +78,10 @@ class OverflowReporter:
             except OSError as caught:
                 error = ArgumentError(f"path={str(self._path)!r} cannot be written: {caught}; name another file")
         raise_together(error, self._recorder.group)
+
+    def take(self) -> SeenGrads:
+        """Take what was seen of gradients since the last step; called by the recorder."""
+        return self._watch.take().entries
 
     def on_skip(self) -> None:
         """Report a skipped step; called by the recorder, on every rank alike."""

@@ -1,18 +1,16 @@
 """Options that a loop of another library has no name for, checked by name: fields of OptimizerConfig, and a dtype."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megascale.amp import GradScaler
-from megascale.chained import SHARED_FIELDS
-from megascale.config import OptimizerConfig
+from megascale.config import SCALER_FIELDS, DecisionConfig, OptimizerConfig
 from megascale.errors import ArgumentError, ArgumentTypeError
 from megascale.rules import FIRST, SECOND
-from megascale.step.arguments import SCALER_FIELDS
 from megascale.utils.spelling import nearest
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -20,7 +18,7 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 FIELDS = (
     *SCALER_FIELDS,
-    *(name for name in SHARED_FIELDS if name != "log_num_zeros_in_grad"),
+    *(one.name for one in fields(DecisionConfig) if one.name != "log_num_zeros_in_grad"),
     "backend",
     FIRST,
     SECOND,

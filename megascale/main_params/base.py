@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megascale.config import OptimizerConfig
+from megascale.config import StepConfig
 from megascale.errors import ArgumentError, ArgumentTypeError
 from megascale.kernels import is_plain, plain
 from megascale.main_params.host_twin import HostTwin, host_twins
@@ -207,7 +207,7 @@ class MainParams(ABC):
         """
         return [unit for group, params in enumerate(self.ordered) for unit in units_of(group, params)]
 
-    def live_in_host_memory(self, config: OptimizerConfig, device: torch.device) -> None:
+    def live_in_host_memory(self, config: StepConfig, device: torch.device) -> None:
         """Make main params that are copies in host memory, if ``config`` says so. ``device``: of the model params."""
         if config.optimizer_cpu_offload:
             self.arrivals, self.pins_params = WeightArrivals(device), config.pin_cpu_params

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from typing_extensions import override
 
-from megascale.config import OptimizerConfig
+from megascale.config import StepConfig
 from megascale.errors import ArgumentError, StateDictError, listed
 from megascale.grad_sync.construction import Construction, exchange, param_forms
 from megascale.grad_sync.layout import Piece
@@ -242,7 +242,7 @@ class ShardedMainParams(MainParams):
             bucket.start()
 
     @override
-    def live_in_host_memory(self, config: OptimizerConfig, device: torch.device) -> None:
+    def live_in_host_memory(self, config: StepConfig, device: torch.device) -> None:
         """See :class:`MainParams`. Raises ArgumentError for an overlap: a gather would send weights too early."""
         if config.overlap_cpu_optimizer_d2h_h2d:
             raise ArgumentError(

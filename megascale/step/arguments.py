@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from megascale.config import MOMENT_DTYPES, OptimizerConfig
+from megascale.config import MOMENT_DTYPES, SCALER_FIELDS, OptimizerConfig
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.grad_scaler import ConstantGradScaler, MegatronGradScaler
 from megascale.main_params.main_param import MainParam
@@ -181,19 +181,6 @@ _OF_OPTIMIZER: dict[str, Callable[[torch.optim.Optimizer], list[Any]]] = {
     SECOND: _second_moment,
     **{name: values for rule in RULES for name, values in rule.fields.items()},
 }
-SCALER_FIELDS = {
-    "loss_scale": "initial_scale",
-    "initial_loss_scale": "initial_scale",
-    "min_loss_scale": "min_scale",
-    "max_loss_scale": "max_scale",
-    "loss_scale_window": "growth_interval",
-    "hysteresis": "hysteresis",
-    "hysteresis_reset": "hysteresis_reset",
-    "loss_scale_growth_factor": "growth_factor",
-    "loss_scale_backoff_factor": "backoff_factor",
-}
-"""The scaler's attribute for each field."""
-"""Fields of the config that say what the scaler is."""
 
 
 def _scaler_values(name: str, grad_scaler: MegatronGradScaler | None) -> list[Any]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megascale.config import OptimizerConfig
+from megascale.config import StepConfig
 from megascale.grad_scaler import MegatronGradScaler
 from megascale.grad_sync.sync import GradSync
 from megascale.main_params.main_param import MainParam
@@ -36,22 +36,7 @@ _NOT_COMPARED = ("params", "param_names", "foreach", "fused", "capturable", "dif
 ``arithmetic()`` tells of it."""
 _BESIDE_DEFAULTS = ("decoupled_weight_decay",)
 """Options that a step reads although not every optimizer has them among its defaults."""
-
-_COMPARED_AS_OBJECTS = frozenset(
-    {
-        *("fp16", "bf16"),  # dtypes of parameters
-        *("loss_scale", "initial_loss_scale", "min_loss_scale", "max_loss_scale", "loss_scale_window"),  # the scaler
-        *("hysteresis", "hysteresis_reset", "loss_scale_growth_factor", "loss_scale_backoff_factor"),
-        "clip_grad",  # the optimizer's attribute
-        *("backend", "muon_ns_dtype"),  # the update's arithmetic()
-        *("use_distributed_optimizer", "overlap_param_gather"),  # constructions
-        *("optimizer", "lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps"),  # options of param groups
-        *("decoupled_weight_decay", "sgd_momentum", "lion_beta1", "lion_beta2", "muon_momentum", "muon_nesterov"),
-        *("muon_num_ns_steps", "muon_coefficient_type", "muon_adjust_lr_fn", "muon_adam_lr"),
-    }
-)
-"""Fields of a config that have made something else, which is compared in their place. A new field is compared."""
-STEP_FIELDS = tuple(field.name for field in fields(OptimizerConfig) if field.name not in _COMPARED_AS_OBJECTS)
+_STEP_FIELDS = tuple(one.name for one in fields(StepConfig))
 
 
 class FactsOfSteps:
@@ -157,7 +142,7 @@ def _of_scaler(scaler: MegatronGradScaler | None) -> Facts:
 
 
 def _of_config(member: StepMember, holder: str) -> list[tuple[str, Any]]:
-    values = ((name, getattr(member.config, name)) for name in STEP_FIELDS)
+    values = ((name, getattr(member.config, name)) for name in _STEP_FIELDS)
     return [
         (f"{holder}config.{name}", _comparable(value) if type(value) in (int, float) else value)
         for name, value in values

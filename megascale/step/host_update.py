@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from megascale.config import OptimizerConfig
+from megascale.config import StepConfig
 from megascale.errors import ArgumentError, InnerStepError, UsageError
 from megascale.kernels import Decision, TensorList, host_backend
 from megascale.main_params.host_twin import host_grads
@@ -41,7 +41,7 @@ class HostUpdate(InnerUpdate):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        config: OptimizerConfig,
+        config: StepConfig,
         beside: InnerUpdate,
         device: torch.device,
         arrivals: WeightArrivals,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from megascale.config import OptimizerConfig
+from megascale.config import StepConfig
 from megascale.errors import UsageError
 from megascale.kernels import (
     Backend,
@@ -59,7 +59,7 @@ class KernelUpdate(InnerUpdate):
         self,
         optimizer: torch.optim.Optimizer,
         backend: Backend,
-        config: OptimizerConfig,
+        config: StepConfig,
         rule: Rule,
         beside: "KernelUpdate | None" = None,
     ) -> None:

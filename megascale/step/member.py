@@ -6,7 +6,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from megascale.config import OptimizerConfig
+from megascale.config import StepConfig
 from megascale.errors import UsageError
 from megascale.grad_sync.reduced_grads import ReducedGrads
 from megascale.grad_sync.sync import GradSync
@@ -64,7 +64,7 @@ class StepMember:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        config: OptimizerConfig,
+        config: StepConfig,
         groups: ParallelGroups,
         backend: Backend,
         device: torch.device,

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from typing_extensions import override
 
-from megascale.config import OptimizerConfig
+from megascale.config import StepConfig
 from megascale.kernels import Backend, Decision, Operands
 from megascale.kernels.newton_schulz import iteration_dtype, orthogonalize
 from megascale.main_params.main_param import MainParam
@@ -53,7 +53,7 @@ class MuonUpdate(KernelUpdate):
         self,
         optimizer: torch.optim.Optimizer,
         backend: Backend,
-        config: OptimizerConfig,
+        config: StepConfig,
         data_parallel: ProcessGroup | None = None,
     ) -> None:
         super().__init__(optimizer, backend, config, MUON)

@@ -7,7 +7,7 @@ accelerator, when its gradients are gone.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -17,7 +17,6 @@ from torch.distributed import ProcessGroup
 
 from megascale.grad_scaler import MegatronGradScaler
 from megascale.kernels import describe_non_finite
-from megascale.main_params.main_param import MainParam
 from megascale.parallel import ParallelGroups
 from megascale.step import non_finite_module
 from megascale.step.grad_stats import GradStats
@@ -25,7 +24,7 @@ from megascale.step.local_grads import Collected
 from megascale.step.losses import Losses, non_finite_losses
 from megascale.step.member import StepMember
 from megascale.step.misuse import Statistics, was_skipped
-from megascale.step.non_finite_module import ModuleEvents
+from megascale.step.observers import SeenGrads, StepObserver, StepRecord
 from megascale.step.overflow_report import OverflowEntry, OverflowReport, OwnOverflows, holds_only_nan, merged
 from megascale.utils.collectives import all_gather_object, group_size
 from megascale.utils.dtensors import local
@@ -34,22 +33,11 @@ from megascale.utils.graph_capture import is_capturing
 Entries = tuple[OverflowEntry, ...]
 
 
-class SeenGrads(Protocol):
-    """What was seen of one step's gradients in backward, before any reduction."""
-
-    def entries(self) -> Entries:
-        """Return those that held inf or NaN. Waits for the device."""
-
-
-class GradObserver(Protocol):
-    """Sees gradients in backward: :class:`megascale.debug.gradients.GradWatch`."""
+class OverflowListener(Protocol):
+    """Sees gradients in backward, and is told of skipped steps: :class:`megascale.debug.reporting.OverflowReporter`."""
 
     def take(self) -> SeenGrads:
-        """Return what was seen since the last call, without waiting for the device."""
-
-
-class OverflowListener(Protocol):
-    """Is told of skipped steps: :class:`megascale.debug.reporting.OverflowReporter`."""
+        """Return what was seen of gradients since the last call, without waiting for the device."""
 
     def on_skip(self) -> None:
         """Learn that a step was skipped. Called on every rank alike; it may communicate."""
@@ -58,48 +46,18 @@ class OverflowListener(Protocol):
         """Listen to ``recorder`` from here on, and observe the gradients of its parameters."""
 
 
-@dataclass(frozen=True)
-class StepRecord:
-    """What is kept of one step.
-
-    Attributes:
-        serial: a number that no other record has.
-        step: its number. None for a step in a graph: the number of the last replay.
-        params: of each member, those that have gradients on this rank.
-        counts: non-finite elements of each of these gradients, shape [params of all members]; None without gradients.
-        vector: the agreed statistics.
-        scale: the loss scale, a number or of shape [1]; None: not kept.
-        micro_batch: 0 if there was one backward; None: unknown.
-        seen: what the observer saw in backward; None without an observer.
-        modules: what each watch of the model's modules saw.
-        losses: that were scaled for this step; None: unknown.
-    """
-
-    serial: int
-    step: int | None
-    params: list[list[MainParam]]
-    counts: Tensor | None
-    vector: Tensor
-    scale: Tensor | float | None
-    micro_batch: int | None
-    seen: SeenGrads | None
-    modules: list[ModuleEvents]
-    losses: list[Tensor] | None
-
-
 class LastOverflow:
     """What is known of the last skipped step. Base of what records the steps of an optimizer or of a GradScaler.
 
     Attributes:
-        observer: sees gradients in backward; None: nobody does.
-        listener: is told, on every rank alike, once the host knows that a step was skipped.
+        listener: sees gradients in backward, and is told, on every rank alike, once the host knows that a step was
+            skipped; None: nobody is.
         group: the ranks that skip together.
         losses: that were scaled since the last step.
     """
 
     def __init__(self, group: ProcessGroup | None) -> None:
         self.losses = Losses()
-        self.observer: GradObserver | None = None
         self.listener: OverflowListener | None = None
         self.group = group
         self._own: OwnOverflows | None = None  # what this rank knows
@@ -116,7 +74,7 @@ class LastOverflow:
         return self._report or (None if self._own is None else self._own.report())
 
 
-class OverflowRecorder(LastOverflow):
+class OverflowRecorder(LastOverflow, StepObserver):
     """Records the last skipped step of a recipe."""
 
     def __init__(self, members: Sequence[StepMember], groups: ParallelGroups, device: torch.device) -> None:
@@ -131,20 +89,15 @@ class OverflowRecorder(LastOverflow):
 
     # In a step
 
-    def observe(
-        self,
-        agreed: Statistics | None,
-        collected: Sequence[Collected],
-        stats: GradStats,
-        scaler: MegatronGradScaler | None,
-    ) -> None:
-        """Record a step that was agreed on, before its loss scale changes.
+    def record(
+        self, collected: Sequence[Collected], stats: GradStats, found_inf: Tensor, scaler: MegatronGradScaler | None
+    ) -> StepRecord:
+        """Return the record of a step that was decided on, before its loss scale changes.
 
         Args:
-            agreed: what the host knows without waiting: this step's statistics where they lie in host memory, else
-                those of the step before, or None.
             collected: this step's gradients, of each member.
             stats: agreed; the counts are this rank's.
+            found_inf: the decision's.
             scaler: of the loss.
         """
         self._num_records += 1
@@ -153,26 +106,23 @@ class OverflowRecorder(LastOverflow):
         params = []
         for own in collected:
             params.append(own.params)
-        record = StepRecord(
+        return StepRecord(
             self._num_records,
             None if captured else self._members[0].counter.taken,
             params,
             stats.non_finite,
             stats.vector,
+            found_inf,
+            scaler,
             self._scale_of(scaler),
             0 if num_losses == 1 else None,
-            None if self.observer is None else self.observer.take(),
+            None if self.listener is None else self.listener.take(),
             non_finite_module.take(self._params),
             None if captured else losses,  # a replay's may be others
         )
-        self.observe_replay(agreed, record)
 
-    def observe_replay(self, agreed: Statistics | None, record: StepRecord) -> None:
-        """Record a replayed step. ``record``: :attr:`newest` when it was captured; its counts are the newest replay's.
-
-        agreed: see :meth:`observe`.
-        """
-        self.losses.take()
+    def on_step(self, agreed: Statistics | None, record: StepRecord) -> None:
+        """Keep the record of the step that the host now knows of, if it was skipped."""
         known, self._newest = record if self._on_host else self._newest, record
         if agreed is not None and known is not None and was_skipped(agreed):
             self._keep(known)
@@ -221,7 +171,7 @@ class OverflowRecorder(LastOverflow):
         self._own_serial, self._report, self._skipped = record.serial, None, None
         step = self._members[0].counter.taken - 1 if record.step is None else record.step
         entries = self._entries(record, grads_are_there)
-        seen = None if record.seen is None else record.seen.entries()
+        seen = None if record.seen is None else record.seen()
         if seen is None and group_size(self.group) == 1:
             seen = entries  # a single rank's gradients are never reduced
         module = non_finite_module.first_of(record.modules)

@@ -17,7 +17,7 @@ from megascale.kernels import Decision, GradWeights, Statistic
 from megascale.parallel import AssumedAlone, ParallelGroups
 from megascale.step import grad_stats
 from megascale.step.arguments import refuse_fake_mode, require_values
-from megascale.step.deferred_errors import DeferredErrors, non_finite_params
+from megascale.step.deferred_errors import DeferredErrors
 from megascale.step.facts import FactsOfSteps
 from megascale.step.grad_stats import GradStats
 from megascale.step.local_grads import Collected
@@ -29,12 +29,13 @@ from megascale.step.misuse import (
     parted_replicas,
     unscaled_loss,
 )
-from megascale.step.overflows import OverflowRecorder, StepRecord
+from megascale.step.observers import StepObserver, StepRecord
+from megascale.step.overflows import OverflowRecorder
 from megascale.step.spikes import NormStatistics, SpikeJudge
 from megascale.step.stalls import StallWatch
 from megascale.step.update import Rounded
 from megascale.utils import validate
-from megascale.utils.collectives import all_gather_object, group_size, raise_together
+from megascale.utils.collectives import all_gather_object, group_size
 from megascale.utils.graph_capture import is_capturing
 from megascale.utils.profiling import span
 from megascale.utils.staging import staged
@@ -65,16 +66,14 @@ class CapturedStep(NamedTuple):
     Other steps, eager or of another graph, may come between two replays.
 
     Attributes:
-        record: of its statistics.
+        record: what observers are told of each replay.
         rounded: which main params did not fit their model params.
-        skipped: of the judge of spikes; None without one.
         weights: of each member's statistics.
         result: what the step returned.
     """
 
     record: StepRecord
     rounded: list[Rounded]
-    skipped: Tensor | None
     weights: list[GradWeights | None]
     result: StepResult | None
 
@@ -94,6 +93,7 @@ class StepRecipe:
     Attributes:
         last_result: of the newest step or replay, what :meth:`carry_out` returned; None before the first.
         chain: the recipe of a ChainedOptimizer, which steps the members in place of this one; None before.
+        observers: are told of each step, in this order, after it was decided on.
     """
 
     def __init__(
@@ -115,8 +115,10 @@ class StepRecipe:
         self.last_result: StepResult | None = None
         self.chain: weakref.ref[StepRecipe] | None = None
         self.overflows = OverflowRecorder(members, groups, members[0].device)
-        self.watch = StallWatch(members[0].config)
         self.spikes = SpikeJudge.of(members[0].config, members[0].device)
+        watch = StallWatch(members, self.overflows, sees_spikes=self.spikes is not None)
+        # The watch asks the recorder which parameters overflowed, so that this must know of the step already.
+        self.observers: list[StepObserver] = [self.overflows, watch]
         self._backend = members[0].backend
         self._times_asked = 0
 
@@ -184,8 +186,7 @@ class StepRecipe:
         agreed = self.errors.raise_agreed(stats)
         for member in self.members:
             member.uncompared.clear()
-        self.overflows.observe(agreed, collected, stats, scaler)
-        self._check(agreed, collected)
+        self._observe(agreed, self.overflows.record(collected, stats, decision.found_inf, scaler), collected)
         if self.spikes is not None:
             self.spikes.commit()
         with span("rescale"):
@@ -276,7 +277,8 @@ class StepRecipe:
     def begin_anew(self) -> None:
         """Forget recorded errors; called when main params were replaced."""
         self.errors.begin_anew()
-        self.watch.clear()
+        for observer in self.observers:
+            observer.begin_anew()
 
     @property
     def norm_statistics(self) -> NormStatistics | None:
@@ -314,7 +316,6 @@ class StepRecipe:
         return CapturedStep(
             self.overflows.newest,
             self.errors.newest_rounded,
-            None if self.spikes is None else self.spikes.newest,
             [member.grads.weights for member in self.members],
             self.last_result,
         )
@@ -325,10 +326,8 @@ class StepRecipe:
             member.counter.steps += 1
         self.last_result = captured.result
         agreed = self.errors.raise_replayed(captured.record.vector, captured.rounded)
-        self.overflows.observe_replay(agreed, captured.record)
-        if self.spikes is not None:
-            self.spikes.replayed(captured.skipped)
-        self._check(agreed)
+        self.overflows.losses.take()
+        self._observe(agreed, captured.record)
 
     def why_not_capturable(self) -> str | None:
         """Return why a step cannot be part of a device's graph; None where it can."""
@@ -354,12 +353,11 @@ class StepRecipe:
             return True
         return scaler.times_asked() != self._times_asked or not scaler.needs_scaled_loss
 
-    def _check(self, agreed: Statistics | None, collected: Sequence[Collected] = ()) -> None:
-        """Raise for misuse or stalls that the host now knows of.
+    def _observe(self, agreed: Statistics | None, record: StepRecord, collected: Sequence[Collected] = ()) -> None:
+        """Raise for misuse that the host now knows of, or tell the observers of a step.
 
         ``collected``: the members' gradients of this step, where a difference between ranks can be searched for.
         """
-        skipped = self.spikes is not None and self.spikes.was_skipped()
         if agreed is not None:
             if agreed[Statistic.SCALED] <= 0:
                 self.errors.drop_pending()
@@ -369,17 +367,8 @@ class StepRecipe:
                 mine = [member.grads.replica_squares(own) for member, own in zip(self.members, collected, strict=False)]
                 every = all_gather_object(dict(chain.from_iterable(map(dict.items, mine))), self.groups.grad_stats)
                 raise parted_replicas(differing_replicas(every))
-            self.watch.observe(agreed, skipped=skipped, scaler=self._grad_scaler, witness=self)
-
-    def raise_damage(self) -> None:
-        """Raise on every rank alike if a main param of any holds inf or NaN."""
-        params = (param for member in self.members for param in member.main_params)
-        raise_together(non_finite_params(params), self.groups.grad_stats)
-
-    def worst_params(self) -> str:
-        """See :class:`megascale.step.stalls.Witness`."""
-        report = self.overflows.last(gather=True)
-        return "" if report is None else report.worst()
+        for observer in self.observers:
+            observer.on_step(agreed, record)
 
     def _measure(self, error: Exception | None, *, scaled: bool) -> tuple[list[Collected], GradStats]:
         """Return what each member will update, and this rank's statistics of all of it."""

@@ -11,12 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascale.config import OptimizerConfig
+from megascale.config import StepConfig
 from megascale.errors import ArgumentError, StateDictError
-from megascale.host_view import HostView
 from megascale.kernels import CLIP_EPSILON, Decision, inverse, stats_dtype
 from megascale.utils import validate
-from megascale.utils.graph_capture import is_capturing
 
 STD_EPSILON = 1e-6
 """ZClip's: added to the standard deviation before a z-score is divided by it."""
@@ -142,11 +140,8 @@ class SpikeJudge:
         statistics: None without ``zclip``.
     """
 
-    def __init__(self, config: OptimizerConfig, device: torch.device) -> None:
+    def __init__(self, config: StepConfig, device: torch.device) -> None:
         self._threshold = config.grad_norm_skip_threshold
-        self._view = HostView()
-        self._device = device
-        self._skipped: Tensor | None = None
         self._new_state: Tensor | None = None
         self.statistics: NormStatistics | None = None
         if config.zclip is not None:
@@ -154,7 +149,7 @@ class SpikeJudge:
             self.statistics = NormStatistics(rule, device)
 
     @classmethod
-    def of(cls, config: OptimizerConfig, device: torch.device) -> "SpikeJudge | None":
+    def of(cls, config: StepConfig, device: torch.device) -> "SpikeJudge | None":
         """Return the judge that ``config`` asks for; None if it asks for none."""
         is_asked = math.isfinite(config.grad_norm_skip_threshold) or config.zclip is not None
         return cls(config, device) if is_asked else None
@@ -179,7 +174,6 @@ class SpikeJudge:
                 clipped = clip if scale is None else clip * inverse(scale).reshape(())
                 least = torch.minimum(coefficient, clipped.float())
                 coefficient = torch.where(judged.is_spike, least, coefficient)
-        self._skipped = found
         return replace(decision, found_inf=found, coefficient=coefficient)
 
     def commit(self) -> None:
@@ -187,29 +181,7 @@ class SpikeJudge:
         if self.statistics is not None and self._new_state is not None:
             self.statistics.state.copy_(self._new_state)
 
-    @property
-    def newest(self) -> Tensor | None:
-        """What :meth:`was_skipped` looks at: of the step that was judged last."""
-        return self._skipped
-
-    def replayed(self, skipped: Tensor | None) -> None:
-        """Let :meth:`was_skipped` look at a replayed step, which has left ``skipped``."""
-        self._skipped = skipped
-
     def rehearse(self) -> None:
         """Run the device work of :meth:`commit` on a copy."""
         if self.statistics is not None and self._new_state is not None:
             self.statistics.state.clone().copy_(self._new_state)
-
-    def was_skipped(self) -> bool:
-        """Return whether the newest step that the host knows of was skipped: on a CPU this one, else the one before.
-
-        Call it once for each step, also for a replayed one. False while a graph is captured.
-        """
-        if self._skipped is None or is_capturing(self._device):
-            return False
-        skipped = self._skipped.reshape(1)
-        if self._device.type == "cpu":
-            return skipped.tolist() != [0.0]
-        late = self._view.push_vector(["skipped"], skipped)
-        return late is not None and late["skipped"] != 0

@@ -4,15 +4,23 @@ It reads the agreed statistics that the host has anyway, so that every rank noti
 """
 
 import math
-from typing import Protocol
+from collections.abc import Sequence
 
-from megascale.config import OptimizerConfig
+from torch import Tensor
+
 from megascale.errors import MinScaleError, SkippedStepsError
 from megascale.grad_scaler import MegatronGradScaler
+from megascale.host_view import HostView
 from megascale.kernels import Statistic
+from megascale.step.deferred_errors import non_finite_params
+from megascale.step.member import StepMember
 from megascale.step.misuse import Statistics, has_only_zeros, was_skipped
+from megascale.step.observers import StepObserver, StepRecord
+from megascale.step.overflows import OverflowRecorder
 from megascale.step.scale_floor import ScaleFloor
 from megascale.utils import call_site
+from megascale.utils.collectives import raise_together
+from megascale.utils.graph_capture import is_capturing
 
 FIRST_LOOK = 8
 """Steps skipped in a row after which main params are searched for what is not finite; then at each doubling. By then a
@@ -33,55 +41,47 @@ SAME_SQUARES = 1e-2
 the factor of fp16 gradients to fp16, where a factor below 2**-14 is subnormal."""
 
 
-class Witness(Protocol):
-    """Tells more of what the statistics show. Each method waits for the device and communicates: all ranks call it."""
-
-    def raise_damage(self) -> None:
-        """Raise NonFiniteParamError, on every rank alike, for main params that are not finite."""
-
-    def worst_params(self) -> str:
-        """Return a clause that names the parameters with most non-finite gradient elements, on every rank alike."""
-
-
-class StallWatch:
+class StallWatch(StepObserver):
     """Counts steps in a row that were skipped, overflowed at the smallest loss scale, had gradients of zeros, or had
-    the same norm of the scaled gradients.
+    the same norm of the scaled gradients. At a clean step it waits for nothing and sends nothing.
 
     Args:
-        config: its ``max_consecutive_skips`` and ``max_overflows_at_min_scale``.
+        members: of the recipe; the config of the first has ``max_consecutive_skips`` and
+            ``max_overflows_at_min_scale``.
+        overflows: names the parameters; told of each step before this watch.
+        sees_spikes: whether steps may be skipped without an overflow.
     """
 
-    def __init__(self, config: OptimizerConfig) -> None:
-        self._most_skips = config.max_consecutive_skips
-        self._most_at_floor = config.max_overflows_at_min_scale
+    def __init__(self, members: Sequence[StepMember], overflows: OverflowRecorder, *, sees_spikes: bool) -> None:
+        self._members = list(members)
+        self._overflows = overflows
+        self._most_skips = members[0].config.max_consecutive_skips
+        self._most_at_floor = members[0].config.max_overflows_at_min_scale
+        self._late_skip = HostView() if sees_spikes else None
         self._floor = ScaleFloor()
-        self.clear()
+        self.begin_anew()
 
-    def clear(self) -> None:
-        """Reset the counts; called when other weights were loaded."""
+    def begin_anew(self) -> None:
+        """Reset the counts."""
         self._skips = self._spikes = self._zeros = self._same = 0
         self._squares, self._varies = math.nan, False
         self._floor.clear()
 
-    def observe(
-        self, agreed: Statistics, *, skipped: bool, scaler: MegatronGradScaler | None, witness: Witness
-    ) -> None:
+    def on_step(self, agreed: Statistics | None, record: StepRecord) -> None:
         """Count one step; warn or raise.
-
-        Args:
-            agreed: the step's statistics.
-            skipped: whether it was skipped, for whatever reason, if the statistics alone do not tell.
-            scaler: of the loss, before this step has changed its scale.
-            witness: asked rarely.
 
         Raises:
             SkippedStepsError: for more skips in a row than were allowed.
             MinScaleError: for more overflows in a row at the smallest loss scale than were allowed.
             NonFiniteParamError: for a main param that is not finite, if steps are skipped.
         """
+        skipped = self._late_skip is not None and self._was_skipped(record.found_inf, self._late_skip)
+        if agreed is None:
+            return
+        scaler = record.scaler
         overflowed = was_skipped(agreed)
         if overflowed or skipped:
-            self._observe_skip(overflowed, scaler, witness)
+            self._observe_skip(overflowed, scaler)
         elif self._skips:
             self._skips = self._spikes = 0
             self._floor.clear()
@@ -118,25 +118,25 @@ class StallWatch:
                 RuntimeWarning,
             )
 
-    def _observe_skip(self, overflowed: bool, scaler: MegatronGradScaler | None, witness: Witness) -> None:
+    def _observe_skip(self, overflowed: bool, scaler: MegatronGradScaler | None) -> None:
         self._skips += 1
         self._spikes += not overflowed
         at_floor = self._floor.observe(overflowed, scaler)
         too_many = _is_above(self._skips, self._most_skips)
         too_low = _is_above(at_floor, self._most_at_floor)
         if _is_time(self._skips, FIRST_LOOK) or too_many or too_low:
-            witness.raise_damage()
+            self._raise_damage()
         lowest = None if scaler is None else scaler.lowest_scale
         if too_low:
             raise MinScaleError(
                 f"{at_floor} steps in a row overflowed at the smallest loss scale, {lowest}, "
                 f"config.max_overflows_at_min_scale allows {self._most_at_floor}: "
-                f"{_WHY_AT_FLOOR}{witness.worst_params()}"
+                f"{_WHY_AT_FLOOR}{self._worst_params()}"
             )
         if too_many:
             raise SkippedStepsError(
                 f"{self._skips} steps in a row were skipped, config.max_consecutive_skips allows {self._most_skips}: "
-                f"{self._why_skipped()}{witness.worst_params() if self._spikes < self._skips else ''}"
+                f"{self._why_skipped()}{self._worst_params() if self._spikes < self._skips else ''}"
             )
         if _is_time(at_floor, FIRST_FLOOR_WARNING):
             call_site.warn(
@@ -148,6 +148,27 @@ class StallWatch:
                 f"{self._skips} steps in a row were skipped: {self._why_skipped()}",
                 RuntimeWarning,
             )
+
+    def _was_skipped(self, found_inf: Tensor, late: HostView) -> bool:
+        """Return whether the newest step that the host knows of was skipped, for whatever reason: on a CPU this one,
+        else the one before. False while a graph is captured.
+        """
+        if is_capturing(found_inf.device):
+            return False
+        if found_inf.device.type == "cpu":
+            return found_inf.reshape(1).tolist() != [0.0]
+        seen = late.push_vector(["skipped"], found_inf.reshape(1))
+        return seen is not None and seen["skipped"] != 0
+
+    def _raise_damage(self) -> None:
+        """Raise NonFiniteParamError, on every rank alike, if a main param of any holds inf or NaN."""
+        params = (param for member in self._members for param in member.main_params)
+        raise_together(non_finite_params(params), self._overflows.group)
+
+    def _worst_params(self) -> str:
+        """Return a clause that names the parameters with most non-finite gradient elements, on every rank alike."""
+        report = self._overflows.last(gather=True)
+        return "" if report is None else report.worst()
 
     def _why_skipped(self) -> str:
         if self._spikes == 0:

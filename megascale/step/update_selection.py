@@ -3,7 +3,7 @@
 import torch
 from torch.distributed import ProcessGroup
 
-from megascale.config import OptimizerConfig
+from megascale.config import StepConfig
 from megascale.errors import ArgumentError
 from megascale.kernels import Backend
 from megascale.rules import BY_KIND, ELEMENTWISE, FIRST, KINDS, MUON, SECOND
@@ -37,7 +37,7 @@ def check_inner(optimizer: torch.optim.Optimizer) -> None:
 
 
 def select_update(
-    optimizer: torch.optim.Optimizer, backend: Backend, config: OptimizerConfig, data_parallel: ProcessGroup | None
+    optimizer: torch.optim.Optimizer, backend: Backend, config: StepConfig, data_parallel: ProcessGroup | None
 ) -> InnerUpdate:
     """Return how ``optimizer`` is run. Exact types only: a subclass may have changed ``step()``.
 

@@ -16,6 +16,7 @@ from tests.training import model
 
 BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     *(({name: value}, f"{name} must be True or False") for name in ("fp16", "bf16") for value in (1, None, "yes")),
+    *(({one.name: 1}, f"{one.name} must be True or False") for one in fields(OptimizerConfig) if one.type is bool),
     ({"muon_split_work": 1}, "muon_split_work must be True or False"),
     ({"fp16": True, "bf16": True}, "fp16 and bf16 are both True; choose one"),
     *(

@@ -6,6 +6,7 @@ import logging
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -378,13 +379,18 @@ def test_a_line_and_json_for_each_skip(tmp_path: Path, caplog: pytest.LogCapture
     assert [(row["kind"], row["micro_batch"]) for row in rows] == [("inf", 0)] * 5
 
 
+def _bare_record(*given: Any) -> SimpleNamespace:
+    return SimpleNamespace(found_inf=given[3], scaler=given[4])
+
+
 def _operators(reports: bool, recorder: bool, monkeypatch: pytest.MonkeyPatch) -> Any:
     model, optimizer = _wrapped()
     if reports:
         report_overflows(optimizer)
     with monkeypatch.context() as patched:
         if not recorder:
-            patched.setattr(OverflowRecorder, "observe", lambda *_: None)
+            patched.setattr(OverflowRecorder, "record", _bare_record)
+            patched.setattr(OverflowRecorder, "on_step", lambda *_: None)
         step(model, optimizer)
         optimizer.zero_grad()
         optimizer.scale_loss(model(torch.ones(3, 6, dtype=torch.float16)).float().sum()).backward()

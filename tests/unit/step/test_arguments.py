@@ -1,13 +1,16 @@
 """What constructors refuse: shared scalers, inner optimizers wrapped twice, foreign scalers, configs without effect."""
 
+import ast
 import gc
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import megascale
 import megascale.amp
 from megascale import (
     ChainedOptimizer,
@@ -193,6 +196,20 @@ def test_every_field_is_judged_or_has_an_effect() -> None:
     has_effect |= {"max_consecutive_skips", "max_overflows_at_min_scale", "grad_norm_skip_threshold"}
     has_effect |= {"zclip", "zclip_z_thresh", "zclip_alpha", "zclip_warmup_steps"}
     assert {field.name for field in fields(OptimizerConfig)} == judged | has_effect
+
+
+def test_a_step_knows_no_other_config_than_its_own() -> None:
+    """What a step reads is in StepConfig, whose fields ranks compare: its modules see no OptimizerConfig, and mypy
+    refuses them other fields. The arguments of a constructor are checked before there is a step.
+    """
+    package = Path(megascale.__file__).parent
+    modules = {path for folder in ("step", "main_params", "grad_sync") for path in (package / folder).glob("*.py")}
+    assert {path.name for path in modules if "OptimizerConfig" in _imported(path)} == {"arguments.py"}
+
+
+def _imported(path: Path) -> set[str]:
+    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+    return {alias.name for node in nodes for alias in node.names}
 
 
 def test_fields_that_agree_are_taken() -> None:
