@@ -11,7 +11,7 @@ from megascale.kernels import Backend, Decision, TensorList, host_backend
 from megascale.main_params.host_twin import host_grads
 from megascale.main_params.main_param import MainParam
 from megascale.step.torch_step import GeneralUpdate
-from megascale.step.update import InnerUpdate, MarkWritten, PendingUpdate, Rounded
+from megascale.step.update import InnerUpdate, MarkWritten, OverflowFlags, PendingUpdate
 from megascale.utils.streams import current_stream, has_streams
 
 
@@ -42,8 +42,8 @@ class HostOwnStep(GeneralUpdate):
         return self._on_host if device.type == "cpu" else self.backend
 
     @override
-    def arithmetic(self) -> str:
-        return f"{super().arithmetic()}, in host memory"
+    def update_signature(self) -> str:
+        return f"{super().update_signature()}, in host memory"
 
     @override
     def prepare(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
@@ -54,7 +54,9 @@ class HostOwnStep(GeneralUpdate):
         return ready
 
     @override
-    def apply(self, updates: Sequence[PendingUpdate], decision: Decision, mark_written: MarkWritten) -> list[Rounded]:
+    def apply(
+        self, updates: Sequence[PendingUpdate], decision: Decision, mark_written: MarkWritten
+    ) -> list[OverflowFlags]:
         copied = [self._sent(pending) for pending in updates]
         if has_streams(self._device):
             current_stream(self._device).record_event().synchronize()

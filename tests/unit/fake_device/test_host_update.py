@@ -142,7 +142,7 @@ def _life(inner: str, held: str, options: dict[str, Any]) -> tuple[list[Tensor],
     optimizer.finish_param_gather()
     mains = [to_local(main) for _, main in optimizer.main_params()]
     states = [to_local(value) for entry in optimizer.state.values() for value in tensors_in(entry)]
-    values = [value.detach().cpu() for value in (*mains, *states, *map(local, model.parameters()))]
+    values = [value.detach().cpu() for value in (*mains, *states, *map(to_local, model.parameters()))]
     return values, {value.device.type for value in (*mains, *states)}
 
 
