@@ -333,8 +333,3 @@ def check_offload(options: Any) -> None:
             "optimizer_cpu_offload=True and store_param_remainders=True cannot be combined: a remainder is half of "
             "a number whose other half, the weight, is on the device; choose one, or 8-bit moments beside offload"
         )
-    if options.optimizer_cpu_offload and getattr(options, "optimizer", None) == "muon":
-        raise ArgumentError(
-            "optimizer_cpu_offload=True cannot be combined with optimizer='muon': a host orthogonalizes matrices "
-            "too slowly; leave it False, or shard with use_distributed_optimizer=True"
-        )

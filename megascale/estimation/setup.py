@@ -58,7 +58,7 @@ class Setup:
         bucket_numel: elements of a bucket.
         optimizer_cpu_offload: main params and state of 16-bit parameters are in host memory and updated there.
         optimizer_offload_fraction: the share of their elements that goes there.
-        overlap_cpu_optimizer_d2h_h2d: the update overlaps the next forward pass; sharded, it never does.
+        overlap_cpu_optimizer_d2h_h2d: the update overlaps the next forward pass. A timeline of a sharded run leaves that out.
         communication: "nccl" or "gloo", which sends shards as messages from rank to rank.
         rank: whose memory is estimated. Of shards of elements rank 0 has the most; whole parameters are balanced by the
             cost of their updates, and any rank may hold the most.
@@ -93,6 +93,11 @@ class Setup:
         for name in ("store_param_remainders", "optimizer_cpu_offload", "overlap_cpu_optimizer_d2h_h2d"):
             validate.flag(name, getattr(self, name))
         check_offload(self)
+        if self.optimizer_cpu_offload and self.optimizer == "muon":
+            raise ArgumentError(
+                'optimizer_cpu_offload=True is not estimated for optimizer="muon", whose matrices stay on the device; '
+                "leave it False"
+            )
         check_moment_dtypes(self)
         for name, takers in _TAKERS.items():
             if getattr(self, name) in CODE_DTYPES and self.optimizer not in takers:

@@ -69,7 +69,6 @@ def test_ranks_share_the_host_bytes(numel: int, ranks: int) -> None:
     "fields",
     [
         {"store_param_remainders": True},
-        {"optimizer": "muon"},
         {"optimizer_offload_fraction": 0.0},
         {"optimizer_offload_fraction": 1.5},
         {"optimizer_offload_fraction": 0.5, "optimizer_cpu_offload": False},
@@ -90,6 +89,13 @@ def test_an_estimate_refuses_what_the_optimizer_refuses(fields: dict[str, Any]) 
         except ArgumentError as error:
             told.append(str(error))
     assert told[0] == told[1]
+
+
+def test_what_is_not_estimated_is_refused() -> None:
+    """Muon's matrices stay on the device, which an optimizer does and the estimate does not know."""
+    OptimizerConfig(**OFFLOAD, optimizer="muon")
+    with pytest.raises(ArgumentError, match=r'is not estimated for optimizer="muon"'):
+        estimate({"layers.0.weight": [8, 8]}, **OFFLOAD, optimizer="muon")
 
 
 H100_MS = {"plain": 24.4, "waits": 89.5, "overlaps": 76.4, "codes": 60.0}
