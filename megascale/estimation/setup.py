@@ -58,7 +58,8 @@ class Setup:
         bucket_numel: elements of a bucket.
         optimizer_cpu_offload: main params and state of 16-bit parameters are in host memory and updated there.
         optimizer_offload_fraction: the share of their elements that goes there.
-        overlap_cpu_optimizer_d2h_h2d: the update overlaps the next forward pass. A timeline of a sharded run leaves that out.
+        overlap_cpu_optimizer_d2h_h2d: the update overlaps the next forward pass; a timeline of a sharded run
+            leaves that out.
         communication: "nccl" or "gloo", which sends shards as messages from rank to rank.
         rank: whose memory is estimated. Of shards of elements rank 0 has the most; whole parameters are balanced by the
             cost of their updates, and any rank may hold the most.

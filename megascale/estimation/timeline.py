@@ -115,10 +115,10 @@ def timeline(found: Estimate, machine: Machine, *, tokens: int) -> Timeline:
 
     The step is the library's: the device measures, sends gradients slice by slice, and goes on to forward; the host
     updates a slice when its gradients are there, and its weights travel while it updates the next. With
-    ``overlap_cpu_optimizer_d2h_h2d`` forward waits for each slice's own weights, else for all. A DistributedOptimizer is
-    taken to gather after its last slice, although it gathers bucket by bucket: its time is an upper bound. Forward takes
-    2 operations per parameter and token, backward 4: attention's products and recomputation come on top. Launches and
-    the host's own time are not counted, and messages overlap nothing.
+    ``overlap_cpu_optimizer_d2h_h2d`` forward waits for each slice's own weights, else for all. A DistributedOptimizer
+    is taken to gather after its last slice, although it gathers bucket by bucket: its time is an upper bound. Forward
+    takes 2 operations per parameter and token, backward 4: attention's products and recomputation come on top. Launches
+    and the host's own time are not counted, and messages overlap nothing.
 
     Args:
         found: of a run with or without ``optimizer_cpu_offload``.
