@@ -113,7 +113,10 @@ def bytes_per_parameter() -> str:
         "with 8-bit moments": moments,
         "with both": remainders | moments,
     }
-    layouts = {"One GPU": {}, "8 GPUs, state sharded": {"ranks": 8, "sharding": "distributed"}}
+    layouts: dict[str, dict[str, Any]] = {
+        "One GPU": {},
+        "8 GPUs, state sharded": {"ranks": 8, "sharding": "distributed"},
+    }
     shapes: list[str] = []
     end = 0.0
     for title, layout in layouts.items():

@@ -1,4 +1,14 @@
-"""megascale: mixed precision optimizers for training on many ranks."""
+"""megascale: mixed precision optimizers for training on many ranks.
+
+Five names are enough for most loops:
+
+- ``cast_model(model, torch.float16)`` casts parameters, and leaves buffers in fp32.
+- ``MixedPrecisionOptimizer(optimizer, grad_scaler=..., clip_grad=1.0)`` wraps a torch optimizer, alone, under DDP or
+  FSDP2; ``scale_loss(loss).backward()`` goes before its ``step()``.
+- ``DistributedOptimizer`` is the same with main params and optimizer state sharded over ranks.
+- ``DynamicGradScaler()`` is the loss scale that fp16 needs; bf16 needs none.
+- ``OptimizerConfig`` has the rest: 8-bit moments, remainders, backends, offload.
+"""
 
 from megascale.utils import torch_names as torch_names  # before all others: it names what this torch does not have
 

@@ -48,6 +48,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if page.file.src_uri == "troubleshooting.md":
         page.meta["search"] = {"boost": 2}
         markdown = headed(markdown)
+    if page.file.src_uri == "platforms.md":
+        page.meta["hide"] = ["toc"]  # a table of seven columns needs the width
     return re.sub(rf"\]\(\.\./{RESULTS}/", "](results/", markdown)
 
 

@@ -2,9 +2,10 @@
 
 import argparse
 import math
+import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from megascale.errors import ArgumentError
 from megascale.estimation.traffic import traffic_per_element
 from megascale.grad_scaler import DynamicGradScaler
 from megascale.optimizer import MixedPrecisionOptimizer
+from megascale.utils.wording import count
 
 NAME = "bench"
 HELP = "time AdamW's step with clipping, beside torch's own and this machine's memory bandwidth: half a minute"
@@ -22,8 +24,10 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 WARM_UP = 3
 PROBE_BYTES = 1 << 28
 """Size of the probe's buffer, larger than any cache."""
-NOISY = 1.3
-"""From this ratio of the median round to the shortest one on, a machine is called busy."""
+NOISY, LOADED = 1.3, 0.5
+"""From this ratio of the median round to the shortest one on, or above this load per core, a machine is busy."""
+FEW = 5
+"""Below this number of rounds a median is called doubtful."""
 PROBE_SECONDS = 2.0
 """How long bandwidth alone is measured."""
 
@@ -54,50 +58,85 @@ def run(given: argparse.Namespace) -> int:
     for name in ("numel", "tensors", "seconds"):
         if not 0 < getattr(given, name) < math.inf:
             raise ArgumentError(f"{name} must be above 0 and finite, got {getattr(given, name)}")
+    load = load_here()  # of other programs: before this one compiles anything
     length, dtype = max(int(given.numel) // given.tensors, 1), DTYPES[given.dtype]
     device = device_here()
     optimizer = _optimizer([length] * given.tensors, dtype, device)
     by_torch = torchs_step(_params([length] * given.tensors, torch.float32, device), scales=dtype == torch.float16)
     probe = torch.zeros(PROBE_BYTES // 4, device=device)
     timed = _timed(lambda: optimizer.step(), lambda: probe.mul_(1.0), device, given.seconds, by_torch)
-    moved = bytes_per_parameter(dtype) * length * given.tensors
-    bandwidth = 2 * PROBE_BYTES / statistics.median(timed.probe)
-    step = statistics.median(timed.step)
-    low, high = min(timed.step) * 1e3, max(timed.step) * 1e3
     print(
         f"AdamW with clipping, {length * given.tensors:,} {given.dtype} parameters in {given.tensors:,} tensors, "
         f"backend {optimizer.backend.name}, on {device} ({torch.get_num_threads()} threads)"
     )
-    print(f"step        {step * 1e3:.2f} ms ({low:.2f} to {high:.2f}), median of {len(timed.step)} rounds")
-    print(f"moved       {bytes_per_parameter(dtype)} bytes a parameter, {moved / step / 1e9:.1f} GB/s")
-    print(f"bandwidth   {bandwidth / 1e9:.1f} GB/s, read and written back in place, in the same rounds")
-    print(f"share       {moved / step / bandwidth:.2f} of the bandwidth")
-    others = statistics.median(timed.torch)
-    low, high = min(timed.torch) * 1e3, max(timed.torch) * 1e3
-    unscale = "GradScaler, " if dtype == torch.float16 else ""
-    print(f"torch       {others * 1e3:.2f} ms ({low:.2f} to {high:.2f}), megascale takes {step / others:.2f} of this")
-    print(f"            fp32 parameters, {unscale}clip_grad_norm_, fused AdamW")
-    if warning := said_of_noise(timed):
-        print(warning)
+    print("\n".join(told(timed, bytes_per_parameter(dtype), length * given.tensors, scales=dtype == torch.float16)))
+    for doubt in doubts(timed, load, device):
+        print(doubt)
     return 0
 
 
-def said_of_noise(timed: Timed) -> str | None:
-    """Return what is printed where times differ so much between rounds that medians mean little; None where they agree.
+def told(timed: Timed, bytes_each: int, numel: int, *, scales: bool) -> list[str]:
+    """Return the lines of results: medians, each with the shortest and the longest round.
 
-    Another program that uses cores or memory meanwhile makes some rounds longer, and none shorter: the smallest times
-    are those of a machine that is nearly idle.
+    A ratio is that of one round, in which the machine was the same for both sides, and a median of those.
     """
-    step, probe, others = (min(times) for times in timed)
+    moved = bytes_each * numel
+    rounds = list(zip(timed.step, timed.probe, timed.torch, strict=True))
+    shares = [moved / step / (2 * PROBE_BYTES / probe) for step, probe, _ in rounds]
+    unscale = "GradScaler, " if scales else ""
+    return [
+        f"step        {_span(timed.step, 1e3)} ms, median of {len(rounds)} rounds",
+        f"moved       {bytes_each} bytes per parameter, {_span([moved / step for step in timed.step], 1e-9)} GB/s",
+        f"bandwidth   {_span([2 * PROBE_BYTES / probe for probe in timed.probe], 1e-9)} GB/s, read and written back in "
+        "place, in the same rounds",
+        f"share       {_span(shares)} of the bandwidth in the same round",
+        f"torch       {_span(timed.torch, 1e3)} ms, megascale takes "
+        f"{_span([step / by_torch for step, _, by_torch in rounds])} of this in the same round",
+        f"            fp32 parameters, {unscale}clip_grad_norm_, fused AdamW",
+    ]
+
+
+def doubts(timed: Timed, load: float | None, device: torch.device) -> list[str]:
+    """Return what is printed where the results mean little, with the remedy: few rounds, a busy machine.
+
+    Another program that uses cores or memory meanwhile makes some rounds longer, and none shorter: where the shortest
+    rounds are much shorter than the median, they are those of a machine that is nearly idle.
+
+    Args:
+        load: the machine's load before the first round, per core; None: unknown.
+    """
+    said = []
+    if (rounds := len(timed.step)) < FEW:
+        said.append(f"few         {count(rounds, 'round')} of {FEW}: a median means little. Measure longer: --seconds")
     spread = max(statistics.median(times) / min(times) for times in timed)
-    if spread < NOISY:
+    loaded = load is not None and load > LOADED and device.type == "cpu"
+    if spread < NOISY and not loaded:
+        return said
+    reasons = [f"half of the rounds took {spread:.2f} times the shortest one or more"] * (spread >= NOISY)
+    reasons += [f"the load was {load:.2f} per core before the first round"] * loaded
+    shortest = Timed(*([min(times)] for times in timed))
+    said += [
+        f"busy        {', and '.join(reasons)}: other programs use this machine. Do not quote these times.",
+        "            End those programs and repeat, or set OMP_NUM_THREADS to the number of cores that are free.",
+        f"            Shortest rounds: step {shortest.step[0] * 1e3:.2f} ms, torch {shortest.torch[0] * 1e3:.2f} ms "
+        f"({shortest.step[0] / shortest.torch[0]:.2f} of this), bandwidth "
+        f"{2 * PROBE_BYTES / shortest.probe[0] / 1e9:.1f} GB/s",
+    ]
+    return said
+
+
+def load_here() -> float | None:
+    """Return the processes that wanted a core during the last minute, per core; None where the system does not say."""
+    try:
+        return os.getloadavg()[0] / (os.cpu_count() or 1)
+    except OSError:
         return None
-    return (
-        f"busy        half of the rounds took {spread:.2f} times the shortest one or more: another program uses this\n"
-        "            machine. End it and repeat, or set OMP_NUM_THREADS to the number of cores that are free.\n"
-        f"            Shortest rounds: step {step * 1e3:.2f} ms, torch {others * 1e3:.2f} ms ({step / others:.2f} of "
-        f"this), bandwidth {2 * PROBE_BYTES / probe / 1e9:.1f} GB/s"
-    )
+
+
+def _span(values: Sequence[float], unit: float = 1.0) -> str:
+    """Return the median, and the smallest and the largest value, in multiples of 1 / ``unit``."""
+    low, middle, high = (unit * one for one in (min(values), statistics.median(values), max(values)))
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
 def bytes_per_parameter(dtype: torch.dtype) -> int:

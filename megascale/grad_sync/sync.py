@@ -155,7 +155,7 @@ class GradSync:
         self._starting = Lock()  # held to change `_next` in backward, which has a thread for each device
         self._waited = 0
         self._finished = False
-        self._is_away = False
+        self._is_away = self._pinned = False
         self._ddp_is_absent = False
         self.add(named_parameters)
         if not self.buckets and not self.is_sharded:
@@ -275,8 +275,12 @@ class GradSync:
         """
         if not self._remove_hooks.alive:
             raise UsageError("this GradSync was detached from its parameters; build another one, and its optimizer")
+        if away := self._is_away:  # the step will be refused, but other ranks wait for these reductions
+            self.come_back()
         error = self._take_assigned()
         self._finish_reductions()
+        if away:
+            self.leave(pin=self._pinned)
         error, self._error = self._error or error, None
         if error is not None:
             raise error
@@ -319,7 +323,7 @@ class GradSync:
         Backward raises UsageError meanwhile. See :meth:`megascale.MixedPrecisionOptimizer.offload`.
         """
         self.require_idle()
-        self._is_away = True
+        self._is_away, self._pinned = True, pin
         for bucket in self.buckets:
             bucket.memory.leave(pin=pin, keep=len(bucket.fresh) < len(bucket.params))
 

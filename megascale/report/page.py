@@ -96,10 +96,12 @@ def _key(colour: str, dashes: str) -> str:
 
 
 def _configs(runs: Sequence[Run]) -> Iterator[str]:
-    """Yield the options of each run that has left them, folded away, and how to train with them again."""
+    """Yield each run's command and, folded away, its options with how to train with them again, where it left them."""
     if any(run.config for run in runs):
-        yield "<h2>Options</h2>"
+        yield "<h2>Commands and options</h2>"
     for run in runs:
+        if run.command:
+            yield f"<p><b>{escape(run.label)}</b>: <code>{escape(run.command)}</code></p>"
         if run.config:
             again = '<p class="note">megascale train config=FILE, with a file of these lines, trains so again.</p>'
             text = f"<pre>{escape(run.config)}</pre>"

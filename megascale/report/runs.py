@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,12 @@ class Run:
     def steps(self) -> Series:
         """Step numbers, increasing."""
         return self.series[STEP]
+
+    @property
+    def command(self) -> str:
+        """What was typed to start the run, the first comment of ``config``; empty: unknown."""
+        lines = takewhile(lambda line: line.startswith("#"), self.config.splitlines())
+        return "\n".join(line.removeprefix("#").strip() for line in lines)
 
     def get(self, name: str) -> Series:
         """Return a column, all NaN if the run does not have it."""

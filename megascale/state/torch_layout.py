@@ -312,5 +312,7 @@ def _plain(lack: str) -> StateDictError:
     return StateDictError(
         f"state dict is a plain torch optimizer's (it has 'param_groups' at the top, and {lack}); load it into the "
         "torch optimizer before wrapping it, or with strict=False (of load_state_dict() or StateDictOptions) to take "
-        "what it has"
+        "what it has. If megascale saved it: give load_state_dict() all that state_dict() has returned; a copy of "
+        "optimizer.state alone lacks main params and scaler, and a function that takes its names from there leaves "
+        "them in the file, where torch.distributed.checkpoint.state_dict.set_optimizer_state_dict() finds them"
     )

@@ -16,6 +16,11 @@ from megascale.utils.dtypes import HALF_DTYPES
 from megascale.utils.wording import count, dtype_name, size
 
 _INDENT = "    "
+_NO_16_BITS = (
+    "No parameter has 16 bits: the model computes in fp32, or in autocast, and takes the memory of fp32. If it should "
+    "train in 16 bits, call model = megascale.cast_model(model, torch.bfloat16), or torch.float16, before the "
+    "optimizer is built"
+)
 
 
 def described(
@@ -53,13 +58,12 @@ def summary(
 ) -> str:
     """Return one line that says what was built; arguments: see :func:`described`."""
     scaler = "no loss scale" if grad_scaler is None else type(grad_scaler).__name__
-    if grad_scaler is not None and not any(param.dtype in HALF_DTYPES for param in _params(member)):
-        scaler += " although no parameter has 16 bits: autocast, or was cast_model() left out?"
+    remark = "" if _has_16_bits(member) else f". {_NO_16_BITS}"
     return (
         f"{kind}({type(member.optimizer).__name__}): {_parameters(member)}; "
         f"main params: {_main_params(member, groups)}; {scaler}; "
         f"{f'clips at {clip_grad:g}' if clip_grad else 'no clipping'}; "
-        f"backend {member.backend.name} on {member.device}; {_ranks(groups)}; {_held(member)}"
+        f"backend {member.backend.name} on {member.device}; {_ranks(groups)}; {_held(member)}{remark}"
     )
 
 
@@ -73,6 +77,10 @@ def _of_member(member: StepMember, groups: ParallelGroups) -> Iterator[str]:
 
 def _params(member: StepMember) -> list[nn.Parameter]:
     return [param for group in member.optimizer.param_groups for param in group["params"]]
+
+
+def _has_16_bits(member: StepMember) -> bool:
+    return any(param.dtype in HALF_DTYPES for param in _params(member))
 
 
 def _parameters(member: StepMember) -> str:
@@ -90,7 +98,7 @@ def _parameters(member: StepMember) -> str:
 
 def _main_params(member: StepMember, groups: ParallelGroups) -> str:
     mains = member.main_params
-    if not any(param.dtype in HALF_DTYPES for param in _params(member)):
+    if not _has_16_bits(member):
         form = "none, as no parameter has 16 bits"
     else:
         form = "16-bit remainders beside the weights" if mains.stores_remainders else "float32"

@@ -15,7 +15,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _train(arguments: list[str]) -> int:
     # Here: what is missing of the extra `train` is named without a traceback.
     from megascale.train.config import load_config, usage
-    from megascale.train.runtime import Runtime
+    from megascale.train.runtime import Runtime, as_typed
     from megascale.train.trainer import Trainer
 
     if any(argument in ("-h", "--help") for argument in arguments):
@@ -23,7 +23,7 @@ def _train(arguments: list[str]) -> int:
         return 0
     config = load_config(arguments)
     with outliving_its_reader(), Runtime(config.threads, config.distributed) as runtime, runtime.rank_watch():
-        return Trainer(config, runtime).run()
+        return Trainer(config, runtime, as_typed(arguments)).run()
 
 
 if __name__ == "__main__":

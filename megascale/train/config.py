@@ -252,9 +252,10 @@ def as_dict(config: TrainConfig) -> dict[str, Any]:
     return {str(key): value for key, value in plain.items()} if isinstance(plain, dict) else {}
 
 
-def save_yaml(config: TrainConfig, path: Path) -> None:
-    """Write the options to a file that ``config=`` reads."""
-    OmegaConf.save(OmegaConf.structured(config), path)
+def save_yaml(config: TrainConfig, path: Path, command: str = "") -> None:
+    """Write the options to a file that ``config=`` reads, below the command that gave them, as a comment."""
+    comment = "".join(f"# {line}\n" for line in command.splitlines())
+    path.write_text(comment + OmegaConf.to_yaml(OmegaConf.structured(config)), encoding="utf-8")
 
 
 def usage() -> str:

@@ -91,8 +91,9 @@ class RunLog:
             self.say(f"step {row.step}: landed at scale {row.scale:g}")
         self._after_skip = bool(row.skipped)
         self._bar.update(1)
+        evaluated = "" if math.isnan(row.total_accuracy) else f"acc {row.total_accuracy:.4f} "
         self._bar.set_postfix_str(
-            f"loss {row.loss:.4f} acc {row.total_accuracy:.4f} scale {row.scale:g} norm {row.grad_norm:.3g} "
+            f"loss {row.loss:.4f} {evaluated}scale {row.scale:g} norm {row.grad_norm:.3g} "
             f"skips {self._skips} {row.samples_per_second:.0f} samples/s",
             refresh=False,
         )

@@ -2,7 +2,9 @@
 
 import gc
 import os
+import shlex
 import signal
+from collections.abc import Sequence
 from datetime import timedelta
 from types import FrameType, TracebackType
 
@@ -97,3 +99,14 @@ def _check_restarts() -> None:
             "torchrun --max-restarts hands restarted ranks the store of those before them; they may fail to connect "
             "(https://github.com/pytorch/pytorch/issues/135712); set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun",
         )
+
+
+def as_typed(arguments: Sequence[str]) -> str:
+    """Return the command line that trains with ``arguments`` as this process does, on as many ranks."""
+    program = ["-m", "megascale.train", *arguments]
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        local = int(os.environ["LOCAL_WORLD_SIZE"])
+        nodes = int(os.environ["WORLD_SIZE"]) // local
+        hosts = ["--standalone"] if nodes == 1 else ["--nnodes", str(nodes)]
+        return shlex.join(["torchrun", *hosts, "--nproc-per-node", str(local), *program])
+    return shlex.join(["python", *program])

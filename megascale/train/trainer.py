@@ -49,14 +49,21 @@ class Progress:
 
 
 class Trainer:
-    """One run on one rank. Its data depends only on seed and step, so it may be interrupted at any step."""
+    """One run on one rank. Its data depends only on seed and step, so it may be interrupted at any step.
 
-    def __init__(self, config: TrainConfig, runtime: Runtime) -> None:
+    Args:
+        config: the options.
+        runtime: the ranks.
+        command: the line that was typed, which `config.yaml` shows; empty: unknown.
+    """
+
+    def __init__(self, config: TrainConfig, runtime: Runtime, command: str = "") -> None:
         if config.batch_size % runtime.world_size:
             raise ArgumentError(
                 f"batch_size={config.batch_size} must be a multiple of the {runtime.world_size} ranks that share it"
             )
         self.config = config
+        self.command = command
         self.runtime = runtime
         self.dtype = DTYPES[config.precision]
         self.task = build_task(config)
@@ -283,7 +290,7 @@ class Trainer:
             try:
                 self.log = RunLog(self.config, self.progress.step)
                 keep_overflows_before(self.config.run_folder / OVERFLOWS, self.progress.step)
-                save_yaml(self.config, self.config.run_folder / "config.yaml")
+                save_yaml(self.config, self.config.run_folder / "config.yaml", self.command)
             except MegascaleError as caught:
                 error = caught
             except OSError as caught:

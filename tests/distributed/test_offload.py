@@ -209,3 +209,36 @@ def test_one_rank_that_forgot_to_reload(ranks: RankPool) -> None:
     first, second = ranks.run(2, _one_rank_is_away)
     assert second == ["UsageError", "True", "True"]
     assert first[1:] == ["True", "True"]
+
+
+def _forgot_to_reload(kind: str, away: list[int]) -> list[str]:
+    module = net()
+    if kind == "sharded":
+        optimizer: MixedPrecisionOptimizer = sharded(module)
+    else:
+        inner = torch.optim.AdamW(module.named_parameters())
+        sync = GradSync(module.named_parameters())
+        scaler = DynamicGradScaler(8.0, 1.0, 2.0, 0.5, 3, 1)
+        optimizer = MixedPrecisionOptimizer(inner, OptimizerConfig(fp16=True), scaler, grad_sync=sync)
+    before = weights(module)
+    optimizer.zero_grad()
+    if dist.get_rank() in away:
+        optimizer.offload()
+    try:
+        optimizer.step()
+    except Exception as error:
+        said = "" if "reload()" in str(error) or "on rank" in str(error) else str(error)
+        unchanged = str(same(before, weights(module)))
+        optimizer.reload()
+        _step(optimizer, module, batch(0, dist.get_rank(), FP16))
+        return [said, unchanged]
+    return ["no error"]
+
+
+@pytest.mark.parametrize("away", [[0, 1], [1]])
+@pytest.mark.parametrize("kind", ["synced", "sharded"])
+def test_a_step_without_backward_while_main_grads_are_away(ranks: RankPool, kind: str, away: list[int]) -> None:
+    """Reductions that backward has not started are not made in memory that offload() has freed, and other ranks do not
+    wait for them: every rank raises, and the next step, after reload(), is a step like any other.
+    """
+    assert ranks.run(2, _forgot_to_reload, kind, away) == [["", "True"]] * 2

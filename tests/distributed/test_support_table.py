@@ -1,4 +1,7 @@
-"""The table of docs/platforms.md says which feature works in which layout: each cell is tried, on two ranks."""
+"""The table of docs/platforms.md says which feature works in which layout: each cell is tried, on two ranks.
+
+The rows on CUDA graphs are tried in tests/unit/fake_device/test_graph_of_layouts.py.
+"""
 
 import math
 import re
@@ -19,7 +22,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from megascale import DistributedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig, ParallelGroups
 from megascale.averages import AveragedMainParams
 from megascale.checkpoint import Checkpointer
-from megascale.errors import MegascaleError
+from megascale.errors import MegascaleError, UsageError
 from megascale.grad_sync import GradSync
 from tests.meshes import mesh_of
 from tests.pool import RankPool
@@ -57,6 +60,7 @@ class Feature(NamedTuple):
     use: str = ""
 
 
+GRAPH_ROWS = ("CUDA graph of the step alone", "CUDA graph with forward and backward")
 ROWS: dict[str, Feature] = {
     "fp16, dynamic loss scale": Feature({"fp16": True}, dtype=torch.float16),
     "bf16": Feature({"bf16": True}),
@@ -77,6 +81,8 @@ ROWS: dict[str, Feature] = {
     "evaluation with the EMA, `applied()`": Feature({"fp16": True}, dtype=torch.float16, use="applied"),
     "`Checkpointer`": Feature({"fp16": True}, dtype=torch.float16, use="checkpoint"),
     "`last_overflow()`": Feature({"fp16": True}, dtype=torch.float16, use="overflow"),
+    "`optimizer_cpu_offload`": Feature({"fp16": True, "optimizer_cpu_offload": True}, dtype=torch.float16),
+    "`offload()`, `reload()`": Feature({"fp16": True}, dtype=torch.float16, use="offload"),
 }
 
 
@@ -135,8 +141,14 @@ def _train(model: nn.Module, optimizer: Any, feature: Feature, averages: Average
     landed = []
     for step in range(STEPS):
         x = torch.randn(8, 32, generator=torch.Generator().manual_seed(step)).to(feature.dtype)
-        loss = model(x).float().square().mean()
+        if feature.use == "offload":
+            optimizer.zero_grad()
+            optimizer.offload()
+            with pytest.raises(UsageError, match="reload"):
+                optimizer.step()
+            optimizer.reload()
         optimizer.zero_grad()
+        loss = model(x).float().square().mean()
         scaled = optimizer.scale_loss(loss)
         scaled.backward(torch.tensor(math.inf) if feature.use == "overflow" and step == BAD_STEP else None)
         result = optimizer.step()
@@ -207,7 +219,7 @@ def _save_and_load(model: nn.Module, optimizer: Any, column: str) -> None:
         assert bool(torch.equal(new, old))
 
 
-def _table() -> dict[tuple[str, str], str]:
+def cells_of_page() -> dict[tuple[str, str], str]:
     """Return the cells of the page, by row and column."""
     section = PAGE.read_text().split(HEADING)[1].split("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("|")]
@@ -218,14 +230,14 @@ def _table() -> dict[tuple[str, str], str]:
 
 def test_the_table_is_complete() -> None:
     """Each feature and each layout of this file stands on the page, and no other."""
-    assert set(_table()) == {(row, column) for row in ROWS for column in COLUMNS}
+    assert set(cells_of_page()) == {(row, column) for row in (*ROWS, *GRAPH_ROWS) for column in COLUMNS}
 
 
 @pytest.mark.parametrize("column", COLUMNS)
 def test_every_cell_is_as_the_page_says(ranks: RankPool, column: str) -> None:
     """A cell is `yes`, or the error that every rank raises, with words of its message."""
     for row in ROWS:
-        cell = _table()[row, column]
+        cell = cells_of_page()[row, column]
         for outcome in ranks.run(2, _try, row, column):
             if cell == "yes":
                 assert outcome == "yes", (row, column)

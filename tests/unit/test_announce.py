@@ -49,16 +49,22 @@ def test_one_line_on_a_terminal() -> None:
     ]
 
 
-def test_a_scaler_without_16_bit_parameters_is_remarked_on() -> None:
-    """It is right under autocast, and wrong where the cast was forgotten: the line asks which. Without a scaler, too,
-    it says that nothing is held in more bits than the weights.
+def test_an_optimizer_without_16_bit_parameters_is_remarked_on() -> None:
+    """It is right under autocast, and wrong where the cast was forgotten: the line says what it means, and what to do.
+    Without a scaler, too.
     """
     with terminal() as shown:
         MixedPrecisionOptimizer(torch.optim.AdamW(nn.Linear(4, 4).parameters()), None, DynamicGradScaler())
         MixedPrecisionOptimizer(torch.optim.AdamW(nn.Linear(4, 4).parameters()))
         text = shown()
     assert text.count("20 in float32; main params: none, as no parameter has 16 bits; ") == 2
-    assert "DynamicGradScaler although no parameter has 16 bits: autocast, or was cast_model() left out?;" in text
+    assert (
+        text.count("No parameter has 16 bits: the model computes in fp32, or in autocast, and takes the memory of") == 2
+    )
+    assert text.count("call model = megascale.cast_model(model, torch.bfloat16), or torch.float16, before") == 2
+    with terminal() as shown:
+        _build()
+        assert "No parameter" not in shown()
 
 
 def _held(optimizer: MixedPrecisionOptimizer) -> str:

@@ -447,3 +447,32 @@ def test_a_collapse_names_its_culprit(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "step 2: the loss is NaN" in drawn
     assert "blocks.7" in drawn
     assert "fill: #ffffff" not in drawn
+
+
+def test_muons_picture_is_of_the_committed_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawn again from the table it is the same. Runs make a table of means of ten steps."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    curves = importlib.import_module("muon_curves")
+    curves.main(["--out", str(tmp_path / "again.svg")])
+    assert (tmp_path / "again.svg").read_text() == curves.OUT.read_text(), "python benchmarks/muon_curves.py"
+    assert {
+        (who, len(losses)) for who, steps in curves.read_curves(curves.RESULTS).items() for losses in steps.values()
+    } == {
+        ("AdamW", 3),
+        ("Muon", 3),
+    }
+    for name, base in (("adamw", 2), ("muon", 1)):
+        for seed in (0, 1):
+            folder = tmp_path / "runs" / f"{name}_seed_{seed}"
+            folder.mkdir(parents=True)
+            losses = [base + seed + 0.1 * step for step in range(25)]
+            (folder / "metrics.csv").write_text(
+                "step,loss\n" + "".join(f"{i},{loss}\n" for i, loss in enumerate(losses))
+            )
+    table = tmp_path / "table.csv"
+    curves.main(["--runs", str(tmp_path / "runs"), "--results", str(table), "--out", str(tmp_path / "a.svg")])
+    assert curves.read_curves(table) == {
+        "AdamW": {10: [2.45, 3.45], 20: [3.45, 4.45]},
+        "Muon": {10: [1.45, 2.45], 20: [2.45, 3.45]},
+    }
+    assert ">Muon</text>" in (tmp_path / "a.svg").read_text()

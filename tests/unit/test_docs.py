@@ -22,7 +22,18 @@ from tests.pool import start_context
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 WITHOUT_EXAMPLES = frozenset(
-    ["architecture", "benchmarks", "changes", "checks", "evidence", "glossary", "invariants", "platforms", "training"]
+    [
+        "architecture",
+        "benchmarks",
+        "changes",
+        "checks",
+        "evidence",
+        "frameworks",
+        "glossary",
+        "invariants",
+        "platforms",
+        "training",
+    ]
 )
 OPTIONAL = (
     "accelerate",

@@ -33,7 +33,7 @@ def test_page_and_picture_of_two_runs(tmp_path: Path, capsys: pytest.CaptureFixt
     keys = {"step": 3, "scale": 8.0, "rank": 1, "parameter": "a<b", "kind": "inf", "num_inf": 2, "num_nan": 0}
     unknown = keys | {"num_inf": None, "num_nan": None, "parameter": "c", "loss_finite": False, "module": "blocks.0"}
     (many / "overflows.jsonl").write_text(f"{json.dumps(keys)}\n{json.dumps(unknown)}\n" + '{"step": 4, "par')
-    (many / "config.yaml").write_text("steps: 9\n")
+    (many / "config.yaml").write_text("# python -m megascale.train steps=9 'a=<b>'\nsteps: 9\n# end\n")
     (many / "summary.json").write_text('{"seconds": 100.2}')
     out, png = tmp_path / "report.html", tmp_path / "report.png"
     assert main(["report", str(one), str(many), "--out", str(out), "--png", str(png)]) == 0
@@ -49,7 +49,8 @@ def test_page_and_picture_of_two_runs(tmp_path: Path, capsys: pytest.CaptureFixt
     assert page.count('<p class="legend">') == page.count("<figure>")
     assert "prefers-color-scheme: dark" in page
     assert f"<code>megascale report {one} {many} --out {out} --png {png}</code>" in page
-    assert "<pre>steps: 9" in page
+    assert "<p><b>many</b>: <code>python -m megascale.train steps=9 &#x27;a=&lt;b&gt;&#x27;</code></p>" in page
+    assert "steps: 9\n# end" in page
     assert "<td>1 min 40 s</td>" in page
     assert len(page) < 2_000_000
     assert png.read_bytes().startswith(b"\x89PNG")

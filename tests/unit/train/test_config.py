@@ -9,6 +9,7 @@ import torch
 from megascale.errors import ArgumentError
 from megascale.train.build import build_wrapped_optimizer
 from megascale.train.config import TrainConfig, as_dict, load_config, save_yaml, usage
+from megascale.train.runtime import as_typed
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 
@@ -44,8 +45,23 @@ def test_digits_file_equals_the_defaults() -> None:
 def test_saved_options_load_again(tmp_path: Path) -> None:
     """The config.yaml of a run folder starts the same run."""
     config = load_config(["task=text", "optimizer.lr=1e-3", "checkpoint.keep_last=5", "wandb_name=x"])
-    save_yaml(config, tmp_path / "config.yaml")
+    save_yaml(config, tmp_path / "config.yaml", as_typed(["task=text", "wandb_name=a b\nc"]))
     assert as_dict(load_config([f"config={tmp_path / 'config.yaml'}"])) == as_dict(config)
+    first, second, third = (tmp_path / "config.yaml").read_text().splitlines()[:3]
+    assert (first, second) == ("# python -m megascale.train task=text 'wandb_name=a b", "# c'")
+    assert not third.startswith("#")
+
+
+def test_the_command_says_on_how_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under torchrun it is torchrun's, on one node or on many."""
+    for variable in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
+    assert as_typed(["steps=5"]) == "python -m megascale.train steps=5"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert as_typed(["steps=5"]) == "torchrun --standalone --nproc-per-node 2 -m megascale.train steps=5"
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    assert as_typed([]) == "torchrun --nnodes 3 --nproc-per-node 2 -m megascale.train"
 
 
 def test_usage_lists_every_key() -> None:
