@@ -91,7 +91,7 @@ def _setup(kind: str, folder: Path, dtype: torch.dtype, options: dict[str, Any])
     base, config = kinds[kind]
     samples: dict[str, Any] = {"num_generations": 2, "max_completion_length": 4}
     columns = {"prompt": _words(0)}
-    made_of: dict[str, Any] = {}
+    made_of: dict[str, Any] = {"peft_config": given.pop("peft_config")} if "peft_config" in given else {}
     if kind == "sft":
         samples, columns = {"max_length": 16}, {"text": _words(0)}
     elif kind == "dpo":

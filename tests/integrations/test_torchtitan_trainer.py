@@ -28,16 +28,29 @@ from tests.integrations.hf_cases import whole
 VOCABULARY, STEPS, SAVED_AT, BAD = 16, 6, 3, 1
 OPTIONS: dict[str, Any] = {"initial_loss_scale": 2.0**12, "loss_scale_window": 2, "hysteresis": 1}
 REMAINDERS = {"store_param_remainders": True}
+CODES = {"exp_avg_dtype": "int8", "exp_avg_sq_dtype": "uint8"}
+
+
+def _adapted() -> nn.Module:
+    """Return a linear layer as torchtitan's LoRA makes it: a frozen base, and two adapters."""
+    from torchtitan.components.lora import LoRAConverter
+    from torchtitan.models.common.linear import Linear
+
+    init = {"weight": nn.init.xavier_uniform_}
+    config = Linear.Config(in_features=8, out_features=8, bias=False, param_init=init)
+    layer: Any = LoRAConverter(LoRAConverter.Config(rank=2)).convert(config).build()
+    layer.init_states(buffer_device=None)
+    return layer
 
 
 class Net(nn.Module):
-    """Embeds and predicts tokens."""
+    """Embeds and predicts tokens. ``adapters``: what is trained is LoRA's alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, adapters: bool = False) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 8)
-        self.hidden = nn.Linear(8, 8)
-        self.head = nn.Linear(8, VOCABULARY)
+        self.embedding = nn.Embedding(VOCABULARY, 8).requires_grad_(not adapters)
+        self.hidden = _adapted() if adapters else nn.Linear(8, 8)
+        self.head = nn.Linear(8, VOCABULARY).requires_grad_(not adapters)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits, shape [batch, sequence, vocabulary]."""
@@ -59,7 +72,13 @@ def _config(**options: Any) -> Any:
     return MegascaleOptimizers.Config(param_groups=[group(r"weight", 0.1), group(r".*", 0.0)], **given)
 
 
-def _trainer(dtype: torch.dtype = torch.float16, mesh: Any = None, pipeline: bool = False, **options: Any) -> Any:
+def _trainer(
+    dtype: torch.dtype = torch.float16,
+    mesh: Any = None,
+    pipeline: bool = False,
+    adapters: bool = False,
+    **options: Any,
+) -> Any:
     """Return torchtitan's trainer without what only a GPU and its data sets give: its step is its own."""
     from torchtitan.components.loss import CrossEntropyLoss
     from torchtitan.components.optimizer import LRSchedulersContainer
@@ -67,7 +86,7 @@ def _trainer(dtype: torch.dtype = torch.float16, mesh: Any = None, pipeline: boo
     from megascale.integrations.torchtitan import MegascaleTrainer
 
     torch.manual_seed(0)
-    model = Net().to(dtype)
+    model = Net(adapters=adapters).to(dtype)
     if mesh is not None:
         fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
     trainer = MegascaleTrainer.__new__(MegascaleTrainer)
@@ -223,11 +242,11 @@ def test_a_trainer_that_cannot_scale_is_refused() -> None:
         trainer.use_loss_scale()
 
 
-def _on_rank(folder: str, options: dict[str, Any], resume: bool) -> tuple[Any, ...]:
+def _on_rank(folder: str, options: dict[str, Any], resume: bool, adapters: bool = False) -> tuple[Any, ...]:
     import torch.distributed as dist
 
     rank, world = dist.get_rank(), dist.get_world_size()
-    trainer = _trainer(mesh=mesh_of((world,), ("dp",)), megascale=options)
+    trainer = _trainer(mesh=mesh_of((world,), ("dp",)), adapters=adapters, megascale=options)
     parts = {"model": trainer.model_parts[0], "optimizer": trainer.optimizers, "lr": trainer.lr_schedulers}
     if resume:
         dcp_load(parts, checkpoint_id=folder)
@@ -239,7 +258,9 @@ def _on_rank(folder: str, options: dict[str, Any], resume: bool) -> tuple[Any, .
     return saved, first + _train(trainer, range(SAVED_AT, STEPS), rank, world), _state(trainer)
 
 
-@pytest.mark.parametrize("options", [OPTIONS, OPTIONS | REMAINDERS], ids=["fp32", "remainders"])
+@pytest.mark.parametrize(
+    "options", [OPTIONS, OPTIONS | REMAINDERS, OPTIONS | CODES], ids=["fp32", "remainders", "8-bit moments"]
+)
 def test_fsdp2_goes_on_after_a_restart(options: dict[str, Any], ranks: RankPool, tmp_path: Path) -> None:
     """Saved on two ranks by torchtitan's own functions: resumed on two with all bits, on four with what was saved."""
     whole_run = ranks.run(2, _on_rank, str(tmp_path), options, False, timeout=120)
@@ -252,3 +273,21 @@ def test_fsdp2_goes_on_after_a_restart(options: dict[str, Any], ranks: RankPool,
         assert same_bits(one[2], other[2])
     for one in ranks.run(4, _on_rank, str(tmp_path), options, True, timeout=120):
         assert same_bits(one[0], whole_run[0][0])
+
+
+def test_adapters_over_a_frozen_base_go_on_after_a_restart(ranks: RankPool, tmp_path: Path) -> None:
+    """LoRA of torchtitan's own: adapters in fp16 have main params, the frozen base has none and does not move."""
+    whole_run = ranks.run(2, _on_rank, str(tmp_path), OPTIONS, False, True, timeout=120)
+    saved, _, ended = whole_run[0]
+    assert {name for name in saved if name.startswith("main.")} == {
+        "main.hidden.lora_a.weight",
+        "main.hidden.lora_b.weight",
+    }
+    moved = {name for name in saved if name.startswith("weight.") and not torch.equal(saved[name], ended[name])}
+    assert moved == {"weight.hidden.lora_a.weight", "weight.hidden.lora_b.weight"}
+    resumed = ranks.run(2, _on_rank, str(tmp_path), OPTIONS, True, True, timeout=120)
+    for one, other in zip(resumed, whole_run, strict=True):
+        assert same_bits(one[0], other[0])
+        assert same_bits(one[2], other[2])
+    for one in ranks.run(4, _on_rank, str(tmp_path), OPTIONS, True, True, timeout=120):
+        assert same_bits(one[0], saved)

@@ -64,13 +64,33 @@ def test_trls_default_of_bf16_is_refused_beside_fp16_weights(kind: str, tmp_path
         build(kind, tmp_path, torch.float16, bf16=None)
 
 
-def test_bf16_weights_with_trls_defaults(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["sft", "grpo"])
+def test_bf16_weights_with_trls_defaults(kind: str, tmp_path: Path) -> None:
     """Nothing but the mixin: fp32 main params under bf16 weights, no loss scale."""
-    trainer = build("sft", tmp_path, torch.bfloat16, {}, bf16=None)
+    trainer = build(kind, tmp_path, torch.bfloat16, {}, bf16=None)
     assert trainer.args.bf16
     trainer.train()
     assert optimizer_of(trainer).grad_scaler is None
     assert {main.dtype for _, main in optimizer_of(trainer).main_params()} == {torch.float32}
+
+
+@pytest.mark.parametrize("kind", ["sft", "grpo"])
+def test_adapters_and_8_bit_moments(kind: str, tmp_path: Path) -> None:
+    """LoRA's adapters in fp16 over a frozen fp16 base, whose moments are 8-bit codes: they alone move."""
+    peft = pytest.importorskip("peft", reason="LoRA needs peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    options = OPTIONS | {"exp_avg_dtype": "int8", "exp_avg_sq_dtype": "uint8"}
+    trainer = build(kind, tmp_path, torch.float16, options, peft_config=config)
+    before = {name: param.detach().clone() for name, param in trainer.model.named_parameters()}
+    trainer.train()
+    optimizer = optimizer_of(trainer)
+    assert optimizer.grad_scaler is not None
+    assert all("lora" in name for name, _ in optimizer.main_params())
+    for state in optimizer.state.values():
+        assert (state["exp_avg"].dtype, state["exp_avg_sq"].dtype) == (torch.int8, torch.uint8)
+    moved = {name for name, param in trainer.model.named_parameters() if not bits_equal(param, before[name])}
+    assert moved
+    assert all("lora" in name for name in moved)
 
 
 def test_small_updates_of_bf16_weights_are_not_lost(tmp_path: Path) -> None:

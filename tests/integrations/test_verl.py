@@ -30,6 +30,7 @@ SECONDS = 200
 OPTIONS = {"initial_loss_scale": 2.0**12, "hysteresis": 1}
 FUSED = {"override_optimizer_config": {"fused": True, "megascale": OPTIONS}}
 PLAIN = {"override_optimizer_config": {"megascale": OPTIONS}}
+CODES = {"override_optimizer_config": {"megascale": OPTIONS | {"exp_avg_dtype": "int8", "exp_avg_sq_dtype": "uint8"}}}
 REMAINDERS = {"override_optimizer_config": {"megascale": {"store_param_remainders": True}}}
 
 
@@ -58,8 +59,9 @@ def _scale(result: dict[str, Any], step: int) -> float:
         ("fp16", "fp16", FUSED),
         ("bf16", "bf16", REMAINDERS),
         ("fp32", "fp16", FUSED),
+        ("fp16", "fp16", CODES),
     ],
-    ids=["fp16", "bf16 with remainders", "autocast"],
+    ids=["fp16", "bf16 with remainders", "autocast", "8-bit moments"],
 )
 def test_a_run_goes_on_after_a_restart(
     weights: str, computes: str, options: dict[str, Any], model: str, ranks: RankPool, tmp_path: Path
@@ -84,6 +86,23 @@ def test_a_run_goes_on_after_a_restart(
     for one in ranks.run(4, resume_on_rank, *setup, options, timeout=SECONDS):
         assert same_bits(one["at_save"], whole[0]["at_save"])
         assert all(math.isfinite(norm) for norm in one["norms"])
+
+
+def test_adapters_over_a_frozen_base_go_on_after_a_restart(model: str, ranks: RankPool, tmp_path: Path) -> None:
+    """LoRA: adapters in fp16 have main params, the base in fp16 has none and does not move; two ranks, then four."""
+    setup: Any = (model, str(tmp_path / "saved"), "fp16", "fp16", PLAIN, "fsdp2", 2)
+    whole = ranks.run(2, train_on_rank, *setup, timeout=SECONDS)
+    [saved, ended] = [whole[0][time] for time in ("at_save", "at_end")]
+    assert all("lora" in name for name in saved if name.startswith("main."))
+    assert any(name.startswith("main.") for name in saved)
+    moved = {name for name in saved if not torch.equal(saved[name], ended[name]) and name.startswith("weight.")}
+    assert moved
+    assert all("lora" in name for name in moved)
+    for one, other in zip(ranks.run(2, resume_on_rank, *setup, timeout=SECONDS), whole, strict=True):
+        assert same_bits(one["at_save"], other["at_save"])
+        assert same_bits(one["at_end"], other["at_end"])
+    for one in ranks.run(4, resume_on_rank, *setup, timeout=SECONDS):
+        assert same_bits(one["at_save"], saved)
 
 
 def test_main_params_leave_the_device_between_rollouts(model: str, ranks: RankPool, tmp_path: Path) -> None:
