@@ -79,7 +79,7 @@ class MegascaleEngine:
         engine: Any = self
         self._check_precision(module)
         sharded: nn.Module = super()._build_fsdp_module(module)  # type: ignore[misc]
-        if self.scaler is not None:
+        if self.scaler is not None and not _has_16_bits(sharded):  # else LossScale takes its place
             self.scaler = self._options().autocast_scaler(
                 get_device_name(),
                 "set model_dtype: fp16",
@@ -97,7 +97,7 @@ class MegascaleEngine:
             optimizer = super()._build_optimizer(module)  # type: ignore[misc]
         finally:
             engine.optimizer_config = config
-        if not any(param.dtype in HALF_DTYPES for param in module.parameters()):
+        if not _has_16_bits(module):
             return optimizer
         own = self._options().config(module.parameters(), {})
         wrapped = MixedPrecisionOptimizer(
@@ -219,6 +219,10 @@ class MegascaleLMEngine(MegascaleEngine, FSDPEngineWithLMHead):
 
 class MegascaleValueEngine(MegascaleEngine, FSDPEngineWithValueHead):
     """verl's critic engine; see :class:`MegascaleEngine`."""
+
+
+def _has_16_bits(module: nn.Module) -> bool:
+    return any(param.dtype in HALF_DTYPES for param in module.parameters())
 
 
 def _without_ours(config: Any) -> Any:

@@ -44,13 +44,19 @@ def _adapted() -> nn.Module:
 
 
 class Net(nn.Module):
-    """Embeds and predicts tokens. ``adapters``: what is trained is LoRA's alone."""
+    """Embeds and predicts tokens.
 
-    def __init__(self, *, adapters: bool = False) -> None:
+    Args:
+        kind: "adapters": what is trained is LoRA's alone. "matrices": none but matrices, whose shards on four ranks
+            have whole groups of 32 elements, as 8-bit moments need them.
+    """
+
+    def __init__(self, kind: str = "") -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 8).requires_grad_(not adapters)
-        self.hidden = _adapted() if adapters else nn.Linear(8, 8)
-        self.head = nn.Linear(8, VOCABULARY).requires_grad_(not adapters)
+        width, bias = (32, False) if kind == "matrices" else (8, True)
+        self.embedding = nn.Embedding(VOCABULARY, width).requires_grad_(kind != "adapters")
+        self.hidden = _adapted() if kind == "adapters" else nn.Linear(width, width, bias=bias)
+        self.head = nn.Linear(width, VOCABULARY, bias=bias).requires_grad_(kind != "adapters")
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits, shape [batch, sequence, vocabulary]."""
@@ -58,8 +64,8 @@ class Net(nn.Module):
         return logits
 
 
-def _config(**options: Any) -> Any:
-    """Return a Config as a registry of torchtitan's would: decay for matrices alone."""
+def _config(kind: str = "", **options: Any) -> Any:
+    """Return a Config as a registry of torchtitan's would: decay for matrices alone, or, of a ``kind``, for all."""
     from torchtitan.components.optimizer import ParamGroupConfig
 
     from megascale.integrations.torchtitan import MegascaleOptimizers
@@ -69,14 +75,15 @@ def _config(**options: Any) -> Any:
         return ParamGroupConfig(pattern=pattern, optimizer_name="AdamW", optimizer_kwargs=own)
 
     given = {"megascale": OPTIONS} | options
-    return MegascaleOptimizers.Config(param_groups=[group(r"weight", 0.1), group(r".*", 0.0)], **given)
+    groups = [group(r".*", 0.1)] if kind else [group(r"weight", 0.1), group(r".*", 0.0)]
+    return MegascaleOptimizers.Config(param_groups=groups, **given)
 
 
 def _trainer(
     dtype: torch.dtype = torch.float16,
     mesh: Any = None,
     pipeline: bool = False,
-    adapters: bool = False,
+    kind: str = "",
     **options: Any,
 ) -> Any:
     """Return torchtitan's trainer without what only a GPU and its data sets give: its step is its own."""
@@ -86,7 +93,7 @@ def _trainer(
     from megascale.integrations.torchtitan import MegascaleTrainer
 
     torch.manual_seed(0)
-    model = Net(adapters=adapters).to(dtype)
+    model = Net(kind).to(dtype)
     if mesh is not None:
         fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
     trainer = MegascaleTrainer.__new__(MegascaleTrainer)
@@ -105,7 +112,7 @@ def _trainer(
     )
     trainer.train_context = contextlib.nullcontext
     trainer.loss_fn = CrossEntropyLoss.Config().build()
-    trainer.optimizers = _config(**options).build(model_parts=[model])
+    trainer.optimizers = _config(kind, **options).build(model_parts=[model])
     trainer.lr_schedulers = LRSchedulersContainer.Config(warmup_steps=2).build(
         optimizers=trainer.optimizers, training_steps=STEPS
     )
@@ -242,11 +249,11 @@ def test_a_trainer_that_cannot_scale_is_refused() -> None:
         trainer.use_loss_scale()
 
 
-def _on_rank(folder: str, options: dict[str, Any], resume: bool, adapters: bool = False) -> tuple[Any, ...]:
+def _on_rank(folder: str, options: dict[str, Any], resume: bool, kind: str = "") -> tuple[Any, ...]:
     import torch.distributed as dist
 
     rank, world = dist.get_rank(), dist.get_world_size()
-    trainer = _trainer(mesh=mesh_of((world,), ("dp",)), adapters=adapters, megascale=options)
+    trainer = _trainer(mesh=mesh_of((world,), ("dp",)), kind=kind, megascale=options)
     parts = {"model": trainer.model_parts[0], "optimizer": trainer.optimizers, "lr": trainer.lr_schedulers}
     if resume:
         dcp_load(parts, checkpoint_id=folder)
@@ -259,25 +266,27 @@ def _on_rank(folder: str, options: dict[str, Any], resume: bool, adapters: bool 
 
 
 @pytest.mark.parametrize(
-    "options", [OPTIONS, OPTIONS | REMAINDERS, OPTIONS | CODES], ids=["fp32", "remainders", "8-bit moments"]
+    ("kind", "options"),
+    [("", OPTIONS), ("", OPTIONS | REMAINDERS), ("matrices", OPTIONS | CODES)],
+    ids=["fp32", "remainders", "8-bit moments"],
 )
-def test_fsdp2_goes_on_after_a_restart(options: dict[str, Any], ranks: RankPool, tmp_path: Path) -> None:
+def test_fsdp2_goes_on_after_a_restart(kind: str, options: dict[str, Any], ranks: RankPool, tmp_path: Path) -> None:
     """Saved on two ranks by torchtitan's own functions: resumed on two with all bits, on four with what was saved."""
-    whole_run = ranks.run(2, _on_rank, str(tmp_path), options, False, timeout=120)
+    whole_run = ranks.run(2, _on_rank, str(tmp_path), options, False, kind, timeout=120)
     assert whole_run[0][1] == whole_run[1][1]
-    with ranks.spawn(2, _on_rank, str(tmp_path), options, True) as fresh:
+    with ranks.spawn(2, _on_rank, str(tmp_path), options, True, kind) as fresh:
         resumed = fresh.results(timeout=200)
     for one, other in zip(resumed, whole_run, strict=True):
         assert same_bits(one[0], other[0])
         assert one[1] == other[1][SAVED_AT:]
         assert same_bits(one[2], other[2])
-    for one in ranks.run(4, _on_rank, str(tmp_path), options, True, timeout=120):
+    for one in ranks.run(4, _on_rank, str(tmp_path), options, True, kind, timeout=120):
         assert same_bits(one[0], whole_run[0][0])
 
 
 def test_adapters_over_a_frozen_base_go_on_after_a_restart(ranks: RankPool, tmp_path: Path) -> None:
     """LoRA of torchtitan's own: adapters in fp16 have main params, the frozen base has none and does not move."""
-    whole_run = ranks.run(2, _on_rank, str(tmp_path), OPTIONS, False, True, timeout=120)
+    whole_run = ranks.run(2, _on_rank, str(tmp_path), OPTIONS, False, "adapters", timeout=120)
     saved, _, ended = whole_run[0]
     assert {name for name in saved if name.startswith("main.")} == {
         "main.hidden.lora_a.weight",
@@ -285,9 +294,9 @@ def test_adapters_over_a_frozen_base_go_on_after_a_restart(ranks: RankPool, tmp_
     }
     moved = {name for name in saved if name.startswith("weight.") and not torch.equal(saved[name], ended[name])}
     assert moved == {"weight.hidden.lora_a.weight", "weight.hidden.lora_b.weight"}
-    resumed = ranks.run(2, _on_rank, str(tmp_path), OPTIONS, True, True, timeout=120)
+    resumed = ranks.run(2, _on_rank, str(tmp_path), OPTIONS, True, "adapters", timeout=120)
     for one, other in zip(resumed, whole_run, strict=True):
         assert same_bits(one[0], other[0])
         assert same_bits(one[2], other[2])
-    for one in ranks.run(4, _on_rank, str(tmp_path), OPTIONS, True, True, timeout=120):
+    for one in ranks.run(4, _on_rank, str(tmp_path), OPTIONS, True, "adapters", timeout=120):
         assert same_bits(one[0], saved)
