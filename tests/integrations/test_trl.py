@@ -124,9 +124,10 @@ def test_a_run_goes_on_after_a_restart(kind: str, layout: str, ranks: RankPool, 
     assert_resumed(ranks.run(4, resume_on_rank, *arguments, timeout=120), whole, to_the_end=False)
 
 
-def test_grpo_goes_on_in_new_processes(ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["grpo", pytest.param("sft", marks=pytest.mark.slow)])
+def test_a_run_goes_on_in_new_processes(kind: str, ranks: RankPool, tmp_path: Path) -> None:
     """FSDP2 in fp16, taken up by processes that have never trained."""
-    arguments = ("grpo", "fsdp2", str(tmp_path), torch.float16)
+    arguments = (kind, "fsdp2", str(tmp_path), torch.float16)
     whole = ranks.run(2, train_on_rank, *arguments, timeout=120)
     with ranks.spawn(2, resume_on_rank, *arguments) as fresh:
         assert_resumed(fresh.results(timeout=120), whole, to_the_end=True)

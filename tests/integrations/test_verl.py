@@ -88,6 +88,17 @@ def test_a_run_goes_on_after_a_restart(
         assert all(math.isfinite(norm) for norm in one["norms"])
 
 
+@pytest.mark.slow
+def test_a_run_goes_on_in_new_processes(model: str, ranks: RankPool, tmp_path: Path) -> None:
+    """Nothing of what a checkpoint lacks survives in memory: processes that have never trained take it up."""
+    setup: Any = (model, str(tmp_path / "saved"), "fp16", "fp16", FUSED)
+    whole = ranks.run(2, train_on_rank, *setup, timeout=SECONDS)
+    with ranks.spawn(2, resume_on_rank, *setup) as fresh:
+        for one, other in zip(fresh.results(timeout=SECONDS), whole, strict=True):
+            assert same_bits(one["at_save"], other["at_save"])
+            assert same_bits(one["at_end"], other["at_end"])
+
+
 def test_adapters_over_a_frozen_base_go_on_after_a_restart(model: str, ranks: RankPool, tmp_path: Path) -> None:
     """LoRA: adapters in fp16 have main params, the base in fp16 has none and does not move; two ranks, then four."""
     setup: Any = (model, str(tmp_path / "saved"), "fp16", "fp16", PLAIN, "fsdp2", 2)
