@@ -26,9 +26,9 @@ SIZES: dict[str, Any] = {
 
 
 def llama(dtype: torch.dtype = torch.float32, *, seed: int = 0, **options: Any) -> nn.Module:
-    """Return two layers of width 32, always the same, parameters in ``dtype``."""
+    """Return two layers, of width 32 if not told otherwise, always the same, parameters in ``dtype``."""
     torch.manual_seed(seed)
-    model: nn.Module = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **SIZES, **options))
+    model: nn.Module = LlamaForCausalLM(LlamaConfig(**{"vocab_size": VOCABULARY} | SIZES | options))
     for param in model.parameters():
         param.data = param.data.to(dtype)
     return model

@@ -25,9 +25,9 @@ ENVIRONMENT = {
 """A CPU that verl takes for an NVIDIA GPU; set before verl is imported."""
 
 
-def write_model(folder: Path) -> str:
-    """Write a tiny model and its tokenizer as a folder that verl loads."""
-    llama(torch.float32).save_pretrained(folder)  # type: ignore[operator]
+def write_model(folder: Path, **options: Any) -> str:
+    """Write a tiny model and its tokenizer as a folder that verl loads. ``options``: of its LlamaConfig."""
+    llama(torch.float32, **options).save_pretrained(folder)  # type: ignore[operator]
     tokenizer().save_pretrained(folder)
     return str(folder)
 
