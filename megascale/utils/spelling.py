@@ -17,8 +17,12 @@ _ELSEWHERE = {
     "gradient_clipping": "clip_grad",
     "gradient_clip_val": "clip_grad",
     "loss_scaler": "grad_scaler",
+    "zero1": "distributed",
+    "zero": "distributed",
+    "ddp": "replicated",
 }
-"""What torch, Transformers, DeepSpeed, Lightning and Megatron call an argument of ours."""
+"""What torch, Transformers, DeepSpeed, Lightning and Megatron call an argument of ours, or a value of one."""
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _ALIKE = 0.6
 """From this share of equal letters on a name was probably meant, as of difflib.get_close_matches."""
 
@@ -38,7 +42,8 @@ def meant(name: object, known: Collection[str]) -> str:
     if not isinstance(name, str) or not known:
         return ""
     best = nearest(name, known)
-    return f"; did you mean {best!r}?" if _likeness(name, best) >= _ALIKE else ""
+    is_alike = best == _ELSEWHERE.get(name) or _likeness(name, best) >= _ALIKE
+    return f"; did you mean {best!r}?" if is_alike else ""
 
 
 def names_keywords(function: Callable[P, R]) -> Callable[P, R]:
@@ -47,23 +52,34 @@ def names_keywords(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def names_arguments(cls: C) -> C:
-    """Decorate a class so that an unknown keyword argument of its constructor is an error that names the nearest one.
+    """Decorate a class so that an unknown keyword argument of its constructor is an error that names the nearest one,
+    and a missing argument one that says where it is explained.
 
-    Python's own says only that it is unexpected.
+    Python's own say only that they are unexpected, or missing.
     """
     setattr(cls, "__init__", names_arguments_of(vars(cls)["__init__"], cls.__name__))  # noqa: B010  # mypy's wish
     return cls
 
 
 def names_arguments_of(function: Callable[P, R], called: str) -> Callable[P, R]:
-    """Return a function that raises ArgumentTypeError for keyword arguments that it has not. ``called``: its name."""
-    known = [name for name in inspect.signature(function).parameters if name != "self"]
+    """Return a function that raises ArgumentTypeError for keyword arguments that it has not, and for missing arguments.
+
+    ``called``: its name.
+    """
+    parameters = inspect.signature(function).parameters
+    known = [name for name in parameters if name != "self"]
+    ordered = [name for name, one in parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
+    required = [name for name, one in parameters.items() if one.default is one.empty and one.kind in _NAMED]
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         for name in kwargs:
             if name not in known:
                 raise ArgumentTypeError(f"{called} has no argument {name!r}; did you mean {nearest(name, known)!r}?")
+        for name in required:
+            if name not in kwargs and name not in ordered[: len(args)]:
+                about = called.removesuffix("()")
+                raise ArgumentTypeError(f"{called} needs the argument {name!r}: pass {name}=...; see help({about})")
         return function(*args, **kwargs)
 
     return checked

@@ -78,6 +78,25 @@ def test_an_unknown_argument_of_a_function_likewise(function: Callable[..., Any]
         assert str(caught.value) == f"{function.__name__}() has no argument '{name}x'; did you mean '{name}'?"
 
 
+@pytest.mark.parametrize("callable_", [*CONSTRUCTORS, *FUNCTIONS], ids=lambda callable_: callable_.__name__)
+def test_a_missing_argument_is_named(callable_: Callable[..., Any]) -> None:
+    """With how it is written and where it is explained, whichever of the needed arguments is left out."""
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = inspect.signature(callable_).parameters.values()
+    needed = [one.name for one in parameters if one.default is one.empty and one.kind in named]
+    for name in needed:
+        with pytest.raises(ArgumentTypeError) as caught:
+            callable_(**dict.fromkeys(set(needed) - {name}))
+        assert f"needs the argument '{name}': pass {name}=...; see help({callable_.__name__})" in str(caught.value)
+
+
+def test_modules_of_a_distributed_optimizer_are_asked_for() -> None:
+    """The argument that the replicated optimizer does not have; others may be given by position."""
+    inner = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    with pytest.raises(ArgumentTypeError, match=r"DistributedOptimizer needs the argument 'modules': pass modules="):
+        DistributedOptimizer(inner, None, DynamicGradScaler())  # type: ignore[call-arg]
+
+
 def test_a_scaler_in_the_place_of_the_config() -> None:
     """The likeliest slip: the message says what to write."""
     inner = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
@@ -100,6 +119,8 @@ def test_a_scaler_in_the_place_of_the_config() -> None:
         (lambda: DynamicGradScaler(hysteresis_reset="cleanstep"), "clean_step"),
         (lambda: GradSync([], reduction="men"), "mean"),
         (lambda: estimate(10, sharding="distribute"), "distributed"),
+        (lambda: estimate(10, sharding="zero1"), "distributed"),
+        (lambda: estimate(10, sharding="ddp"), "replicated"),
         (lambda: estimate(10, rank_s=2), "ranks"),
         (lambda: estimate(10, optimizer="adamW"), "adamw"),
         (
