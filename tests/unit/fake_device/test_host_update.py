@@ -113,6 +113,32 @@ def test_each_copy_is_waited_for(on_device: OnDevice) -> None:
     assert any(calls[at].stream == main and up[-1] < at < products[0] for at in blocks)
 
 
+def _own_step(device: FakeDevice) -> list[tuple[str, str, str]]:
+    """Return the kind, the text and the stream of each call of a step that runs an optimizer's own step()."""
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(COUNT))).half().cuda()
+    config = OptimizerConfig(fp16=True, optimizer_cpu_offload=True)
+    optimizer = MixedPrecisionOptimizer(Sign(model.named_parameters(), lr=1e-2), config, scaler())
+    batch = torch.ones(2, WIDTH, dtype=torch.float16, device="cuda")
+    for _ in range(2):
+        optimizer.zero_grad()
+        optimizer.scale_loss(model(batch).float().square().mean()).backward()
+        with device.watch() as seen:
+            optimizer.step()
+    return [(call.kind, call.what, str(call.stream)) for call in seen]
+
+
+def test_an_own_step_reads_gradients_that_have_arrived(on_device: OnDevice) -> None:
+    """The host waits for an event behind the last copy, before the optimizer's own step() reads and weights travel."""
+    calls = on_device(_own_step)
+    size = 2 * WIDTH * WIDTH
+    down = [at for at, (kind, what, _) in enumerate(calls) if kind == "copy" and f"{size} from async" in what]
+    up = [at for at, (kind, what, _) in enumerate(calls) if kind == "copy" and f"{size} to async" in what]
+    assert len(down) == len(up) == COUNT
+    event = next(what for kind, what, stream in calls[down[-1] :] if kind == "record" and stream == calls[down[-1]][2])
+    waits = [at for at, (kind, what, _) in enumerate(calls) if kind == "wait" and what.endswith(event.split()[-1])]
+    assert any(down[-1] < at < up[0] for at in waits)
+
+
 def _life(inner: str, held: str, options: dict[str, Any]) -> tuple[list[Tensor], set[str]]:
     """Return weights and state after some steps with a load among them, and where main params and state live."""
     torch.manual_seed(0)
