@@ -183,7 +183,7 @@ def needs_rows() -> list[str]:
             ]
             device = [round(one.total / 1e9, 1) for one in made[:3]]
             host = [sum(one.host.values()) / 1e9 for one in made[2:]]
-            cells = [f"**{size:.1f}**" if size <= memory else f"{size:.1f}" for size in device]
+            cells = [f"✓ {size:.1f}" if size <= memory else f"{size:.1f}" for size in device]
             where = "" if ranks == 1 else f", {held}"
             cards = f"{ranks} x {memory} GB{where}"
             rows.append(f"| {billions}B | {cards} | {' | '.join(cells)} | {host[0]:.0f} | {host[1]:.0f} |")
