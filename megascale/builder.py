@@ -98,10 +98,8 @@ def build_optimizer(
     scaler = build_grad_scaler(checked) if grad_scaler is None else grad_scaler
     kinds = _kinds(checked, named, overrides)
     options: dict[str, Any] = {"groups": groups, "grads_are_scaled": grads_are_scaled}
-    if checked.use_distributed_optimizer:
-        options["bucket_numel"] = bucket_numel
-    else:
-        options["replicas_may_differ"] = replicas_may_differ
+    is_sharded = checked.use_distributed_optimizer
+    options |= {"bucket_numel": bucket_numel} if is_sharded else {"replicas_may_differ": replicas_may_differ}
     built: list[MixedPrecisionOptimizer] = []
     for kind in dict.fromkeys(kinds):
         own = _config_of(checked, kind)

@@ -106,10 +106,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             grad_sync,
             replicas_may_differ=validate.flag("replicas_may_differ", replicas_may_differ),
         )
-        grads_are_scaled = validate.flag("grads_are_scaled", grads_are_scaled)
-        self.recipe = StepRecipe(
-            [self._member], self.groups, None, self.config.clip_grad, grads_are_scaled=grads_are_scaled
-        )
+        are_scaled = validate.flag("grads_are_scaled", grads_are_scaled)
+        self.recipe = StepRecipe([self._member], self.groups, None, self.config.clip_grad, grads_are_scaled=are_scaled)
         has_values = self.device.type != "meta"  # a move to meta would erase the scaler's state
         self.grad_scaler = grad_scaler.to(self.device) if grad_scaler is not None and has_values else grad_scaler
         if self.grad_scaler is not None:

@@ -69,15 +69,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--exp-avg-sq-dtype", choices=SECOND_DTYPES, default="fp32", help="of the second (default fp32)"
     )
     parser.add_argument("--store-param-remainders", action="store_true", help="hold main params as 16-bit remainders")
-    parser.add_argument(
-        "--optimizer-cpu-offload", action="store_true", help="main params and state in host memory, updated there"
-    )
-    parser.add_argument(
-        "--optimizer-offload-fraction", type=float, default=1.0, metavar="X", help="of their elements (default 1)"
-    )
-    parser.add_argument(
-        "--overlap-cpu-optimizer-d2h-h2d", action="store_true", help="the update there overlaps the next forward pass"
-    )
     parser.add_argument("--grad-dtype", choices=DTYPES, default="fp32", help="of main grads (default fp32)")
     parser.add_argument("--reduce-dtype", choices=DTYPES, help="of gradients in messages (default: as main grads)")
     parser.add_argument("--bucket-numel", type=int, default=Setup.bucket_numel, help="elements of a bucket")
@@ -88,6 +79,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--link-bandwidth", metavar="GB/S", help="that leave one rank")
     parser.add_argument(
         "--gpu", help=f"does it fit into this card's memory? one of {', '.join(fit.GPUS)}, or a number of GB"
+    )
+    _add_offload(parser)
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw bytes per rank against the number of ranks")
+
+
+def _add_offload(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of main params and state in host memory, and of one iteration's timeline."""
+    parser.add_argument(
+        "--optimizer-cpu-offload", action="store_true", help="main params and state in host memory, updated there"
+    )
+    parser.add_argument(
+        "--optimizer-offload-fraction", type=float, default=1.0, metavar="X", help="of their elements (default 1)"
+    )
+    parser.add_argument(
+        "--overlap-cpu-optimizer-d2h-h2d", action="store_true", help="the update there overlaps the next forward pass"
     )
     parser.add_argument(
         "--tokens",
@@ -105,7 +111,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"of a rank's share of host memory, with --tokens (default 100); {MEASURE!r} measures it here",
     )
     parser.add_argument("--timeline", type=Path, metavar="FILE", help="draw that iteration, as .svg or .png")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw bytes per rank against the number of ranks")
 
 
 def run(given: argparse.Namespace) -> int:

@@ -88,9 +88,14 @@ class GatheredBucket:
         return all_gather_start(self.memory.flat, shard, group, tag, self._uneven)
 
     @property
+    def waits_for_shard(self) -> bool:
+        """Whether the gather is yet to be started by :meth:`begin`."""
+        return self._behind is not None
+
+    @property
     def is_under_way(self) -> bool:
         """Whether a gather was started that some stream may have to wait for."""
-        return self._arrival is not None or self._behind is not None
+        return self._arrival is not None or self.waits_for_shard
 
     def wait(self) -> None:
         """Let the current stream wait for the gather, if one is under way. Raises where a rank is lost."""
@@ -161,7 +166,8 @@ class ParamGather:
         for param in params:
             bucket = self._bucket_of.get(id(param))
             if bucket is not None:
-                _begin(self.buckets)
+                if bucket.waits_for_shard:  # one lookup per parameter of each forward, where nothing is in host memory
+                    _begin(self.buckets)
                 bucket.wait()
 
     def detach(self) -> None:

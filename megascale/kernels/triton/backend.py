@@ -7,7 +7,6 @@ tests.
 
 import functools
 import math
-import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import ModuleType
@@ -429,9 +428,11 @@ def require_launch(device: torch.device) -> None:
 
 
 def _remedy(error: Exception) -> str:
-    cache = os.environ.get("TRITON_CACHE_DIR") or os.path.join(os.environ.get("TRITON_HOME") or "~", ".triton")
-    if isinstance(error, OSError) and error.filename and os.path.expanduser(cache).startswith(str(error.filename)):
-        return f"Triton keeps compiled kernels in {cache}: set TRITON_CACHE_DIR to a folder that can be written"
+    from triton import knobs
+
+    folder, failed = str(knobs.cache.dir), str(error.filename) if isinstance(error, OSError) and error.filename else ""
+    if failed and (folder.startswith(failed) or failed.startswith(folder)):  # a parent of it, or what lies in it
+        return f"Triton keeps compiled kernels in {folder}: set TRITON_CACHE_DIR to a folder that can be written"
     return "Triton builds its launcher in C: install gcc or clang, and Python's headers, or set CC"
 
 

@@ -69,12 +69,12 @@ def test_the_caller_waits_for_nothing(on_device: OnDevice) -> None:
         assert any(call.kind == "wait" and call.thread != caller for call in seen)
 
 
-def _step_and_forward(device: FakeDevice) -> tuple[Record, int]:
+def _step_and_forward(device: FakeDevice, inner: str, overlap: bool) -> tuple[Record, int]:
     """Return what a step and the forward after it ask of the device, in the order of the calls; and this thread."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(COUNT))).half().cuda()
-    config = OptimizerConfig(fp16=True, optimizer_cpu_offload=True, overlap_cpu_optimizer_d2h_h2d=True)
-    optimizer = MixedPrecisionOptimizer(torch.optim.AdamW(model.named_parameters(), lr=1e-2), config, scaler())
+    config = OptimizerConfig(fp16=True, optimizer_cpu_offload=True, overlap_cpu_optimizer_d2h_h2d=overlap)
+    optimizer = MixedPrecisionOptimizer(INNER[inner](model), config, scaler())
     batch = torch.ones(2, WIDTH, dtype=torch.float16, device="cuda")
     for _ in range(2):
         optimizer.zero_grad()
@@ -86,11 +86,18 @@ def _step_and_forward(device: FakeDevice) -> tuple[Record, int]:
     return seen, threading.get_ident()
 
 
+def _event_behind(calls: list[Any], last: int) -> str:
+    """Return the name of the first event that is recorded behind a call, on its stream."""
+    stream = calls[last].stream
+    behind = next(call.what for call in calls[last:] if call.kind == "record" and call.stream == stream)
+    return str(behind.split()[-1])
+
+
 def test_each_copy_is_waited_for(on_device: OnDevice) -> None:
     """The host reads no gradient before it has arrived, and no product is computed before its weights have: behind each
     copy is an event, which its reader's thread or stream waits for.
     """
-    seen, caller = on_device(_step_and_forward)
+    seen, caller = on_device(_step_and_forward, "adamw", True)
     calls = list(seen)
     products = [at for at, call in enumerate(calls) if call.kind == "operator" and "mm" in call.what]
     down = [
@@ -102,40 +109,22 @@ def test_each_copy_is_waited_for(on_device: OnDevice) -> None:
     assert {calls[at].stream for at in down} == {main}
     assert main not in {calls[at].stream for at in up}
 
-    def event_behind(last: int) -> str:
-        stream = calls[last].stream
-        return next(call.what for call in calls[last:] if call.kind == "record" and call.stream == stream)
-
-    arrived, sent = event_behind(down[-1]), event_behind(up[-1])
-    waits = [at for at, call in enumerate(calls) if call.kind == "wait" and call.what.endswith(arrived.split()[-1])]
-    blocks = [at for at, call in enumerate(calls) if call.kind == "block" and call.what.endswith(sent.split()[-1])]
+    arrived, sent = _event_behind(calls, down[-1]), _event_behind(calls, up[-1])
+    waits = [at for at, call in enumerate(calls) if call.kind == "wait" and call.what.endswith(arrived)]
+    blocks = [at for at, call in enumerate(calls) if call.kind == "block" and call.what.endswith(sent)]
     assert any(calls[at].thread != caller and down[-1] < at < up[0] for at in waits)
     assert any(calls[at].stream == main and up[-1] < at < products[0] for at in blocks)
 
 
-def _own_step(device: FakeDevice) -> list[tuple[str, str, str]]:
-    """Return the kind, the text and the stream of each call of a step that runs an optimizer's own step()."""
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(COUNT))).half().cuda()
-    config = OptimizerConfig(fp16=True, optimizer_cpu_offload=True)
-    optimizer = MixedPrecisionOptimizer(Sign(model.named_parameters(), lr=1e-2), config, scaler())
-    batch = torch.ones(2, WIDTH, dtype=torch.float16, device="cuda")
-    for _ in range(2):
-        optimizer.zero_grad()
-        optimizer.scale_loss(model(batch).float().square().mean()).backward()
-        with device.watch() as seen:
-            optimizer.step()
-    return [(call.kind, call.what, str(call.stream)) for call in seen]
-
-
 def test_an_own_step_reads_gradients_that_have_arrived(on_device: OnDevice) -> None:
     """The host waits for an event behind the last copy, before the optimizer's own step() reads and weights travel."""
-    calls = on_device(_own_step)
+    calls = list(on_device(_step_and_forward, "sign", False)[0])
     size = 2 * WIDTH * WIDTH
-    down = [at for at, (kind, what, _) in enumerate(calls) if kind == "copy" and f"{size} from async" in what]
-    up = [at for at, (kind, what, _) in enumerate(calls) if kind == "copy" and f"{size} to async" in what]
+    down = [at for at, call in enumerate(calls) if call.kind == "copy" and f"{size} from async" in call.what]
+    up = [at for at, call in enumerate(calls) if call.kind == "copy" and f"{size} to async" in call.what]
     assert len(down) == len(up) == COUNT
-    event = next(what for kind, what, stream in calls[down[-1] :] if kind == "record" and stream == calls[down[-1]][2])
-    waits = [at for at, (kind, what, _) in enumerate(calls) if kind == "wait" and what.endswith(event.split()[-1])]
+    arrived = _event_behind(calls, down[-1])
+    waits = [at for at, call in enumerate(calls) if call.kind == "wait" and call.what.endswith(arrived)]
     assert any(down[-1] < at < up[0] for at in waits)
 
 
