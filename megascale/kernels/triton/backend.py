@@ -428,9 +428,8 @@ def require_launch(device: torch.device) -> None:
 
 
 def _remedy(error: Exception) -> str:
-    from triton import knobs
-
-    folder, failed = str(knobs.cache.dir), str(error.filename) if isinstance(error, OSError) and error.filename else ""
+    folder = _imported_kernels().cache_folder()
+    failed = str(error.filename) if isinstance(error, OSError) and error.filename else ""
     if failed and (folder.startswith(failed) or failed.startswith(folder)):  # a parent of it, or what lies in it
         return f"Triton keeps compiled kernels in {folder}: set TRITON_CACHE_DIR to a folder that can be written"
     return "Triton builds its launcher in C: install gcc or clang, and Python's headers, or set CC"

@@ -38,6 +38,11 @@ if INTERPRETED and (fault := interpreter_fault(triton.__version__)):
 INTERPRETED_KERNELS = tl.constexpr(INTERPRETED)
 
 
+def cache_folder() -> str:
+    """Return the folder in which Triton keeps what it has compiled."""
+    return str(triton.knobs.cache.dir)
+
+
 def inlined(function: Any) -> Any:
     """Decorate a function that kernels call: ``triton.jit``, or nothing in the interpreter.
 

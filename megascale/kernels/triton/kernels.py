@@ -36,6 +36,7 @@ from megascale.kernels.triton.elements import MAIN, MODEL, NARROWER, STATE, arri
 from megascale.kernels.triton.held_kernels import decode_kernel as decode_kernel
 from megascale.kernels.triton.held_kernels import encode_kernel as encode_kernel
 from megascale.kernels.triton.interpreter import INTERPRETED as INTERPRETED
+from megascale.kernels.triton.interpreter import cache_folder as cache_folder
 from megascale.kernels.triton.interpreter import inlined, sum_of
 from megascale.kernels.triton.measure import measure_kernel as measure_kernel
 from megascale.kernels.triton.remainders import found_in, main_chunks, read_main, update_fingerprint, write_main
