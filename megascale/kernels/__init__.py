@@ -13,11 +13,12 @@ from megascale.kernels.decision import (
     TorchDecisions,
     clip_coefficient,
     inverse,
+    stats_dtype,
 )
 from megascale.kernels.native.backend import NativeBackend
 from megascale.kernels.non_finite import describe_non_finite
 from megascale.kernels.protocol import Backend, HeldParams, Operands
-from megascale.kernels.reference import ReferenceBackend, stats_dtype
+from megascale.kernels.reference import ReferenceBackend
 from megascale.kernels.selection import host_backend, select_backend, why_not
 from megascale.kernels.tensors.checked_memory import (
     MemoryRecord,
