@@ -326,7 +326,7 @@ def _prepare(
         held = [index for index in indices if params[index].remainder is not None]
         if held and fuses:
             chosen = [params[index] for index in held]
-            mains, models = [to_local(param.main) for param in chosen], [param.part for param in chosen]
+            mains, models = [to_local(param.main) for param in chosen], [param.rounded for param in chosen]
             operands, beside = _operands_of(params, held, mains, models, state), held_params(chosen, models, mains)
             operands.remainder, operands.fingerprint = beside.remainders, beside.fingerprints
             prepared.append(Prepared(chosen, held, operands))

@@ -154,7 +154,8 @@ class GeneralUpdate(InnerUpdate):
         if params[0].remainder is None:
             return self.backend_on(mains[0].device).write_back_(mains, models)
         held = held_params(params, models, mains)
-        flags = self.backend.encode_(held, decision.to(mains[0].device).found_inf)
+        device = mains[0].device
+        flags = self.backend_on(device).encode_(held, decision.to(device).found_inf)
         for param in params:
             param.release()
         return flags

@@ -19,13 +19,35 @@ from megascale.checkpoint.nest import unflatten
 from megascale.debug import report_overflows, watch
 from megascale.errors import ArgumentError, CheckpointError, MegascaleError
 from megascale.host_view import HostView
-from megascale.report.runs import OVERFLOWS
+from megascale.metrics.rows import (
+    GRAD_NORM,
+    LR,
+    OVERFLOWS,
+    SCALE,
+    SKIPPED,
+    STEP,
+    SUCCESS,
+    ZERO_FRACTION,
+    ZEROS,
+    row_of,
+)
 from megascale.train.build import DTYPES, build_schedule, build_task, build_wrapped_optimizer
 from megascale.train.config import FREE_ON_RESUME, TrainConfig, as_dict, save_yaml
-from megascale.train.run_log import Row, RunLog, keep_overflows_before, rewrite_last_row
+from megascale.train.run_log import (
+    BATCH_ACCURACY,
+    LOSS,
+    SAMPLES_PER_SECOND,
+    TOTAL_ACCURACY,
+    RunLog,
+    keep_overflows_before,
+    rewrite_last_row,
+)
 from megascale.train.runtime import Runtime
 from megascale.train.tasks import Batch
 from megascale.utils.collectives import all_reduce_sum_, broadcast_object, raise_together
+
+STOP = "stop"
+"""Number of ranks that were told to stop; travels with the row."""
 
 
 @dataclass
@@ -137,16 +159,16 @@ class Trainer:
         all_reduce_sum_(shared, self.runtime.group)
         seen = self.view.push(
             {
-                "step": step,
-                "loss": shared[0] / self.runtime.world_size,
-                "batch_accuracy": shared[1] / self.runtime.world_size,
-                "stop": shared[2],
-                "grad_norm": result.grad_norm,
-                "scale": scale,
-                "success": result.success,
-                "zeros": result.num_zeros_in_grad,
-                "lr": lr,
-                "samples_per_second": self.config.batch_size / (time.perf_counter() - started),
+                STEP: step,
+                LOSS: shared[0] / self.runtime.world_size,
+                BATCH_ACCURACY: shared[1] / self.runtime.world_size,
+                STOP: shared[2],
+                GRAD_NORM: result.grad_norm,
+                SCALE: scale,
+                SUCCESS: result.success,
+                ZEROS: result.num_zeros_in_grad,
+                LR: lr,
+                SAMPLES_PER_SECOND: self.config.batch_size / (time.perf_counter() - started),
             }
         )
         self._observe(seen)
@@ -167,24 +189,12 @@ class Trainer:
         """Process the values of an earlier step, which are the same on all ranks."""
         if seen is None:
             return
-        self._stop_seen = self._stop_seen or seen["stop"] > 0
-        zero_fraction = seen["zeros"] / self.num_params
-        self.progress.skipped += int(not seen["success"])
-        self.progress.zero_grad_fractions += zero_fraction
+        row = row_of(seen, self.num_params)
+        self._stop_seen = row.pop(STOP) > 0 or self._stop_seen
+        self.progress.skipped += int(row[SKIPPED])
+        self.progress.zero_grad_fractions += row[ZERO_FRACTION]
         if self.log is not None:
-            row = Row(
-                step=int(seen["step"]),
-                loss=seen["loss"],
-                batch_accuracy=seen["batch_accuracy"],
-                total_accuracy=self.progress.total_accuracy,
-                grad_norm=seen["grad_norm"],
-                scale=seen["scale"],
-                skipped=int(not seen["success"]),
-                zero_grad_fraction=zero_fraction,
-                lr=seen["lr"],
-                samples_per_second=seen["samples_per_second"],
-            )
-            self.log.write(row)
+            self.log.write(row | {TOTAL_ACCURACY: self.progress.total_accuracy})
 
     def _own_part(self, step: int) -> Batch:
         share = self.config.batch_size // self.runtime.world_size
