@@ -12,6 +12,7 @@ from megascale.kernels.decision import (
     TensorStats,
     TorchDecisions,
     clip_coefficient,
+    coefficient_to,
     inverse,
     stats_dtype,
 )
@@ -61,6 +62,7 @@ __all__ = [
     "TorchBackend",
     "TorchDecisions",
     "clip_coefficient",
+    "coefficient_to",
     "describe_non_finite",
     "host_backend",
     "inverse",

@@ -182,7 +182,12 @@ class TorchDecisions:
 
 def clip_coefficient(norm: Tensor, most: float | Tensor) -> Tensor:
     """Return what gradients of this norm are multiplied by so that it is at most ``most``: torch's rule. 1 or below."""
-    return (most / (norm + CLIP_EPSILON)).clamp(max=1.0)
+    return coefficient_to(norm, most).clamp(max=1.0)
+
+
+def coefficient_to(norm: Tensor, wanted: float | Tensor) -> Tensor:
+    """Return what gradients of this norm are multiplied by so that it is ``wanted``, larger or smaller."""
+    return wanted / (norm + CLIP_EPSILON)
 
 
 def inverse(scale: Tensor) -> Tensor:
