@@ -36,6 +36,7 @@ KNOWN = (
     Panel("Loss", "loss", "noisy", log=True, note="Bold: mean of a span. A cross at the top: inf or NaN."),
     Panel("Accuracy", "accuracy", "noisy"),
     Panel("Accuracy on the batch", "batch_accuracy", "noisy"),
+    Panel("Loss on all held-out data", "heldout_loss", log=True),
     Panel("Accuracy on all held-out data", "total_accuracy"),
     Panel("Gradient norm, unscaled, before clipping", GRAD_NORM, "noisy", log=True, note="A cross: inf or NaN."),
     Panel("Loss scale", SCALE, "scale", log=True),

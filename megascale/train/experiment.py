@@ -84,7 +84,7 @@ def outcome(run: str, seed: int, folder: Path) -> Outcome:
 def table(outcomes: Sequence[Outcome]) -> str:
     """Return a Markdown table: one row per run, means with the lowest and highest value over the seeds."""
     lines = [
-        "| run | total accuracy: mean (min to max) | zero gradients | skipped | at the start | last scale |",
+        "| run | held-out accuracy: mean (min to max) | zero gradients | skipped | at the start | last scale |",
         "|---|---|---|---|---|---|",
     ]
     for run in RUNS:
@@ -119,7 +119,7 @@ def report(outcomes: Sequence[Outcome], arguments: Sequence[str]) -> str:
         "",
         table(outcomes),
         "",
-        "| run | seed | total accuracy | zero gradients | skipped | at the start | last scale | seconds |",
+        "| run | seed | held-out accuracy | zero gradients | skipped | at the start | last scale | seconds |",
         "|---|---|---|---|---|---|---|---|",
     ]
     lines += [

@@ -24,13 +24,14 @@ from megascale.metrics.sinks import close_all, rows_before
 from megascale.train.config import TrainConfig, as_dict
 from megascale.utils.atomic_files import atomic_write
 
-LOSS, BATCH_ACCURACY, TOTAL_ACCURACY = "loss", "batch_accuracy", "total_accuracy"
-SAMPLES_PER_SECOND = "samples_per_second"
+LOSS, HELDOUT_LOSS, SAMPLES_PER_SECOND = "loss", "heldout_loss", "samples_per_second"
+BATCH_ACCURACY, TOTAL_ACCURACY = "batch_accuracy", "total_accuracy"
 COLUMNS = (
     STEP,
     LOSS,
     BATCH_ACCURACY,
     TOTAL_ACCURACY,
+    HELDOUT_LOSS,
     GRAD_NORM,
     SCALE,
     SKIPPED,
@@ -41,8 +42,8 @@ COLUMNS = (
 """What a row of a run has.
 
 ``batch_accuracy`` is the fraction of the batch's labelled places that the model labels right, before the step;
-``total_accuracy`` the same on all held-out data, at the last evaluation up to the end of this step, NaN before the
-first; ``samples_per_second`` is of this step alone, without evaluation and checkpoints.
+``total_accuracy`` and ``heldout_loss`` are of all held-out data, at the last evaluation up to the end of this step, NaN
+before the first; ``samples_per_second`` is of this step alone, without evaluation and checkpoints.
 """
 
 
@@ -96,7 +97,7 @@ class RunLog:
             self.say(f"step {step}: landed at scale {scale:g}")
         self._after_skip = skipped
         self._bar.update(1)
-        evaluated = "" if math.isnan(accuracy) else f"acc {accuracy:.4f} "
+        evaluated = "" if math.isnan(accuracy) else f"held-out {row[HELDOUT_LOSS]:.4f} "
         self._bar.set_postfix_str(
             f"loss {row[LOSS]:.4f} {evaluated}scale {scale:g} norm {row[GRAD_NORM]:.3g} "
             f"skips {self._skips} {row[SAMPLES_PER_SECOND]:.0f} samples/s",
@@ -119,12 +120,12 @@ class RunLog:
         close_all(self._sinks)
 
 
-def rewrite_last_row(config: TrainConfig, step: int, total_accuracy: float) -> None:
-    """Write an accuracy that was measured later into the row of the last of ``step`` steps, if that exists."""
+def rewrite_last_row(config: TrainConfig, step: int, evaluation: dict[str, float]) -> None:
+    """Write what was measured later into the row of the last of ``step`` steps, if that exists."""
     rows = rows_before(config.run_folder / TABLE, step)
     if rows and int(rows[-1][STEP]) == step - 1:
         log = RunLog(config, step - 1)
-        log.write(parsed(rows[-1]) | {TOTAL_ACCURACY: total_accuracy})
+        log.write(parsed(rows[-1]) | evaluation)
         log.close()
 
 

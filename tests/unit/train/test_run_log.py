@@ -13,7 +13,7 @@ def _config(folder: Path) -> TrainConfig:
 
 def _write(log: RunLog, steps: range) -> None:
     for step in steps:
-        log.write(dict(zip(COLUMNS, (step, 1.0, 0.5, 0.5, 1.0, 65536.0, 0, 0.1, 0.01, 100.0), strict=True)))
+        log.write(dict(zip(COLUMNS, (step, 1.0, 0.5, 0.5, 1.0, 1.0, 65536.0, 0, 0.1, 0.01, 100.0), strict=True)))
 
 
 def _steps(folder: Path) -> list[str]:
