@@ -4,7 +4,6 @@
 """
 
 import runpy
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -106,4 +105,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    sys.exit(main())
+    main()
