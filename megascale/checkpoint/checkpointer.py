@@ -243,7 +243,8 @@ class Checkpointer:
                 marks = planned.write_metadata([places for places, _ in gathered])
                 for _, rank_marks in gathered:
                     marks.update(rank_marks)
-                Manifest(step, group_size(group), trees, rank_trees, marks).write(planned.folder)
+                manifest = Manifest(step, group_size(group), trees, rank_trees, marks, planned.pieces.index)
+                manifest.write(planned.folder)
                 folders.commit(planned.folder, self.directory, step)
         planned.pieces.reduce(index_is_kept=all(places is None for places, _ in gathered))
         with raise_on_all_ranks("remove old checkpoints", group):

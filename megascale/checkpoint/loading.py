@@ -25,8 +25,8 @@ from megascale.checkpoint.contents import (
     model_tree,
     tree_of,
 )
+from megascale.checkpoint.index import read_index
 from megascale.checkpoint.manifest import Manifest
-from megascale.checkpoint.metadata import read_metadata
 from megascale.checkpoint.nest import Tree, unflatten
 from megascale.checkpoint.read_targets import ReadTargets
 from megascale.errors import CheckpointError, MegascaleError
@@ -170,7 +170,7 @@ def _stage(
 
     Raises CheckpointError if it does not fit the model, StateDictError if it does not fit the optimizer.
     """
-    manifest, metadata = renaming.under_live_names(manifest, read_metadata(folder), model, optimizer)
+    manifest, metadata = renaming.under_live_names(manifest, read_index(folder, manifest), model, optimizer)
     names, problems = compare_model(manifest, model)
     if problems and strict:
         raise CheckpointError(

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.checkpoint import Checkpointer
-from megascale.checkpoint.metadata import read_metadata
+from megascale.checkpoint.earlier_index import read_metadata
 from megascale.errors import StateDictError
 from megascale.grad_sync import GradSync
 from tests.checkpoint_cases import differences, message_of, state_of

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from megascale import MixedPrecisionOptimizer
 from megascale.checkpoint import save
-from megascale.checkpoint.metadata import METADATA_NAME, read_metadata
+from megascale.checkpoint.earlier_index import METADATA_NAME, read_metadata
 from megascale.errors import CheckpointError
 from tests.pool import RankPool
 

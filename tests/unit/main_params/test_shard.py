@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megascale.checkpoint import storage
-from megascale.checkpoint.metadata import read_metadata
+from megascale.checkpoint.earlier_index import read_metadata
 from megascale.checkpoint.storage import PlannedWrite, WritePlan, _SavePlanner, _Writer
 from megascale.errors import ArgumentError, UsageError
 from megascale.main_params.shard import ParamShard, boxes_of
