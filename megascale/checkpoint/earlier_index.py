@@ -3,45 +3,33 @@
 Nothing else here reads a pickle; a checkpoint whose manifest has the index never comes here. Python's own unpickler
 calls the functions that a file names, and a few bytes can demand any amount of memory. So the pickle is read as a
 description: nothing is imported, called, built, hashed or compared, in time and memory linear in the file's length.
-What it describes is checked, and then made into torch's classes.
+Shapes and dtypes are not taken from it, as the manifest has them.
 """
 
-import dataclasses
-import math
 import pickletools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-
+from megascale.checkpoint.manifest import Index
 from megascale.errors import CheckpointError
 
 METADATA_NAME = ".metadata"
 _MODULE = "torch.distributed.checkpoint.metadata"
-_LARGEST = 2**62
-_PROPERTIES = {one.name for one in dataclasses.fields(TensorProperties)}
-_DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+_MOST = 64  # dimensions of a tensor of torch
+T = TypeVar("T", list[Any], tuple[Any, ...])
 
 
-def read_metadata(folder: Path) -> Metadata:
-    """Return which file of a checkpoint holds which piece of which tensor, as `.metadata` says.
+def read_earlier_index(folder: Path) -> Index:
+    """Return what `.metadata` says, in the form of a manifest's index.
 
     Raises CheckpointError for a file that is damaged or has unexpected content.
     """
     path = folder / METADATA_NAME
     data = path.read_bytes()
     try:
-        return _metadata(_described(data), len(data))
+        return _index(_described(data), len(data))
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}; load an earlier checkpoint") from error
 
@@ -167,116 +155,62 @@ class _Stack:
 # What torch's index says
 
 
-def _metadata(record: Any, length: int) -> Metadata:
-    """Return the parts that a load needs. ``length``: of the file, which bounds the sizes in the result."""
+def _index(record: Any, length: int) -> Index:
+    """Return the index. ``length``: of the file, which bounds the number of pieces."""
     fields = _fields(record, _MODULE, "Metadata")
-    described = {
-        _checked(key, str): _fields(value, _MODULE, "TensorStorageMetadata")
-        for key, value in _pairs(fields.get("state_dict_metadata"))
-    }
-    if sum(len(_checked(one.get("chunks"), list)) for one in described.values()) > length:
-        raise CheckpointError("it lists more pieces than it has bytes")
-    stored: dict[str, Any] = {}
-    for name, one in described.items():
-        size = _size(one.get("size"))
-        chunks = [_chunk(name, chunk, size) for chunk in one["chunks"]]
-        stored[name] = TensorStorageMetadata(_properties(one.get("properties"), size), size, chunks)
-    places = {_index(key): _storage_info(value) for key, value in _pairs(fields.get("storage_data"))}
-    return Metadata(stored, storage_data=places)
+    sizes: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}
+    for key, stored in _pairs(fields.get("state_dict_metadata")):
+        chunks = _checked(_fields(stored, _MODULE, "TensorStorageMetadata").get("chunks"), list)
+        length -= len(chunks)
+        if length < 0:
+            raise CheckpointError("it lists more pieces than it has bytes")
+        for chunk in chunks:
+            box = _fields(chunk, _MODULE, "ChunkStorageMetadata")
+            sizes[_checked(key, str), _size(box.get("offsets"))] = _size(box.get("sizes"))
+    files: dict[str, list[tuple[Any, ...]]] = {}
+    for index, place in _pairs(fields.get("storage_data")):
+        piece = _fields(index, _MODULE, "MetadataIndex")
+        info = _fields(place, "torch.distributed.checkpoint.filesystem", "_StorageInfo")
+        key, offsets = _checked(piece.get("fqn"), str), _size(piece.get("offset"))
+        if (key, offsets) not in sizes:
+            raise CheckpointError(f"it places a piece of {key!r} that no tensor has")
+        if info.get("transform_descriptors") is not None:
+            raise CheckpointError(f"a piece of {key!r} is transformed, which megascale does not write")
+        start_and_length = (_checked(info.get(name), int) for name in ("offset", "length"))
+        name = _checked(info.get("relative_path"), str)
+        files.setdefault(name, []).append((key, *start_and_length, offsets, sizes[key, offsets]))
+    return files
 
 
-def _chunk(name: str, record: Any, size: torch.Size) -> ChunkStorageMetadata:
-    fields = _fields(record, _MODULE, "ChunkStorageMetadata")
-    offsets, sizes = _size(fields.get("offsets")), _size(fields.get("sizes"))
-    fits = len(offsets) == len(sizes) == len(size)
-    if not fits or any(start + count > whole for start, count, whole in zip(offsets, sizes, size, strict=True)):
-        raise CheckpointError(f"a piece of {name!r} does not lie in a tensor of shape {tuple(size)}")
-    return ChunkStorageMetadata(offsets, sizes)
-
-
-def _index(record: Any) -> MetadataIndex:
-    fields = _fields(record, _MODULE, "MetadataIndex")
-    offset, index = fields.get("offset"), fields.get("index")
-    return MetadataIndex(
-        _checked(fields.get("fqn"), str),
-        None if offset is None else _size(offset),
-        None if index is None else _count(index),
-    )
-
-
-def _storage_info(record: Any) -> _StorageInfo:
-    fields = _fields(record, "torch.distributed.checkpoint.filesystem", "_StorageInfo")
-    name = _checked(fields.get("relative_path"), str)
-    if name in ("", ".", "..") or Path(name).name != name or "\0" in name:
-        raise CheckpointError(f"a piece lies in {name!r}, outside the checkpoint")
-    if fields.get("transform_descriptors") is not None:
-        raise CheckpointError(f"{name!r} is transformed, which megascale does not write")
-    return _StorageInfo(name, _count(fields.get("offset")), _count(fields.get("length")))
-
-
-def _properties(record: Any, size: torch.Size) -> TensorProperties:
-    """Return the dtype and, where this torch asks for them, the strides of a tensor of shape ``size``.
-
-    The state of a TensorProperties is a tuple. Its first element is the dtype. torch 2.15 added a sixth, the strides;
-    what lies between is deprecated.
-    """
-    state = _state(record, _MODULE, "TensorProperties")
-    if not isinstance(state, tuple):
-        raise CheckpointError("a tensor has no properties")
-    strides = _strides(state[5] if len(state) > 5 else None, size)
-    known: dict[str, Any] = {"strides": strides} if "strides" in _PROPERTIES else {}
-    return TensorProperties(dtype=_dtype(state[0] if state else None), **known)
-
-
-def _dtype(record: Any) -> torch.dtype:
-    if not isinstance(record, _Named) or record.module != "torch" or record.name not in _DTYPES:
-        raise CheckpointError("a tensor has no dtype that torch knows")
-    return _DTYPES[record.name]
-
-
-def _strides(record: Any, size: torch.Size) -> tuple[int, ...] | None:
-    if record is None:
-        return None
-    if len(_checked(record, tuple)) != len(size):
-        raise CheckpointError(f"a tensor of shape {tuple(size)} has {len(record)} strides")
-    return tuple(_count(stride) for stride in record)
-
-
-def _size(record: Any) -> torch.Size:
+def _size(record: Any) -> tuple[int, ...]:
     """Return a torch.Size, which is pickled as a call with one tuple."""
     is_size = isinstance(record, _Record) and (record.kind.module, record.kind.name) == ("torch", "Size")
     if not is_size or not isinstance(record.arguments, tuple) or len(record.arguments) != 1:
         raise CheckpointError("a shape is none")
-    lengths = [_count(length) for length in _checked(record.arguments[0], tuple)]
-    if math.prod(lengths) > _LARGEST:
-        raise CheckpointError("a shape has more elements than there are addresses")
-    return torch.Size(lengths)
-
-
-def _count(value: Any) -> int:
-    if not 0 <= _checked(value, int) <= _LARGEST:
-        raise CheckpointError(f"a length or place is {value}")
-    return int(value)
+    return tuple(_checked(length, int) for length in _few(_checked(record.arguments[0], tuple)))
 
 
 def _fields(record: Any, module: str, name: str) -> dict[str, Any]:
     """Return the attributes of a record of ``module.name``."""
-    state = _state(record, module, name)
-    return {_checked(key, str): value for key, value in _pairs(_Pairs() if state is None else state)}
-
-
-def _state(record: Any, module: str, name: str) -> Any:
     if not isinstance(record, _Record) or (record.kind.module, record.kind.name) != (module, name):
         found = f"{record.kind.module}.{record.kind.name}" if isinstance(record, _Record) else type(record).__name__
         raise CheckpointError(f"it has {found[:200]} in the place of {name}")
-    return record.state
+    pairs = [] if record.state is None else _few(_checked(record.state, _Pairs).items)
+    return {_checked(key, str): value for key, value in pairs}
 
 
 def _pairs(value: Any) -> Iterator[tuple[Any, Any]]:
     return iter(_checked(value, _Pairs).items)
 
 
+def _few(values: T) -> T:
+    """Return the fields of an object or the lengths of a shape: a few, however often the pickle refers to them."""
+    if len(values) > _MOST:
+        raise CheckpointError(f"an object has {len(values)} fields or dimensions")
+    return values
+
+
 def _checked(value: Any, kind: type) -> Any:
     if type(value) is not kind:
-        raise CheckpointError(f"it has a {type(value).__name__} in the place of a {kind.__name__}")
+        raise CheckpointError(f"it has a {type(value).__name__} in the place of a {kind.__name__.lstrip('_')}")
     return value

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megascale.checkpoint import earlier_index
+from megascale.checkpoint.earlier_index import read_earlier_index
 from megascale.checkpoint.manifest import Index, Manifest
 from megascale.checkpoint.nest import leaves
 from megascale.errors import CheckpointError
@@ -51,14 +51,12 @@ def read_index(folder: Path, manifest: Manifest) -> Metadata:
 
     Raises CheckpointError for an index that does not fit the manifest's tensors or files.
     """
-    if manifest.index is None:
-        return earlier_index.read_metadata(folder)
+    index = read_earlier_index(folder) if manifest.index is None else manifest.index
     try:
-        return _metadata(manifest, manifest.index)
-    except (KeyError, TypeError, ValueError) as error:
+        return _metadata(manifest, index)
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"the index in the manifest of {folder} is damaged ({type(error).__name__}: {error}); load an earlier "
-            "checkpoint"
+            f"the index of {folder} is damaged ({type(error).__name__}: {error}); load an earlier checkpoint"
         ) from error
 
 
@@ -72,7 +70,7 @@ def _metadata(manifest: Manifest, index: Index) -> Metadata:
     places: dict[MetadataIndex, _StorageInfo] = {}
     for name, pieces in index.items():
         if name not in manifest.files or Path(name).name != name:
-            raise ValueError(f"{name!r} is no file of the checkpoint")
+            raise ValueError(f"{name!r} is outside the checkpoint, or not one of its files")
         for key, start, length, *box in pieces:
             shape, dtype = forms[key]
             offsets, sizes = map(torch.Size, box or ((0,) * len(shape), shape))

@@ -11,10 +11,9 @@ from torch.distributed.fsdp import fully_shard
 
 from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.checkpoint import Checkpointer
-from megascale.checkpoint.earlier_index import read_metadata
 from megascale.errors import StateDictError
 from megascale.grad_sync import GradSync
-from tests.checkpoint_cases import differences, message_of, state_of
+from tests.checkpoint_cases import differences, message_of, read_metadata, state_of
 from tests.distributed.test_compact_shards import CODES, build, train
 from tests.meshes import mesh_of
 from tests.pool import RankPool

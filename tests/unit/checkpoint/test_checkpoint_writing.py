@@ -19,9 +19,9 @@ from megascale.checkpoint import archive_writing, storage
 from megascale.checkpoint.archive_writing import write_by_torch
 from megascale.checkpoint.checksum_follower import ChecksumFollower
 from megascale.checkpoint.crc32 import combined
-from megascale.checkpoint.earlier_index import read_metadata
 from megascale.checkpoint.manifest import CHUNK_BYTES, FileMark, Manifest, mark_of
 from megascale.checkpoint.storage import Planning
+from tests.checkpoint_cases import read_metadata
 
 
 @given(parts=st.lists(st.binary(max_size=99), max_size=9))
