@@ -175,8 +175,9 @@ class Checkpointer:
         with raise_on_all_ranks("collect the state", self._group):
             validate.integer("step", step, minimum=0)
             check_types(model, optimizer)
-        if optimizer is not None:
-            optimizer.saved_state().share_forms()
+            lives = [] if optimizer is None else optimizer.live_states()
+        for live in lives:
+            live.share_forms()
         collected: list[tuple[Contents, dict[str, Tensor]]] = []
 
         def look() -> tuple[dict[str, int], Tree, str]:

@@ -111,9 +111,12 @@ def load(
         if optimizer is not None and staged.optimizer_state is not None:
             _load_optimizer(folder, optimizer, staged.optimizer_state, staged.in_place, strict, is_shown, group)
             if not strict:
-                optimizer.saved_state().share_forms()
                 with raise_on_all_ranks("list what was left out", group):
-                    skipped += left_out(staged.optimizer_state, optimizer.saved_state().pack())
+                    lives = optimizer.live_states()
+                for live in lives:
+                    live.share_forms()
+                with raise_on_all_ranks("list what was left out", group):
+                    skipped += left_out(staged.optimizer_state, optimizer.pack(copy=False, decode=False))
         with raise_on_all_ranks("load the weights into the model", group):
             bare(model).load_state_dict(staged.weights, strict=False)
             if optimizer is not None and staged.optimizer_state is None:
@@ -200,7 +203,8 @@ def _stage(
     remainders.decode_(folder, manifest, metadata, templates)
     nests = {part: unflatten(tree, templates) for part, tree in trees.items()}
     if optimizer is not None:
-        optimizer.saved_state().check(nests["optimizer"], strict=strict)
+        for live, part in optimizer.live_parts(nests["optimizer"], strict):
+            live.check(part, strict=strict)
     return _Staged(
         weights={name: value for name, value in nests["model"].items() if not isinstance(value, ParamShard)},
         optimizer_state=nests.get("optimizer"),

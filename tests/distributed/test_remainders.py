@@ -91,7 +91,7 @@ def _kinds(sharding: str, directory: Path) -> tuple[str, list[str]]:
     path = Checkpointer(directory).save(1, model, optimizer)
     saved = read_metadata(path).state_dict_metadata["optimizer/main_params/wide.weight"]
     assert isinstance(saved, TensorStorageMetadata)
-    held = optimizer.saved_state().pack()
+    held = optimizer.pack(copy=False, decode=False)
     return str(saved.properties.dtype), [message_of(StateDictError, lambda: optimizer.load_state_dict(held))]
 
 
