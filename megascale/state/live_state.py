@@ -325,7 +325,7 @@ def _is_kept(live: Any, value: Any) -> bool:
 
 
 def _planned_counts(state_dict: Mapping[str, Any]) -> Mapping[str, int] | None:
-    """Return the step counts; None for older state dicts, which lack them."""
+    """Return the step counts; None for state dicts of other systems, which lack them."""
     return parse_counts(state_dict["step_counts"]) if "step_counts" in state_dict else None
 
 

@@ -142,14 +142,14 @@ def test_other_param_groups_are_refused_or_leave_the_options() -> None:
 
 
 def test_a_state_dict_without_step_counts_leaves_them() -> None:
-    """Older ones lack them."""
+    """Those of other systems lack them."""
     params, chain = _chain()
     for param in params:
         param.grad = torch.ones_like(param)
     chain.step()
-    older = chain.state_dict()
-    del older["step_counts"]
-    chain.load_state_dict(older)
+    other = chain.state_dict()
+    del other["step_counts"]
+    chain.load_state_dict(other)
     assert chain.num_landed_steps.item() == 1
 
 
