@@ -1,5 +1,6 @@
-"""Updates the loss scale from `found_inf` on the device: torch's rule, with limits and hysteresis."""
+"""Limits of a GradScaler's loss scale, and its factors and interval, checked."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor
 from megascale.amp.errors import ScalerArgumentError
 from megascale.config import HYSTERESIS_RESETS
 from megascale.errors import ArgumentError
+from megascale.kernels import ScaleRule
 from megascale.utils import validate
 
 LARGEST_INTERVAL = 2**31 - 1
@@ -52,6 +54,19 @@ class Limits:
             )
         return number
 
+    def rule(self, growth_factor: float, backoff_factor: float, growth_interval: int) -> ScaleRule:
+        """Return the rule by which the scale follows overflows: torch's products, within the limits."""
+        return ScaleRule(
+            min_scale=self.min_scale,
+            max_scale=math.inf if self.max_scale is None else self.max_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            hysteresis=self.hysteresis,
+            each_clean_step=self.hysteresis_reset == "clean_step",
+            fp64_products=True,
+        )
+
     def clamp_(self, scale: Tensor) -> None:
         """Clamp ``scale`` to the limits in place, without a sync."""
         scale.clamp_(self.min_scale, self.max_scale)
@@ -76,38 +91,3 @@ def backoff_factor(value: Any) -> float:
 def growth_interval(value: Any) -> int:
     """Return ``value`` as a number of clean steps."""
     return validate.integer("growth_interval", value, minimum=1, maximum=LARGEST_INTERVAL)
-
-
-@torch.no_grad()
-def rescale_(
-    scale: Tensor,
-    growth_tracker: Tensor,
-    hysteresis_tracker: Tensor | None,
-    found_inf: Tensor,
-    limits: Limits,
-    *,
-    growth: float,
-    backoff: float,
-    interval: int,
-) -> None:
-    """Update the scale and trackers after one step. Products are torch's: taken in fp64, rounded once.
-
-    Args:
-        scale: fp32, 0-d.
-        growth_tracker: int32, 0-d: clean steps since the last change. If it is above the interval, as from a state
-            dict, the scale grows at the next clean step; torch's never would.
-        hysteresis_tracker: int32, 0-d; None where ``limits.hysteresis`` is 1.
-        found_inf: fp32, 0-d; above 0: found.
-    """
-    growth_tracker.clamp_(max=interval - 1)
-    before = None if hysteresis_tracker is None else scale.clone()
-    torch._amp_update_scale_(scale, growth_tracker, found_inf, growth, backoff, interval)
-    if hysteresis_tracker is not None and before is not None:
-        found = found_inf > 0
-        left = (hysteresis_tracker - 1).clamp_(min=0)
-        scale.copy_(torch.where(found & (left > 0), before, scale))
-        # A growth tracker of 0 after a clean step means that the scale grew.
-        replenished = torch.ones_like(found) if limits.hysteresis_reset == "clean_step" else growth_tracker == 0
-        clean = torch.where(replenished, limits.hysteresis, hysteresis_tracker)
-        hysteresis_tracker.copy_(torch.where(found, left, clean))
-    limits.clamp_(scale)
