@@ -46,6 +46,8 @@ class MainParams(ABC):
     """Where copies live in host memory: what sends weights from there. None: beside the model params."""
     pins_params = True
     """Whether those weights are in pinned memory."""
+    pins_state = False
+    """Whether the copies and their state are, too, as the device updates them."""
     offload_fraction = 1.0
     """The share of the copies' elements that lives there, at least."""
 
@@ -67,7 +69,7 @@ class MainParams(ABC):
         Raises ArgumentError or ArgumentTypeError for a parameter that cannot be trained, UsageError for one whose
         shape, dtype or layout has changed or that shares memory with another, before anything has changed.
         """
-        self.wait()
+        self.wait(for_host=False)
         made: list[MainParam] = []
         written = self._tracker.written()
         if not self._is_unchanged(param_groups):
@@ -77,6 +79,7 @@ class MainParams(ABC):
             written = self._tracker.written()
         if not written:
             return made
+        self.wait_for_arrivals()
         params = list(self)
         for index in written:
             params[index].check()
@@ -212,6 +215,7 @@ class MainParams(ABC):
         if config.optimizer_cpu_offload:
             self.arrivals, self.pins_params = WeightArrivals(device), config.pin_cpu_params
             self.offload_fraction = config.optimizer_offload_fraction
+            self.pins_state = config.optimizer_offload_compute == "device"
 
     def twins(self, parts: Mapping[str, Tensor], runs: Sequence[tuple[Iterable[str], int]]) -> Mapping[str, HostTwin]:
         """Return new twins of 16-bit model params, by name, where copies live in host memory; none elsewhere.
@@ -230,12 +234,22 @@ class MainParams(ABC):
             left -= numel
             if left < 0 or self.offload_fraction == 1.0:
                 there |= {name: parts[name] for name in names}
-        return dict(zip(there, host_twins(list(there.values()), pin=self.pins_params), strict=True))
+        return dict(zip(there, self._new_twins(list(there.values())), strict=True))
 
-    def wait_for_arrivals(self) -> None:
-        """Wait until weights have come from host memory, where they are updated there."""
-        if self.arrivals is not None:
+    def _new_twins(self, parts: Sequence[Tensor]) -> list[HostTwin]:
+        return host_twins(parts, pin=self.pins_params, pins_state=self.pins_state)
+
+    def wait_for_arrivals(self, *, for_host: bool = True) -> None:
+        """Wait until weights have come from host memory, where they are updated there.
+
+        ``for_host``: wait, too, until main params and state are in host memory, where the device updates them.
+        """
+        if self.arrivals is None:
+            return
+        if for_host:
             self.arrivals.wait()
+        else:
+            self.arrivals.wait_for_weights()
 
     @abstractmethod
     def make(self, params: Mapping[str, nn.Parameter], group_of: Mapping[str, int]) -> list[MainParam]:
@@ -254,8 +268,8 @@ class MainParams(ABC):
         """Record that the model params of one unit have been written."""
 
     @abstractmethod
-    def wait(self) -> None:
-        """Wait until every model param is whole on every rank."""
+    def wait(self, *, for_host: bool = True) -> None:
+        """Wait until every model param is whole on every rank. ``for_host``: see :meth:`wait_for_arrivals`."""
 
     def end_step(self) -> None:
         """End a step: model params are whole on every rank, or will be when a module needs them. Here they are."""
