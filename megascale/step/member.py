@@ -95,8 +95,13 @@ class StepMember:
     # Before the decision
 
     @without_grad
-    def sync_from_model(self) -> None:
-        """Take over changes of ``param_groups`` and writes to model params."""
+    def sync_from_model(self, *, reads_state: bool = True) -> None:
+        """Take over changes of ``param_groups`` and writes to model params.
+
+        ``reads_state``: main params or state are read next, so that the host waits until they are in its memory.
+        """
+        if reads_state:
+            self.main_params.wait_for_arrivals()
         param_groups, state = self.optimizer.param_groups, self.optimizer.state
         made = self.main_params.sync_from_model(param_groups)
         if not made:
@@ -157,7 +162,7 @@ class StepMember:
         found: Exception | None = None
         try:
             self.main_params.residence.require_here("step()")
-            self.sync_from_model()
+            self.sync_from_model(reads_state=False)
         except Exception as error:  # whatever it is: other ranks wait
             found = error
         found = self.grads.finish(self.main_params) or found
