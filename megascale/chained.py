@@ -153,6 +153,19 @@ class ChainedOptimizer(torch.optim.Optimizer):
             optimizer.grad_scaler = value
         self.recipe.grad_scaler = value
 
+    @property
+    def optimizer_offload_fraction(self) -> float:
+        """See :attr:`MixedPrecisionOptimizer.optimizer_offload_fraction`; of the first that is in host memory."""
+        return next((one.optimizer_offload_fraction for one in self._in_host_memory()), 1.0)
+
+    @optimizer_offload_fraction.setter
+    def optimizer_offload_fraction(self, value: float) -> None:
+        for optimizer in self._in_host_memory() or self.optimizers:
+            optimizer.optimizer_offload_fraction = value
+
+    def _in_host_memory(self) -> list[MixedPrecisionOptimizer]:
+        return [one for one in self.optimizers if one.config.optimizer_cpu_offload]
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop (or zero) all gradients."""
         for optimizer in self.optimizers:
@@ -193,6 +206,8 @@ class ChainedOptimizer(torch.optim.Optimizer):
     @property
     def state(self) -> Any:
         """The state of all optimizers, by model param; a new dict of live entries."""
+        for member in self.recipe.members if self._constructed else ():
+            member.main_params.wait_for_arrivals()
         state = {param: state for own in self.optimizers for param, state in own.optimizer.state.items()}
         has_norms = self.recipe.norm_statistics is not None
         return StateNames(state, has_norms=has_norms) if is_read_by_name() else state

@@ -321,13 +321,20 @@ def check_moment_dtypes(options: Any) -> None:
         )
 
 
+def offload_fraction(value: Any) -> float:
+    """Return an ``optimizer_offload_fraction``. Raises ArgumentError or ArgumentTypeError for what is none."""
+    number = validate.non_negative("optimizer_offload_fraction", value)
+    if not 0 < number <= 1:
+        raise ArgumentError(
+            f"optimizer_offload_fraction must be above 0 and at most 1, got {value!r}; optimizer_cpu_offload=False "
+            "keeps all on the device"
+        )
+    return number
+
+
 def check_offload(options: Any) -> None:
     """Raise ArgumentError for fields of ``options`` that host memory cannot serve together."""
-    if not 0 < validate.non_negative("optimizer_offload_fraction", options.optimizer_offload_fraction) <= 1:
-        raise ArgumentError(
-            "optimizer_offload_fraction must be above 0 and at most 1, got "
-            f"{options.optimizer_offload_fraction!r}; optimizer_cpu_offload=False keeps all on the device"
-        )
+    offload_fraction(options.optimizer_offload_fraction)
     if options.optimizer_offload_fraction != 1.0 and not options.optimizer_cpu_offload:
         raise ArgumentError("optimizer_offload_fraction needs optimizer_cpu_offload=True: nothing goes to the host")
     validate.one_of("optimizer_offload_compute", options.optimizer_offload_compute, OFFLOAD_COMPUTE)

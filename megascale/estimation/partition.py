@@ -10,6 +10,7 @@ from megascale.estimation.setup import Setup
 from megascale.estimation.sizes import ModelSizes
 from megascale.grad_sync.layout import Bucket, BufferLayout, ParamSize, build_layouts
 from megascale.grad_sync.owners import OwnerLoads, group_by_owner, update_cost
+from megascale.main_params.offload_share import goes
 from megascale.utils.dtypes import HALF_DTYPES
 
 
@@ -48,10 +49,8 @@ class Partition:
     def _send_to_host(self) -> None:
         """Set ``there``. What forward needs first stays, whole parameters or whole buckets, as the fraction lets."""
         fraction, halves = self.setup.optimizer_offload_fraction, self._runs()
-        left = (1 - fraction) * sum(numel for _, numel in halves)
-        for names, numel in halves:
-            left -= numel
-            if left < 0 or fraction == 1.0:
+        for (names, _), is_gone in zip(halves, goes([numel for _, numel in halves], fraction), strict=True):
+            if is_gone:
                 self.there |= {name: self.kept[name] for name in names}
 
     def _runs(self) -> list[tuple[list[str], int]]:

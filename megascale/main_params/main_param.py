@@ -135,6 +135,11 @@ class MainParam:
         self.main = torch.empty_like(self.remainder, dtype=torch.float32)
         self.release()
 
+    def take_place_of(self, other: "MainParam") -> None:
+        """Live where ``other`` does, of the same model param, with its values."""
+        self.main, self.remainder, self.fingerprint = other.main, other.remainder, other.fingerprint
+        self.twin = other.twin
+
     def check(self) -> None:
         """Raise UsageError, naming the parameter, if the form of its model param has changed."""
         model = self.model

@@ -70,13 +70,18 @@ class HostUpdate(InnerUpdate):
 
     @override
     def create_states(self, options: dict[str, Any], params: Sequence[MainParam]) -> None:
+        self.settle(options, params)
+        self._flags.clear()
+
+    @override
+    def settle(self, options: dict[str, Any], params: Sequence[MainParam]) -> None:
+        """See :class:`InnerUpdate`. What the last update has found is told by the next step nevertheless."""
         for has_twin in (True, False):
             chosen = [param for param in params if (param.twin is not None) == has_twin]
             if chosen:
                 self._of(chosen).create_states(options, chosen)
         if self._overlaps:
             self._arrivals.find_modules(param for param in params if param.twin is not None)
-        self._flags.clear()
 
     @override
     def required_state(self, options: dict[str, Any]) -> list[str]:

@@ -21,6 +21,7 @@ from megascale.step.grad_stats import GradStats
 from megascale.step.held_grads import HeldGrads
 from megascale.step.host_selection import in_host_memory
 from megascale.step.local_grads import Collected, ReadyGrads, absent_of, checked_grads
+from megascale.step.relocation import among, relocate
 from megascale.step.torch_states import is_per_element
 from megascale.step.update import PendingUpdate
 from megascale.step.update_selection import select_update
@@ -152,6 +153,26 @@ class StepMember:
         if isinstance(self.grad_sync, GradSync):
             self.grad_sync.come_back()
         self.main_params.residence.come_back()
+
+    def set_offload_fraction(self, fraction: float) -> None:
+        """Move main params and state; see :attr:`megascale.MixedPrecisionOptimizer.optimizer_offload_fraction`.
+
+        Communicates nothing, but waits for gathers, which all ranks take part in.
+        """
+        call = "a change of optimizer_offload_fraction"
+        if self.main_params.arrivals is None:
+            raise UsageError(f"{call} needs an optimizer that was built with optimizer_cpu_offload=True")
+        if self.ready is not None:
+            raise UsageError(
+                f"{call} came between prepare_grads() and the update that it decided: take the step with "
+                "step_with_ready_grads() first, or call zero_grad()"
+            )
+        self.main_params.residence.require_here(call)
+        self.sync_from_model()
+        moved = relocate(self.main_params, self.optimizer.state, fraction)
+        self.update.release_scratch()
+        for unit in self.main_params.units():
+            self.update.settle(self.optimizer.param_groups[unit.group], among(unit.params, moved))
 
     def collect(self) -> Collected:
         """Finish reductions; return the local gradients, and all that their update needs.

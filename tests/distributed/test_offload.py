@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from megascale import DistributedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
+from megascale.errors import UsageError
 from megascale.grad_sync import GradSync
 from megascale.main_params import update_unit
 from megascale.step.host_update import HostUpdate
@@ -110,6 +111,8 @@ def _in_host_memory(held: str, overlap: bool, fraction: float, stored: dict[str,
         data = batch(step, dist.get_rank(), FP16)
         _step(ours, module, data)
         _step(theirs, twin, data)
+        if step == 2:  # all move that had stayed, or some come back
+            ours.optimizer_offload_fraction = 1.5 - fraction
         if step != 1:  # then forward comes next, and has to wait by itself
             seen.append(same(flat(ours.state_dict()), flat(theirs.state_dict())))
     return [*seen, same(weights(module), weights(twin))]
@@ -167,6 +170,8 @@ def _dtensors_in_host_memory(overlap: bool, fraction: float, prefetch: bool, opt
             loss = one(data).float().square().mean() * (float("inf") if step == 1 else 1.0)
             optimizer.scale_loss(loss).backward()
             optimizer.step()
+        if step == 2:
+            ours.optimizer_offload_fraction = 1.5 - fraction
         if step % 2 == 0:  # nobody waits for the weights but the next forward
             continue
         seen.append(all(map(bits_equal, _locals(ours.state_dict()), _locals(theirs.state_dict()))))
@@ -195,6 +200,28 @@ def test_dtensors_in_host_memory(
 ) -> None:
     """FSDP2's shards: each rank's main params and state in its host's memory have the bits of a life without."""
     assert ranks.run(2, _dtensors_in_host_memory, overlap, fraction, prefetch, options) == [[True] * 4] * 2
+
+
+def _fractions_that_differ() -> str:
+    module = net()
+    config = OptimizerConfig(fp16=True, optimizer_cpu_offload=True)
+    scaler = DynamicGradScaler(8.0, 1.0, 2.0, 0.5, 3, 1)
+    optimizer = MixedPrecisionOptimizer(torch.optim.AdamW(module.named_parameters()), config, scaler)
+    before = weights(module)
+    optimizer.optimizer_offload_fraction = 0.5 if dist.get_rank() else 1.0
+    optimizer.scale_loss(module(batch(0, 0, FP16)).float().square().mean()).backward()
+    try:
+        optimizer.step()
+    except UsageError as error:
+        return str(error) if same(before, weights(module)) else "has changed"
+    return "no error"
+
+
+def test_another_fraction_on_one_rank(ranks: RankPool) -> None:
+    """All ranks refuse the step, and name it."""
+    first, second = ranks.run(2, _fractions_that_differ)
+    assert first == second
+    assert "optimizer_offload_fraction is 1.0 on rank 0" in first
 
 
 def _one_rank_is_away() -> list[str]:

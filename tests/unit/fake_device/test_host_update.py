@@ -150,10 +150,13 @@ def _life(inner: str, held: str, options: dict[str, Any]) -> tuple[list[Tensor],
     else:
         optimizer = MixedPrecisionOptimizer(own, config, scaler())
     batch = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH).half().cuda()
+    moves = {0: 0.5, 2: 1.0} if options.get("optimizer_cpu_offload") else {}  # some come to the device, and go again
     for step in range(4):
         optimizer.zero_grad()
         optimizer.scale_loss(model(batch).float().square().mean()).backward()
         optimizer.step()
+        if step in moves:
+            optimizer.optimizer_offload_fraction = moves[step]
         if step == 1:
             optimizer.load_state_dict(optimizer.state_dict())
     optimizer.finish_param_gather()
@@ -194,7 +197,9 @@ CASES: list[tuple[str, str, dict[str, Any], bool]] = [
 def test_loaded_state_goes_where_state_lives(
     on_device: OnDevice, inner: str, held: str, stored: dict[str, Any], overlap: bool
 ) -> None:
-    """Main params and state are in host memory, DTensors' too, after a load as well; bits are those without offload."""
+    """Main params and state are in host memory, DTensors' too, after a load and a trip of some of them to the device as
+    well; bits are those without offload.
+    """
     way = {"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": overlap}
     assert on_device(_lives, inner, held, stored, way) == (True, {"cpu"})
 
