@@ -159,15 +159,16 @@ class StepMember:
 
         Communicates nothing, but waits for gathers, which all ranks take part in.
         """
-        call = "a change of optimizer_offload_fraction"
         if self.main_params.arrivals is None:
-            raise UsageError(f"{call} needs an optimizer that was built with optimizer_cpu_offload=True")
+            raise UsageError(
+                "a change of optimizer_offload_fraction needs an optimizer that was built with optimizer_cpu_offload=True"
+            )
         if self.ready is not None:
             raise UsageError(
-                f"{call} came between prepare_grads() and the update that it decided: take the step with "
-                "step_with_ready_grads() first, or call zero_grad()"
+                "a change of optimizer_offload_fraction came between prepare_grads() and the update that it decided: "
+                "take the step with step_with_ready_grads() first, or call zero_grad()"
             )
-        self.main_params.residence.require_here(call)
+        self.main_params.residence.require_here("a change of optimizer_offload_fraction")
         self.sync_from_model()
         moved = relocate(self.main_params, self.optimizer.state, fraction)
         self.update.release_scratch()
