@@ -161,7 +161,8 @@ class StepMember:
         """
         if self.main_params.arrivals is None:
             raise UsageError(
-                "a change of optimizer_offload_fraction needs an optimizer that was built with optimizer_cpu_offload=True"
+                "a change of optimizer_offload_fraction needs an optimizer that was built with "
+                "optimizer_cpu_offload=True"
             )
         if self.ready is not None:
             raise UsageError(
