@@ -130,7 +130,7 @@ def test_an_own_step_reads_gradients_that_have_arrived(on_device: OnDevice) -> N
     assert any(down[-1] < at < up[0] for at in waits)
 
 
-def _life(inner: str, held: str, options: dict[str, Any]) -> tuple[list[Tensor], set[str]]:
+def life_of(inner: str, held: str, options: dict[str, Any]) -> tuple[list[Tensor], set[str]]:
     """Return weights and state after some steps with a load among them, and where main params and state live."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(COUNT))).half().cuda()
@@ -141,7 +141,8 @@ def _life(inner: str, held: str, options: dict[str, Any]) -> tuple[list[Tensor],
         for layer in model:
             fully_shard(layer, mesh=init_device_mesh("cuda", (1,)))
         fully_shard(model, mesh=init_device_mesh("cuda", (1,)))
-    config = OptimizerConfig(fp16=True, clip_grad=1.0, backend="reference", **options)  # which this device can run
+    given = {"backend": "reference", **options}  # which the simulated device can run
+    config = OptimizerConfig(fp16=True, clip_grad=1.0, **given)
     own = INNER[inner](model)
     if held in ("elements", "parameters"):
         optimizer: MixedPrecisionOptimizer = DistributedOptimizer(
@@ -171,7 +172,7 @@ def _lives(_: FakeDevice, inner: str, held: str, stored: dict[str, Any], way: di
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
-    (values, places), (others, _there) = _life(inner, held, stored | way), _life(inner, held, stored)
+    (values, places), (others, _there) = life_of(inner, held, stored | way), life_of(inner, held, stored)
     assert len(values) == len(others)
     return all(map(bits_equal, values, others)), places
 
