@@ -65,7 +65,7 @@ class StepConfig(DecisionConfig):
     exp_avg_sq_dtype: torch.dtype = torch.float32
     store_param_remainders: bool = False
     optimizer_cpu_offload: bool = False
-    optimizer_offload_fraction: float = 1.0
+    optimizer_offload_fraction: float | str = 1.0
     overlap_cpu_optimizer_d2h_h2d: bool = False
     pin_cpu_grads: bool = True
     pin_cpu_params: bool = True
@@ -164,7 +164,8 @@ class OptimizerConfig(StepConfig):
             device. Default: False.
         optimizer_offload_fraction: With ``optimizer_cpu_offload``, the share of their elements that goes to host
             memory, at least: above 0, up to 1. Parameters that come first in the param groups, whose weights
-            forward needs first, stay on the device. Default: 1.0.
+            forward needs first, stay on the device. "auto": as much as can be hidden behind forward, measured in
+            the first steps; needs ``overlap_cpu_optimizer_d2h_h2d``. Default: 1.0.
         overlap_cpu_optimizer_d2h_h2d: With ``optimizer_cpu_offload``, ``step()`` returns at once, and every
             module waits for its own weights in forward. False: ``step()`` waits for the update. Default: False.
         pin_cpu_grads: With ``optimizer_cpu_offload``, copy gradients into pinned host memory. False: pageable,
@@ -317,8 +318,22 @@ def check_moment_dtypes(options: Any) -> None:
         )
 
 
-def offload_fraction(value: Any) -> float:
-    """Return an ``optimizer_offload_fraction``. Raises ArgumentError or ArgumentTypeError for what is none."""
+AUTO = "auto"
+
+
+def offload_fraction(value: Any, *, overlaps: bool) -> float | str:
+    """Return an ``optimizer_offload_fraction``. Raises ArgumentError or ArgumentTypeError for what is none.
+
+    ``overlaps``: whether ``overlap_cpu_optimizer_d2h_h2d`` is set.
+    """
+    if isinstance(value, str):
+        validate.one_of("optimizer_offload_fraction", value, (AUTO,))
+        if not overlaps:
+            raise ArgumentError(
+                'optimizer_offload_fraction="auto" needs overlap_cpu_optimizer_d2h_h2d=True: without it step() waits '
+                "for the update, whatever the fraction; give a number"
+            )
+        return value
     number = validate.non_negative("optimizer_offload_fraction", value)
     if not 0 < number <= 1:
         raise ArgumentError(
@@ -330,7 +345,7 @@ def offload_fraction(value: Any) -> float:
 
 def check_offload(options: Any) -> None:
     """Raise ArgumentError for fields of ``options`` that host memory cannot serve together."""
-    offload_fraction(options.optimizer_offload_fraction)
+    offload_fraction(options.optimizer_offload_fraction, overlaps=options.overlap_cpu_optimizer_d2h_h2d)
     if options.optimizer_offload_fraction != 1.0 and not options.optimizer_cpu_offload:
         raise ArgumentError("optimizer_offload_fraction needs optimizer_cpu_offload=True: nothing goes to the host")
     if options.overlap_cpu_optimizer_d2h_h2d and not options.optimizer_cpu_offload:
