@@ -18,8 +18,7 @@ from megascale.main_params.replica_check import require_same
 from megascale.main_params.replicated import ReplicatedMainParams
 from megascale.parallel import ParallelGroups
 from megascale.state.hooks import load_with_hooks, pack_with_hooks, raise_own
-from megascale.state.live_state import LiveState, Plan, load_together
-from megascale.state.saved_state import OwnState, SavedState
+from megascale.state.live_state import LiveState
 from megascale.state.torch_layout import StateNames, is_read_by_name
 from megascale.step import ownership
 from megascale.step.arguments import check_arguments, check_grad_scaler, config_for, device_of, require_values
@@ -427,9 +426,17 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         The functions of ``torch.distributed.checkpoint.state_dict`` take it too: :mod:`megascale.state.torch_layout`.
         ``copy=False`` returns live tensors instead of copies: for a caller that writes them out before the next step.
         """
+        return self.pack(copy=copy)
+
+    def pack(self, *, copy: bool, decode: bool = True) -> dict[str, Any]:
+        """Return the state dict. ``decode``: False leaves remainders, int16, in place of the main params held so.
+
+        Such a state dict is for a checkpoint, which saves the weights beside it: ``load_state_dict`` needs fp32.
+        """
         require_values(self.device)
         agree = self._member.main_params.agree if copy else raise_own
-        return pack_with_hooks(self, self._member.sync_from_model, lambda: self.live_state().pack(copy=copy), agree)
+        sync = self._member.sync_from_model
+        return pack_with_hooks(self, sync, lambda: self.live_state().pack(copy=copy, decode=decode), agree)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
@@ -443,18 +450,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             StateDictError, MainParamOverflowError: on every rank alike; nothing has changed.
         """
         require_values(self.device)
-        load_with_hooks(self, state_dict, lambda given: self._load(given, strict), self.groups.grad_stats)
-
-    def _load(self, given: Callable[[], dict[str, Any]], strict: bool) -> None:
-        def plan() -> list[tuple[LiveState, Plan]]:
-            state_dict = given()
-            self._member.sync_from_model()
-            live = self.live_state()
-            return [(live, live.plan(state_dict, strict=strict))]
-
-        load_together(plan, self.groups.grad_stats)
-        self.recipe.discard_prepared()
-        self.recipe.reset_errors()
+        load_with_hooks(self, state_dict, strict, self.live_parts, self.recipe.start_anew, self.groups.grad_stats)
 
     def live_state(self) -> LiveState:
         """Return references to everything that a state dict covers."""
@@ -470,9 +466,14 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             self.recipe.norm_statistics,
         )
 
-    def saved_state(self) -> SavedState:
-        """Return what :mod:`megascale.checkpoint` asks of the state."""
-        return OwnState(self, self.live_state, self._member.sync_from_model)
+    def live_states(self) -> list[LiveState]:
+        """Return the live state of each optimizer that steps here, this one, with the model's changes taken over."""
+        self._member.sync_from_model()
+        return [self.live_state()]
+
+    def live_parts(self, state_dict: dict[str, Any], strict: bool) -> list[tuple[LiveState, dict[str, Any]]]:
+        """Return each of :meth:`live_states` and its part of a state dict."""
+        return [(live, state_dict) for live in self.live_states()]
 
     def __repr__(self) -> str:
         if not self._constructed:

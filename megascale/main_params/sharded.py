@@ -270,8 +270,8 @@ class ShardedMainParams(MainParams):
         return self._gather.meter
 
     @override
-    def wait(self) -> None:
-        self.wait_for_arrivals()
+    def wait(self, *, for_host: bool = True) -> None:
+        self.wait_for_arrivals(for_host=for_host)
         self._gather.wait()
 
     @override
