@@ -327,7 +327,7 @@ class MainParams(ABC):
     def to_local(self, param: nn.Parameter, value: Tensor, dtype: torch.dtype, *, group: int = 1) -> Tensor:
         """Return this rank's part of ``value``, a saved tensor of the parameter's shape, as ``dtype``.
 
-        ``group``: the elements of the flattened parameter that one element of a 1-D ``value`` stands for.
+        ``group``: group size of a per-group tensor (1-D, such as the scales of codes); 1 for a per-element tensor.
         """
 
     @abstractmethod
