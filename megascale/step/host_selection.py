@@ -54,8 +54,8 @@ def in_host_memory(
             f"overlap_cpu_optimizer_d2h_h2d=True needs {either(_WITH_KERNELS)}: the own step() of {name} reads "
             "param_groups, which a thread must not change under the caller; leave it False"
         )
-    for index, group in enumerate(optimizer.param_groups):
-        if group.get("capturable"):
+    for index, options in enumerate(optimizer.param_groups):
+        if options.get("capturable"):
             raise ArgumentError(
                 f"param group {index} has capturable=True, which {name} refuses for parameters in host memory; set it "
                 "False with optimizer_cpu_offload=True"

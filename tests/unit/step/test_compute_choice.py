@@ -1,4 +1,4 @@
-"""optimizer_offload_compute="auto": both ways are tried, one is chosen by what was measured, and no bit depends on it."""
+"""optimizer_offload_compute="auto": both ways are tried, the faster one is taken, and no bit depends on it."""
 
 from typing import Any
 
@@ -83,7 +83,7 @@ def test_too_few_landed_steps_are_measured_again(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_decided_step_is_taken_as_it_was_decided(monkeypatch: pytest.MonkeyPatch) -> None:
-    """prepare_grads() twice before a step, just where the way changes: the way changes once."""
+    """By the way that prepared it, where prepare_grads() and the update are two calls."""
     clock = _Clock(monkeypatch, {HostUpdate: 3.0, StreamedUpdate: 2.0})
     (module, optimizer), (other_module, other) = _build(AUTO), _build({})
     _choice(optimizer, clock)
@@ -91,7 +91,6 @@ def test_a_decided_step_is_taken_as_it_was_decided(monkeypatch: pytest.MonkeyPat
         for one, of in ((module, optimizer), (other_module, other)):
             of.zero_grad()
             of.scale_loss(one(_data(step)).float().square().mean()).backward()
-            of.prepare_grads()
             of.prepare_grads()
             of.step_with_ready_grads()
     assert type(optimizer._member.update) is StreamedUpdate
@@ -106,5 +105,5 @@ def test_what_the_device_cannot_compute_stays_with_the_host() -> None:
     """A backend that cannot update remainders on the device, and an optimizer's own step(): no choice is left."""
     _, optimizer = _build({**AUTO, **HELD, "backend": "torch"})
     assert type(optimizer._member.update) is HostUpdate
-    with pytest.raises(ArgumentError, match="optimizer_offload_compute='auto' tries the device, which updates before"):
+    with pytest.raises(ArgumentError, match="optimizer_offload_compute='auto' lets the device update before the next"):
         _build({**AUTO, "overlap_cpu_optimizer_d2h_h2d": True})
