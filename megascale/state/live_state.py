@@ -1,7 +1,7 @@
 """An optimizer's live state, packed into a state dict and loaded from one: plan, agree, apply."""
 
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -49,6 +49,18 @@ class LiveState:
     counter: StepCounter
     norm_statistics: NormStatistics | None
 
+    def with_state(self, state: MutableMapping[Any, Any]) -> "LiveState":
+        """Return this with another mapping in the place of ``state``."""
+        return replace(self, state=state)
+
+    def shared_values(self) -> dict[str, Any]:
+        """Return what a state dict holds once, for all parameters: scaler, counts, norms. Waits for the device."""
+        return {
+            "grad_scaler": {} if self.grad_scaler is None else self.grad_scaler.state_dict(),
+            "step_counts": self.counter.state_dict(),
+            **({} if self.norm_statistics is None else {"norm_statistics": self.norm_statistics.state_dict()}),
+        }
+
     def pack(self, *, copy: bool, decode: bool = True) -> dict[str, Any]:
         """Return the state dict; see :mod:`megascale.state.schema`.
 
@@ -75,9 +87,7 @@ class LiveState:
         return StateDict(
             optimizer={"state": states} | self._pack_options(names, copy=copy),
             main_params=mains,
-            grad_scaler={} if self.grad_scaler is None else self.grad_scaler.state_dict(),
-            step_counts=self.counter.state_dict(),
-            **({} if self.norm_statistics is None else {"norm_statistics": self.norm_statistics.state_dict()}),
+            **self.shared_values(),
             version=portable_state.VERSION,
         )
 

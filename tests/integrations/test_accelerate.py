@@ -168,9 +168,9 @@ def test_prepare_changes_nothing() -> None:
     optimizer = wrap(module)
     by_hand(module, optimizer)
     before = snapshot(optimizer, module)
-    places = [id(value) for state in optimizer.state.values() for value in state.values()]
+    places = [id(value) for state in optimizer.optimizer.state.values() for value in state.values()]
     prepared = Accelerator(cpu=True).prepare(optimizer)
-    assert places == [id(value) for state in optimizer.state.values() for value in state.values()]
+    assert places == [id(value) for state in optimizer.optimizer.state.values() for value in state.values()]
     assert same_bits(before, snapshot(optimizer, module))
     # What Accelerate's own wrapper does at construction, and others may do at any time:
     prepared.load_state_dict(prepared.state_dict())

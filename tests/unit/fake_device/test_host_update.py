@@ -44,7 +44,7 @@ def _train(
             if overlap:  # the thread's calls belong to its step
                 optimizer._member.main_params.wait()
         steps.append(seen)
-    places = [value.device.type for entry in optimizer.state.values() for value in entry.values()]
+    places = [value.device.type for entry in optimizer.optimizer.state.values() for value in entry.values()]
     places += [main.device.type for _, main in optimizer.main_params()]
     return steps, forwards, places, threading.get_ident()
 
@@ -156,7 +156,7 @@ def _life(inner: str, held: str, options: dict[str, Any]) -> tuple[list[Tensor],
             optimizer.load_state_dict(optimizer.state_dict())
     optimizer.finish_param_gather()
     mains = [to_local(main) for _, main in optimizer.main_params()]
-    states = [to_local(value) for entry in optimizer.state.values() for value in tensors_in(entry)]
+    states = [to_local(value) for entry in optimizer.optimizer.state.values() for value in tensors_in(entry)]
     values = [value.detach().cpu() for value in (*mains, *states, *map(to_local, model.parameters()))]
     return values, {value.device.type for value in (*mains, *states)}
 

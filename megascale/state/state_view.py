@@ -1,0 +1,255 @@
+"""``optimizer.state`` of our optimizers: each parameter's whole state, for whoever reads it.
+
+Programs save, move and measure a torch optimizer by what ``optimizer.state[param]`` holds, and loaders such as those of
+``torch.distributed.checkpoint.state_dict`` and torchtitan take from there the names that they look up in a file. All of
+them find the same entries here:
+
+- those of the wrapped optimizer, live. What is written reaches them.
+- those that :mod:`megascale.state.torch_layout` adds to a state dict: main param, scale, trackers, counts. The main
+  param is live; the others are copies in host memory. Where this optimizer has no such value, as a bf16 run has no
+  scale, the entry is None: a loader still asks the file for it, and the value that it finds there is not lost.
+
+``load_state_dict()`` takes a copy of these entries, with those of ``param_groups``, as it takes what ``state_dict()``
+returns: see :func:`megascale.state.torch_layout.from_torch_layout`.
+"""
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from megascale.errors import UsageError
+from megascale.main_params.main_param import MainParam
+from megascale.state import torch_layout as layout
+from megascale.state.live_state import LiveState
+from megascale.utils.autograd import detached
+from megascale.utils.dtensors import to_local
+
+K = TypeVar("K")
+
+
+class Source(NamedTuple):
+    """One optimizer's live state.
+
+    Attributes:
+        sync: takes weights that others wrote into the model over into the main params.
+    """
+
+    live: LiveState
+    sync: Callable[[], None]
+
+    @property
+    def added(self) -> tuple[str, ...]:
+        """The names of the entries that are added to every parameter's."""
+        norms = () if self.live.norm_statistics is None else layout.NORMS
+        return (*layout.ADDED, *norms, *((layout.SHARD_START,) if self.live.main_params.is_sharded else ()))
+
+    def holds(self, param: Tensor) -> bool:
+        """Return whether ``param`` is one of this optimizer's."""
+        if self.live.main_params.get(param) is not None or param in self.live.state:
+            return True
+        return any(param is one for group in self.live.param_groups for one in group["params"])
+
+
+class _View(MutableMapping[K, Any]):
+    """What ``dict`` has and ``MutableMapping`` lacks. Pickled, deep-copied and joined it is a plain dict."""
+
+    def copy(self) -> dict[K, Any]:
+        """Return a dict of the live values."""
+        return dict(self)
+
+    def __or__(self, other: Mapping[Any, Any]) -> dict[Any, Any]:
+        return dict(self) | dict(other)
+
+    def __ror__(self, other: Mapping[Any, Any]) -> dict[Any, Any]:
+        return dict(other) | dict(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, (), None, None, iter(self.items())
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+
+class ParamEntries(_View[str]):
+    """The entries of one parameter; see this module.
+
+    Raises:
+        StateDictError: while it is read, for a wrapped optimizer that has entries of the added names itself.
+        UsageError: for another value written to an added entry. The main param takes the memory of a tensor of its
+            form that is assigned, as a loop does that moves the state to another device and back.
+    """
+
+    def __init__(self, source: Source, param: Tensor) -> None:
+        self._source = source
+        self._param = param
+
+    @property
+    def _own(self) -> MutableMapping[str, Any]:
+        """The wrapped optimizer's entries; a new dict where it has none."""
+        own: MutableMapping[str, Any] | None = self._source.live.state.get(self._param)
+        return {} if own is None else own
+
+    def __iter__(self) -> Iterator[str]:
+        own = self._own
+        if not layout.TAKEN.isdisjoint(own):
+            layout.require_free_names(self._name(), own)
+        return iter((*own, *self._source.added))
+
+    def __len__(self) -> int:
+        return len(self._own) + len(self._source.added)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._source.added or name in self._own
+
+    def __getitem__(self, name: str) -> Any:
+        return self._added(name) if name in self._source.added else self._own[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name in self._source.added:
+            self._write_added(name, value)
+        elif self._param in self._source.live.state:
+            self._own[name] = value
+        else:
+            self._source.live.state[self._param] = {name: value}
+
+    def __delitem__(self, name: str) -> None:
+        if name in self._source.added:
+            raise UsageError(f"optimizer.state of {self._name()!r} always has {name!r}, which cannot be deleted")
+        del self._own[name]
+
+    def clear(self) -> None:
+        """Drop the wrapped optimizer's entries."""
+        self._own.clear()
+
+    def _name(self) -> str:
+        live = self._source.live
+        return live.main_params.names(live.param_groups).get(id(self._param), "a parameter of no param group")
+
+    def _main(self) -> MainParam | None:
+        return self._source.live.main_params.get(self._param)
+
+    def _added(self, name: str) -> Tensor | None:
+        live, main = self._source.live, self._main()
+        if name == layout.NUM_STATES:
+            return torch.tensor(len(self._own), device="cpu")
+        if name == layout.SHARD_START:
+            return None if main is None else torch.tensor(main.start, device="cpu")
+        if name == layout.MAIN_PARAM:
+            if main is None or not main.is_copy:
+                return None
+            if main.is_written():
+                self._source.sync()
+            return detached(main.value())
+        if live.counter.skips.is_meta:
+            return None
+        return layout.shared_entries(live.shared_values()).get(name)
+
+    def _write_added(self, name: str, value: Any) -> None:
+        main = self._main()
+        if name == layout.MAIN_PARAM and main is not None and main.is_copy and main.remainder is None:
+            main.take_memory(value)
+        elif not _are_equal(self._added(name), value):
+            raise UsageError(
+                f"optimizer.state of {self._name()!r} was assigned another {name!r} than it has: that entry shows what "
+                "the optimizer holds elsewhere; use load_state_dict() to change it"
+            )
+
+
+class StateView(_View[Any]):
+    """The state of one optimizer, or of several that step as one: :class:`ParamEntries` by parameter.
+
+    Keys that are no parameters, as some optimizers use them, have the wrapped optimizer's values.
+
+    Args:
+        sources: of each optimizer.
+    """
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self._sources = list(sources)
+
+    def __bool__(self) -> bool:
+        return True  # whoever finds no state takes a step with gradients of zeros, which would count
+
+    def __iter__(self) -> Iterator[Any]:
+        seen: set[int] = set()
+        for source in self._sources:
+            params = [param for group in source.live.param_groups for param in group["params"]]
+            seen.update(map(id, params))
+            yield from params
+            yield from [key for key in source.live.state if id(key) not in seen]
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __contains__(self, key: object) -> bool:
+        return self._find(key) is not None
+
+    def __getitem__(self, key: Any) -> Any:
+        source = self._find(key)
+        if source is None:
+            if isinstance(key, Tensor) or len(self._sources) > 1:
+                raise KeyError(key)
+            return self._sources[0].live.state[key]  # a defaultdict makes it
+        held = source.live.state.get(key)
+        if isinstance(key, Tensor) and (held is None or isinstance(held, MutableMapping)):
+            return ParamEntries(source, key)
+        return held
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        source = self._find(key)
+        if source is None:
+            if len(self._sources) > 1:
+                raise UsageError("state of several optimizers takes no new keys: write it into one of .optimizers")
+            [source] = self._sources
+        if not isinstance(key, Tensor) or not isinstance(value, Mapping):
+            source.live.state[key] = value
+            return
+        added = {name: entry for name, entry in value.items() if name in source.added}
+        for name, entry in added.items():
+            if name != layout.NUM_STATES:  # which follows from what is assigned
+                ParamEntries(source, key)[name] = entry
+        if isinstance(value, ParamEntries) or added:
+            value = {name: entry for name, entry in value.items() if name not in added}
+        source.live.state[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        source = self._find(key)
+        if source is None:
+            raise KeyError(key)
+        del source.live.state[key]
+
+    def clear(self) -> None:
+        """Drop all entries of the wrapped optimizers."""
+        for source in self._sources:
+            source.live.state.clear()
+
+    def held_for(self, value: Any) -> Any:
+        """Return what the wrapped optimizer, there is one, holds where ``value`` is assigned to ``optimizer.state``."""
+        if isinstance(value, StateView):
+            return value._sources[0].live.state
+        [source] = self._sources
+        if not any(isinstance(entries, Mapping) and set(entries) & set(source.added) for entries in value.values()):
+            return value
+        own: defaultdict[Any, Any] = defaultdict(dict)
+        taken = StateView([Source(source.live.with_state(own), source.sync)])
+        for key, entries in value.items():
+            taken[key] = entries
+        return own
+
+    def _find(self, key: object) -> Source | None:
+        """Return the source that has a parameter, or another key."""
+        for source in self._sources:
+            if source.holds(key) if isinstance(key, Tensor) else key in source.live.state:
+                return source
+        return None
+
+
+def _are_equal(one: Tensor | None, other: Any) -> bool:
+    """Return whether both have the same values. Waits for the device."""
+    if one is None or not isinstance(other, Tensor):
+        return one is other
+    mine, theirs = to_local(one), to_local(other)
+    return one.shape == other.shape and torch.equal(mine.cpu(), theirs.to("cpu", mine.dtype))
