@@ -445,14 +445,16 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     def live_state(self) -> LiveState:
         """Return references to everything that a state dict covers."""
         require_values(self.device)
-        return self.state_source().live
+        return self._live()
+
+    def _live(self) -> LiveState:
+        member, norms = self._member, self.recipe.norm_statistics
+        held, mains = self.optimizer.state, member.main_params
+        return LiveState(self.param_groups, held, mains, member.update, self.grad_scaler, member.counter, norms)
 
     def state_source(self) -> Source:
         """Return what :attr:`state` shows."""
-        member, norms = self._member, self.recipe.norm_statistics
-        held, mains = self.optimizer.state, member.main_params
-        live = LiveState(self.param_groups, held, mains, member.update, self.grad_scaler, member.counter, norms)
-        return Source(live, member.sync_from_model)
+        return Source.of(self._live(), self._member.sync_from_model)
 
     def saved_state(self) -> SavedState:
         """Return what :mod:`megascale.checkpoint` asks of the state."""

@@ -1,7 +1,7 @@
 """An optimizer's live state, packed into a state dict and loaded from one: plan, agree, apply."""
 
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,6 +37,17 @@ class Plan:
     norm_statistics: Mapping[str, float] | None = None
 
 
+def shared_values(
+    grad_scaler: MegatronGradScaler | None, counter: StepCounter, norm_statistics: NormStatistics | None
+) -> dict[str, Any]:
+    """Return what a state dict holds once, for all parameters. Waits for the device."""
+    return {
+        "grad_scaler": {} if grad_scaler is None else grad_scaler.state_dict(),
+        "step_counts": counter.state_dict(),
+        **({} if norm_statistics is None else {"norm_statistics": norm_statistics.state_dict()}),
+    }
+
+
 @dataclass(frozen=True)
 class LiveState:
     """References to everything that a state dict covers."""
@@ -48,18 +59,6 @@ class LiveState:
     grad_scaler: MegatronGradScaler | None
     counter: StepCounter
     norm_statistics: NormStatistics | None
-
-    def with_state(self, state: MutableMapping[Any, Any]) -> "LiveState":
-        """Return this with another mapping in the place of ``state``."""
-        return replace(self, state=state)
-
-    def shared_values(self) -> dict[str, Any]:
-        """Return what a state dict holds once, for all parameters: scaler, counts, norms. Waits for the device."""
-        return {
-            "grad_scaler": {} if self.grad_scaler is None else self.grad_scaler.state_dict(),
-            "step_counts": self.counter.state_dict(),
-            **({} if self.norm_statistics is None else {"norm_statistics": self.norm_statistics.state_dict()}),
-        }
 
     def pack(self, *, copy: bool, decode: bool = True) -> dict[str, Any]:
         """Return the state dict; see :mod:`megascale.state.schema`.
@@ -87,7 +86,7 @@ class LiveState:
         return StateDict(
             optimizer={"state": states} | self._pack_options(names, copy=copy),
             main_params=mains,
-            **self.shared_values(),
+            **shared_values(self.grad_scaler, self.counter, self.norm_statistics),
             version=portable_state.VERSION,
         )
 

@@ -15,42 +15,78 @@ returns: see :func:`megascale.state.torch_layout.from_torch_layout`.
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
 
 from megascale.errors import UsageError
+from megascale.grad_scaler import MegatronGradScaler
+from megascale.main_params.base import MainParams
 from megascale.main_params.main_param import MainParam
 from megascale.state import torch_layout as layout
-from megascale.state.live_state import LiveState
+from megascale.state.live_state import LiveState, shared_values
+from megascale.step.counter import StepCounter
+from megascale.step.spikes import NormStatistics
 from megascale.utils.autograd import detached
 from megascale.utils.dtensors import to_local
 
 K = TypeVar("K")
 
 
-class Source(NamedTuple):
-    """One optimizer's live state.
+@dataclass(frozen=True)
+class Source:
+    """What one optimizer's entries are read from: a :class:`LiveState` but for what updates it.
 
     Attributes:
-        sync: takes weights that others wrote into the model over into the main params.
+        sync: takes weights that others wrote into the model over into the main params. A weak reference: whoever keeps
+            entries of a dropped optimizer keeps their tensors, and not the wrapper of the torch optimizer.
     """
 
-    live: LiveState
-    sync: Callable[[], None]
+    param_groups: list[dict[str, Any]]
+    state: MutableMapping[Any, Any]
+    main_params: MainParams
+    grad_scaler: MegatronGradScaler | None
+    counter: StepCounter
+    norm_statistics: NormStatistics | None
+    sync: "WeakMethod[Callable[[], None]]"
+
+    @classmethod
+    def of(cls, live: LiveState, sync: Callable[[], None]) -> "Source":
+        """Return the source of ``live``. ``sync``: a method."""
+        scaler, norms = live.grad_scaler, live.norm_statistics
+        return cls(live.param_groups, live.state, live.main_params, scaler, live.counter, norms, WeakMethod(sync))
 
     @property
     def added(self) -> tuple[str, ...]:
         """The names of the entries that are added to every parameter's."""
-        norms = () if self.live.norm_statistics is None else layout.NORMS
-        return (*layout.ADDED, *norms, *((layout.SHARD_START,) if self.live.main_params.is_sharded else ()))
+        norms = () if self.norm_statistics is None else layout.NORMS
+        return (*layout.ADDED, *norms, *((layout.SHARD_START,) if self.main_params.is_sharded else ()))
 
     def holds(self, param: Tensor) -> bool:
         """Return whether ``param`` is one of this optimizer's."""
-        if self.live.main_params.get(param) is not None or param in self.live.state:
+        if self.main_params.get(param) is not None or param in self.state:
             return True
-        return any(param is one for group in self.live.param_groups for one in group["params"])
+        return any(param is one for group in self.param_groups for one in group["params"])
+
+    def main_value(self, param: Tensor) -> Tensor | None:
+        """Return the live main param of ``param``; None where it has none but itself."""
+        main = self.main_params.get(param)
+        if main is None or not main.is_copy:
+            return None
+        sync = self.sync()
+        if sync is not None and main.is_written():
+            sync()
+        return detached(main.value())
+
+    def shared_value(self, name: str) -> Tensor | None:
+        """Return what every parameter has a copy of; None where there is no such value. Waits for the device."""
+        if self.counter.skips.is_meta:
+            return None
+        values = shared_values(self.grad_scaler, self.counter, self.norm_statistics)
+        return layout.shared_entries(values).get(name)
 
 
 class _View(MutableMapping[K, Any]):
@@ -89,7 +125,7 @@ class ParamEntries(_View[str]):
     @property
     def _own(self) -> MutableMapping[str, Any]:
         """The wrapped optimizer's entries; a new dict where it has none."""
-        own: MutableMapping[str, Any] | None = self._source.live.state.get(self._param)
+        own: MutableMapping[str, Any] | None = self._source.state.get(self._param)
         return {} if own is None else own
 
     def __iter__(self) -> Iterator[str]:
@@ -110,14 +146,17 @@ class ParamEntries(_View[str]):
     def __setitem__(self, name: str, value: Any) -> None:
         if name in self._source.added:
             self._write_added(name, value)
-        elif self._param in self._source.live.state:
+        elif self._param in self._source.state:
             self._own[name] = value
         else:
-            self._source.live.state[self._param] = {name: value}
+            self._source.state[self._param] = {name: value}
 
     def __delitem__(self, name: str) -> None:
         if name in self._source.added:
-            raise UsageError(f"optimizer.state of {self._name()!r} always has {name!r}, which cannot be deleted")
+            raise UsageError(
+                f"optimizer.state of {self._name()!r} always has {name!r}, which cannot be deleted: it shows what the "
+                "optimizer holds elsewhere"
+            )
         del self._own[name]
 
     def clear(self) -> None:
@@ -125,27 +164,21 @@ class ParamEntries(_View[str]):
         self._own.clear()
 
     def _name(self) -> str:
-        live = self._source.live
-        return live.main_params.names(live.param_groups).get(id(self._param), "a parameter of no param group")
+        names = self._source.main_params.names(self._source.param_groups)
+        return names.get(id(self._param), "a parameter of no param group")
 
     def _main(self) -> MainParam | None:
-        return self._source.live.main_params.get(self._param)
+        return self._source.main_params.get(self._param)
 
     def _added(self, name: str) -> Tensor | None:
-        live, main = self._source.live, self._main()
+        main = self._main()
         if name == layout.NUM_STATES:
             return torch.tensor(len(self._own), device="cpu")
         if name == layout.SHARD_START:
             return None if main is None else torch.tensor(main.start, device="cpu")
         if name == layout.MAIN_PARAM:
-            if main is None or not main.is_copy:
-                return None
-            if main.is_written():
-                self._source.sync()
-            return detached(main.value())
-        if live.counter.skips.is_meta:
-            return None
-        return layout.shared_entries(live.shared_values()).get(name)
+            return self._source.main_value(self._param)
+        return self._source.shared_value(name)
 
     def _write_added(self, name: str, value: Any) -> None:
         main = self._main()
@@ -176,10 +209,10 @@ class StateView(_View[Any]):
     def __iter__(self) -> Iterator[Any]:
         seen: set[int] = set()
         for source in self._sources:
-            params = [param for group in source.live.param_groups for param in group["params"]]
+            params = [param for group in source.param_groups for param in group["params"]]
             seen.update(map(id, params))
             yield from params
-            yield from [key for key in source.live.state if id(key) not in seen]
+            yield from [key for key in source.state if id(key) not in seen]
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -192,8 +225,8 @@ class StateView(_View[Any]):
         if source is None:
             if isinstance(key, Tensor) or len(self._sources) > 1:
                 raise KeyError(key)
-            return self._sources[0].live.state[key]  # a defaultdict makes it
-        held = source.live.state.get(key)
+            return self._sources[0].state[key]  # a defaultdict makes it
+        held = source.state.get(key)
         if isinstance(key, Tensor) and (held is None or isinstance(held, MutableMapping)):
             return ParamEntries(source, key)
         return held
@@ -205,7 +238,7 @@ class StateView(_View[Any]):
                 raise UsageError("state of several optimizers takes no new keys: write it into one of .optimizers")
             [source] = self._sources
         if not isinstance(key, Tensor) or not isinstance(value, Mapping):
-            source.live.state[key] = value
+            source.state[key] = value
             return
         added = {name: entry for name, entry in value.items() if name in source.added}
         for name, entry in added.items():
@@ -213,28 +246,28 @@ class StateView(_View[Any]):
                 ParamEntries(source, key)[name] = entry
         if isinstance(value, ParamEntries) or added:
             value = {name: entry for name, entry in value.items() if name not in added}
-        source.live.state[key] = value
+        source.state[key] = value
 
     def __delitem__(self, key: Any) -> None:
         source = self._find(key)
         if source is None:
             raise KeyError(key)
-        del source.live.state[key]
+        del source.state[key]
 
     def clear(self) -> None:
         """Drop all entries of the wrapped optimizers."""
         for source in self._sources:
-            source.live.state.clear()
+            source.state.clear()
 
     def held_for(self, value: Any) -> Any:
         """Return what the wrapped optimizer, there is one, holds where ``value`` is assigned to ``optimizer.state``."""
         if isinstance(value, StateView):
-            return value._sources[0].live.state
+            return value._sources[0].state
         [source] = self._sources
         if not any(isinstance(entries, Mapping) and set(entries) & set(source.added) for entries in value.values()):
             return value
         own: defaultdict[Any, Any] = defaultdict(dict)
-        taken = StateView([Source(source.live.with_state(own), source.sync)])
+        taken = StateView([replace(source, state=own)])
         for key, entries in value.items():
             taken[key] = entries
         return own
@@ -242,7 +275,7 @@ class StateView(_View[Any]):
     def _find(self, key: object) -> Source | None:
         """Return the source that has a parameter, or another key."""
         for source in self._sources:
-            if source.holds(key) if isinstance(key, Tensor) else key in source.live.state:
+            if source.holds(key) if isinstance(key, Tensor) else key in source.state:
                 return source
         return None
 

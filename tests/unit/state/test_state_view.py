@@ -212,3 +212,13 @@ def test_a_chain_takes_no_new_keys() -> None:
         chain.state["global"] = 1
     chain.state[module.head.weight]["exp_avg"] = moved = torch.ones(1, 4)
     assert parts[1].state[module.head.weight]["exp_avg"] is moved
+
+
+def test_entries_that_are_kept_do_not_keep_the_wrapper() -> None:
+    """Invariant 11: the torch optimizer is free when the wrapper is dropped, whoever looks at its state still."""
+    module, optimizer = _trained()
+    inner, entries = optimizer.optimizer, optimizer.state[module.first.weight]
+    main = entries["main_param"]
+    del optimizer
+    assert entries["main_param"] is main
+    inner.step()
