@@ -328,8 +328,3 @@ def check_offload(options: Any) -> None:
         raise ArgumentError("optimizer_offload_fraction needs optimizer_cpu_offload=True: nothing goes to the host")
     if options.overlap_cpu_optimizer_d2h_h2d and not options.optimizer_cpu_offload:
         raise ArgumentError("overlap_cpu_optimizer_d2h_h2d=True needs optimizer_cpu_offload=True: nothing travels")
-    if options.optimizer_cpu_offload and options.store_param_remainders:
-        raise ArgumentError(
-            "optimizer_cpu_offload=True and store_param_remainders=True cannot be combined: a remainder is half of "
-            "a number whose other half, the weight, is on the device; choose one, or 8-bit moments beside offload"
-        )

@@ -10,6 +10,7 @@ from megascale.step.host_own_step import HostOwnStep
 from megascale.step.host_update import HostUpdate
 from megascale.step.kernel_update import KernelUpdate
 from megascale.step.update import InnerUpdate
+from megascale.utils.wording import either
 
 
 def in_host_memory(
@@ -36,9 +37,10 @@ def in_host_memory(
     if rule is not None and isinstance(beside, KernelUpdate):
         return HostUpdate(optimizer, config, rule, beside, device, arrivals)
     if config.overlap_cpu_optimizer_d2h_h2d:
+        threaded = either([kind.__name__ for kind, one in BY_KIND.items() if one.kernel is not None])
         raise ArgumentError(
-            "overlap_cpu_optimizer_d2h_h2d=True needs Adam, AdamW, SGD or Lion: the own step() of "
-            f"{name} reads param_groups, which a thread must not change under the caller; leave it False"
+            f"overlap_cpu_optimizer_d2h_h2d=True needs {threaded}: the own step() of {name} reads "
+            "param_groups, which a thread must not change under the caller; leave it False"
         )
     for index, group in enumerate(optimizer.param_groups):
         if group.get("capturable"):

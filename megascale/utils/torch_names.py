@@ -76,12 +76,11 @@ NAMES = (
     ),
     # torch.amp
     TorchName("torch._amp_foreach_non_finite_check_and_unscale_", "unscales gradients in place, as torch.amp does"),
-    TorchName("torch._amp_update_scale_", "moves the scale with the bits of torch.amp"),
     TorchName("torch.amp.grad_scaler._refresh_per_optimizer_state", "begins an iteration of a scaler"),
     TorchName("torch.amp.GradScaler._check_inf_per_device", "optimizers that take a grad_scaler call it; ours agrees"),
     TorchName("torch.amp.GradScaler._check_scale_growth_tracker", _SCALER),
     TorchName("torch.amp.GradScaler._found_inf_per_device", _SCALER),
-    TorchName("torch.amp.GradScaler._lazy_init_scale_growth_tracker", "ours makes its hysteresis tracker with it"),
+    TorchName("torch.amp.GradScaler._lazy_init_scale_growth_tracker", "ours makes its trackers with it"),
     TorchName(
         "torch.amp.GradScaler._maybe_opt_step", "steps an optimizer whose update cannot be skipped on the device"
     ),

@@ -88,7 +88,7 @@ def test_fsdp2(ranks: RankPool, options: dict[str, Any]) -> None:
     assert ranks.run(2, _fully_sharded, options) == [[True] * 5] * 2
 
 
-def _in_host_memory(held: str, overlap: bool, fraction: float) -> list[bool]:
+def _in_host_memory(held: str, overlap: bool, fraction: float, stored: dict[str, Any]) -> list[bool]:
     def build(options: dict[str, Any]) -> tuple[nn.Module, MixedPrecisionOptimizer]:
         module = net()
         inner = torch.optim.AdamW(module.named_parameters(), lr=1e-2)
@@ -103,7 +103,7 @@ def _in_host_memory(held: str, overlap: bool, fraction: float) -> list[bool]:
 
     options: dict[str, Any] = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
     options["overlap_cpu_optimizer_d2h_h2d"] = overlap
-    (module, ours), (twin, theirs) = build(options), build({})
+    (module, ours), (twin, theirs) = build(stored | options), build(stored)
     _delay(ours)
     seen = []
     for step in range(4):
@@ -129,11 +129,11 @@ def _delay(optimizer: MixedPrecisionOptimizer) -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("fraction", [1.0, 0.5])
+@pytest.mark.parametrize(("fraction", "stored"), [(1.0, {}), (0.5, {}), (0.5, {"store_param_remainders": True})])
 @pytest.mark.parametrize("held", ["synced", "elements", "parameters"])
-def test_in_host_memory(ranks: RankPool, held: str, overlap: bool, fraction: float) -> None:
+def test_in_host_memory(ranks: RankPool, held: str, overlap: bool, fraction: float, stored: dict[str, Any]) -> None:
     """optimizer_cpu_offload over ranks has the bits of the same life without; overlap: of what each can overlap."""
-    assert ranks.run(2, _in_host_memory, held, overlap, fraction) == [[True] * 4] * 2
+    assert ranks.run(2, _in_host_memory, held, overlap, fraction, stored) == [[True] * 4] * 2
 
 
 def _dtensors_in_host_memory(overlap: bool, fraction: float, prefetch: bool, options: dict[str, Any]) -> list[bool]:
@@ -182,7 +182,11 @@ def _locals(saved: dict[str, Any]) -> list[Tensor]:
     return [to_local(one) for one in tensors_in(saved)]
 
 
-@pytest.mark.parametrize("options", [{}, {"exp_avg_dtype": torch.bfloat16}], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"exp_avg_dtype": torch.bfloat16}, {"store_param_remainders": True}],
+    ids=["fp32", "bf16", "remainders"],
+)
 @pytest.mark.parametrize(
     ("overlap", "fraction", "prefetch"), [(False, 1.0, False), (True, 1.0, True), (True, 0.5, False)]
 )

@@ -199,7 +199,7 @@ def assert_others_take_it_up(ranks: RankPool, kind: str, worlds: tuple[int, int]
     for one in resumed:
         assert same_bits(one["at_end"], resumed[0]["at_end"])
         assert not same_bits(one["at_end"], one["at_save"])
-        assert all(map(math.isfinite, one["norms"]))
+        assert all(map(math.isfinite, one["norms"][SAVED_AT:]))  # the log has those from before, too
 
 
 def _report(trainer: Any, at_save: dict[str, Tensor]) -> dict[str, Any]:

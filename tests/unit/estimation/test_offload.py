@@ -18,9 +18,10 @@ DOCS = Path(__file__).parents[3] / "docs"
 OFFLOAD: dict[str, Any] = {"optimizer_cpu_offload": True}
 OVERLAP = OFFLOAD | {"overlap_cpu_optimizer_d2h_h2d": True}
 CODES: dict[str, Any] = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.uint8}
+HELD: dict[str, Any] = {"store_param_remainders": True}
 
 
-@pytest.mark.parametrize("options", [{}, CODES], ids=["fp32", "codes"])
+@pytest.mark.parametrize("options", [{}, CODES, CODES | HELD], ids=["fp32", "codes", "remainders"])
 @pytest.mark.parametrize("fraction", [1.0, 0.6, 0.3])
 def test_bytes_in_host_memory_are_those_of_a_real_run(options: dict[str, Any], fraction: float) -> None:
     """Main params, moments, and both copies: by kind, after a step, for a part that stays, too."""
@@ -39,7 +40,7 @@ def test_bytes_in_host_memory_are_those_of_a_real_run(options: dict[str, Any], f
     twins = [(param, twin) for param in _kept(optimizer) if (twin := param.twin) is not None]
     assert found.host["copies of weights"] == sum(twin.weights.nbytes for _, twin in twins)
     assert found.host["copies of gradients"] == sum(twin.grad.nbytes for _, twin in twins if twin.grad is not None)
-    assert found.host["main params"] == sum(param.main.nbytes for param, _ in twins)
+    assert found.host["main params"] == sum(param.memory.nbytes for param, _ in twins)
     state = [optimizer.optimizer.state[param.model].values() for param, _ in twins]
     held = sum(value.nbytes for entry in state for value in entry if isinstance(value, torch.Tensor))
     assert found.host["moments"] == held

@@ -178,10 +178,13 @@ INNER: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 
 
 WHOLE = ("replicated", "fsdp2")
+REMAINDERS: dict[str, Any] = {"store_param_remainders": True}
 CASES: list[tuple[str, str, dict[str, Any], bool]] = [
     *[("adamw", held, {}, overlap) for held in (*WHOLE, "elements", "parameters") for overlap in (False, True)],
     *[("adamw", held, CODES, True) for held in WHOLE],
-    *[("sign", held, {}, False) for held in (*WHOLE, "parameters")],  # its own step() runs in the caller's thread
+    *[("adamw", held, REMAINDERS, True) for held in (*WHOLE, "elements", "parameters")],
+    # Its own step() runs in the caller's thread.
+    *[("sign", held, stored, False) for held in (*WHOLE, "parameters") for stored in ({}, REMAINDERS)],
 ]
 
 

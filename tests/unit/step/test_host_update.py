@@ -28,6 +28,7 @@ from megascale.step.host_update import HostUpdate
 from tests.training import INNER, Sign, Tiny, bits_equal, model
 
 CODES: dict[str, Any] = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.uint8}
+HELD: dict[str, Any] = {"store_param_remainders": True}
 WAIT: dict[str, Any] = {"optimizer_cpu_offload": True}
 OVERLAP: dict[str, Any] = {**WAIT, "overlap_cpu_optimizer_d2h_h2d": True}
 
@@ -67,7 +68,10 @@ def _same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-@pytest.mark.parametrize("stored", [{}, CODES, {"exp_avg_dtype": torch.bfloat16}], ids=["fp32", "codes", "bf16"])
+STORED = {"fp32": {}, "codes": CODES, "bf16": {"exp_avg_dtype": torch.bfloat16}, "remainders": HELD | CODES}
+
+
+@pytest.mark.parametrize("stored", STORED.values(), ids=list(STORED))
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("held", ["replicated", "synced", "elements", "parameters"])
 def test_no_bit_differs(held: str, dtype: torch.dtype, stored: dict[str, Any]) -> None:
@@ -102,14 +106,16 @@ OWN: dict[str, Callable[[Tiny], torch.optim.Optimizer]] = {
 """Optimizers of torch, and a user's class, that run their own step()."""
 
 
-@pytest.mark.parametrize("fraction", [1.0, 0.5])
+@pytest.mark.parametrize(("fraction", "stored"), [(1.0, {}), (0.5, {}), (0.5, HELD)])
 @pytest.mark.parametrize("held", ["replicated", "synced", "parameters"])
 @pytest.mark.parametrize("kind", OWN)
-def test_any_other_optimizer(kind: str, held: str, fraction: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_other_optimizer(
+    kind: str, held: str, fraction: float, stored: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its own step() runs once, on main params in host memory, with the bits of the same step without offload."""
     monkeypatch.setitem(INNER, kind, OWN[kind])
-    module, optimizer = _build({**WAIT, "optimizer_offload_fraction": fraction}, held, kind)
-    other_module, other = _build({}, held, kind)
+    module, optimizer = _build({**stored, **WAIT, "optimizer_offload_fraction": fraction}, held, kind)
+    other_module, other = _build(stored, held, kind)
     for step in range(4):
         factor = float("inf") if step == 1 else 1.0
         assert _same(_step(module, optimizer, step, factor), _step(other_module, other, step, factor))
@@ -120,7 +126,7 @@ def test_any_other_optimizer(kind: str, held: str, fraction: float, monkeypatch:
     assert _same(optimizer.state_dict(), other.state_dict())
 
 
-@pytest.mark.parametrize("way", [WAIT, OVERLAP])
+@pytest.mark.parametrize("way", [WAIT, OVERLAP, OVERLAP | HELD])
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_chain_with_muon(sharded: bool, way: dict[str, Any]) -> None:
     """Matrices stay beside the model, all else goes; the chain has the bits of one without offload."""
@@ -135,7 +141,8 @@ def test_a_chain_with_muon(sharded: bool, way: dict[str, Any]) -> None:
         assert isinstance(chain, ChainedOptimizer)
         return module, chain
 
-    (module, chain), (other_module, other) = build(way), build({})
+    stored = {name: way[name] for name in HELD if name in way}
+    (module, chain), (other_module, other) = build(way), build(stored)
     mains = [param for one in chain.optimizers for param in one._member.main_params]
     assert {param.model.dim() for param in mains if param.twin is None} == {2}
     assert any(param.twin is not None for param in mains)
@@ -175,11 +182,12 @@ def _act(action: str, module: Tiny, optimizer: MixedPrecisionOptimizer, at: int)
     return _step(module, optimizer, at)
 
 
-@given(st.lists(st.sampled_from(ACTIONS), min_size=1, max_size=6))
+@given(st.lists(st.sampled_from(ACTIONS), min_size=1, max_size=6), st.sampled_from([{}, HELD]))
 @settings(max_examples=15, deadline=None)
-def test_random_lives(actions: list[str]) -> None:
+def test_random_lives(actions: list[str], stored: dict[str, Any]) -> None:
     """Overflows, accumulation, reads, loads, frozen parameters, options: each has the bits of a life without."""
-    lives = [_build(options) for options in ({}, WAIT, OVERLAP, {**OVERLAP, "optimizer_offload_fraction": 0.5})]
+    ways: list[dict[str, Any]] = [{}, WAIT, OVERLAP, {**OVERLAP, "optimizer_offload_fraction": 0.5}]
+    lives = [_build(stored | way) for way in ways]
     for at, action in enumerate(actions):
         plain, *others = [_act(action, *life, at) for life in lives]
         assert all(_same(plain, other) for other in others)
@@ -309,7 +317,7 @@ def test_what_is_dropped_is_gone() -> None:
     assert threading.active_count() <= threads
 
 
-@pytest.mark.parametrize("stored", [{}, CODES], ids=["fp32", "codes"])
+@pytest.mark.parametrize("stored", [{}, CODES, HELD], ids=["fp32", "codes", "remainders"])
 def test_state_dicts_load_into_any_other_run(stored: dict[str, Any]) -> None:
     """An offloaded run's state loads into a plain one and back, also into shards; each goes on with the same bits."""
     ways = [("replicated", OVERLAP), ("replicated", {}), ("elements", WAIT), ("parameters", {}), ("synced", WAIT)]
@@ -353,8 +361,6 @@ def test_refusals() -> None:
     """What does not work has an error that names it."""
     with pytest.raises(ArgumentError, match="overlap_cpu_optimizer_d2h_h2d=True needs optimizer_cpu_offload=True"):
         OptimizerConfig(overlap_cpu_optimizer_d2h_h2d=True)
-    with pytest.raises(ArgumentError, match="store_param_remainders=True cannot be combined"):
-        OptimizerConfig(store_param_remainders=True, **WAIT)
     with pytest.raises(ArgumentError, match="optimizer_offload_fraction must be above 0 and at most 1, got 0"):
         OptimizerConfig(optimizer_offload_fraction=0, **WAIT)
     with pytest.raises(ArgumentError, match="optimizer_offload_fraction needs optimizer_cpu_offload=True"):
