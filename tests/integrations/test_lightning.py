@@ -72,7 +72,9 @@ def test_adapters_and_8_bit_moments(kind: str, tmp_path: Path) -> None:
 
     A run that is saved in its middle ends in the bits of the whole run.
     """
-    codes = {} if kind == "frozen base" else {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.uint8}
+    codes: dict[str, Any] = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.uint8}
+    if kind == "frozen base":
+        codes = {}
     frozen = () if kind == "8-bit moments" else ("net.first.weight", "net.second.weight")
 
     class Module(Regression):

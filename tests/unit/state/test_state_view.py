@@ -182,7 +182,8 @@ def test_own_entries_are_written_through() -> None:
     optimizer.state[weight]["exp_avg"] = torch.ones(6, 4)
     assert list(inner.state[weight]) == ["exp_avg"]
     optimizer.state["global"] = {"count": 1}
-    assert inner.state["global"] == optimizer.state["global"] == {"count": 1}
+    held: Any = inner.state
+    assert held["global"] == optimizer.state["global"] == {"count": 1}
     assert list(optimizer.state)[-1] == "global"
     optimizer.state.clear()
     assert len(inner.state) == 0
