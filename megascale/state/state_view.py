@@ -41,7 +41,8 @@ class Source:
     """What one optimizer's entries are read from: a :class:`LiveState` but for what updates it.
 
     Attributes:
-        sync: takes weights that others wrote into the model over into the main params. A weak reference: whoever keeps
+        sync: takes weights that others wrote into the model over into the main params.
+        release: drops what the update keeps of tensors from step to step. Both are weak references: whoever keeps
             entries of a dropped optimizer keeps their tensors, and not the wrapper of the torch optimizer.
     """
 
@@ -52,12 +53,13 @@ class Source:
     counter: StepCounter
     norm_statistics: NormStatistics | None
     sync: "WeakMethod[Callable[[], None]]"
+    release: "WeakMethod[Callable[[], None]]"
 
     @classmethod
     def of(cls, live: LiveState, sync: Callable[[], None]) -> "Source":
         """Return the source of ``live``. ``sync``: a method."""
-        scaler, norms = live.grad_scaler, live.norm_statistics
-        return cls(live.param_groups, live.state, live.main_params, scaler, live.counter, norms, WeakMethod(sync))
+        held = (live.param_groups, live.state, live.main_params, live.grad_scaler, live.counter, live.norm_statistics)
+        return cls(*held, WeakMethod(sync), WeakMethod(live.update.release_scratch))
 
     @property
     def added(self) -> tuple[str, ...]:
@@ -70,6 +72,12 @@ class Source:
         if self.main_params.get(param) is not None or param in self.state:
             return True
         return any(param is one for group in self.param_groups for one in group["params"])
+
+    def forget(self) -> None:
+        """Let tensors go that are replaced: the update kept them for the next step."""
+        release = self.release()
+        if release is not None:
+            release()
 
     def main_value(self, param: Tensor) -> Tensor | None:
         """Return the live main param of ``param``; None where it has none but itself."""
@@ -144,6 +152,7 @@ class ParamEntries(_View[str]):
         return self._added(name) if name in self._source.added else self._own[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
+        self._source.forget()
         if name in self._source.added:
             self._write_added(name, value)
         elif self._param in self._source.state:
@@ -184,6 +193,7 @@ class ParamEntries(_View[str]):
         main = self._main()
         if name == layout.MAIN_PARAM and main is not None and main.is_copy and main.remainder is None:
             main.take_memory(value)
+            self._source.main_params.residence.note(main.name, main.main, main.rounded.device)
         elif not _are_equal(self._added(name), value):
             raise UsageError(
                 f"optimizer.state of {self._name()!r} was assigned another {name!r} than it has: that entry shows what "
@@ -237,6 +247,7 @@ class StateView(_View[Any]):
             if len(self._sources) > 1:
                 raise UsageError("state of several optimizers takes no new keys: write it into one of .optimizers")
             [source] = self._sources
+        source.forget()
         if not isinstance(key, Tensor) or not isinstance(value, Mapping):
             source.state[key] = value
             return

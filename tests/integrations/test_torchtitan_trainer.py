@@ -84,9 +84,13 @@ def _trainer(
     mesh: Any = None,
     pipeline: bool = False,
     kind: str = "",
+    replicas: Any = None,
     **options: Any,
 ) -> Any:
-    """Return torchtitan's trainer without what only a GPU and its data sets give: its step is its own."""
+    """Return torchtitan's trainer without what only a GPU and its data sets give: its step is its own.
+
+    ``replicas``: the mesh that weights are spread over, where it is another than ``mesh`` of the data.
+    """
     from torchtitan.components.loss import CrossEntropyLoss
     from torchtitan.components.optimizer import LRSchedulersContainer
 
@@ -95,7 +99,7 @@ def _trainer(
     torch.manual_seed(0)
     model = Net(kind).to(dtype)
     if mesh is not None:
-        fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+        fully_shard(model, mesh=replicas or mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
     trainer = MegascaleTrainer.__new__(MegascaleTrainer)
     trainer.model_parts = [model]
     trainer.device = torch.device("cpu")
@@ -260,8 +264,9 @@ def _on_rank(
     import torch.distributed as dist
 
     rank, world = dist.get_rank(), dist.get_world_size()
-    mesh = mesh_of((world, 1), ("dp_replicate", "fsdp")) if replicated else mesh_of((world,), ("dp",))
-    trainer = _trainer(dtype, mesh=mesh, kind=kind, megascale=options)
+    flat = mesh_of((world,), ("dp",))
+    replicas = mesh_of((world, 1), ("dp_replicate", "fsdp")) if replicated else None
+    trainer = _trainer(dtype, mesh=flat, kind=kind, replicas=replicas, megascale=options)
     parts = {"model": trainer.model_parts[0], "optimizer": trainer.optimizers, "lr": trainer.lr_schedulers}
     if resume:
         dcp_load(parts, checkpoint_id=folder)
