@@ -55,14 +55,14 @@ class Residence:
         self._away: list[_Away] = []
         self._moved: dict[str, tuple[ref[Tensor], torch.device]] = {}
 
-    def note(self, name: str, main: Tensor, home: torch.device) -> None:
+    def note(self, name: str, main: Tensor, before: torch.device) -> None:
         """Remember that a loop over ``optimizer.state`` has moved a main param, or has moved it back.
 
         Args:
             name: of its parameter.
-            home: where a step needs it.
+            before: where it was: where a step needs it, if it was not moved earlier.
         """
-        self._moved.pop(name, None)
+        _, home = self._moved.pop(name, (None, before))
         if main.device != home:
             self._moved[name] = ref(main), home
 

@@ -192,8 +192,9 @@ class ParamEntries(_View[str]):
     def _write_added(self, name: str, value: Any) -> None:
         main = self._main()
         if name == layout.MAIN_PARAM and main is not None and main.is_copy and main.remainder is None:
+            before = main.main.device
             main.take_memory(value)
-            self._source.main_params.residence.note(main.name, main.main, main.rounded.device)
+            self._source.main_params.residence.note(main.name, main.main, before)
         elif not _are_equal(self._added(name), value):
             raise UsageError(
                 f"optimizer.state of {self._name()!r} was assigned another {name!r} than it has: that entry shows what "

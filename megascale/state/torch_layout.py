@@ -9,19 +9,16 @@ ours goes into every parameter's state, next to the moments, as they carry that 
   scaler's.
 - ``num_states``: 0-d int64, how many entries the wrapped optimizer has for the parameter. Some of those functions drop
   entries that the live optimizer lacks; this number reveals it.
-- ``step_counts_landed``, ``step_counts_skipped``: 0-d int64. An older checkpoint lacks them: read it with
-  ``DefaultLoadPlanner(allow_partial_load=True)``.
+- ``step_counts_landed``, ``step_counts_skipped``: 0-d int64.
 - ``norm_statistics_mean``, ``norm_statistics_variance`` (fp64), ``norm_statistics_count``: 0-d, with ``config.zclip``.
 - ``shard_start``: 0-d int64, in copies of ``optimizer.state`` only (:mod:`megascale.state.state_view`), where ranks
   hold shards: where this rank's pieces begin in the flattened parameter. State dicts hold whole tensors, and lack it.
 """
 
-import sys
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import torch
@@ -31,6 +28,7 @@ from megascale.errors import StateDictError, listed
 from megascale.kernels.compact_moments import GROUP, is_scale
 from megascale.main_params.shard import ParamShard
 from megascale.state.schema import SHARED_STATE, no_scaler_state
+from megascale.state.torch_frames import is_told_to_skip
 from megascale.step.counter import COUNT_KEYS
 from megascale.step.spikes import NORM_KEYS
 from megascale.utils.param_names import renames
@@ -76,24 +74,6 @@ class StateDict(dict[str, Any]):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StateDict":
         return StateDict(deepcopy(dict(self), memo))
-
-
-TORCH_MODULE = "torch.distributed.checkpoint.state_dict"
-
-
-def _is_told_to_skip() -> bool:
-    """Return whether the caller passed ``StateDictOptions(strict=False)`` to torch's functions.
-
-    The one place where a caller's module is looked at. Torch's functions keep the options in a local variable and call
-    ``load_state_dict(state_dict=...)`` without them; nothing that they pass or read tells a state dict of which a part
-    is missing on purpose from one that has lost it.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__") == TORCH_MODULE and "info" in frame.f_locals:
-            return not getattr(frame.f_locals["info"], "strict", True)
-        frame = frame.f_back
-    return False
 
 
 def to_torch_layout(own: Mapping[str, Any]) -> dict[str, Any]:
@@ -164,7 +144,7 @@ def from_torch_layout(given: Mapping[str, Any], live: Mapping[str, Any], *, stri
         StateDictError: naming what is missing or does not fit.
     """
     _check(given)
-    strict = strict and not _is_told_to_skip()
+    strict = strict and not is_told_to_skip()
     groups = live["optimizer"]["param_groups"]
     names = _names_by_key(given["param_groups"], [group["params"] for group in groups])
     shared = _shared_state(given, names, live)

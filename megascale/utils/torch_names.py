@@ -172,11 +172,6 @@ NAMES = (
         "the index of a checkpoint has it",
         "`import megascale.checkpoint` fails and names it",
     ),
-    TorchName(
-        "torch.distributed.checkpoint.filesystem.FileSystemReader._slice_file",
-        "reads one piece of a checkpoint's file",
-        "an AttributeError when a checkpoint is loaded, which leaves all as it was",
-    ),
     # Files of torch.save
     TorchName("torch._utils._rebuild_tensor_v2", "files of torch.save name it; makes their tensors"),
     TorchName("torch._utils._rebuild_parameter", _FILES, _FILES_GONE),
