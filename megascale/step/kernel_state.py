@@ -308,7 +308,7 @@ def _check(name: str, value: Any, param: MainParam) -> None:
         raise UsageError(f"{story} {fault}; load the state anew")
     part, main, shape = to_local(value), to_local(param.main), shape_of(name, param)
     if is_dtensor(value) and not is_plain(part):
-        raise UsageError(f"{story} is a DTensor of negated values; give it values of its own")
+        raise UsageError(f"{story} is a DTensor with the negative bit set, a lazy negation; call resolve_neg() on it")
     if name == "step":
         if value.numel() != 1 or value.dtype.is_complex:
             raise UsageError(f"{story} has shape {tuple(value.shape)} and dtype {value.dtype}; it must be one number")
