@@ -119,7 +119,7 @@ def test_adapters_and_8_bit_moments(tmp_path: Path) -> None:
     assert moved == {name for name in before if "lora" in name}
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("layout", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
 def test_a_run_goes_on_after_a_restart(layout: str, ranks: RankPool, tmp_path: Path) -> None:
     """Two ranks, an overflow on one: resumed on two with all bits, and on four with what was saved."""
     given = ("axolotl", layout, str(tmp_path), torch.float16)
