@@ -219,7 +219,7 @@ class MainParams(ABC):
             self.arrivals, self.pins_params = WeightArrivals(device), config.pin_cpu_params
             is_auto = isinstance(config.optimizer_offload_fraction, str)
             self.offload_fraction = 1.0 if is_auto else float(config.optimizer_offload_fraction)
-            self.pins_state = config.optimizer_offload_compute == "device"
+            self.pins_state = config.optimizer_offload_compute != "host"
 
     def measure_offload(self) -> OffloadMeter:
         """Measure the steps from now on, of updates in host memory."""

@@ -192,7 +192,8 @@ class StepRecipe:
         """Finish, measure, agree, decide, rescale. ``error``: what this rank found already; all ranks raise it."""
         self._check_surroundings()
         for member in self.members:
-            error = error or member.tune_offload()
+            tuned = member.tune_offload()  # also with an error: other ranks wait for this one there
+            error = error or tuned
         scaler, scaled = self._grad_scaler, self._is_loss_scaled()
         if self.members[0].held is not None:
             error = error or self._measured_twice(scaled)
