@@ -37,6 +37,17 @@ class Plan:
     norm_statistics: Mapping[str, float] | None = None
 
 
+def shared_values(
+    grad_scaler: MegatronGradScaler | None, counter: StepCounter, norm_statistics: NormStatistics | None
+) -> dict[str, Any]:
+    """Return what a state dict holds once, for all parameters. Waits for the device."""
+    return {
+        "grad_scaler": {} if grad_scaler is None else grad_scaler.state_dict(),
+        "step_counts": counter.state_dict(),
+        **({} if norm_statistics is None else {"norm_statistics": norm_statistics.state_dict()}),
+    }
+
+
 @dataclass(frozen=True)
 class LiveState:
     """References to everything that a state dict covers."""
@@ -75,9 +86,7 @@ class LiveState:
         return StateDict(
             optimizer={"state": states} | self._pack_options(names, copy=copy),
             main_params=mains,
-            grad_scaler={} if self.grad_scaler is None else self.grad_scaler.state_dict(),
-            step_counts=self.counter.state_dict(),
-            **({} if self.norm_statistics is None else {"norm_statistics": self.norm_statistics.state_dict()}),
+            **shared_values(self.grad_scaler, self.counter, self.norm_statistics),
             version=portable_state.VERSION,
         )
 
