@@ -205,9 +205,9 @@ class Checkpointer:
         if other := first_other_rank(sums):
             rank, parted = other
             raise CheckpointError(
-                f"rank {rank} holds other values than rank 0 of {listed(parted)}: the ranks have parted, and only "
-                "one of them would be saved; reduce their gradients (DistributedDataParallel, or a GradSync), or "
-                "pass check_replicas=False to save the first rank's"
+                f"rank {rank} holds other values than rank 0 of {listed(parted)}: the replicas have diverged, and "
+                "a checkpoint stores only one of them; reduce their gradients (DistributedDataParallel, or a "
+                "GradSync), or pass check_replicas=False to save the first rank's"
             )
 
     def _begin(self, step: int) -> Path:

@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -41,20 +42,20 @@ def lines(
     bus, both = _bus_bandwidths(device, share, timer)
     yield f"bus         {bus / 1e9:.2f} GB/s in the slower direction, {both / 1e9:.2f} GB/s each way at once"
     update, threads = _update_seconds(host, share)
-    found = estimate(
-        [param.shape for param in params],
-        precision=precision,
-        optimizer_cpu_offload=True,
-        overlap_cpu_optimizer_d2h_h2d=True,
-    )
+    shapes = [param.shape for param in params]
+    there: dict[str, Any] = {"precision": precision, "optimizer_cpu_offload": True}
+    found = estimate(shapes, **there, overlap_cpu_optimizer_d2h_h2d=True)
     host_bandwidth = found.offload[ON_HOST] / update
     yield f"update      {update * 1e3:.2f} ms in host memory, {threads} threads, {host_bandwidth / 1e9:.2f} GB/s"
     probe = torch.zeros(COPY_BYTES // 4, device=device)
     memory = 2 * COPY_BYTES / _median(lambda: probe.mul_(1.0), device, share, timer)
     yield f"memory      {memory / 1e9:.2f} GB/s, read and written back on {device}"
-    yield f"\nBy these rates, with {tokens:,} tokens in a step:"
     machine = Machine(flops=flops, memory_bandwidth=memory, bus_bandwidth=both, host_bandwidth=host_bandwidth)
+    yield f"\nBy these rates, with {tokens:,} tokens in a step, and the update in host memory overlapping forward:"
     yield from timeline(found, machine, tokens=tokens).lines()
+    yield "\nWith main params and state that visit the device, optimizer_offload_compute='device':"
+    visits = estimate(shapes, **there, optimizer_offload_compute="device")
+    yield from timeline(visits, machine, tokens=tokens).lines()
 
 
 def _flops(device: torch.device, dtype: torch.dtype, seconds: float, timer: Timer) -> tuple[float, int]:

@@ -11,6 +11,7 @@ from megascale.estimation.sizes import ModelSizes
 from megascale.grad_sync.layout import Bucket, BufferLayout, ParamSize, build_layouts
 from megascale.grad_sync.owners import OwnerLoads, group_by_owner, update_cost
 from megascale.main_params.offload_share import goes
+from megascale.main_params.update_unit import SLICE
 from megascale.utils.dtypes import HALF_DTYPES
 
 
@@ -45,6 +46,16 @@ class Partition:
         self.there = dict.fromkeys(self.kept, 0)
         if setup.optimizer_cpu_offload:
             self._send_to_host()
+
+    def slices(self) -> list[int]:
+        """Return the elements of each slice of what lives in host memory, in the order of forward."""
+        made: list[int] = []
+        for numel in filter(None, self.there.values()):
+            if made and made[-1] + numel <= SLICE:
+                made[-1] += numel
+            else:
+                made.append(numel)
+        return made
 
     def _send_to_host(self) -> None:
         """Set ``there``. What forward needs first stays, whole parameters or whole buckets, as the fraction lets."""

@@ -92,9 +92,9 @@ class GradSync:
     :meth:`finish`. A gradient that the caller puts into ``param.grad`` counts before backward, or instead of it.
 
     A parameter belongs to one GradSync at a time, until that is freed or :meth:`detach` is called, which removes its
-    hooks, main grads and thread. Free it between steps. If some ranks have started a reduction and others have not, as
-    after an error of one rank in forward or backward, call :meth:`finish` and :meth:`zero_` on all of them before that,
-    and before another backward: a rank that has started none would leave the others waiting.
+    hooks, main grads and thread. Detach or free it between steps only. After an exception on one rank, in forward or
+    backward, first call :meth:`finish` and :meth:`zero_` on all ranks, also before another backward: otherwise the
+    ranks that have already started a reduction wait for the others, a deadlock.
 
     Args:
         named_parameters: in the order of the forward pass, as ``model.named_parameters()`` gives them. Frozen ones are

@@ -48,6 +48,8 @@ class MainParams(ABC):
     """Where copies live in host memory: what sends weights from there. None: beside the model params."""
     pins_params = True
     """Whether those weights are in pinned memory."""
+    pins_state = False
+    """Whether the copies and their state are, too, as the device updates them."""
     offload_fraction = 1.0
     """The share of the copies' elements that lives there, at least."""
 
@@ -69,7 +71,7 @@ class MainParams(ABC):
         Raises ArgumentError or ArgumentTypeError for a parameter that cannot be trained, UsageError for one whose
         shape, dtype or layout has changed or that shares memory with another, before anything has changed.
         """
-        self.wait()
+        self.wait(for_host=False)
         made: list[MainParam] = []
         written = self._tracker.written()
         if not self._is_unchanged(param_groups):
@@ -79,6 +81,7 @@ class MainParams(ABC):
             written = self._tracker.written()
         if not written:
             return made
+        self.wait_for_arrivals()
         params = list(self)
         for index in written:
             params[index].check()
@@ -214,6 +217,7 @@ class MainParams(ABC):
         if config.optimizer_cpu_offload:
             self.arrivals, self.pins_params = WeightArrivals(device), config.pin_cpu_params
             self.offload_fraction = config.optimizer_offload_fraction
+            self.pins_state = config.optimizer_offload_compute == "device"
 
     def twins(self, parts: Mapping[str, Tensor], runs: Sequence[tuple[Iterable[str], int]]) -> Mapping[str, HostTwin]:
         """Return new twins of 16-bit model params, by name, where copies live in host memory; none elsewhere.
@@ -230,7 +234,10 @@ class MainParams(ABC):
         for (names, _), is_gone in zip(halves, goes([run[1] for run in halves], self.offload_fraction), strict=True):
             if is_gone:
                 there |= {name: parts[name] for name in names}
-        return dict(zip(there, host_twins(list(there.values()), pin=self.pins_params), strict=True))
+        return dict(zip(there, self._new_twins(list(there.values())), strict=True))
+
+    def _new_twins(self, parts: Sequence[Tensor]) -> list[HostTwin]:
+        return host_twins(parts, pin=self.pins_params, pins_state=self.pins_state)
 
     def moved_to(self, fraction: float) -> list[tuple[MainParam, MainParam]]:
         """Return main params that another fraction wants elsewhere, each with a new one there, of the model's values.
@@ -244,7 +251,7 @@ class MainParams(ABC):
             moving[is_gone] += [param for param in params if (param.twin is not None) != is_gone]
         found = []
         for is_gone, params in moving.items():
-            twins = host_twins([param.part for param in params], pin=self.pins_params) if is_gone else []
+            twins = self._new_twins([param.part for param in params]) if is_gone else []
             slabs = Slabs([twin.weights for twin in twins] if is_gone else [_like(param) for param in params])
             for at, param in enumerate(params):
                 like, twin = _like(param), twins[at] if is_gone else None
@@ -267,10 +274,17 @@ class MainParams(ABC):
         """Make units anew when they are next read, as main params have moved."""
         self._units = None
 
-    def wait_for_arrivals(self) -> None:
-        """Wait until weights have come from host memory, where they are updated there."""
-        if self.arrivals is not None:
+    def wait_for_arrivals(self, *, for_host: bool = True) -> None:
+        """Wait until weights have come from host memory, where they are updated there.
+
+        ``for_host``: wait, too, until main params and state are in host memory, where the device updates them.
+        """
+        if self.arrivals is None:
+            return
+        if for_host:
             self.arrivals.wait()
+        else:
+            self.arrivals.wait_for_weights()
 
     @abstractmethod
     def make(self, params: Mapping[str, nn.Parameter], group_of: Mapping[str, int]) -> list[MainParam]:
@@ -289,8 +303,8 @@ class MainParams(ABC):
         """Record that the model params of one unit have been written."""
 
     @abstractmethod
-    def wait(self) -> None:
-        """Wait until every model param is whole on every rank."""
+    def wait(self, *, for_host: bool = True) -> None:
+        """Wait until every model param is whole on every rank. ``for_host``: see :meth:`wait_for_arrivals`."""
 
     def end_step(self) -> None:
         """End a step: model params are whole on every rank, or will be when a module needs them. Here they are."""
@@ -304,7 +318,7 @@ class MainParams(ABC):
     def to_local(self, param: nn.Parameter, value: Tensor, dtype: torch.dtype, *, group: int = 1) -> Tensor:
         """Return this rank's part of ``value``, a saved tensor of the parameter's shape, as ``dtype``.
 
-        ``group``: the elements of the flattened parameter that one element of a 1-D ``value`` stands for.
+        ``group``: group size of a per-group tensor (1-D, such as the scales of codes); 1 for a per-element tensor.
         """
 
     @abstractmethod

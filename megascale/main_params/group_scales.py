@@ -1,8 +1,8 @@
 """Scales of moments held as 8-bit codes: their shape and their place beside a main param that is a DTensor.
 
 Groups are cut from the flattened parameter. A rank's part of a DTensor must be a run of whole groups, so it must be cut
-along dimension 0 alone. Its scales are a DTensor with its placements: of shape [rows, groups of a row] where rows are
-whole groups, which may be cut unevenly, else of shape [groups].
+along dimension 0 alone. Scales have the parameter's placements. Their shape is [rows, groups per row] if each row is a
+whole number of groups (uneven sharding is allowed then); otherwise it is [groups].
 """
 
 import math

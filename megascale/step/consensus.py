@@ -145,8 +145,9 @@ class Consensus:
         every = gathered_facts(mine, error, self._group)
         if not self.is_alone:
             raise _named(every) or UsageError(
-                "ranks differ in something that they must do alike, and it cannot be named any more; no parameter has "
-                "changed: build the optimizer, set options, load state and call step() alike on every rank"
+                "the ranks disagree about this step (settings, parameters or number of steps), but their facts "
+                "about it are already dropped; no parameter has changed: build the optimizer, set options, load state "
+                "and call step() identically on every rank"
             )
 
     def _by_kind(self, facts: StepFacts) -> _FactsByKind:
@@ -197,8 +198,9 @@ def _error(topic: Topic, facts: Mapping[int, Facts], found: list[Difference]) ->
     if topic is Topic.ABSENT:
         return _absence_error({rank: [name for name in names if name in own] for rank, own in facts.items()})
     return UsageError(
-        f"ranks that hold the same parameters have other settings: {found[0]}; set it alike on every rank, or, where "
-        "their parameters are meant to part, pass replicas_may_differ=True to MixedPrecisionOptimizer"
+        f"ranks that hold the same parameters have other settings: {found[0]}; use the same value on every "
+        "rank. If these replicas are different models on purpose, pass replicas_may_differ=True to "
+        "MixedPrecisionOptimizer"
     )
 
 

@@ -96,8 +96,13 @@ class StepMember:
     # Before the decision
 
     @without_grad
-    def sync_from_model(self) -> None:
-        """Take over changes of ``param_groups`` and writes to model params."""
+    def sync_from_model(self, *, reads_state: bool = True) -> None:
+        """Take over changes of ``param_groups`` and writes to model params.
+
+        ``reads_state``: main params or state are read next, so that the host waits until they are in its memory.
+        """
+        if reads_state:
+            self.main_params.wait_for_arrivals()
         param_groups, state = self.optimizer.param_groups, self.optimizer.state
         made = self.main_params.sync_from_model(param_groups)
         if not made:
@@ -154,15 +159,17 @@ class StepMember:
 
         Communicates nothing, but waits for gathers, which all ranks take part in.
         """
-        call = "a change of optimizer_offload_fraction"
         if self.main_params.arrivals is None:
-            raise UsageError(f"{call} needs an optimizer that was built with optimizer_cpu_offload=True")
+            raise UsageError(
+                "a change of optimizer_offload_fraction needs an optimizer that was built with "
+                "optimizer_cpu_offload=True"
+            )
         if self.ready is not None:
             raise UsageError(
-                f"{call} came between prepare_grads() and the update that it decided: take the step with "
-                "step_with_ready_grads() first, or call zero_grad()"
+                "a change of optimizer_offload_fraction came between prepare_grads() and the update that it decided: "
+                "take the step with step_with_ready_grads() first, or call zero_grad()"
             )
-        self.main_params.residence.require_here(call)
+        self.main_params.residence.require_here("a change of optimizer_offload_fraction")
         self.sync_from_model()
         moved = relocate(self.main_params, self.optimizer.state, fraction)
         self.update.release_scratch()
@@ -178,7 +185,7 @@ class StepMember:
         found: Exception | None = None
         try:
             self.main_params.residence.require_here("step()")
-            self.sync_from_model()
+            self.sync_from_model(reads_state=False)
         except Exception as error:  # whatever it is: other ranks wait
             found = error
         found = self.grads.finish(self.main_params) or found

@@ -72,7 +72,7 @@ def parted_replicas(differing: Mapping[str, Collection[str]]) -> UsageError:
 def unscaled_loss_error() -> UsageError:
     """Return the error for gradients of a loss that was not scaled."""
     return UsageError(
-        "nobody has asked for the loss scale since the last step, so that these gradients cannot be scaled by it: call "
+        "the loss was not scaled: neither scale_loss() nor get_loss_scale() was called since the last step; call "
         "optimizer.scale_loss(loss).backward(), or multiply the loss by optimizer.get_loss_scale(). If the gradients "
-        "are scaled by it in another way, pass grads_are_scaled=True when you build the optimizer"
+        "are scaled in another way, pass grads_are_scaled=True when you build the optimizer"
     )

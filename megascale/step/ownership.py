@@ -59,7 +59,7 @@ def scaler_conflict(
     return UsageError(
         f"the grad scaler is shared with another {type(others[0]).__name__}, and each of its steps would update the "
         "scale that the other's loss was scaled by; step them as one with ChainedOptimizer([...]), or give each a "
-        "scaler of its own (or drop the one that trains no more)"
+        "scaler of its own (or delete the optimizer that you no longer use)"
     )
 
 

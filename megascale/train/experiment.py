@@ -1,5 +1,6 @@
-"""``python -m megascale.train.experiment``: what loss scaling does for fp16, four runs beside one in fp32, over several
-seeds, as a table and a picture.
+"""``python -m megascale.train.experiment``: what loss scaling does for fp16, as a table and a picture.
+
+Four runs beside one in fp32, over several seeds:
 
     python -m megascale.train.experiment [seeds=0,1,2] [folder=runs/scaling_experiment] [a.b=c ...]
 

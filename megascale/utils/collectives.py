@@ -295,6 +295,8 @@ def broadcast_object(value: T, group: ProcessGroup | None) -> T:
 def twin_group(group: ProcessGroup | None) -> ProcessGroup | None:
     """Return a new gloo group of the same ranks and timeout, for collectives on the host in another thread.
 
+    Two threads that used one group would mix the order of their messages, which has to be the same on all ranks.
+
     Every rank of ``group`` calls it together. The new group lives until torch.distributed is destroyed.
 
     Raises:

@@ -378,7 +378,7 @@ def _parted(directory: Path, asynchronous: bool) -> list[Any]:
 def test_ranks_that_have_parted_are_named(ranks: RankPool, tmp_path: Path, asynchronous: bool) -> None:
     """A save compares checksums of what all ranks should hold alike, and raises on all of them; nothing is written."""
     for message, saved in ranks.run(2, _parted, tmp_path, asynchronous):
-        assert "rank 1 holds other values than rank 0 of 'model/bias': the ranks have parted" in message
+        assert "rank 1 holds other values than rank 0 of 'model/bias': the replicas have diverged" in message
         assert saved == ["step_00000001", "step_00000003"]
 
 

@@ -89,7 +89,16 @@ def test_fsdp2(ranks: RankPool, options: dict[str, Any]) -> None:
     assert ranks.run(2, _fully_sharded, options) == [[True] * 5] * 2
 
 
-def _in_host_memory(held: str, overlap: bool, fraction: float, stored: dict[str, Any]) -> list[bool]:
+WAYS: dict[str, dict[str, Any]] = {
+    "wait": {},
+    "overlap": {"overlap_cpu_optimizer_d2h_h2d": True},
+    "device": {"optimizer_offload_compute": "device"},
+}
+
+
+def _in_host_memory(held: str, way: str, fraction: float, stored: dict[str, Any]) -> list[bool]:
+    overlap = way == "overlap"
+
     def build(options: dict[str, Any]) -> tuple[nn.Module, MixedPrecisionOptimizer]:
         module = net()
         inner = torch.optim.AdamW(module.named_parameters(), lr=1e-2)
@@ -103,7 +112,7 @@ def _in_host_memory(held: str, overlap: bool, fraction: float, stored: dict[str,
         )
 
     options: dict[str, Any] = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
-    options["overlap_cpu_optimizer_d2h_h2d"] = overlap
+    options |= WAYS[way]
     (module, ours), (twin, theirs) = build(stored | options), build(stored)
     _delay(ours)
     seen = []
@@ -131,15 +140,15 @@ def _delay(optimizer: MixedPrecisionOptimizer) -> None:
     update._host.apply = late  # type: ignore[method-assign, assignment]
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("fraction", "stored"), [(1.0, {}), (0.5, {}), (0.5, {"store_param_remainders": True})])
 @pytest.mark.parametrize("held", ["synced", "elements", "parameters"])
-def test_in_host_memory(ranks: RankPool, held: str, overlap: bool, fraction: float, stored: dict[str, Any]) -> None:
+def test_in_host_memory(ranks: RankPool, held: str, way: str, fraction: float, stored: dict[str, Any]) -> None:
     """optimizer_cpu_offload over ranks has the bits of the same life without; overlap: of what each can overlap."""
-    assert ranks.run(2, _in_host_memory, held, overlap, fraction, stored) == [[True] * 4] * 2
+    assert ranks.run(2, _in_host_memory, held, way, fraction, stored) == [[True] * 4] * 2
 
 
-def _dtensors_in_host_memory(overlap: bool, fraction: float, prefetch: bool, options: dict[str, Any]) -> list[bool]:
+def _dtensors_in_host_memory(way: str, fraction: float, prefetch: bool, options: dict[str, Any]) -> list[bool]:
     mesh = mesh_of((dist.get_world_size(),), ("dp",))
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
 
@@ -159,7 +168,7 @@ def _dtensors_in_host_memory(overlap: bool, fraction: float, prefetch: bool, opt
     own: dict[str, Any] = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(update_unit, "SLICE", 16)  # several slices, whose weights arrive one after the other
-        module, ours = build(own | options | {"overlap_cpu_optimizer_d2h_h2d": overlap})
+        module, ours = build(own | options | WAYS[way])
     twin, theirs = build(options)
     _delay(ours)
     seen = []
@@ -193,13 +202,14 @@ def _locals(saved: dict[str, Any]) -> list[Tensor]:
     ids=["fp32", "bf16", "remainders"],
 )
 @pytest.mark.parametrize(
-    ("overlap", "fraction", "prefetch"), [(False, 1.0, False), (True, 1.0, True), (True, 0.5, False)]
+    ("way", "fraction", "prefetch"),
+    [("wait", 1.0, False), ("overlap", 1.0, True), ("overlap", 0.5, False), ("device", 0.5, True)],
 )
 def test_dtensors_in_host_memory(
-    ranks: RankPool, overlap: bool, fraction: float, prefetch: bool, options: dict[str, Any]
+    ranks: RankPool, way: str, fraction: float, prefetch: bool, options: dict[str, Any]
 ) -> None:
     """FSDP2's shards: each rank's main params and state in its host's memory have the bits of a life without."""
-    assert ranks.run(2, _dtensors_in_host_memory, overlap, fraction, prefetch, options) == [[True] * 4] * 2
+    assert ranks.run(2, _dtensors_in_host_memory, way, fraction, prefetch, options) == [[True] * 4] * 2
 
 
 def _fractions_that_differ() -> str:

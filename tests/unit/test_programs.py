@@ -273,9 +273,10 @@ def test_bench_of_an_offloaded_step(
     rates = {line.split()[0]: line for line in said.splitlines() if line[:1].isalpha()}
     assert {"operations", "bus", "update", "memory"} <= rates.keys()
     milliseconds = float(rates["update"].split()[1])
-    host = next(line for line in said.splitlines() if "update in host memory" in line)
+    host = next(line for line in said.splitlines() if line.strip().startswith("update in host memory"))
     assert float(host.split()[4]) == pytest.approx(milliseconds, abs=0.11)
     assert "with 100 tokens" in said
+    assert "state to the device" in said
     assert torch.get_num_threads() == threads
 
 

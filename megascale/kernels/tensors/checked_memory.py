@@ -96,8 +96,8 @@ def sharing(tensors: Sequence[Tensor], others: Sequence[Tensor] = ()) -> list[in
     """Return the indices of two tensors that share a byte, none if no two do.
 
     Unlike :func:`overlapping` it tells interleaved views, as the columns of a matrix, from those that share elements.
-    ``others`` may share memory with one another; their indices go on where those of ``tensors`` end. Of several pairs
-    it is the one whose second index is lowest, then the first, wherever they lie.
+    ``others`` may share memory with one another; their indices go on where those of ``tensors`` end. If several
+    pairs overlap, it is the smallest one by (second index, first index).
     """
     every = [*tensors, *others]
     met = sorted(overlapping(every), key=lambda index: every[index].data_ptr(), reverse=True)
