@@ -158,7 +158,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
         return next((one.optimizer_offload_fraction for one in self._in_host_memory()), 1.0)
 
     @optimizer_offload_fraction.setter
-    def optimizer_offload_fraction(self, value: float) -> None:
+    def optimizer_offload_fraction(self, value: float | str) -> None:
         for optimizer in self._in_host_memory() or self.optimizers:
             optimizer.optimizer_offload_fraction = value
 

@@ -266,13 +266,15 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         """The share of the 16-bit parameters' elements in host memory, at least; starts as the config's.
 
         May be set between steps, to the same number on all ranks together: main params and state move with every bit,
-        and the host waits for the copies. UsageError without ``optimizer_cpu_offload``, or in the middle of a step.
+        and the host waits for the copies. "auto": all go to host memory, and the next steps are measured anew.
+        UsageError without ``optimizer_cpu_offload``, or in the middle of a step.
         """
         return self._member.main_params.offload_fraction
 
     @optimizer_offload_fraction.setter
-    def optimizer_offload_fraction(self, value: float) -> None:
-        self._member.set_offload_fraction(offload_fraction(value))
+    def optimizer_offload_fraction(self, value: float | str) -> None:
+        overlaps = self.config.overlap_cpu_optimizer_d2h_h2d
+        self._member.set_offload_fraction(offload_fraction(value, overlaps=overlaps))
 
     def last_overflow(self, *, gather: bool = False) -> OverflowReport | None:
         """Return which gradients held inf or NaN in the last step that was skipped; None if none was.

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megascale.config import check_moment_dtypes, check_offload
+from megascale.config import AUTO, check_moment_dtypes, check_offload
 from megascale.errors import ArgumentError, ArgumentTypeError
 from megascale.estimation.sizes import ParamSpec
 from megascale.grad_sync.bucket import main_grad_dtype
@@ -95,6 +95,12 @@ class Setup:
         validate.integer("rank", self.rank, minimum=0, maximum=self.ranks - 1)
         for name in ("store_param_remainders", "optimizer_cpu_offload", "overlap_cpu_optimizer_d2h_h2d"):
             validate.flag(name, getattr(self, name))
+        if self.optimizer_offload_compute == AUTO:
+            raise ArgumentError(
+                'optimizer_offload_compute="auto" is measured in a run; give the estimate "host" or "device"'
+            )
+        if str(self.optimizer_offload_fraction) == AUTO:
+            raise ArgumentError('optimizer_offload_fraction="auto" is measured in a run; give the estimate a number')
         check_offload(self)
         if self.optimizer_cpu_offload and self.optimizer == "muon":
             raise ArgumentError(

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from megascale.config import StepConfig
-from megascale.errors import ArgumentError, ArgumentTypeError
+from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.kernels import is_plain, plain
 from megascale.main_params.host_twin import HostTwin, host_twins
 from megascale.main_params.main_param import MainParam, check_apart, check_trainable, main_param_of
+from megascale.main_params.offload_meter import OffloadMeter
 from megascale.main_params.offload_share import goes
 from megascale.main_params.residence import Residence
 from megascale.main_params.shard import ParamShard
@@ -216,8 +217,16 @@ class MainParams(ABC):
         """Make main params that are copies in host memory, if ``config`` says so. ``device``: of the model params."""
         if config.optimizer_cpu_offload:
             self.arrivals, self.pins_params = WeightArrivals(device), config.pin_cpu_params
-            self.offload_fraction = config.optimizer_offload_fraction
-            self.pins_state = config.optimizer_offload_compute == "device"
+            is_auto = isinstance(config.optimizer_offload_fraction, str)
+            self.offload_fraction = 1.0 if is_auto else float(config.optimizer_offload_fraction)
+            self.pins_state = config.optimizer_offload_compute != "host"
+
+    def measure_offload(self) -> OffloadMeter:
+        """Measure the steps from now on, of updates in host memory."""
+        if self.arrivals is None:
+            raise UsageError("nothing is updated in host memory; build the optimizer with optimizer_cpu_offload=True")
+        self.arrivals.meter = OffloadMeter(self.arrivals.device)
+        return self.arrivals.meter
 
     def twins(self, parts: Mapping[str, Tensor], runs: Sequence[tuple[Iterable[str], int]]) -> Mapping[str, HostTwin]:
         """Return new twins of 16-bit model params, by name, where copies live in host memory; none elsewhere.

@@ -24,6 +24,7 @@ from megascale.kernels.compact_moments import GROUP, is_scale, num_groups
 from megascale.main_params.base import MainParams
 from megascale.main_params.gather import GatheredBucket, ParamGather
 from megascale.main_params.main_param import MainParam, main_param_of
+from megascale.main_params.offload_meter import OffloadMeter
 from megascale.main_params.replica_check import broadcast_parameters, digests, require_same_values
 from megascale.main_params.shard import ParamShard
 from megascale.main_params.slab import Slabs
@@ -261,6 +262,12 @@ class ShardedMainParams(MainParams):
         if config.overlap_cpu_optimizer_d2h_h2d:
             self.arrivals = WeightArrivals(device, are_gathered=True)
             self._gather.overlap = self._gathers_behind = True
+
+    @override
+    def measure_offload(self) -> OffloadMeter:
+        """See :class:`MainParams`. Modules wait for gathers."""
+        self._gather.meter = super().measure_offload()
+        return self._gather.meter
 
     @override
     def wait(self, *, for_host: bool = True) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from weakref import finalize, ref
@@ -14,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from megascale.grad_sync.message_thread import MessageThread
 from megascale.main_params.gather_hooks import GatherHooks, params_read_by
 from megascale.main_params.main_param import MainParam
+from megascale.main_params.offload_meter import OffloadMeter
 from megascale.utils.streams import Arrival, current_stream, has_streams
 
 
@@ -26,7 +28,12 @@ class WeightArrivals:
     Args:
         device: of the model params.
         are_gathered: shards travel, which are gathered then: modules wait for their gather, and need no other hooks.
+
+    Attributes:
+        meter: measures how long updates and waits take; None: nothing is measured.
     """
+
+    meter: OffloadMeter | None = None
 
     def __init__(self, device: torch.device, *, are_gathered: bool = False) -> None:
         self.device = device
@@ -42,6 +49,17 @@ class WeightArrivals:
         self._owed: list[torch.Event] = []
         # When this object is freed the model is whole.
         finalize(self, _wait_for_all, self._arrivals).atexit = False
+
+    def when_sent(self, note: Callable[[], None]) -> None:
+        """Call ``note`` in the thread once all weights that were sent so far have arrived. Nobody else waits."""
+        stream = self._stream
+
+        def task() -> None:
+            if stream is not None:
+                stream.synchronize()
+            note()
+
+        self._thread.submit(task)
 
     def find_modules(self, params: Iterable[MainParam]) -> None:
         """Hook the modules that read ``params``, each when it is called for the first time."""
@@ -99,10 +117,11 @@ class WeightArrivals:
         """Let the current stream wait for the weights of ``params``."""
         if not self._arrivals:
             return
-        for param in params:
-            arrival = self._arrivals.get(id(param))
-            if arrival is not None:
-                arrival.wait()
+        with nullcontext() if self.meter is None else self.meter.waiting():
+            for param in params:
+                arrival = self._arrivals.get(id(param))
+                if arrival is not None:
+                    arrival.wait()
 
     def found(self, module: nn.Module) -> None:
         """Take note of a module that is about to run forward."""

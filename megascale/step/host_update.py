@@ -18,6 +18,7 @@ from megascale.errors import InnerStepError, UsageError
 from megascale.kernels import Backend, Decision, TensorList
 from megascale.main_params.host_twin import host_grads
 from megascale.main_params.main_param import MainParam
+from megascale.main_params.offload_meter import StepRecord
 from megascale.main_params.weight_arrivals import WeightArrivals
 from megascale.rules import Rule
 from megascale.step.kernel_update import KernelUpdate
@@ -158,14 +159,17 @@ class HostUpdate(InnerUpdate):
         self._numbers[:1].copy_(decision.found_inf.reshape(1), non_blocking=has_event)
         self._numbers[1:].copy_(decision.coefficient.reshape(1), non_blocking=has_event)
         awaited = []
+        record = None if self._arrivals.meter is None else self._arrivals.meter.begin_step()
         for pending in there:
             self._send(pending)
-            self._arrivals.start(pending.params, self._task(pending, self._event()))
+            self._arrivals.start(pending.params, self._task(pending, self._event(), record))
             waits = not self._overlaps or self._arrivals.unawaited(pending.params)
             if self._overlaps:
                 mark_written(pending.unit)
             if waits:
                 awaited.append(pending)
+        if record is not None:
+            self._arrivals.when_sent(record.end)
         for pending in awaited:
             self._arrivals.wait_for(param.model for param in pending.params)
             if not self._overlaps:
@@ -192,8 +196,13 @@ class HostUpdate(InnerUpdate):
         """Return an event behind all work that is queued on the current stream; None on a CPU."""
         return current_stream(self._device).record_event() if has_streams(self._device) else None
 
-    def _task(self, pending: PendingUpdate, arrived: torch.Event | None) -> Callable[[], bool]:
-        """Return the update of one unit, which the thread runs. It returns whether weights have changed."""
+    def _task(
+        self, pending: PendingUpdate, arrived: torch.Event | None, record: StepRecord | None
+    ) -> Callable[[], bool]:
+        """Return the update of one unit, which the thread runs. It returns whether weights have changed.
+
+        ``record``: what is measured of the step.
+        """
         found_inf, coefficient = self._numbers[0], self._numbers[1]
         on_host = Decision(found_inf, coefficient, coefficient, coefficient)
         copied = replace(pending, grads=self._host_grads(pending))
@@ -204,6 +213,8 @@ class HostUpdate(InnerUpdate):
             try:
                 if arrived is not None:
                     arrived.synchronize()
+                if record is not None:
+                    record.begin(landed=found_inf.item() == 0)
                 with torch.no_grad():
                     self._flags += self._host.apply([copied], on_host, _nothing)
             except Exception as error:  # whatever it is: all ranks raise it at the next step

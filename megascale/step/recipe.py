@@ -188,9 +188,12 @@ class StepRecipe:
 
     # The first half
 
-    def prepare(self, error: MegascaleError | None = None) -> Decision:
+    def prepare(self, error: Exception | None = None) -> Decision:
         """Finish, measure, agree, decide, rescale. ``error``: what this rank found already; all ranks raise it."""
         self._check_surroundings()
+        for member in self.members:
+            tuned = member.tune_offload()  # also with an error: other ranks wait for this one there
+            error = error or tuned
         scaler, scaled = self._grad_scaler, self._is_loss_scaled()
         if self.members[0].held is not None:
             error = error or self._measured_twice(scaled)

@@ -13,7 +13,9 @@ from megascale import DistributedOptimizer, DynamicGradScaler, MixedPrecisionOpt
 from megascale.errors import UsageError
 from megascale.grad_sync import GradSync
 from megascale.main_params import update_unit
+from megascale.main_params.offload_meter import OffloadSeconds
 from megascale.step.host_update import HostUpdate
+from megascale.step.offload_tuner import EVERY
 from megascale.utils.dtensors import to_local
 from megascale.utils.nests import tensors_in
 from tests.distributed.test_distributed_optimizer import batch, flat, net, same, sharded, weights
@@ -22,6 +24,11 @@ from tests.pool import RankPool
 from tests.training import INNER, Tiny, bits_equal, model
 
 FP16 = torch.float16
+AUTO: dict[str, Any] = {
+    "optimizer_cpu_offload": True,
+    "overlap_cpu_optimizer_d2h_h2d": True,
+    "optimizer_offload_fraction": "auto",
+}
 
 
 def _step(optimizer: MixedPrecisionOptimizer, module: nn.Module, data: Tensor) -> None:
@@ -232,6 +239,38 @@ def test_another_fraction_on_one_rank(ranks: RankPool) -> None:
     first, second = ranks.run(2, _fractions_that_differ)
     assert first == second
     assert "optimizer_offload_fraction is 1.0 on rank 0" in first
+
+
+def _auto(held: str) -> tuple[list[float], list[bool]]:
+    def build(options: dict[str, Any]) -> tuple[nn.Module, MixedPrecisionOptimizer]:
+        module = net()
+        inner = torch.optim.AdamW(module.named_parameters(), lr=1e-2)
+        config, scaler = OptimizerConfig(fp16=True, **options), DynamicGradScaler(2.0**8, 1.0, 2.0, 0.5, 3, 1)
+        if held == "synced":
+            sync = GradSync(module.named_parameters())
+            return module, MixedPrecisionOptimizer(inner, config, scaler, grad_sync=sync)
+        return module, DistributedOptimizer(inner, config, scaler, modules=module, shard=held, bucket_numel=30)
+
+    (module, ours), (twin, theirs) = build(AUTO), build({})
+    tuner = ours._member.tuner
+    assert tuner is not None
+    measured = [OffloadSeconds(1.0, 0.5 if dist.get_rank() else 0.25)] * 6
+    late = dist.get_rank() == 1  # it has measured too little when ranks first look
+    tuner.meter.seconds = lambda: [] if late and ours._member.counter.steps <= EVERY else measured  # type: ignore[method-assign]
+    fractions = []
+    for step in range(2 * EVERY + 1):
+        data = batch(step, dist.get_rank(), FP16)
+        _step(ours, module, data)
+        _step(theirs, twin, data)
+        fractions.append(ours.optimizer_offload_fraction)
+    return fractions, [same(flat(ours.state_dict()), flat(theirs.state_dict())), same(weights(module), weights(twin))]
+
+
+@pytest.mark.parametrize("held", ["synced", "elements", "parameters"])
+def test_auto(ranks: RankPool, held: str) -> None:
+    """Ranks that measure differently, and one of them late, take the same fraction in the same step; no bit differs."""
+    expected = [1.0] * (2 * EVERY) + [0.5], [True, True]
+    assert ranks.run(2, _auto, held) == [expected] * 2
 
 
 def _one_rank_is_away() -> list[str]:

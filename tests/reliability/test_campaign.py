@@ -30,7 +30,7 @@ def test_killed_runs_end_with_the_same_bits(kills: int, tmp_path: Path, ranks: R
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("kills", [pytest.param(1, marks=pytest.mark.slow), pytest.param(20, marks=weekly(minutes=3))])
+@pytest.mark.parametrize("kills", [pytest.param(1, marks=pytest.mark.slow), pytest.param(20, marks=weekly(minutes=5))])
 def test_kills_in_background_updates(kills: int, tmp_path: Path, ranks: RankPool) -> None:
     """SIGKILL in the middle of an update in host memory: the last checkpoint is whole, and the run goes on from it to
     the bits of one without offload that was never killed.

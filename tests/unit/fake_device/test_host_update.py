@@ -10,7 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megascale import DistributedOptimizer, MixedPrecisionOptimizer, OptimizerConfig
-from megascale.main_params import update_unit
+from megascale.errors import UsageError
+from megascale.main_params import offload_meter, update_unit
+from megascale.step import compute_choice
+from megascale.step.compute_choice import STEPS, ComputeChoice
+from megascale.step.offload_tuner import EVERY
 from megascale.step.streamed_update import SLOTS
 from megascale.utils.dtensors import to_local
 from megascale.utils.nests import tensors_in
@@ -62,13 +66,57 @@ def test_where_state_lives_and_what_travels(on_device: OnDevice, overlap: bool) 
         assert sorted(moved) == sorted([f"{size} from async pinned"] * COUNT + [f"{size} to async pinned"] * COUNT)
 
 
-def test_the_caller_waits_for_nothing(on_device: OnDevice) -> None:
-    """With overlap neither step() nor forward makes the calling thread wait for the device; our thread does."""
-    steps, forwards, _, caller = on_device(_train, True, {})
+@pytest.mark.parametrize("fraction", [1.0, 0.5, "auto"])
+def test_the_caller_waits_for_nothing(on_device: OnDevice, fraction: float | str) -> None:
+    """With overlap neither step() nor forward makes the calling thread wait for the device; our thread does. "auto" is
+    measured in these steps.
+    """
+    steps, forwards, _, caller = on_device(_train, True, {"optimizer_offload_fraction": fraction})
     for seen in (*steps, *forwards):
         assert [str(call) for call in seen if call.makes_host_wait() and call.thread == caller] == []
     for seen in steps:
         assert any(call.kind == "wait" and call.thread != caller for call in seen)
+
+
+def _found(_: FakeDevice, times: bool) -> tuple[int, set[str], float]:
+    """Return how many steps were measured, what streams pass before and after waits, and the fraction that was found.
+
+    ``times``: the device's events tell time, which this device cannot.
+    """
+    if times:
+        offload_meter._between = lambda *_: 1e9
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(COUNT))).half().cuda()
+    config = OptimizerConfig(
+        fp16=True,
+        optimizer_cpu_offload=True,
+        overlap_cpu_optimizer_d2h_h2d=True,
+        optimizer_offload_fraction="auto",
+    )
+    optimizer = MixedPrecisionOptimizer(torch.optim.AdamW(model.named_parameters(), lr=1e-2), config, scaler())
+    tuner, batch = optimizer._member.tuner, torch.ones(2, WIDTH, dtype=torch.float16, device="cuda")
+    assert tuner is not None
+    for step in range(EVERY + 1):
+        loss = model(batch).float().square().mean()
+        optimizer.zero_grad()
+        optimizer.scale_loss(loss).backward()
+        records = list(tuner.meter._records)
+        assert len(records) == step
+        optimizer.step()
+    assert not tuner.is_open
+    kinds = {type(mark).__name__ for record in records for wait in record.waits for mark in wait}
+    return len(records), kinds, optimizer.optimizer_offload_fraction
+
+
+def test_waits_of_streams_are_measured(on_device: OnDevice) -> None:
+    """By events that the device's streams pass before and after a wait; "auto" finds a fraction from them."""
+    assert on_device(_found, True) == (EVERY, {"Event"}, 1 / 64)
+
+
+def test_a_device_that_tells_no_time(on_device: OnDevice) -> None:
+    """The step says so."""
+    with pytest.raises(UsageError, match=r"could not be measured: .*elapsedTime.*; give a number"):
+        on_device(_found, False)
 
 
 def _step_and_forward(device: FakeDevice, inner: str, overlap: bool) -> tuple[Record, int]:
@@ -317,3 +365,35 @@ def test_who_reads_state_waits_for_it(on_device: OnDevice) -> None:
         back = max(at for at, call in enumerate(calls) if call.kind == "copy" and "from async" in call.what)
         waits = [call.what.split()[-1] for call in reading if call.kind == "wait"]
         assert _event_behind(calls, back) in waits
+
+
+def _chosen(device: FakeDevice) -> tuple[list[str], list[Record]]:
+    """Return the name of each step's way, and what each iteration asked of the device."""
+    torch.manual_seed(0)
+    model = nn.Linear(WIDTH, WIDTH, bias=False).half().cuda()
+    options: dict[str, Any] = {**DEVICE, "optimizer_offload_compute": "auto"}
+    optimizer = MixedPrecisionOptimizer(
+        torch.optim.AdamW(model.parameters(), lr=1e-2), OptimizerConfig(fp16=True, **options), scaler()
+    )
+    # This device's events tell no time: both ways take as long, and the first one is chosen.
+    compute_choice._Timed.seconds = lambda _: 1.0  # type: ignore[method-assign, assignment]
+    batch = torch.ones(2, WIDTH, dtype=torch.float16, device="cuda")
+    names, steps = [], []
+    for _ in range(2 * STEPS + 2):
+        with device.watch() as seen:
+            optimizer.zero_grad()
+            optimizer.scale_loss(model(batch).float().sum()).backward()
+            optimizer.step()
+        update = optimizer._member.update
+        names.append(type(update.way if isinstance(update, ComputeChoice) else update).__name__)
+        steps.append(seen)
+    return names, steps
+
+
+def test_a_choice_is_measured_by_events(on_device: OnDevice) -> None:
+    """Each way takes its steps, and one of them all others. The host waits for no measurement before the choice."""
+    names, steps = on_device(_chosen)
+    assert names[: 2 * STEPS] == ["HostUpdate"] * STEPS + ["StreamedUpdate"] * STEPS
+    assert names[-2:] == ["HostUpdate"] * 2
+    for seen in steps[STEPS + 1 : 2 * STEPS]:
+        assert [str(call) for call in seen if call.makes_host_wait()] == []
