@@ -17,7 +17,7 @@ from megascale import DistributedOptimizer, DynamicGradScaler, MixedPrecisionOpt
 from megascale.errors import UsageError
 from tests.jobs import job
 from tests.pool import RankPool
-from tests.training import INNER, bits_equal, model, wrap
+from tests.training import INNER, bits_equal, model, same_bits, wrap
 
 accelerate = pytest.importorskip("accelerate", reason="tests of the Accelerate integration need accelerate")
 
@@ -180,7 +180,7 @@ def _sharded_by_plugin(folder: str, reduce: torch.dtype | None) -> tuple[Ran, bo
         ran = _ran(accelerator, prepared_model, prepared, optimizer)
         gc.collect()
         assert [ref() for ref in whole] == [None] * len(whole)  # neither they nor their state stay in memory
-        assert len(optimizer.state) == len(whole)
+        assert len(optimizer.optimizer.state) == len(whole)
         scale = optimizer.get_loss_scale()
         accelerator.save_state(folder)
         with_accelerate(accelerator, prepared_model, prepared, steps=range(4))
@@ -206,6 +206,38 @@ def test_fsdp2_by_accelerates_plugin(ranks: RankPool, tmp_path: Path, reduce: to
 def test_a_dtype_of_reduction_that_is_named_stays(ranks: RankPool, tmp_path: Path) -> None:
     """Whoever asks for messages of half the size gets them."""
     ranks.run(WORLD, _sharded_by_plugin, str(tmp_path), torch.float16)
+
+
+def _saved_by_plugin(folder: str, load: bool, kind: str) -> dict[str, Tensor]:
+    """Return main params, scale and trackers: as they are saved, or as they are loaded."""
+    with as_rank():
+        accelerator, module = accelerator_of(), model(seed=int(load))
+        for state in (PartialState, AcceleratorState):
+            state._shared_state["distributed_type"] = DistributedType.FSDP
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=kind)
+        AcceleratorState._shared_state["fsdp_plugin"] = plugin
+        optimizer = wrap(module, scale=2.0 ** (3 if load else 10))
+        prepared_model, prepared = accelerator.prepare(module, optimizer)
+        if load:
+            accelerator.load_state(folder)
+            found = _whole(optimizer)
+        else:
+            with_accelerate(accelerator, prepared_model, prepared, norm=NORM)
+            found = _whole(optimizer)
+            accelerator.save_state(folder)
+        assert optimizer.grad_scaler is not None
+        found |= {key: torch.as_tensor(value) for key, value in optimizer.grad_scaler.state_dict().items()}
+        with_accelerate(accelerator, prepared_model, prepared, steps=range(2))
+        return found
+
+
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+def test_fsdp2_goes_on_at_another_number_of_ranks(ranks: RankPool, tmp_path: Path, kind: str) -> None:
+    """save_state on two ranks, load_state on two and on four: main params, scale and trackers with every bit."""
+    [saved, _] = ranks.run(WORLD, _saved_by_plugin, str(tmp_path), False, kind)
+    for world in (WORLD, 2 * WORLD):
+        for loaded in ranks.run(world, _saved_by_plugin, str(tmp_path), True, kind):
+            assert same_bits(loaded, saved)
 
 
 def _plugin_on_cpu() -> str:

@@ -50,7 +50,7 @@ def _train(
             if overlap:  # the thread's calls belong to its step
                 optimizer._member.main_params.wait()
         steps.append(seen)
-    places = [value.device.type for entry in optimizer.state.values() for value in entry.values()]
+    places = [value.device.type for entry in optimizer.optimizer.state.values() for value in entry.values()]
     places += [main.device.type for _, main in optimizer.main_params()]
     return steps, forwards, places, threading.get_ident()
 
@@ -210,7 +210,7 @@ def life_of(inner: str, held: str, options: dict[str, Any]) -> tuple[list[Tensor
             optimizer.load_state_dict(optimizer.state_dict())
     optimizer.finish_param_gather()
     mains = [to_local(main) for _, main in optimizer.main_params()]
-    states = [to_local(value) for entry in optimizer.state.values() for value in tensors_in(entry)]
+    states = [to_local(value) for entry in optimizer.optimizer.state.values() for value in tensors_in(entry)]
     values = [value.detach().cpu() for value in (*mains, *states, *map(to_local, model.parameters()))]
     return values, {value.device.type for value in (*mains, *states)}
 
@@ -277,7 +277,7 @@ def _streamed(device: FakeDevice) -> tuple[list[Record], list[bool]]:
             optimizer.scale_loss(model(batch).float().square().mean()).backward()
             optimizer.step()
         steps.append(seen)
-    state = [value for entry in optimizer.state.values() for value in entry.values()]
+    state = [value for entry in optimizer.optimizer.state.values() for value in entry.values()]
     return steps, [one.is_pinned() for one in (*state, *(main for _, main in optimizer.main_params()))]
 
 
