@@ -26,7 +26,7 @@ from megascale.step.description import described, summary
 from megascale.step.member import StepMember
 from megascale.step.overflow_report import OverflowReport
 from megascale.step.recipe import StepRecipe
-from megascale.step.recipe import StepResult as StepResult
+from megascale.step.result import StepResult as StepResult
 from megascale.step.update_selection import check_inner
 from megascale.utils import announce, validate
 from megascale.utils.spelling import names_arguments

@@ -84,8 +84,10 @@ class MainParams(ABC):
             return made
         self.wait_for_arrivals()
         params = list(self)
+        # All are checked before the first value is taken over: a refusal leaves main params as they were.
         for index in written:
             params[index].check()
+        # Tables hold addresses, and two params may share memory now.
         if self._tracker.moved():
             check_apart([(param.name, param.model) for param in params])
             _make_plain(params[index].model for index in written)

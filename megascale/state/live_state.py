@@ -145,6 +145,7 @@ class LiveState:
         return portable_state.under_live_names(state_dict, self._named_params())
 
     def _check(self, state_dict: Any, strict: bool) -> None:
+        """Raise StateDictError for what does not fit: first names, then shapes and options. Reads no values."""
         params = self._named_params()
         states, groups = state_dict["optimizer"]["state"], state_dict["optimizer"]["param_groups"]
         mains = state_dict["main_params"]
@@ -161,6 +162,7 @@ class LiveState:
         for name in (name for name in params if name in mains):
             portable_state.check_main_param(name, mains[name], params[name])
         for name in (name for name in params if name in states):
+            # A parameter that was never updated has no state, and needs none.
             is_empty = isinstance(states[name], Mapping) and not states[name]
             required = () if is_empty else self.update.required_state(options[id(params[name])])
             portable_state.check_state(name, _counted(states[name], required), params[name], required)
@@ -195,7 +197,10 @@ class LiveState:
             )
 
     def _plan(self, state_dict: Mapping[str, Any], strict: bool) -> Plan:
-        """Copy what a checked state dict holds. Raises MainParamOverflowError."""
+        """Copy what a checked state dict holds. Raises MainParamOverflowError.
+
+        All that can raise is done here, into new memory: other ranks may find an error, and then nothing has changed.
+        """
         states, groups = state_dict["optimizer"]["state"], state_dict["optimizer"]["param_groups"]
         mains = state_dict["main_params"]
         scaler = self._plan_scaler(state_dict.get("grad_scaler"), strict)
@@ -296,6 +301,7 @@ class LiveState:
     @torch.no_grad()
     def apply(self, plan: Plan) -> None:
         """Carry out the plan. All ranks call it together."""
+        # Options before states, which are created as the options ask; main params before units are marked as written.
         for live, options in plan.options:
             for key, value in options.items():
                 if _is_kept(live.get(key), value):
@@ -311,6 +317,8 @@ class LiveState:
         for param, state in plan.states:
             self.state[param] = state
         self.state.update(plan.shared)
+        # store() has rounded each main param into its model param. Marked, that is no write of the caller's, and shards
+        # are gathered on all ranks, also of parameters that the state dict left out.
         for unit in self.main_params.units():
             self.main_params.mark_written(unit)
         self.main_params.wait()

@@ -98,6 +98,8 @@ def to_torch_layout(own: Mapping[str, Any]) -> dict[str, Any]:
             f"optimizer.state[{others[0]!r}] belongs to no parameter, and torch.distributed.checkpoint carries only "
             "state that does; use state_dict() itself, or megascale.checkpoint"
         )
+    # Torch's functions carry state of parameters alone. So what belongs to the optimizer (scaler, counts, norms) is put
+    # into each parameter's entry, and its main param beside it.
     names = [name for group in own["optimizer"]["param_groups"] for name in group["params"]]
     positions = {name: position for position, name in enumerate(names)}
     shared = shared_entries(own)
@@ -179,6 +181,7 @@ def from_torch_layout(given: Mapping[str, Any], live: Mapping[str, Any], *, stri
             mains[name] = there[MAIN_PARAM]
         elif strict and name in mains:
             raise _plain(f"no {MAIN_PARAM!r} of {name!r}")
+    # Each entry had a copy: if copies differ, entries of several checkpoints were mixed.
     scaler = _common_value(scalers, SCALER_PREFIX, live["grad_scaler"])
     step_counts = _common_value(counts, COUNT_PREFIX, live["step_counts"])
     norm_statistics = _common_value(norms, NORM_PREFIX, live.get("norm_statistics", {}))
