@@ -87,6 +87,7 @@ class Residence:
 
         Raises UsageError, with nothing moved, if there is no such host memory.
         """
+        # Storage by storage, so that what shares memory here shares it there.
         groups: dict[tuple[torch.device, int], list[Tensor]] = {}
         seen: set[int] = set()
         for tensor in map(held, tensors):
@@ -94,6 +95,7 @@ class Residence:
                 continue
             seen.add(id(tensor))
             groups.setdefault((tensor.device, tensor.untyped_storage().data_ptr()), []).append(tensor)
+        # All copies are made before the first tensor moves: the host may have too little memory.
         sources = [storage_bytes(group[0]) for group in groups.values()]
         copies = host_copies(sources, pin=pin)
         for (device, _), group, host in zip(groups, groups.values(), copies, strict=True):

@@ -65,6 +65,7 @@ class LiveState:
 
         ``decode``: False leaves main params that are held as remainders so; only a checkpoint can load them again.
         """
+        # A copy is whole on every rank, also of parameters of which this rank owns nothing and has no state.
         if copy:
             self.share_forms()
         names = self.main_params.names(self.param_groups)
@@ -75,6 +76,7 @@ class LiveState:
             where = f"state[{name!r}]"
             state = dict(self.state.get(param, {}))
             if main is not None:
+                # Tensors are left to main params, which know this rank's pieces of them.
                 others = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
                 state |= portable_state.portable(others, where, copy=copy)
                 if main.is_copy:
