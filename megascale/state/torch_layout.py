@@ -55,19 +55,31 @@ TAKEN = frozenset((*ADDED, *NORMS, SHARD_START))
 class StateDict(dict[str, Any]):
     """Our state dict, which also returns ``["state"]`` and ``["param_groups"]`` in torch's layout.
 
-    Those two are not among its keys: it iterates, prints and pickles as our layout, and ``torch.load`` returns a plain
-    ordered dict. Torch's layout is made when it is first asked for and holds the same tensors; it may be written to, as
-    torch's functions do.
+    Both count as contained, but are not among its keys: it iterates, prints and pickles as our layout, and
+    ``torch.load`` returns a plain ordered dict. Torch's layout is made when it is first asked for and holds the same
+    tensors; it may be written to, as torch's functions do. Whoever takes one of the two out, by :meth:`pop`, has a
+    torch optimizer's state dict before him: the other one is what is left.
     """
 
     _torch_layout: dict[str, Any] | None = None
 
     def __missing__(self, key: str) -> Any:
-        if key not in TORCH_KEYS:
+        if key not in TORCH_KEYS or not super().__contains__("optimizer"):
             raise KeyError(key)
         if self._torch_layout is None:
             self._torch_layout = to_torch_layout(self)
         return self._torch_layout[key]
+
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(key) or (key in TORCH_KEYS and super().__contains__("optimizer"))
+
+    def pop(self, key: str, *default: Any) -> Any:
+        """Take an entry out. If it is one of torch's two, the other one takes the place of our layout."""
+        if key in TORCH_KEYS and key in self and not super().__contains__(key):
+            layout = {name: self[name] for name in TORCH_KEYS}
+            self.clear()
+            self.update(layout)
+        return super().pop(key, *default)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return OrderedDict, (), None, None, iter(self.items())
@@ -95,7 +107,8 @@ def to_torch_layout(own: Mapping[str, Any]) -> dict[str, Any]:
     for name, position in positions.items():
         entries = own["optimizer"]["state"][name]
         require_free_names(name, entries)
-        state[position] = dict(entries) | shared | {NUM_STATES: torch.tensor(len(entries), device="cpu")}
+        own_copies = {key: value.clone() for key, value in shared.items()}  # some file formats refuse shared memory
+        state[position] = dict(entries) | own_copies | {NUM_STATES: torch.tensor(len(entries), device="cpu")}
         if name in own["main_params"]:
             state[position][MAIN_PARAM] = own["main_params"][name]
     groups = [

@@ -285,8 +285,12 @@ def test_bf16_without_a_scaler() -> None:
     assert with_accelerate(accelerator, module, prepared, norm=0.1).skips == SKIPS
 
 
-def test_adapters_and_8_bit_moments() -> None:
-    """LoRA of peft's over a frozen fp16 base, moments as codes: the bits of the loop by hand; adapters alone move."""
+@pytest.mark.parametrize("is_adopted", [False, True])
+def test_adapters_and_8_bit_moments(is_adopted: bool) -> None:
+    """LoRA of peft's over a frozen fp16 base, moments as codes: the bits of the loop by hand; adapters alone move.
+
+    ``is_adopted``: the accelerator is the program's own, within adopting().
+    """
     peft = pytest.importorskip("peft", reason="LoRA needs peft")
     codes: dict[str, Any] = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.uint8}
 
@@ -304,7 +308,9 @@ def test_adapters_and_8_bit_moments() -> None:
     expected = by_hand(reference, plain)
     module, optimizer = build()
     optimizer.clip_grad = 0.0
-    accelerator = accelerator_of()
+    with adopting():
+        kind: Any = accelerate.Accelerator if is_adopted else Accelerator
+        accelerator = kind(cpu=True, gradient_accumulation_steps=MICRO_BATCHES)
     prepared_model, prepared = accelerator.prepare(module, optimizer)
     seen = with_accelerate(accelerator, prepared_model, prepared, norm=0.1)
     assert (seen.skips, seen.scales) == (expected.skips, expected.scales)

@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import json
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -87,7 +88,30 @@ def _tensor_by_tensor(optimizer: Optimizer, folder: Path) -> dict[str, Any]:
     return _with_groups(optimizer, state)
 
 
-READERS = [_pickled, _saved_by_torch, _copied_whole, _tensor_by_tensor]
+def _in_two_files(optimizer: Optimizer, folder: Path) -> dict[str, Any]:
+    """Take the groups out of the state dict for a file of JSON, and flatten what is left, as lerobot does."""
+    state = optimizer.state_dict()
+    (folder / "groups.json").write_text(json.dumps(state.pop("param_groups")))
+    flat = {f"{at}/{name}": value for at, entries in state["state"].items() for name, value in entries.items()}
+    places = [value.untyped_storage().data_ptr() for value in flat.values() if value.numel()]
+    assert len(set(places)) == len(places)  # safetensors refuses tensors that share memory
+    torch.save(flat, folder / "flat.pt")
+    found: dict[int, dict[str, Any]] = {}
+    for path, value in torch.load(folder / "flat.pt").items():
+        at, name = path.split("/")
+        found.setdefault(int(at), {})[name] = value
+    live = optimizer.state_dict()
+    assert "param_groups" in live
+    saved = json.loads((folder / "groups.json").read_text())
+    assert [group.keys() for group in saved] == [group.keys() for group in live["param_groups"]]
+    groups = [
+        {key: type(live_group[key])(value) if live_group[key] is not None else value for key, value in group.items()}
+        for group, live_group in zip(saved, live["param_groups"], strict=True)
+    ]
+    return {"state": found, "param_groups": groups}
+
+
+READERS = [_in_two_files, _pickled, _saved_by_torch, _copied_whole, _tensor_by_tensor]
 KINDS: dict[str, dict[str, Any]] = {
     "fp16": {},
     "bf16": {"dtype": torch.bfloat16, "scale": None},
