@@ -25,6 +25,7 @@ from megascale import (
 from megascale.checkpoint import save
 from megascale.estimation.sizes import PRECISIONS
 from megascale.grad_sync import GradSync
+from megascale.utils.nests import tensors_in
 from tests.training import Bag
 
 NUMELS = (300_000, 1_000, 250_000, 7, 123_457, 4_096, 64, 500_000, 333_333, 100, 16_000, 3)
@@ -151,9 +152,9 @@ def _build(
 def _held(module: nn.Module, wrapped: MixedPrecisionOptimizer | ChainedOptimizer, forward: Any) -> dict[str, int]:
     params = list(module.parameters())
     syncs = _syncs(wrapped)
-    state = [value for entry in wrapped.state.values() for value in entry.values() if isinstance(value, Tensor)]
     own = {param.untyped_storage().data_ptr() for param in params}
     parts = wrapped.optimizers if isinstance(wrapped, ChainedOptimizer) else [wrapped]
+    state = [value for part in parts for value in tensors_in(part.optimizer.state)]
     memories = [param.memory for part in parts for param in part.live_state().main_params]
     mains = [memory for memory in memories if memory.untyped_storage().data_ptr() not in own]
     messages = [sync._thread._memory for sync in syncs if sync._thread._memory is not None]

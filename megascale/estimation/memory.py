@@ -45,14 +45,12 @@ def held_bytes(partition: Partition) -> dict[str, int]:
         "main params": _main_bytes(partition, here),
         "moments": sum(_moment_bytes(partition, p, here) for p in sizes.params if not partition.there[p.name]),
         "messages": _message_bytes(partition),
-        "state on a visit": _visiting_bytes(partition),
+        **({"state on a visit": _visiting_bytes(partition)} if setup.state_visits_device else {}),
     }
 
 
 def _visiting_bytes(partition: Partition) -> int:
     """Return the bytes of the device memory that main params and state in host memory visit: two slices."""
-    if not partition.setup.state_visits_device:
-        return 0
     each = max((moment_itemsize(partition, param) for param in partition.sizes.params), default=0)
     return 2 * max(partition.slices(), default=0) * (partition.setup.main_itemsize + each)
 

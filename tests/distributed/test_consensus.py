@@ -232,4 +232,4 @@ def _nothing_differs() -> str:
 def test_a_difference_that_has_no_name_is_an_error(ranks: RankPool) -> None:
     """Invariant 12: a step that is skipped because ranks differ is never skipped in silence."""
     for message in ranks.run(2, _nothing_differs):
-        assert "ranks differ in something that they must do alike" in message
+        assert "the ranks disagree about this step" in message
