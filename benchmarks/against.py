@@ -5,6 +5,9 @@
 Each rule on parameters of each dtype: unscale, overflow check, clip to norm 1.0, the rule, and the write-back. A round
 times one step of each checkout after a pass over a large buffer; who goes first alternates. A ratio is that of the two
 steps of one round, so that a slow minute of the machine slows both.
+
+Beside rules, ``--rules`` takes what peers/in_turns.py names: ends of an iteration with megascale.amp, on fp32
+parameters, such as ``amp-step``, and AdamW's step of two ranks, ``replicated-2`` and ``sharded-2``.
 """
 
 import argparse
@@ -14,12 +17,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import product
 from pathlib import Path
 from typing import IO, Any
 
 import torch
+from peers.in_turns import AMP, ON_RANKS, Turn, amp_turn, ranks_turn
 from peers.report import base_parser, place
 
 ROOT = Path(__file__).parents[1]
@@ -37,6 +41,25 @@ SEED = 0
 
 def serve(rule: str, dtype: torch.dtype, states: str, numel: int, tensors: int, probe: int) -> None:
     """Build the work with the megascale that Python finds. Then time one step for each line that is read."""
+    with ExitStack() as stack:
+        if rule in AMP:
+            before, step = amp_turn(rule, numel, tensors)
+        elif rule in ON_RANKS:
+            before, step = ranks_turn(rule, dtype, numel, tensors, sys.argv, stack)
+        else:
+            before, step = rule_turn(rule, dtype, states, numel, tensors)
+        cold = torch.ones(probe)
+        print(flush=True)
+        for _ in sys.stdin:
+            cold.add_(1.0)
+            before()
+            start = time.perf_counter()
+            step()
+            print((time.perf_counter() - start) * 1e3, flush=True)
+
+
+def rule_turn(rule: str, dtype: torch.dtype, states: str, numel: int, tensors: int) -> Turn:
+    """Return a step of one rule on one rank, which ends the process if it was skipped."""
     import megascale
     from megascale import ConstantGradScaler, MixedPrecisionOptimizer, OptimizerConfig
 
@@ -64,16 +87,12 @@ def serve(rule: str, dtype: torch.dtype, states: str, numel: int, tensors: int, 
     optimizer = MixedPrecisionOptimizer(inner, config, scaler)
     for param in params:
         param.grad = torch.randn(length).to(dtype)
-    cold = torch.ones(probe)
-    print(flush=True)
-    for _ in sys.stdin:
-        cold.add_(1.0)
-        optimizer.get_loss_scale()
-        start = time.perf_counter()
-        result = optimizer.step()
-        print((time.perf_counter() - start) * 1e3, flush=True)
-        if not result[0]:
+
+    def step() -> None:
+        if not optimizer.step()[0]:
             sys.exit("the step was skipped")
+
+    return optimizer.get_loss_scale, step
 
 
 @contextmanager
@@ -145,7 +164,7 @@ def commit_of(checkout: Path) -> str:
 def main() -> None:
     """Compare, print, and write the table where asked; or serve one case."""
     if sys.argv[1:2] == ["--serve"]:
-        rule, dtype, states, *numbers = sys.argv[2:]
+        rule, dtype, states, *numbers = sys.argv[2:8]
         return serve(rule, DTYPES[dtype], states, *map(int, numbers))
     parser = base_parser(__doc__, rounds=24)
     parser.add_argument("before", type=Path, help="a checkout of megascale to compare with")

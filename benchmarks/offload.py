@@ -27,6 +27,10 @@ from megascale import MixedPrecisionOptimizer, OptimizerConfig
 WAYS: dict[str, dict[str, Any]] = {
     "on the device": {},
     "in host memory": {"optimizer_cpu_offload": True},
+    "in host memory, computed on the device": {
+        "optimizer_cpu_offload": True,
+        "optimizer_offload_compute": "device",
+    },
     "in host memory, overlap": {"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True},
     "in host memory, overlap, 8-bit moments": {
         "optimizer_cpu_offload": True,

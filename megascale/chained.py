@@ -14,8 +14,7 @@ from megascale.grad_scaler import MegatronGradScaler
 from megascale.kernels import Decision
 from megascale.optimizer import MixedPrecisionOptimizer, StepResult
 from megascale.state.hooks import load_with_hooks, pack_with_hooks, raise_own
-from megascale.state.live_state import LiveState, Plan, load_together
-from megascale.state.saved_state import ChainState, SavedState
+from megascale.state.live_state import LiveState
 from megascale.state.schema import SHARED_STATE, check_layout, shared_by_optimizer, under_live_names
 from megascale.state.torch_layout import StateDict, StateNames, from_torch_layout, is_read_by_name, is_torch_layout
 from megascale.step.description import described
@@ -153,6 +152,19 @@ class ChainedOptimizer(torch.optim.Optimizer):
             optimizer.grad_scaler = value
         self.recipe.grad_scaler = value
 
+    @property
+    def optimizer_offload_fraction(self) -> float:
+        """See :attr:`MixedPrecisionOptimizer.optimizer_offload_fraction`; of the first that is in host memory."""
+        return next((one.optimizer_offload_fraction for one in self._in_host_memory()), 1.0)
+
+    @optimizer_offload_fraction.setter
+    def optimizer_offload_fraction(self, value: float) -> None:
+        for optimizer in self._in_host_memory() or self.optimizers:
+            optimizer.optimizer_offload_fraction = value
+
+    def _in_host_memory(self) -> list[MixedPrecisionOptimizer]:
+        return [one for one in self.optimizers if one.config.optimizer_cpu_offload]
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop (or zero) all gradients."""
         for optimizer in self.optimizers:
@@ -193,6 +205,8 @@ class ChainedOptimizer(torch.optim.Optimizer):
     @property
     def state(self) -> Any:
         """The state of all optimizers, by model param; a new dict of live entries."""
+        for member in self.recipe.members if self._constructed else ():
+            member.main_params.wait_for_arrivals()
         state = {param: state for own in self.optimizers for param, state in own.optimizer.state.items()}
         has_norms = self.recipe.norm_statistics is not None
         return StateNames(state, has_norms=has_norms) if is_read_by_name() else state
@@ -246,10 +260,14 @@ class ChainedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
         """Return the state of all optimizers in the form of one; see :meth:`MixedPrecisionOptimizer.state_dict`."""
+        return self.pack(copy=copy)
+
+    def pack(self, *, copy: bool, decode: bool = True) -> dict[str, Any]:
+        """See :meth:`MixedPrecisionOptimizer.pack`."""
         return pack_with_hooks(
             self,
             self._sync_from_model,
-            lambda: _joined([one.state_dict(copy=copy) for one in self.optimizers]),
+            lambda: _joined([one.pack(copy=copy, decode=decode) for one in self.optimizers]),
             self._agree if copy else raise_own,
         )
 
@@ -268,23 +286,15 @@ class ChainedOptimizer(torch.optim.Optimizer):
         Raises:
             StateDictError, MainParamOverflowError: on every rank alike; nothing has changed.
         """
-        load_with_hooks(self, state_dict, lambda given: self._load(given, strict), self.groups.grad_stats)
+        load_with_hooks(self, state_dict, strict, self.live_parts, self.recipe.start_anew, self.groups.grad_stats)
 
-    def _load(self, given: Callable[[], dict[str, Any]], strict: bool) -> None:
-        def plan() -> list[tuple[LiveState, Plan]]:
-            state_dict = given()
-            self._sync_from_model()
-            parts = self._split(state_dict, strict)
-            lives = [optimizer.live_state() for optimizer in self.optimizers]
-            return [(live, live.plan(part, strict=strict)) for live, part in zip(lives, parts, strict=True)]
+    def live_states(self) -> list[LiveState]:
+        """See :meth:`MixedPrecisionOptimizer.live_states`."""
+        return [live for optimizer in self.optimizers for live in optimizer.live_states()]
 
-        load_together(plan, self.groups.grad_stats)
-        self.recipe.discard_prepared()
-        self.recipe.reset_errors()
-
-    def saved_state(self) -> SavedState:
-        """See :meth:`MixedPrecisionOptimizer.saved_state`."""
-        return ChainState(self, [optimizer.saved_state() for optimizer in self.optimizers], _joined, self._split)
+    def live_parts(self, state_dict: dict[str, Any], strict: bool) -> list[tuple[LiveState, dict[str, Any]]]:
+        """See :meth:`MixedPrecisionOptimizer.live_parts`. Raises StateDictError for a part that belongs to none."""
+        return list(zip(self.live_states(), self._split(state_dict, strict), strict=True))
 
     def _names(self) -> list[list[str]]:
         """Return each optimizer's parameter names. Raises ArgumentError if two share one."""

@@ -12,6 +12,7 @@ from megascale.utils import validate
 from megascale.utils.spelling import names_arguments
 
 BACKENDS = ("auto", "reference", "torch", "native", "triton", "apex")
+OFFLOAD_COMPUTE = ("host", "device")
 HYSTERESIS_RESETS = ("growth", "clean_step")
 OPTIMIZERS = CONFIGURABLE
 MUON_COEFFICIENT_TYPES = tuple(muon.COEFFICIENTS)
@@ -66,6 +67,7 @@ class StepConfig(DecisionConfig):
     store_param_remainders: bool = False
     optimizer_cpu_offload: bool = False
     optimizer_offload_fraction: float = 1.0
+    optimizer_offload_compute: str = "host"
     overlap_cpu_optimizer_d2h_h2d: bool = False
     pin_cpu_grads: bool = True
     pin_cpu_params: bool = True
@@ -165,6 +167,8 @@ class OptimizerConfig(StepConfig):
         optimizer_offload_fraction: With ``optimizer_cpu_offload``, the share of their elements that goes to host
             memory, at least: above 0, up to 1. Parameters that come first in the param groups, whose weights
             forward needs first, stay on the device. Default: 1.0.
+        optimizer_offload_compute: With ``optimizer_cpu_offload``, who updates main params and state that live in
+            host memory (megascale's): "host", or "device", which they visit slice by slice. Default: "host".
         overlap_cpu_optimizer_d2h_h2d: With ``optimizer_cpu_offload``, ``step()`` returns at once, and every
             module waits for its own weights in forward. False: ``step()`` waits for the update. Default: False.
         pin_cpu_grads: With ``optimizer_cpu_offload``, copy gradients into pinned host memory. False: pageable,
@@ -317,19 +321,29 @@ def check_moment_dtypes(options: Any) -> None:
         )
 
 
+def offload_fraction(value: Any) -> float:
+    """Return an ``optimizer_offload_fraction``. Raises ArgumentError or ArgumentTypeError for what is none."""
+    number = validate.non_negative("optimizer_offload_fraction", value)
+    if not 0 < number <= 1:
+        raise ArgumentError(
+            f"optimizer_offload_fraction must be above 0 and at most 1, got {value!r}; optimizer_cpu_offload=False "
+            "keeps all on the device"
+        )
+    return number
+
+
 def check_offload(options: Any) -> None:
     """Raise ArgumentError for fields of ``options`` that host memory cannot serve together."""
-    if not 0 < validate.non_negative("optimizer_offload_fraction", options.optimizer_offload_fraction) <= 1:
-        raise ArgumentError(
-            "optimizer_offload_fraction must be above 0 and at most 1, got "
-            f"{options.optimizer_offload_fraction!r}; optimizer_cpu_offload=False keeps all on the device"
-        )
+    offload_fraction(options.optimizer_offload_fraction)
     if options.optimizer_offload_fraction != 1.0 and not options.optimizer_cpu_offload:
         raise ArgumentError("optimizer_offload_fraction needs optimizer_cpu_offload=True: nothing goes to the host")
+    validate.one_of("optimizer_offload_compute", options.optimizer_offload_compute, OFFLOAD_COMPUTE)
+    if options.optimizer_offload_compute == "device" and not options.optimizer_cpu_offload:
+        raise ArgumentError("optimizer_offload_compute='device' needs optimizer_cpu_offload=True: nothing travels")
+    if options.optimizer_offload_compute == "device" and options.overlap_cpu_optimizer_d2h_h2d:
+        raise ArgumentError(
+            "optimizer_offload_compute='device' updates before the next forward, so that "
+            "overlap_cpu_optimizer_d2h_h2d=True has nothing to hide; leave it False"
+        )
     if options.overlap_cpu_optimizer_d2h_h2d and not options.optimizer_cpu_offload:
         raise ArgumentError("overlap_cpu_optimizer_d2h_h2d=True needs optimizer_cpu_offload=True: nothing travels")
-    if options.optimizer_cpu_offload and options.store_param_remainders:
-        raise ArgumentError(
-            "optimizer_cpu_offload=True and store_param_remainders=True cannot be combined: a remainder is half of "
-            "a number whose other half, the weight, is on the device; choose one, or 8-bit moments beside offload"
-        )

@@ -1,7 +1,6 @@
 """MixedPrecisionOptimizer: the recipe of a 16-bit step around any torch optimizer."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from megascale.config import OptimizerConfig
+from megascale.config import OptimizerConfig, offload_fraction
 from megascale.errors import ArgumentError, UsageError, listed
 from megascale.grad_scaler import MegatronGradScaler
 from megascale.grad_sync.reduced_grads import ReducedGrads
@@ -19,11 +18,10 @@ from megascale.main_params.replica_check import require_same
 from megascale.main_params.replicated import ReplicatedMainParams
 from megascale.parallel import ParallelGroups
 from megascale.state.hooks import load_with_hooks, pack_with_hooks, raise_own
-from megascale.state.live_state import LiveState, Plan, load_together
-from megascale.state.saved_state import OwnState, SavedState
+from megascale.state.live_state import LiveState
 from megascale.state.torch_layout import StateNames, is_read_by_name
 from megascale.step import ownership
-from megascale.step.arguments import check_arguments, check_grad_scaler, require_values
+from megascale.step.arguments import check_arguments, check_grad_scaler, config_for, device_of, require_values
 from megascale.step.description import described, summary
 from megascale.step.member import StepMember
 from megascale.step.overflow_report import OverflowReport
@@ -86,14 +84,14 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         check_inner(optimizer)
         ownership.check_unwrapped(optimizer)
         self.optimizer = optimizer
-        self.config = _config_for(optimizer, config, clip_grad)
+        self.config = config_for(optimizer, config, clip_grad)
         self.groups = ParallelGroups.of(groups)
         _check_scaler(self.config, grad_scaler)
         main_params.stores_remainders = self.config.store_param_remainders
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._constructed = True
 
-        self.device = _device_of(optimizer)
+        self.device = device_of(optimizer)
         main_params.live_in_host_memory(self.config, self.device)
         self.backend = select_backend(self.config.backend, self.device)
         self._member = StepMember(
@@ -263,6 +261,19 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     def clip_grad(self, value: float) -> None:
         self.recipe.clip_grad = validate.non_negative("clip_grad", value)
 
+    @property
+    def optimizer_offload_fraction(self) -> float:
+        """The share of the 16-bit parameters' elements in host memory, at least; starts as the config's.
+
+        May be set between steps, to the same number on all ranks together: main params and state move with every bit,
+        and the host waits for the copies. UsageError without ``optimizer_cpu_offload``, or in the middle of a step.
+        """
+        return self._member.main_params.offload_fraction
+
+    @optimizer_offload_fraction.setter
+    def optimizer_offload_fraction(self, value: float) -> None:
+        self._member.set_offload_fraction(offload_fraction(value))
+
     def last_overflow(self, *, gather: bool = False) -> OverflowReport | None:
         """Return which gradients held inf or NaN in the last step that was skipped; None if none was.
 
@@ -413,9 +424,17 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         The functions of ``torch.distributed.checkpoint.state_dict`` take it too: :mod:`megascale.state.torch_layout`.
         ``copy=False`` returns live tensors instead of copies: for a caller that writes them out before the next step.
         """
+        return self.pack(copy=copy)
+
+    def pack(self, *, copy: bool, decode: bool = True) -> dict[str, Any]:
+        """Return the state dict. ``decode``: False leaves remainders, int16, in place of the main params held so.
+
+        Such a state dict is for a checkpoint, which saves the weights beside it: ``load_state_dict`` needs fp32.
+        """
         require_values(self.device)
         agree = self._member.main_params.agree if copy else raise_own
-        return pack_with_hooks(self, self._member.sync_from_model, lambda: self.live_state().pack(copy=copy), agree)
+        sync = self._member.sync_from_model
+        return pack_with_hooks(self, sync, lambda: self.live_state().pack(copy=copy, decode=decode), agree)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
@@ -429,18 +448,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             StateDictError, MainParamOverflowError: on every rank alike; nothing has changed.
         """
         require_values(self.device)
-        load_with_hooks(self, state_dict, lambda given: self._load(given, strict), self.groups.grad_stats)
-
-    def _load(self, given: Callable[[], dict[str, Any]], strict: bool) -> None:
-        def plan() -> list[tuple[LiveState, Plan]]:
-            state_dict = given()
-            self._member.sync_from_model()
-            live = self.live_state()
-            return [(live, live.plan(state_dict, strict=strict))]
-
-        load_together(plan, self.groups.grad_stats)
-        self.recipe.discard_prepared()
-        self.recipe.reset_errors()
+        load_with_hooks(self, state_dict, strict, self.live_parts, self.recipe.start_anew, self.groups.grad_stats)
 
     def live_state(self) -> LiveState:
         """Return references to everything that a state dict covers."""
@@ -456,9 +464,14 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             self.recipe.norm_statistics,
         )
 
-    def saved_state(self) -> SavedState:
-        """Return what :mod:`megascale.checkpoint` asks of the state."""
-        return OwnState(self, self.live_state, self._member.sync_from_model)
+    def live_states(self) -> list[LiveState]:
+        """Return the live state of each optimizer that steps here, this one, with the model's changes taken over."""
+        self._member.sync_from_model()
+        return [self.live_state()]
+
+    def live_parts(self, state_dict: dict[str, Any], strict: bool) -> list[tuple[LiveState, dict[str, Any]]]:
+        """Return each of :meth:`live_states` and its part of a state dict."""
+        return [(live, state_dict) for live in self.live_states()]
 
     def __repr__(self) -> str:
         if not self._constructed:
@@ -471,30 +484,9 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         )
 
 
-def _config_for(
-    optimizer: torch.optim.Optimizer, config: OptimizerConfig | None, clip_grad: float | None
-) -> OptimizerConfig:
-    """Return ``config`` checked against the parameters' dtypes, or one made from them; with ``clip_grad``, if given."""
-    dtypes = {param.dtype for group in optimizer.param_groups for param in group["params"]}
-    fp16, bf16 = torch.float16 in dtypes, torch.bfloat16 in dtypes
-    if config is None:
-        return OptimizerConfig(fp16=fp16, bf16=bf16 and not fp16, clip_grad=clip_grad or 0.0)
-    if fp16 and not config.fp16:
-        raise ArgumentError("config.fp16 is False, but the optimizer has fp16 parameters; set fp16=True")
-    if bf16 and not (config.bf16 or config.fp16):
-        raise ArgumentError("config.bf16 is False, but the optimizer has bf16 parameters; set bf16=True")
-    return config if clip_grad is None else replace(config, clip_grad=clip_grad)
-
-
 def _check_scaler(config: OptimizerConfig, grad_scaler: MegatronGradScaler | None) -> None:
     if config.fp16 and grad_scaler is None:
         raise ArgumentError(
             "grad_scaler is None, but fp16 gradients need one; pass a DynamicGradScaler (or "
             "ConstantGradScaler), or train in bf16"
         )
-
-
-def _device_of(optimizer: torch.optim.Optimizer) -> torch.device:
-    """Return where decisions live: the first parameter's device."""
-    params: list[nn.Parameter] = [param for group in optimizer.param_groups for param in group["params"]]
-    return params[0].device if params else torch.device("cpu")

@@ -1,10 +1,13 @@
 """What the checkpoint tests share: a small model under MixedPrecisionOptimizer, and bitwise comparison."""
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
 
 from megascale import DynamicGradScaler, MixedPrecisionOptimizer
 
@@ -50,6 +53,11 @@ def differences(left: Any, right: Any, path: str = "") -> list[str]:
             line for i, pair in enumerate(zip(left, right, strict=True)) for line in differences(*pair, f"{path}/{i}")
         ]
     return [] if repr(left) == repr(right) else [f"{path}: {left!r} against {right!r}"]
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """Torch's own index of a checkpoint, read by torch."""
+    return FileSystemReader(folder).read_metadata()
 
 
 def message_of(kind: type[Exception], function: Callable[[], Any]) -> str:

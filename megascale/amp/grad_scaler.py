@@ -11,7 +11,7 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.cuda.amp.common import amp_definitely_not_available
 from torch.distributed import ProcessGroup
 
-from megascale.amp import fused_sgd, rescale, scaler_state
+from megascale.amp import fused_sgd, limits, scaler_state
 from megascale.amp.agreement import Agreement, Squares
 from megascale.amp.codes import require_no_codes
 from megascale.amp.errors import ScalerArgumentError, ScalerOrderError
@@ -113,13 +113,13 @@ class GradScaler(torch.amp.GradScaler):
             enabled = False
         self.process_group = process_group
         if enabled:
-            self._limits = rescale.Limits(min_scale, max_scale, hysteresis, hysteresis_reset)
+            self._limits = limits.Limits(min_scale, max_scale, hysteresis, hysteresis_reset)
             self._is_constant = _is_constant(loss_scale)
             name, first = ("loss_scale", loss_scale) if self._is_constant else ("init_scale", init_scale)
             init_scale = self._limits.scale(name, first)
-            growth_factor = rescale.growth_factor(growth_factor)
-            backoff_factor = rescale.backoff_factor(backoff_factor)
-            growth_interval = rescale.growth_interval(growth_interval)
+            growth_factor = limits.growth_factor(growth_factor)
+            backoff_factor = limits.backoff_factor(backoff_factor)
+            growth_interval = limits.growth_interval(growth_interval)
             validate.process_group("process_group", process_group)
             self._init_hysteresis_tracker = hysteresis
             self._hysteresis_tracker: Tensor | None = None
@@ -219,7 +219,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        scale, growth_tracker = self._check_scale_growth_tracker("update")
+        scale, _ = self._check_scale_growth_tracker("update")
         found_infs = [flag for state in self._per_optimizer_states.values() for flag in _flags(state)]
         self.overflows.observe(found_infs, scale)
         if self._skips is not None and found_infs:
@@ -230,16 +230,7 @@ class GradScaler(torch.amp.GradScaler):
             if not found_infs:
                 raise ScalerOrderError("No inf checks were recorded prior to update.")
             if not self._is_constant:
-                rescale.rescale_(
-                    scale,
-                    growth_tracker,
-                    self._hysteresis_tracker,
-                    _any(found_infs, scale.device),
-                    self._limits,
-                    growth=self._growth_factor,
-                    backoff=self._backoff_factor,
-                    interval=self._growth_interval,
-                )
+                self._rescale_(_any(found_infs, scale.device))
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         if self._skips is not None:
             self._skips.check(lambda: self.last_overflow(gather=True))
@@ -334,8 +325,17 @@ class GradScaler(torch.amp.GradScaler):
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         super()._lazy_init_scale_growth_tracker(dev)
-        if self._limits.hysteresis > 1:
-            self._hysteresis_tracker = torch.full((), self._init_hysteresis_tracker, dtype=torch.int32, device=dev)
+        _, growth_tracker = self._check_scale_growth_tracker("scale")
+        self._growth_tracker = growth_tracker.long()  # int32 in torch; a backend's rule has int64
+        self._hysteresis_tracker = torch.full((), self._init_hysteresis_tracker, dtype=torch.int64, device=dev)
+
+    @torch.no_grad()
+    def _rescale_(self, found_inf: Tensor) -> None:
+        """Update the scale and trackers after one step."""
+        numbers: list[Any] = [self._scale, self._growth_tracker, self._hysteresis_tracker]
+        scale, growth_tracker, hysteresis_tracker = (number.view(1) for number in numbers)
+        rule = self._limits.rule(self._growth_factor, self._backoff_factor, self._growth_interval)
+        self._backend(scale.device).rescale_(found_inf, scale, growth_tracker, hysteresis_tracker, rule)
 
     def _step_on_device(
         self, optimizer: torch.optim.Optimizer, state: dict[str, Any], *args: Any, **kwargs: Any
@@ -407,15 +407,15 @@ class GradScaler(torch.amp.GradScaler):
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Set the growth factor, above 1."""
-        super().set_growth_factor(rescale.growth_factor(new_factor))
+        super().set_growth_factor(limits.growth_factor(new_factor))
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """Set the backoff factor, between 0 and 1."""
-        super().set_backoff_factor(rescale.backoff_factor(new_factor))
+        super().set_backoff_factor(limits.backoff_factor(new_factor))
 
     def set_growth_interval(self, new_interval: int) -> None:
         """Set the clean steps before the scale grows."""
-        super().set_growth_interval(rescale.growth_interval(new_interval))
+        super().set_growth_interval(limits.growth_interval(new_interval))
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's five entries, as Python numbers, and ``hysteresis_tracker`` if hysteresis is above 1.

@@ -5,15 +5,15 @@ from typing import Any
 
 from torch import Tensor
 
-from megascale.amp import rescale
 from megascale.amp.errors import EmptyScalerStateError
+from megascale.amp.limits import LARGEST_INTERVAL, Limits, backoff_factor, growth_factor, growth_interval
 from megascale.errors import ArgumentError, StateDictError
 from megascale.utils import validate
 
 HYSTERESIS = "hysteresis_tracker"
 
 
-def parse(state_dict: Any, limits: rescale.Limits) -> dict[str, Any]:
+def parse(state_dict: Any, limits: Limits) -> dict[str, Any]:
     """Return the entries as Python numbers. A missing ``hysteresis_tracker`` becomes the full hysteresis.
 
     A tracker above the scaler's hysteresis is cut to it. Entries that are not ours are ignored.
@@ -29,9 +29,9 @@ def parse(state_dict: Any, limits: rescale.Limits) -> dict[str, Any]:
         )
     checks: dict[str, Callable[[Any], float]] = {
         "scale": lambda value: limits.scale("scale", value),
-        "growth_factor": rescale.growth_factor,
-        "backoff_factor": rescale.backoff_factor,
-        "growth_interval": rescale.growth_interval,
+        "growth_factor": growth_factor,
+        "backoff_factor": backoff_factor,
+        "growth_interval": growth_interval,
         "_growth_tracker": lambda value: _tracker("_growth_tracker", value),
     }
     state: dict[str, Any] = {key: _checked(state_dict, key, check) for key, check in checks.items()}
@@ -42,7 +42,7 @@ def parse(state_dict: Any, limits: rescale.Limits) -> dict[str, Any]:
 
 
 def _tracker(name: str, value: Any) -> int:
-    return validate.integer(name, value, minimum=0, maximum=rescale.LARGEST_INTERVAL)
+    return validate.integer(name, value, minimum=0, maximum=LARGEST_INTERVAL)
 
 
 def _checked(state_dict: Mapping[str, Any], key: str, check: Callable[[Any], float]) -> float:

@@ -1,6 +1,4 @@
-"""Command line: ``python -m megascale.checkpoint CHECKPOINT [OUT]`` writes one file of a checkpoint, or lists what is
-there.
-"""
+"""Command line: ``python -m megascale.checkpoint FOLDER [OUT]`` lists checkpoints, or writes one as a single file."""
 
 import argparse
 import sys

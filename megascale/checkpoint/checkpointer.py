@@ -175,8 +175,9 @@ class Checkpointer:
         with raise_on_all_ranks("collect the state", self._group):
             validate.integer("step", step, minimum=0)
             check_types(model, optimizer)
-        if optimizer is not None:
-            optimizer.saved_state().share_forms()
+            lives = [] if optimizer is None else optimizer.live_states()
+        for live in lives:
+            live.share_forms()
         collected: list[tuple[Contents, dict[str, Tensor]]] = []
 
         def look() -> tuple[dict[str, int], Tree, str]:
@@ -243,7 +244,8 @@ class Checkpointer:
                 marks = planned.write_metadata([places for places, _ in gathered])
                 for _, rank_marks in gathered:
                     marks.update(rank_marks)
-                Manifest(step, group_size(group), trees, rank_trees, marks).write(planned.folder)
+                manifest = Manifest(step, group_size(group), trees, rank_trees, marks, planned.pieces.index)
+                manifest.write(planned.folder)
                 folders.commit(planned.folder, self.directory, step)
         planned.pieces.reduce(index_is_kept=all(places is None for places, _ in gathered))
         with raise_on_all_ranks("remove old checkpoints", group):

@@ -13,8 +13,8 @@ from megascale.checkpoint import directory as folders
 from megascale.checkpoint import remainders, storage
 from megascale.checkpoint.agreement import named
 from megascale.checkpoint.contents import MAIN_PARAMS, PARAM_NAMES, tree_of
+from megascale.checkpoint.index import read_index
 from megascale.checkpoint.manifest import Manifest
-from megascale.checkpoint.metadata import read_metadata
 from megascale.checkpoint.nest import Tree, join, leaves, unflatten
 from megascale.checkpoint.read_targets import ReadTargets
 from megascale.errors import ArgumentTypeError, CheckpointError
@@ -68,7 +68,7 @@ def consolidate(
         manifest = Manifest.read(folder)
         with progress_bar("verifying", manifest.nbytes(part=0, parts=1), wanted=progress):
             manifest.verify(folder, part=0, parts=1)
-        metadata = read_metadata(folder)
+        metadata = read_index(folder, manifest)
         parts = ["model", "optimizer"] if optimizer else ["model"]
         with progress_bar("reading", sum(map(_nbytes, [tree_of(manifest, part) for part in parts])), wanted=progress):
             weights = _weights(folder, manifest, metadata, dtype)

@@ -16,7 +16,7 @@ from megascale.errors import ArgumentTypeError, CheckpointError, listed
 from megascale.kernels.remainders import REMAINDER_DTYPE
 from megascale.main_params.shard import ParamShard
 from megascale.parallel import ParallelGroups, is_expert
-from megascale.state.saved_state import SavedState
+from megascale.state.live_state import LiveState
 from megascale.utils.collectives import group_size
 
 MAIN_PARAMS = "optimizer/main_params"
@@ -35,8 +35,14 @@ class SavedOptimizer(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
         """Load on all ranks, or raise the same error on all with nothing changed."""
 
-    def saved_state(self) -> SavedState:
-        """Return what else a checkpoint needs of the state."""
+    def pack(self, *, copy: bool, decode: bool = True) -> dict[str, Any]:
+        """Return the state dict, with ``decode=False`` with remainders in place of the main params held so."""
+
+    def live_states(self) -> list[LiveState]:
+        """Return the live state of each optimizer that steps here: several of a chain."""
+
+    def live_parts(self, state_dict: dict[str, Any], strict: bool) -> list[tuple[LiveState, dict[str, Any]]]:
+        """Return each of :meth:`live_states` and its part of a state dict. Raises StateDictError."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -102,8 +108,8 @@ def collect(
     if optimizer is None:
         parts["model"] = model_state(model)
     else:
-        parts["model"] = model_state(model, optimizer.saved_state().model_shards())
-        parts["optimizer"] = optimizer.saved_state().pack()
+        parts["model"] = model_state(model, shards_of(optimizer))
+        parts["optimizer"] = optimizer.pack(copy=False, decode=False)
         names = names_in(parts["optimizer"], optimizer)
         _require_weights(model, names, parts["optimizer"]["main_params"])
         renamed = _renamed(model, names)
@@ -141,6 +147,11 @@ def model_state(model: nn.Module, shards: Mapping[int, ParamShard] | None = None
     """Return the model's state dict, live, with a ParamShard of this rank in place of every sharded parameter."""
     state = bare(model).state_dict(keep_vars=True)
     return {name: (shards or {}).get(id(value), value) for name, value in state.items()}
+
+
+def shards_of(optimizer: SavedOptimizer) -> dict[int, ParamShard]:
+    """Return, by id of the parameter, the part that this rank keeps of each sharded model param, live."""
+    return {key: shard for live in optimizer.live_states() for key, shard in live.main_params.model_shards().items()}
 
 
 def names_in(packed: Mapping[str, Any], optimizer: SavedOptimizer) -> dict[int, str]:

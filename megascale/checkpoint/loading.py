@@ -25,8 +25,8 @@ from megascale.checkpoint.contents import (
     model_tree,
     tree_of,
 )
+from megascale.checkpoint.index import read_index
 from megascale.checkpoint.manifest import Manifest
-from megascale.checkpoint.metadata import read_metadata
 from megascale.checkpoint.nest import Tree, unflatten
 from megascale.checkpoint.read_targets import ReadTargets
 from megascale.errors import CheckpointError, MegascaleError
@@ -111,9 +111,12 @@ def load(
         if optimizer is not None and staged.optimizer_state is not None:
             _load_optimizer(folder, optimizer, staged.optimizer_state, staged.in_place, strict, is_shown, group)
             if not strict:
-                optimizer.saved_state().share_forms()
                 with raise_on_all_ranks("list what was left out", group):
-                    skipped += left_out(staged.optimizer_state, optimizer.saved_state().pack())
+                    lives = optimizer.live_states()
+                for live in lives:
+                    live.share_forms()
+                with raise_on_all_ranks("list what was left out", group):
+                    skipped += left_out(staged.optimizer_state, optimizer.pack(copy=False, decode=False))
         with raise_on_all_ranks("load the weights into the model", group):
             bare(model).load_state_dict(staged.weights, strict=False)
             if optimizer is not None and staged.optimizer_state is None:
@@ -170,7 +173,7 @@ def _stage(
 
     Raises CheckpointError if it does not fit the model, StateDictError if it does not fit the optimizer.
     """
-    manifest, metadata = renaming.under_live_names(manifest, read_metadata(folder), model, optimizer)
+    manifest, metadata = renaming.under_live_names(manifest, read_index(folder, manifest), model, optimizer)
     names, problems = compare_model(manifest, model)
     if problems and strict:
         raise CheckpointError(
@@ -200,7 +203,8 @@ def _stage(
     remainders.decode_(folder, manifest, metadata, templates)
     nests = {part: unflatten(tree, templates) for part, tree in trees.items()}
     if optimizer is not None:
-        optimizer.saved_state().check(nests["optimizer"], strict=strict)
+        for live, part in optimizer.live_parts(nests["optimizer"], strict):
+            live.check(part, strict=strict)
     return _Staged(
         weights={name: value for name, value in nests["model"].items() if not isinstance(value, ParamShard)},
         optimizer_state=nests.get("optimizer"),

@@ -1,11 +1,12 @@
-"""`megascale.json`, the manifest of a checkpoint: the data files' content, sizes and checksums."""
+"""`megascale.json`, the manifest of a checkpoint: the data files' content, index, sizes and checksums."""
 
 import json
 import os
 import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -17,6 +18,8 @@ from megascale.utils.progress import advance
 FORMAT = 1
 CHUNK_BYTES = 1 << 22
 """Of a file that are read at a time."""
+Index: TypeAlias = Mapping[str, Sequence[Sequence[Any]]]
+"""JSON, see :mod:`megascale.checkpoint.index`."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class Manifest:
         trees: by part ("model", "optimizer", "user"), the nest without its tensors; parts not saved are missing.
         rank_trees: each rank's own state, in rank order; None for a rank that gave none.
         files: size and checksum of every other file of the checkpoint.
+        index: where each tensor lies in them; None in a checkpoint of commit 9dbb0b5.
     """
 
     step: int
@@ -44,13 +48,14 @@ class Manifest:
     trees: dict[str, Tree]
     rank_trees: list[Tree]
     files: dict[str, FileMark]
+    index: Index | None = None
 
     def write(self, folder: Path) -> None:
         """Write the manifest into ``folder`` and wait until it is on disk."""
         marks = {name: asdict(mark) for name, mark in self.files.items()}
         # asdict(self) would copy every leaf of the trees.
-        body = {**vars(self), "files": marks, "torch": torch.__version__}
-        text = json.dumps({"format": FORMAT, "crc32": _json_crc32(body), "body": body})
+        body = _json({**vars(self), "files": marks, "torch": torch.__version__})
+        text = f'{{"format": {FORMAT}, "crc32": {zlib.crc32(body.encode())}, "body": {body}}}'
         with open(folder / MANIFEST_NAME, "w", encoding="utf-8") as stream:
             stream.write(text)
             stream.flush()
@@ -75,10 +80,10 @@ class Manifest:
                     f"{path} has format {document['format']!r}; this version of megascale reads {FORMAT}"
                 )
             body = document["body"]
-            if document["crc32"] != _json_crc32(body):
+            if document["crc32"] != zlib.crc32(_json(body).encode()):
                 raise CheckpointError(f"{path} is damaged: its checksum does not fit; load an earlier checkpoint")
             files = {name: FileMark(**mark) for name, mark in body["files"].items()}
-            return cls(body["step"], body["world_size"], body["trees"], body["rank_trees"], files)
+            return cls(body["step"], body["world_size"], body["trees"], body["rank_trees"], files, body.get("index"))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(
                 f"{path} is damaged ({type(error).__name__}: {error}); load an earlier checkpoint"
@@ -118,5 +123,6 @@ def mark_of(path: Path) -> FileMark:
     return FileMark(size, crc)
 
 
-def _json_crc32(body: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
+def _json(body: dict[str, Any]) -> str:
+    """Return the text of which the manifest has the checksum, whatever its own blanks and order of keys."""
+    return json.dumps(body, sort_keys=True, separators=(",", ":"))

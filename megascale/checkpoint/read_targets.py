@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megascale.checkpoint.contents import MAIN_PARAMS, SavedOptimizer, model_state, names_in
+from megascale.checkpoint.contents import MAIN_PARAMS, SavedOptimizer, model_state, names_in, shards_of
 from megascale.checkpoint.manifest import Manifest
 from megascale.checkpoint.nest import Tree, flatten, join, leaves
 from megascale.checkpoint.remainders import is_remainder
@@ -35,9 +35,9 @@ class ReadTargets:
         """Return references to live tensors. ``optimizer``: None if its state is not to be loaded."""
         if optimizer is None:
             return cls(flatten(model_state(model), "model")[1])
-        shards = optimizer.saved_state().model_shards()
+        shards = shards_of(optimizer)
         state = model_state(model, shards)
-        packed = optimizer.saved_state().pack()
+        packed = optimizer.pack(copy=False, decode=False)
         names = names_in(packed, optimizer)
         in_place = not _may_overflow(manifest, state)
         # 16-bit model params are rounded from their main params, or else loaded whole, like a write by the user.
@@ -47,7 +47,7 @@ class ReadTargets:
         for param, shard in shards.items():
             # An fp32 model param is its own main param.
             live.setdefault(join(MAIN_PARAMS, names[param]), shard)
-        own = optimizer.saved_state().rounded_params()
+        own = {key for one in optimizer.live_states() for key in one.rounded_params()}
         saved = {key for key, _, _ in leaves(manifest.trees["optimizer"])}
         rounded = frozenset(
             name

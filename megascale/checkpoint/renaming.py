@@ -40,7 +40,8 @@ def under_live_names(
         raise CheckpointError(str(error)) from None
     of_optimizer: dict[str, str] = {}
     if optimizer is not None and "optimizer" in manifest.trees:
-        live = optimizer.saved_state().names()
+        lives = optimizer.live_states()
+        live = [name for one in lives for name in one.main_params.names(one.param_groups).values()]
         of_optimizer = renames(_optimizer_names(manifest), live, "the checkpoint's optimizer state")
     if not of_model and not of_optimizer:
         return manifest, metadata

@@ -7,10 +7,11 @@ background thread begins to write.
 
 import os
 import secrets
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, groupby
+from itertools import accumulate, chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +19,20 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystemReader, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItemType
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from megascale.checkpoint.agreement import gathered, raise_on_all_ranks
 from megascale.checkpoint.archive_writing import write_archives, write_by_torch
 from megascale.checkpoint.cached_flattener import form_of
-from megascale.checkpoint.manifest import FileMark, mark_of
-from megascale.checkpoint.metadata import METADATA_NAME
+from megascale.checkpoint.earlier_index import METADATA_NAME
+from megascale.checkpoint.index import index_of
+from megascale.checkpoint.manifest import FileMark, Index, mark_of
 from megascale.checkpoint.staging import Staging
-from megascale.checkpoint.tensor_archive import TensorArchive, archive_of
+from megascale.checkpoint.tensor_archive import TensorArchive, archive_of, read_archive
 from megascale.errors import CheckpointError
 from megascale.utils.collectives import all_gather_object, broadcast_object, group_rank
 from megascale.utils.progress import advance
@@ -60,7 +62,8 @@ class WritePlan:
         plan: this rank's pieces, in the order of its file; empty after :meth:`reduce`.
         metadata: torch's index of all pieces, without their places in the files; empty on all but the first rank.
         places: where every rank's pieces lie, by rank; on the first rank.
-        index: the bytes of `.metadata` that say so.
+        index: says so, for the manifest; on the first rank.
+        torch_index: the bytes of `.metadata`, which say so to torch's own functions.
         is_indexed: whether the first rank has been told where this rank's pieces lie.
     """
 
@@ -68,7 +71,8 @@ class WritePlan:
     plan: SavePlan = field(repr=False)
     metadata: Metadata = field(repr=False)
     places: dict[int, list[WriteResult]] = field(default_factory=dict, repr=False)
-    index: bytes | None = field(default=None, repr=False)
+    index: Index | None = field(default=None, repr=False)
+    torch_index: bytes | None = field(default=None, repr=False)
     is_indexed: bool = False
 
     @cached_property
@@ -147,17 +151,19 @@ class PlannedWrite:
         return places, {path.name: mark}
 
     def write_metadata(self, places: Sequence[list[WriteResult] | None]) -> dict[str, FileMark]:
-        """Write, on the first rank, the index of all files. ``places``: what `write` returned, by rank."""
+        """Write, on the first rank, torch's index of all files, and make ours. ``places``: from `write`, by rank."""
         pieces, path = self.pieces, self.folder / METADATA_NAME
         pieces.places.update({rank: of_rank for rank, of_rank in enumerate(places) if of_rank is not None})
-        if pieces.index is None or any(of_rank is not None for of_rank in places):
+        if pieces.torch_index is None or any(of_rank is not None for of_rank in places):
+            by_rank = [pieces.places[rank] for rank in range(len(places))]
+            pieces.index = index_of(pieces.metadata, chain.from_iterable(by_rank))
             writer = _Writer(self.folder, sync_files=True, overwrite=False)
             writer.set_up_storage_writer(True)
-            writer.finish(pieces.metadata, [pieces.places[rank] for rank in range(len(places))])
-            pieces.index = path.read_bytes()
+            writer.finish(pieces.metadata, by_rank)
+            pieces.torch_index = path.read_bytes()
         else:
             with open(path, "xb") as stream:
-                stream.write(pieces.index)
+                stream.write(pieces.torch_index)
                 stream.flush()
                 os.fsync(stream.fileno())
         return {METADATA_NAME: mark_of(path)}
@@ -239,21 +245,63 @@ def _planned(tensors: Mapping[str, Tensor], folder: Path, group: ProcessGroup | 
 
 @dataclass
 class PlannedRead:
-    """One rank's reads, checked to exist in the right shape and dtype."""
+    """One rank's reads, checked to exist in the right shape and dtype.
 
-    reader: "_Reader"
+    Each saved piece is read once, in the order of the file; torch's own reader reads a piece again for every box that
+    needs a part of it, and unpickles it.
+    """
+
+    folder: Path
+    metadata: Metadata
     planner: DefaultLoadPlanner
-    plan: LoadPlan
+    items: Sequence[ReadItem]
 
     @property
     def nbytes(self) -> int:
         """Bytes that `read` reads from files."""
-        places = self.reader.storage_data
-        return sum(places[index].length for index in {item.storage_index for item in self.plan.items})
+        return sum(self._place(index).length for index in {item.storage_index for item in self.items})
 
     def read(self) -> None:
         """Fill the templates in place, one saved piece after another. Communicates nothing."""
-        self.reader.read_tensors(self.plan, self.planner)
+
+        def place(item: ReadItem) -> tuple[str, int, str]:
+            info = self._place(item.storage_index)
+            return info.relative_path, info.offset, item.storage_index.fqn
+
+        for _, items in groupby(sorted(self.items, key=place), place):
+            self._read_piece(list(items))
+
+    def _place(self, index: MetadataIndex) -> _StorageInfo:
+        place: _StorageInfo = (self.metadata.storage_data or {})[index]
+        return place
+
+    def _read_piece(self, items: list[ReadItem]) -> None:
+        """Read one saved piece and copy the parts of it that ``items`` need; then it is freed."""
+        index = items[0].storage_index
+        place = self._place(index)
+        stored: Any = self.metadata.state_dict_metadata[index.fqn]
+        sizes = next(piece.sizes for piece in stored.chunks if piece.offsets == index.offset)
+        saved = torch.empty(sizes, dtype=stored.properties.dtype, device="cpu")
+        try:
+            with open(self.folder / place.relative_path, "rb") as stream:
+                read_archive(stream, place.offset, place.length, saved)
+        except (zipfile.BadZipFile, ValueError) as error:
+            raise CheckpointError(
+                f"{self.folder / place.relative_path} holds no {saved.dtype} {tuple(sizes)} of {index.fqn!r} where the "
+                f"index says ({error}); load an earlier checkpoint"
+            ) from error
+        for item in items:
+            wanted = self.planner.resolve_tensor(item).detach()
+            found = saved
+            for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                found = found.narrow(dim, offset, length)
+            if found.shape != wanted.shape:
+                raise CheckpointError(
+                    f"{place.relative_path} holds {tuple(found.shape)} of {item.dest_index.fqn!r}, expected "
+                    f"{tuple(wanted.shape)}"
+                )
+            wanted.copy_(found)
+        advance(place.length)
 
 
 def plan_read(folder: Path, metadata: Metadata, templates: Mapping[str, Tensor]) -> PlannedRead:
@@ -276,44 +324,7 @@ def plan_read(folder: Path, metadata: Metadata, templates: Mapping[str, Tensor])
                 f"expected {template.dtype} {tuple(template.size())}"
             )
         filled[key] = template
-    reader = _Reader(folder)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(filled), metadata, is_coordinator=True)
-    reader.set_up_storage_reader(metadata, is_coordinator=True)
-    plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
-    return PlannedRead(reader, planner, plan)
-
-
-class _Reader(FileSystemReader):
-    """Reads torch's format, each saved piece once, in the order of the file.
-
-    torch's own reader reads a piece again for every box that needs a part of it.
-    """
-
-    def read_tensors(self, plan: LoadPlan, planner: DefaultLoadPlanner) -> None:
-        """Read the items of ``plan`` into the planner's tensors."""
-
-        def place(item: ReadItem) -> tuple[str, int]:
-            info = self.storage_data[item.storage_index]
-            return info.relative_path, info.offset
-
-        for _, items in groupby(sorted(plan.items, key=place), place):
-            self._read_piece(list(items), planner)
-
-    def _read_piece(self, items: list[ReadItem], planner: DefaultLoadPlanner) -> None:
-        """Read one saved piece and copy the parts of it that ``items`` need; then it is freed."""
-        info = self.storage_data[items[0].storage_index]
-        with open(Path(self.path) / info.relative_path, "rb") as stream:
-            saved = torch.load(self._slice_file(stream, info), map_location="cpu", weights_only=True)
-        for item in items:
-            wanted = planner.resolve_tensor(item).detach()
-            found = saved
-            for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                found = found.narrow(dim, offset, length)
-            if found.shape != wanted.shape:
-                raise CheckpointError(
-                    f"{info.relative_path} holds {tuple(found.shape)} of {item.dest_index.fqn!r}, expected "
-                    f"{tuple(wanted.shape)}"
-                )
-            wanted.copy_(found)
-        advance(info.length)
+    plan = planner.finish_plan(planner.create_local_plan())
+    return PlannedRead(folder, metadata, planner, plan.items)

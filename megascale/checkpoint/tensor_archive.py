@@ -1,25 +1,32 @@
 """The zip archive that torch.save writes for one tensor: the bytes before and after the tensor's own.
 
-They depend only on dtype and shape, but for the CRC-32 of the tensor's bytes, which stands in two places. So they are
-made once for each dtype and shape, and thousands of small tensors need no pickle and no zip writer each. torch.save
-itself makes the bytes, under ``torch.serialization.skip_data``. One record differs from that of a save with data:
+Those bytes depend only on dtype and shape, but for the CRC-32 of the tensor's bytes, which stands in two places. So
+they are made once for each dtype and shape, and thousands of small tensors need no pickle and no zip writer each.
+torch.save itself makes them, under ``torch.serialization.skip_data``. One record differs from that of a save with data:
 `.data/serialization_id`, a hash of the content, is that of a tensor without bytes. torch.load does not read it.
+
+A load takes the tensor's own bytes from the place that the archive's directory names. The pickle before them is for
+torch.load alone.
 """
 
 import io
+import os
 import struct
+import zipfile
 import zlib
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 _DESCRIPTOR = b"PK\x07\x08"  # of a record, after its bytes: CRC-32, sizes
 _ENTRY = b"PK\x01\x02"  # of a record, in the directory at the end of the archive
 _CRC_IN_DESCRIPTOR, _CRC_IN_ENTRY, _NAME_IN_ENTRY = 4, 16, 46
-_DATA_NAME = b"archive/data/0"
+_DATA_NAME, _DATA_SUFFIX = b"archive/data/0", "/data/0"
+_LENGTHS_IN_HEADER = 26  # of a record, before its bytes: of its name and of what lies between name and bytes
 
 
 @dataclass(frozen=True)
@@ -61,6 +68,52 @@ def archive_of(dtype: torch.dtype, shape: torch.Size) -> TensorArchive | None:
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return the bytes of a contiguous tensor on the host. They are the tensor's own memory."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def read_archive(stream: BinaryIO, start: int, length: int, tensor: Tensor) -> None:
+    """Fill a contiguous tensor on the host from the archive of ``length`` bytes at ``start``. Unpickles nothing.
+
+    Raises zipfile.BadZipFile or ValueError for an archive that is damaged or holds another number of bytes.
+    """
+    if not tensor.nbytes:
+        return
+    with zipfile.ZipFile(_Window(stream, start, length)) as archive:
+        records = archive.infolist()
+    # zipfile reads an archive that begins before the window, too.
+    data = [one for one in records if one.filename.endswith(_DATA_SUFFIX)]
+    if min(one.header_offset for one in records) != 0 or len(data) != 1:
+        raise ValueError("that is no archive of one tensor")
+    if data[0].compress_type or data[0].file_size != tensor.nbytes:
+        raise ValueError(f"the archive has {data[0].file_size} bytes, {tensor.nbytes} are expected")
+    stream.seek(start + data[0].header_offset + _LENGTHS_IN_HEADER)
+    of_name, of_rest = (int.from_bytes(stream.read(2), "little") for _ in range(2))
+    stream.seek(of_name + of_rest, os.SEEK_CUR)
+    if stream.readinto(bytes_of(tensor)) != tensor.nbytes:  # type: ignore[attr-defined]
+        raise ValueError("the file is cut off")
+
+
+class _Window(io.RawIOBase):
+    """A part of a file, as a file of its own."""
+
+    def __init__(self, stream: BinaryIO, start: int, length: int) -> None:
+        self._stream, self._start, self._length, self._at = stream, start, length, 0
+
+    @override
+    def seekable(self) -> bool:
+        return True
+
+    @override
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + (0, self._at, self._length)[whence]
+        return self._at
+
+    @override
+    def readinto(self, target: Any) -> int:
+        self._stream.seek(self._start + self._at)
+        found = self._stream.read(max(0, min(len(target), self._length - self._at)))
+        target[: len(found)] = found
+        self._at += len(found)
+        return len(found)
 
 
 @lru_cache(maxsize=4096)

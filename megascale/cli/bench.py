@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from megascale.cli import bench_offload
 from megascale.config import OptimizerConfig
 from megascale.errors import ArgumentError
 from megascale.estimation.traffic import traffic_per_element
@@ -19,7 +20,7 @@ from megascale.utils.wording import count
 
 NAME = "bench"
 HELP = "time AdamW's step with clipping, beside torch's own and this machine's memory bandwidth: half a minute"
-AS_TYPED = {"numel must": "--numel must", "tensors must": "--tensors must", "seconds must": "--seconds must"}
+AS_TYPED = {f"{name} must": f"--{name} must" for name in ("numel", "tensors", "seconds", "tokens", "dtype")}
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 WARM_UP = 3
 PROBE_BYTES = 1 << 28
@@ -51,16 +52,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tensors", type=int, default=200, help="tensors of equal size (default 200)")
     parser.add_argument("--dtype", choices=DTYPES, default="fp16", help="of parameters and gradients (default fp16)")
     parser.add_argument("--seconds", type=float, default=20.0, help="how long to measure (default 20)")
+    parser.add_argument(
+        "--offload",
+        action="store_true",
+        help="instead: measure the bus, the update in host memory and products of matrices, and print what of an "
+        "iteration with main params and state in host memory is hidden",
+    )
+    parser.add_argument(
+        "--tokens", type=float, default=32768, help="of a rank in a step, with --offload (default 32768)"
+    )
 
 
 def run(given: argparse.Namespace) -> int:
     """Time megascale's steps, torch's and in-place passes in turn, and print all three."""
-    for name in ("numel", "tensors", "seconds"):
+    for name in ("numel", "tensors", "seconds", "tokens"):
         if not 0 < getattr(given, name) < math.inf:
             raise ArgumentError(f"{name} must be above 0 and finite, got {getattr(given, name)}")
     load = load_here()  # of other programs: before this one compiles anything
     length, dtype = max(int(given.numel) // given.tensors, 1), DTYPES[given.dtype]
     device = device_here()
+    if given.offload:
+        return _run_offload(given, [length] * given.tensors, device)
     optimizer = _optimizer([length] * given.tensors, dtype, device)
     by_torch = torchs_step(_params([length] * given.tensors, torch.float32, device), scales=dtype == torch.float16)
     probe = torch.zeros(PROBE_BYTES // 4, device=device)
@@ -72,6 +84,18 @@ def run(given: argparse.Namespace) -> int:
     print("\n".join(told(timed, bytes_per_parameter(dtype), length * given.tensors, scales=dtype == torch.float16)))
     for doubt in doubts(timed, load, device):
         print(doubt)
+    return 0
+
+
+def _run_offload(given: argparse.Namespace, lengths: list[int], device: torch.device) -> int:
+    """Measure and print what an offloaded step needs of this machine."""
+    dtype = DTYPES[given.dtype]
+    if dtype == torch.float32:
+        raise ArgumentError("dtype must be fp16 or bf16 with --offload: an fp32 parameter is its own main param")
+    print(f"Offloaded AdamW, {sum(lengths):,} {given.dtype} parameters in {len(lengths):,} tensors, on {device}")
+    host = _optimizer(lengths, dtype, torch.device("cpu"))
+    for line in bench_offload.lines(host, device, given.dtype, int(given.tokens), given.seconds, _seconds):
+        print(line, flush=True)
     return 0
 
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from megascale.cli import fit, hugging_face
 from megascale.cli.bench import measured_bandwidth
+from megascale.config import OFFLOAD_COMPUTE
 from megascale.errors import ArgumentError
 from megascale.estimation import Estimate, Setup, estimate
 from megascale.estimation.setup import COMMUNICATION, MOMENTS, SHARDINGS, SHARDS
@@ -91,6 +92,12 @@ def _add_offload(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--optimizer-offload-fraction", type=float, default=1.0, metavar="X", help="of their elements (default 1)"
+    )
+    parser.add_argument(
+        "--optimizer-offload-compute",
+        choices=OFFLOAD_COMPUTE,
+        default="host",
+        help="who updates them: the host, or the device, which they visit slice by slice (default: host)",
     )
     parser.add_argument(
         "--overlap-cpu-optimizer-d2h-h2d", action="store_true", help="the update there overlaps the next forward pass"

@@ -61,7 +61,7 @@ def _smaller(setup: Setup, sizes: ModelSizes, memory: int) -> Iterator[tuple[str
     compact: list[tuple[str, dict[str, Any]]] = [("", {})]
     if is_compact and not offloads:
         compact.append((COMPACT_OPTIONS, COMPACT))
-    if not offloads and not setup.store_param_remainders and setup.optimizer != "muon":
+    if not offloads and setup.optimizer != "muon":
         compact.append((OFFLOAD_OPTIONS, {"optimizer_cpu_offload": True}))
     for options, fields in compact:
         for ranks in (count for count in RANKS if count >= setup.ranks):

@@ -45,7 +45,16 @@ def held_bytes(partition: Partition) -> dict[str, int]:
         "main params": _main_bytes(partition, here),
         "moments": sum(_moment_bytes(partition, p, here) for p in sizes.params if not partition.there[p.name]),
         "messages": _message_bytes(partition),
+        "state on a visit": _visiting_bytes(partition),
     }
+
+
+def _visiting_bytes(partition: Partition) -> int:
+    """Return the bytes of the device memory that main params and state in host memory visit: two slices."""
+    if not partition.setup.state_visits_device:
+        return 0
+    each = max((moment_itemsize(partition, param) for param in partition.sizes.params), default=0)
+    return 2 * max(partition.slices(), default=0) * (partition.setup.main_itemsize + each)
 
 
 def host_bytes(partition: Partition) -> dict[str, int]:
@@ -62,7 +71,9 @@ def host_bytes(partition: Partition) -> dict[str, int]:
         "main params": _main_bytes(partition, there),
         "moments": sum(_moment_bytes(partition, param, there) for param in params),
         "copies of weights": sum(there[param.name] * param.dtype.itemsize for param in params),
-        "copies of gradients": sum(there[p.name] * setup.grad_dtype_of(p.dtype).itemsize for p in params),
+        "copies of gradients": 0
+        if setup.state_visits_device
+        else sum(there[p.name] * setup.grad_dtype_of(p.dtype).itemsize for p in params),
     }
 
 

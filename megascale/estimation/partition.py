@@ -10,6 +10,8 @@ from megascale.estimation.setup import Setup
 from megascale.estimation.sizes import ModelSizes
 from megascale.grad_sync.layout import Bucket, BufferLayout, ParamSize, build_layouts
 from megascale.grad_sync.owners import OwnerLoads, group_by_owner, update_cost
+from megascale.main_params.offload_share import goes
+from megascale.main_params.update_unit import SLICE
 from megascale.utils.dtypes import HALF_DTYPES
 
 
@@ -45,13 +47,21 @@ class Partition:
         if setup.optimizer_cpu_offload:
             self._send_to_host()
 
+    def slices(self) -> list[int]:
+        """Return the elements of each slice of what lives in host memory, in the order of forward."""
+        made: list[int] = []
+        for numel in filter(None, self.there.values()):
+            if made and made[-1] + numel <= SLICE:
+                made[-1] += numel
+            else:
+                made.append(numel)
+        return made
+
     def _send_to_host(self) -> None:
         """Set ``there``. What forward needs first stays, whole parameters or whole buckets, as the fraction lets."""
         fraction, halves = self.setup.optimizer_offload_fraction, self._runs()
-        left = (1 - fraction) * sum(numel for _, numel in halves)
-        for names, numel in halves:
-            left -= numel
-            if left < 0 or fraction == 1.0:
+        for (names, _), is_gone in zip(halves, goes([numel for _, numel in halves], fraction), strict=True):
+            if is_gone:
                 self.there |= {name: self.kept[name] for name in names}
 
     def _runs(self) -> list[tuple[list[str], int]]:

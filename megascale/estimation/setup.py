@@ -58,6 +58,7 @@ class Setup:
         bucket_numel: elements of a bucket.
         optimizer_cpu_offload: main params and state of 16-bit parameters are in host memory and updated there.
         optimizer_offload_fraction: the share of their elements that goes there.
+        optimizer_offload_compute: "host", or "device", which main params and state then visit.
         overlap_cpu_optimizer_d2h_h2d: the update overlaps the next forward pass; a timeline of a sharded run
             leaves that out.
         communication: "nccl" or "gloo", which sends shards as messages from rank to rank.
@@ -74,6 +75,7 @@ class Setup:
     store_param_remainders: bool = False
     optimizer_cpu_offload: bool = False
     optimizer_offload_fraction: float = 1.0
+    optimizer_offload_compute: str = "host"
     overlap_cpu_optimizer_d2h_h2d: bool = False
     grad_dtype: torch.dtype = torch.float32
     reduce_dtype: torch.dtype | None = None
@@ -122,6 +124,11 @@ class Setup:
     def main_itemsize(self) -> int:
         """Bytes that hold an element of a main param which is a copy: fp32, or a remainder."""
         return REMAINDER_DTYPE.itemsize if self.store_param_remainders else torch.float32.itemsize
+
+    @property
+    def state_visits_device(self) -> bool:
+        """Whether main params and state live in host memory, and the device updates them."""
+        return self.optimizer_cpu_offload and self.optimizer_offload_compute == "device"
 
     @property
     def has_main_grads(self) -> bool:

@@ -7,8 +7,15 @@ from typing import NamedTuple
 from megascale.errors import ArgumentError
 from megascale.estimation.estimates import Estimate
 from megascale.estimation.partition import Partition
-from megascale.estimation.traffic import MEASURE, ON_HOST, TO_DEVICE, TO_HOST, UPDATE
-from megascale.main_params.update_unit import SLICE
+from megascale.estimation.traffic import (
+    MEASURE,
+    ON_HOST,
+    STATE_TO_DEVICE,
+    STATE_TO_HOST,
+    TO_DEVICE,
+    TO_HOST,
+    UPDATE,
+)
 from megascale.utils import validate
 
 DEVICE, DOWN, HOST, UP = "device", "to the host", "host", "to the device"
@@ -131,8 +138,8 @@ def timeline(found: Estimate, machine: Machine, *, tokens: int) -> Timeline:
     forward = 2 * found.sizes.numel * validate.integer("tokens", tokens, minimum=1) / machine.flops
     spans = list(_before_the_copies(found, machine, 2 * forward))
     partition = Partition(found.sizes, found.setup)
-    slices = _slices(list(partition.there.values()))
-    arrived = _offloaded(found, machine, slices, spans)
+    slices = partition.slices()
+    arrived = (_visiting if found.setup.state_visits_device else _offloaded)(found, machine, slices, spans)
     gather = sum(call.sent for call in found.collectives if "gather" in call.operation)
     overlaps = found.setup.overlap_cpu_optimizer_d2h_h2d and not found.setup.is_sharded
     ready = _end(spans, DEVICE)
@@ -159,23 +166,12 @@ def _before_the_copies(found: Estimate, machine: Machine, backward: float) -> It
         (BACKWARD, backward),
         (REDUCE, sent / machine.link_bandwidth if machine.link_bandwidth is not None else 0.0),
         (MEASURE, found.moved[MEASURE] / machine.memory_bandwidth),
-        (UPDATE, found.moved[UPDATE] / machine.memory_bandwidth),
+        (UPDATE, 0.0 if found.setup.state_visits_device else found.moved[UPDATE] / machine.memory_bandwidth),
     ]
     for name, seconds in work:
         if seconds:
             yield Span(DEVICE, name, now, now + seconds)
             now += seconds
-
-
-def _slices(numels: Sequence[int]) -> list[int]:
-    """Return the elements of each slice that is updated in host memory, in the order of forward."""
-    made: list[int] = []
-    for numel in filter(None, numels):
-        if made and made[-1] + numel <= SLICE:
-            made[-1] += numel
-        else:
-            made.append(numel)
-    return made
 
 
 def _offloaded(found: Estimate, machine: Machine, slices: Sequence[int], spans: list[Span]) -> list[float]:
@@ -199,6 +195,32 @@ def _offloaded(found: Estimate, machine: Machine, slices: Sequence[int], spans: 
     if slices:
         spans.append(Span(DEVICE, WAIT, begun, sent))
     return arrivals
+
+
+def _visiting(found: Estimate, machine: Machine, slices: Sequence[int], spans: list[Span]) -> list[float]:
+    """Add the visits of ``slices`` to ``spans``, two of which are on the device at once; return when each is updated.
+
+    What stays on the device is taken to be updated with them.
+    """
+    elements = max(sum(slices), 1)
+    up, down = (found.offload.get(name, 0) / elements for name in (STATE_TO_DEVICE, STATE_TO_HOST))
+    update = found.moved[UPDATE] / elements
+    arrived = updated = left = _end(spans, DEVICE)
+    leaves, updates = [left, left], []
+    for numel in slices:
+        begin = max(arrived, leaves[-2])
+        arrived = begin + numel * up / machine.bus_bandwidth
+        spans.append(Span(UP, STATE_TO_DEVICE, begin, arrived))
+        if arrived > updated:
+            spans.append(Span(DEVICE, WAIT, updated, arrived))
+        begin = max(arrived, updated)
+        updated = begin + numel * update / machine.memory_bandwidth
+        spans.append(Span(DEVICE, UPDATE, begin, updated))
+        begin = max(updated, leaves[-1])
+        leaves.append(begin + numel * down / machine.bus_bandwidth)
+        spans.append(Span(DOWN, STATE_TO_HOST, begin, leaves[-1]))
+        updates.append(updated)
+    return updates
 
 
 def _end(spans: Sequence[Span], lane: str) -> float:

@@ -11,6 +11,7 @@ from megascale.utils.dtypes import HALF_DTYPES
 
 ACCUMULATE, MEASURE, UPDATE = "accumulate gradients", "measure", "update"
 TO_HOST, TO_DEVICE, ON_HOST = "gradients to the host", "weights to the device", "update in host memory"
+STATE_TO_DEVICE, STATE_TO_HOST = "state to the device", "state to the host"
 
 
 def traffic_per_element(
@@ -39,7 +40,8 @@ def moved_bytes(partition: Partition) -> dict[str, int]:
         kept = partition.kept[param.name]
         measure, update = traffic_per_element(param.dtype, grad_dtype, moments, setup.main_itemsize)
         moved[MEASURE] += round(kept * measure)
-        moved[UPDATE] += round((kept - partition.there[param.name]) * update)
+        on_host = 0 if setup.state_visits_device else partition.there[param.name]
+        moved[UPDATE] += round((kept - on_host) * update)
         if setup.has_main_grads:
             moved[ACCUMULATE] += param.numel * (param.dtype.itemsize + grad_dtype.itemsize)
     return moved
@@ -51,6 +53,8 @@ def offload_traffic(partition: Partition) -> dict[str, int]:
     Empty without ``optimizer_cpu_offload``. What copies themselves read and write in host memory is not counted.
     """
     setup = partition.setup
+    if setup.state_visits_device:
+        return _visits(partition)
     moved = {TO_HOST: 0, TO_DEVICE: 0, ON_HOST: 0}
     for param in partition.sizes.params:
         there, grad_dtype = partition.there[param.name], setup.grad_dtype_of(param.dtype)
@@ -59,3 +63,15 @@ def offload_traffic(partition: Partition) -> dict[str, int]:
         moved[TO_DEVICE] += there * param.dtype.itemsize
         moved[ON_HOST] += round(there * update)
     return moved if any(moved.values()) else {}
+
+
+def _visits(partition: Partition) -> dict[str, int]:
+    """Return the bytes of main params and moments that visit the device: there, and back."""
+    setup, moved = partition.setup, 0.0
+    weights = 0
+    for param in partition.sizes.params:
+        there = partition.there[param.name]
+        moved += there * (setup.main_itemsize + sum(held_bytes(dtype) for dtype in setup.moment_dtypes(param)))
+        # A remainder counts from the weights, a copy of which stays beside it.
+        weights += there * param.dtype.itemsize * setup.store_param_remainders
+    return {STATE_TO_DEVICE: round(moved), STATE_TO_HOST: round(moved) + weights} if moved else {}

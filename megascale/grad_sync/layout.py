@@ -12,11 +12,12 @@ and statistics exist for those pieces only.
     bucket 0  |  layer.2.weight        |bias|pad|
     shards    |    rank 0    |    rank 1    |    two equal halves: rank 1 owns the end of a weight, and a bias
 
-An optimizer that reads whole matrices (Muon, Shampoo) cannot work on pieces. For it
+**Whole matrices.** An optimizer that reads them (Muon, Shampoo) cannot work on pieces. For it
 :mod:`megascale.grad_sync.owners` makes shards of whole parameters, which are not equal.
 
-What belongs to which rank therefore depends on the number of ranks, and nothing that is saved may: state dicts and
-checkpoints name a parameter and a range of its own elements (:class:`Piece`), never a position in a buffer.
+**What is saved.** What belongs to which rank depends on the number of ranks, and nothing that is saved may: otherwise a
+checkpoint would load on as many ranks as have written it, and on no others. State dicts and checkpoints name a
+parameter and a range of its own elements (:class:`Piece`), never a position in a buffer.
 
 Positions are elements from the start of the buffer, a *range* is half-open: [start, stop).
 """

@@ -12,12 +12,14 @@ from megascale.kernels.decision import (
     TensorStats,
     TorchDecisions,
     clip_coefficient,
+    coefficient_to,
     inverse,
+    stats_dtype,
 )
 from megascale.kernels.native.backend import NativeBackend
 from megascale.kernels.non_finite import describe_non_finite
 from megascale.kernels.protocol import Backend, HeldParams, Operands
-from megascale.kernels.reference import ReferenceBackend, stats_dtype
+from megascale.kernels.reference import ReferenceBackend
 from megascale.kernels.selection import host_backend, select_backend, why_not
 from megascale.kernels.tensors.checked_memory import (
     MemoryRecord,
@@ -60,6 +62,7 @@ __all__ = [
     "TorchBackend",
     "TorchDecisions",
     "clip_coefficient",
+    "coefficient_to",
     "describe_non_finite",
     "host_backend",
     "inverse",

@@ -41,9 +41,8 @@ from torch import Tensor
 
 from megascale.errors import UsageError
 from megascale.kernels.blocks import Block, Row, blocks_of, flat
-from megascale.kernels.decision import Decision, TensorStats, TorchDecisions
+from megascale.kernels.decision import Decision, TensorStats, TorchDecisions, stats_dtype
 from megascale.kernels.protocol import Operands
-from megascale.kernels.reference import stats_dtype
 from megascale.kernels.remainders import TorchRemainders
 from megascale.kernels.split import Split
 from megascale.kernels.torch_backend import TorchBackend

@@ -1,6 +1,4 @@
-"""Cache-sized blocks: runs of 1-D pieces of many parameters that go through cache together, and the scratch they
-share.
-"""
+"""Cache-sized blocks: runs of 1-D pieces of many parameters that go through cache together, and their scratch."""
 
 from collections.abc import Iterable, Iterator, Sequence
 

@@ -22,6 +22,11 @@ less than this.
 """
 
 
+def stats_dtype(device: torch.device) -> torch.dtype:
+    """Return the dtype of statistics on ``device``: fp64 wherever the hardware has it."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 class Statistic(IntEnum):
     """Indices into the vector of statistics that is summed over all ranks in a step."""
 
@@ -91,6 +96,8 @@ class ScaleRule(NamedTuple):
 
     Attributes:
         each_clean_step: whether every clean step replenishes hysteresis; else only one that lets the scale grow.
+        fp64_products: whether the scale times a factor is taken in fp64 and rounded once, as torch.amp does; else it is
+            a product of two fp32 numbers, as in Megatron-Core.
     """
 
     min_scale: float
@@ -100,6 +107,7 @@ class ScaleRule(NamedTuple):
     growth_interval: int
     hysteresis: int
     each_clean_step: bool
+    fp64_products: bool = False
 
 
 class TorchDecisions:
@@ -155,12 +163,13 @@ class TorchDecisions:
         """See :class:`megascale.kernels.Backend`."""
         found = found_inf.reshape(1) != 0
         hysteresis_after_inf = (hysteresis_tracker - 1).clamp_(min=0)
-        backed_off = (scale * rule.backoff_factor).clamp_(min=rule.min_scale)
+        factor = scale.to(stats_dtype(scale.device)) if rule.fp64_products else scale
+        backed_off = (factor * rule.backoff_factor).float().clamp_(min=rule.min_scale)
         scale_after_inf = torch.where(hysteresis_after_inf == 0, backed_off, scale)
 
         clean_steps = growth_tracker + 1
         grows = clean_steps >= rule.growth_interval
-        grown = scale * rule.growth_factor
+        grown = (factor * rule.growth_factor).float()
         grown = torch.where(torch.isfinite(grown), grown.clamp(max=rule.max_scale), scale)
         replenished = torch.ones_like(grows) if rule.each_clean_step else grows
 
@@ -173,7 +182,12 @@ class TorchDecisions:
 
 def clip_coefficient(norm: Tensor, most: float | Tensor) -> Tensor:
     """Return what gradients of this norm are multiplied by so that it is at most ``most``: torch's rule. 1 or below."""
-    return (most / (norm + CLIP_EPSILON)).clamp(max=1.0)
+    return coefficient_to(norm, most).clamp(max=1.0)
+
+
+def coefficient_to(norm: Tensor, wanted: float | Tensor) -> Tensor:
+    """Return what gradients of this norm are multiplied by so that it is ``wanted``, larger or smaller."""
+    return wanted / (norm + CLIP_EPSILON)
 
 
 def inverse(scale: Tensor) -> Tensor:

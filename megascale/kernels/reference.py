@@ -10,15 +10,10 @@ from torch import Tensor
 
 from megascale.kernels.compact_averages import decode_average, encode_average
 from megascale.kernels.compact_moments import SCALE_SUFFIX, decode_moments, dither, encode_moments, exact_root
-from megascale.kernels.decision import Decision, TensorStats, TorchDecisions
+from megascale.kernels.decision import Decision, TensorStats, TorchDecisions, stats_dtype
 from megascale.kernels.protocol import FP16_OVERFLOW, Operands
 from megascale.kernels.remainders import TorchRemainders
 from megascale.rules import AdamHyper, LionHyper, SgdHyper
-
-
-def stats_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype of statistics on ``device``: fp64 wherever the hardware has it."""
-    return torch.float32 if device.type == "mps" else torch.float64
 
 
 class ReferenceBackend(TorchDecisions, TorchRemainders):

@@ -9,10 +9,10 @@ import torch
 
 from megascale.config import BACKENDS
 from megascale.errors import UsageError
-from megascale.kernels.decision import NUM_STATISTICS
+from megascale.kernels.decision import NUM_STATISTICS, stats_dtype
 from megascale.kernels.native.backend import NativeBackend
 from megascale.kernels.protocol import Backend
-from megascale.kernels.reference import ReferenceBackend, stats_dtype
+from megascale.kernels.reference import ReferenceBackend
 from megascale.kernels.torch_backend import TorchBackend
 from megascale.utils import call_site, validate
 

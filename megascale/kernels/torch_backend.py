@@ -12,9 +12,9 @@ from torch import Tensor
 
 from megascale.kernels import foreach
 from megascale.kernels.blocks import Block, RoundingWatch, Scratch, blocks_of, flat, takes_many
-from megascale.kernels.decision import Decision, TensorStats, TorchDecisions
+from megascale.kernels.decision import Decision, TensorStats, TorchDecisions, stats_dtype
 from megascale.kernels.protocol import Operands
-from megascale.kernels.reference import ReferenceBackend, stats_dtype
+from megascale.kernels.reference import ReferenceBackend
 from megascale.kernels.remainders import TorchRemainders
 from megascale.kernels.split import Split
 from megascale.rules import AdamHyper, LionHyper, SgdHyper

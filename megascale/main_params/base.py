@@ -15,9 +15,11 @@ from megascale.config import StepConfig
 from megascale.errors import ArgumentError, ArgumentTypeError
 from megascale.kernels import is_plain, plain
 from megascale.main_params.host_twin import HostTwin, host_twins
-from megascale.main_params.main_param import MainParam, check_apart, check_trainable
+from megascale.main_params.main_param import MainParam, check_apart, check_trainable, main_param_of
+from megascale.main_params.offload_share import goes
 from megascale.main_params.residence import Residence
 from megascale.main_params.shard import ParamShard
+from megascale.main_params.slab import Slabs
 from megascale.main_params.update_unit import UpdateUnit, units_of
 from megascale.main_params.weight_arrivals import WeightArrivals
 from megascale.main_params.write_tracker import WriteTracker
@@ -46,6 +48,8 @@ class MainParams(ABC):
     """Where copies live in host memory: what sends weights from there. None: beside the model params."""
     pins_params = True
     """Whether those weights are in pinned memory."""
+    pins_state = False
+    """Whether the copies and their state are, too, as the device updates them."""
     offload_fraction = 1.0
     """The share of the copies' elements that lives there, at least."""
 
@@ -67,7 +71,7 @@ class MainParams(ABC):
         Raises ArgumentError or ArgumentTypeError for a parameter that cannot be trained, UsageError for one whose
         shape, dtype or layout has changed or that shares memory with another, before anything has changed.
         """
-        self.wait()
+        self.wait(for_host=False)
         made: list[MainParam] = []
         written = self._tracker.written()
         if not self._is_unchanged(param_groups):
@@ -77,6 +81,7 @@ class MainParams(ABC):
             written = self._tracker.written()
         if not written:
             return made
+        self.wait_for_arrivals()
         params = list(self)
         for index in written:
             params[index].check()
@@ -212,6 +217,7 @@ class MainParams(ABC):
         if config.optimizer_cpu_offload:
             self.arrivals, self.pins_params = WeightArrivals(device), config.pin_cpu_params
             self.offload_fraction = config.optimizer_offload_fraction
+            self.pins_state = config.optimizer_offload_compute == "device"
 
     def twins(self, parts: Mapping[str, Tensor], runs: Sequence[tuple[Iterable[str], int]]) -> Mapping[str, HostTwin]:
         """Return new twins of 16-bit model params, by name, where copies live in host memory; none elsewhere.
@@ -224,18 +230,61 @@ class MainParams(ABC):
         if self.arrivals is None:
             return {}
         halves = [(names, numel) for names, numel in runs if all(parts[name].dtype in HALF_DTYPES for name in names)]
-        left = (1 - self.offload_fraction) * sum(numel for _, numel in halves)
         there: dict[str, Tensor] = {}
-        for names, numel in halves:
-            left -= numel
-            if left < 0 or self.offload_fraction == 1.0:
+        for (names, _), is_gone in zip(halves, goes([run[1] for run in halves], self.offload_fraction), strict=True):
+            if is_gone:
                 there |= {name: parts[name] for name in names}
-        return dict(zip(there, host_twins(list(there.values()), pin=self.pins_params), strict=True))
+        return dict(zip(there, self._new_twins(list(there.values())), strict=True))
 
-    def wait_for_arrivals(self) -> None:
-        """Wait until weights have come from host memory, where they are updated there."""
-        if self.arrivals is not None:
+    def _new_twins(self, parts: Sequence[Tensor]) -> list[HostTwin]:
+        return host_twins(parts, pin=self.pins_params, pins_state=self.pins_state)
+
+    def moved_to(self, fraction: float) -> list[tuple[MainParam, MainParam]]:
+        """Return main params that another fraction wants elsewhere, each with a new one there, of the model's values.
+
+        Nothing has changed: see :mod:`megascale.step.relocation`. Raises UsageError for too little host memory.
+        """
+        runs = self.living_together()
+        are_gone = goes([numel for _, numel in runs], fraction)
+        moving: dict[bool, list[MainParam]] = {True: [], False: []}
+        for (params, _), is_gone in zip(runs, are_gone, strict=True):
+            moving[is_gone] += [param for param in params if (param.twin is not None) != is_gone]
+        found = []
+        for is_gone, params in moving.items():
+            twins = self._new_twins([param.part for param in params]) if is_gone else []
+            slabs = Slabs([twin.weights for twin in twins] if is_gone else [_like(param) for param in params])
+            for at, param in enumerate(params):
+                like, twin = _like(param), twins[at] if is_gone else None
+                shard = None if like is param.model else like
+                as_remainder = param.remainder is not None
+                made = main_param_of(param.name, param.model, shard, slabs, as_remainder=as_remainder, twin=twin)
+                found.append((param, made))
+        return found
+
+    def living_together(self) -> list[tuple[list[MainParam], int]]:
+        """Return main params that are copies, those that leave or stay together, with their number of elements.
+
+        In the order of forward; the numbers are the same on all ranks. Here each is alone.
+        """
+        listed = {id(param): param for param in self}
+        every = [*listed.values(), *(param for param in self._by_id.values() if id(param) not in listed)]
+        return [([param], param.model.numel()) for param in every if param.is_copy]
+
+    def forget_units(self) -> None:
+        """Make units anew when they are next read, as main params have moved."""
+        self._units = None
+
+    def wait_for_arrivals(self, *, for_host: bool = True) -> None:
+        """Wait until weights have come from host memory, where they are updated there.
+
+        ``for_host``: wait, too, until main params and state are in host memory, where the device updates them.
+        """
+        if self.arrivals is None:
+            return
+        if for_host:
             self.arrivals.wait()
+        else:
+            self.arrivals.wait_for_weights()
 
     @abstractmethod
     def make(self, params: Mapping[str, nn.Parameter], group_of: Mapping[str, int]) -> list[MainParam]:
@@ -254,8 +303,8 @@ class MainParams(ABC):
         """Record that the model params of one unit have been written."""
 
     @abstractmethod
-    def wait(self) -> None:
-        """Wait until every model param is whole on every rank."""
+    def wait(self, *, for_host: bool = True) -> None:
+        """Wait until every model param is whole on every rank. ``for_host``: see :meth:`wait_for_arrivals`."""
 
     def end_step(self) -> None:
         """End a step: model params are whole on every rank, or will be when a module needs them. Here they are."""
@@ -308,6 +357,11 @@ class MainParams(ABC):
     def own_state(self, param: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return what this rank keeps of a saved state; None where each tensor's shape tells: :meth:`to_local`."""
         return None
+
+
+def _like(param: MainParam) -> Tensor:
+    """Return the tensor that a main param is like: this rank's shard of the model param, or all of it."""
+    return param.model if param.shard is None else param.shard
 
 
 def _make_plain(params: Iterable[Tensor]) -> None:

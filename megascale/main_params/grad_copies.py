@@ -49,18 +49,23 @@ class GradCopies:
         self._passes: WeakKeyDictionary[HostTwin, int] = WeakKeyDictionary()
         self._usual_passes: WeakKeyDictionary[HostTwin, int] = WeakKeyDictionary()
         self._copied: dict[HostTwin, _Copied] = {}
-        self._handles: list[RemovableHandle] = []
-        finalize(self, _remove, self._handles).atexit = False
+        self._are_awaited = True
+        self._hooks: dict[int, RemovableHandle] = {}
+        finalize(self, _remove, self._hooks).atexit = False
 
     def follow(self, params: Iterable[MainParam]) -> None:
-        """Copy the gradients of ``params`` from now on, which it was not asked for before."""
+        """Copy the gradients of ``params`` that have a twin from now on; of others no longer."""
         for param in params:
+            before = self._hooks.pop(id(param.model), None)
+            if before is not None:
+                before.remove()
             if param.twin is not None and owner_of(param.model) is None:
-                self._slots[param.twin] = len(self._handles)
+                self._slots[param.twin] = len(self._slots)
                 hook = _AfterBackward(ref(self), param.twin)
-                self._handles.append(param.model.register_post_accumulate_grad_hook(hook))
+                self._hooks[id(param.model)] = param.model.register_post_accumulate_grad_hook(hook)
+        self._slots = WeakKeyDictionary({twin: at for at, twin in enumerate(self._slots)})  # some may be gone
         self._copied.clear()
-        self._sums = torch.zeros(len(self._handles), dtype=torch.int64, device=self._device)
+        self._sums = torch.zeros(len(self._slots), dtype=torch.int64, device=self._device)
         keep(self._sums, self._stream)  # this object may be dropped meanwhile
 
     @torch.no_grad()
@@ -78,6 +83,7 @@ class GradCopies:
             torch.sum(_bits(grad), tuple(range(grad.dim())), dtype=torch.int64, out=self._sums[self._slots[twin]])
             twin.grad.copy_(grad, non_blocking=True)
         # A gradient that is dropped before the step needs not be kept for the stream: its copy does not count.
+        self._are_awaited = False
         self._copied[twin] = _Copied(ref(model.grad), grad.data_ptr(), _versions(model.grad))
 
     def join(self, measured: Iterable[tuple[HostTwin, Tensor]]) -> "Joined":
@@ -87,9 +93,11 @@ class GradCopies:
         """
         self._usual_passes, self._passes = self._passes, WeakKeyDictionary()
         copied, self._copied = self._copied, {}
+        if not self._are_awaited:  # also of copies that do not count: the step writes into the same memory
+            current_stream(self._device).wait_stream(self._stream)
+            self._are_awaited = True
         if not copied:
             return Joined(frozenset(), torch.zeros((), device=self._device))
-        current_stream(self._device).wait_stream(self._stream)
         sums = list(self._sums.unbind())
         there = set()
         for twin, grad in measured:
@@ -148,6 +156,6 @@ def _versions(grad: Tensor) -> tuple[int, int]:
     return (0 if grad.is_inference() else grad._version), held(grad)._version
 
 
-def _remove(handles: list[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
+def _remove(hooks: dict[int, RemovableHandle]) -> None:
+    for hook in hooks.values():
+        hook.remove()

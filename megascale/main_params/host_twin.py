@@ -18,21 +18,25 @@ class HostTwin:
         weights: in the form of the model param; of a DTensor, in that of its local tensor. The update writes the main
             param's rounding into them; from there they travel to the device.
         grad: a copy of the gradient; None before the first one.
+        pins_state: whether main param and state are in pinned memory, as the device copies them.
     """
 
-    def __init__(self, weights: Tensor) -> None:
-        self.weights = weights
+    def __init__(self, weights: Tensor, *, pins_state: bool = False) -> None:
+        self.weights, self.pins_state = weights, pins_state
         self.grad: Tensor | None = None
 
 
-def host_twins(parts: Sequence[Tensor], *, pin: bool) -> list[HostTwin]:
+def host_twins(parts: Sequence[Tensor], *, pin: bool, pins_state: bool = False) -> list[HostTwin]:
     """Return twins of model params; of a DTensor, of this rank's part of it.
 
-    ``pin``: pin the memory of the weights where these are on an accelerator.
+    ``pin``: pin the memory of the weights where these are on an accelerator; ``pins_state``: and of main params and
+    state.
 
     Raises UsageError if there is too little host memory.
     """
-    return [HostTwin(memory) for memory in _host_memory([to_local(part) for part in parts], pin=pin)]
+    memory = _host_memory([to_local(part) for part in parts], pin=pin)
+    pins = [pin and pins_state and part.device.type != "cpu" for part in parts]
+    return [HostTwin(one, pins_state=pins_it) for one, pins_it in zip(memory, pins, strict=True)]
 
 
 def host_grads(twins: Sequence[HostTwin], grads: TensorList, *, pin: bool) -> list[Tensor]:

@@ -19,6 +19,7 @@ from megascale.main_params.slab import Slabs
 from megascale.main_params.write_tracker import WriteTracker
 from megascale.utils.dtensors import dtensor_like, held, is_dtensor, to_local
 from megascale.utils.dtypes import HALF_DTYPES
+from megascale.utils.host_memory import pinned
 
 MODEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -80,7 +81,8 @@ class MainParam:
         self.form = ParamForm.of(self.model)
         if self.remainder is not None:
             self.release()
-            self.fingerprint = fingerprint(self.part)
+            self._take_weights()
+            self.fingerprint = fingerprint(self.rounded)
 
     @property
     def memory(self) -> Tensor:
@@ -91,7 +93,8 @@ class MainParam:
         """Return the main param; a new tensor where it is held as a remainder."""
         if self.remainder is None:
             return self.main
-        return dtensor_like(decode(self.part, to_local(self.remainder).to(self.part.device)), self.main)
+        rounded = self.rounded
+        return dtensor_like(decode(rounded, to_local(self.remainder).to(rounded.device)), self.main)
 
     def store(self, value: Tensor) -> None:
         """Set the local main param to ``value``, and the model param to its rounding."""
@@ -99,6 +102,7 @@ class MainParam:
             rounded, remainder = encode(value.to(torch.float32), self.part.dtype)
             self.part.copy_(rounded)
             to_local(self.remainder).copy_(remainder)
+            self._take_weights()
             self._take_fingerprint()
             return
         to_local(self.main).copy_(value)
@@ -110,7 +114,7 @@ class MainParam:
         if self.remainder is not None:
             main = to_local(self.main)
             main.untyped_storage().resize_(main.numel() * main.element_size())
-            main.copy_(decode(self.part, to_local(self.remainder)))
+            main.copy_(decode(self.rounded, to_local(self.remainder)))
 
     def release(self) -> None:
         """Free the memory of ``main`` where a remainder stands for it."""
@@ -130,6 +134,11 @@ class MainParam:
         self.remainder = self.remainder.to(self.model.device)
         self.main = torch.empty_like(self.remainder, dtype=torch.float32)
         self.release()
+
+    def take_place_of(self, other: "MainParam") -> None:
+        """Live where ``other`` does, of the same model param, with its values."""
+        self.main, self.remainder, self.fingerprint = other.main, other.remainder, other.fingerprint
+        self.twin = other.twin
 
     def check(self) -> None:
         """Raise UsageError, naming the parameter, if the form of its model param has changed."""
@@ -169,6 +178,7 @@ class MainParam:
         """
         if self.remainder is not None:
             left = to_local(self.remainder)
+            self._take_weights()
             left.copy_(torch.where(self._take_fingerprint().to(left.device), left, 0))
         elif self.is_copy:
             main = to_local(self.main)
@@ -181,14 +191,20 @@ class MainParam:
         """Set the main param to the model param's value exactly."""
         if self.remainder is not None:
             to_local(self.remainder).zero_()
+            self._take_weights()
             self._take_fingerprint()
         else:
             to_local(self.main).copy_(self.part)
         self.record_version()
 
+    def _take_weights(self) -> None:
+        """Copy the model param to its twin in host memory, beside whose weights the remainder counts."""
+        if self.twin is not None:
+            self.twin.weights.copy_(self.part)
+
     def _take_fingerprint(self) -> Tensor:
         """Renew the fingerprint. Returns whether it is the same as before: bool, 0-d."""
-        now, before = fingerprint(self.part), self.fingerprint
+        now, before = fingerprint(self.rounded), self.fingerprint
         if before is None or before.device != now.device:
             self.fingerprint = now
             return torch.zeros_like(now, dtype=torch.bool) if before is None else before.to(now.device) == now
@@ -218,23 +234,29 @@ def main_param_of(
     if model.dtype not in HALF_DTYPES:
         return MainParam(name, model, like, shard, is_copy=False, is_owned=is_owned)
     if not as_remainder:
-        main = _main_in_memory(like, slabs, twin)
+        main = _main_in_memory(like, slabs, twin, torch.float32)
         to_local(main).copy_(to_local(like))
         return MainParam(name, model, main, shard, is_copy=True, is_owned=is_owned, twin=twin)
-    main = torch.empty_like(like, dtype=torch.float32, requires_grad=False, memory_format=torch.preserve_format)
-    remainder = slabs.zeros(like, REMAINDER_DTYPE, "main")
-    return MainParam(name, model, main, shard, is_copy=True, is_owned=is_owned, remainder=remainder)
+    main = _empty_main(like, twin, torch.float32)
+    remainder = _main_in_memory(like, slabs, twin, REMAINDER_DTYPE)
+    return MainParam(name, model, main, shard, is_copy=True, is_owned=is_owned, remainder=remainder, twin=twin)
 
 
-def _main_in_memory(like: Tensor, slabs: Slabs, twin: HostTwin | None) -> Tensor:
-    """Return memory of a main param like ``like``, on its device, or in host memory if there is a twin."""
+def _main_in_memory(like: Tensor, slabs: Slabs, twin: HostTwin | None, dtype: torch.dtype) -> Tensor:
+    """Return zeros, for a main param like ``like``, on its device, or in host memory if there is a twin."""
     if twin is None:
-        return slabs.zeros(like, torch.float32, "main")
-    if is_dtensor(like):  # a DTensor of the same ranks, whose local tensor is in host memory
-        return torch.empty_like(
-            like, dtype=torch.float32, device="cpu", requires_grad=False, memory_format=torch.preserve_format
-        )
-    return slabs.zeros(twin.weights, torch.float32, "main")
+        return slabs.zeros(like, dtype, "main")
+    if is_dtensor(like):
+        main = _empty_main(like, twin, dtype)
+        to_local(main).zero_()
+        return pinned(main) if twin.pins_state else main
+    return slabs.zeros(twin.weights, dtype, "main", pin=twin.pins_state)
+
+
+def _empty_main(like: Tensor, twin: HostTwin | None, dtype: torch.dtype) -> Tensor:
+    """Return uninitialised memory. Of a DTensor it is one of the same ranks, whose local tensor has that memory."""
+    device = like.device if twin is None else twin.weights.device
+    return torch.empty_like(like, dtype=dtype, device=device, requires_grad=False, memory_format=torch.preserve_format)
 
 
 def check_trainable(name: str, model: Tensor) -> None:

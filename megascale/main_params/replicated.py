@@ -48,8 +48,8 @@ class ReplicatedMainParams(MainParams):
         unit.record_version()
 
     @override
-    def wait(self) -> None:
-        self.wait_for_arrivals()
+    def wait(self, *, for_host: bool = True) -> None:
+        self.wait_for_arrivals(for_host=for_host)
 
     @override
     def to_local(self, param: nn.Parameter, value: Tensor, dtype: torch.dtype, *, group: int = 1) -> Tensor:

@@ -206,6 +206,16 @@ class ShardedMainParams(MainParams):
         return id(param) in self._by_id
 
     @override
+    def living_together(self) -> list[tuple[list[MainParam], int]]:
+        """See :class:`MainParams`. A bucket's parameters are gathered together."""
+        found = []
+        for bucket in self._gather.in_forward_order():
+            params = list(filter(None, map(self.get, bucket.synced.params.values())))
+            if params and all(param.is_copy for param in params):
+                found.append((params, bucket.memory.flat.numel()))
+        return found
+
+    @override
     def make_units(self) -> list[UpdateUnit]:
         """Return one unit per bucket and param group: a bucket's gather starts while the next is updated."""
         group_of = {id(param): index for index, group in enumerate(self.ordered) for param in group}
@@ -253,8 +263,8 @@ class ShardedMainParams(MainParams):
             self._gather.overlap = self._gathers_behind = True
 
     @override
-    def wait(self) -> None:
-        self.wait_for_arrivals()
+    def wait(self, *, for_host: bool = True) -> None:
+        self.wait_for_arrivals(for_host=for_host)
         self._gather.wait()
 
     @override

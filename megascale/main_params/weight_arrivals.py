@@ -40,6 +40,7 @@ class WeightArrivals:
         self._tracked: set[int] = set()
         self._stream: torch.Stream | None = torch.Stream(device) if has_streams(device) else None
         self._finder: RemovableHandle | None = None
+        self._owed: list[torch.Event] = []
         # When this object is freed the model is whole.
         finalize(self, _wait_for_all, self._arrivals).atexit = False
 
@@ -82,7 +83,14 @@ class WeightArrivals:
         self._waits.update((id(param.model), wait) for param in params)
 
     def wait(self) -> None:
-        """Let the current stream wait for all weights; the host waits for the thread."""
+        """Let the current stream wait for all weights; the host waits for the thread, and for what the device owes."""
+        self.wait_for_weights()
+        for event in self._owed:
+            event.synchronize()
+        self._owed.clear()
+
+    def wait_for_weights(self) -> None:
+        """Let the current stream wait for all weights; the host waits for the thread alone."""
         _wait_for_all(self._arrivals)
         self._waits.clear()
         self._updates.clear()
@@ -91,6 +99,10 @@ class WeightArrivals:
         """Whether the thread may still read what the newest update of ``param`` reads."""
         done = self._updates.get(id(param))
         return done is not None and not done.done()
+
+    def owe(self, event: torch.Event) -> None:
+        """Let whoever reads main params or state wait for ``event``, behind which the device has sent them here."""
+        self._owed = [event]
 
     def wait_for(self, params: Iterable[nn.Parameter]) -> None:
         """Let the current stream wait for the weights of ``params``."""

@@ -4,7 +4,7 @@ import os
 from typing import Any
 
 from megascale.errors import ArgumentError
-from megascale.metrics.sinks import STEP, Row
+from megascale.metrics.rows import STEP, Row
 
 
 class TensorBoard:

@@ -8,13 +8,7 @@ from pathlib import Path
 from typing import Protocol, TextIO
 
 from megascale.errors import ArgumentError
-
-STEP = "step"
-FILE_NAME = "metrics.csv"
-"""The table of a run, in its folder."""
-
-Row = Mapping[str, float]
-"""Values of one step by name; ``step`` is among them."""
+from megascale.metrics.rows import STEP, TABLE, Row
 
 
 class Sink(Protocol):
@@ -49,7 +43,7 @@ class CsvFile:
 
     def __init__(self, path: str | os.PathLike[str], columns: Sequence[str] = (STEP,)) -> None:
         given = Path(path)
-        self.path = given if given.suffix == ".csv" else given / FILE_NAME
+        self.path = given if given.suffix == ".csv" else given / TABLE
         self._columns = list(columns)
         self._stream: TextIO | None = None
 

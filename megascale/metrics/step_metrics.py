@@ -10,18 +10,28 @@ from torch import Tensor
 from megascale.chained import AnyOptimizer
 from megascale.errors import ArgumentError, ArgumentTypeError, MegascaleError
 from megascale.host_view import HostView
-from megascale.metrics.sinks import STEP, Sink, close_all
+from megascale.metrics.rows import (
+    GRAD_NORM,
+    LR,
+    PHASE,
+    SCALE,
+    SECONDS,
+    SKIPPED,
+    STEP,
+    SUCCESS,
+    ZERO_FRACTION,
+    ZEROS,
+    row_of,
+)
+from megascale.metrics.sinks import Sink, close_all
 from megascale.parallel import ParallelGroups
 from megascale.utils import call_site, validate
 from megascale.utils.collectives import group_rank, raise_together
 from megascale.utils.spelling import names_arguments
 
-SUCCESS, ZEROS = "success", "num_zeros_in_grad"
-OWN = (STEP, "seconds")
-OF_OPTIMIZER = ("grad_norm", "scale", SUCCESS, ZEROS, "skipped", "zero_grad_fraction", "lr")
+OWN = (STEP, SECONDS)
+OF_OPTIMIZER = (GRAD_NORM, SCALE, SUCCESS, ZEROS, SKIPPED, ZERO_FRACTION, LR)
 """Names that StepMetrics itself gives, always and with an optimizer."""
-PHASE = "seconds/"
-"""Start of the names of phases' times."""
 
 
 @names_arguments
@@ -99,7 +109,7 @@ class StepMetrics:
         _check(values, self._taken)
         row: dict[str, Tensor | float] = {STEP: float(self.step), **values}
         row |= self._of_optimizer()
-        row["seconds"] = now - self._recorded_at
+        row[SECONDS] = now - self._recorded_at
         row |= {PHASE + name: seconds for name, seconds in self._phases.items()}
         self._phases, self._recorded_at = {}, now
         self.step += 1
@@ -168,16 +178,16 @@ class StepMetrics:
         if result is None:
             return {}
         lr: Tensor | float = self._optimizer.param_groups[0]["lr"]
-        read: dict[str, Tensor | float] = {"grad_norm": result.grad_norm, "scale": scale, SUCCESS: result.success}
+        read: dict[str, Tensor | float] = {GRAD_NORM: result.grad_norm, SCALE: scale, SUCCESS: result.success}
         if self._optimizer.recipe.members[0].config.log_num_zeros_in_grad:
             read[ZEROS] = result.num_zeros_in_grad
-        return read | {"lr": lr}
+        return read | {LR: lr}
 
     def _write(self, seen: dict[str, float] | None) -> dict[str, float] | None:
         """Make a row of values that the host has now, and hand it to the sinks."""
         if seen is None:
             return None
-        row = _row(seen, self._numel) | self._later
+        row = row_of(seen, self._numel) | self._later
         self._later = {}
         for sink in list(self._sinks):
             try:
@@ -190,21 +200,6 @@ class StepMetrics:
                     RuntimeWarning,
                 )
         return row
-
-
-def _row(seen: dict[str, float], numel: int) -> dict[str, float]:
-    """Return values as they are written: steps and skips as integers, zeros as a share."""
-    row: dict[str, float] = {}
-    for name, value in seen.items():
-        if name == STEP:
-            row[STEP] = int(value)
-        elif name == SUCCESS:
-            row["skipped"] = int(not value)
-        elif name == ZEROS:
-            row["zero_grad_fraction"] = value / max(numel, 1)
-        else:
-            row[name] = value
-    return row
 
 
 def _check(values: Mapping[str, Tensor | float], taken: Collection[str]) -> None:

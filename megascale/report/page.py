@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from html import escape
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from megascale.report.drawing import styles_of, svg
 from megascale.report.hover import overlay
 from megascale.report.panels import Panel, steps_by_parameter
 from megascale.report.runs import Run, Series
+from megascale.step.overflow_report import OverflowRow
 from megascale.version import VERSION
 
 NONE = "-"
@@ -186,11 +187,11 @@ def _overflows(runs: Sequence[Run]) -> str:
 
 def _lost_losses(run: Run) -> str:
     """Return a sentence on the steps whose loss itself was not finite, and where forward made it; empty if none was."""
-    lost = [one for one in run.overflows if one.get("loss_finite") is False]
+    lost = [one for one in run.overflows if one["loss_finite"] is False]
     if not lost:
         return ""
-    modules = Counter(one["module"] for one in {one["step"]: one for one in lost}.values() if one.get("module"))
-    named = ", ".join(f"{escape(module)} ({count:,} steps)" for module, count in modules.most_common(3))
+    modules = Counter(one["module"] for one in {one["step"]: one for one in lost}.values() if one["module"])
+    named = ", ".join(f"{escape(str(module))} ({count:,} steps)" for module, count in modules.most_common(3))
     made = f"Forward made it first in {named}." if named else "megascale.debug.watch(model) names the module."
     steps = len({one["step"] for one in lost})
     return (
@@ -201,14 +202,14 @@ def _lost_losses(run: Run) -> str:
 
 def overflow_rows(run: Run) -> Iterator[list[str]]:
     """Yield the cells of each parameter, that with most steps first."""
-    by_name: dict[str, list[dict[str, Any]]] = {}
+    by_name: dict[str, list[OverflowRow]] = {}
     for overflow in run.overflows:
         by_name.setdefault(overflow["parameter"], []).append(overflow)
     for name, steps in steps_by_parameter(run).items():
         own = sorted(by_name[name], key=lambda one: one["step"])
         last = own[-1]
-        ranks = sorted({one["rank"] for one in own if isinstance(one.get("rank"), int)})
-        origins = {one["step"] for one in own if one.get("origin")}
+        ranks = sorted({rank for one in own if isinstance(rank := one["rank"], int)})
+        origins = {one["step"] for one in own if one["origin"]}
         yield [
             escape(name),
             escape(run.label),
@@ -219,8 +220,8 @@ def overflow_rows(run: Run) -> Iterator[list[str]]:
             _total(own, "num_nan"),
             f"{len(origins):,}",
             ", ".join(map(str, ranks[:8])) + (" …" if len(ranks) > 8 else "") or NONE,
-            _power(last.get("scale")),
-            _number(last.get("largest_finite")),
+            _power(last["scale"]),
+            _number(last["largest_finite"]),
         ]
 
 
@@ -247,9 +248,9 @@ def _number(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, (int, float)) and not np.isnan(value) else NONE
 
 
-def _total(overflows: Sequence[dict[str, Any]], key: str) -> str:
+def _total(overflows: Sequence[OverflowRow], key: Literal["num_inf", "num_nan"]) -> str:
     """Return the sum of counts that are known; a run on an accelerator may not know them."""
-    counts = [one[key] for one in overflows if one.get(key) is not None]
+    counts = [count for one in overflows if (count := one[key]) is not None]
     return f"{sum(counts):,}" if counts else NONE
 
 

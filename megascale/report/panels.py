@@ -6,8 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from megascale.metrics.sinks import STEP
-from megascale.metrics.step_metrics import PHASE
+from megascale.metrics.rows import GRAD_NORM, LR, PHASE, SCALE, SECONDS, SKIPPED, STEP, ZERO_FRACTION
 from megascale.report.runs import Run
 
 Kind = Literal["line", "noisy", "scale", "skips", "phases", "parameters"]
@@ -37,16 +36,17 @@ KNOWN = (
     Panel("Loss", "loss", "noisy", log=True, note="Bold: mean of a span. A cross at the top: inf or NaN."),
     Panel("Accuracy", "accuracy", "noisy"),
     Panel("Accuracy on the batch", "batch_accuracy", "noisy"),
+    Panel("Loss on all held-out data", "heldout_loss", log=True),
     Panel("Accuracy on all held-out data", "total_accuracy"),
-    Panel("Gradient norm, unscaled, before clipping", "grad_norm", "noisy", log=True, note="A cross: inf or NaN."),
-    Panel("Loss scale", "scale", "scale", log=True),
-    Panel("Skipped steps", "skipped", "skips", note="A tick for each, and their number."),
-    Panel("Share of gradient elements that are zero", "zero_grad_fraction", "noisy"),
-    Panel("Learning rate", "lr"),
+    Panel("Gradient norm, unscaled, before clipping", GRAD_NORM, "noisy", log=True, note="A cross: inf or NaN."),
+    Panel("Loss scale", SCALE, "scale", log=True),
+    Panel("Skipped steps", SKIPPED, "skips", note="A tick for each, and their number."),
+    Panel("Share of gradient elements that are zero", ZERO_FRACTION, "noisy"),
+    Panel("Learning rate", LR),
     Panel("Samples per second", "samples_per_second", "noisy"),
-    Panel("Wall time of a step, s", "seconds", "noisy", log=True),
+    Panel("Wall time of a step, s", SECONDS, "noisy", log=True),
 )
-ALWAYS = ("loss", "scale", "skipped")
+ALWAYS = ("loss", SCALE, SKIPPED)
 """Columns that are shown though they do not vary."""
 PARAMETERS = Panel(
     "Steps in which a gradient overflowed, by parameter", kind="parameters", note="The eight parameters with most."

@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from megascale.errors import ArgumentError
-from megascale.metrics.sinks import FILE_NAME, STEP, whole_lines
+from megascale.metrics.rows import OVERFLOWS, STEP, TABLE, overflow_of
+from megascale.metrics.sinks import whole_lines
+from megascale.step.overflow_report import OverflowRow
 
 Series = npt.NDArray[np.float64]
-OVERFLOWS = "overflows.jsonl"
-"""The file, in a run's folder, of the gradients that made steps skip."""
 CONFIG, SUMMARY = "config.yaml", "summary.json"
 """Files that `megascale train` writes beside the table."""
 REMEDY = "give the folder of a run of python -m megascale.train, or one that megascale.metrics.CsvFile wrote"
@@ -31,7 +31,7 @@ class Run:
         label: what the report calls it. Runs with the same label are drawn alike.
         series: columns of its table by name, each fp64 of shape [steps], in the order of ``series["step"]``; NaN where
             a cell was empty.
-        overflows: one dict for each gradient that overflowed in a skipped step.
+        overflows: one row for each gradient that overflowed in a skipped step.
         config: the text of `config.yaml` beside the table; empty without.
         written: when the table was written last, seconds since the epoch; None: unknown.
         seconds: how long the run took, as its `summary.json` says; None: unknown.
@@ -39,7 +39,7 @@ class Run:
 
     label: str
     series: dict[str, Series]
-    overflows: list[dict[str, Any]] = field(default_factory=list)
+    overflows: list[OverflowRow] = field(default_factory=list)
     config: str = ""
     written: float | None = None
     seconds: float | None = None
@@ -126,9 +126,9 @@ def _tables(path: Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise ArgumentError(f"there is no {path}; {REMEDY}")
-    found = [path / FILE_NAME] if (path / FILE_NAME).is_file() else sorted(path.rglob(FILE_NAME))
+    found = [path / TABLE] if (path / TABLE).is_file() else sorted(path.rglob(TABLE))
     if not found:
-        raise ArgumentError(f"{path} holds no {FILE_NAME}; {REMEDY}")
+        raise ArgumentError(f"{path} holds no {TABLE}; {REMEDY}")
     return found
 
 
@@ -148,7 +148,7 @@ def _numbers(cells: Sequence[str], table: Path, name: str) -> Series:
         raise ArgumentError(f"{table}, column {name}: {error}; a table of steps has numbers only. {REMEDY}") from None
 
 
-def _read_overflows(path: Path) -> list[dict[str, Any]]:
+def _read_overflows(path: Path) -> list[OverflowRow]:
     """Return the lines of a file of overflows; none if it is not there."""
     if not path.is_file():
         return []
@@ -159,16 +159,11 @@ def _read_overflows(path: Path) -> list[dict[str, Any]]:
         raise ArgumentError(f"{path} cannot be read: {error}; move it away to report the run without it") from None
 
 
-def _overflow(line: str, path: Path, number: int) -> dict[str, Any]:
-    try:
-        read = json.loads(line)
-    except (ValueError, RecursionError):
-        read = None
-    known = isinstance(read, dict) and isinstance(read.get("step"), int) and isinstance(read.get("parameter"), str)
-    if not known or not all(isinstance(read.get(key), int | None) for key in ("num_inf", "num_nan")):
+def _overflow(line: str, path: Path, number: int) -> OverflowRow:
+    overflow = overflow_of(line)
+    if overflow is None:
         raise ArgumentError(
             f"{path}, line {number} is no overflow, an object with step, parameter, num_inf and num_nan; move the file "
             "away to report the run without it"
         )
-    overflow: dict[str, Any] = read
     return overflow

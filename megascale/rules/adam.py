@@ -1,4 +1,4 @@
-"""Adam and AdamW."""
+"""Adam and AdamW, with and without AMSGrad."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

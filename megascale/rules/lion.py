@@ -1,4 +1,4 @@
-"""Lion."""
+"""Lion: the sign of an interpolated momentum."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

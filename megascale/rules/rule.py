@@ -92,7 +92,7 @@ class Rule:
     Attributes:
         name: in ``OptimizerConfig.optimizer``.
         kinds: the classes whose steps are taken over: exact types only, as a subclass may have changed ``step()``.
-        moments: all that it may keep.
+        moments: all that it may keep, also by options that the kernels cannot run.
         numbers: options that are numbers, without the learning rate.
         flags: the other options that must be there.
         may_read: options that need not be there.
@@ -121,7 +121,7 @@ class Rule:
     fields: ClassVar[Mapping[str, Values]] = {}
 
     def state_names(self, options: Options) -> list[str]:
-        """Return the names of the moments that these options need."""
+        """Return the names of the moments that these options need, also where the kernels cannot run them."""
         raise NotImplementedError
 
     def counts_steps(self, options: Options) -> bool:
@@ -131,7 +131,8 @@ class Rule:
     def obstacle(self, options: Options) -> str | None:
         """Return why the kernels cannot run these options, so that the optimizer's own ``step()`` does; None: they can.
 
-        Tensors other than the rate need torch's own step.
+        The reason follows "<the class> has", and ends with the remedy. Tensors other than the rate need
+        torch's own step.
         """
         return "options that are tensors: give numbers" if has_tensors(options, self.numbers) else None
 

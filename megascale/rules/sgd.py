@@ -1,4 +1,4 @@
-"""SGD with or without momentum."""
+"""SGD, with and without momentum."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

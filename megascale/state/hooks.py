@@ -1,14 +1,16 @@
 """Calls the four user hooks of an optimizer's state dict as torch calls them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
 
+from megascale.state.live_state import LiveState, Plan, load_together
 from megascale.utils.collectives import raise_together
 
 StateDict = dict[str, Any]
+Parts = Callable[[StateDict, bool], Iterable[tuple[LiveState, StateDict]]]
 
 
 def raise_own(error: Exception | None) -> None:
@@ -49,21 +51,31 @@ def pack_with_hooks(
 def load_with_hooks(
     optimizer: torch.optim.Optimizer,
     state_dict: StateDict,
-    load: Callable[[Callable[[], StateDict]], None],
+    strict: bool,
+    parts: Parts,
+    done: Callable[[], None],
     group: ProcessGroup | None,
 ) -> None:
-    """Call ``load`` with a function that returns ``state_dict``, or what a pre hook replaces it by.
+    """Load ``state_dict``, or what a pre hook replaces it by, on all ranks of ``group`` or on none.
 
-    An error of a post hook, which comes when all is loaded, is raised by all ranks of ``group``.
+    An error of a post hook, which comes when all is loaded, is raised by all ranks, too.
+
+    Args:
+        optimizer: whose hooks are called.
+        state_dict, strict: as ``load_state_dict`` was given them.
+        parts: returns each live state and its part of a state dict; takes ``strict``.
+        done: called when all is loaded, before the post hooks.
+        group: the ranks that load together.
     """
 
-    def given() -> StateDict:
-        result = state_dict
+    def plan() -> list[tuple[LiveState, Plan]]:
+        given = state_dict
         for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
-            result = pre_hook(optimizer, result) or result
-        return result
+            given = pre_hook(optimizer, given) or given
+        return [(live, live.plan(part, strict=strict)) for live, part in parts(given, strict)]
 
-    load(given)
+    load_together(plan, group)
+    done()
     error: Exception | None = None
     try:
         for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():

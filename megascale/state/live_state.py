@@ -105,6 +105,15 @@ class LiveState:
             for param in self._params()
         }
 
+    def rounded_params(self) -> set[int]:
+        """Return the ids of 16-bit model params that are written as roundings of main params only.
+
+        Those of a DistributedOptimizer, and those whose main params are remainders, which a later write resets.
+        """
+        mains = self.main_params
+        held = [param for param in mains if param.is_copy and (mains.is_sharded or param.remainder is not None)]
+        return {id(param.model) for param in held}
+
     def check(self, state_dict: Any, *, strict: bool) -> None:
         """Raise StateDictError for a state dict that does not fit; tensor values are not read."""
         self._check(self._own_layout(state_dict, strict), strict)
@@ -316,7 +325,7 @@ def _is_kept(live: Any, value: Any) -> bool:
 
 
 def _planned_counts(state_dict: Mapping[str, Any]) -> Mapping[str, int] | None:
-    """Return the step counts; None for older state dicts, which lack them."""
+    """Return the step counts; None for state dicts of other systems, which lack them."""
     return parse_counts(state_dict["step_counts"]) if "step_counts" in state_dict else None
 
 

@@ -2,7 +2,7 @@
 
 ``{"optimizer": {"state": {name: {...}}, "param_groups": [...]}, "main_params": {name: tensor}, "grad_scaler": {...},
 "step_counts": {"landed": int, "skipped": int}, "version": 1}`` holds tensors and primitives only. A state dict without
-``step_counts`` (older, or of another system) leaves the counts unchanged. With ``config.zclip`` there is
+``step_counts``, as of another system, leaves the counts unchanged. With ``config.zclip`` there is
 ``norm_statistics``, too: {"mean": float, "variance": float, "count": int}; a load takes it where both sides have it.
 State that the wrapped optimizer keeps for no
 parameter (``optimizer.state["global"]``) is ``["optimizer"]["shared_state"]``, present only if there is some: a list

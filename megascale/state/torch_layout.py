@@ -9,8 +9,7 @@ ours goes into every parameter's state, next to the moments, as they carry that 
   scaler's.
 - ``num_states``: 0-d int64, how many entries the wrapped optimizer has for the parameter. Some of those functions drop
   entries that the live optimizer lacks; this number reveals it.
-- ``step_counts_landed``, ``step_counts_skipped``: 0-d int64. An older checkpoint lacks them: read it with
-  ``DefaultLoadPlanner(allow_partial_load=True)``.
+- ``step_counts_landed``, ``step_counts_skipped``: 0-d int64.
 - ``norm_statistics_mean``, ``norm_statistics_variance`` (fp64), ``norm_statistics_count``: 0-d, with ``config.zclip``.
 """
 
@@ -19,7 +18,6 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import torch
@@ -27,11 +25,11 @@ from torch import Tensor
 
 from megascale.errors import StateDictError, listed
 from megascale.state.schema import SHARED_STATE, no_scaler_state
+from megascale.state.torch_frames import TORCH_MODULE, is_told_to_skip
 from megascale.step.counter import COUNT_KEYS
 from megascale.step.spikes import NORM_KEYS
 from megascale.utils.param_names import renames
 
-TORCH_MODULE = "torch.distributed.checkpoint.state_dict"
 READERS = (TORCH_MODULE, "torchtitan.components.optimizer.utils")
 """Modules that save and load a torch optimizer's layout by the names of entries in the live ``optimizer.state``."""
 TORCH_KEYS = ("state", "param_groups")
@@ -113,19 +111,6 @@ def is_read_by_name() -> bool:
     return False
 
 
-def _is_told_to_skip() -> bool:
-    """Return whether the caller passed ``StateDictOptions(strict=False)`` to torch's functions.
-
-    They keep the options in a local variable, and call ``load_state_dict`` without them.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__") == TORCH_MODULE and "info" in frame.f_locals:
-            return not getattr(frame.f_locals["info"], "strict", True)
-        frame = frame.f_back
-    return False
-
-
 def to_torch_layout(own: Mapping[str, Any]) -> dict[str, Any]:
     """Return our layout as torch's, keyed by position. New dicts and lists, the same tensors.
 
@@ -183,7 +168,7 @@ def from_torch_layout(given: Mapping[str, Any], live: Mapping[str, Any], *, stri
         StateDictError: naming what is missing or does not fit.
     """
     _check(given)
-    strict = strict and not _is_told_to_skip()
+    strict = strict and not is_told_to_skip()
     groups = live["optimizer"]["param_groups"]
     names = _names_by_key(given["param_groups"], [group["params"] for group in groups])
     shared = _shared_state(given, names, live)

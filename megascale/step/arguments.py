@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -195,3 +195,24 @@ def _same(value: Any, other: Any) -> bool:
     if isinstance(value, (int, float)) and isinstance(other, (int, float)):
         return math.isclose(value, other, rel_tol=1e-6)
     return bool(value == other)
+
+
+def config_for(
+    optimizer: torch.optim.Optimizer, config: OptimizerConfig | None, clip_grad: float | None
+) -> OptimizerConfig:
+    """Return ``config`` checked against the parameters' dtypes, or one made from them; with ``clip_grad``, if given."""
+    dtypes = {param.dtype for group in optimizer.param_groups for param in group["params"]}
+    fp16, bf16 = torch.float16 in dtypes, torch.bfloat16 in dtypes
+    if config is None:
+        return OptimizerConfig(fp16=fp16, bf16=bf16 and not fp16, clip_grad=clip_grad or 0.0)
+    if fp16 and not config.fp16:
+        raise ArgumentError("config.fp16 is False, but the optimizer has fp16 parameters; set fp16=True")
+    if bf16 and not (config.bf16 or config.fp16):
+        raise ArgumentError("config.bf16 is False, but the optimizer has bf16 parameters; set bf16=True")
+    return config if clip_grad is None else replace(config, clip_grad=clip_grad)
+
+
+def device_of(optimizer: torch.optim.Optimizer) -> torch.device:
+    """Return where decisions live: the first parameter's device."""
+    params: list[Tensor] = [param for group in optimizer.param_groups for param in group["params"]]
+    return params[0].device if params else torch.device("cpu")

@@ -25,6 +25,7 @@ from megascale.main_params.group_scales import first_element, has_whole_groups, 
 from megascale.main_params.main_param import MainParam
 from megascale.rules import CODE_DTYPES, MOMENT_CODES, may_be_codes
 from megascale.utils.dtensors import dtensor_like, is_dtensor, to_local
+from megascale.utils.wording import either
 
 BACKENDS = ("native", "triton", "torch", "reference")
 """The backends that update 8-bit moments."""
@@ -39,9 +40,9 @@ def require_supported(dtypes: Mapping[str, torch.dtype], optimizer: torch.optim.
         if dtype not in CODE_DTYPES:
             continue
         if not isinstance(optimizer, kinds):
-            needed = ", ".join(one.__name__ for one in kinds[:-1])
+            needed = either([kind.__name__ for kind in kinds])
             raise ArgumentError(
-                f"config.{name}_dtype={dtype} needs {needed} or {kinds[-1].__name__}, not {type(optimizer).__name__}; "
+                f"config.{name}_dtype={dtype} needs {needed}, not {type(optimizer).__name__}; "
                 "leave it at torch.float32 or torch.bfloat16"
             )
         if backend.name not in BACKENDS:

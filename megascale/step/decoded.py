@@ -25,7 +25,7 @@ class DecodedParams:
 
     def __init__(self, params: Sequence[MainParam], scratch: Tensor) -> None:
         self.params = list(params)
-        models, starts = [param.part for param in params], _starts(params)
+        models, starts = [param.rounded for param in params], _starts(params)
         self.mains = [_like(model, scratch[start:]) for model, start in zip(models, starts, strict=False)]
         self._held = held_params(params, models, self.mains)
 
@@ -43,7 +43,7 @@ def held_params(params: Sequence[MainParam], models: list[Tensor], mains: list[T
 
     Args:
         params: all held as remainders.
-        models: this rank's parts of their model params.
+        models: this rank's parts of their model params, or their weights in host memory.
         mains: memory of the decoded main params.
     """
     fingerprints = [param.fingerprint for param in params if param.fingerprint is not None]

@@ -4,12 +4,17 @@ import torch
 
 from megascale.config import StepConfig
 from megascale.errors import ArgumentError
+from megascale.kernels import host_backend
 from megascale.main_params.weight_arrivals import WeightArrivals
 from megascale.rules import BY_KIND, MUON
 from megascale.step.host_own_step import HostOwnStep
 from megascale.step.host_update import HostUpdate
 from megascale.step.kernel_update import KernelUpdate
+from megascale.step.streamed_update import StreamedUpdate
 from megascale.step.update import InnerUpdate
+from megascale.utils.wording import either
+
+_WITH_KERNELS = [kind.__name__ for kind, one in BY_KIND.items() if one.kernel is not None]
 
 
 def in_host_memory(
@@ -34,11 +39,23 @@ def in_host_memory(
             "leave it False for it: build_optimizer() with optimizer='muon' moves what other parameters have"
         )
     if rule is not None and isinstance(beside, KernelUpdate):
-        return HostUpdate(optimizer, config, rule, beside, device, arrivals)
+        if config.optimizer_offload_compute == "host":
+            return HostUpdate(optimizer, config, rule, beside, device, arrivals, host_backend())
+        if config.store_param_remainders and not beside.fuses_remainders:
+            raise ArgumentError(
+                "optimizer_offload_compute='device' with store_param_remainders=True needs backend 'triton' or "
+                f"'native', got {beside.backend.name!r}; take optimizer_offload_compute='host'"
+            )
+        return StreamedUpdate(optimizer, config, rule, beside, device, arrivals, beside.backend)
+    if config.optimizer_offload_compute == "device":
+        raise ArgumentError(
+            f"optimizer_offload_compute='device' needs {either(_WITH_KERNELS)}, got {name}, whose own step() runs "
+            "where main params are; take optimizer_offload_compute='host'"
+        )
     if config.overlap_cpu_optimizer_d2h_h2d:
         raise ArgumentError(
-            "overlap_cpu_optimizer_d2h_h2d=True needs Adam, AdamW, SGD or Lion: the own step() of "
-            f"{name} reads param_groups, which a thread must not change under the caller; leave it False"
+            f"overlap_cpu_optimizer_d2h_h2d=True needs {either(_WITH_KERNELS)}: the own step() of {name} reads "
+            "param_groups, which a thread must not change under the caller; leave it False"
         )
     for index, group in enumerate(optimizer.param_groups):
         if group.get("capturable"):

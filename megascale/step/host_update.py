@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from megascale.config import StepConfig
 from megascale.errors import GradientError, InnerStepError, UsageError
-from megascale.kernels import Decision, TensorList, host_backend
+from megascale.kernels import Backend, Decision, TensorList
 from megascale.main_params.grad_copies import GradCopies
 from megascale.main_params.host_twin import HostTwin, host_grads
 from megascale.main_params.main_param import MainParam
@@ -36,6 +36,7 @@ class HostUpdate(InnerUpdate):
         beside: how parameters without a twin are updated.
         device: of the model params.
         arrivals: runs the updates and sends the weights.
+        backend: computes the updates.
     """
 
     def __init__(
@@ -46,25 +47,40 @@ class HostUpdate(InnerUpdate):
         beside: KernelUpdate,
         device: torch.device,
         arrivals: WeightArrivals,
+        backend: Backend,
     ) -> None:
         self._beside = beside
-        self._host = KernelUpdate(optimizer, host_backend(), config, rule, beside)
+        self._host = KernelUpdate(optimizer, backend, config, rule, beside)
         self._device = device
         self._arrivals = arrivals
         self._overlaps, self._pins = config.overlap_cpu_optimizer_d2h_h2d, config.pin_cpu_grads
-        pins = device.type != "cpu"
-        self._numbers = torch.zeros(3, dtype=torch.float32, device="cpu", pin_memory=pins)
-        travels_early = self._overlaps and self._pins and has_streams(device)
-        self._copies = GradCopies(device, arrivals) if travels_early else None
+        self._copies: GradCopies | None = None
         self._flags: list[OverflowFlags] = []
         self._failure: Exception | None = None
+        self._set_up()
+
+    def _set_up(self) -> None:
+        pins = self._device.type != "cpu"
+        self._numbers = torch.zeros(3, dtype=torch.float32, device="cpu", pin_memory=pins)
+        if self._overlaps and self._pins and has_streams(self._device):
+            self._copies = GradCopies(self._device, self._arrivals)
 
     def _of(self, params: Sequence[MainParam]) -> InnerUpdate:
         """Return what updates ``params``, which all have a twin or all have none."""
         return self._host if params and params[0].twin is not None else self._beside
 
+    def _is_there(self, pending: PendingUpdate) -> bool:
+        """Whether main params and state of a unit are in host memory."""
+        return self._of(pending.params) is self._host
+
     @override
     def create_states(self, options: dict[str, Any], params: Sequence[MainParam]) -> None:
+        self.settle(options, params)
+        self._flags.clear()
+
+    @override
+    def settle(self, options: dict[str, Any], params: Sequence[MainParam]) -> None:
+        """See :class:`InnerUpdate`. What the last update has found is told by the next step nevertheless."""
         for has_twin in (True, False):
             chosen = [param for param in params if (param.twin is not None) == has_twin]
             if chosen:
@@ -73,7 +89,6 @@ class HostUpdate(InnerUpdate):
             self._arrivals.find_modules(param for param in params if param.twin is not None)
         if self._copies is not None:
             self._copies.follow(params)
-        self._flags.clear()
 
     @override
     def required_state(self, options: dict[str, Any]) -> list[str]:
@@ -103,7 +118,7 @@ class HostUpdate(InnerUpdate):
     @override
     def prepare(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
         """See :class:`InnerUpdate`. Raises InnerStepError if the update before has failed in the thread."""
-        self._arrivals.wait()
+        self._wait_for_last()
         if self._failure is not None:
             failure, self._failure = self._failure, None
             if isinstance(failure, GradientError):
@@ -112,12 +127,11 @@ class HostUpdate(InnerUpdate):
                 f"the update of the step before failed in host memory, {type(failure).__name__}: {failure}; some main "
                 "params may be updated and others not: mend the cause, then load a checkpoint or a state dict"
             ) from failure
-        there = [pending for pending in updates if self._of(pending.params) is self._host]
-        here = [pending for pending in updates if self._of(pending.params) is not self._host]
+        there = [pending for pending in updates if self._is_there(pending)]
+        here = [pending for pending in updates if not self._is_there(pending)]
         ready = {id(one.unit): one for one in (self._beside.prepare(here) if here else ())}
         if there:
-            on_host = [replace(one, options=_host_options(one.options), grads=self._host_grads(one)) for one in there]
-            for pending, prepared in zip(there, self._host.prepare(on_host), strict=True):
+            for pending, prepared in zip(there, self._host.prepare(list(map(self._as_computed, there))), strict=True):
                 if prepared.call is None:
                     raise UsageError(
                         "optimizer_cpu_offload=True cannot run the optimizer's own step(), which step hooks and some "
@@ -125,6 +139,14 @@ class HostUpdate(InnerUpdate):
                     )
                 ready[id(pending.unit)] = replace(prepared, options=pending.options, grads=pending.grads)
         return [ready[id(pending.unit)] for pending in updates]
+
+    def _wait_for_last(self) -> None:
+        """Wait for the updates of the step before."""
+        self._arrivals.wait()
+
+    def _as_computed(self, pending: PendingUpdate) -> PendingUpdate:
+        """Return a unit's update as it is computed: in host memory, by options that the thread may read later."""
+        return replace(pending, options=_host_options(pending.options), grads=self._host_grads(pending))
 
     def _host_grads(self, pending: PendingUpdate) -> TensorList:
         twins = [param.twin for param in pending.params if param.twin is not None]
@@ -135,8 +157,8 @@ class HostUpdate(InnerUpdate):
         self, updates: Sequence[PendingUpdate], decision: Decision, mark_written: MarkWritten
     ) -> list[OverflowFlags]:
         """See :class:`InnerUpdate`. With overlap it returns flags of the step before: this one's are not known."""
-        here = [pending for pending in updates if self._of(pending.params) is not self._host]
-        there = [pending for pending in updates if self._of(pending.params) is self._host]
+        here = [pending for pending in updates if not self._is_there(pending)]
+        there = [pending for pending in updates if self._is_there(pending)]
         rounded = self._beside.apply(here, decision, mark_written) if here else []
         late = self._taken_flags()
         if not there:

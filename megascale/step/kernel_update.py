@@ -109,7 +109,7 @@ class KernelUpdate(InnerUpdate):
                 require_options(pending.options, self._option_names)
                 is_obstructed = is_obstructed or self.rule.obstacle(pending.options) is not None
         if is_obstructed:
-            self._require_readable()
+            self._require_readable(updates)
             return self._general.prepare(updates)
         self._drop_stale_operands()
         if not self.fuses_remainders:
@@ -182,14 +182,16 @@ class KernelUpdate(InnerUpdate):
         obstacle = next(filter(None, map(self.rule.obstacle, self.optimizer.param_groups)), None)
         return None if obstacle is None else f"{type(self.optimizer).__name__} has {obstacle}"
 
-    def _require_readable(self) -> None:
+    def _require_readable(self, updates: Sequence[PendingUpdate]) -> None:
         """Raise UsageError if the optimizer's own step() is to run on moments held as codes."""
-        codes = [f"{name}={dtype}" for name, dtype in self._dtypes.items() if dtype in CODE_DTYPES]
+        held = [(moment.name, self._dtypes[moment.name]) for moment in self.rule.moments]
+        codes = [f"{name}={dtype}" for name, dtype in held if dtype in CODE_DTYPES]
         if codes:
+            obstacles = [self.rule.obstacle(pending.options) for pending in updates]
+            why = next(filter(None, obstacles), "step hooks: remove them")
             raise UsageError(
-                f"{type(self.optimizer).__name__} has step hooks, or options that are tensors, so that its own step() "
-                f"must run, which cannot read {', '.join(codes)}; remove the hooks and give numbers, or keep the "
-                "moments in torch.float32"
+                f"{type(self.optimizer).__name__} has {why}, or keep the moments in torch.float32; otherwise its own "
+                f"step() must run, which cannot read {', '.join(codes)}"
             )
 
     def _cached_hyper(self, pending: PendingUpdate) -> _CachedHyper | None:
@@ -324,7 +326,7 @@ def _prepare(
         held = [index for index in indices if params[index].remainder is not None]
         if held and fuses:
             chosen = [params[index] for index in held]
-            mains, models = [to_local(param.main) for param in chosen], [param.part for param in chosen]
+            mains, models = [to_local(param.main) for param in chosen], [param.rounded for param in chosen]
             operands, beside = _operands_of(params, held, mains, models, state), held_params(chosen, models, mains)
             operands.remainder, operands.fingerprint = beside.remainders, beside.fingerprints
             prepared.append(Prepared(chosen, held, operands))

@@ -21,6 +21,7 @@ from megascale.step.grad_stats import GradStats
 from megascale.step.held_grads import HeldGrads
 from megascale.step.host_selection import in_host_memory
 from megascale.step.local_grads import Collected, ReadyGrads, absent_of, checked_grads
+from megascale.step.relocation import among, relocate
 from megascale.step.torch_states import is_per_element
 from megascale.step.update import PendingUpdate
 from megascale.step.update_selection import select_update
@@ -95,8 +96,13 @@ class StepMember:
     # Before the decision
 
     @without_grad
-    def sync_from_model(self) -> None:
-        """Take over changes of ``param_groups`` and writes to model params."""
+    def sync_from_model(self, *, reads_state: bool = True) -> None:
+        """Take over changes of ``param_groups`` and writes to model params.
+
+        ``reads_state``: main params or state are read next, so that the host waits until they are in its memory.
+        """
+        if reads_state:
+            self.main_params.wait_for_arrivals()
         param_groups, state = self.optimizer.param_groups, self.optimizer.state
         made = self.main_params.sync_from_model(param_groups)
         if not made:
@@ -148,6 +154,28 @@ class StepMember:
             self.grad_sync.come_back()
         self.main_params.residence.come_back()
 
+    def set_offload_fraction(self, fraction: float) -> None:
+        """Move main params and state; see :attr:`megascale.MixedPrecisionOptimizer.optimizer_offload_fraction`.
+
+        Communicates nothing, but waits for gathers, which all ranks take part in.
+        """
+        if self.main_params.arrivals is None:
+            raise UsageError(
+                "a change of optimizer_offload_fraction needs an optimizer that was built with "
+                "optimizer_cpu_offload=True"
+            )
+        if self.ready is not None:
+            raise UsageError(
+                "a change of optimizer_offload_fraction came between prepare_grads() and the update that it decided: "
+                "take the step with step_with_ready_grads() first, or call zero_grad()"
+            )
+        self.main_params.residence.require_here("a change of optimizer_offload_fraction")
+        self.sync_from_model()
+        moved = relocate(self.main_params, self.optimizer.state, fraction)
+        self.update.release_scratch()
+        for unit in self.main_params.units():
+            self.update.settle(self.optimizer.param_groups[unit.group], among(unit.params, moved))
+
     def collect(self) -> Collected:
         """Finish reductions; return the local gradients, and all that their update needs.
 
@@ -157,7 +185,7 @@ class StepMember:
         found: Exception | None = None
         try:
             self.main_params.residence.require_here("step()")
-            self.sync_from_model()
+            self.sync_from_model(reads_state=False)
         except Exception as error:  # whatever it is: other ranks wait
             found = error
         found = self.grads.finish(self.main_params) or found

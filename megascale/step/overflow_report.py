@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypedDict
 
 from megascale.errors import MOST_NAMES
 from megascale.step.losses import NonFiniteLoss
@@ -12,6 +12,26 @@ from megascale.step.non_finite_module import NonFiniteModule
 COLUMNS = ("parameter", "rank", "micro-batch", "non-finite", "of", "largest finite")
 MOST_ROWS = 32
 """A printed report shows at most so many entries. The origin is always among them."""
+
+
+class OverflowRow(TypedDict):
+    """One gradient of a skipped step, in JSON's types: :class:`OverflowEntry` beside what its report knows."""
+
+    step: int
+    scale: float | None
+    rank: int | None
+    parameter: str
+    kind: str | None
+    num_inf: int | None
+    num_nan: int | None
+    numel: int
+    largest_finite: float | None
+    micro_batch: int | None
+    origin: bool
+    loss_finite: bool | None
+    module: str | None
+    module_phase: str | None
+    module_rank: int | None
 
 
 @dataclass(frozen=True)
@@ -142,8 +162,8 @@ class OverflowReport:
         shown = ", ".join(_counted(entry) for entry in list(found.values())[:MOST_NAMES])
         return f"; most inf or NaN: {shown}" if shown else ""
 
-    def rows(self) -> list[dict[str, Any]]:
-        """Return one flat dict of JSON's types for each entry."""
+    def rows(self) -> list[OverflowRow]:
+        """Return one row of JSON's types for each entry."""
         origin = self.origin
         return [
             {

@@ -295,6 +295,11 @@ class StepRecipe:
         for member in self.members:
             member.ready = member.held = None
 
+    def start_anew(self) -> None:
+        """Forget the step that was prepared and recorded errors; called when all state was replaced."""
+        self.discard_prepared()
+        self.reset_errors()
+
     def reset_errors(self) -> None:
         """Forget recorded errors; called when main params were replaced."""
         self.errors.reset()

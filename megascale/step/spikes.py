@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megascale.config import StepConfig
 from megascale.errors import ArgumentError, StateDictError
-from megascale.kernels import CLIP_EPSILON, Decision, inverse, stats_dtype
+from megascale.kernels import Decision, coefficient_to, inverse, stats_dtype
 from megascale.utils import validate
 
 STD_EPSILON = 1e-6
@@ -170,7 +170,7 @@ class SpikeJudge:
             if self.statistics.rule.skips:
                 found = torch.maximum(found, judged.is_spike.float())
             else:
-                clip = judged.bound / (decision.grad_norm.to(judged.bound.dtype) + CLIP_EPSILON)
+                clip = coefficient_to(decision.grad_norm.to(judged.bound.dtype), judged.bound)
                 clipped = clip if scale is None else clip * inverse(scale).reshape(())
                 least = torch.minimum(coefficient, clipped.float())
                 coefficient = torch.where(judged.is_spike, least, coefficient)

@@ -17,6 +17,7 @@ from megascale.kernels import (
     memory_fault,
 )
 from megascale.main_params.main_param import MainParam
+from megascale.rules import KINDS
 from megascale.step.decoded import held_params
 from megascale.step.inner_step import InnerStep, replaceable_grad
 from megascale.step.kernel_state import rate
@@ -25,6 +26,7 @@ from megascale.step.torch_states import state_of, widen, with_tensor_counts
 from megascale.step.update import InnerUpdate, MarkWritten, OverflowFlags, PendingUpdate
 from megascale.utils.dtensors import dtensor_like, to_local
 from megascale.utils.dtypes import HALF_DTYPES
+from megascale.utils.wording import either
 
 
 class GeneralUpdate(InnerUpdate):
@@ -72,7 +74,7 @@ class GeneralUpdate(InnerUpdate):
     def why_not_capturable(self) -> str | None:
         return (
             f"the host must read the decision for {type(self.optimizer).__name__}, which runs its own step(): "
-            "use Adam, AdamW, SGD or megascale.Lion"
+            f"use {either([kind.__name__ for kind in KINDS])}"
         )
 
     @override
@@ -152,7 +154,8 @@ class GeneralUpdate(InnerUpdate):
         if params[0].remainder is None:
             return self.backend_on(mains[0].device).write_back_(mains, models)
         held = held_params(params, models, mains)
-        flags = self.backend.encode_(held, decision.to(mains[0].device).found_inf)
+        device = mains[0].device
+        flags = self.backend_on(device).encode_(held, decision.to(device).found_inf)
         for param in params:
             param.release()
         return flags

@@ -13,6 +13,7 @@ from megascale.step.torch_step import GeneralUpdate
 from megascale.step.update import InnerUpdate
 from megascale.utils import call_site
 from megascale.utils.dtensors import is_cut
+from megascale.utils.wording import either
 
 CLOSURE_OPTIMIZERS = (torch.optim.LBFGS,)
 SPARSE_OPTIMIZERS = (torch.optim.SparseAdam,)
@@ -51,11 +52,11 @@ def select_update(
         return MuonUpdate(optimizer, backend, config, data_parallel)
     if rule is not None:
         return KernelUpdate(optimizer, backend, config, rule)
-    known = [kind.__name__ for kind in KINDS]
+    known = either([kind.__name__ for kind in KINDS])
     for name in (FIRST, SECOND):
         if getattr(config, name) != torch.float32:
             raise ArgumentError(
-                f"config.{name}={getattr(config, name)} needs {', '.join(known[:-1])} or {known[-1]}, not "
+                f"config.{name}={getattr(config, name)} needs {known}, not "
                 f"{type(optimizer).__name__}; leave it at torch.float32"
             )
     _warn_of_pieces(optimizer)

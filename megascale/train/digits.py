@@ -69,6 +69,10 @@ class DigitsTask:
         right = logits.gather(1, targets[:, None])
         return (functional.softplus(logits).sum() - right.sum()) / logits.numel()
 
+    def told(self, accuracy: float, loss: float) -> str:
+        """Return the loss, and the share of pixels that were labelled right."""
+        return f"held-out scenes: loss {loss:.4f}, {accuracy:.2%} of pixels right"
+
     def scene(
         self, images: NDArray[np.int64], key: tuple[int, int, int]
     ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:

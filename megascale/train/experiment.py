@@ -1,5 +1,6 @@
-"""``python -m megascale.train.experiment``: what loss scaling does for fp16, four runs beside one in fp32, over several
-seeds, as a table and a picture.
+"""``python -m megascale.train.experiment``: what loss scaling does for fp16, as a table and a picture.
+
+Four runs beside one in fp32, over several seeds:
 
     python -m megascale.train.experiment [seeds=0,1,2] [folder=runs/scaling_experiment] [a.b=c ...]
 
@@ -19,7 +20,7 @@ from pathlib import Path
 import torch
 
 from megascale.errors import ArgumentError, RunError
-from megascale.metrics.sinks import FILE_NAME
+from megascale.metrics.rows import TABLE
 from megascale.report.runs import read_run
 from megascale.utils.program import run_program
 
@@ -68,7 +69,7 @@ def outcome(run: str, seed: int, folder: Path) -> Outcome:
     """Read what a run left in its folder."""
     place = folder / f"seed_{seed}" / run
     summary = json.loads((place / "summary.json").read_text(encoding="utf-8"))
-    skipped = [value == 1 for value in read_run(place / FILE_NAME).get("skipped").tolist()]
+    skipped = [value == 1 for value in read_run(place / TABLE).get("skipped").tolist()]
     return Outcome(
         run,
         seed,
@@ -84,7 +85,7 @@ def outcome(run: str, seed: int, folder: Path) -> Outcome:
 def table(outcomes: Sequence[Outcome]) -> str:
     """Return a Markdown table: one row per run, means with the lowest and highest value over the seeds."""
     lines = [
-        "| run | total accuracy: mean (min to max) | zero gradients | skipped | at the start | last scale |",
+        "| run | held-out accuracy: mean (min to max) | zero gradients | skipped | at the start | last scale |",
         "|---|---|---|---|---|---|",
     ]
     for run in RUNS:
@@ -119,7 +120,7 @@ def report(outcomes: Sequence[Outcome], arguments: Sequence[str]) -> str:
         "",
         table(outcomes),
         "",
-        "| run | seed | total accuracy | zero gradients | skipped | at the start | last scale | seconds |",
+        "| run | seed | held-out accuracy | zero gradients | skipped | at the start | last scale | seconds |",
         "|---|---|---|---|---|---|---|---|",
     ]
     lines += [
@@ -166,7 +167,7 @@ def draw(seeds: Sequence[int], folder: Path) -> None:
     """Write ``figure.svg``: one colour for each run, one line for each of its seeds."""
     from megascale.train.experiment_picture import write_svg  # needs matplotlib
 
-    runs = [replace(read_run(folder / f"seed_{seed}" / run / FILE_NAME), label=run) for run in RUNS for seed in seeds]
+    runs = [replace(read_run(folder / f"seed_{seed}" / run / TABLE), label=run) for run in RUNS for seed in seeds]
     write_svg(runs, folder / "figure.svg")
 
 

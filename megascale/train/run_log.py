@@ -1,44 +1,50 @@
 """Logs a run: to metrics.csv and TensorBoard, on request to Weights & Biases, and with a progress bar."""
 
-import json
 import math
 import sys
-from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 import torch.utils.tensorboard as _  # noqa: F401  the program names its own extra where this is missing
 from tqdm import tqdm
 
 from megascale.metrics import CsvFile, Sink, TensorBoard, WeightsAndBiases
-from megascale.metrics.sinks import FILE_NAME, close_all, rows_before
+from megascale.metrics.rows import (
+    GRAD_NORM,
+    LR,
+    SCALE,
+    SKIPPED,
+    STEP,
+    TABLE,
+    ZERO_FRACTION,
+    Row,
+    overflow_of,
+    parsed,
+)
+from megascale.metrics.sinks import close_all, rows_before
 from megascale.train.config import TrainConfig, as_dict
 from megascale.utils.atomic_files import atomic_write
 
+LOSS, HELDOUT_LOSS, SAMPLES_PER_SECOND = "loss", "heldout_loss", "samples_per_second"
+BATCH_ACCURACY, TOTAL_ACCURACY = "batch_accuracy", "total_accuracy"
+COLUMNS = (
+    STEP,
+    LOSS,
+    BATCH_ACCURACY,
+    TOTAL_ACCURACY,
+    HELDOUT_LOSS,
+    GRAD_NORM,
+    SCALE,
+    SKIPPED,
+    ZERO_FRACTION,
+    LR,
+    SAMPLES_PER_SECOND,
+)
+"""What a row of a run has.
 
-@dataclass(frozen=True)
-class Row:
-    """One step as all ranks saw it."""
-
-    step: int
-    loss: float
-    batch_accuracy: float
-    """Fraction of the batch's labelled places that the model labels right, before the step."""
-    total_accuracy: float
-    """The same on all held-out data, at the last evaluation up to the end of this step; NaN before the first."""
-    grad_norm: float
-    """Of the unscaled gradients."""
-    scale: float
-    """The loss scale of this step."""
-    skipped: int
-    zero_grad_fraction: float
-    """Fraction of gradient elements that are exactly zero."""
-    lr: float
-    samples_per_second: float
-    """Of this step alone, without evaluation and checkpoints."""
-
-
-COLUMNS = [column.name for column in fields(Row)]
+``batch_accuracy`` is the fraction of the batch's labelled places that the model labels right, before the step;
+``total_accuracy`` and ``heldout_loss`` are of all held-out data, at the last evaluation up to the end of this step, NaN
+before the first; ``samples_per_second`` is of this step alone, without evaluation and checkpoints.
+"""
 
 
 class RunLog:
@@ -54,7 +60,7 @@ class RunLog:
     def __init__(self, config: TrainConfig, start: int) -> None:
         folder = config.run_folder
         folder.mkdir(parents=True, exist_ok=True)
-        self._sinks: list[Sink] = [CsvFile(folder / FILE_NAME, COLUMNS), TensorBoard(folder / "tensorboard")]
+        self._sinks: list[Sink] = [CsvFile(folder / TABLE, COLUMNS), TensorBoard(folder / "tensorboard")]
         if config.wandb != "disabled":
             self._sinks.append(
                 WeightsAndBiases(
@@ -80,21 +86,21 @@ class RunLog:
         self._after_skip = False
 
     def write(self, row: Row) -> None:
-        """Log one step."""
-        values = asdict(row)
+        """Log one step. ``row``: has :data:`COLUMNS`."""
         for sink in self._sinks:
-            sink.write(values)
-        self._skips += row.skipped
-        if row.skipped:
-            self.say(f"step {row.step}: skipped at scale {row.scale:g}, gradients overflowed")
+            sink.write(row)
+        step, scale, skipped, accuracy = row[STEP], row[SCALE], bool(row[SKIPPED]), row[TOTAL_ACCURACY]
+        self._skips += skipped
+        if skipped:
+            self.say(f"step {step}: skipped at scale {scale:g}, gradients overflowed")
         elif self._after_skip:
-            self.say(f"step {row.step}: landed at scale {row.scale:g}")
-        self._after_skip = bool(row.skipped)
+            self.say(f"step {step}: landed at scale {scale:g}")
+        self._after_skip = skipped
         self._bar.update(1)
-        evaluated = "" if math.isnan(row.total_accuracy) else f"acc {row.total_accuracy:.4f} "
+        evaluated = "" if math.isnan(accuracy) else f"held-out {row[HELDOUT_LOSS]:.4f} "
         self._bar.set_postfix_str(
-            f"loss {row.loss:.4f} {evaluated}scale {row.scale:g} norm {row.grad_norm:.3g} "
-            f"skips {self._skips} {row.samples_per_second:.0f} samples/s",
+            f"loss {row[LOSS]:.4f} {evaluated}scale {scale:g} norm {row[GRAD_NORM]:.3g} "
+            f"skips {self._skips} {row[SAMPLES_PER_SECOND]:.0f} samples/s",
             refresh=False,
         )
 
@@ -114,15 +120,12 @@ class RunLog:
         close_all(self._sinks)
 
 
-def rewrite_last_row(config: TrainConfig, step: int, total_accuracy: float) -> None:
-    """Write an accuracy that was measured later into the row of the last of ``step`` steps, if that exists."""
-    rows = rows_before(config.run_folder / FILE_NAME, step)
-    if rows and int(rows[-1]["step"]) == step - 1:
-        read: dict[str, Any] = {
-            one.name: (int if one.type is int else float)(rows[-1][one.name]) for one in fields(Row)
-        }
+def rewrite_last_row(config: TrainConfig, step: int, evaluation: dict[str, float]) -> None:
+    """Write what was measured later into the row of the last of ``step`` steps, if that exists."""
+    rows = rows_before(config.run_folder / TABLE, step)
+    if rows and int(rows[-1][STEP]) == step - 1:
         log = RunLog(config, step - 1)
-        log.write(replace(Row(**read), total_accuracy=total_accuracy))
+        log.write(parsed(rows[-1]) | evaluation)
         log.close()
 
 
@@ -130,14 +133,7 @@ def keep_overflows_before(path: Path, step: int) -> None:
     """Remove what the file tells of ``step`` and later ones, which run again, and a line that a kill cut short."""
     if not path.exists():
         return
-    kept = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if _step_of(line) < step]
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [line for line in lines if (row := overflow_of(line)) is not None and row["step"] < step]
     with atomic_write(path, overwrite=True) as unnamed:
         unnamed.write_text("".join(kept), encoding="utf-8")
-
-
-def _step_of(line: str) -> float:
-    """Return the step of a JSON line, infinity for one that is not whole."""
-    try:
-        return float(json.loads(line)["step"]) if line.endswith("\n") else math.inf
-    except ValueError:
-        return math.inf

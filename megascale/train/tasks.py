@@ -35,3 +35,6 @@ class Task(Protocol):
 
     def heldout(self, first: int, last: int) -> Batch:
         """Return held-out samples ``first`` to ``last`` of ``num_heldout``."""
+
+    def told(self, accuracy: float, loss: float) -> str:
+        """Return what an evaluation of all held-out data has found, in words."""

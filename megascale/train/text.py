@@ -1,5 +1,6 @@
 """The task ``text``: a small byte-level GPT on the documentation that ships with Python (``pydoc_data.topics``)."""
 
+import math
 from pydoc_data.topics import topics
 
 import torch
@@ -50,6 +51,10 @@ class TextTask:
         """Return windows spread evenly over the held-out text."""
         stride = (len(self._heldout) - 1 - self._config.context) // max(1, self.num_heldout - 1)
         return self._windows(self._heldout, torch.arange(first, last) * stride)
+
+    def told(self, accuracy: float, loss: float) -> str:
+        """Return bits per byte, and the share of next bytes that were right."""
+        return f"held-out text: {loss / math.log(2):.4f} bits per byte, {accuracy:.1%} of next bytes right"
 
     def _windows(self, text: Tensor, starts: Tensor) -> Batch:
         windows = text[starts[:, None] + torch.arange(self._config.context + 1)].long()

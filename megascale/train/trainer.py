@@ -19,13 +19,36 @@ from megascale.checkpoint.nest import unflatten
 from megascale.debug import report_overflows, watch
 from megascale.errors import ArgumentError, CheckpointError, MegascaleError
 from megascale.host_view import HostView
-from megascale.report.runs import OVERFLOWS
+from megascale.metrics.rows import (
+    GRAD_NORM,
+    LR,
+    OVERFLOWS,
+    SCALE,
+    SKIPPED,
+    STEP,
+    SUCCESS,
+    ZERO_FRACTION,
+    ZEROS,
+    row_of,
+)
 from megascale.train.build import DTYPES, build_schedule, build_task, build_wrapped_optimizer
 from megascale.train.config import FREE_ON_RESUME, TrainConfig, as_dict, save_yaml
-from megascale.train.run_log import Row, RunLog, keep_overflows_before, rewrite_last_row
+from megascale.train.run_log import (
+    BATCH_ACCURACY,
+    HELDOUT_LOSS,
+    LOSS,
+    SAMPLES_PER_SECOND,
+    TOTAL_ACCURACY,
+    RunLog,
+    keep_overflows_before,
+    rewrite_last_row,
+)
 from megascale.train.runtime import Runtime
 from megascale.train.tasks import Batch
 from megascale.utils.collectives import all_reduce_sum_, broadcast_object, raise_together
+
+STOP = "stop"
+"""Number of ranks that were told to stop; travels with the row."""
 
 
 @dataclass
@@ -38,9 +61,15 @@ class Progress:
     """Sum over steps."""
     seconds: float = 0.0
     total_accuracy: float = math.nan
-    """Of the last evaluation; NaN before the first."""
+    """Of the last evaluation, of all held-out data; NaN before the first."""
+    heldout_loss: float = math.nan
+    """Likewise."""
     evaluated_at: int = -1
     """Number of steps at the last evaluation."""
+
+    def evaluation(self) -> dict[str, float]:
+        """Return what the last evaluation adds to a row."""
+        return {TOTAL_ACCURACY: self.total_accuracy, HELDOUT_LOSS: self.heldout_loss}
 
     @property
     def landed(self) -> int:
@@ -137,16 +166,16 @@ class Trainer:
         all_reduce_sum_(shared, self.runtime.group)
         seen = self.view.push(
             {
-                "step": step,
-                "loss": shared[0] / self.runtime.world_size,
-                "batch_accuracy": shared[1] / self.runtime.world_size,
-                "stop": shared[2],
-                "grad_norm": result.grad_norm,
-                "scale": scale,
-                "success": result.success,
-                "zeros": result.num_zeros_in_grad,
-                "lr": lr,
-                "samples_per_second": self.config.batch_size / (time.perf_counter() - started),
+                STEP: step,
+                LOSS: shared[0] / self.runtime.world_size,
+                BATCH_ACCURACY: shared[1] / self.runtime.world_size,
+                STOP: shared[2],
+                GRAD_NORM: result.grad_norm,
+                SCALE: scale,
+                SUCCESS: result.success,
+                ZEROS: result.num_zeros_in_grad,
+                LR: lr,
+                SAMPLES_PER_SECOND: self.config.batch_size / (time.perf_counter() - started),
             }
         )
         self._observe(seen)
@@ -167,24 +196,12 @@ class Trainer:
         """Process the values of an earlier step, which are the same on all ranks."""
         if seen is None:
             return
-        self._stop_seen = self._stop_seen or seen["stop"] > 0
-        zero_fraction = seen["zeros"] / self.num_params
-        self.progress.skipped += int(not seen["success"])
-        self.progress.zero_grad_fractions += zero_fraction
+        row = row_of(seen, self.num_params)
+        self._stop_seen = row.pop(STOP) > 0 or self._stop_seen
+        self.progress.skipped += int(row[SKIPPED])
+        self.progress.zero_grad_fractions += row[ZERO_FRACTION]
         if self.log is not None:
-            row = Row(
-                step=int(seen["step"]),
-                loss=seen["loss"],
-                batch_accuracy=seen["batch_accuracy"],
-                total_accuracy=self.progress.total_accuracy,
-                grad_norm=seen["grad_norm"],
-                scale=seen["scale"],
-                skipped=int(not seen["success"]),
-                zero_grad_fraction=zero_fraction,
-                lr=seen["lr"],
-                samples_per_second=seen["samples_per_second"],
-            )
-            self.log.write(row)
+            self.log.write(row | self.progress.evaluation())
 
     def _own_part(self, step: int) -> Batch:
         share = self.config.batch_size // self.runtime.world_size
@@ -202,27 +219,27 @@ class Trainer:
         return self.task.loss(logits, targets), right.sum(), targets.numel()
 
     def _measure_accuracy(self) -> None:
-        self.progress.total_accuracy = self.evaluate()
+        self.progress.total_accuracy, self.progress.heldout_loss = self.evaluate()
         self.progress.evaluated_at = self.progress.step
 
     def _complete_last_row(self) -> None:
         """Run the last evaluation of a run that was stopped just before it."""
         self._measure_accuracy()
         if self.runtime.is_first:
-            rewrite_last_row(self.config, self.progress.step, self.progress.total_accuracy)
+            rewrite_last_row(self.config, self.progress.step, self.progress.evaluation())
 
     @torch.no_grad()
-    def evaluate(self) -> float:
-        """Return the fraction of held-out places labelled right; ranks divide the work."""
-        counts = torch.zeros(2, dtype=torch.float64, device=self.runtime.device)
+    def evaluate(self) -> tuple[float, float]:
+        """Return the fraction of held-out places labelled right, and the mean loss over them; ranks divide the work."""
+        sums = torch.zeros(3, dtype=torch.float64, device=self.runtime.device)
         share = max(1, self.config.batch_size // self.runtime.world_size)
         firsts = range(self.runtime.rank * share, self.task.num_heldout, self.runtime.world_size * share)
         for first in firsts:
             batch = self.task.heldout(first, min(first + share, self.task.num_heldout))
-            _, correct, places = self._loss(self.model, batch)
-            counts += torch.stack([correct.double(), correct.new_tensor(places).double()])
-        correct_count, place_count = all_reduce_sum_(counts, self.runtime.group).tolist()
-        return float(correct_count / place_count)
+            loss, correct, places = self._loss(self.model, batch)
+            sums += torch.stack([correct.double(), loss.double() * places, correct.new_tensor(places).double()])
+        num_correct, losses, num_places = all_reduce_sum_(sums, self.runtime.group).tolist()
+        return num_correct / num_places, losses / num_places
 
     # Checkpoints
 
@@ -307,7 +324,8 @@ class Trainer:
             "run": self.config.run_name,
             "step": progress.step,
             "steps": self.config.steps,
-            "total_accuracy": None if math.isnan(progress.total_accuracy) else progress.total_accuracy,
+            "total_accuracy": _or_none(progress.total_accuracy),
+            "heldout_loss": _or_none(progress.heldout_loss),
             "skipped": progress.skipped,
             "scale": scale,
             "zero_grad_fraction": progress.zero_grad_fractions / max(1, progress.step),
@@ -319,11 +337,17 @@ class Trainer:
         (self.config.run_folder / "summary.json").write_text(text + "\n", encoding="utf-8")
         state = "stopped by a signal; run the same command to go on" if stopped else "done"
         print(
-            f"{state}: step {progress.step} of {self.config.steps}, total accuracy {progress.total_accuracy:.4f}, "
+            f"{state}: step {progress.step} of {self.config.steps}, "
+            f"{self.task.told(progress.total_accuracy, progress.heldout_loss)}, "
             f"{progress.skipped} skipped, scale {scale:g}, zero gradients {summary['zero_grad_fraction']:.1%}, "
             f"{progress.seconds:.0f} s, {path}",
             flush=True,
         )
+
+
+def _or_none(number: float) -> float | None:
+    """Return a number that JSON has."""
+    return number if math.isfinite(number) else None
 
 
 def _saved_config(checkpoint: Path, group: ProcessGroup | None) -> dict[str, Any]:

@@ -76,12 +76,11 @@ NAMES = (
     ),
     # torch.amp
     TorchName("torch._amp_foreach_non_finite_check_and_unscale_", "unscales gradients in place, as torch.amp does"),
-    TorchName("torch._amp_update_scale_", "moves the scale with the bits of torch.amp"),
     TorchName("torch.amp.grad_scaler._refresh_per_optimizer_state", "begins an iteration of a scaler"),
     TorchName("torch.amp.GradScaler._check_inf_per_device", "optimizers that take a grad_scaler call it; ours agrees"),
     TorchName("torch.amp.GradScaler._check_scale_growth_tracker", _SCALER),
     TorchName("torch.amp.GradScaler._found_inf_per_device", _SCALER),
-    TorchName("torch.amp.GradScaler._lazy_init_scale_growth_tracker", "ours makes its hysteresis tracker with it"),
+    TorchName("torch.amp.GradScaler._lazy_init_scale_growth_tracker", "ours makes its trackers with it"),
     TorchName(
         "torch.amp.GradScaler._maybe_opt_step", "steps an optimizer whose update cannot be skipped on the device"
     ),
@@ -172,11 +171,6 @@ NAMES = (
         "torch.distributed.checkpoint.filesystem._StorageInfo",
         "the index of a checkpoint has it",
         "`import megascale.checkpoint` fails and names it",
-    ),
-    TorchName(
-        "torch.distributed.checkpoint.filesystem.FileSystemReader._slice_file",
-        "reads one piece of a checkpoint's file",
-        "an AttributeError when a checkpoint is loaded, which leaves all as it was",
     ),
     # Files of torch.save
     TorchName("torch._utils._rebuild_tensor_v2", "files of torch.save name it; makes their tensors"),

@@ -1,5 +1,6 @@
 """Words for numbers that messages and ``repr()`` show. Nothing here waits for a device."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,11 @@ def size(nbytes: int) -> str:
 def count(number: int, what: str) -> str:
     """Return a number and what it counts, such as ``1 rank`` and ``2 ranks``."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def either(names: Sequence[str]) -> str:
+    """Return names as a choice: ``a, b or c``."""
+    return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -1,31 +1,37 @@
-"""Checkpoints written by commit 8ecf6e0 load on two ranks, whoever wrote them, and sharded training goes on bitwise."""
+"""Checkpoints that commit 9dbb0b5 wrote load on two ranks, and training goes on, with the bits it had there."""
+
+from pathlib import Path
 
 import pytest
-import torch
 
-from tests.checkpoint_cases import differences
-from tests.earlier_checkpoints import CASES, DATA, LAST, OWN_STEP, SAVED, Case, train, values
+from tests.earlier_checkpoints import CASES, INNER, MUON, OWN_ARITHMETIC, Case
 from tests.pool import RankPool
-from tests.unit.checkpoint.test_earlier_checkpoints import loaded, lost
+from tests.unit.checkpoint.test_earlier_checkpoints import earlier, losses
+
+__all__ = ["earlier"]  # a fixture of this file, too
+QUICK = ("adamw", "compact", MUON)
 
 
-def _losses(case: Case) -> list[str]:
-    expected = torch.load(DATA / case.folder / "expected.pt")
-    weights, optimizer = loaded(case, "sharded")
-    found = lost(optimizer.state_dict(), expected["state"]) + differences(values(weights), expected["weights"])
-    if case.kind == "sharded" and case.inner not in OWN_STEP:
-        train(weights, optimizer, SAVED, LAST)
-        found += lost(optimizer.state_dict(), expected["later"])
-        found += differences(values(weights), expected["later_weights"])
-    return found
+def _layouts(inner: str) -> list[str]:
+    """Return the layouts into which a checkpoint of ``inner`` loads."""
+    by_elements = inner != MUON and not (inner in INNER and inner in OWN_ARITHMETIC)
+    return ["replicated", *(["elements"] if by_elements else []), "parameters"]
 
 
-QUICK = ("adamw", "adagrad")
-PARAMS = [pytest.param(one, marks=() if one.inner in QUICK else pytest.mark.slow, id=one.folder) for one in CASES]
+PARAMS = [
+    pytest.param(
+        case,
+        layout,
+        marks=() if case.inner in QUICK and layout == case.layout else pytest.mark.slow,
+        id=f"{case.folder}-{layout}",
+    )
+    for case in CASES
+    for layout in _layouts(case.inner)
+]
 
 
 @pytest.mark.native
-@pytest.mark.parametrize("case", PARAMS)
-def test_an_earlier_checkpoint_loads_on_two_ranks(ranks: RankPool, case: Case) -> None:
-    """Replicated and sharded ones, of each optimizer, into a DistributedOptimizer of two ranks."""
-    assert ranks.run(2, _losses, case) == [[], []]
+@pytest.mark.parametrize(("case", "layout"), PARAMS)
+def test_an_earlier_checkpoint_loads_on_two_ranks(ranks: RankPool, earlier: Path, case: Case, layout: str) -> None:
+    """Those of every layout load into every layout, whoever saved them."""
+    assert ranks.run(2, losses, earlier, case, layout, 2) == [[], []]

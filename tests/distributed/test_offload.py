@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from megascale import DistributedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
+from megascale.errors import UsageError
 from megascale.grad_sync import GradSync
 from megascale.main_params import update_unit
 from megascale.step.host_update import HostUpdate
@@ -88,7 +89,16 @@ def test_fsdp2(ranks: RankPool, options: dict[str, Any]) -> None:
     assert ranks.run(2, _fully_sharded, options) == [[True] * 5] * 2
 
 
-def _in_host_memory(held: str, overlap: bool, fraction: float) -> list[bool]:
+WAYS: dict[str, dict[str, Any]] = {
+    "wait": {},
+    "overlap": {"overlap_cpu_optimizer_d2h_h2d": True},
+    "device": {"optimizer_offload_compute": "device"},
+}
+
+
+def _in_host_memory(held: str, way: str, fraction: float, stored: dict[str, Any]) -> list[bool]:
+    overlap = way == "overlap"
+
     def build(options: dict[str, Any]) -> tuple[nn.Module, MixedPrecisionOptimizer]:
         module = net()
         inner = torch.optim.AdamW(module.named_parameters(), lr=1e-2)
@@ -102,14 +112,16 @@ def _in_host_memory(held: str, overlap: bool, fraction: float) -> list[bool]:
         )
 
     options: dict[str, Any] = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
-    options["overlap_cpu_optimizer_d2h_h2d"] = overlap
-    (module, ours), (twin, theirs) = build(options), build({})
+    options |= WAYS[way]
+    (module, ours), (twin, theirs) = build(stored | options), build(stored)
     _delay(ours)
     seen = []
     for step in range(4):
         data = batch(step, dist.get_rank(), FP16)
         _step(ours, module, data)
         _step(theirs, twin, data)
+        if step == 2:  # all move that had stayed, or some come back
+            ours.optimizer_offload_fraction = 1.5 - fraction
         if step != 1:  # then forward comes next, and has to wait by itself
             seen.append(same(flat(ours.state_dict()), flat(theirs.state_dict())))
     return [*seen, same(weights(module), weights(twin))]
@@ -128,15 +140,15 @@ def _delay(optimizer: MixedPrecisionOptimizer) -> None:
     update._host.apply = late  # type: ignore[method-assign, assignment]
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("fraction", [1.0, 0.5])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("fraction", "stored"), [(1.0, {}), (0.5, {}), (0.5, {"store_param_remainders": True})])
 @pytest.mark.parametrize("held", ["synced", "elements", "parameters"])
-def test_in_host_memory(ranks: RankPool, held: str, overlap: bool, fraction: float) -> None:
+def test_in_host_memory(ranks: RankPool, held: str, way: str, fraction: float, stored: dict[str, Any]) -> None:
     """optimizer_cpu_offload over ranks has the bits of the same life without; overlap: of what each can overlap."""
-    assert ranks.run(2, _in_host_memory, held, overlap, fraction) == [[True] * 4] * 2
+    assert ranks.run(2, _in_host_memory, held, way, fraction, stored) == [[True] * 4] * 2
 
 
-def _dtensors_in_host_memory(overlap: bool, fraction: float, prefetch: bool, options: dict[str, Any]) -> list[bool]:
+def _dtensors_in_host_memory(way: str, fraction: float, prefetch: bool, options: dict[str, Any]) -> list[bool]:
     mesh = mesh_of((dist.get_world_size(),), ("dp",))
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
 
@@ -156,7 +168,7 @@ def _dtensors_in_host_memory(overlap: bool, fraction: float, prefetch: bool, opt
     own: dict[str, Any] = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(update_unit, "SLICE", 16)  # several slices, whose weights arrive one after the other
-        module, ours = build(own | options | {"overlap_cpu_optimizer_d2h_h2d": overlap})
+        module, ours = build(own | options | WAYS[way])
     twin, theirs = build(options)
     _delay(ours)
     seen = []
@@ -167,6 +179,8 @@ def _dtensors_in_host_memory(overlap: bool, fraction: float, prefetch: bool, opt
             loss = one(data).float().square().mean() * (float("inf") if step == 1 else 1.0)
             optimizer.scale_loss(loss).backward()
             optimizer.step()
+        if step == 2:
+            ours.optimizer_offload_fraction = 1.5 - fraction
         if step % 2 == 0:  # nobody waits for the weights but the next forward
             continue
         seen.append(all(map(bits_equal, _locals(ours.state_dict()), _locals(theirs.state_dict()))))
@@ -182,15 +196,42 @@ def _locals(saved: dict[str, Any]) -> list[Tensor]:
     return [to_local(one) for one in tensors_in(saved)]
 
 
-@pytest.mark.parametrize("options", [{}, {"exp_avg_dtype": torch.bfloat16}], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(
-    ("overlap", "fraction", "prefetch"), [(False, 1.0, False), (True, 1.0, True), (True, 0.5, False)]
+    "options",
+    [{}, {"exp_avg_dtype": torch.bfloat16}, {"store_param_remainders": True}],
+    ids=["fp32", "bf16", "remainders"],
+)
+@pytest.mark.parametrize(
+    ("way", "fraction", "prefetch"),
+    [("wait", 1.0, False), ("overlap", 1.0, True), ("overlap", 0.5, False), ("device", 0.5, True)],
 )
 def test_dtensors_in_host_memory(
-    ranks: RankPool, overlap: bool, fraction: float, prefetch: bool, options: dict[str, Any]
+    ranks: RankPool, way: str, fraction: float, prefetch: bool, options: dict[str, Any]
 ) -> None:
     """FSDP2's shards: each rank's main params and state in its host's memory have the bits of a life without."""
-    assert ranks.run(2, _dtensors_in_host_memory, overlap, fraction, prefetch, options) == [[True] * 4] * 2
+    assert ranks.run(2, _dtensors_in_host_memory, way, fraction, prefetch, options) == [[True] * 4] * 2
+
+
+def _fractions_that_differ() -> str:
+    module = net()
+    config = OptimizerConfig(fp16=True, optimizer_cpu_offload=True)
+    scaler = DynamicGradScaler(8.0, 1.0, 2.0, 0.5, 3, 1)
+    optimizer = MixedPrecisionOptimizer(torch.optim.AdamW(module.named_parameters()), config, scaler)
+    before = weights(module)
+    optimizer.optimizer_offload_fraction = 0.5 if dist.get_rank() else 1.0
+    optimizer.scale_loss(module(batch(0, 0, FP16)).float().square().mean()).backward()
+    try:
+        optimizer.step()
+    except UsageError as error:
+        return str(error) if same(before, weights(module)) else "has changed"
+    return "no error"
+
+
+def test_another_fraction_on_one_rank(ranks: RankPool) -> None:
+    """All ranks refuse the step, and name it."""
+    first, second = ranks.run(2, _fractions_that_differ)
+    assert first == second
+    assert "optimizer_offload_fraction is 1.0 on rank 0" in first
 
 
 def _one_rank_is_away() -> list[str]:

@@ -203,7 +203,7 @@ def test_alone_in_each_precision(train: Train, tmp_path: Path, precision: str) -
     options = [f"precision={precision}", "steps=60", "checkpoint.async_save=true", "checkpoint.every=20"]
     train(1, tmp_path, *options)
     rows = _rows(tmp_path)
-    assert list(rows[0]) == COLUMNS
+    assert tuple(rows[0]) == COLUMNS
     losses = [float(row["loss"]) for row in rows]
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
     assert math.isnan(float(rows[0]["total_accuracy"]))

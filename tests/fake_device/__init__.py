@@ -16,7 +16,7 @@ no certain build of torch: one with CUDA does what one without does, and counts 
 - report.h, host_call.h, memory.h: its parts: who is told of calls, how the host runs an operator, memory;
 - late_streams.h: ``with device.running("late")``, "side first" or "random", streams do their work when something that
   is waited for forces it, or when events let them: a missing wait gives wrong values. Memory that is freed is
-  overwritten when its streams come to that. ``device.without(line)`` leaves one wait of megascale out;
+  overwritten when its stream may give it to others. ``device.without(line)`` leaves one wait of megascale out;
 - torch_cuda.py: what ``torch.cuda`` lacks without a GPU: streams, graphs, whether a stream is being captured;
 - triton_driver.py: kernels are compiled for sm_90 by Triton's own path; loads and launches are reported, none runs;
 - record.py: what was reported, and what of it makes the host wait;

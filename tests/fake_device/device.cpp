@@ -39,6 +39,7 @@ struct DeviceMemory final : c10::Allocator {
   c10::DataPtr allocate(size_t nbytes) override {
     void* data = memory::zeros(nbytes);
     const c10::Device here(CUDA, current_device);
+    memory::reuse(stream_of(here));
     memory::device.add(data, {nbytes, stream_of(here), {}});
     return {data, data, &memory::give_back_to_device, here};
   }
@@ -310,6 +311,7 @@ extern "C" void resize_device_storage(c10::StorageImpl* storage, int64_t nbytes)
 /* Let streams run in an order of late_streams.h, of a seed, once what they were given before is done. Returns how many
  * blocks of memory were written after they were freed. */
 extern "C" uint64_t order_device_streams(int order, uint32_t seed) {
+  memory::reuse_all();
   late::streams.follow(static_cast<late::Order>(order), seed);
   return memory::free_overwritten();
 }

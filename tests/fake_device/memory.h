@@ -1,8 +1,9 @@
 /* The device's memory, which is the host's, and memory of the host that is pinned.
  *
- * Where streams run late, memory that is freed is given to others at once, as CUDA's allocator does: the stream that it
- * was allocated on, which is ordered behind all that it was given, and behind streams that the memory was kept for,
- * overwrites it. Who else still reads it reads NaN, and who writes it is found out: nobody gets the memory here.
+ * Where streams run late, memory that is freed is given to others as early as CUDA's allocator may do it: when memory is
+ * next allocated on the stream that it was allocated on. That stream overwrites it then, behind all that the stream was
+ * given, and behind streams that the memory was kept for. Who else still reads it reads NaN, and who writes it is found
+ * out, as nobody gets the memory here.
  */
 #pragma once
 
@@ -101,19 +102,50 @@ inline size_t free_overwritten() {
   return written;
 }
 
+struct Freed {
+  void* data;
+  size_t nbytes;
+  std::vector<late::Point> behind;
+};
+
+inline std::mutex freed_lock;
+inline std::map<late::Place, std::vector<Freed>>& freed = *new std::map<late::Place, std::vector<Freed>>;
+
 inline void give_back_to_device(void* data) {
   if (data == nullptr) return;
   const auto block = device.take(data);
   if (!late::streams.are_late()) return std::free(data);
   std::vector<late::Point> behind;
   for (const auto& stream : block.kept_for) behind.push_back(late::streams.now(stream));
-  late::streams.give(
-      block.home,
-      [data, nbytes = block.nbytes] {
-        std::memset(data, OVERWRITTEN, nbytes);
-        overwritten.emplace_back(data, nbytes);
-      },
-      std::move(behind));
+  const std::lock_guard<std::mutex> held(freed_lock);
+  freed[block.home].push_back({data, block.nbytes, std::move(behind)});
+}
+
+/* Let a stream overwrite what was allocated on it and is free. */
+inline void reuse(late::Place home) {
+  std::vector<Freed> taken;
+  {
+    const std::lock_guard<std::mutex> held(freed_lock);
+    taken = std::move(freed[home]);
+    freed[home].clear();
+  }
+  for (auto& one : taken)
+    late::streams.give(
+        home,
+        [data = one.data, nbytes = one.nbytes] {
+          std::memset(data, OVERWRITTEN, nbytes);
+          overwritten.emplace_back(data, nbytes);
+        },
+        std::move(one.behind));
+}
+
+inline void reuse_all() {
+  std::vector<late::Place> homes;
+  {
+    const std::lock_guard<std::mutex> held(freed_lock);
+    for (const auto& [home, blocks] : freed) homes.push_back(home);
+  }
+  for (const auto& home : homes) reuse(home);
 }
 
 inline void give_back_pinned(void* data) {

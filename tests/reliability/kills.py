@@ -7,7 +7,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from tests.distributed.test_distributed_optimizer import INNER, config_of, net, 
 from tests.jobs import Job, job, wait_until
 from tests.pool import GLOO_TIMEOUT_S, Outcome, RankPool
 from tests.reliability.faults import Fault
-from tests.reliability.tiny_run import train
+from tests.reliability.tiny_run import UPDATE_S, How, train
 
 RANKS = 2
 KILLS_A_RUN = 2
@@ -30,30 +30,41 @@ SURVIVES_S = GLOO_TIMEOUT_S + 20.0
 LOST = re.compile(r"(?:RankError|CheckpointError): .*?(Rank \d [^:.]*|The store [^:.]*|All ranks [^.]*)", re.DOTALL)
 
 
-def kill_ranks(kills: int, seed: int, folder: Path, ranks: RankPool) -> Iterator[Fault]:
-    """Kill ``kills`` times in runs of forked ranks, half of them with saves in the background. Yields each kill."""
+UPDATING = "updating in host memory"
+
+
+def kill_ranks(
+    kills: int, seed: int, folder: Path, ranks: RankPool, *, in_host_memory: bool = False
+) -> Iterator[Fault]:
+    """Kill ``kills`` times in runs of forked ranks, half of them with saves in the background. Yields each kill.
+
+    ``in_host_memory``: main params live there, and only kills in the middle of a background update count; the end is
+    that of runs without.
+    """
     dice = random.Random(seed)
     ends, seconds = {}, {}
     for asynchronous in (False, True):
-        place = folder / f"whole_{asynchronous}"
-        [(_, ends[asynchronous]), _] = _run(ranks, place, asynchronous)
+        place, how = folder / f"whole_{asynchronous}", How(asynchronous, in_host_memory)
+        [(_, ends[asynchronous]), _] = _run(ranks, place, how)
         seconds[asynchronous] = time.time() - (place / "begun_0").stat().st_mtime
+        if in_host_memory:
+            [(_, ends[asynchronous]), _] = _run(ranks, folder / f"plain_{asynchronous}", How(asynchronous))
     run = 0
     while kills > 0:
-        asynchronous = run % 2 == 1
+        how = How(run % 2 == 1, in_host_memory)
         place = folder / f"run_{run}"
         found: list[Fault] = []
         while len(found) < min(KILLS_A_RUN, kills):
-            fault = _killed(ranks, place, asynchronous, dice, seconds[asynchronous])
+            fault = _killed(ranks, place, how, dice, seconds[how.asynchronous])
             if fault is None:  # it was at its end before
                 break
             found.append(fault)
-        outcome = _run(ranks, place, asynchronous)
-        broken = _broken(place, outcome[0][1] == ends[asynchronous])
+        outcome = _run(ranks, place, how)
+        broken = _broken(place, outcome[0][1] == ends[how.asynchronous])
         for kill in found:
             seen = f"{kill.seen}; goes on, {broken or 'same bits'}"
             yield replace(kill, seen=seen, as_promised=kill.as_promised and not broken)
-        kills -= len(found)
+        kills -= sum(UPDATING in kill.fault or not in_host_memory for kill in found)
         run += 1
 
 
@@ -64,31 +75,44 @@ def _broken(place: Path, has_same_bits: bool) -> str:
     return ", ".join(name for name, is_so in told.items() if is_so)
 
 
-def _run(ranks: RankPool, place: Path, asynchronous: bool) -> list[tuple[int, str]]:
-    with ranks.spawn(RANKS, train, place, asynchronous) as fresh:
+def _run(ranks: RankPool, place: Path, how: How) -> list[tuple[int, str]]:
+    with ranks.spawn(RANKS, train, place, how) as fresh:
         return fresh.results(timeout=60)
 
 
-def _killed(ranks: RankPool, place: Path, asynchronous: bool, dice: random.Random, seconds: float) -> Fault | None:
+def _killed(ranks: RankPool, place: Path, how: How, dice: random.Random, seconds: float) -> Fault | None:
     """Start the run, kill at a random moment, wait for the others' end. Returns None if the run was faster."""
     victims = dice.choice([[0], [1], [0, 1]])
     for mark in place.glob("begun_*"):
         mark.unlink()
-    with ranks.spawn(RANKS, train, place, asynchronous) as fresh:
+    with ranks.spawn(RANKS, train, place, how) as fresh:
         while len(list(place.glob("begun_*"))) < RANKS:
             time.sleep(0.01)
         time.sleep(dice.uniform(0.05, 0.95) * seconds)
-        doing = _doing(place, asynchronous)
+        marks = [place / f"updating_{victim}" for victim in victims]
+        if how.in_host_memory:
+            _wait_for_one(marks)
+            time.sleep(dice.uniform(0.0, UPDATE_S / 2))
+        doing = _doing(place, how.asynchronous)
         for victim in victims:
             fresh.kill(victim)
         outcomes = fresh.outcomes(timeout=SURVIVES_S, grace=SURVIVES_S)
     if not any("exit code -9" in str(outcomes[victim].error) for victim in victims):
         return None
+    if any(map(Path.exists, marks)):  # the dead remove no file
+        doing += f", {UPDATING}"
     survivors = [outcome for outcome in outcomes if outcome.rank not in victims]
     who = "all ranks" if len(victims) == RANKS else "a rank"
     held = all(_ended(outcome) for outcome in survivors) and _all_load(place)
     seen = "; ".join(_seen(outcome) for outcome in survivors) or "the processes are gone"
     return Fault("SIGKILL", f"{who}, while {doing}", seen, held)
+
+
+def _wait_for_one(marks: Sequence[Path]) -> None:
+    """Wait until one of these files is there, up to a second: the run may be at its end."""
+    until = time.monotonic() + 1.0
+    while time.monotonic() < until and not any(map(Path.exists, marks)):
+        time.sleep(0.001)
 
 
 def _doing(place: Path, asynchronous: bool) -> str:
@@ -127,7 +151,7 @@ def _all_load(place: Path) -> bool:
 def kill_under_torchrun(kills: int, seed: int, folder: Path, ranks: RankPool) -> Iterator[Fault]:
     """Kill a rank again and again below torchrun, which starts all anew: the end is that of forked, unharmed ranks."""
     dice = random.Random(seed)
-    end = [digest for _, digest in _run(ranks, folder / "whole", False)] if kills else []
+    end = [digest for _, digest in _run(ranks, folder / "whole", How())] if kills else []
     run_number = 0
     while kills > 0:
         place = folder / f"torchrun_{run_number}"

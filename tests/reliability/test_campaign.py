@@ -9,7 +9,7 @@ from tests.pool import RankPool
 from tests.reliability import disk_faults, host_faults
 from tests.reliability.faults import Fault, table
 from tests.reliability.file_faults import flipped_bytes, wrong_contents
-from tests.reliability.kills import kill_ranks, kill_under_torchrun
+from tests.reliability.kills import UPDATING, kill_ranks, kill_under_torchrun
 from tests.reliability.rank_faults import misdeeds, poisons
 
 weekly = pytest.mark.weekly
@@ -27,6 +27,17 @@ def test_killed_runs_end_with_the_same_bits(kills: int, tmp_path: Path, ranks: R
     checkpoint loads, and the run goes on to the bits of the one that was never killed.
     """
     _check(kill_ranks(kills, 1, tmp_path, ranks), kills)
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("kills", [pytest.param(1, marks=pytest.mark.slow), pytest.param(20, marks=weekly(minutes=3))])
+def test_kills_in_background_updates(kills: int, tmp_path: Path, ranks: RankPool) -> None:
+    """SIGKILL in the middle of an update in host memory: the last checkpoint is whole, and the run goes on from it to
+    the bits of one without offload that was never killed.
+    """
+    found = list(kill_ranks(kills, 3, tmp_path, ranks, in_host_memory=True))
+    _check(found, kills)
+    assert sum(UPDATING in fault.fault for fault in found) >= kills
 
 
 @weekly(minutes=0.5)

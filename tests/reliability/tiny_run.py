@@ -1,7 +1,8 @@
 """A whole training run on two ranks in a second or two: what the fault campaign kills, and starts again.
 
 It is sharded, in fp16 with steps that are skipped, reads its data from generators whose state is saved with each rank,
-and saves every few steps. Its end is one digest of all that training has made, so that two runs are compared by a word.
+and saves every few steps. Main params may live in host memory, where a thread updates them slowly. Its end is one
+digest of all that training has made, so that two runs are compared by a word.
 
     torchrun --nproc-per-node 2 -m tests.reliability.tiny_run FOLDER [async]
 """
@@ -9,15 +10,20 @@ and saves every few steps. Its end is one digest of all that training has made, 
 import hashlib
 import math
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from megascale import DistributedOptimizer
 from megascale.checkpoint import Checkpointer
 from megascale.grad_sync import message_thread
 from megascale.rank_watch import RankWatch
-from tests.distributed.test_distributed_optimizer import flat, net, sharded, weights
+from megascale.step.host_update import HostUpdate
+from tests.distributed.test_distributed_optimizer import INNER, config_of, flat, net, scaler, sharded, weights
 
 STEPS = 40
 SAVE_EVERY = 4
@@ -25,15 +31,57 @@ OVERFLOWS = (3, 4, 17, 30)
 """Steps in which rank 1 has an inf."""
 
 
-def train(folder: Path, asynchronous: bool, steps: int = STEPS) -> tuple[int, str]:
+UPDATE_S = 0.02
+"""What a slow update of a bucket in host memory takes, in seconds."""
+
+
+class How(NamedTuple):
+    """How a run trains.
+
+    Attributes:
+        asynchronous: it saves in the background.
+        in_host_memory: main params live there, and each rank has a file ``updating_RANK`` while its thread updates.
+    """
+
+    asynchronous: bool = False
+    in_host_memory: bool = False
+
+
+def _optimizer(module: torch.nn.Module, mark: Path, how: How) -> DistributedOptimizer:
+    if not how.in_host_memory:
+        return sharded(module, overlap_param_gather=True)
+    dtype = next(module.parameters()).dtype
+    config = replace(config_of(dtype), optimizer_cpu_offload=True, overlap_cpu_optimizer_d2h_h2d=True)
+    optimizer = DistributedOptimizer(
+        INNER["adamw"](module), config, scaler(dtype), modules=module, bucket_numel=300, grads_are_scaled=True
+    )
+    update = optimizer._member.update
+    assert isinstance(update, HostUpdate)
+    inner = update._host.apply
+
+    def marked(*arguments: Any) -> Any:
+        mark.touch()
+        time.sleep(UPDATE_S / 2)
+        flags = inner(*arguments)
+        time.sleep(UPDATE_S / 2)
+        mark.unlink()
+        return flags
+
+    update._host.apply = marked  # type: ignore[method-assign, assignment]
+    return optimizer
+
+
+def train(folder: Path, how: How, steps: int = STEPS) -> tuple[int, str]:
     """Train to the last step from the latest checkpoint in ``folder``. Returns where it resumed, and the digest."""
     rank = dist.get_rank()
     folder.mkdir(parents=True, exist_ok=True)
+    mark = folder / f"updating_{rank}"
+    mark.unlink(missing_ok=True)
     (folder / f"begun_{rank}").touch()
     message_thread.PROBE_INTERVAL_S = 0.5  # a lost message is known after two of these: 1 s here, else 10
-    with RankWatch(20.0), Checkpointer(folder, keep_last=2, async_save=asynchronous) as checkpointer:
+    with RankWatch(20.0), Checkpointer(folder, keep_last=2, async_save=how.asynchronous) as checkpointer:
         module = net()
-        optimizer = sharded(module, overlap_param_gather=True)
+        optimizer = _optimizer(module, mark, how)
         torch.manual_seed(rank)
         done = 0
         if checkpointer.latest() is not None:
@@ -67,7 +115,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     if dist.get_rank() == 0:
         print("begun", flush=True)
-    resumed_at, digest = train(folder / "checkpoints", "async" in sys.argv[2:])
+    resumed_at, digest = train(folder / "checkpoints", How(asynchronous="async" in sys.argv[2:]))
     (folder / f"end_{dist.get_rank()}").write_text(digest)
     print(f"rank {dist.get_rank()} resumed at {resumed_at}", flush=True)
     dist.destroy_process_group()

@@ -414,6 +414,11 @@ def test_two_checkouts_take_turns_with_all_states(tmp_path: Path) -> None:
     assert [(row["rule"], row["states"]) for row in table(out.read_text())] == [
         (rule, kind) for rule in ("adamw", "momentum") for kind in states
     ]
+    others = ["amp-step", "amp-clipped", "amp-optimizer_step", "replicated-2", "sharded-2"]
+    options[options.index("adamw,momentum")] = ",".join(others)
+    done = subprocess.run([*command, *options, "--out", str(out)], capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr
+    assert [row["rule"] for row in table(out.read_text())] == others
 
 
 @pytest.mark.weekly(minutes=0.2)

@@ -291,3 +291,23 @@ def test_buffers_in_16_bit_are_warned_of(builder: str) -> None:
 def test_it_is_public() -> None:
     """Where the documentation says it is."""
     assert megascale.cast_model is cast_model
+
+
+def test_a_module_keeps_its_own_parameters_alone() -> None:
+    """A module whose own parameters are kept by name computes in fp32; its layers, which are cast, do not."""
+
+    class Gate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+            self.gain = nn.Parameter(torch.ones(4))
+            self.seen: list[torch.dtype] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen.append(x.dtype)
+            return self.inner(x.half()) * self.gain
+
+    model = cast_model(nn.Sequential(Gate()), FP16, keep="*.gain")
+    assert _dtypes(model) == {"0.gain": torch.float32, "0.inner.weight": FP16, "0.inner.bias": FP16}
+    model(torch.ones(2, 4, dtype=FP16))
+    assert model[0].seen == [torch.float32]

@@ -1,6 +1,7 @@
 """A chain does to all of its members what one optimizer does to its parameters."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -141,14 +142,14 @@ def test_other_param_groups_are_refused_or_leave_the_options() -> None:
 
 
 def test_a_state_dict_without_step_counts_leaves_them() -> None:
-    """Older ones lack them."""
+    """Those of other systems lack them."""
     params, chain = _chain()
     for param in params:
         param.grad = torch.ones_like(param)
     chain.step()
-    older = chain.state_dict()
-    del older["step_counts"]
-    chain.load_state_dict(older)
+    other = chain.state_dict()
+    del other["step_counts"]
+    chain.load_state_dict(other)
     assert chain.num_landed_steps.item() == 1
 
 
@@ -156,8 +157,13 @@ def test_a_members_state_that_does_not_fit_is_refused() -> None:
     """By a check before the load, too."""
     _, chain = _chain()
     saved = chain.state_dict()
-    chain.saved_state().check(saved, strict=True)
+
+    def check(state_dict: dict[str, Any], *, strict: bool) -> None:
+        for live, part in chain.live_parts(state_dict, strict):
+            live.check(part, strict=strict)
+
+    check(saved, strict=True)
     saved["main_params"]["p1"] = torch.ones(2)
-    for call in (chain.load_state_dict, chain.saved_state().check):
+    for call in (chain.load_state_dict, check):
         with pytest.raises(StateDictError, match=r"main param of 'p1' has shape \(2,\)"):
             call(saved, strict=True)

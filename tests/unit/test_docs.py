@@ -23,6 +23,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 WITHOUT_EXAMPLES = frozenset(
     [
+        "add_a_rule",
         "architecture",
         "benchmarks",
         "changes",

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megascale import ConstantGradScaler, DynamicGradScaler, MegatronGradScaler
 from megascale.errors import ArgumentError, ArgumentTypeError, StateDictError
-from megascale.kernels import Backend, select_backend
+from megascale.kernels import Backend, ScaleRule, select_backend
 
 LARGEST = 2.0**127
 
@@ -125,6 +125,31 @@ def test_rule_equals_oracle_on_random_schedules(name: str, schedules: int) -> No
     rng, backend = random.Random(0), select_backend(name)
     for _ in range(schedules):
         follow_schedule(rng, steps=10, backend=backend)
+
+
+@pytest.mark.parametrize("name", ["reference", "native", "triton"])
+def test_fp64_products_are_torchs(name: str) -> None:
+    """With ``fp64_products`` each backend's rule has the bits of torch's operator, by factors that fp32 cannot hold.
+
+    An fp32 product differs from it in some of them.
+    """
+    if name == "triton":
+        pytest.importorskip("triton")
+    rng, backend, num_differ = random.Random(0), select_backend(name), 0
+    for _ in range(40):
+        found, start = float(rng.random() < 0.5), rng.uniform(1e-3, 1e9)
+        growth, backoff = rng.choice([1.7, 1.001, 3.3]), rng.choice([0.3, 0.9, 1 / 3])
+        scales = {wide: torch.tensor([start]) for wide in (True, False)}
+        for wide, scale in scales.items():
+            trackers = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
+            rule = ScaleRule(2.0**-126, math.inf, growth, backoff, 1, 1, False, fp64_products=wide)
+            backend.rescale_(torch.tensor(found), scale, *trackers, rule)
+        expected = torch.tensor(start)
+        tracker = torch.zeros((), dtype=torch.int32)
+        torch._amp_update_scale_(expected, tracker, torch.tensor(found), growth, backoff, 1)
+        assert scales[True].item() == expected.item()
+        num_differ += scales[False].item() != expected.item()
+    assert num_differ > 0
 
 
 @pytest.mark.weekly(minutes=0.6)

@@ -16,7 +16,7 @@ import torch
 
 import megascale.checkpoint
 from megascale.checkpoint.__main__ import main as checkpoint
-from megascale.cli import bench, info
+from megascale.cli import bench, bench_offload, info
 from megascale.cli import main as tools
 from megascale.train.__main__ import main as train
 from megascale.train.config import TrainConfig, load_config, usage
@@ -257,7 +257,38 @@ def test_bench_runs_on_the_cpu_where_torchs_accelerator_is_missing(
     assert tools(["estimate", "1e6", "--memory-bandwidth", "measure"]) == 0
 
 
-@pytest.mark.parametrize("arguments", [["--numel", "0"], ["--numel", "inf"], ["--tensors", "-1"], ["--seconds", "nan"]])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_bench_of_an_offloaded_step(
+    dtype: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line for each rate, and an iteration: its parts are the step's bytes by those rates."""
+    monkeypatch.setattr(bench_offload, "COPY_BYTES", 1 << 16)
+    monkeypatch.setattr(bench_offload, "WIDTH_ON_CPU", 64)
+    monkeypatch.setattr(bench_offload, "WIDTH", 64)
+    arguments = ["bench", "--offload", "--numel", "1e4", "--tensors", "7", "--seconds", "0.05", "--tokens", "100"]
+    threads = torch.get_num_threads()
+    assert tools([*arguments, "--dtype", dtype]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"Offloaded AdamW, 9,996 {dtype} parameters in 7 tensors, on ")
+    rates = {line.split()[0]: line for line in said.splitlines() if line[:1].isalpha()}
+    assert {"operations", "bus", "update", "memory"} <= rates.keys()
+    milliseconds = float(rates["update"].split()[1])
+    host = next(line for line in said.splitlines() if line.strip().startswith("update in host memory"))
+    assert float(host.split()[4]) == pytest.approx(milliseconds, abs=0.11)
+    assert "with 100 tokens" in said
+    assert "state to the device" in said
+    assert torch.get_num_threads() == threads
+
+
+def test_bench_of_an_offloaded_step_in_fp32(capsys: pytest.CaptureFixture[str]) -> None:
+    """Refused, with the reason: nothing but its state would leave the device."""
+    assert tools(["bench", "--offload", "--dtype", "fp32"]) == 1
+    assert capsys.readouterr().err.startswith("error: --dtype must be fp16 or bf16 with --offload")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--numel", "0"], ["--tokens", "0"], ["--numel", "inf"], ["--tensors", "-1"], ["--seconds", "nan"]]
+)
 def test_bench_names_what_does_not_fit(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """One line, with the option as it is typed."""
     assert tools(["bench", *arguments]) == 1

@@ -81,16 +81,6 @@ def test_every_line_of_what_is_checked_is_a_test() -> None:
         assert f"def {named[1]}(" in tests, row
 
 
-def test_tree_names_what_exists() -> None:
-    """The annotated tree lists files and folders that are there."""
-    tree = (README.parent / "docs/architecture.md").read_text().split("```")[1]
-    root = README.parent
-    names = re.findall(r"([\w.]+\.(?:py|sh)|[\w.]+/)(?=\s)", tree)
-    assert len(names) > 15
-    missing = [name for name in names if not any(root.rglob(name.rstrip("/")))]
-    assert missing == []
-
-
 def test_core_imports_nothing_optional(printed: dict[str, str]) -> None:
     """`import megascale` brings no optional library, no backend that needs one, and no slow part of torch."""
     assert printed[IMPORT] == "[]\n"

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from html.parser import HTMLParser
 from pathlib import Path
 from types import ModuleType
@@ -45,15 +46,57 @@ def test_every_page_has_its_place() -> None:
     assert "docs/index.md" in (ROOT / "README.md").read_text()
 
 
-@pytest.mark.parametrize(
-    "package", ["step", "main_params", "grad_sync", "state", "landed", "rules", "kernels", "utils"]
-)
-def test_architecture_names_every_module(package: str) -> None:
-    """A reader finds each module of the core, and what it is for, on one page."""
+def test_every_module_says_its_concept() -> None:
+    """A reader finds what each module is for in its first line, a sentence of its own: `head -qn1` lists a package."""
+    modules = sorted((ROOT / "megascale").rglob("*.py"))
+    assert len(modules) > 200
+    lines = {path: (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n")[0] for path in modules}
+    assert [str(path) for path, line in lines.items() if not line.endswith(".") or len(line) < 30] == []
+    assert len(set(lines.values())) == len(lines)
+
+
+def _section(heading: str) -> str:
+    """Return a section of the architecture page."""
+    return (DOCS / "architecture.md").read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+
+
+def _rows(section: str) -> list[list[str]]:
+    """Return the cells of a table's rows, without its header."""
+    lines = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")]
+    return lines[1:]
+
+
+def test_architecture_has_the_layers_that_imports_go_down() -> None:
+    """The page's table of layers is the contract that lint-imports checks, in its order; each says what it knows."""
+    [contract, *_] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = [re.findall(r"\w+", layer) for layer in contract["layers"]]
+    rows = _rows(_section("The layers"))
+    assert [re.findall(r"`(\w+)`", names) for names, _ in rows] == [
+        [name for name in layer if name != "__main__"] for layer in layers
+    ]
+    assert all(knows for _, knows in rows)
+
+
+def test_architecture_says_where_each_invariant_is_kept() -> None:
+    """Each invariant has a row, under its name, that leads to a module; each module and folder of the page is there."""
     page = (DOCS / "architecture.md").read_text()
-    names = {path.name for path in (ROOT / "megascale" / package).glob("*.py")} - {"__init__.py"}
-    assert names
-    assert not {name for name in names if not re.search(rf"\b{re.escape(name)}", page)}
+    named = dict(re.findall(r"^## (\d+)\. (.+)$", (DOCS / "invariants.md").read_text(), flags=re.MULTILINE))
+    rows = _rows(_section("Where a promise is kept"))
+    assert [invariant for invariant, _ in rows] == [f"{number}. {name}" for number, name in named.items()]
+    assert [where for _, where in rows if not re.search(r"`[\w/]+\.py`", where)] == []
+    paths = re.findall(r"`([\w.]+(?:/[\w.]*)+|\w+\.py)`", page)
+    assert len(paths) > 20
+    assert [path for path in paths if not any((base / path).exists() for base in (ROOT, ROOT / "megascale"))] == []
+
+
+def test_architecture_leads_to_every_note() -> None:
+    """Each note of the page stands at the top of its module, under the words that the page has; there are no others."""
+    rows = [re.findall(r"^\*(.+)\*$|^`(.+)`$", cell)[0] for row in _rows(_section("Notes")) for cell in row[:2]]
+    assert len(rows) == 10
+    for (title, _), (_, module) in zip(rows[::2], rows[1::2], strict=True):
+        docstring = ast.get_docstring(ast.parse((ROOT / "megascale" / module).read_text())) or ""
+        assert re.search(rf"(^|\*\*){title}\b", docstring), module
+        assert docstring.count("\n**") >= 2, module
 
 
 @pytest.mark.parametrize("module", LISTED)

@@ -86,7 +86,7 @@ class _ScaleRule(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_double) for name in ("min_scale", "max_scale", "growth_factor", "backoff_factor")),
-        *((name, ctypes.c_int64) for name in ("growth_interval", "hysteresis", "each_clean_step")),
+        *((name, ctypes.c_int64) for name in ("growth_interval", "hysteresis", "each_clean_step", "fp64_products")),
     )
 
 

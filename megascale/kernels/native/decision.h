@@ -45,8 +45,12 @@ void decide(const Statistics *agreed, const float *scale, double clip_grad, floa
 
 typedef struct {
     double min_scale, max_scale, growth_factor, backoff_factor;
-    int64_t growth_interval, hysteresis, each_clean_step;
+    int64_t growth_interval, hysteresis, each_clean_step, fp64_products;
 } ScaleRule;
+
+static float scaled(float scale, double factor, const ScaleRule *rule) {
+    return rule->fp64_products ? (float)((double)scale * factor) : scale * (float)factor;
+}
 
 /* Update the loss scale after one step. */
 void rescale(const float *found_inf, float *scale, int64_t *growth, int64_t *hysteresis, const ScaleRule *rule) {
@@ -54,7 +58,7 @@ void rescale(const float *found_inf, float *scale, int64_t *growth, int64_t *hys
         *growth = 0;
         *hysteresis = *hysteresis > 1 ? *hysteresis - 1 : 0;
         if (*hysteresis) return;
-        float least = (float)rule->min_scale, backed_off = *scale * (float)rule->backoff_factor;
+        float least = (float)rule->min_scale, backed_off = scaled(*scale, rule->backoff_factor, rule);
         *scale = backed_off < least ? least : backed_off;
         return;
     }
@@ -62,7 +66,7 @@ void rescale(const float *found_inf, float *scale, int64_t *growth, int64_t *hys
     if (grows || rule->each_clean_step) *hysteresis = rule->hysteresis;
     if (!grows) return;
     *growth = 0;
-    float most = (float)rule->max_scale, grown = *scale * (float)rule->growth_factor;
+    float most = (float)rule->max_scale, grown = scaled(*scale, rule->growth_factor, rule);
     if (grown <= FLT_MAX) *scale = grown > most ? most : grown;
 }
 

@@ -1,4 +1,4 @@
-"""Builds and loads native.c."""
+"""The native library: builds and loads native.c."""
 
 import ctypes
 import functools

@@ -26,9 +26,10 @@ from megascale.kernels.decision import (
     ScaleRule,
     TensorStats,
     TorchDecisions,
+    stats_dtype,
 )
 from megascale.kernels.protocol import HeldParams, Operands
-from megascale.kernels.reference import ReferenceBackend, stats_dtype
+from megascale.kernels.reference import ReferenceBackend
 from megascale.kernels.remainders import TorchRemainders
 from megascale.kernels.triton import device_table
 from megascale.kernels.triton.device_table import Column, DeviceTable, Numbers, Plan, PlanCache
@@ -168,7 +169,7 @@ class TritonBackend(TorchDecisions, TorchRemainders):
             self._kernels.rescale_kernel,
             1,
             (*tensors, *factors, rule.growth_interval, rule.hysteresis),
-            {"EACH_CLEAN_STEP": rule.each_clean_step},
+            {"EACH_CLEAN_STEP": rule.each_clean_step, "FP64_PRODUCTS": rule.fp64_products},
         )
         torch.autograd.graph.increment_version(tensors[1:])
 

@@ -119,11 +119,12 @@ def rescale_kernel(
     hysteresis_tracker,
     min_scale,
     max_scale,
-    growth_factor,
-    backoff_factor,
+    growth_factor: tl.float64,
+    backoff_factor: tl.float64,
     growth_interval: tl.int64,
     hysteresis: tl.int64,
     EACH_CLEAN_STEP: tl.constexpr,
+    FP64_PRODUCTS: tl.constexpr,
 ):
     """Update ``scale``, fp32, and the trackers, int64, after one step."""
     found = tl.load(found_inf) != 0
@@ -131,11 +132,16 @@ def rescale_kernel(
     left = tl.load(hysteresis_tracker)
     clean_steps = tl.load(growth_tracker) + 1
     grows = clean_steps >= growth_interval
-    grown = before * growth_factor
+    if FP64_PRODUCTS:
+        grown = (before.to(tl.float64) * growth_factor).to(tl.float32)
+        backed_off = (before.to(tl.float64) * backoff_factor).to(tl.float32)
+    else:
+        grown = before * tl.cast(growth_factor, tl.float32)
+        backed_off = before * tl.cast(backoff_factor, tl.float32)
     after_clean = tl.where(grows & (grown <= LARGEST_FP32), tl.minimum(grown, max_scale), before)
     left_after_clean = tl.where(grows | EACH_CLEAN_STEP, hysteresis, left)
     left_after_inf = tl.maximum(left - 1, 0)
-    after_inf = tl.where(left_after_inf == 0, tl.maximum(before * backoff_factor, min_scale), before)
+    after_inf = tl.where(left_after_inf == 0, tl.maximum(backed_off, min_scale), before)
     tl.store(scale, tl.where(found, after_inf, after_clean))
     tl.store(growth_tracker, tl.where(found | grows, 0, clean_steps))
     tl.store(hysteresis_tracker, tl.where(found, left_after_inf, left_after_clean))

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import pickletools
 import signal
 import sys
 import zlib
@@ -11,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from megascale.checkpoint import latest, load, save
+from megascale.checkpoint import consolidate, latest, load, save, storage
 from megascale.errors import CheckpointError
 from tests.checkpoint_cases import build, differences, state_of, train
 from tests.pool import RankPool
@@ -39,11 +41,22 @@ def _edit(path: Path, key: str, value: Any) -> None:
 def _rewrite_marks(folder: Path, name: str) -> None:
     """Make a tampered file's checksums right again."""
     content = (folder / name).read_bytes()
+    mark = {"size": len(content), "crc32": zlib.crc32(content)}
+    _change_body(folder, lambda body: body["files"].update({name: mark}))
+
+
+def _change_body(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the manifest, with its checksum."""
     document = json.loads((folder / MANIFEST).read_text())
-    document["body"]["files"][name] = {"size": len(content), "crc32": zlib.crc32(content)}
+    change(document["body"])
     body = json.dumps(document["body"], sort_keys=True, separators=(",", ":"))
     document["crc32"] = zlib.crc32(body.encode())
     (folder / MANIFEST).write_text(json.dumps(document))
+
+
+def _without_index(folder: Path) -> None:
+    """Make a checkpoint one of commit 9dbb0b5, whose only index is `.metadata`."""
+    _change_body(folder, lambda body: body.pop("index"))
 
 
 DAMAGES: list[tuple[str, Callable[[Path], object], str]] = [
@@ -79,6 +92,7 @@ def test_metadata_of_another_checkpoint(tmp_path: Path) -> None:
     """Files mixed from two checkpoints, with checksums made to fit, do not get past the shapes."""
     model, optimizer = build(0)
     folder = save(tmp_path / "whole", 1, model, optimizer)
+    _without_index(folder)
     other = save(tmp_path / "weights", 1, model)
     (folder / METADATA).write_bytes((other / METADATA).read_bytes())
     _rewrite_marks(folder, METADATA)
@@ -100,11 +114,107 @@ def test_pickled_code_is_not_executed(tmp_path: Path) -> None:
     """The metadata file is a pickle; a stranger's checkpoint must not run code through it."""
     model, _ = build(0)
     folder = save(tmp_path, 1, model)
+    _without_index(folder)
     (folder / METADATA).write_bytes(pickle.dumps(_Evil(tmp_path / "executed")))
     _rewrite_marks(folder, METADATA)
     with pytest.raises(CheckpointError, match=r"\.metadata: it has posix\.mkdir in the place of Metadata"):
         load(folder, model)
     assert not (tmp_path / "executed").exists()
+
+
+def _forbid_pickles(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a pickle was opened")
+
+    for owner, names in {
+        pickle: ("load", "loads", "Unpickler", "_Unpickler"),
+        pickletools: ("genops",),
+        torch: ("load",),
+        torch._weights_only_unpickler: ("load", "loads", "Unpickler"),
+    }.items():
+        for name in names:
+            if hasattr(owner, name):
+                monkeypatch.setattr(owner, name, refuse)
+
+
+@pytest.mark.parametrize("archives", ["own", "torch"])
+def test_a_load_opens_no_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, archives: str) -> None:
+    """Neither torch's index nor an archive's: hostile ones in every file are as good as absent. `consolidate` too."""
+    if archives == "torch":
+        monkeypatch.setattr(storage, "archive_of", lambda *_: None)
+    model, optimizer = build(0)
+    train(model, optimizer, 0, 3)
+    user_state = {"order": torch.randperm(9), "epoch": 1}
+    folder = save(tmp_path, 3, model, optimizer, user_state=user_state, rank_state=torch.get_rng_state())
+    (folder / METADATA).write_bytes(pickle.dumps(_Evil(tmp_path / "executed")))
+    _rewrite_marks(folder, METADATA)
+    other, into = build(1)
+    with monkeypatch.context() as patch:
+        _forbid_pickles(patch)
+        with pytest.raises(AssertionError, match="a pickle was opened"):
+            torch.load(folder / DATA)
+        loaded = load(tmp_path, other, into)
+        consolidate(tmp_path, tmp_path / "one.pt", dtype=torch.float32, optimizer=True)
+    assert differences(state_of(other, into), state_of(model, optimizer)) == []
+    assert differences(loaded.user_state, user_state) == []
+    assert differences(torch.load(tmp_path / "one.pt")["optimizer"], dict(optimizer.state_dict())) == []
+    assert not (tmp_path / "executed").exists()
+
+
+def _set(place: int, value: Any) -> Callable[[dict[str, Any]], object]:
+    def change(index: dict[str, Any]) -> None:
+        piece = next(piece for piece in index[DATA] if piece[0] == "model/0.weight")
+        piece[place:] = [value, *piece[place + 1 :]]
+
+    return change
+
+
+INDEXES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "another file": lambda index: index.update({"../" + DATA: index.pop(DATA)}),
+    "a file without checksum": lambda index: index.update({MANIFEST: index.pop(DATA)}),
+    "no such tensor": _set(0, "model/9.weight"),
+    "a key that is a list": _set(0, ["model/0.weight"]),
+    "before the file": _set(1, -1),
+    "behind the file": _set(1, 2**40),
+    "no number": _set(1, "0"),
+    "too few bytes": _set(2, 47),
+    "no length": _set(2, None),
+    "another place": lambda index: index[DATA][0].__setitem__(1, index[DATA][1][1]),
+    "within an archive": _set(1, 64),
+    "no piece": lambda index: index[DATA].pop(),
+    "no box": lambda index: index[DATA][0].append([0, 0]),
+    "a box outside": lambda index: index[DATA][0].extend([[1, 0], [6, 4]]),
+    "a box before": lambda index: index[DATA][0].extend([[-1, 0], [6, 4]]),
+    "a box of another shape": lambda index: index[DATA][0].extend([[0], [6]]),
+    "not a dict": lambda index: index.update({DATA: 3}),
+}
+
+
+@pytest.mark.parametrize("damage", INDEXES)
+def test_an_index_that_does_not_fit(tmp_path: Path, damage: str) -> None:
+    """An index that points elsewhere, with checksums made to fit, is a named error; no live bit changes."""
+    model, optimizer = build(0)
+    train(model, optimizer, 0, 2)
+    folder = save(tmp_path, 2, model, optimizer)
+    _change_body(folder, lambda body: INDEXES[damage](body["index"]))
+    before = state_of(model, optimizer)
+    with pytest.raises(CheckpointError, match=r"the index|holds no"):
+        load(folder, model, optimizer)
+    assert differences(state_of(model, optimizer), before) == []
+
+
+def test_data_of_another_checkpoint(tmp_path: Path) -> None:
+    """Data files mixed from two checkpoints, with checksums made to fit, are no archives where the index says."""
+    model, optimizer = build(0)
+    folder = save(tmp_path / "whole", 1, model, optimizer)
+    other = save(tmp_path / "other", 1, *build(0), user_state=torch.zeros(3))
+    content = (other / DATA).read_bytes()
+    (folder / DATA).write_bytes(content[77:])
+    _rewrite_marks(folder, DATA)
+    before = state_of(model, optimizer)
+    with pytest.raises(CheckpointError, match=r"holds no torch.* where the index says \(.*load an earlier checkpoint"):
+        load(folder, model, optimizer)
+    assert differences(state_of(model, optimizer), before) == []
 
 
 FILE_EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "os.listdir"}

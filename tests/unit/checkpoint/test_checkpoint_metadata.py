@@ -1,9 +1,13 @@
-"""`.metadata` read as data: the same as torch reads it, and whatever it says, nothing is run, changed or filled up."""
+"""The index of a checkpoint, and `.metadata` read as data where the manifest has none, as in those of commit 9dbb0b5.
+
+Both say what torch reads. Whatever `.metadata` says, nothing is run, changed or filled up.
+"""
 
 import contextlib
 import pickle
 import resource
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +27,9 @@ from torch.distributed.checkpoint.metadata import (
 
 from megascale import MixedPrecisionOptimizer
 from megascale.checkpoint import save
-from megascale.checkpoint.metadata import METADATA_NAME, read_metadata
+from megascale.checkpoint.earlier_index import METADATA_NAME, read_earlier_index
+from megascale.checkpoint.index import read_index
+from megascale.checkpoint.manifest import Manifest
 from megascale.errors import CheckpointError
 from tests.pool import RankPool
 
@@ -37,17 +43,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def _read(tmp_path: Path, data: bytes) -> Any:
+def _read(tmp_path: Path, data: bytes, folder: Path | None = None) -> Any:
+    """Read another `.metadata`, of the checkpoint ``folder`` if that is given."""
     (tmp_path / METADATA_NAME).write_bytes(data)
-    return read_metadata(tmp_path)
+    if folder is None:
+        return read_earlier_index(tmp_path)
+    return read_index(tmp_path, replace(Manifest.read(folder), index=None))
 
 
-def test_what_torch_reads(folder: Path) -> None:
+@pytest.mark.parametrize("is_earlier", [False, True], ids=["manifest", "metadata"])
+def test_what_torch_reads(folder: Path, is_earlier: bool) -> None:
     """Every tensor, dtype, shape, piece and place is what torch's own reader finds."""
-    theirs, ours = FileSystemReader(folder).read_metadata(), read_metadata(folder)
-    assert ours.state_dict_metadata == theirs.state_dict_metadata
+    manifest = Manifest.read(folder)
+    theirs = FileSystemReader(folder).read_metadata()
+    ours = read_index(folder, replace(manifest, index=None) if is_earlier else manifest)
     assert ours.storage_data == theirs.storage_data
-    assert all(isinstance(stored, TensorStorageMetadata) for stored in ours.state_dict_metadata.values())
+    assert ours.state_dict_metadata.keys() == theirs.state_dict_metadata.keys()
+    for key, stored in ours.state_dict_metadata.items():
+        found = theirs.state_dict_metadata[key]
+        assert isinstance(stored, TensorStorageMetadata)
+        assert isinstance(found, TensorStorageMetadata)
+        assert (stored.size, stored.chunks) == (found.size, found.chunks)
+        assert stored.properties.dtype == found.properties.dtype
 
 
 def _with_properties(folder: Path, monkeypatch: pytest.MonkeyPatch, state: tuple[Any, ...]) -> bytes:
@@ -55,7 +72,8 @@ def _with_properties(folder: Path, monkeypatch: pytest.MonkeyPatch, state: tuple
     metadata = FileSystemReader(folder).read_metadata()
     monkeypatch.setattr(TensorProperties, "__getstate__", lambda _: state)
     stored = {"model/weight": metadata.state_dict_metadata["model/weight"]}
-    return pickle.dumps(Metadata(stored, storage_data=metadata.storage_data))
+    places = {index: place for index, place in metadata.storage_data.items() if index.fqn in stored}
+    return pickle.dumps(Metadata(stored, storage_data=places))
 
 
 STATE_BEFORE_2_15 = (torch.float16, torch.strided, False, _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT, False)
@@ -65,21 +83,14 @@ STATE_BEFORE_2_15 = (torch.float16, torch.strided, False, _MEM_FORMAT_ENCODING.T
 def test_what_other_versions_of_torch_write(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strides: tuple[int, ...] | None
 ) -> None:
-    """A checkpoint outlives the torch that wrote it: strides, of torch 2.15, are read where both torches have them."""
+    """A checkpoint outlives the torch that wrote it: strides, of torch 2.15, are as good as absent, and so is a dtype.
+
+    They are the manifest's to say.
+    """
     state = STATE_BEFORE_2_15 if strides is None else (*STATE_BEFORE_2_15, strides)
-    read = _read(tmp_path, _with_properties(folder, monkeypatch, state)).state_dict_metadata["model/weight"].properties
-    assert read.dtype == torch.float16
-    assert getattr(read, "strides", None) == (strides if hasattr(read, "strides") else None)
-
-
-@pytest.mark.parametrize("strides", [(1,), (4, -1), [1, 4], (4.0, 1)], ids=str)
-def test_strides_that_no_tensor_has(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strides: object
-) -> None:
-    """They are checked with any torch, as all else is."""
-    data = _with_properties(folder, monkeypatch, (*STATE_BEFORE_2_15, strides))
-    with pytest.raises(CheckpointError, match="load an earlier checkpoint"):
-        _read(tmp_path, data)
+    read = _read(tmp_path, _with_properties(folder, monkeypatch, state), folder)
+    assert list(read.state_dict_metadata) == ["model/weight"]
+    assert read.state_dict_metadata["model/weight"].properties.dtype == torch.float32
 
 
 def _text(value: str) -> bytes:
@@ -143,6 +154,15 @@ def test_pieces_lie_in_the_checkpoint(folder: Path, tmp_path: Path, name: str) -
     metadata: Any = FileSystemReader(folder).read_metadata()
     next(iter(metadata.storage_data.values())).relative_path = name
     with pytest.raises(CheckpointError, match="outside the checkpoint"):
+        _read(tmp_path, pickle.dumps(metadata), folder)
+
+
+def test_a_shape_of_many_lengths(folder: Path, tmp_path: Path) -> None:
+    """One of 60,000 that piece after piece refers to is no way to ask for a product of numbers of either."""
+    metadata = FileSystemReader(folder).read_metadata()
+    stored = next(one for one in metadata.state_dict_metadata.values() if isinstance(one, TensorStorageMetadata))
+    stored.chunks[0].sizes = torch.Size([1] * 60_000)
+    with pytest.raises(CheckpointError, match="60000 fields or dimensions"):
         _read(tmp_path, pickle.dumps(metadata))
 
 
@@ -150,29 +170,33 @@ def _damage(metadata: Any, kind: str) -> None:
     stored = next(iter(metadata.state_dict_metadata.values()))
     place = next(iter(metadata.storage_data.values()))
     match kind:
-        case "size":
-            stored.size = torch.Size([2**40, 2**40])
+        case "offsets":
+            stored.chunks[0].offsets = torch.Size([2**40, 2**40])
         case "negative":
             place.offset = -1
         case "piece":
             stored.chunks[0].sizes = torch.Size([99, 99])
-        case "dtype":
-            stored.properties.dtype = "float32"
         case "transformed":
             place.transform_descriptors = ["zstd"]
         case "fqn":
             metadata.state_dict_metadata = {3: stored}
         case "chunks":
             stored.chunks = None
+        case "length":
+            place.length = 2**70
+        case "no_tensor":
+            del metadata.state_dict_metadata[next(iter(metadata.state_dict_metadata))]
 
 
-@pytest.mark.parametrize("kind", ["size", "negative", "piece", "dtype", "transformed", "fqn", "chunks"])
+@pytest.mark.parametrize(
+    "kind", ["offsets", "negative", "piece", "transformed", "fqn", "chunks", "length", "no_tensor"]
+)
 def test_values_that_no_checkpoint_has(folder: Path, tmp_path: Path, kind: str) -> None:
     """Each is named before anything is made of it."""
     metadata = FileSystemReader(folder).read_metadata()
     _damage(metadata, kind)
     with pytest.raises(CheckpointError, match="load an earlier checkpoint"):
-        _read(tmp_path, pickle.dumps(metadata))
+        _read(tmp_path, pickle.dumps(metadata), folder)
 
 
 def _flip_bits(source: Path, target: Path, stride: int) -> int:
@@ -185,7 +209,7 @@ def _flip_bits(source: Path, target: Path, stride: int) -> int:
         changed = bytearray(data)
         changed[bit // 8] ^= 1 << bit % 8
         try:
-            _read(target, bytes(changed))
+            _read(target, bytes(changed), source)
         except CheckpointError:
             named += 1
     return named
@@ -210,4 +234,4 @@ def test_any_damage_is_a_named_error(
         place = data.draw(st.integers(0, len(whole) - 1))
         whole[place : place + data.draw(st.integers(0, 9))] = data.draw(st.binary(max_size=9))
     with contextlib.suppress(CheckpointError):
-        _read(tmp_path_factory.mktemp("damaged"), bytes(whole))
+        _read(tmp_path_factory.mktemp("damaged"), bytes(whole), folder)

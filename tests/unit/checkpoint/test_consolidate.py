@@ -16,9 +16,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from megascale import DistributedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.checkpoint import Checkpointer, consolidate
 from megascale.checkpoint.__main__ import main
-from megascale.checkpoint.metadata import read_metadata
 from megascale.errors import ArgumentError, ArgumentTypeError, CheckpointError
-from tests.checkpoint_cases import build, differences, state_of, train
+from tests.checkpoint_cases import build, differences, read_metadata, state_of, train
 from tests.pool import RankPool
 
 

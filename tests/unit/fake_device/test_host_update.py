@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megascale import DistributedOptimizer, MixedPrecisionOptimizer, OptimizerConfig
+from megascale.main_params import update_unit
+from megascale.step.streamed_update import SLOTS
 from megascale.utils.dtensors import to_local
 from megascale.utils.nests import tensors_in
 from tests.fake_device.device import FakeDevice
@@ -160,7 +162,7 @@ def test_an_own_step_reads_gradients_that_have_arrived(on_device: OnDevice) -> N
     assert any(down[-1] < at < up[0] for at in reads)
 
 
-def _life(inner: str, held: str, options: dict[str, Any]) -> tuple[list[Tensor], set[str]]:
+def life_of(inner: str, held: str, options: dict[str, Any]) -> tuple[list[Tensor], set[str]]:
     """Return weights and state after some steps with a load among them, and where main params and state live."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(COUNT))).half().cuda()
@@ -171,7 +173,8 @@ def _life(inner: str, held: str, options: dict[str, Any]) -> tuple[list[Tensor],
         for layer in model:
             fully_shard(layer, mesh=init_device_mesh("cuda", (1,)))
         fully_shard(model, mesh=init_device_mesh("cuda", (1,)))
-    config = OptimizerConfig(fp16=True, clip_grad=1.0, backend="reference", **options)  # which this device can run
+    given = {"backend": "reference", **options}  # which the simulated device can run
+    config = OptimizerConfig(fp16=True, clip_grad=1.0, **given)
     own = INNER[inner](model)
     if held in ("elements", "parameters"):
         optimizer: MixedPrecisionOptimizer = DistributedOptimizer(
@@ -180,10 +183,13 @@ def _life(inner: str, held: str, options: dict[str, Any]) -> tuple[list[Tensor],
     else:
         optimizer = MixedPrecisionOptimizer(own, config, scaler())
     batch = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH).half().cuda()
+    moves = {0: 0.5, 2: 1.0} if options.get("optimizer_cpu_offload") else {}  # some come to the device, and go again
     for step in range(4):
         optimizer.zero_grad()
         optimizer.scale_loss(model(batch).float().square().mean()).backward()
         optimizer.step()
+        if step in moves:
+            optimizer.optimizer_offload_fraction = moves[step]
         if step == 1:
             optimizer.load_state_dict(optimizer.state_dict())
     optimizer.finish_param_gather()
@@ -198,7 +204,7 @@ def _lives(_: FakeDevice, inner: str, held: str, stored: dict[str, Any], way: di
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
-    (values, places), (others, _there) = _life(inner, held, stored | way), _life(inner, held, stored)
+    (values, places), (others, _there) = life_of(inner, held, stored | way), life_of(inner, held, stored)
     assert len(values) == len(others)
     return all(map(bits_equal, values, others)), places
 
@@ -210,10 +216,13 @@ INNER: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 
 
 WHOLE = ("replicated", "fsdp2")
+REMAINDERS: dict[str, Any] = {"store_param_remainders": True}
 CASES: list[tuple[str, str, dict[str, Any], bool]] = [
     *[("adamw", held, {}, overlap) for held in (*WHOLE, "elements", "parameters") for overlap in (False, True)],
     *[("adamw", held, CODES, True) for held in WHOLE],
-    *[("sign", held, {}, False) for held in (*WHOLE, "parameters")],  # its own step() runs in the caller's thread
+    *[("adamw", held, REMAINDERS, True) for held in (*WHOLE, "elements", "parameters")],
+    # Its own step() runs in the caller's thread.
+    *[("sign", held, stored, False) for held in (*WHOLE, "parameters") for stored in ({}, REMAINDERS)],
 ]
 
 
@@ -221,6 +230,122 @@ CASES: list[tuple[str, str, dict[str, Any], bool]] = [
 def test_loaded_state_goes_where_state_lives(
     on_device: OnDevice, inner: str, held: str, stored: dict[str, Any], overlap: bool
 ) -> None:
-    """Main params and state are in host memory, DTensors' too, after a load as well; bits are those without offload."""
+    """Main params and state are in host memory, DTensors' too, after a load and a trip of some of them to the device as
+    well; bits are those without offload.
+    """
     way = {"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": overlap}
     assert on_device(_lives, inner, held, stored, way) == (True, {"cpu"})
+
+
+DEVICE: dict[str, Any] = {"optimizer_cpu_offload": True, "optimizer_offload_compute": "device"}
+
+
+@pytest.mark.parametrize("stored", [{}, CODES], ids=["fp32", "codes"])
+@pytest.mark.parametrize("held", [*WHOLE, "elements", "parameters"])
+def test_state_that_visits_the_device(on_device: OnDevice, held: str, stored: dict[str, Any]) -> None:
+    """The device updates it, and it lives in host memory between steps: bits are those without offload."""
+    assert on_device(_lives, "adamw", held, stored, DEVICE) == (True, {"cpu"})
+
+
+def _streamed(device: FakeDevice) -> tuple[list[Record], list[bool]]:
+    """Return what each iteration asked of the device, and whether main params and state are pinned."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(COUNT))).half().cuda()
+    config = OptimizerConfig(fp16=True, clip_grad=1.0, **DEVICE)
+    optimizer = MixedPrecisionOptimizer(torch.optim.AdamW(model.named_parameters(), lr=1e-2), config, scaler())
+    batch = torch.ones(2, WIDTH, dtype=torch.float16, device="cuda")
+    steps = []
+    for _ in range(4):
+        with device.watch() as seen:
+            optimizer.zero_grad()
+            optimizer.scale_loss(model(batch).float().square().mean()).backward()
+            optimizer.step()
+        steps.append(seen)
+    state = [value for entry in optimizer.state.values() for value in entry.values()]
+    return steps, [one.is_pinned() for one in (*state, *(main for _, main in optimizer.main_params()))]
+
+
+def test_streams_alone_wait_for_state_that_visits(on_device: OnDevice) -> None:
+    """Forward, backward and step wait for nothing. Main params and moments, 12 bytes per parameter, travel each way
+    between pinned memory and the device; gradients and weights stay there.
+    """
+    steps, are_pinned = on_device(_streamed)
+    assert all(are_pinned)
+    size = 4 * WIDTH * WIDTH
+    for seen in steps[1:]:
+        assert [str(call) for call in seen if call.makes_host_wait()] == []
+        moved = [what for what in seen.of("copy") if what.startswith(f"{size} ")]
+        assert sorted(moved) == sorted(
+            [f"{size} from async pinned"] * 3 * COUNT + [f"{size} to async pinned"] * 3 * COUNT
+        )
+        assert [what for what in seen.of("copy") if what.startswith(f"{size // 2} ")] == []
+
+
+def _sliced(device: FakeDevice) -> list[Record]:
+    """Return what iterations ask of the device in which each parameter is a slice."""
+    update_unit.SLICE = 1
+    return _streamed(device)[0]
+
+
+def test_each_slice_is_awaited(on_device: OnDevice) -> None:
+    """An update waits for its copies, the copies back for the update, and what arrives next in the same memory for
+    these; the first to arrive waits for all that the step before has sent back.
+    """
+    *_, before, seen = on_device(_sliced)
+    calls = list(seen)
+    updates = [at for at, call in enumerate(calls) if call.kind == "launch" and "adam_kernel" in call.what]
+    size = 4 * WIDTH * WIDTH
+    into = [at for at, call in enumerate(calls) if call.kind == "copy" and f"{size} to async" in call.what]
+    back = [at for at, call in enumerate(calls) if call.kind == "copy" and f"{size} from async" in call.what]
+    assert (len(updates), len(into), len(back)) == (COUNT, 3 * COUNT, 3 * COUNT)
+    main, inwards, outwards = (calls[at].stream for at in (updates[0], into[0], back[0]))
+    assert len({main, inwards, outwards}) == 3
+
+    def awaited(stream: Any, first: int, last: int) -> list[str]:
+        between = [call for call in calls[first:last] if call.kind == "block" and call.stream == stream]
+        return [call.what.split()[-1] for call in between]
+
+    left: list[str] = []
+    for index, update in enumerate(updates):
+        arriving, leaving = into[3 * index : 3 * index + 3], back[3 * index : 3 * index + 3]
+        assert arriving[-1] < update < leaving[0]
+        assert _event_behind(calls, arriving[-1]) in awaited(main, arriving[-1], update)
+        assert _event_behind(calls, update) in awaited(outwards, update, leaving[0])
+        if index >= SLOTS:
+            assert left[index - SLOTS] in awaited(inwards, 0, arriving[0])
+        left.append(_event_behind(calls, leaving[-1]))
+    last = max(at for at, call in enumerate(before) if call.kind == "copy" and f"{size} from async" in call.what)
+    assert _event_behind(list(before), last) in awaited(inwards, 0, into[0])
+
+
+def _read_after_a_step(device: FakeDevice) -> list[tuple[Record, Record]]:
+    """Return what a step asks of the device, and what reads main params and state after it."""
+    torch.manual_seed(0)
+    model = nn.Linear(WIDTH, WIDTH, bias=False).half().cuda()
+    config = OptimizerConfig(fp16=True, **DEVICE)
+    optimizer = MixedPrecisionOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2), config, scaler())
+    reads: list[Callable[[], object]] = [
+        optimizer.state_dict,
+        lambda: list(optimizer.main_params()),
+        lambda: optimizer.state,
+        optimizer.finish_param_gather,
+    ]
+    seen = []
+    for read in reads:
+        optimizer.zero_grad()
+        optimizer.scale_loss(model(torch.ones(2, WIDTH, dtype=torch.float16, device="cuda")).float().sum()).backward()
+        with device.watch() as step:
+            optimizer.step()
+        with device.watch() as reading:
+            read()
+        seen.append((step, reading))
+    return seen
+
+
+def test_who_reads_state_waits_for_it(on_device: OnDevice) -> None:
+    """Whatever reads main params or state after a step waits for the event behind the copies that brought them."""
+    for step, reading in on_device(_read_after_a_step):
+        calls = list(step)
+        back = max(at for at, call in enumerate(calls) if call.kind == "copy" and "from async" in call.what)
+        waits = [call.what.split()[-1] for call in reading if call.kind == "wait"]
+        assert _event_behind(calls, back) in waits

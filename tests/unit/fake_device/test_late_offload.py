@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from megascale import DistributedOptimizer, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.errors import MegascaleError
 from megascale.grad_sync import GradSync
-from megascale.main_params import gather, grad_copies, weight_arrivals
+from megascale.main_params import gather, grad_copies, update_unit, weight_arrivals
 from megascale.utils.dtensors import to_local
 from megascale.utils.nests import tensors_in
 from tests.fake_device.device import FakeDevice, WrittenAfterFree
@@ -32,6 +32,7 @@ COUNT, WIDTH = 4, 8
 STEPS = ("step", "overflow", "twice", "step")
 OVERLAP: dict[str, Any] = {"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True}
 WAIT: dict[str, Any] = {"optimizer_cpu_offload": True}
+VISIT: dict[str, Any] = {"optimizer_cpu_offload": True, "optimizer_offload_compute": "device"}
 RUNS = [("late", 0), ("side first", 0), *(("random", seed) for seed in range(4))]
 
 
@@ -45,6 +46,7 @@ class Life:
         actions: one after the other, of ``ACTIONS``.
         inner: the optimizer.
         stored: what both lives have: how state is stored.
+        slices: each parameter is a slice of its own.
     """
 
     held: str
@@ -52,6 +54,7 @@ class Life:
     actions: tuple[str, ...] = STEPS
     inner: str = "adamw"
     stored: tuple[tuple[str, Any], ...] = ()
+    slices: bool = False
 
 
 def _model() -> nn.Sequential:
@@ -106,6 +109,15 @@ def _backward(trained: Trained) -> None:
     trained[1].scale_loss(trained[0](trained[2]).float().square().mean()).backward()
 
 
+def _last(trained: Trained) -> list[Tensor]:
+    """The last layer alone has a gradient."""
+    trained[1].zero_grad()
+    _backward(trained)
+    for param in list(trained[0].parameters())[:-1]:
+        param.grad = None
+    return list(trained[1].step()[:2])
+
+
 def _clipped(trained: Trained) -> list[Tensor]:
     """Gradients are written after backward, in place."""
     trained[1].zero_grad()
@@ -152,6 +164,11 @@ def _read(trained: Trained) -> list[Tensor]:
     return [value.clone() for value in trained[0].state_dict().values()]
 
 
+def _state(trained: Trained) -> list[Tensor]:
+    mains = [to_local(main).clone() for _, main in trained[1].main_params()]
+    return [*mains, *(to_local(one).clone() for entry in trained[1].state.values() for one in tensors_in(entry))]
+
+
 def _copied(trained: Trained) -> list[Tensor]:
     return [param.detach() for param in copy.deepcopy(trained[0]).parameters()]
 
@@ -179,6 +196,14 @@ def _freeze(trained: Trained) -> list[Tensor]:
     return []
 
 
+def _move(trained: Trained) -> list[Tensor]:
+    """Some main params, with their state, come back to the device, or go again."""
+    optimizer = trained[1]
+    if optimizer._member.config.optimizer_cpu_offload:
+        optimizer.optimizer_offload_fraction = 1.5 - optimizer.optimizer_offload_fraction
+    return []
+
+
 def _rate(trained: Trained) -> list[Tensor]:
     trained[1].param_groups[0]["lr"] *= 0.5
     return []
@@ -203,12 +228,15 @@ ACTIONS: dict[str, Callable[[Trained], list[Tensor]]] = {
     "replaced": _replaced,
     "dropped": _dropped,
     "prepared": _prepared,
+    "last": _last,
     "read": _read,
+    "state": _state,
     "copy": _copied,
     "trip": _trip,
     "load": _load,
     "halve": _halve,
     "freeze": _freeze,
+    "move": _move,
     "rate": _rate,
     "streams": _on_two_streams,
 }
@@ -216,6 +244,13 @@ ACTIONS: dict[str, Callable[[Trained], list[Tensor]]] = {
 
 def _lived(life: Life, way: dict[str, Any]) -> list[Tensor]:
     """Return what a life shows: results of forward and of steps, what is read between them, and what is left."""
+    with pytest.MonkeyPatch.context() as patched:
+        if life.slices:
+            patched.setattr(update_unit, "SLICE", 1)
+        return _lived_so(life, way)
+
+
+def _lived_so(life: Life, way: dict[str, Any]) -> list[Tensor]:
     module = _model()
     if life.held == "fsdp2":
         _fully_sharded(module)
@@ -256,14 +291,24 @@ def _differing(device: FakeDevice, lives: Sequence[Life]) -> list[tuple[Life, st
     return found
 
 
+def _actions(held: str) -> list[str]:
+    """Return what can be done: FSDP2 refuses a deep copy, and main grads are not in ``param.grad``."""
+    without = {"fsdp2": {"copy"}, "replicated": set[str]()}.get(held, {"last", "clipped", "replaced", "prepared"})
+    return [action for action in ACTIONS if action not in without]
+
+
 def _between(action: str) -> tuple[str, ...]:
     """Return steps with an action after each."""
     return tuple(one for step in STEPS for one in (step, action))
 
 
 HELD = ("replicated", "synced", "elements", "parameters", "fsdp2")
+WAYS = {"overlap": OVERLAP, "waits": WAIT, "visits": VISIT}
+READS = ("read", "state", "trip", "load", "halve", "move")
 LIVES: dict[str, list[Life]] = {
-    **{f"{held}, {name}": [Life(held, way)] for held in HELD for name, way in (("overlap", OVERLAP), ("waits", WAIT))},
+    **{f"{held}, {name}": [Life(held, way)] for held in HELD for name, way in WAYS.items()},
+    **{f"replicated, visits, {action}": [Life("replicated", VISIT, _between(action))] for action in READS},
+    "slices": [Life("replicated", way, slices=True) for way in (OVERLAP, VISIT)],
     "codes": [Life("replicated", OVERLAP, stored=tuple(CODES.items()))],
     "fraction": [Life("replicated", OVERLAP | {"optimizer_offload_fraction": 0.5})],
     "pageable": [Life("replicated", OVERLAP | {"pin_cpu_grads": False, "pin_cpu_params": False})],
@@ -272,11 +317,11 @@ LIVES: dict[str, list[Life]] = {
     **{
         f"{held}, {action}": [Life(held, OVERLAP, _between(action))]
         for held in HELD
-        for action in ACTIONS
+        for action in _actions(held)
         if action not in STEPS
     },
 }
-QUICK = ("replicated", "codes", "fraction", "own step", "elements, overlap")
+QUICK = ("replicated", "slices", "codes", "fraction", "own step", "elements, overlap")
 """How the names of the lives begin that are no slow tests."""
 
 
@@ -290,8 +335,8 @@ def test_no_bit_differs(on_device: OnDevice, name: str) -> None:
 
 def _random_lives(device: FakeDevice, held: str, seed: int) -> list[tuple[Life, str, int]]:
     draw = random.Random(seed)
-    actions = [tuple(draw.choices(list(ACTIONS), k=6)) for _ in range(4)]
-    return _differing(device, [Life(held, draw.choice([OVERLAP, WAIT]), one) for one in actions])
+    actions = [tuple(draw.choices(_actions(held), k=6)) for _ in range(4)]
+    return _differing(device, [Life(held, draw.choice(list(WAYS.values())), one) for one in actions])
 
 
 @pytest.mark.slow
@@ -306,6 +351,9 @@ WAITS = {
     "main_params.grad_copies take": Life("replicated", OVERLAP),
     "main_params.grad_copies join": Life("replicated", OVERLAP),
     "main_params.weight_arrivals _wait": Life("replicated", OVERLAP),
+    "main_params.weight_arrivals wait": Life("replicated", VISIT, _between("state")),
+    "step.streamed_update apply": Life("replicated", VISIT, ("step", *["last", "step"] * 3), slices=True),
+    "step.streamed_update _update": Life("replicated", VISIT, slices=True),
     "step.host_update task": Life("replicated", OVERLAP),
     "step.torch_step apply": Life("replicated", WAIT, inner="sign"),
     "utils.host_memory host_copies": Life("replicated", {}, ("step", "trip", "step")),
@@ -353,6 +401,7 @@ MODULES = (
     "main_params.weight_arrivals",
     "step.host_own_step",
     "step.host_update",
+    "step.streamed_update",
     "utils.host_memory",
 )
 """Of the offload's way. `utils.streams` is shared: tests/stream_model.py looks at all of it."""

@@ -51,7 +51,7 @@ def _written_too_early(waits: bool) -> bool:
 
 
 def _freed_too_early(waits: bool) -> bool:
-    """Return whether another stream can still read memory that was freed."""
+    """Return whether another stream can still read memory that was freed, and may be given to others."""
     here, side = torch.ones(4, device="cuda"), torch.Stream("cuda")
     side.wait_stream(torch.accelerator.current_stream())
     with side:
@@ -59,6 +59,7 @@ def _freed_too_early(waits: bool) -> bool:
     if waits:
         here.record_stream(side)
     del here
+    torch.ones(4, device="cuda")
     torch.accelerator.current_stream().synchronize()
     with side:
         return bool(twice.tolist() == [2.0] * 4)

@@ -384,5 +384,5 @@ def test_row_has_the_layout_of_native_c() -> None:
     assert ctypes.sizeof(native_backend._Lengths) == 4 * 8
     assert ctypes.sizeof(native_backend._Grads) == 2 * 8
     assert ctypes.sizeof(native_backend._Hyper) == 11 * 8
-    assert ctypes.sizeof(native_backend._ScaleRule) == 7 * 8
+    assert ctypes.sizeof(native_backend._ScaleRule) == 8 * 8
     assert f"#define CHUNK {native_backend.CHUNK} " in native_library.HEADERS

@@ -114,6 +114,22 @@ def test_forms_hold_for_other_tensors_of_the_same_forms() -> None:
     assert copy.deepcopy(forms).hold(tensors)
 
 
+def test_forms_that_held_are_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second time on one call tells that forms hold: no part of any tensor is read."""
+    tensors = [torch.zeros(2, 3), torch.zeros(3)]
+    forms, times_read = Forms(tensors), [0]
+    read = forms_module._read
+
+    def counted(given: Any) -> Any:
+        times_read[0] += 1
+        return read(given)
+
+    monkeypatch.setattr(forms_module, "_read", counted)
+    assert [forms.hold(tensors) for _ in range(5)] == [True] * 5
+    assert times_read == [1 if forms_module.TensorGuards else 5]
+    assert Forms([]).hold([])
+
+
 def test_forms_hold_in_any_context() -> None:
     """Guards that were made elsewhere say no under autocast, and the parts of the forms are compared."""
     tensors = [torch.zeros(2, 3), torch.zeros(3)]

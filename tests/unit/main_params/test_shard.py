@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megascale.checkpoint import storage
-from megascale.checkpoint.metadata import read_metadata
 from megascale.checkpoint.storage import PlannedWrite, WritePlan, _SavePlanner, _Writer
 from megascale.errors import ArgumentError, UsageError
 from megascale.main_params.shard import ParamShard, boxes_of
+from tests.checkpoint_cases import read_metadata
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 

@@ -14,7 +14,7 @@ from torch import nn
 from megascale import ChainedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.metrics import CsvFile, StepMetrics
-from megascale.metrics.sinks import Row
+from megascale.metrics.rows import Row
 from tests.counting import OperatorCounter
 from tests.pool import RankPool
 from tests.training import Tiny

@@ -462,7 +462,7 @@ def test_bad_state_is_refused_and_nothing_changes(change: Change, kind: type[Exc
 def test_a_check_before_the_load_finds_it(change: Change, message: str) -> None:
     """A checkpoint asks, before anything is read into place, whether the state dict will load."""
     _, optimizer = _trained(steps=1)
-    state = optimizer.saved_state()
+    state = optimizer.live_state()
     state.check(optimizer.state_dict(), strict=True)
     with pytest.raises(StateDictError, match=message):
         state.check(change(optimizer.state_dict()), strict=True)

@@ -202,11 +202,12 @@ def test_what_a_checkpoint_saves_is_live(remainders: bool) -> None:
     optimizer = constant(
         module, lambda m: torch.optim.SGD(m.named_parameters()), 1.0, store_param_remainders=remainders
     )
-    state = optimizer.saved_state()
-    first, second = (state.pack()["main_params"]["first.bias"] for _ in range(2))
+    first, second = (optimizer.pack(copy=False, decode=False)["main_params"]["first.bias"] for _ in range(2))
     assert first.data_ptr() == second.data_ptr()
     assert first.dtype == (torch.int16 if remainders else torch.float32)
-    assert state.rounded_params() == ({id(param) for param in module.parameters()} if remainders else set())
+    assert optimizer.live_state().rounded_params() == (
+        {id(param) for param in module.parameters()} if remainders else set()
+    )
 
 
 # State that belongs to no parameter

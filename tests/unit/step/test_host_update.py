@@ -22,14 +22,16 @@ from megascale import (
     OptimizerConfig,
     build_optimizer,
 )
-from megascale.errors import ArgumentError, InnerStepError, UsageError
+from megascale.errors import ArgumentError, InnerStepError, MainParamOverflowError, UsageError
 from megascale.grad_sync import GradSync
 from megascale.step.host_update import HostUpdate
 from tests.training import INNER, Sign, Tiny, bits_equal, model
 
 CODES: dict[str, Any] = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.uint8}
+HELD: dict[str, Any] = {"store_param_remainders": True}
 WAIT: dict[str, Any] = {"optimizer_cpu_offload": True}
 OVERLAP: dict[str, Any] = {**WAIT, "overlap_cpu_optimizer_d2h_h2d": True}
+VISIT: dict[str, Any] = {**WAIT, "optimizer_offload_compute": "device"}
 
 
 def _build(
@@ -67,12 +69,15 @@ def _same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-@pytest.mark.parametrize("stored", [{}, CODES, {"exp_avg_dtype": torch.bfloat16}], ids=["fp32", "codes", "bf16"])
+STORED = {"fp32": {}, "codes": CODES, "bf16": {"exp_avg_dtype": torch.bfloat16}, "remainders": HELD | CODES}
+
+
+@pytest.mark.parametrize("stored", STORED.values(), ids=list(STORED))
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("held", ["replicated", "synced", "elements", "parameters"])
 def test_no_bit_differs(held: str, dtype: torch.dtype, stored: dict[str, Any]) -> None:
     """Each way of holding parameters has the bits of the same way without offload, overflows and clipped steps too."""
-    for way in (WAIT, OVERLAP):
+    for way in (WAIT, OVERLAP, VISIT):
         module, optimizer = _build(stored | way, held, dtype=dtype)
         other_module, other = _build(stored, held, dtype=dtype)
         for step in range(5):
@@ -82,10 +87,11 @@ def test_no_bit_differs(held: str, dtype: torch.dtype, stored: dict[str, Any]) -
         assert _same(module.state_dict(), other_module.state_dict())
 
 
+@pytest.mark.parametrize("way", [OVERLAP, VISIT], ids=["host", "device"])
 @pytest.mark.parametrize("inner", ["adam_amsgrad", "adam_maximize", "lion", "sgd", "sgd_nesterov", "sgd_dampening"])
-def test_other_optimizers(inner: str) -> None:
+def test_other_optimizers(inner: str, way: dict[str, Any]) -> None:
     """The same for the other rules."""
-    module, optimizer = _build(OVERLAP, inner=inner)
+    module, optimizer = _build(way, inner=inner)
     other_module, other = _build({}, inner=inner)
     for step in range(4):
         _step(module, optimizer, step)
@@ -102,14 +108,16 @@ OWN: dict[str, Callable[[Tiny], torch.optim.Optimizer]] = {
 """Optimizers of torch, and a user's class, that run their own step()."""
 
 
-@pytest.mark.parametrize("fraction", [1.0, 0.5])
+@pytest.mark.parametrize(("fraction", "stored"), [(1.0, {}), (0.5, {}), (0.5, HELD)])
 @pytest.mark.parametrize("held", ["replicated", "synced", "parameters"])
 @pytest.mark.parametrize("kind", OWN)
-def test_any_other_optimizer(kind: str, held: str, fraction: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_other_optimizer(
+    kind: str, held: str, fraction: float, stored: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its own step() runs once, on main params in host memory, with the bits of the same step without offload."""
     monkeypatch.setitem(INNER, kind, OWN[kind])
-    module, optimizer = _build({**WAIT, "optimizer_offload_fraction": fraction}, held, kind)
-    other_module, other = _build({}, held, kind)
+    module, optimizer = _build({**stored, **WAIT, "optimizer_offload_fraction": fraction}, held, kind)
+    other_module, other = _build(stored, held, kind)
     for step in range(4):
         factor = float("inf") if step == 1 else 1.0
         assert _same(_step(module, optimizer, step, factor), _step(other_module, other, step, factor))
@@ -120,7 +128,7 @@ def test_any_other_optimizer(kind: str, held: str, fraction: float, monkeypatch:
     assert _same(optimizer.state_dict(), other.state_dict())
 
 
-@pytest.mark.parametrize("way", [WAIT, OVERLAP])
+@pytest.mark.parametrize("way", [WAIT, OVERLAP, OVERLAP | HELD, VISIT | HELD])
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_chain_with_muon(sharded: bool, way: dict[str, Any]) -> None:
     """Matrices stay beside the model, all else goes; the chain has the bits of one without offload."""
@@ -135,7 +143,8 @@ def test_a_chain_with_muon(sharded: bool, way: dict[str, Any]) -> None:
         assert isinstance(chain, ChainedOptimizer)
         return module, chain
 
-    (module, chain), (other_module, other) = build(way), build({})
+    stored = {name: way[name] for name in HELD if name in way}
+    (module, chain), (other_module, other) = build(way), build(stored)
     mains = [param for one in chain.optimizers for param in one._member.main_params]
     assert {param.model.dim() for param in mains if param.twin is None} == {2}
     assert any(param.twin is not None for param in mains)
@@ -175,11 +184,13 @@ def _act(action: str, module: Tiny, optimizer: MixedPrecisionOptimizer, at: int)
     return _step(module, optimizer, at)
 
 
-@given(st.lists(st.sampled_from(ACTIONS), min_size=1, max_size=6))
+@given(st.lists(st.sampled_from(ACTIONS), min_size=1, max_size=6), st.sampled_from([{}, HELD]))
 @settings(max_examples=15, deadline=None)
-def test_random_lives(actions: list[str]) -> None:
+def test_random_lives(actions: list[str], stored: dict[str, Any]) -> None:
     """Overflows, accumulation, reads, loads, frozen parameters, options: each has the bits of a life without."""
-    lives = [_build(options) for options in ({}, WAIT, OVERLAP, {**OVERLAP, "optimizer_offload_fraction": 0.5})]
+    ways: list[dict[str, Any]] = [{}, WAIT, OVERLAP, {**OVERLAP, "optimizer_offload_fraction": 0.5}]
+    ways += [VISIT, {**VISIT, "optimizer_offload_fraction": 0.5}]
+    lives = [_build(stored | way) for way in ways]
     for at, action in enumerate(actions):
         plain, *others = [_act(action, *life, at) for life in lives]
         assert all(_same(plain, other) for other in others)
@@ -309,7 +320,7 @@ def test_what_is_dropped_is_gone() -> None:
     assert threading.active_count() <= threads
 
 
-@pytest.mark.parametrize("stored", [{}, CODES], ids=["fp32", "codes"])
+@pytest.mark.parametrize("stored", [{}, CODES, HELD], ids=["fp32", "codes", "remainders"])
 def test_state_dicts_load_into_any_other_run(stored: dict[str, Any]) -> None:
     """An offloaded run's state loads into a plain one and back, also into shards; each goes on with the same bits."""
     ways = [("replicated", OVERLAP), ("replicated", {}), ("elements", WAIT), ("parameters", {}), ("synced", WAIT)]
@@ -349,17 +360,125 @@ def test_a_fraction(held: str, fraction: float) -> None:
     assert _same(module.state_dict(), other_module.state_dict())
 
 
+def _placed(optimizer: MixedPrecisionOptimizer) -> list[bool]:
+    return [param.twin is not None for param in optimizer._member.main_params]
+
+
+@pytest.mark.parametrize("stored", [{}, CODES | HELD], ids=["fp32", "compact"])
+@pytest.mark.parametrize("held", ["replicated", "synced", "elements", "parameters"])
+def test_a_fraction_that_changes(held: str, stored: dict[str, Any]) -> None:
+    """Main params and state move between steps, there and back, to where a run begun with that fraction has them; with
+    the bits of a life without offload, also where an update is under way, and where state is loaded afterwards.
+    """
+    module, optimizer = _build(stored | OVERLAP, held)
+    other_module, other = _build(stored, held)
+    for step, fraction in enumerate([1.0, 0.5, 0.01, 1.0, 0.9]):
+        optimizer.optimizer_offload_fraction = fraction
+        assert optimizer.optimizer_offload_fraction == fraction
+        assert _placed(optimizer) == _placed(
+            _build(stored | OVERLAP | {"optimizer_offload_fraction": fraction}, held)[1]
+        )
+        factor = float("inf") if step == 2 else 1.0
+        assert _same(_step(module, optimizer, step, factor), _step(other_module, other, step, factor))
+        if step == 3:
+            optimizer.load_state_dict(optimizer.state_dict())
+    assert _same(optimizer.state_dict(), other.state_dict())
+    assert _same(module.state_dict(), other_module.state_dict())
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_a_fraction_that_changes_beside_an_own_step(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same where an optimizer runs its own step()."""
+    monkeypatch.setitem(INNER, kind, OWN[kind])
+    (module, optimizer), (other_module, other) = _build(WAIT, inner=kind), _build({}, inner=kind)
+    for step, fraction in enumerate([1.0, 0.3, 1.0]):
+        optimizer.optimizer_offload_fraction = fraction
+        _step(module, optimizer, step)
+        _step(other_module, other, step)
+    assert _same(optimizer.state_dict(), other.state_dict())
+
+
+def test_a_fraction_that_cannot_change() -> None:
+    """An error says why, before anything has changed."""
+    module, optimizer = _build(OVERLAP)
+    with pytest.raises(ArgumentError, match="optimizer_offload_fraction must be above 0 and at most 1, got 0"):
+        optimizer.optimizer_offload_fraction = 0
+    with pytest.raises(UsageError, match="needs an optimizer that was built with optimizer_cpu_offload=True"):
+        _build({})[1].optimizer_offload_fraction = 0.5
+    _backward(module, optimizer, 0)
+    optimizer.prepare_grads()
+    with pytest.raises(UsageError, match=r"came between prepare_grads\(\) and the update"):
+        optimizer.optimizer_offload_fraction = 0.5
+    optimizer.step()
+    optimizer.offload()
+    with pytest.raises(UsageError, match=r"call optimizer.reload\(\)"):
+        optimizer.optimizer_offload_fraction = 0.5
+    optimizer.reload()
+    assert all(_placed(optimizer))
+
+
+def test_an_overflow_is_told_after_a_change_of_the_fraction() -> None:
+    """What the update of the step before has found is not lost, although its main param has moved."""
+    module = nn.Linear(1, 1).half()
+    module.weight.data.fill_(65440.0)
+    scaler = DynamicGradScaler(1.0, 1.0, 2.0, 0.5, 1000, 1)
+    inner = torch.optim.SGD(module.named_parameters(), lr=1.0)
+    optimizer = MixedPrecisionOptimizer(inner, OptimizerConfig(fp16=True, clip_grad=0.0, **OVERLAP), scaler)
+
+    def step(grad: float) -> None:
+        optimizer.zero_grad()
+        optimizer.scale_loss(module(torch.full((1, 1), grad).half()).float().sum()).backward()
+        optimizer.step()
+
+    step(-200.0)
+    optimizer.optimizer_offload_fraction = 0.5
+    assert _placed(optimizer) == [False, True]
+    with pytest.raises(MainParamOverflowError, match="'weight'"):
+        step(1.0)
+
+
+def test_memory_that_is_missing_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error comes before anything has changed, and training goes on."""
+    module, optimizer = _build({**OVERLAP, "optimizer_offload_fraction": 0.01})
+    other_module, other = _build({})
+    _step(module, optimizer, 0)
+    _step(other_module, other, 0)
+    before = _placed(optimizer)
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise UsageError("no host memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("megascale.main_params.base.host_twins", refuse)
+        with pytest.raises(UsageError, match="no host memory"):
+            optimizer.optimizer_offload_fraction = 1.0
+    assert _placed(optimizer) == before
+    assert optimizer.optimizer_offload_fraction == 0.01
+    _step(module, optimizer, 1)
+    _step(other_module, other, 1)
+    assert _same(optimizer.state_dict(), other.state_dict())
+
+
 def test_refusals() -> None:
     """What does not work has an error that names it."""
     with pytest.raises(ArgumentError, match="overlap_cpu_optimizer_d2h_h2d=True needs optimizer_cpu_offload=True"):
         OptimizerConfig(overlap_cpu_optimizer_d2h_h2d=True)
-    with pytest.raises(ArgumentError, match="store_param_remainders=True cannot be combined"):
-        OptimizerConfig(store_param_remainders=True, **WAIT)
     with pytest.raises(ArgumentError, match="optimizer_offload_fraction must be above 0 and at most 1, got 0"):
         OptimizerConfig(optimizer_offload_fraction=0, **WAIT)
     with pytest.raises(ArgumentError, match="optimizer_offload_fraction needs optimizer_cpu_offload=True"):
         OptimizerConfig(optimizer_offload_fraction=0.5)
+    with pytest.raises(ArgumentError, match="optimizer_offload_compute must be one of 'host', 'device'"):
+        OptimizerConfig(optimizer_offload_compute="gpu", **WAIT)
+    with pytest.raises(ArgumentError, match="optimizer_offload_compute='device' needs optimizer_cpu_offload=True"):
+        OptimizerConfig(optimizer_offload_compute="device")
+    with pytest.raises(ArgumentError, match="overlap_cpu_optimizer_d2h_h2d=True has nothing to hide"):
+        OptimizerConfig(optimizer_offload_compute="device", **OVERLAP)
     module = model(torch.bfloat16)
+    with pytest.raises(ArgumentError, match="'device' needs Adam, AdamW, SGD or Lion, got Sign"):
+        MixedPrecisionOptimizer(Sign(module.named_parameters()), OptimizerConfig(bf16=True, **VISIT))
+    config = OptimizerConfig(bf16=True, backend="torch", **VISIT, **HELD)
+    with pytest.raises(ArgumentError, match="needs backend 'triton' or 'native', got 'torch'"):
+        MixedPrecisionOptimizer(torch.optim.AdamW(module.named_parameters()), config)
     config = OptimizerConfig(bf16=True, **WAIT)
     with pytest.raises(ArgumentError, match="moves nothing of Muon"):
         MixedPrecisionOptimizer(torch.optim.Muon([module.first.weight]), config)

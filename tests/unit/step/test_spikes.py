@@ -230,7 +230,7 @@ def test_state_without_statistics_loads() -> None:
     assert optimizer.state_dict()["norm_statistics"] == state["norm_statistics"]
     good = {"mean": 1.0, "variance": 1.0, "count": 3}
     for damaged in (3, {"mean": 1.0}, good | {"variance": -1.0}, good | {"mean": math.nan}, good | {"count": 1.5}):
-        for call in (optimizer.load_state_dict, optimizer.saved_state().check):
+        for call in (optimizer.load_state_dict, optimizer.live_state().check):
             with pytest.raises(StateDictError, match="norm_statistics"):
                 call(state | {"norm_statistics": damaged}, strict=True)
     assert optimizer.state_dict()["norm_statistics"] == state["norm_statistics"]

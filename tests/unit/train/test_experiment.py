@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megascale.errors import ArgumentError
-from megascale.metrics.sinks import FILE_NAME
+from megascale.metrics.rows import TABLE
 from megascale.train.experiment import RUNS, Outcome, command, draw, main, outcome, report, table
 
 TINY = ["task=text", "text.width=8", "text.layers=1", "text.heads=1", "text.context=8", "text.heldout_windows=4"]
@@ -66,7 +66,7 @@ def test_picture_has_two_panels_and_names_at_the_lines(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for seed in (0, 1):
         for run in RUNS:
-            table_of_run = tmp_path / f"seed_{seed}" / run / FILE_NAME
+            table_of_run = tmp_path / f"seed_{seed}" / run / TABLE
             table_of_run.parent.mkdir(parents=True)
             table_of_run.write_text("step,loss,scale,lr\n0,1,65536,0.1\n1,0.5,32768,0.1\n2,0.25,32768,0.1\n")
     draw([0, 1], tmp_path)

@@ -4,7 +4,7 @@ import csv
 from pathlib import Path
 
 from megascale.train.config import TrainConfig, load_config
-from megascale.train.run_log import COLUMNS, Row, RunLog, keep_overflows_before
+from megascale.train.run_log import COLUMNS, RunLog, keep_overflows_before
 
 
 def _config(folder: Path) -> TrainConfig:
@@ -13,13 +13,13 @@ def _config(folder: Path) -> TrainConfig:
 
 def _write(log: RunLog, steps: range) -> None:
     for step in steps:
-        log.write(Row(step, 1.0, 0.5, 0.5, 1.0, 65536.0, 0, 0.1, 0.01, 100.0))
+        log.write(dict(zip(COLUMNS, (step, 1.0, 0.5, 0.5, 1.0, 1.0, 65536.0, 0, 0.1, 0.01, 100.0), strict=True)))
 
 
 def _steps(folder: Path) -> list[str]:
     with open(folder / "run" / "metrics.csv", newline="") as stream:
         rows = list(csv.DictReader(stream))
-    assert all(list(row) == COLUMNS and None not in row.values() for row in rows)
+    assert all(tuple(row) == COLUMNS and None not in row.values() for row in rows)
     return [row["step"] for row in rows]
 
 
@@ -55,7 +55,7 @@ def test_overflows_of_steps_that_run_again_are_removed(tmp_path: Path) -> None:
     path = tmp_path / "overflows.jsonl"
     keep_overflows_before(path, 3)
     assert not path.exists()
-    rows = [f'{{"step": {step}}}\n' for step in (0, 2, 2, 3, 11)]
+    rows = [f'{{"step": {step}, "parameter": "w"}}\n' for step in (0, 2, 2, 3, 11)]
     path.write_text("".join(rows) + '{"step": 1')
     keep_overflows_before(path, 3)
     assert path.read_text() == "".join(rows[:3])
