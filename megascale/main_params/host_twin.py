@@ -1,6 +1,7 @@
 """HostTwin: what a model param has in host memory where its main param and state live there."""
 
 from collections.abc import Sequence
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -41,13 +42,14 @@ def host_twins(parts: Sequence[Tensor], *, pin: bool, pins_state: bool = False) 
 def host_grads(twins: Sequence[HostTwin], grads: TensorList, *, pin: bool) -> list[Tensor]:
     """Return the host memory of gradients, made where it is missing or does not fit. Nothing is copied."""
     for_all = [grads[at] for at in range(len(grads))]
-    missing = [at for at, (twin, grad) in enumerate(zip(twins, for_all, strict=True)) if not _fits(twin.grad, grad)]
+    missing = [at for at, (twin, grad) in enumerate(zip(twins, for_all, strict=True)) if not fits(twin.grad, grad)]
     for at, memory in zip(missing, _host_memory([for_all[at] for at in missing], pin=pin), strict=True):
         twins[at].grad = memory
     return [twin.grad for twin in twins if twin.grad is not None]
 
 
-def _fits(memory: Tensor | None, grad: Tensor) -> bool:
+def fits(memory: Tensor | None, grad: Tensor) -> TypeGuard[Tensor]:
+    """Whether there is memory, and ``grad`` can be copied into it as it is."""
     return memory is not None and memory.dtype == grad.dtype and memory.shape == grad.shape
 
 

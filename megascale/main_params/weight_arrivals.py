@@ -16,7 +16,7 @@ from megascale.grad_sync.message_thread import MessageThread
 from megascale.main_params.gather_hooks import GatherHooks, params_read_by
 from megascale.main_params.main_param import MainParam
 from megascale.main_params.offload_meter import OffloadMeter
-from megascale.utils.streams import Arrival, current_stream, has_streams
+from megascale.utils.streams import Arrival, current_stream, has_streams, keep
 
 
 class WeightArrivals:
@@ -42,6 +42,7 @@ class WeightArrivals:
         self._hooks = GatherHooks(self)
         self._arrivals: dict[int, Arrival] = {}
         self._waits: dict[int, Callable[[], None]] = {}
+        self._updates: dict[int, Future[None]] = {}
         self._awaited: set[int] = set()
         self._tracked: set[int] = set()
         self._stream: torch.Stream | None = torch.Stream(device) if has_streams(device) else None
@@ -92,8 +93,10 @@ class WeightArrivals:
             if sent is not None:
                 sent.record(stream)
 
-        wait = partial(_wait, self._thread, self._thread.submit(task), sent, self.device)
+        done = self._thread.submit(task)
+        wait = partial(_wait, self._thread, done, sent, self.device)
         arrival = Arrival(wait, self.device)
+        self._updates.update((id(param.model), done) for param in params)
         self._arrivals.update((id(param.model), arrival) for param in params)
         self._waits.update((id(param.model), wait) for param in params)
 
@@ -108,6 +111,12 @@ class WeightArrivals:
         """Let the current stream wait for all weights; the host waits for the thread alone."""
         _wait_for_all(self._arrivals)
         self._waits.clear()
+        self._updates.clear()
+
+    def is_updating(self, param: nn.Parameter) -> bool:
+        """Whether the thread may still read what the newest update of ``param`` reads."""
+        done = self._updates.get(id(param))
+        return done is not None and not done.done()
 
     def owe(self, event: torch.Event) -> None:
         """Let whoever reads main params or state wait for ``event``, behind which the device has sent them here."""
@@ -141,6 +150,8 @@ def _send(params: Sequence[MainParam], stream: torch.Stream | None) -> None:
             if param.twin is not None:
                 # .data: a write of our own, which no version counts.
                 param.part.data.copy_(param.twin.weights, non_blocking=stream is not None)
+                if stream is not None:
+                    keep(param.part, stream)  # the model may be dropped meanwhile
 
 
 def _wait(thread: MessageThread, done: "Future[None]", sent: torch.Event | None, device: torch.device) -> None:

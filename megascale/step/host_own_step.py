@@ -12,14 +12,15 @@ from megascale.main_params.host_twin import host_grads
 from megascale.main_params.main_param import MainParam
 from megascale.step.torch_step import GeneralUpdate
 from megascale.step.update import InnerUpdate, MarkWritten, OverflowFlags, PendingUpdate
-from megascale.utils.streams import current_stream, has_streams
+from megascale.utils.streams import has_streams
 
 
 class HostOwnStep(GeneralUpdate):
     """Runs it once, on all main params: on those with a twin in host memory, on others where they are.
 
-    The caller waits for the gradients' copies, as it waits for `found_inf` without offload, and runs the step: it reads
-    ``param_groups``, which no thread may change under the caller. The weights then travel, and the host does not wait.
+    The caller runs the step, which reads ``param_groups``, which no thread may change under the caller. The host reads
+    `found_inf` before, as it does without offload, and so waits for the gradients' copies, too, which were queued
+    first. The weights then travel, and the host does not wait.
 
     Args:
         optimizer: the wrapped one.
@@ -58,8 +59,6 @@ class HostOwnStep(GeneralUpdate):
         self, updates: Sequence[PendingUpdate], decision: Decision, mark_written: MarkWritten
     ) -> list[OverflowFlags]:
         copied = [self._sent(pending) for pending in updates]
-        if has_streams(self._device):
-            current_stream(self._device).record_event().synchronize()
         return super().apply(copied, decision, mark_written)
 
     @override

@@ -1,8 +1,9 @@
 """HostUpdate: main params and state in host memory, updated there by the host's kernels: the bits of a device's.
 
-Gradients travel to the host behind backward, and with them the decision's two numbers. A thread waits for them, nobody
-else does; it updates unit by unit, in the order of the next forward, and each unit's 16-bit weights travel back at
-once. Nothing is written on the host before the decision has arrived, so clipping and skipping are exact.
+Gradients travel to the host, with overlap while backward runs, and behind it the decision's few numbers. A thread waits
+for them, nobody else does; it updates unit by unit, in the order of the next forward, and each unit's 16-bit weights
+travel back at once. No main param and no state is written before the decision has arrived, so clipping and skipping are
+exact.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,9 +15,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from megascale.config import StepConfig
-from megascale.errors import InnerStepError, UsageError
+from megascale.errors import GradientError, InnerStepError, UsageError
 from megascale.kernels import Backend, Decision, TensorList
-from megascale.main_params.host_twin import host_grads
+from megascale.main_params.grad_copies import GradCopies
+from megascale.main_params.host_twin import HostTwin, host_grads
 from megascale.main_params.main_param import MainParam
 from megascale.main_params.offload_meter import StepRecord
 from megascale.main_params.weight_arrivals import WeightArrivals
@@ -53,13 +55,16 @@ class HostUpdate(InnerUpdate):
         self._device = device
         self._arrivals = arrivals
         self._overlaps, self._pins = config.overlap_cpu_optimizer_d2h_h2d, config.pin_cpu_grads
+        self._copies: GradCopies | None = None
         self._flags: list[OverflowFlags] = []
         self._failure: Exception | None = None
         self._set_up()
 
     def _set_up(self) -> None:
         pins = self._device.type != "cpu"
-        self._numbers = torch.zeros(2, dtype=torch.float32, device="cpu", pin_memory=pins)
+        self._numbers = torch.zeros(3, dtype=torch.float32, device="cpu", pin_memory=pins)
+        if self._overlaps and self._pins and has_streams(self._device):
+            self._copies = GradCopies(self._device, self._arrivals)
 
     def _of(self, params: Sequence[MainParam]) -> InnerUpdate:
         """Return what updates ``params``, which all have a twin or all have none."""
@@ -83,6 +88,8 @@ class HostUpdate(InnerUpdate):
                 self._of(chosen).create_states(options, chosen)
         if self._overlaps:
             self._arrivals.find_modules(param for param in params if param.twin is not None)
+        if self._copies is not None:
+            self._copies.follow(params)
 
     @override
     def required_state(self, options: dict[str, Any]) -> list[str]:
@@ -115,6 +122,8 @@ class HostUpdate(InnerUpdate):
         self._wait_for_last()
         if self._failure is not None:
             failure, self._failure = self._failure, None
+            if isinstance(failure, GradientError):
+                raise failure
             raise InnerStepError(
                 f"the update of the step before failed in host memory, {type(failure).__name__}: {failure}; some main "
                 "params may be updated and others not: mend the cause, then load a checkpoint or a state dict"
@@ -156,14 +165,12 @@ class HostUpdate(InnerUpdate):
         late = self._taken_flags()
         if not there:
             return [*rounded, *late]
-        has_event = has_streams(self._device)
-        self._numbers[:1].copy_(decision.found_inf.reshape(1), non_blocking=has_event)
-        self._numbers[1:].copy_(decision.coefficient.reshape(1), non_blocking=has_event)
+        copied = self._send_numbers(there, decision)
         # All updates are started before the first one is awaited: the thread works while the next gradients travel.
         awaited = []
         record = None if self._arrivals.meter is None else self._arrivals.meter.begin_step()
         for pending in there:
-            self._send(pending)
+            self._send(pending, copied)
             self._arrivals.start(pending.params, self._task(pending, self._event(), record))
             waits = not self._overlaps or self._arrivals.unawaited(pending.params)
             if self._overlaps:  # starts the gather of a sharded unit, behind the arrival of its weights
@@ -188,10 +195,24 @@ class HostUpdate(InnerUpdate):
         flags, self._flags = self._flags, []
         return [one for one in flags if bool(one.overflowed.any())]
 
-    def _send(self, pending: PendingUpdate) -> None:
-        """Queue the copies of a unit's gradients to the host."""
+    def _send_numbers(self, updates: Sequence[PendingUpdate], decision: Decision) -> frozenset[HostTwin]:
+        """Queue the copies of what the thread must know first; return whose gradients have been copied in backward."""
+        is_late = has_streams(self._device)
+        numbers = [decision.found_inf, decision.coefficient]
+        there: frozenset[HostTwin] = frozenset()
+        if self._copies is not None:
+            pairs = [pair for one in updates for pair in zip(one.params, one.grads, strict=True)]
+            joined = self._copies.join([(param.twin, grad) for param, grad in pairs if param.twin is not None])
+            numbers.append(joined.are_written)
+            there = joined.twins
+        for at, number in enumerate(numbers):
+            self._numbers[at : at + 1].copy_(number.reshape(1), non_blocking=is_late)
+        return there
+
+    def _send(self, pending: PendingUpdate, copied: frozenset[HostTwin]) -> None:
+        """Queue the copies to the host of a unit's gradients, except those that are ``copied``."""
         for at, param in enumerate(pending.params):
-            if param.twin is not None and param.twin.grad is not None:
+            if param.twin is not None and param.twin.grad is not None and param.twin not in copied:
                 param.twin.grad.copy_(pending.grads[at], non_blocking=has_streams(self._device))
 
     def _event(self) -> torch.Event | None:
@@ -205,7 +226,7 @@ class HostUpdate(InnerUpdate):
 
         ``record``: what is measured of the step.
         """
-        found_inf, coefficient = self._numbers[0], self._numbers[1]
+        found_inf, coefficient, are_written = self._numbers
         on_host = Decision(found_inf, coefficient, coefficient, coefficient)
         copied = replace(pending, grads=self._host_grads(pending))
 
@@ -217,6 +238,8 @@ class HostUpdate(InnerUpdate):
                     arrived.synchronize()
                 if record is not None:
                     record.begin(landed=found_inf.item() == 0)
+                if are_written.item() != 0:
+                    raise _uncounted_write()
                 with torch.no_grad():
                     self._flags += self._host.apply([copied], on_host, _nothing)
             except Exception as error:  # whatever it is: all ranks raise it at the next step
@@ -225,6 +248,14 @@ class HostUpdate(InnerUpdate):
             return found_inf.item() == 0
 
         return task
+
+
+def _uncounted_write() -> GradientError:
+    return GradientError(
+        "a gradient was written after backward in a way that torch does not count, as through grad.data, by a "
+        "collective or by a kernel of another library, when it had travelled to host memory already; that step has "
+        "updated nothing. Write param.grad itself, as grad.mul_() does, or leave overlap_cpu_optimizer_d2h_h2d=False"
+    )
 
 
 def _nothing(_unit: object) -> None:

@@ -313,8 +313,8 @@ def checked_grads(unit: UpdateUnit, grads: TensorList) -> TensorList:
     """
     for param, grad in zip(unit.params, grads, strict=True):
         fault = memory_fault(grad)
-        main = to_local(param.main)
-        if fault is not None or grad.shape != main.shape or grad.device != main.device:
+        shape, device = to_local(param.main).shape, param.part.device  # the main param may be in host memory
+        if fault is not None or grad.shape != shape or grad.device != device:
             raise GradientError(
                 f"the gradient of {param.name!r} {fault or f'became {tuple(grad.shape)} on {grad.device}'} between "
                 "prepare_grads() and step_with_ready_grads(); leave gradients in place until the step is done"

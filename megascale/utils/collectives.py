@@ -38,6 +38,11 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+def is_alone_in_world() -> bool:
+    """Return whether there is no other process to send anything to."""
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
+
+
 def group_size(group: ProcessGroup | None) -> int:
     """Return how many ranks ``group`` has."""
     return 1 if group is None else group.size()

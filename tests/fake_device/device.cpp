@@ -2,7 +2,7 @@
  * report of all that they are asked to do. The build of torch may have CUDA, or not: its own is out of use.
  *
  * Tensors on them are plain tensors of type "cuda": what asks one for its device, address or type sees what it would see
- * on a GPU. An operator runs as the CPU's, over the same memory, when it is called: a device is never behind. Reported
+ * on a GPU. An operator runs as the CPU's, over the same memory: when it is called, or later (late_streams.h). Reported
  * are, in the order of the calls, with the stream that each is put on:
  *
  *   operator  one that ran on a device, by its name
@@ -15,87 +15,49 @@
  *   pin       memory of the host is pinned, by its bytes
  *   keep      memory of the device is not to be given to others before a stream is done with it, by its bytes
  */
-#include <ATen/Functions.h>
 #include <ATen/NativeFunctions.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
 #include <algorithm>
-#include <array>
 #include <atomic>
-#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
 #include <sstream>
 
+#include "host_call.h"
+#include "memory.h"
+#include "report.h"
+
 namespace {
-
-using at::Tensor;
-
-constexpr auto CUDA = c10::DeviceType::CUDA;
-constexpr c10::DeviceIndex NUM_DEVICES = 2;
-
-/* ---- reports ---- */
-
-using Report = void (*)(const char* kind, const char* what, int device, int64_t stream);
-std::atomic<Report> report_to{nullptr};
-
-thread_local c10::DeviceIndex current_device = 0;
-thread_local std::array<c10::StreamId, NUM_DEVICES> current_streams{};
-
-void report(const char* kind, const std::string& what, c10::DeviceIndex device, c10::StreamId stream) {
-  if (const auto to = report_to.load()) to(kind, what.c_str(), device, stream);
-}
-
-void report(const char* kind, const std::string& what, c10::Device device) {
-  const auto index = device.has_index() ? device.index() : current_device;
-  report(kind, what, index, current_streams[index]);
-}
 
 /* ---- memory ---- */
 
-std::mutex pinned_lock;
-std::map<const char*, size_t> pinned;  // by address: bytes
-
-bool is_pinned(const void* data) {
-  const auto* address = static_cast<const char*>(data);
-  const std::lock_guard<std::mutex> held(pinned_lock);
-  auto after = pinned.upper_bound(address);
-  return after != pinned.begin() && address < std::prev(after)->first + std::prev(after)->second;
-}
-
-void* zeros(size_t nbytes) {
-  void* data = nullptr;
-  if (nbytes == 0 || posix_memalign(&data, 512, nbytes) != 0) return nullptr;  // as CUDA's allocator aligns
-  return std::memset(data, 0, nbytes);
-}
-
 struct DeviceMemory final : c10::Allocator {
   c10::DataPtr allocate(size_t nbytes) override {
-    void* data = zeros(nbytes);
-    return {data, data, &free, c10::Device(CUDA, current_device)};
+    void* data = memory::zeros(nbytes);
+    const c10::Device here(CUDA, current_device);
+    memory::reuse(stream_of(here));
+    memory::device.add(data, {nbytes, stream_of(here), {}});
+    return {data, data, &memory::give_back_to_device, here};
   }
-  c10::DeleterFnPtr raw_deleter() const override { return &free; }
-  void copy_data(void* to, const void* from, size_t nbytes) const override { std::memcpy(to, from, nbytes); }
+  c10::DeleterFnPtr raw_deleter() const override { return &memory::give_back_to_device; }
+  void copy_data(void* to, const void* from, size_t nbytes) const override {
+    late::streams.finish();
+    std::memcpy(to, from, nbytes);
+  }
 } device_memory;
 
 struct PinnedMemory final : c10::Allocator {
-  static void give_back(void* data) {
-    const std::lock_guard<std::mutex> held(pinned_lock);
-    pinned.erase(static_cast<const char*>(data));
-    free(data);
-  }
   c10::DataPtr allocate(size_t nbytes) override {
-    void* data = zeros(nbytes);
+    void* data = memory::zeros(nbytes);
     report("pin", std::to_string(nbytes), {CUDA, current_device});
-    const std::lock_guard<std::mutex> held(pinned_lock);
-    if (data != nullptr) pinned[static_cast<const char*>(data)] = nbytes;
-    return {data, data, &give_back, c10::Device(c10::kCPU)};
+    memory::pinned.add(data, {nbytes, {}, {}});
+    return {data, data, &memory::give_back_pinned, c10::Device(c10::kCPU)};
   }
-  c10::DeleterFnPtr raw_deleter() const override { return &give_back; }
+  c10::DeleterFnPtr raw_deleter() const override { return &memory::give_back_pinned; }
   void copy_data(void* to, const void* from, size_t nbytes) const override { std::memcpy(to, from, nbytes); }
 } pinned_memory;
 
@@ -103,6 +65,15 @@ struct PinnedMemory final : c10::Allocator {
 
 std::atomic<c10::StreamId> num_streams{0};
 std::atomic<intptr_t> num_events{0};
+
+std::mutex events_lock;
+std::map<void*, late::Point> events;  // as each was recorded last
+
+std::optional<late::Point> recorded(void* event) {
+  const std::lock_guard<std::mutex> held(events_lock);
+  const auto found = events.find(event);
+  return found == events.end() ? std::nullopt : std::optional(found->second);
+}
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   static c10::Stream stream(c10::Device device, c10::StreamId id) {
@@ -112,9 +83,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return {CUDA, device.has_index() ? device.index() : current_device};
   }
   static std::string name(void* event) { return "event " + std::to_string(reinterpret_cast<intptr_t>(event)); }
-  static void report_on(const char* kind, const std::string& what, const c10::Stream& stream) {
-    report(kind, what, stream.device_index(), stream.id());
-  }
+  static late::Place place(const c10::Stream& stream) { return {stream.device_index(), stream.id()}; }
 
   c10::DeviceType type() const override { return CUDA; }
   c10::DeviceIndex deviceCount() const noexcept override { return NUM_DEVICES; }
@@ -133,18 +102,41 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return stream(to.device(), std::exchange(current_streams[to.device_index()], to.id()));
   }
   void* getStreamNativeHandle(const c10::Stream stream) const override { return reinterpret_cast<void*>(stream.id()); }
-  bool queryStream(const c10::Stream&) const override { return true; }
-  void synchronizeStream(const c10::Stream& stream) const override { report_on("wait", "stream", stream); }
-  void synchronizeDevice(c10::DeviceIndex device) const override { report("wait", "device", {CUDA, device}); }
+  bool queryStream(const c10::Stream& stream) const override {
+    return late::streams.is_reached(late::streams.now(place(stream)));
+  }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    if (!report("wait", "stream", place(stream))) late::streams.reach(place(stream));
+  }
+  void synchronizeDevice(c10::DeviceIndex device) const override {
+    if (!report("wait", "device", {CUDA, device})) late::streams.reach_all(device);
+  }
 
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {
     if (*event == nullptr) *event = reinterpret_cast<void*>(++num_events);
-    report_on("record", name(*event), stream);
+    report("record", name(*event), place(stream));
+    const std::lock_guard<std::mutex> held(events_lock);
+    events[*event] = late::streams.now(place(stream));
   }
-  void block(void* event, const c10::Stream& stream) const override { report_on("block", name(event), stream); }
-  bool queryEvent(void*) const override { return true; }
-  void synchronizeEvent(void* event) const override { report("wait", name(event), getDevice()); }
-  void destroyEvent(void*, c10::DeviceIndex) const noexcept override {}
+  void block(void* event, const c10::Stream& stream) const override {
+    const auto behind = recorded(event);
+    if (!report("block", name(event), place(stream)) && behind) late::streams.give(place(stream), nullptr, {*behind});
+  }
+  bool queryEvent(void* event) const override {
+    const auto point = recorded(event);
+    return !point || late::streams.is_reached(*point);
+  }
+  void synchronizeEvent(void* event) const override {
+    const auto point = recorded(event);
+    if (!report("wait", name(event), getDevice()) && point) late::streams.reach(*point);
+  }
+  void destroyEvent(void* event, c10::DeviceIndex) const noexcept override {
+    const std::lock_guard<std::mutex> held(events_lock);
+    events.erase(event);
+  }
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
+    memory::device.keep(data.get(), place(stream));
+  }
 } guard;
 
 struct Hooks final : at::CUDAHooksInterface {
@@ -160,108 +152,14 @@ struct Hooks final : at::CUDAHooksInterface {
   void setCurrentDevice(c10::DeviceIndex to) const override { guard.setDevice({CUDA, to}); }
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex to) const override { return guard.exchangeDevice({CUDA, to}).index(); }
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex to) const override { return exchangeDevice(to); }
-  bool isPinnedPtr(const void* data) const override { return is_pinned(data); }
+  bool isPinnedPtr(const void* data) const override { return memory::pinned.holds(data); }
   c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory; }
   void deviceSynchronize(c10::DeviceIndex device) const override { guard.synchronizeDevice(device); }
 };
 
 /* ---- operators ---- */
 
-bool is_here(const Tensor& tensor) { return tensor.defined() && tensor.device().type() == CUDA; }
-
-/* A tensor of the CPU over the same memory; where there is none, one of its own, which can grow. */
-Tensor twin_of(const Tensor& tensor) {
-  const auto options = at::TensorOptions().dtype(tensor.dtype()).device(c10::kCPU);
-  auto* data = static_cast<char*>(tensor.storage().mutable_data());
-  if (data == nullptr) return at::empty_strided(tensor.sizes(), tensor.strides(), options);
-  data += tensor.storage_offset() * static_cast<int64_t>(tensor.itemsize());
-  return at::from_blob(data, tensor.sizes(), tensor.strides(), [tensor](void*) {}, options);
-}
-
-/* One call of an operator, carried over to the host, and its results, carried back. */
-class HostCall {
- public:
-  explicit HostCall(std::string name) : name_(std::move(name)) {}
-
-  c10::IValue argument(const c10::IValue& value) {
-    if (value.isTensor()) return to_host(value.toTensor());
-    if (value.isDevice() && value.toDevice().type() == CUDA) return c10::Device(c10::kCPU);
-    if (value.isTensorList()) {
-      c10::List<Tensor> list;
-      for (const Tensor& tensor : value.toTensorVector()) list.push_back(to_host(tensor));
-      return list;
-    }
-    if (value.isOptionalTensorList()) {
-      c10::List<std::optional<Tensor>> list;
-      for (const auto& tensor : value.toOptionalTensorVector()) {
-        has_mask_ |= tensor && (tensor->scalar_type() == at::kBool || tensor->scalar_type() == at::kByte);
-        list.push_back(tensor ? std::optional<Tensor>(to_host(*tensor)) : tensor);
-      }
-      return list;
-    }
-    return value;
-  }
-
-  /* Called when all arguments are known. */
-  void report_it() const { report(has_mask_ ? "mask" : "operator", name_, device()); }
-
-  c10::IValue result(const c10::IValue& value) {
-    if (value.isTensor()) return to_device(value.toTensor());
-    if (value.isTensorList()) {
-      c10::List<Tensor> list;
-      for (const Tensor& tensor : value.toTensorVector()) list.push_back(to_device(tensor));
-      return list;
-    }
-    return value;
-  }
-
-  /* Give outputs the shapes that the host has given them. */
-  void follow_resizes() {
-    for (auto& [tensor, twin] : twins_)
-      if (tensor.sizes() != twin.sizes()) {
-        tensor.resize_(twin.sizes());
-        twin_of(tensor).copy_(twin);
-      }
-  }
-
- private:
-  c10::Device device() const { return twins_.empty() ? c10::Device(CUDA, current_device) : twins_[0].first.device(); }
-
-  Tensor to_host(const Tensor& tensor) {
-    if (!is_here(tensor)) {
-      TORCH_CHECK(!tensor.defined() || tensor.dim() == 0, name_, " got a tensor on ", tensor.device(), " beside one on a GPU");
-      return tensor;
-    }
-    twins_.emplace_back(tensor, twin_of(tensor));
-    return twins_.back().second;
-  }
-
-  Tensor to_device(const Tensor& result) {
-    if (!result.defined()) return result;
-    for (auto& [tensor, twin] : twins_) {
-      if (result.is_same(twin)) return tensor;
-      if (result.storage().is_alias_of(twin.storage()))
-        return tensor.as_strided(result.sizes(), result.strides(), tensor.storage_offset() + result.storage_offset());
-    }
-    auto made = at::empty_strided(result.sizes(), result.strides(), result.options().device(device()));
-    twin_of(made).copy_(result);
-    return made;
-  }
-
-  std::string name_;
-  bool has_mask_ = false;
-  std::vector<std::pair<Tensor, Tensor>> twins_;
-};
-
-void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  HostCall call(toString(op.operator_name()));
-  const auto num_arguments = op.schema().arguments().size(), num_returns = op.schema().returns().size();
-  for (auto at = stack->size() - num_arguments; at < stack->size(); at++) (*stack)[at] = call.argument((*stack)[at]);
-  call.report_it();
-  op.callBoxed(stack);
-  call.follow_resizes();
-  for (auto at = stack->size() - num_returns; at < stack->size(); at++) (*stack)[at] = call.result((*stack)[at]);
-}
+void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) { HostCall{op}(stack); }
 
 struct On {  // allocate there
   explicit On(std::optional<at::Device> device) : before(current_device) {
@@ -288,33 +186,46 @@ Tensor empty_strided(
 }
 
 Tensor& copy(Tensor& self, const Tensor& from, bool non_blocking) {
+  const auto device = is_here(self) ? self.device() : from.device();
+  bool waits = false;
+  Tensor source = is_here(from) ? twin_of(from) : from;
   if (is_here(self) && is_here(from)) {
-    report("operator", "aten::copy_", self.device());
+    report("operator", "aten::copy_", device);
+    if (from.device() != device) late::streams.finish();
   } else {
     const Tensor& host = is_here(self) ? from : self;
+    const bool is_pinned = memory::pinned.holds(host.storage().data());
     std::ostringstream what;
     what << from.nbytes() << (is_here(self) ? " to" : " from") << (non_blocking ? " async" : " blocking")
-         << (is_pinned(host.storage().data()) ? " pinned" : " pageable");
-    report("copy", what.str(), is_here(self) ? self.device() : from.device());
+         << (is_pinned ? " pinned" : " pageable");
+    report("copy", what.str(), device);
+    waits = !non_blocking || (!is_pinned && !is_here(self));
+    if (late::streams.are_late() && !is_here(from)) source = is_pinned ? unkept(from) : from.clone();
   }
-  Tensor to = is_here(self) ? twin_of(self) : self;
-  to.copy_(is_here(from) ? twin_of(from) : from);
+  const Tensor to = is_here(self) ? twin_of(self) : late::streams.are_late() ? unkept(self) : self;
+  late::streams.give(stream_of(device), [to, source] {
+    const Unseen unseen;
+    to.copy_(source);
+  });
+  if (waits) late::streams.reach(stream_of(device));
   return self;
 }
 
 at::Scalar element(const Tensor& self) {
-  report("scalar", "aten::_local_scalar_dense", self.device());
+  if (!report("scalar", "aten::_local_scalar_dense", self.device())) late::streams.reach(stream_of(self.device()));
   return twin_of(self).item();
 }
 
 const Tensor& resize(const Tensor& self, at::IntArrayRef size, std::optional<at::MemoryFormat> format) {
+  if (self.storage().nbytes() > 0) late::streams.finish();  // torch copies what is there
   return at::native::resize_(self, size, format);
 }
 Tensor view(const Tensor& self, at::IntArrayRef size) { return at::native::view(self, size); }
 Tensor& set_storage(Tensor& self, at::Storage source) { return at::native::set_(self, source); }
 
 void record_stream(Tensor& self, c10::Stream stream) {
-  report("keep", std::to_string(self.nbytes()), stream.device_index(), stream.id());
+  report("keep", std::to_string(self.nbytes()), {stream.device_index(), stream.id()});
+  memory::device.keep(self.storage().data(), {stream.device_index(), stream.id()});
 }
 
 void implement_here(torch::Library& m) {
@@ -389,7 +300,21 @@ extern "C" void resize_device_storage(c10::StorageImpl* storage, int64_t nbytes)
   const On there(storage->device());
   auto resized = device_memory.allocate(nbytes);
   const auto kept = std::min<size_t>(nbytes, storage->nbytes());
-  if (kept > 0) std::memcpy(resized.get(), storage->data_ptr().get(), kept);
+  if (kept > 0) {
+    late::streams.finish();
+    std::memcpy(resized.get(), storage->data_ptr().get(), kept);
+  }
   storage->set_data_ptr_noswap(std::move(resized));
   storage->set_nbytes(nbytes);
 }
+
+/* Let streams run in an order of late_streams.h, of a seed, once what they were given before is done. Returns how many
+ * blocks of memory were written after they were freed. */
+extern "C" uint64_t order_device_streams(int order, uint32_t seed) {
+  memory::reuse_all();
+  late::streams.follow(static_cast<late::Order>(order), seed);
+  return memory::free_overwritten();
+}
+
+/* Return the most bytes of the devices' memory that were held since the call before. */
+extern "C" uint64_t most_device_bytes() { return memory::device.take_most(); }

@@ -12,15 +12,16 @@ import torch
 
 from megascale.kernels.compiler import find_compiler
 from megascale.kernels.library_build import Recipe, load
-from tests.fake_device.record import Call, Record, lines_of
+from tests.fake_device.record import WAITS, Call, Record, lines_of
 from tests.needs import COMPILERS, without_cxx
 
 SOURCE = Path(__file__).with_name("device.cpp")
+HEADERS = [SOURCE.with_name(name) for name in ("host_call.h", "late_streams.h", "memory.h", "report.h")]
 FLAGS = ("-std=c++20", "-O0", "-fPIC", "-w")
 LIBRARIES = ("torch_cpu", "c10")
 INSTALL = "pip install torch --index-url https://download.pytorch.org/whl/cpu"
 
-_REPORT = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_int64)
+_REPORT = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_int64)
 
 
 def why_not() -> str | None:
@@ -57,13 +58,24 @@ def library() -> ctypes.PyDLL:
             str(_torch_folder() / "include"),
         ),
         link_flags=(f"-L{_torch_folder() / 'lib'}", *(f"-l{name}" for name in LIBRARIES)),
-        depends=(torch.__version__,),
+        depends=(torch.__version__, *(header.read_text() for header in HEADERS)),
     )
     loaded = load(recipe, ctypes.PyDLL)
     loaded.report_device_calls.argtypes, loaded.report_device_calls.restype = [_REPORT], None
     loaded.resize_device_storage.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     loaded.resize_device_storage.restype = None
+    loaded.order_device_streams.argtypes = [ctypes.c_int, ctypes.c_uint32]
+    loaded.order_device_streams.restype = ctypes.c_uint64
+    loaded.most_device_bytes.restype = ctypes.c_uint64
     return loaded
+
+
+ORDERS = ("at once", "late", "side first", "random")
+"""How streams run: see late_streams.h, whose names these are."""
+
+
+class WrittenAfterFree(AssertionError):
+    """A stream has written memory that may have been given to others: nobody kept it for that stream."""
 
 
 class FakeDevice:
@@ -71,24 +83,64 @@ class FakeDevice:
 
     Attributes:
         capture: the stream that a graph is captured on; None: none is.
+        order: in which streams run now, one of ``ORDERS``.
     """
 
     def __init__(self) -> None:
         self.capture: tuple[int, int] | None = None
+        self.order = "at once"
         self._record: Record | None = None
+        self._without: str | None = None
         self._callback = _REPORT(self._reported)
 
     @contextmanager
     def watch(self) -> Iterator[Record]:
         """Collect all calls to the device meanwhile. Outside, calls cost no Python."""
         outer, self._record = self._record, Record()
-        library().report_device_calls(self._callback)
+        self._listen()
         try:
             yield self._record
         finally:
             self._record = outer
-            if outer is None:
-                library().report_device_calls(_REPORT())
+            self._listen()
+
+    @contextmanager
+    def running(self, order: str, seed: int = 0) -> Iterator[None]:
+        """Let streams run in one of ``ORDERS`` meanwhile; "random" in another one for each seed.
+
+        Raises WrittenAfterFree.
+        """
+        self._follow(order, seed)
+        try:
+            yield
+        finally:
+            written = self._follow("at once")
+        if written:
+            raise WrittenAfterFree(f"{written} tensors of the device were written after they were freed")
+
+    @contextmanager
+    def without(self, site: str) -> Iterator[None]:
+        """Let one line of megascale wait for nothing meanwhile. ``site``: see :meth:`Call.line`."""
+        self._without = site
+        self._listen()
+        try:
+            yield
+        finally:
+            self._without = None
+            self._listen()
+
+    def _follow(self, order: str, seed: int = 0) -> int:
+        self.order = order
+        return int(library().order_device_streams(ORDERS.index(order), seed))
+
+    def _listen(self) -> None:
+        """Let calls be told where somebody wants to know."""
+        is_heard = self._record is not None or self._without is not None
+        library().report_device_calls(self._callback if is_heard else _REPORT())
+
+    def take_most_bytes(self) -> int:
+        """Return the most bytes of memory that the devices have held at once since the last call."""
+        return int(library().most_device_bytes())
 
     def report(self, kind: str, what: str, stream: tuple[int, int], programs: int = 0) -> None:
         """Take note of one call, made by the code that is running."""
@@ -102,8 +154,10 @@ class FakeDevice:
         """Whether calls are collected."""
         return self._record is not None
 
-    def _reported(self, kind: bytes, what: bytes, device: int, stream: int) -> None:
+    def _reported(self, kind: bytes, what: bytes, device: int, stream: int) -> int:
+        """Take note of a call. Returns whether it is to do nothing."""
         self.report(kind.decode(), what.decode(), (device, stream))
+        return int(self._without is not None and kind.decode() in WAITS and lines_of("megascale", 1) == self._without)
 
 
 def current_stream(device: int | None = None) -> tuple[int, int]:

@@ -22,6 +22,9 @@ SYNCING_OPERATORS = frozenset(
 
 COPIES = "aten::copy_"
 
+WAITS = ("wait", "block", "scalar")
+"""Kinds of calls that wait for work of a device: the host, or a stream."""
+
 
 @dataclass(frozen=True)
 class Call:
@@ -52,6 +55,10 @@ class Call:
         if self.kind == "wait":
             return not self.what.startswith("event")
         return self.kind in ("scalar", "mask") or (self.kind == "operator" and self.what in SYNCING_OPERATORS)
+
+    def line(self) -> str:
+        """Return the line of megascale that made it, with its function; "" for a call of others."""
+        return self.site.split(" < ")[0]
 
     def __str__(self) -> str:
         return f"{self.kind} {self.what} at {self.site}"

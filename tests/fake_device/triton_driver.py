@@ -77,6 +77,8 @@ def install(device: FakeDevice, effects: dict[str, Effect]) -> None:
             if device.is_watched:
                 device.report("launch", self._name, current_stream(), programs)
             if self._effect is not None:
+                if device.order != "at once":  # an effect comes at once
+                    torch.accelerator.current_stream().synchronize()
                 self._effect(dict(zip(self._arguments, values, strict=False)))
 
     class Driver(_Device):

@@ -30,7 +30,7 @@ COUNT, WIDTH = 4, 8
 def _train(
     device: FakeDevice, overlap: bool, options: dict[str, Any]
 ) -> tuple[list[Record], list[Record], list[str], int]:
-    """Return what each step asked of the device, and each forward; where state lives; and this thread."""
+    """Return what each backward and its step asked of the device, and each forward; where state lives; this thread."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(COUNT))).half().cuda()
     config = OptimizerConfig(
@@ -44,8 +44,8 @@ def _train(
             loss = model(batch).float().square().mean()
         forwards.append(seen)
         optimizer.zero_grad()
-        optimizer.scale_loss(loss).backward()
         with device.watch() as seen:
+            optimizer.scale_loss(loss).backward()
             optimizer.step()
             if overlap:  # the thread's calls belong to its step
                 optimizer._member.main_params.wait()
@@ -68,8 +68,8 @@ def test_where_state_lives_and_what_travels(on_device: OnDevice, overlap: bool) 
 
 @pytest.mark.parametrize("fraction", [1.0, 0.5, "auto"])
 def test_the_caller_waits_for_nothing(on_device: OnDevice, fraction: float | str) -> None:
-    """With overlap neither step() nor forward makes the calling thread wait for the device; our thread does. "auto" is
-    measured in these steps.
+    """With overlap neither backward nor step() nor forward lets the calling thread wait for the device; ours does.
+    "auto" is measured in these steps.
     """
     steps, forwards, _, caller = on_device(_train, True, {"optimizer_offload_fraction": fraction})
     for seen in (*steps, *forwards):
@@ -119,8 +119,38 @@ def test_a_device_that_tells_no_time(on_device: OnDevice) -> None:
         on_device(_found, False)
 
 
+def _bytes_held(device: FakeDevice, overlap: bool, sharded: bool) -> float:
+    """Return the most bytes per parameter that an iteration holds on the device."""
+    width = 128
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(COUNT))).half().cuda()
+    config = OptimizerConfig(
+        fp16=True, optimizer_cpu_offload=True, overlap_cpu_optimizer_d2h_h2d=overlap, clip_grad=1.0
+    )
+    own = torch.optim.AdamW(model.named_parameters(), lr=1e-2)
+    optimizer = (
+        DistributedOptimizer(own, config, scaler(), modules=model)
+        if sharded
+        else MixedPrecisionOptimizer(own, config, scaler())
+    )
+    batch = torch.ones(1, width, dtype=torch.float16, device="cuda")
+    for _ in range(3):
+        device.take_most_bytes()
+        optimizer.scale_loss(model(batch).float().square().mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.finish_param_gather()
+    return device.take_most_bytes() / (COUNT * width * width)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("sharded", "most"), [(False, 4.1), (True, 6.6)])
+def test_what_the_device_holds(on_device: OnDevice, overlap: bool, sharded: bool, most: float) -> None:
+    """Bytes per parameter: weight and gradient, 4; with main grads 6, and the gradient that one layer has just made."""
+    assert most - 0.3 < on_device(_bytes_held, overlap, sharded) <= most
+
+
 def _step_and_forward(device: FakeDevice, inner: str, overlap: bool) -> tuple[Record, int]:
-    """Return what a step and the forward after it ask of the device, in the order of the calls; and this thread."""
+    """Return what a backward, its step and the next forward ask of the device, in their order; and this thread."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(COUNT))).half().cuda()
     config = OptimizerConfig(fp16=True, optimizer_cpu_offload=True, overlap_cpu_optimizer_d2h_h2d=overlap)
@@ -128,8 +158,9 @@ def _step_and_forward(device: FakeDevice, inner: str, overlap: bool) -> tuple[Re
     batch = torch.ones(2, WIDTH, dtype=torch.float16, device="cuda")
     for _ in range(2):
         optimizer.zero_grad()
-        optimizer.scale_loss(model(batch).float().square().mean()).backward()
+        loss = optimizer.scale_loss(model(batch).float().square().mean())
         with device.watch() as seen:
+            loss.backward()
             optimizer.step()
             with torch.no_grad():
                 model(batch)
@@ -149,33 +180,34 @@ def test_each_copy_is_waited_for(on_device: OnDevice) -> None:
     """
     seen, caller = on_device(_step_and_forward, "adamw", True)
     calls = list(seen)
-    products = [at for at, call in enumerate(calls) if call.kind == "operator" and "mm" in call.what]
-    down = [
-        at for at, call in enumerate(calls) if call.kind == "copy" and f"{2 * WIDTH * WIDTH} from async" in call.what
-    ]
-    up = [at for at, call in enumerate(calls) if call.kind == "copy" and f"{2 * WIDTH * WIDTH} to async" in call.what]
-    assert len(products) == len(down) == len(up) == COUNT
+    size = 2 * WIDTH * WIDTH
+    down = [at for at, call in enumerate(calls) if call.kind == "copy" and f"{size} from async" in call.what]
+    up = [at for at, call in enumerate(calls) if call.kind == "copy" and f"{size} to async" in call.what]
+    products = [at for at, call in enumerate(calls) if call.kind == "operator" and "mm" in call.what and at > up[-1]]
+    assert len(down) == len(up) == COUNT
     main = calls[products[0]].stream
-    assert {calls[at].stream for at in down} == {main}
-    assert main not in {calls[at].stream for at in up}
+    assert main not in {calls[at].stream for at in (*down, *up)}
 
-    arrived, sent = _event_behind(calls, down[-1]), _event_behind(calls, up[-1])
-    waits = [at for at, call in enumerate(calls) if call.kind == "wait" and call.what.endswith(arrived)]
-    blocks = [at for at, call in enumerate(calls) if call.kind == "block" and call.what.endswith(sent)]
-    assert any(calls[at].thread != caller and down[-1] < at < up[0] for at in waits)
-    assert any(calls[at].stream == main and up[-1] < at < products[0] for at in blocks)
+    copied, sent = _event_behind(calls, down[-1]), _event_behind(calls, up[-1])
+    blocks = [
+        (at, call.what.split()[-1]) for at, call in enumerate(calls) if call.kind == "block" and call.stream == main
+    ]
+    [joined] = [at for at, event in blocks if event == copied]
+    arrived = {call.what for call in calls[joined:] if call.kind == "record" and call.stream == main}
+    waits = [at for at, call in enumerate(calls) if call.kind == "wait" and call.what in arrived]
+    assert any(calls[at].thread != caller and joined < at < up[0] for at in waits)
+    assert any(event == sent and up[-1] < at < products[0] for at, event in blocks)
 
 
 def test_an_own_step_reads_gradients_that_have_arrived(on_device: OnDevice) -> None:
-    """The host waits for an event behind the last copy, before the optimizer's own step() reads and weights travel."""
+    """The host reads found_inf behind the last copy, before the optimizer's own step() reads and weights travel."""
     calls = list(on_device(_step_and_forward, "sign", False)[0])
     size = 2 * WIDTH * WIDTH
     down = [at for at, call in enumerate(calls) if call.kind == "copy" and f"{size} from async" in call.what]
     up = [at for at, call in enumerate(calls) if call.kind == "copy" and f"{size} to async" in call.what]
     assert len(down) == len(up) == COUNT
-    arrived = _event_behind(calls, down[-1])
-    waits = [at for at, call in enumerate(calls) if call.kind == "wait" and call.what.endswith(arrived)]
-    assert any(down[-1] < at < up[0] for at in waits)
+    reads = [at for at, call in enumerate(calls) if call.kind == "scalar" and call.stream == calls[down[-1]].stream]
+    assert any(down[-1] < at < up[0] for at in reads)
 
 
 def life_of(inner: str, held: str, options: dict[str, Any]) -> tuple[list[Tensor], set[str]]:

@@ -1,0 +1,161 @@
+"""GradCopies: gradients travel to host memory while backward runs, each as soon as backward has made it.
+
+A copy counts if its gradient is the one that the step then measures: the same tensor, which torch has counted no write
+to since. Any other one is made again by the step: after another pass of backward, a clip, a hook of the user. So when
+bytes travel changes, and not which. A write that torch counts nowhere, through ``grad.data``, by a kernel of others or
+a collective, is seen on the device, by a sum of the gradient's bits: nothing is updated then, and the user is told.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+from weakref import WeakKeyDictionary, finalize, ref
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from megascale.grad_sync.grad_hook import owner_of
+from megascale.main_params.host_twin import HostTwin, fits
+from megascale.main_params.main_param import MainParam
+from megascale.main_params.weight_arrivals import WeightArrivals
+from megascale.utils.collectives import is_alone_in_world
+from megascale.utils.dtensors import held, is_dtensor
+from megascale.utils.streams import current_stream, keep
+
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""An integer type, by the bytes of an element."""
+
+
+class GradCopies:
+    """Copies gradients of parameters with a twin into the twin, on a stream of its own.
+
+    A gradient travels with the pass of backward that was the step's last one the step before: once, whatever the number
+    of micro-batches. Nothing travels to a twin that the thread still reads, or of which the size is not known yet.
+
+    Gradients of a GradSync are left to it; so are all, except those of DTensors, where there are other processes:
+    their averages come after backward, uncounted.
+
+    Args:
+        device: of the model params; it has streams.
+        arrivals: knows which updates are under way.
+    """
+
+    def __init__(self, device: torch.device, arrivals: WeightArrivals) -> None:
+        self._device = device
+        self._arrivals = arrivals
+        self._stream = torch.Stream(device)
+        self._slots: WeakKeyDictionary[HostTwin, int] = WeakKeyDictionary()
+        self._sums = torch.zeros(0, dtype=torch.int64, device=device)
+        self._passes: WeakKeyDictionary[HostTwin, int] = WeakKeyDictionary()
+        self._usual_passes: WeakKeyDictionary[HostTwin, int] = WeakKeyDictionary()
+        self._copied: dict[HostTwin, _Copied] = {}
+        self._are_awaited = True
+        self._hooks: dict[int, RemovableHandle] = {}
+        finalize(self, _remove, self._hooks).atexit = False
+
+    def follow(self, params: Iterable[MainParam]) -> None:
+        """Copy the gradients of ``params`` that have a twin from now on; of others no longer."""
+        for param in params:
+            before = self._hooks.pop(id(param.model), None)
+            if before is not None:
+                before.remove()
+            if param.twin is not None and owner_of(param.model) is None:
+                self._slots[param.twin] = len(self._slots)
+                hook = _AfterBackward(ref(self), param.twin)
+                self._hooks[id(param.model)] = param.model.register_post_accumulate_grad_hook(hook)
+        self._slots = WeakKeyDictionary({twin: at for at, twin in enumerate(self._slots)})  # some may be gone
+        self._copied.clear()
+        self._sums = torch.zeros(len(self._slots), dtype=torch.int64, device=self._device)
+        keep(self._sums, self._stream)  # this object may be dropped meanwhile
+
+    @torch.no_grad()
+    def take(self, model: nn.Parameter, twin: HostTwin) -> None:
+        """Copy the gradient that backward has just made."""
+        passes = self._passes[twin] = self._passes.get(twin, 0) + 1
+        if model.grad is None or passes < self._usual_passes.get(twin, 1) or self._arrivals.is_updating(model):
+            return
+        grad = held(model.grad)
+        if not fits(twin.grad, grad) or not (is_dtensor(model) or is_alone_in_world()):
+            return
+        self._stream.wait_stream(current_stream(self._device))
+        with self._stream:
+            # First the sum: a write between the two is then seen.
+            torch.sum(_bits(grad), tuple(range(grad.dim())), dtype=torch.int64, out=self._sums[self._slots[twin]])
+            twin.grad.copy_(grad, non_blocking=True)
+        # A gradient that is dropped before the step needs not be kept for the stream: its copy does not count.
+        self._are_awaited = False
+        self._copied[twin] = _Copied(ref(model.grad), grad.data_ptr(), _versions(model.grad))
+
+    def join(self, measured: Iterable[tuple[HostTwin, Tensor]]) -> "Joined":
+        """Let the current stream wait for all copies; return which of them count. The next step begins.
+
+        ``measured``: local gradients, with the twins of their parameters.
+        """
+        self._usual_passes, self._passes = self._passes, WeakKeyDictionary()
+        copied, self._copied = self._copied, {}
+        if not self._are_awaited:  # also of copies that do not count: the step writes into the same memory
+            current_stream(self._device).wait_stream(self._stream)
+            self._are_awaited = True
+        if not copied:
+            return Joined(frozenset(), torch.zeros((), device=self._device))
+        sums = list(self._sums.unbind())
+        there = set()
+        for twin, grad in measured:
+            if twin in copied and copied[twin].is_of(grad):
+                there.add(twin)
+                sums[self._slots[twin]] = torch.sum(_bits(grad), dtype=torch.int64)
+        return Joined(frozenset(there), (torch.stack(sums) != self._sums).any())
+
+
+class Joined(NamedTuple):
+    """What was copied in backward.
+
+    Attributes:
+        twins: that hold the gradients as the step has measured them.
+        are_written: whether one of these was written, uncounted, after its copy: one element, on the device.
+    """
+
+    twins: frozenset[HostTwin]
+    are_written: Tensor
+
+
+class _Copied(NamedTuple):
+    """A gradient when its copy began."""
+
+    grad: "ref[Tensor]"
+    address: int
+    versions: tuple[int, int]
+
+    def is_of(self, local: Tensor) -> bool:
+        """Whether ``local`` is still the memory of that gradient, and its values are as far as torch knows."""
+        grad = self.grad()  # while it lives nothing else can be at its address
+        return grad is not None and local.data_ptr() == self.address and _versions(grad) == self.versions
+
+
+class _AfterBackward:
+    """Tells of one parameter's gradient. Refers to the copies weakly, as torch keeps it where no cycle is seen."""
+
+    __slots__ = ("_copies", "_twin")
+
+    def __init__(self, copies: "ref[GradCopies]", twin: HostTwin) -> None:
+        self._copies = copies
+        self._twin = twin
+
+    def __call__(self, model: nn.Parameter) -> None:
+        copies = self._copies()
+        if copies is not None:
+            copies.take(model, self._twin)
+
+
+def _bits(grad: Tensor) -> Tensor:
+    return grad.view(BITS[grad.element_size()])
+
+
+def _versions(grad: Tensor) -> tuple[int, int]:
+    """Return how often torch has counted a write, to a DTensor and to its local tensor."""
+    return (0 if grad.is_inference() else grad._version), held(grad)._version
+
+
+def _remove(hooks: dict[int, RemovableHandle]) -> None:
+    for hook in hooks.values():
+        hook.remove()

@@ -1,0 +1,226 @@
+"""Gradients that travel to host memory while backward runs: when, who waits, and which of them count."""
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from megascale import MixedPrecisionOptimizer, OptimizerConfig
+from megascale.errors import GradientError
+from megascale.main_params.grad_copies import GradCopies
+from megascale.step.host_update import HostUpdate
+from tests.fake_device.device import FakeDevice
+from tests.fake_device.process import OnDevice
+from tests.fake_device.record import Record
+from tests.fake_device.training import scaler
+from tests.training import bits_equal, grad_of
+
+COUNT, WIDTH = 4, 8
+RUNS = [("at once", 0), ("late", 0), ("side first", 0), *(("random", seed) for seed in range(8))]
+
+
+def _trained(*, offload: bool = True) -> tuple[nn.Sequential, MixedPrecisionOptimizer, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(COUNT))).half().cuda()
+    config = OptimizerConfig(
+        fp16=True, optimizer_cpu_offload=offload, overlap_cpu_optimizer_d2h_h2d=offload, backend="reference"
+    )
+    optimizer = MixedPrecisionOptimizer(torch.optim.AdamW(model.named_parameters(), lr=1e-2), config, scaler())
+    return model, optimizer, torch.ones(2, WIDTH, dtype=torch.float16, device="cuda")
+
+
+def _copies(seen: Record) -> int:
+    """Return how many gradients travel."""
+    return sum(what.startswith(f"{2 * WIDTH * WIDTH} from async pinned") for what in seen.of("copy"))
+
+
+def _steps(device: FakeDevice, passes: list[int]) -> tuple[list[list[int]], list[str], set[int]]:
+    """Return, for each step, the gradients that travel in each of its passes and in step(); what waited; of where."""
+    model, optimizer, batch = _trained()
+    found, waits, streams = [], [], set()
+    for number in passes:
+        optimizer.zero_grad()
+        counts = []
+        for _ in range(number):
+            loss = model(batch).float().square().mean()
+            with device.watch() as seen:
+                optimizer.scale_loss(loss).backward()
+            counts.append(_copies(seen))
+            waits += seen.syncs()
+            streams |= {call.stream[1] for call in seen if call.kind == "copy"}
+        with device.watch() as seen:
+            optimizer.step()
+        waits += [str(call) for call in seen if call.makes_host_wait() and call.thread == threading.get_ident()]
+        optimizer.finish_param_gather()
+        found.append([*counts, _copies(seen)])
+    return found, waits, streams
+
+
+def test_gradients_travel_in_backward(on_device: OnDevice) -> None:
+    """From the second step on, when their size is known: each once, on another stream; nobody waits."""
+    found, waits, streams = on_device(_steps, [1, 1, 1])
+    assert found == [[0, COUNT], [COUNT, 0], [COUNT, 0]]
+    assert waits == []
+    assert len(streams) == 1
+    assert 0 not in streams
+
+
+def test_micro_batches(on_device: OnDevice) -> None:
+    """They travel with the pass that was the last one in the step before, and again with each pass after that."""
+    found, _, _ = on_device(_steps, [2, 2, 2, 1, 1, 3])
+    assert found == [
+        [0, 0, COUNT],
+        [0, COUNT, 0],
+        [0, COUNT, 0],
+        [0, COUNT],
+        [COUNT, 0],
+        [COUNT, COUNT, COUNT, 0],
+    ]
+
+
+def _with_a_write(offload: bool) -> tuple[bool, list[Tensor]]:
+    """Return whether a step after one with uncounted writes is refused, and the main params before it."""
+    model, optimizer, batch = _trained(offload=offload)
+    for at in range(3):
+        optimizer.zero_grad()
+        optimizer.scale_loss(model(batch).float().square().mean()).backward()
+        for param in model.parameters() if at == 2 else ():
+            grad_of(param).data.mul_(2)
+        optimizer.step()
+    left = [main.cpu().clone() for _, main in optimizer.main_params()]
+    optimizer.zero_grad()
+    optimizer.scale_loss(model(batch).float().square().mean()).backward()
+    try:
+        optimizer.step()
+    except GradientError as error:
+        optimizer.step()
+        return "a gradient was written after backward in a way that torch does not count" in str(error), left
+    return False, left
+
+
+def _outcomes(device: FakeDevice) -> list[str]:
+    _, expected = _with_a_write(False)
+    found = []
+    for order, seed in RUNS:
+        with device.running(order, seed):
+            is_told, left = _with_a_write(True)
+        is_right = all(map(bits_equal, left, expected))
+        found.append("told" if is_told else "right" if is_right else "wrong")
+    return found
+
+
+def test_a_write_that_nobody_counts(on_device: OnDevice) -> None:
+    """Through ``grad.data``: if the gradient has travelled before, nothing is updated, and the next step says so."""
+    at_once, *others = on_device(_outcomes)
+    assert at_once == "told"
+    assert set(others) == {"told", "right"}
+
+
+def _untouched(device: FakeDevice) -> bool:
+    model, optimizer, batch = _trained()
+    for at in range(3):
+        optimizer.zero_grad()
+        optimizer.scale_loss(model(batch).float().square().mean()).backward()
+        before = [main.clone() for _, main in optimizer.main_params()]
+        for param in model.parameters() if at == 2 else ():
+            grad_of(param).data.mul_(2)
+        optimizer.step()
+    after = [main for _, main in optimizer.main_params()]
+    weights = [param.detach().cpu() for param in model.parameters()]
+    return all(map(bits_equal, before, after)) and all(
+        bits_equal(main.half(), weight) for main, weight in zip(after, weights, strict=True)
+    )
+
+
+def test_a_refused_step_changes_nothing(on_device: OnDevice) -> None:
+    """Neither main params nor weights."""
+    assert on_device(_untouched)
+
+
+def _read_meanwhile(device: FakeDevice) -> tuple[int, int]:
+    """Return how many gradients travel in backward while the thread has yet to read those before, and afterwards."""
+    model, optimizer, batch = _trained()
+    loss = model(batch).float().square().mean()
+
+    def backward() -> int:
+        optimizer.zero_grad()
+        with device.watch() as seen:
+            optimizer.scale_loss(loss).backward(retain_graph=True)
+        return _copies(seen)
+
+    for _ in range(2):
+        backward()
+        optimizer.step()
+        optimizer.finish_param_gather()
+    update, gate = optimizer._member.update, threading.Event()
+    assert isinstance(update, HostUpdate)
+    inner: Callable[..., object] = update._host.apply
+
+    def late(*arguments: object) -> object:
+        assert gate.wait(60)
+        return inner(*arguments)
+
+    update._host.apply = late  # type: ignore[method-assign, assignment]
+    backward()
+    optimizer.step()
+    meanwhile = backward()
+    gate.set()
+    optimizer.finish_param_gather()
+    return meanwhile, backward()
+
+
+def test_what_the_thread_reads_is_not_overwritten(on_device: OnDevice) -> None:
+    """A backward without a forward, before the update of the step before: its gradients travel with the next step."""
+    assert on_device(_read_meanwhile) == (0, COUNT)
+
+
+def _grown(offload: bool) -> list[Tensor]:
+    """Return main params after steps of which one finds a new parameter, and gradients that were written."""
+    model, optimizer, batch = _trained(offload=offload)
+    for at in range(4):
+        optimizer.zero_grad()
+        optimizer.scale_loss(model(batch).float().square().mean()).backward()
+        if at == 2:
+            for param in model.parameters():
+                grad_of(param).mul_(2)
+            weight = nn.Parameter(torch.ones(WIDTH, dtype=torch.float16, device="cuda"))
+            weight.grad = torch.ones_like(weight)
+            optimizer.add_param_group({"params": [weight], "param_names": ["new"]})
+        optimizer.step()
+    return [main.cpu().clone() for _, main in optimizer.main_params()]
+
+
+def _differing(device: FakeDevice) -> list[tuple[str, int]]:
+    expected, found = _grown(False), []
+    for order, seed in RUNS:
+        with device.running(order, seed):
+            grown = _grown(True)
+        if len(grown) != len(expected) or not all(map(bits_equal, grown, expected)):
+            found.append((order, seed))
+    return found
+
+
+def test_a_new_parameter(on_device: OnDevice) -> None:
+    """A step that takes in a new parameter when gradients have travelled makes all copies again: no bit differs."""
+    assert on_device(_differing) == []
+
+
+def _dropped(device: FakeDevice) -> tuple[bool, int]:
+    model, optimizer, batch = _trained()
+    update = optimizer._member.update
+    assert isinstance(update, HostUpdate)
+    assert isinstance(update._copies, GradCopies)
+    copies = weakref.ref(update._copies)
+    del update, optimizer
+    gc.collect()
+    model(batch).float().sum().backward()
+    hooks = [param._post_accumulate_grad_hooks for param in model.parameters()]
+    return copies() is None, sum(map(len, filter(None, hooks)))
+
+
+def test_what_is_dropped_is_gone(on_device: OnDevice) -> None:
+    """Invariant 11: no hook is left at the parameters."""
+    assert on_device(_dropped) == (True, 0)
