@@ -123,7 +123,7 @@ class MegatronSurface:
 
     @property
     def state(self) -> Any:
-        """The inner optimizer's state, by model param (Megatron: by main param)."""
+        """Each parameter's state, by model param (Megatron: by main param): :attr:`MixedPrecisionOptimizer.state`."""
         return self.optimizer.state
 
     def get_parameters(self) -> list[nn.Parameter]:
