@@ -128,7 +128,12 @@ def row_of(name: str, run: Run, rounds: int, first: list[Tensor]) -> str:
 
 def rows_of_moves(run: Run) -> list[str]:
     """Return the rows of the second table."""
-    state = [value for entry in run.optimizer.state.values() for value in entry.values() if isinstance(value, Tensor)]
+    state = [
+        value
+        for entry in run.optimizer.optimizer.state.values()
+        for value in entry.values()
+        if isinstance(value, Tensor)
+    ]
     size = sum(one.nbytes for one in (*state, *(main for _, main in run.optimizer.main_params())))
     rows = []
     for which in ("first", "second", "third"):

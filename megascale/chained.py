@@ -16,7 +16,8 @@ from megascale.optimizer import MixedPrecisionOptimizer, StepResult
 from megascale.state.hooks import load_with_hooks, pack_with_hooks, raise_own
 from megascale.state.live_state import LiveState
 from megascale.state.schema import SHARED_STATE, check_layout, shared_by_optimizer, under_live_names
-from megascale.state.torch_layout import StateDict, StateNames, from_torch_layout, is_read_by_name, is_torch_layout
+from megascale.state.state_view import StateView
+from megascale.state.torch_layout import StateDict, from_torch_layout, is_torch_layout
 from megascale.step.description import described
 from megascale.step.overflow_report import OverflowReport
 from megascale.step.ownership import scaler_conflict
@@ -204,12 +205,10 @@ class ChainedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """The state of all optimizers, by model param; a new dict of live entries."""
+        """The state of all optimizers, by model param; see :attr:`MixedPrecisionOptimizer.state`."""
         for member in self.recipe.members if self._constructed else ():
             member.main_params.wait_for_arrivals()
-        state = {param: state for own in self.optimizers for param, state in own.optimizer.state.items()}
-        has_norms = self.recipe.norm_statistics is not None
-        return StateNames(state, has_norms=has_norms) if is_read_by_name() else state
+        return StateView([optimizer.state_source() for optimizer in self.optimizers])
 
     @state.setter
     def state(self, value: Any) -> None:

@@ -12,7 +12,7 @@ from megascale.utils import validate
 from megascale.utils.spelling import names_arguments
 
 BACKENDS = ("auto", "reference", "torch", "native", "triton", "apex")
-OFFLOAD_COMPUTE = ("host", "device")
+OFFLOAD_COMPUTE = ("host", "device", "auto")
 HYSTERESIS_RESETS = ("growth", "clean_step")
 OPTIMIZERS = CONFIGURABLE
 MUON_COEFFICIENT_TYPES = tuple(muon.COEFFICIENTS)
@@ -169,7 +169,8 @@ class OptimizerConfig(StepConfig):
             forward needs first, stay on the device. "auto": as much as can be hidden behind forward, measured in
             the first steps; needs ``overlap_cpu_optimizer_d2h_h2d``. Default: 1.0.
         optimizer_offload_compute: With ``optimizer_cpu_offload``, who updates main params and state that live in
-            host memory (megascale's): "host", or "device", which they visit slice by slice. Default: "host".
+            host memory (megascale's): "host", or "device", which they visit slice by slice, or "auto": the faster of
+            both, measured in the first steps. Default: "host".
         overlap_cpu_optimizer_d2h_h2d: With ``optimizer_cpu_offload``, ``step()`` returns at once, and every
             module waits for its own weights in forward. False: ``step()`` waits for the update. Default: False.
         pin_cpu_grads: With ``optimizer_cpu_offload``, copy gradients into pinned host memory. False: pageable,
@@ -353,11 +354,12 @@ def check_offload(options: Any) -> None:
     if options.optimizer_offload_fraction != 1.0 and not options.optimizer_cpu_offload:
         raise ArgumentError("optimizer_offload_fraction needs optimizer_cpu_offload=True: nothing goes to the host")
     validate.one_of("optimizer_offload_compute", options.optimizer_offload_compute, OFFLOAD_COMPUTE)
-    if options.optimizer_offload_compute == "device" and not options.optimizer_cpu_offload:
-        raise ArgumentError("optimizer_offload_compute='device' needs optimizer_cpu_offload=True: nothing travels")
-    if options.optimizer_offload_compute == "device" and options.overlap_cpu_optimizer_d2h_h2d:
+    compute = options.optimizer_offload_compute
+    if compute != "host" and not options.optimizer_cpu_offload:
+        raise ArgumentError(f"optimizer_offload_compute={compute!r} needs optimizer_cpu_offload=True: nothing travels")
+    if compute != "host" and options.overlap_cpu_optimizer_d2h_h2d:
         raise ArgumentError(
-            "optimizer_offload_compute='device' updates before the next forward, so that "
+            f"optimizer_offload_compute={compute!r} lets the device update before the next forward, so that "
             "overlap_cpu_optimizer_d2h_h2d=True has nothing to hide; leave it False"
         )
     if options.overlap_cpu_optimizer_d2h_h2d and not options.optimizer_cpu_offload:

@@ -19,14 +19,14 @@ from megascale.main_params.replicated import ReplicatedMainParams
 from megascale.parallel import ParallelGroups
 from megascale.state.hooks import load_with_hooks, pack_with_hooks, raise_own
 from megascale.state.live_state import LiveState
-from megascale.state.torch_layout import StateNames, is_read_by_name
+from megascale.state.state_view import Source, StateView
 from megascale.step import ownership
 from megascale.step.arguments import check_arguments, check_grad_scaler, config_for, device_of, require_values
 from megascale.step.description import described, summary
 from megascale.step.member import StepMember
 from megascale.step.overflow_report import OverflowReport
 from megascale.step.recipe import StepRecipe
-from megascale.step.recipe import StepResult as StepResult
+from megascale.step.result import StepResult as StepResult
 from megascale.step.update_selection import check_inner
 from megascale.utils import announce, validate
 from megascale.utils.spelling import names_arguments
@@ -37,9 +37,10 @@ from megascale.utils.step_hooks import with_step_hooks
 class MixedPrecisionOptimizer(torch.optim.Optimizer):
     """Wraps a torch optimizer for 16-bit training: fp32 main params, loss scaling, one skip decision on every rank.
 
-    It is a ``torch.optim.Optimizer`` and shares the wrapped optimizer's ``param_groups`` (which hold the model params)
-    and ``state`` (in the main params' dtype, keyed by model param). The recipe follows Megatron-Core's
-    ``Float16OptimizerWithFloat16Params``; `found_inf`, scale, norm and clip coefficient never leave the device.
+    It is a ``torch.optim.Optimizer`` and shares the wrapped optimizer's ``param_groups`` (which hold the model params);
+    its ``state`` shows the wrapped optimizer's, and beside it main params and scaler, keyed by model param. The recipe
+    follows Megatron-Core's ``Float16OptimizerWithFloat16Params``; `found_inf`, scale, norm and clip coefficient never
+    leave the device.
 
     Args:
         optimizer: Adam, AdamW, SGD, Lion and Muon run without a host read; any other costs one, of `found_inf`, a step.
@@ -315,17 +316,16 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """The wrapped optimizer's state, shared, keyed by model param."""
-        if self._constructed:
-            self._member.main_params.wait_for_arrivals()
-        if not is_read_by_name():
+        """Each parameter's whole state, live: see :mod:`megascale.state.state_view`. A copy of it can be loaded."""
+        if not self._constructed:
             return self.optimizer.state
-        return StateNames(self.optimizer.state, has_norms=self.recipe.norm_statistics is not None)
+        self._member.main_params.wait_for_arrivals()
+        return StateView([self.state_source()])
 
     @state.setter
     def state(self, value: Any) -> None:
         if self._constructed:
-            self.optimizer.state = value
+            self.optimizer.state = StateView([self.state_source()]).held_for(value)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop (or zero) all gradients, those of ``grad_sync`` too."""
@@ -454,17 +454,17 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     def live_state(self) -> LiveState:
         """Return references to everything that a state dict covers."""
-        member = self._member
         require_values(self.device)
-        return LiveState(
-            self.param_groups,
-            self.optimizer.state,
-            member.main_params,
-            member.update,
-            self.grad_scaler,
-            member.counter,
-            self.recipe.norm_statistics,
-        )
+        return self._live()
+
+    def _live(self) -> LiveState:
+        member, norms = self._member, self.recipe.norm_statistics
+        held, mains = self.optimizer.state, member.main_params
+        return LiveState(self.param_groups, held, mains, member.update, self.grad_scaler, member.counter, norms)
+
+    def state_source(self) -> Source:
+        """Return what :attr:`state` shows."""
+        return Source.of(self._live(), self._member.sync_from_model)
 
     def live_states(self) -> list[LiveState]:
         """Return the live state of each optimizer that steps here, this one, with the model's changes taken over."""

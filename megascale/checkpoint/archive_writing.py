@@ -13,11 +13,11 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
-from megascale.checkpoint.checksum_follower import ChecksumFollower
 from megascale.checkpoint.crc32 import combined
 from megascale.checkpoint.manifest import CHUNK_BYTES, FileMark
 from megascale.checkpoint.tensor_archive import TensorArchive, bytes_of
@@ -70,27 +70,39 @@ def write_archives(path: Path, items: Iterable[tuple[TensorArchive, Tensor]]) ->
 
 
 def write_by_torch(path: Path, tensors: Iterable[Tensor]) -> tuple[list[int], FileMark]:
-    """Write a new file by calling torch.save for each tensor. Returns the archives' lengths, and size and checksum."""
+    """Write a new file by calling torch.save for each tensor. Returns the archives' lengths, and size and checksum.
+
+    For a torch whose archives are not known here. It is slower than :func:`write_archives`, and copies a view.
+    """
     lengths: list[int] = []
-    unread = 0  # bytes that the checksum's thread has not been told of: waking it for each small tensor costs more
-    with open(path, "xb") as stream, ChecksumFollower(path) as marker:
+    with open(path, "xb") as stream:
+        marked = _Marked(stream)
         for tensor in tensors:
             # torch.save would write the whole storage of a view.
             alone = tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
-            start = stream.tell()
-            torch.save(alone, stream)
-            lengths.append(stream.tell() - start)
+            start = marked.mark.size
+            torch.save(alone, marked)  # type: ignore[arg-type]  # it asks for write() and flush() only
+            lengths.append(marked.mark.size - start)
             del tensor, alone
             advance(lengths[-1])
-            unread += lengths[-1]
-            if unread >= CHUNK_BYTES:
-                stream.flush()
-                marker.written(stream.tell())
-                unread = 0
         stream.flush()
-        marker.written(stream.tell())
         os.fsync(stream.fileno())
-        return lengths, marker.mark()
+    return lengths, marked.mark
+
+
+class _Marked:
+    """A file of which size and checksum are taken as it is written."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self.mark = FileMark(0, 0)
+
+    def write(self, data: Any) -> int:
+        self.mark = FileMark(self.mark.size + len(data), zlib.crc32(data, self.mark.crc32))
+        return self._stream.write(data)
+
+    def flush(self) -> None:
+        self._stream.flush()
 
 
 def _batches(items: Iterable[tuple[TensorArchive, Tensor]]) -> Iterator[Batch]:

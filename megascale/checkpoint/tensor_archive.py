@@ -99,10 +99,6 @@ class _Window(io.RawIOBase):
         self._stream, self._start, self._length, self._at = stream, start, length, 0
 
     @override
-    def seekable(self) -> bool:
-        return True
-
-    @override
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         self._at = offset + (0, self._at, self._length)[whence]
         return self._at

@@ -15,7 +15,7 @@ from torch import nn
 
 from megascale.cli import fit, hugging_face
 from megascale.cli.bench import measured_bandwidth
-from megascale.config import OFFLOAD_COMPUTE
+from megascale.config import AUTO, OFFLOAD_COMPUTE
 from megascale.errors import ArgumentError
 from megascale.estimation import Estimate, Setup, estimate
 from megascale.estimation.setup import COMMUNICATION, MOMENTS, SHARDINGS, SHARDS
@@ -95,7 +95,7 @@ def _add_offload(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--optimizer-offload-compute",
-        choices=OFFLOAD_COMPUTE,
+        choices=[one for one in OFFLOAD_COMPUTE if one != AUTO],
         default="host",
         help="who updates them: the host, or the device, which they visit slice by slice (default: host)",
     )

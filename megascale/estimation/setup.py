@@ -95,6 +95,10 @@ class Setup:
         validate.integer("rank", self.rank, minimum=0, maximum=self.ranks - 1)
         for name in ("store_param_remainders", "optimizer_cpu_offload", "overlap_cpu_optimizer_d2h_h2d"):
             validate.flag(name, getattr(self, name))
+        if self.optimizer_offload_compute == AUTO:
+            raise ArgumentError(
+                'optimizer_offload_compute="auto" is measured in a run; give the estimate "host" or "device"'
+            )
         if str(self.optimizer_offload_fraction) == AUTO:
             raise ArgumentError('optimizer_offload_fraction="auto" is measured in a run; give the estimate a number')
         check_offload(self)

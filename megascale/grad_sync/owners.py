@@ -82,7 +82,7 @@ def group_by_owner(
                 stop = position + placement.stop - placement.start
                 placements.append(Placement(placement.name, position, stop, owner))
                 position = rounded_up(stop, alignment)
-            borders.append(position)
+            borders.append(position)  # also of an empty shard: its rank takes part in the bucket's messages
         first, last = bucket.first_placement, bucket.last_placement
         buckets.append(Bucket(bucket.index, borders[0], position, first, last, tuple(borders)))
     return BufferLayout(layout.kind, layout.num_shards, placements, buckets)

@@ -29,7 +29,7 @@ from megascale.grad_sync.layout import DEFAULT_BUCKET_NUMEL, BufferLayout, Param
 from megascale.grad_sync.owners import update_cost
 from megascale.grad_sync.reduction import Divisor, ReduceThread, bucket_reduction
 from megascale.grad_sync.synced_bucket import SyncedBucket, tag_of
-from megascale.grad_sync.usable_grads import memory_error
+from megascale.grad_sync.usable_grads import memory_error, under_ddp, why_not_taken
 from megascale.parallel import GradGroup, ParallelGroups, is_expert
 from megascale.utils import validate
 from megascale.utils.collectives import group_size
@@ -288,6 +288,7 @@ class GradSync:
     def _finish_reductions(self) -> None:
         if self._finished:
             return
+        # Also buckets without a gradient here: another rank may have one. All start before the first one is awaited.
         while self._next < len(self.buckets):
             self._start_next()
         for bucket in self.buckets:
@@ -396,6 +397,7 @@ class GradSync:
                 "overlap_grad_reduce=False) with reentrant activation checkpointing"
             )
         self._accumulate(name, param, bucket)
+        # In the order of buckets, not of arrival: collectives must be called in one order on all ranks.
         if self._overlap and self._next_is_complete():
             with self._starting:
                 while self._next_is_complete():
@@ -406,6 +408,7 @@ class GradSync:
         return self._next < len(self.buckets) and not self.buckets[self._next].waiting
 
     def _accumulate(self, name: str, param: nn.Parameter, bucket: SyncedBucket) -> None:
+        """Add ``param.grad`` to its main grad, and drop it: what this rank contributes to the reduced gradient."""
         if param.grad is not None:
             if param.grad.layout != torch.strided:
                 raise sparse_gradient(name, param.grad.layout)
@@ -415,14 +418,18 @@ class GradSync:
                 # Not raised in backward: other ranks wait for this bucket. finish() raises it.
                 self._error = self._error or wrong
             else:
+                # Backward has a stream for each that forward had; the reduction waits for all that have written.
                 if bucket.memory.order.is_needed:
                     bucket.memory.order.write(name)
+                # The first gradient of a step overwrites: zero_() clears no memory, which saves a pass over it.
                 if name in bucket.fresh:
                     main_grad.copy_(param.grad)
                     bucket.fresh.discard(name)
                 else:
                     main_grad.add_(param.grad)
+            # So that a gradient that is there in finish() is one that the caller has put there.
             param.grad = None
+        # Under no_sync() the bucket goes on waiting: its reduction starts in the last backward of a step.
         if self._syncing:
             bucket.waiting.discard(name)
 
@@ -463,34 +470,6 @@ class GradSync:
 
     def _current_divisor(self) -> Divisor:
         return self._usual_divisor if self._divisor is None else self._divisor
-
-
-def why_not_taken(name: str, param: nn.Parameter, bucket: SyncedBucket) -> GradientError | None:
-    """Return the error for a gradient that the caller put into ``param.grad``; None if it can be taken."""
-    grad = param.grad
-    if grad is None:
-        return None
-    if is_dtensor(grad):
-        return GradientError(f"the gradient of {name!r} is a DTensor, its parameter is none; call grad.to_local()")
-    if grad.layout != torch.strided:
-        return sparse_gradient(name, grad.layout)
-    if name in bucket.fresh and param.requires_grad:
-        return None
-    if find_under_ddp([(name, param)]) is not None:
-        return under_ddp(name)
-    reason = "it was put there after backward" if param.requires_grad else "the parameter is frozen"
-    return GradientError(
-        f"{name!r} has a gradient in param.grad that would be ignored: {reason}; put gradients "
-        "there before backward or instead of it, or change GradSync.main_grad(param) after finish()"
-    )
-
-
-def under_ddp(name: str) -> GradientError:
-    """Return the error for a parameter of a module under DistributedDataParallel."""
-    return GradientError(
-        f"the gradient of {name!r} is reduced by a DistributedDataParallel around its module too; train the bare "
-        "module, and drop the DistributedDataParallel"
-    )
 
 
 def _remove(hooks: list[RemovableHandle]) -> None:

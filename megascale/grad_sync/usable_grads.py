@@ -1,11 +1,13 @@
-"""Checks whether a step can use a gradient."""
+"""Checks whether a step can use a gradient, and whether a GradSync can take one that the caller made."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megascale.errors import GradientError, sparse_gradient
+from megascale.grad_sync.grad_hook import find_under_ddp
+from megascale.grad_sync.synced_bucket import SyncedBucket
 from megascale.kernels import memory_fault
-from megascale.utils.dtensors import to_local
+from megascale.utils.dtensors import is_dtensor, to_local
 
 
 def gradient_error(name: str, grad: Tensor, param: Tensor) -> GradientError | None:
@@ -30,3 +32,31 @@ def memory_error(name: str, grad: Tensor, param: Tensor) -> GradientError | None
             f"{own.device}; it is of an earlier state of the parameter: call zero_grad() before backward"
         )
     return None
+
+
+def why_not_taken(name: str, param: nn.Parameter, bucket: SyncedBucket) -> GradientError | None:
+    """Return the error for a gradient that the caller put into ``param.grad``; None if it can be taken."""
+    grad = param.grad
+    if grad is None:
+        return None
+    if is_dtensor(grad):
+        return GradientError(f"the gradient of {name!r} is a DTensor, its parameter is none; call grad.to_local()")
+    if grad.layout != torch.strided:
+        return sparse_gradient(name, grad.layout)
+    if name in bucket.fresh and param.requires_grad:
+        return None
+    if find_under_ddp([(name, param)]) is not None:
+        return under_ddp(name)
+    reason = "it was put there after backward" if param.requires_grad else "the parameter is frozen"
+    return GradientError(
+        f"{name!r} has a gradient in param.grad that would be ignored: {reason}; put gradients "
+        "there before backward or instead of it, or change GradSync.main_grad(param) after finish()"
+    )
+
+
+def under_ddp(name: str) -> GradientError:
+    """Return the error for a parameter of a module under DistributedDataParallel."""
+    return GradientError(
+        f"the gradient of {name!r} is reduced by a DistributedDataParallel around its module too; train the bare "
+        "module, and drop the DistributedDataParallel"
+    )

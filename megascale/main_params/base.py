@@ -84,8 +84,10 @@ class MainParams(ABC):
             return made
         self.wait_for_arrivals()
         params = list(self)
+        # All are checked before the first value is taken over: a refusal leaves main params as they were.
         for index in written:
             params[index].check()
+        # Tables hold addresses, and two params may share memory now.
         if self._tracker.moved():
             check_apart([(param.name, param.model) for param in params])
             _make_plain(params[index].model for index in written)
@@ -219,7 +221,7 @@ class MainParams(ABC):
             self.arrivals, self.pins_params = WeightArrivals(device), config.pin_cpu_params
             is_auto = isinstance(config.optimizer_offload_fraction, str)
             self.offload_fraction = 1.0 if is_auto else float(config.optimizer_offload_fraction)
-            self.pins_state = config.optimizer_offload_compute == "device"
+            self.pins_state = config.optimizer_offload_compute != "host"
 
     def measure_offload(self) -> OffloadMeter:
         """Measure the steps from now on, of updates in host memory."""

@@ -135,6 +135,32 @@ class MainParam:
         self.main = torch.empty_like(self.remainder, dtype=torch.float32)
         self.release()
 
+    def take_memory(self, value: object) -> None:
+        """Let the main param lie where ``value`` does, on any device, with its values. It stays the same object.
+
+        Raises UsageError, naming the parameter, for anything but a tensor of its form.
+        """
+        if value is self.main:
+            return
+        if not isinstance(value, Tensor) or not self._can_lie_at(value):
+            raise UsageError(
+                f"the main param of {self.name!r} is {_form_of(self.main)} and was assigned {_form_of(value)}; assign "
+                "its own values, moved, or use load_state_dict()"
+            )
+        held(self.main).data = held(value).detach()
+
+    def _can_lie_at(self, value: Tensor) -> bool:
+        """Return whether ``value`` has memory of its own, and the form of the main param, on a device that may be."""
+        here, there = held(self.main), held(value)
+        if is_dtensor(value) != is_dtensor(self.main) or memory_fault(there) is not None or shares_elements(there):
+            return False
+        forms = [(one.shape, part.shape, part.dtype) for one, part in ((self.main, here), (value, there))]
+        return forms[0] == forms[1] and (self.twin is None or here.device == there.device)
+
+    def is_written(self) -> bool:
+        """Return whether others have written the model param since the main param agreed with it."""
+        return self.tracker is not None and self.tracker.is_written(self.slot)
+
     def take_place_of(self, other: "MainParam") -> None:
         """Live where ``other`` does, of the same model param, with its values."""
         self.main, self.remainder, self.fingerprint = other.main, other.remainder, other.fingerprint
@@ -211,6 +237,20 @@ class MainParam:
         same = before == now
         before.copy_(now)
         return same
+
+
+def _is_like(value: Tensor, main: Tensor) -> bool:
+    """Return whether ``value`` has memory, and the form of ``main``, on whatever device."""
+    if is_dtensor(value) != is_dtensor(main) or memory_fault(held(value)) is not None:
+        return False
+    forms = [(one.shape, held(one).shape, one.dtype) for one in (value, main)]
+    return forms[0] == forms[1]
+
+
+def _form_of(value: object) -> str:
+    if not isinstance(value, Tensor):
+        return f"{value!r} of type {type(value).__name__}"
+    return f"{tuple(value.shape)} {value.dtype} on {value.device}"
 
 
 def main_param_of(

@@ -79,6 +79,7 @@ class ShardedMainParams(MainParams):
         self._compare(params, [name for name, _ in in_order], group_of)
         if self._broadcast:
             broadcast_parameters(params.items(), self._groups)
+        # Gradients first: their buckets say where model params lie, so that one range is a rank's shard of both.
         added = self._grad_sync.add(in_order, group_of)
         self._gather.add(added)
         shards: dict[str, Tensor] = {}

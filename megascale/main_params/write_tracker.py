@@ -77,6 +77,11 @@ class WriteTracker:
         """Whether a param's address, shape, layout, dtype or device has changed."""
         return rows(self._parts()) != self._rows
 
+    def is_written(self, slot: int) -> bool:
+        """Return whether others have written the param in ``slot``, or it has moved."""
+        param = self._params[slot]
+        return self._read_versions([param]) != [self._versions[slot]] or rows([held(param)]) != [self._rows[slot]]
+
     def written(self) -> list[int]:
         """Return the slots of params that others have written, or that have moved."""
         parts = self._parts()

@@ -37,6 +37,17 @@ class Plan:
     norm_statistics: Mapping[str, float] | None = None
 
 
+def shared_values(
+    grad_scaler: MegatronGradScaler | None, counter: StepCounter, norm_statistics: NormStatistics | None
+) -> dict[str, Any]:
+    """Return what a state dict holds once, for all parameters. Waits for the device."""
+    return {
+        "grad_scaler": {} if grad_scaler is None else grad_scaler.state_dict(),
+        "step_counts": counter.state_dict(),
+        **({} if norm_statistics is None else {"norm_statistics": norm_statistics.state_dict()}),
+    }
+
+
 @dataclass(frozen=True)
 class LiveState:
     """References to everything that a state dict covers."""
@@ -54,6 +65,7 @@ class LiveState:
 
         ``decode``: False leaves main params that are held as remainders so; only a checkpoint can load them again.
         """
+        # A copy is whole on every rank, also of parameters of which this rank owns nothing and has no state.
         if copy:
             self.share_forms()
         names = self.main_params.names(self.param_groups)
@@ -64,6 +76,7 @@ class LiveState:
             where = f"state[{name!r}]"
             state = dict(self.state.get(param, {}))
             if main is not None:
+                # Tensors are left to main params, which know this rank's pieces of them.
                 others = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
                 state |= portable_state.portable(others, where, copy=copy)
                 if main.is_copy:
@@ -75,9 +88,7 @@ class LiveState:
         return StateDict(
             optimizer={"state": states} | self._pack_options(names, copy=copy),
             main_params=mains,
-            grad_scaler={} if self.grad_scaler is None else self.grad_scaler.state_dict(),
-            step_counts=self.counter.state_dict(),
-            **({} if self.norm_statistics is None else {"norm_statistics": self.norm_statistics.state_dict()}),
+            **shared_values(self.grad_scaler, self.counter, self.norm_statistics),
             version=portable_state.VERSION,
         )
 
@@ -136,6 +147,7 @@ class LiveState:
         return portable_state.under_live_names(state_dict, self._named_params())
 
     def _check(self, state_dict: Any, strict: bool) -> None:
+        """Raise StateDictError for what does not fit: first names, then shapes and options. Reads no values."""
         params = self._named_params()
         states, groups = state_dict["optimizer"]["state"], state_dict["optimizer"]["param_groups"]
         mains = state_dict["main_params"]
@@ -152,6 +164,7 @@ class LiveState:
         for name in (name for name in params if name in mains):
             portable_state.check_main_param(name, mains[name], params[name])
         for name in (name for name in params if name in states):
+            # A parameter that was never updated has no state, and needs none.
             is_empty = isinstance(states[name], Mapping) and not states[name]
             required = () if is_empty else self.update.required_state(options[id(params[name])])
             portable_state.check_state(name, _counted(states[name], required), params[name], required)
@@ -186,7 +199,10 @@ class LiveState:
             )
 
     def _plan(self, state_dict: Mapping[str, Any], strict: bool) -> Plan:
-        """Copy what a checked state dict holds. Raises MainParamOverflowError."""
+        """Copy what a checked state dict holds. Raises MainParamOverflowError.
+
+        All that can raise is done here, into new memory: other ranks may find an error, and then nothing has changed.
+        """
         states, groups = state_dict["optimizer"]["state"], state_dict["optimizer"]["param_groups"]
         mains = state_dict["main_params"]
         scaler = self._plan_scaler(state_dict.get("grad_scaler"), strict)
@@ -287,6 +303,7 @@ class LiveState:
     @torch.no_grad()
     def apply(self, plan: Plan) -> None:
         """Carry out the plan. All ranks call it together."""
+        # Options before states, which are created as the options ask; main params before units are marked as written.
         for live, options in plan.options:
             for key, value in options.items():
                 if _is_kept(live.get(key), value):
@@ -302,6 +319,8 @@ class LiveState:
         for param, state in plan.states:
             self.state[param] = state
         self.state.update(plan.shared)
+        # store() has rounded each main param into its model param. Marked, that is no write of the caller's, and shards
+        # are gathered on all ranks, also of parameters that the state dict left out.
         for unit in self.main_params.units():
             self.main_params.mark_written(unit)
         self.main_params.wait()

@@ -11,9 +11,10 @@ ours goes into every parameter's state, next to the moments, as they carry that 
   entries that the live optimizer lacks; this number reveals it.
 - ``step_counts_landed``, ``step_counts_skipped``: 0-d int64.
 - ``norm_statistics_mean``, ``norm_statistics_variance`` (fp64), ``norm_statistics_count``: 0-d, with ``config.zclip``.
+- ``shard_start``: 0-d int64, in copies of ``optimizer.state`` only (:mod:`megascale.state.state_view`), where ranks
+  hold shards: where this rank's pieces begin in the flattened parameter. State dicts hold whole tensors, and lack it.
 """
 
-import sys
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -24,14 +25,14 @@ import torch
 from torch import Tensor
 
 from megascale.errors import StateDictError, listed
+from megascale.kernels.compact_moments import GROUP, is_scale
+from megascale.main_params.shard import ParamShard
 from megascale.state.schema import SHARED_STATE, no_scaler_state
-from megascale.state.torch_frames import TORCH_MODULE, is_told_to_skip
+from megascale.state.torch_frames import is_told_to_skip
 from megascale.step.counter import COUNT_KEYS
 from megascale.step.spikes import NORM_KEYS
 from megascale.utils.param_names import renames
 
-READERS = (TORCH_MODULE, "torchtitan.components.optimizer.utils")
-"""Modules that save and load a torch optimizer's layout by the names of entries in the live ``optimizer.state``."""
 TORCH_KEYS = ("state", "param_groups")
 MAIN_PARAM = "main_param"
 NUM_STATES = "num_states"
@@ -47,24 +48,38 @@ ADDED = (
 )
 NORMS = tuple(NORM_PREFIX + key for key in NORM_KEYS)
 """Beside ADDED, where the optimizer keeps statistics of the gradient norm."""
+SHARD_START = "shard_start"
+TAKEN = frozenset((*ADDED, *NORMS, SHARD_START))
 
 
 class StateDict(dict[str, Any]):
     """Our state dict, which also returns ``["state"]`` and ``["param_groups"]`` in torch's layout.
 
-    Those two are not among its keys: it iterates, prints and pickles as our layout, and ``torch.load`` returns a plain
-    ordered dict. Torch's layout is made when it is first asked for and holds the same tensors; it may be written to, as
-    torch's functions do.
+    Both count as contained, but are not among its keys: it iterates, prints and pickles as our layout, and
+    ``torch.load`` returns a plain ordered dict. Torch's layout is made when it is first asked for and holds the same
+    tensors; it may be written to, as torch's functions do. Whoever takes one of the two out, by :meth:`pop`, has a
+    torch optimizer's state dict before him: the other one is what is left.
     """
 
     _torch_layout: dict[str, Any] | None = None
 
     def __missing__(self, key: str) -> Any:
-        if key not in TORCH_KEYS:
+        if key not in TORCH_KEYS or not super().__contains__("optimizer"):
             raise KeyError(key)
         if self._torch_layout is None:
             self._torch_layout = to_torch_layout(self)
         return self._torch_layout[key]
+
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(key) or (key in TORCH_KEYS and super().__contains__("optimizer"))
+
+    def pop(self, key: str, *default: Any) -> Any:
+        """Take an entry out. If it is one of torch's two, the other one takes the place of our layout."""
+        if key in TORCH_KEYS and key in self and not super().__contains__(key):
+            layout = {name: self[name] for name in TORCH_KEYS}
+            self.clear()
+            self.update(layout)
+        return super().pop(key, *default)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return OrderedDict, (), None, None, iter(self.items())
@@ -73,56 +88,38 @@ class StateDict(dict[str, Any]):
         return StateDict(deepcopy(dict(self), memo))
 
 
-class StateNames:
-    """A view of ``optimizer.state`` for READERS: that there is state, and the names of its entries.
-
-    If ``state`` were empty they would step the optimizer, and its scaler, with gradients of zeros.
-
-    Args:
-        state: of the optimizer, by parameter.
-        has_norms: whether the optimizer keeps statistics of the gradient norm.
-    """
-
-    def __init__(self, state: Mapping[Any, Any], *, has_norms: bool = False) -> None:
-        self._state = state
-        self._added = (*ADDED, *NORMS) if has_norms else ADDED
-
-    def __bool__(self) -> bool:
-        return True
-
-    def __contains__(self, param: Tensor) -> bool:
-        return True  # our own entries are every parameter's
-
-    def __getitem__(self, param: Tensor) -> tuple[str, ...]:
-        return (*self._state.get(param, ()), *self._added)
-
-
-def is_read_by_name() -> bool:
-    """Return whether one of READERS reads the property that calls this.
-
-    They take the names of a flattened state dict's entries from the live ``optimizer.state``, and have no hook to add
-    more. Another optimizer may wrap ours, so two frames are searched.
-    """
-    frame = sys._getframe(1).f_back
-    for _ in range(2):
-        if frame is not None and frame.f_globals.get("__name__") in READERS:
-            return True
-        frame = frame and frame.f_back
-    return False
-
-
 def to_torch_layout(own: Mapping[str, Any]) -> dict[str, Any]:
     """Return our layout as torch's, keyed by position. New dicts and lists, the same tensors.
 
     Raises StateDictError for state that torch's functions cannot carry, naming it.
     """
-    if shared := [key for one in own["optimizer"].get(SHARED_STATE, []) for key in one]:
+    if others := [key for one in own["optimizer"].get(SHARED_STATE, []) for key in one]:
         raise StateDictError(
-            f"optimizer.state[{shared[0]!r}] belongs to no parameter, and torch.distributed.checkpoint carries only "
+            f"optimizer.state[{others[0]!r}] belongs to no parameter, and torch.distributed.checkpoint carries only "
             "state that does; use state_dict() itself, or megascale.checkpoint"
         )
+    # Torch's functions carry state of parameters alone. So what belongs to the optimizer (scaler, counts, norms) is put
+    # into each parameter's entry, and its main param beside it.
     names = [name for group in own["optimizer"]["param_groups"] for name in group["params"]]
     positions = {name: position for position, name in enumerate(names)}
+    shared = shared_entries(own)
+    state: dict[int, Any] = {}
+    for name, position in positions.items():
+        entries = own["optimizer"]["state"][name]
+        require_free_names(name, entries)
+        own_copies = {key: value.clone() for key, value in shared.items()}  # some file formats refuse shared memory
+        state[position] = dict(entries) | own_copies | {NUM_STATES: torch.tensor(len(entries), device="cpu")}
+        if name in own["main_params"]:
+            state[position][MAIN_PARAM] = own["main_params"][name]
+    groups = [
+        group | {"param_names": list(group["params"]), "params": [positions[name] for name in group["params"]]}
+        for group in own["optimizer"]["param_groups"]
+    ]
+    return {"state": state, "param_groups": groups}
+
+
+def shared_entries(own: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the entries that every parameter has a copy of, from a state dict of ours: 0-d, in host memory."""
     on_host = partial(torch.tensor, device="cpu")
     scaler = {
         SCALER_PREFIX + key: torch.as_tensor(value).reshape(()).cpu() for key, value in own["grad_scaler"].items()
@@ -132,19 +129,13 @@ def to_torch_layout(own: Mapping[str, Any]) -> dict[str, Any]:
         NORM_PREFIX + key: on_host(value, dtype=torch.int64 if key == "count" else torch.float64)
         for key, value in own.get("norm_statistics", {}).items()
     }
-    state: dict[int, Any] = {}
-    for name, position in positions.items():
-        entries = own["optimizer"]["state"][name]
-        if taken := sorted(set(entries) & {*ADDED, *NORMS}):
-            raise StateDictError(f"optimizer state of {name!r} has entries called {taken}, names that megascale needs")
-        state[position] = dict(entries) | scaler | counts | norms | {NUM_STATES: on_host(len(entries))}
-        if name in own["main_params"]:
-            state[position][MAIN_PARAM] = own["main_params"][name]
-    groups = [
-        group | {"param_names": list(group["params"]), "params": [positions[name] for name in group["params"]]}
-        for group in own["optimizer"]["param_groups"]
-    ]
-    return {"state": state, "param_groups": groups}
+    return scaler | counts | norms
+
+
+def require_free_names(name: str, entries: Mapping[str, Any]) -> None:
+    """Raise StateDictError for an optimizer whose ``entries`` of parameter ``name`` have a name that we add."""
+    if taken := sorted(TAKEN.intersection(entries)):
+        raise StateDictError(f"optimizer state of {name!r} has entries called {taken}, names that megascale needs")
 
 
 def is_torch_layout(state_dict: Any) -> bool:
@@ -180,9 +171,8 @@ def from_torch_layout(given: Mapping[str, Any], live: Mapping[str, Any], *, stri
         if key in shared:
             continue
         name = names[key]
-        # torch's functions make an empty dict of an entry that a flattened state dict lacks.
-        there = {what: value for what, value in entries.items() if not (isinstance(value, Mapping) and not value)}
-        states[name] = {what: value for what, value in there.items() if what not in ADDED + NORMS}
+        there = _as_shards(name, _present(entries), states[name], mains.get(name))
+        states[name] = {what: value for what, value in there.items() if what not in TAKEN}
         _check_whole(name, states[name], there.get(NUM_STATES))
         scalers.append(_with_prefix(there, SCALER_PREFIX, SCALER_KEYS))
         counts.append(_with_prefix(there, COUNT_PREFIX, COUNT_KEYS))
@@ -191,6 +181,7 @@ def from_torch_layout(given: Mapping[str, Any], live: Mapping[str, Any], *, stri
             mains[name] = there[MAIN_PARAM]
         elif strict and name in mains:
             raise _plain(f"no {MAIN_PARAM!r} of {name!r}")
+    # Each entry had a copy: if copies differ, entries of several checkpoints were mixed.
     scaler = _common_value(scalers, SCALER_PREFIX, live["grad_scaler"])
     step_counts = _common_value(counts, COUNT_PREFIX, live["step_counts"])
     norm_statistics = _common_value(norms, NORM_PREFIX, live.get("norm_statistics", {}))
@@ -204,6 +195,48 @@ def from_torch_layout(given: Mapping[str, Any], live: Mapping[str, Any], *, stri
         "grad_scaler": scaler if scaler or (strict and scalers) else live["grad_scaler"],
         "version": live["version"],
     } | {key: value for key, value in optional.items() if value}
+
+
+def _present(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries without those that stand for none: of a copy of ``optimizer.state`` an added one of None.
+
+    Torch's functions make an empty dict of an entry that a flattened state dict lacks.
+    """
+    return {
+        what: value
+        for what, value in entries.items()
+        if not (isinstance(value, Mapping) and not value) and not (value is None and what in TAKEN)
+    }
+
+
+def _as_shards(name: str, entries: dict[str, Any], live: Mapping[str, Any], main: Any) -> dict[str, Any]:
+    """Return the entries of a copy of ``optimizer.state`` with ParamShards for this rank's pieces of sharded tensors.
+
+    Args:
+        live, main: the parameter's state and main param in our layout, with ParamShards where ranks hold pieces.
+
+    Raises StateDictError for pieces of another layout: they are not all there.
+    """
+    if SHARD_START not in entries:
+        return entries
+    own = [value for what, value in entries.items() if what not in TAKEN]
+    if not live and any(isinstance(value, Tensor) and not value.numel() for value in own):
+        # Another rank owns the parameter, and has its state: here are empty tensors.
+        entries = {what: value for what, value in entries.items() if what in TAKEN and what != NUM_STATES}
+    start, taken = int(entries[SHARD_START]), dict(entries)
+    for what, mine in {**live, MAIN_PARAM: main}.items():
+        piece = entries.get(what)
+        if not isinstance(mine, ParamShard) or not isinstance(piece, Tensor):
+            continue
+        begin = start // GROUP if is_scale(what) else start
+        if piece.numel() != mine.piece.numel() or (begin != mine.start and piece.numel()):
+            raise StateDictError(
+                f"{what} of {name!r} is a copy of {piece.numel()} elements from {begin} on, as optimizer.state holds "
+                f"them on one rank; this rank has {mine.piece.numel()} from {mine.start} on. Load the copy on the same "
+                "ranks, built alike, or save what state_dict() returns, which is whole"
+            )
+        taken[what] = ParamShard(piece.reshape(-1), mine.shape, mine.start)
+    return taken
 
 
 def _check(given: Mapping[str, Any]) -> None:
@@ -297,7 +330,6 @@ def _plain(lack: str) -> StateDictError:
     return StateDictError(
         f"state dict is a plain torch optimizer's (it has 'param_groups' at the top, and {lack}); load it into the "
         "torch optimizer before wrapping it, or with strict=False (of load_state_dict() or StateDictOptions) to take "
-        "what it has. If megascale saved it: give load_state_dict() all that state_dict() has returned; a copy of "
-        "optimizer.state alone lacks main params and scaler, and a function that takes its names from there leaves "
-        "them in the file, where torch.distributed.checkpoint.state_dict.set_optimizer_state_dict() finds them"
+        "what it has. If megascale saved it: give load_state_dict() all that state_dict() has returned, or all entries "
+        "of optimizer.state, whose names tell what a flattened file holds"
     )

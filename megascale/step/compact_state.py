@@ -108,6 +108,7 @@ def convert_(entry: dict[str, Any], dtypes: Mapping[str, torch.dtype], param: Ma
     """
     held = [name for name in MOMENT_CODES if entry.get(name) is not None]
     names = _PAIR if "exp_avg_sq" in held else held
+    # A code means nothing without its scale, and the first moment's quotient nothing without the second moment.
     unscaled = [
         name + SCALE_SUFFIX
         for name in names
@@ -129,6 +130,7 @@ def convert_(entry: dict[str, Any], dtypes: Mapping[str, torch.dtype], param: Ma
         made = encode_moments(decoded["exp_avg"], decoded["exp_avg_sq"], dtypes, start_of(param), step)
     else:
         made = _converted_averages(parts, names, dtypes, start_of(param), step)
+    # Old scales go first: a moment that is fp32 from now on has none.
     for name in filter(is_scale, list(entry)):
         del entry[name]
     for name, value in made.items():

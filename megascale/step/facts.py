@@ -74,6 +74,7 @@ class FactsOfSteps:
             chain.from_iterable(member.absent(own).items() for member, own in zip(members, collected, strict=True))
         )
         new = dict(chain.from_iterable(member.unverified_params.items() for member in members))
+        # Of new parameters the values count: gradients, which tell replicas that differ, do not tell where they began.
         for topic, params, values in (
             (Topic.ABSENT, absent, dict.fromkeys(absent, True)),
             (Topic.NEW, new, digests(new) if new else {}),
@@ -82,6 +83,7 @@ class FactsOfSteps:
                 facts[experts, topic] = {name: values[name] for name in params if is_expert(params[name]) == experts}
         may_differ = any(member.replicas_may_differ for member in members)
         options = _options(members)
+        # This one does not vote, it explains: where only some ranks of a set vote, their numbers do not add up to 0.
         facts |= {(experts, Topic.REPLICAS): {"replicas_may_differ": may_differ} for experts in options}
         if not may_differ:
             self._find_groups(members)

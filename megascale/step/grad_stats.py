@@ -77,6 +77,7 @@ class Holders:
         for an expert's parameter without a group.
         """
         data = self._groups.of_param(param)
+        # Another stage of the pipeline has the same parameter, and counts its gradient.
         if getattr(param, "shared", False):
             return GradWeight(0.0, 0.0, 0.0)
         mesh_ranks: frozenset[int] = frozenset()
@@ -92,11 +93,14 @@ class Holders:
             for dim, placed in enumerate(param.placements):
                 if placed.is_replicate():
                     replicas = replicas.times(mesh.size(dim), (mesh.get_coordinate() or [0] * mesh.ndim)[dim])
+        # Data-parallel ranks that the mesh does not span hold the same, too: of a plain parameter all of them. Where it
+        # spans them, as in FSDP2, placements have said already which hold the same.
         holders = ranks_of(data.replicate if self._sharded else data.holders) & self._stats
         copies = self._num_copies(holders, mesh_ranks)
         if len(holders & mesh_ranks) <= 1 < len(holders):
             replicas = replicas.times(len(holders), sorted(holders).index(dist.get_rank()))
             copies = 1.0
+        # Likewise of tensor-parallel ranks, which have a contrast of their own beside this one, see GradWeight.
         tensor = self._tensor_copies(param)
         tensor_replicas = _Replicas()
         if len(tensor & mesh_ranks) <= 1 < len(tensor):
@@ -176,6 +180,7 @@ def measure(
         errors: 0-d, this rank's errors, in the dtype of statistics.
         scaled: False if this rank knows that the loss was not scaled.
     """
+    # A rank without gradients has statistics, too: the others wait for it in the all-reduce, and it may have an error.
     if not len(grads):
         vector = torch.zeros(NUM_STATISTICS, dtype=stats_dtype(device), device=device)
         vector[Statistic.ZEROS] = 0.0 if count_zeros else math.nan

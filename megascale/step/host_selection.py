@@ -1,12 +1,14 @@
 """Selects how main params in host memory are updated."""
 
 import torch
+from torch.distributed import ProcessGroup
 
 from megascale.config import StepConfig
 from megascale.errors import ArgumentError
 from megascale.kernels import host_backend
 from megascale.main_params.weight_arrivals import WeightArrivals
-from megascale.rules import BY_KIND, MUON
+from megascale.rules import BY_KIND, MUON, Rule
+from megascale.step.compute_choice import ComputeChoice
 from megascale.step.host_own_step import HostOwnStep
 from megascale.step.host_update import HostUpdate
 from megascale.step.kernel_update import KernelUpdate
@@ -23,12 +25,14 @@ def in_host_memory(
     beside: InnerUpdate,
     device: torch.device,
     arrivals: WeightArrivals,
+    group: ProcessGroup | None,
 ) -> InnerUpdate:
     """Return what updates parameters with a twin in host memory there, and others as ``beside`` does.
 
     Args:
         device: of the model params.
         arrivals: runs updates in a thread and sends their weights.
+        group: the ranks that step together, and choose together who computes.
 
     Raises ArgumentError for an optimizer that cannot run there, or not in a thread.
     """
@@ -39,14 +43,7 @@ def in_host_memory(
             "leave it False for it: build_optimizer() with optimizer='muon' moves what other parameters have"
         )
     if rule is not None and isinstance(beside, KernelUpdate):
-        if config.optimizer_offload_compute == "host":
-            return HostUpdate(optimizer, config, rule, beside, device, arrivals, host_backend())
-        if config.store_param_remainders and not beside.fuses_remainders:
-            raise ArgumentError(
-                "optimizer_offload_compute='device' with store_param_remainders=True needs backend 'triton' or "
-                f"'native', got {beside.backend.name!r}; take optimizer_offload_compute='host'"
-            )
-        return StreamedUpdate(optimizer, config, rule, beside, device, arrivals, beside.backend)
+        return _by_kernels(optimizer, config, rule, beside, device, arrivals, group)
     if config.optimizer_offload_compute == "device":
         raise ArgumentError(
             f"optimizer_offload_compute='device' needs {either(_WITH_KERNELS)}, got {name}, whose own step() runs "
@@ -57,10 +54,35 @@ def in_host_memory(
             f"overlap_cpu_optimizer_d2h_h2d=True needs {either(_WITH_KERNELS)}: the own step() of {name} reads "
             "param_groups, which a thread must not change under the caller; leave it False"
         )
-    for index, group in enumerate(optimizer.param_groups):
-        if group.get("capturable"):
+    for index, options in enumerate(optimizer.param_groups):
+        if options.get("capturable"):
             raise ArgumentError(
                 f"param group {index} has capturable=True, which {name} refuses for parameters in host memory; set it "
                 "False with optimizer_cpu_offload=True"
             )
     return HostOwnStep(optimizer, beside, device, pin=config.pin_cpu_grads)
+
+
+def _by_kernels(
+    optimizer: torch.optim.Optimizer,
+    config: StepConfig,
+    rule: Rule,
+    beside: KernelUpdate,
+    device: torch.device,
+    arrivals: WeightArrivals,
+    group: ProcessGroup | None,
+) -> InnerUpdate:
+    """Return the update of a rule that has kernels: by the host, the device, or by each in turn until one is chosen."""
+    compute = config.optimizer_offload_compute
+    is_decoded = config.store_param_remainders and not beside.fuses_remainders
+    if compute == "device" and is_decoded:
+        raise ArgumentError(
+            "optimizer_offload_compute='device' with store_param_remainders=True needs backend 'triton' or 'native', "
+            f"got {beside.backend.name!r}; take optimizer_offload_compute='host'"
+        )
+    ways: dict[str, HostUpdate] = {}
+    if compute != "device":
+        ways["host"] = HostUpdate(optimizer, config, rule, beside, device, arrivals, host_backend())
+    if compute != "host" and not is_decoded:
+        ways["device"] = StreamedUpdate(optimizer, config, rule, beside, device, arrivals, beside.backend)
+    return ComputeChoice(ways, device, group) if len(ways) > 1 else next(iter(ways.values()))

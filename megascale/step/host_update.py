@@ -151,6 +151,7 @@ class HostUpdate(InnerUpdate):
         """See :class:`InnerUpdate`. With overlap it returns flags of the step before: this one's are not known."""
         here = [pending for pending in updates if not self._is_there(pending)]
         there = [pending for pending in updates if self._is_there(pending)]
+        # First what the device updates: it works while gradients travel.
         rounded = self._beside.apply(here, decision, mark_written) if here else []
         late = self._taken_flags()
         if not there:
@@ -158,13 +159,14 @@ class HostUpdate(InnerUpdate):
         has_event = has_streams(self._device)
         self._numbers[:1].copy_(decision.found_inf.reshape(1), non_blocking=has_event)
         self._numbers[1:].copy_(decision.coefficient.reshape(1), non_blocking=has_event)
+        # All updates are started before the first one is awaited: the thread works while the next gradients travel.
         awaited = []
         record = None if self._arrivals.meter is None else self._arrivals.meter.begin_step()
         for pending in there:
             self._send(pending)
             self._arrivals.start(pending.params, self._task(pending, self._event(), record))
             waits = not self._overlaps or self._arrivals.unawaited(pending.params)
-            if self._overlaps:
+            if self._overlaps:  # starts the gather of a sharded unit, behind the arrival of its weights
                 mark_written(pending.unit)
             if waits:
                 awaited.append(pending)

@@ -96,6 +96,7 @@ class KernelState:
         """
         names = with_scales(names, self._dtypes)
         entries = [self._entry(param) for param in params]
+        # All are checked before the first one changes: a refusal leaves the state as it was.
         for entry, param in zip(entries, params, strict=True):
             if self._is_compact:
                 require_holdable(param)
@@ -103,6 +104,8 @@ class KernelState:
             for name in {*names, *filter(is_scale, entry)}:
                 if entry.get(name) is not None:
                     _check(name, entry[name], param)
+        # Before the moments: a momentum buffer that is there already decides where its count begins, and the dither of
+        # codes depends on the count.
         if "step" in names:
             self._create_steps(entries, params)
         slabs = Slabs(param.main for param in params)

@@ -16,6 +16,7 @@ from megascale.main_params.main_param import MainParam
 from megascale.main_params.update_unit import UpdateUnit
 from megascale.parallel import ParallelGroups
 from megascale.step import grad_stats
+from megascale.step.compute_choice import ComputeChoice
 from megascale.step.counter import StepCounter
 from megascale.step.grad_stats import GradStats
 from megascale.step.held_grads import HeldGrads
@@ -86,7 +87,9 @@ class StepMember:
         self.update = select_update(optimizer, backend, config, groups.data_parallel)
         self.tuner: OffloadTuner | None = None
         if main_params.arrivals is not None:
-            self.update = in_host_memory(optimizer, config, self.update, device, main_params.arrivals)
+            self.update = in_host_memory(
+                optimizer, config, self.update, device, main_params.arrivals, groups.grad_stats
+            )
             if config.optimizer_offload_fraction == "auto":
                 self.tuner = OffloadTuner(main_params.measure_offload(), groups.grad_stats)
         self._deciding = groups.grad_stats
@@ -175,10 +178,12 @@ class StepMember:
             self.tuner.close()
 
     def tune_offload(self) -> Exception | None:
-        """Set the fraction that "auto" finds, if the next step is the one before which all ranks do so.
+        """Set what "auto" finds, a fraction or who computes, if the next step is the one before which all ranks do so.
 
         Returns this rank's error. All ranks call it together.
         """
+        if isinstance(self.update, ComputeChoice) and self.ready is None:
+            self.update = self.update.advance(self.counter.steps) or self.update
         tuner = self.tuner
         if tuner is None or not tuner.is_due(self.counter.steps):
             return None

@@ -101,6 +101,7 @@ class OverflowRecorder(LastOverflow, StepObserver):
             scaler: of the loss.
         """
         self._num_records += 1
+        # Taken at the decision: observers may be told one step later, when the next losses are there.
         num_losses, losses = self.losses.count, self.losses.take()
         captured = is_capturing(self._device)
         params = []

@@ -66,13 +66,14 @@ def check_state(
     kind = type(optimizer)
     if kind not in OWN_STEPS:
         return
+    # Before the state, which a first step does not have yet: torch refuses these options then, too.
     is_captured = "capturable" in optimizer.defaults and bool(options["capturable"])
     if is_captured:
         _require_capturable(kind, param)
     elif _is_grouped(kind, options, param.main):
         _require_numbers(kind, options)
     if not state:
-        return
+        return  # torch makes all of it
     names = _names(kind, param.main)
     lacks = [name for name in names if state.get(name) is None]
     if lacks:

@@ -25,14 +25,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from operator import attrgetter
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megascale.errors import ArgumentError, ArgumentTypeError, InnerStepError, MegascaleError, UsageError
 from megascale.grad_scaler import MegatronGradScaler
-from megascale.kernels import Decision, GradWeights, Statistic
+from megascale.kernels import Decision, Statistic
 from megascale.parallel import AssumedAlone, ParallelGroups
 from megascale.step import grad_stats
 from megascale.step.arguments import refuse_fake_mode, require_values
@@ -50,6 +49,7 @@ from megascale.step.misuse import (
 )
 from megascale.step.observers import StepObserver, StepRecord
 from megascale.step.overflows import OverflowRecorder
+from megascale.step.result import CapturedStep, StepResult
 from megascale.step.spikes import NormStatistics, SpikeJudge
 from megascale.step.stalls import StallWatch
 from megascale.step.update import OverflowFlags
@@ -61,40 +61,6 @@ from megascale.utils.transfer import to_device_async
 
 _MAIN_PARAMS = attrgetter("main_params")
 _UNPREPARED = "step_with_ready_grads() needs prepare_grads() first; step() calls both"
-
-
-class StepResult(NamedTuple):
-    """What a step did: 0-d tensors on the parameters' device.
-
-    Reading one on the host, as ``bool(result.success)`` does, waits for the device.
-
-    Attributes:
-        success: bool, False where the step was skipped.
-        grad_norm: fp32, global L2 norm of the unscaled, unclipped gradients. Non-finite where they were.
-        num_zeros_in_grad: fp64, zero elements of the gradients; NaN unless ``config.log_num_zeros_in_grad``.
-    """
-
-    success: Tensor
-    grad_norm: Tensor
-    num_zeros_in_grad: Tensor
-
-
-class CapturedStep(NamedTuple):
-    """What a graph keeps of the step that it holds: tensors that replays write, and the host reads after each, or read.
-
-    Other steps, eager or of another graph, may come between two replays.
-
-    Attributes:
-        record: what observers are told of each replay.
-        overflow_flags: which main params did not fit their model params.
-        weights: of each member's statistics.
-        result: what the step returned.
-    """
-
-    record: StepRecord
-    overflow_flags: list[OverflowFlags]
-    weights: list[GradWeights | None]
-    result: StepResult | None
 
 
 class StepRecipe:
@@ -192,12 +158,14 @@ class StepRecipe:
         """Finish, measure, agree, decide, rescale. ``error``: what this rank found already; all ranks raise it."""
         self._check_surroundings()
         for member in self.members:
-            error = error or member.tune_offload()
+            tuned = member.tune_offload()  # also with an error: other ranks wait for this one there
+            error = error or tuned
         scaler, scaled = self._grad_scaler, self._is_loss_scaled()
         if self.members[0].held is not None:
             error = error or self._measured_twice(scaled)
         if not scaled and self.errors.consensus.is_alone:
             error = error or unscaled_loss_error()
+        # From here to raise_agreed() an error is counted, never raised: the other ranks wait for this one in agree().
         collected, stats = self._measure(error, scaled=scaled)
         with span("agree"):
             if not self.errors.consensus.is_alone:
@@ -216,6 +184,7 @@ class StepRecipe:
             if scaler is not None:
                 scaler.update(overflow.found_inf)
                 self._times_asked = scaler.times_asked()
+        # Last: a step is ready only if no rank has refused it.
         for member, own in zip(self.members, collected, strict=True):
             member.ready, member.held = ReadyStep(own.updates, decision), None
         return decision

@@ -124,6 +124,7 @@ class StallWatch(StepObserver):
         at_floor = self._floor.observe(overflowed, scaler)
         too_many = _is_above(self._skips, self._most_skips)
         too_low = _is_above(at_floor, self._most_at_floor)
+        # First: weights that are not finite are a cause, and the other errors would tell only what follows from it.
         if _is_due(self._skips, FIRST_LOOK) or too_many or too_low:
             self._raise_damage()
         lowest = None if scaler is None else scaler.lowest_scale

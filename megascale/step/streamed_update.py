@@ -113,6 +113,7 @@ class StreamedUpdate(HostUpdate):
         """Bring a slice's state to the device, update it, and send it back."""
         mirror = self._mirror(prepared, slot)
         stream = current_stream(self._device) if self._inwards is not None else None
+        # Into the slot once the slice before has left it.
         with _on(self._inwards):
             if self._inwards is not None and slot.left is not None:
                 self._inwards.wait_event(slot.left)
@@ -125,7 +126,7 @@ class StreamedUpdate(HostUpdate):
         mirror.operands.grad = grads
         hyper = None if pending.call is None else pending.call.hyper
         flags = self._host.run(prepared._replace(operands=mirror.operands), hyper, decision.to(self._device))
-        mirror.operands.grad = ()
+        mirror.operands.grad = ()  # kept for the next step, which has other gradients
         if self._outwards is not None and stream is not None:
             self._outwards.wait_event(stream.record_event())
         with _on(self._outwards):
@@ -149,6 +150,7 @@ class StreamedUpdate(HostUpdate):
             pairs.append((there, here))
             return here
 
+        # The kernel decodes main params that are held as remainders: those have no memory, here or there.
         is_held = bool(operands.remainder)
         made = Operands(
             model=[param.part for param in prepared.params],

@@ -119,6 +119,7 @@ class GeneralUpdate(InnerUpdate):
         Raises InnerStepError where the optimizer's ``step()`` raises. Model params are then the roundings of main
         params nevertheless, and other ranks get what they wait for.
         """
+        # The one host read: torch's step() cannot look at the decision on the device.
         if bool(decision.found_inf):
             for pending in updates:
                 mark_written(pending.unit)
@@ -134,6 +135,8 @@ class GeneralUpdate(InnerUpdate):
                 self.inner_step()
         except Exception as error:  # whatever it is: other ranks wait
             failure = error
+        # After a failure, too: model params must be the roundings of main params, and other ranks wait for the gathers
+        # that mark_written() starts.
         by_device: defaultdict[torch.device, list[MainParam]] = defaultdict(list)
         for param in params:
             if param.is_copy:
@@ -176,8 +179,10 @@ class GeneralUpdate(InnerUpdate):
                 if param.main is param.model:
                     set_aside.enter_context(replaceable_grad(param.model))
                 param.main.grad = dtensor_like(unscaled, param.main)
+                # State is keyed by parameter: it moves to the key under which step() looks for it.
                 if param.main is not param.model and param.model in state:
                     state[param.main] = state.pop(param.model)
+            # Only parameters of this step: others may still have a gradient, and step() would update them by it.
             for group in optimizer.param_groups:
                 group["params"] = [shown[id(p)].main for p in group["params"] if id(p) in shown]
             yield

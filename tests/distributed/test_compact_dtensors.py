@@ -85,7 +85,7 @@ def _whole(model: nn.Module, optimizer: MixedPrecisionOptimizer) -> dict[str, Te
     found = {f"main {name}": main for name, main in optimizer.main_params()}
     for name, param in model.named_parameters():
         found[f"model {name}"] = param.detach()
-        found |= {f"{key} {name}": value for key, value in optimizer.state[param].items()}
+        found |= {f"{key} {name}": value for key, value in optimizer.optimizer.state[param].items()}
     whole = {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in found.items()}
     return {key: (value.reshape(-1) if "_scale" in key else value).clone() for key, value in whole.items()}
 
@@ -219,7 +219,7 @@ def _fsdp(rule: str) -> tuple[bool, bool]:
             optimizer.zero_grad()
             model(inputs).float().square().mean().backward()
             optimizer.step()
-        held.append(all(is_dtensor(v) for s in optimizer.state.values() for k, v in s.items() if k != "step"))
+        held.append(all(is_dtensor(v) for s in optimizer.optimizer.state.values() for k, v in s.items() if k != "step"))
         found.append(_whole(model, optimizer))
     return held == [True, False], all(bits_equal(found[0][key], found[1][key]) for key in found[1])
 

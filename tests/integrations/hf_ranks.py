@@ -1,6 +1,7 @@
 """What ranks run in the tests of MegascaleTrainer: train, save, and resume, for each trainer and layout."""
 
 import contextlib
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,14 @@ from tests.integrations.hf_cases import (
     state_of,
     tokenizer,
 )
+from tests.pool import RankPool
 from tests.training import same_bits
 
 STEPS, SAVED_AT = 6, 3
 LAYERS = "LlamaDecoderLayer"
+AXOLOTL_PLUGIN = "megascale.integrations.axolotl.MegascalePlugin"
+WORLDS = [(4, 2), (2, 4)]
+"""How many ranks save, and how many new processes take it up."""
 OPTIONS = {"initial_loss_scale": 2.0**12, "loss_scale_window": 2, "hysteresis": 1}
 
 
@@ -61,9 +66,27 @@ def _words(seed: int) -> list[str]:
 
 
 def build(kind: str, folder: Path, dtype: torch.dtype, megascale: Any = OPTIONS, **options: Any) -> Any:
-    """Return a trainer of ours, of a kind ("trainer", "sft", "grpo", "rloo" or "dpo"), over a tiny Llama."""
+    """Return a trainer of ours, of a kind ("trainer", "sft", "grpo", "rloo", "dpo" or "axolotl"), over a tiny Llama."""
+    if kind == "axolotl":
+        return by_axolotl(megascale, unmixed("trainer", folder, dtype, **options))
     base, given = _setup(kind, folder, dtype, options)
     return type("Half", (Overflowing, MegascaleTrainer, base), {})(megascale=megascale, **given)
+
+
+def by_axolotl(megascale: Any, trainer: Any) -> Any:
+    """Return a trainer that axolotl's plugin manager has adopted, with ``megascale`` as its YAML file's key."""
+    from axolotl.integrations.base import PluginManager
+    from axolotl.utils.dict import DictDefault
+
+    cfg = DictDefault({"plugins": [AXOLOTL_PLUGIN], "megascale": megascale})
+    manager = PluginManager.get_instance()
+    manager.plugins.clear()
+    manager.register(AXOLOTL_PLUGIN)
+    for plugin in manager.plugins.values():
+        plugin.register(cfg)
+    manager.post_trainer_create(cfg, trainer)
+    manager.plugins.clear()
+    return trainer
 
 
 def unmixed(kind: str, folder: Path, dtype: torch.dtype, **options: Any) -> Any:
@@ -160,6 +183,23 @@ def assert_resumed(resumed: Any, whole: Any, *, to_the_end: bool) -> None:
         for one, other in zip(resumed, whole, strict=True):
             assert one["losses"] == other["losses"]
             assert same_bits(one["at_end"], other["at_end"])
+
+
+def assert_others_take_it_up(ranks: RankPool, kind: str, worlds: tuple[int, int], folder: str) -> None:
+    """Assert that new processes of another number begin with what FSDP2 in fp16 has saved, and train on.
+
+    ``worlds``: how many ranks save, and how many take it up.
+    """
+    given = (kind, "fsdp2", folder, torch.float16)
+    saved = ranks.run(worlds[0], train_on_rank, *given, timeout=300)
+    assert saved[0]["skips"] == [0, 1, 1, 1, 1, 1]
+    with ranks.spawn(worlds[1], resume_on_rank, *given) as fresh:
+        resumed = fresh.results(timeout=300)
+    assert_resumed(resumed, saved, to_the_end=False)
+    for one in resumed:
+        assert same_bits(one["at_end"], resumed[0]["at_end"])
+        assert not same_bits(one["at_end"], one["at_save"])
+        assert all(map(math.isfinite, one["norms"][SAVED_AT:]))  # the log has those from before, too
 
 
 def _report(trainer: Any, at_save: dict[str, Tensor]) -> dict[str, Any]:

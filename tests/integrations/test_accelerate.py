@@ -168,9 +168,9 @@ def test_prepare_changes_nothing() -> None:
     optimizer = wrap(module)
     by_hand(module, optimizer)
     before = snapshot(optimizer, module)
-    places = [id(value) for state in optimizer.state.values() for value in state.values()]
+    places = [id(value) for state in optimizer.optimizer.state.values() for value in state.values()]
     prepared = Accelerator(cpu=True).prepare(optimizer)
-    assert places == [id(value) for state in optimizer.state.values() for value in state.values()]
+    assert places == [id(value) for state in optimizer.optimizer.state.values() for value in state.values()]
     assert same_bits(before, snapshot(optimizer, module))
     # What Accelerate's own wrapper does at construction, and others may do at any time:
     prepared.load_state_dict(prepared.state_dict())
@@ -283,6 +283,42 @@ def test_bf16_without_a_scaler() -> None:
     module, prepared = accelerator.prepare(module, wrap(module, scale=None))
     accelerator.unscale_gradients()
     assert with_accelerate(accelerator, module, prepared, norm=0.1).skips == SKIPS
+
+
+@pytest.mark.parametrize("is_adopted", [False, True])
+def test_adapters_and_8_bit_moments(is_adopted: bool) -> None:
+    """LoRA of peft's over a frozen fp16 base, moments as codes: the bits of the loop by hand; adapters alone move.
+
+    ``is_adopted``: the accelerator is the program's own, within adopting().
+    """
+    peft = pytest.importorskip("peft", reason="LoRA needs peft")
+    codes: dict[str, Any] = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.uint8}
+
+    def build() -> tuple[Any, MixedPrecisionOptimizer]:
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=2, target_modules=["first", "second"], init_lora_weights=False)
+        adapted = peft.get_peft_model(model(), config, autocast_adapter_dtype=False)
+        trained = [(name, param) for name, param in adapted.named_parameters() if param.requires_grad]
+        scaler = DynamicGradScaler(2.0**10, 1.0, 2.0, 0.5, 4, 1)
+        inner = torch.optim.AdamW(trained, lr=1e-2)
+        return adapted, MixedPrecisionOptimizer(inner, OptimizerConfig(fp16=True, clip_grad=0.1, **codes), scaler)
+
+    reference, plain = build()
+    before = {name: param.detach().clone() for name, param in reference.named_parameters()}
+    expected = by_hand(reference, plain)
+    module, optimizer = build()
+    optimizer.clip_grad = 0.0
+    with adopting():
+        kind: Any = accelerate.Accelerator if is_adopted else Accelerator
+        accelerator = kind(cpu=True, gradient_accumulation_steps=MICRO_BATCHES)
+    prepared_model, prepared = accelerator.prepare(module, optimizer)
+    seen = with_accelerate(accelerator, prepared_model, prepared, norm=0.1)
+    assert (seen.skips, seen.scales) == (expected.skips, expected.scales)
+    assert same_bits(snapshot(optimizer, module), snapshot(plain, reference))
+    for entries in optimizer.optimizer.state.values():
+        assert (entries["exp_avg"].dtype, entries["exp_avg_sq"].dtype) == (torch.int8, torch.uint8)
+    moved = {name for name, param in module.named_parameters() if not bits_equal(param, before[name])}
+    assert moved == {name for name in before if "lora" in name}
 
 
 def test_a_trigger_and_a_gather_work_as_before() -> None:

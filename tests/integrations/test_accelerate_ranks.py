@@ -5,7 +5,7 @@ import re
 import sys
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from megascale import DistributedOptimizer, DynamicGradScaler, MixedPrecisionOpt
 from megascale.errors import UsageError
 from tests.jobs import job
 from tests.pool import RankPool
-from tests.training import INNER, bits_equal, model, wrap
+from tests.training import INNER, bits_equal, model, same_bits, wrap
 
 accelerate = pytest.importorskip("accelerate", reason="tests of the Accelerate integration need accelerate")
 
@@ -25,8 +25,9 @@ import safetensors.torch  # noqa: E402
 from accelerate.state import AcceleratorState, PartialState  # noqa: E402
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin  # noqa: E402
 
-from megascale.integrations.accelerate import Accelerator, adopt  # noqa: E402
+from megascale.integrations.accelerate import Accelerator, adopt, adopting  # noqa: E402
 from tests.integrations.accelerate_cases import (  # noqa: E402
+    MICRO_BATCHES,
     SKIPS,
     Seen,
     accelerator_of,
@@ -180,7 +181,7 @@ def _sharded_by_plugin(folder: str, reduce: torch.dtype | None) -> tuple[Ran, bo
         ran = _ran(accelerator, prepared_model, prepared, optimizer)
         gc.collect()
         assert [ref() for ref in whole] == [None] * len(whole)  # neither they nor their state stay in memory
-        assert len(optimizer.state) == len(whole)
+        assert len(optimizer.optimizer.state) == len(whole)
         scale = optimizer.get_loss_scale()
         accelerator.save_state(folder)
         with_accelerate(accelerator, prepared_model, prepared, steps=range(4))
@@ -206,6 +207,71 @@ def test_fsdp2_by_accelerates_plugin(ranks: RankPool, tmp_path: Path, reduce: to
 def test_a_dtype_of_reduction_that_is_named_stays(ranks: RankPool, tmp_path: Path) -> None:
     """Whoever asks for messages of half the size gets them."""
     ranks.run(WORLD, _sharded_by_plugin, str(tmp_path), torch.float16)
+
+
+def _plain_accelerator() -> Accelerator:
+    """Return the accelerator that a program makes by itself, within ``adopting()``, as lerobot's training script."""
+    with adopting():
+        made: Any = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=MICRO_BATCHES)
+    return cast(Accelerator, made)
+
+
+def _saves_or_loads(
+    folder: str, load: bool, kind: str, plain: bool = False, dtype: torch.dtype = torch.float16
+) -> dict[str, Tensor]:
+    """Return main params, scale and trackers: as they are saved, or as they are loaded.
+
+    Args:
+        kind: of FSDP2's state dicts; "ddp": no FSDP2.
+        plain: let the program make an accelerator of its own.
+    """
+    with as_rank():
+        accelerator, module = (_plain_accelerator if plain else accelerator_of)(), model(dtype, seed=int(load))
+        if kind != "ddp":
+            for state in (PartialState, AcceleratorState):
+                state._shared_state["distributed_type"] = DistributedType.FSDP
+            plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=kind)
+            AcceleratorState._shared_state["fsdp_plugin"] = plugin
+        optimizer = wrap(module, scale=2.0 ** (3 if load else 10) if dtype == torch.float16 else None)
+        prepared_model, prepared = accelerator.prepare(module, optimizer)
+        if load:
+            accelerator.load_state(folder)
+            found = _whole(optimizer)
+        else:
+            with_accelerate(accelerator, prepared_model, prepared, norm=NORM)
+            found = _whole(optimizer)
+            accelerator.save_state(folder)
+        if optimizer.grad_scaler is not None:
+            found |= {key: torch.as_tensor(value) for key, value in optimizer.grad_scaler.state_dict().items()}
+        seen = with_accelerate(accelerator, prepared_model, prepared, steps=range(3))
+        assert seen.skips == SKIPS[:3]  # on one rank alone the loss overflows
+        return found
+
+
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+def test_fsdp2_goes_on_at_another_number_of_ranks(ranks: RankPool, tmp_path: Path, kind: str) -> None:
+    """save_state on two ranks, load_state on two and on four: main params, scale and trackers with every bit."""
+    [saved, _] = ranks.run(WORLD, _saves_or_loads, str(tmp_path), False, kind)
+    for world in (WORLD, 2 * WORLD):
+        for loaded in ranks.run(world, _saves_or_loads, str(tmp_path), True, kind):
+            assert same_bits(loaded, saved)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("ddp", torch.float16), ("SHARDED_STATE_DICT", torch.float16), ("ddp", torch.bfloat16)],
+    ids=["ddp", "fsdp2", "bf16"],
+)
+def test_a_program_with_its_own_accelerator_goes_on(
+    kind: str, dtype: torch.dtype, ranks: RankPool, tmp_path: Path
+) -> None:
+    """Within adopting(): two ranks skip together, and what they save two new processes and four ranks take up."""
+    [saved, _] = ranks.run(WORLD, _saves_or_loads, str(tmp_path), False, kind, True, dtype)
+    assert saved["first.weight"].dtype == torch.float32
+    with ranks.spawn(WORLD, _saves_or_loads, str(tmp_path), True, kind, True, dtype) as fresh:
+        results = fresh.results(timeout=200)
+    for loaded in (*results, *ranks.run(2 * WORLD, _saves_or_loads, str(tmp_path), True, kind, True, dtype)):
+        assert same_bits(loaded, saved)
 
 
 def _plugin_on_cpu() -> str:

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from megascale.errors import ArgumentTypeError
-from tests.training import same_bits
+from tests.pool import RankPool
+from tests.training import bits_equal, same_bits
 
 pytest.importorskip("axolotl.integrations.base", reason="needs axolotl's wheel and addict: .ci/install_integrations")
 
@@ -18,9 +19,20 @@ from axolotl.utils.dict import DictDefault
 from megascale.integrations.axolotl import MegascaleArgs
 from tests.integrations.accelerate_cases import reset
 from tests.integrations.hf_cases import logged, optimizer_of, state_of
-from tests.integrations.hf_ranks import OPTIONS, build, unmixed
+from tests.integrations.hf_ranks import (
+    AXOLOTL_PLUGIN,
+    OPTIONS,
+    WORLDS,
+    assert_others_take_it_up,
+    assert_resumed,
+    build,
+    by_axolotl,
+    resume_on_rank,
+    train_on_rank,
+    unmixed,
+)
 
-NAME = "megascale.integrations.axolotl.MegascalePlugin"
+CODES = {"exp_avg_dtype": "int8", "exp_avg_sq_dtype": "uint8"}
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +56,7 @@ def _manager(cfg: Any) -> Any:
 
 def test_a_yaml_key_is_all(tmp_path: Path) -> None:
     """Axolotl's manager loads the plugin by name, and its trainer then trains as MegascaleTrainer does."""
-    cfg = DictDefault({"plugins": [NAME], "megascale": OPTIONS})
+    cfg = DictDefault({"plugins": [AXOLOTL_PLUGIN], "megascale": OPTIONS})
     manager = _manager(cfg)
     assert manager.get_input_args() == ["megascale.integrations.axolotl.MegascaleArgs"]
     assert MegascaleArgs.model_validate(cfg).megascale == OPTIONS
@@ -64,7 +76,7 @@ def test_a_yaml_key_is_all(tmp_path: Path) -> None:
 def test_without_the_key_defaults_are_taken(tmp_path: Path) -> None:
     """The plugin alone gives main params and a scale of 65,536."""
     trainer = unmixed("trainer", tmp_path, torch.float16)
-    cfg = DictDefault({"plugins": [NAME]})
+    cfg = DictDefault({"plugins": [AXOLOTL_PLUGIN]})
     _manager(cfg).post_trainer_create(cfg, trainer)
     trainer.train()
     assert optimizer_of(trainer).get_loss_scale().item() == 2.0**16
@@ -73,4 +85,55 @@ def test_without_the_key_defaults_are_taken(tmp_path: Path) -> None:
 def test_a_wrong_option_is_an_error_before_anything_is_loaded() -> None:
     """A typing error in the YAML file is named when the configuration is read."""
     with pytest.raises(ArgumentTypeError, match="did you mean 'hysteresis'"):
-        _manager(DictDefault({"plugins": [NAME], "megascale": {"histeresis": 1}}))
+        _manager(DictDefault({"plugins": [AXOLOTL_PLUGIN], "megascale": {"histeresis": 1}}))
+
+
+def test_bf16_weights_have_main_params(tmp_path: Path) -> None:
+    """``bfloat16: true`` in the YAML file, and the plugin: fp32 main params, and no loss scale."""
+    trainer = build("axolotl", tmp_path, torch.bfloat16, megascale=None, bf16=True)
+    trainer.train()
+    optimizer = optimizer_of(trainer)
+    assert optimizer.grad_scaler is None
+    assert {main.dtype for _, main in optimizer.main_params()} == {torch.float32}
+    assert all(bits_equal(main.bfloat16(), param) for (_, main), param in _pairs(trainer))
+
+
+def _pairs(trainer: Any) -> list[Any]:
+    params = dict(trainer.model.named_parameters())
+    return [((name, main), params[name]) for name, main in optimizer_of(trainer).main_params()]
+
+
+def test_adapters_and_8_bit_moments(tmp_path: Path) -> None:
+    """LoRA over a frozen fp16 base, as ``adapter: lora`` makes it: adapters alone move; their moments are codes."""
+    peft = pytest.importorskip("peft", reason="LoRA needs peft")
+    torch.manual_seed(0)
+    trainer = unmixed("trainer", tmp_path, torch.float16)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    trainer.model = trainer.model_wrapped = peft.get_peft_model(trainer.model, config, autocast_adapter_dtype=False)
+    by_axolotl(OPTIONS | CODES, trainer)
+    before = {name: param.detach().clone() for name, param in trainer.model.named_parameters()}
+    trainer.train()
+    for entries in optimizer_of(trainer).optimizer.state.values():
+        assert (entries["exp_avg"].dtype, entries["exp_avg_sq"].dtype) == (torch.int8, torch.uint8)
+    moved = {name for name, param in trainer.model.named_parameters() if not bits_equal(param, before[name])}
+    assert moved == {name for name in before if "lora" in name}
+
+
+@pytest.mark.parametrize("layout", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
+def test_a_run_goes_on_after_a_restart(layout: str, ranks: RankPool, tmp_path: Path) -> None:
+    """Two ranks, an overflow on one: resumed on two with all bits, and on four with what was saved."""
+    given = ("axolotl", layout, str(tmp_path), torch.float16)
+    whole = ranks.run(2, train_on_rank, *given, timeout=200)
+    assert whole[0]["skips"] == [0, 1, 1, 1, 1, 1]
+    with ranks.spawn(2, resume_on_rank, *given) as fresh:
+        assert_resumed(fresh.results(timeout=200), whole, to_the_end=True)
+    assert_resumed(ranks.run(4, resume_on_rank, *given, timeout=200), whole, to_the_end=False)
+
+
+@pytest.mark.weekly(minutes=0.5)
+@pytest.mark.parametrize("worlds", WORLDS, ids=str)
+def test_a_run_goes_on_in_new_processes_of_another_number(
+    worlds: tuple[int, int], ranks: RankPool, tmp_path: Path
+) -> None:
+    """FSDP2 in fp16: main params, weights, scale, trackers and counts are what was saved, bit for bit."""
+    assert_others_take_it_up(ranks, "axolotl", worlds, str(tmp_path))

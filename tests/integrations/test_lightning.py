@@ -14,7 +14,7 @@ from torch import Tensor
 from megascale import ConstantGradScaler, DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from tests.counting import OperatorCounter
-from tests.training import grad_of
+from tests.training import bits_equal, grad_of
 
 pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
 
@@ -64,6 +64,52 @@ def test_trains_as_a_plain_loop(precision: str, options: dict[str, Any], loop: d
     assert [landed for landed, _ in rows].count(False) == 2
     assert_same(module.state_dict(), expected.state_dict())
     assert_same(run.optimizers[0].state_dict(), optimizer.state_dict())
+
+
+@pytest.mark.parametrize("kind", ["8-bit moments", "frozen base", "both"])
+def test_adapters_and_8_bit_moments(kind: str, tmp_path: Path) -> None:
+    """What configure_optimizers chooses, and the config: codes for moments, a frozen fp16 base that does not move.
+
+    A run that is saved in its middle ends in the bits of the whole run.
+    """
+    codes: dict[str, Any] = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.uint8}
+    if kind == "frozen base":
+        codes = {}
+    frozen = () if kind == "8-bit moments" else ("net.first.weight", "net.second.weight")
+
+    class Module(Regression):
+        def __init__(self, *given: Any, **options: Any) -> None:
+            super().__init__(*given, **options)
+            for name in frozen:
+                self.get_parameter(name).requires_grad_(False)
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            return super().training_step([batches()[batch_idx].half()], batch_idx)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW([param for param in self.parameters() if param.requires_grad], lr=1e-2)
+
+    class Save(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            if trainer.global_step == 4:
+                trainer.save_checkpoint(tmp_path / "half")
+
+    def plugin(scale: float) -> MegascalePrecision:
+        config = OptimizerConfig(fp16=True, clip_grad=0.0, **codes)
+        return MegascalePrecision("16-true", config=config, grad_scaler=scaler(scale))
+
+    whole, rest = Module((1, 5)), Module((1, 5), seed=1)
+    before = {name: param.detach().half() for name, param in whole.named_parameters()}
+    expected = fitted(whole, plugin(2.0**8), callbacks=[Save()])
+    moved = {name for name, param in whole.named_parameters() if not bits_equal(param, before[name])}
+    assert moved == before.keys() - set(frozen)
+    for entries in cast(Any, expected.optimizers[0]).optimizer.state.values():
+        assert entries["exp_avg"].dtype == codes.get("exp_avg_dtype", torch.float32)
+    run = trainer(plugin(2.0**3))
+    run.fit(rest, loader(), ckpt_path=tmp_path / "half")
+    assert rest.rows == whole.rows[4:]
+    assert_same(rest.state_dict(), whole.state_dict())
+    assert_same(run.optimizers[0].state_dict(), expected.optimizers[0].state_dict())
 
 
 def test_clipping_bites() -> None:

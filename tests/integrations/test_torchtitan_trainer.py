@@ -84,9 +84,13 @@ def _trainer(
     mesh: Any = None,
     pipeline: bool = False,
     kind: str = "",
+    replicas: Any = None,
     **options: Any,
 ) -> Any:
-    """Return torchtitan's trainer without what only a GPU and its data sets give: its step is its own."""
+    """Return torchtitan's trainer without what only a GPU and its data sets give: its step is its own.
+
+    ``replicas``: the mesh that weights are spread over, where it is another than ``mesh`` of the data.
+    """
     from torchtitan.components.loss import CrossEntropyLoss
     from torchtitan.components.optimizer import LRSchedulersContainer
 
@@ -95,7 +99,7 @@ def _trainer(
     torch.manual_seed(0)
     model = Net(kind).to(dtype)
     if mesh is not None:
-        fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+        fully_shard(model, mesh=replicas or mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
     trainer = MegascaleTrainer.__new__(MegascaleTrainer)
     trainer.model_parts = [model]
     trainer.device = torch.device("cpu")
@@ -151,9 +155,8 @@ def _state(trainer: Any) -> dict[str, Tensor]:
     optimizer = trainer.optimizers.optimizer
     found = {f"main.{name}": whole(main) for name, main in optimizer.main_params()}
     found |= {f"weight.{name}": whole(param) for name, param in trainer.model_parts[0].named_parameters()}
-    return found | {
-        f"scaler.{key}": torch.as_tensor(value) for key, value in optimizer.grad_scaler.state_dict().items()
-    }
+    scaler = {} if optimizer.grad_scaler is None else optimizer.grad_scaler.state_dict()
+    return found | {f"scaler.{key}": torch.as_tensor(value) for key, value in scaler.items()}
 
 
 def test_a_loop_by_hand_takes_the_same_steps() -> None:
@@ -249,11 +252,21 @@ def test_a_trainer_that_cannot_scale_is_refused() -> None:
         trainer.use_loss_scale()
 
 
-def _on_rank(folder: str, options: dict[str, Any], resume: bool, kind: str = "") -> tuple[Any, ...]:
+def _on_rank(
+    folder: str,
+    options: dict[str, Any],
+    resume: bool,
+    kind: str = "",
+    dtype: torch.dtype = torch.float16,
+    replicated: bool = False,
+) -> tuple[Any, ...]:
+    """Train and save, or resume. ``replicated``: every rank holds all weights, as with dp_replicate alone."""
     import torch.distributed as dist
 
     rank, world = dist.get_rank(), dist.get_world_size()
-    trainer = _trainer(mesh=mesh_of((world,), ("dp",)), kind=kind, megascale=options)
+    flat = mesh_of((world,), ("dp",))
+    replicas = mesh_of((world, 1), ("dp_replicate", "fsdp")) if replicated else None
+    trainer = _trainer(dtype, mesh=flat, kind=kind, replicas=replicas, megascale=options)
     parts = {"model": trainer.model_parts[0], "optimizer": trainer.optimizers, "lr": trainer.lr_schedulers}
     if resume:
         dcp_load(parts, checkpoint_id=folder)
@@ -282,6 +295,44 @@ def test_fsdp2_goes_on_after_a_restart(kind: str, options: dict[str, Any], ranks
         assert same_bits(one[2], other[2])
     for one in ranks.run(4, _on_rank, str(tmp_path), options, True, kind, timeout=120):
         assert same_bits(one[0], whole_run[0][0])
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype", "replicated"),
+    [({}, torch.bfloat16, False), (OPTIONS, torch.float16, True)],
+    ids=["bf16", "dp_replicate"],
+)
+def test_bf16_and_replicas_go_on_after_a_restart(
+    options: dict[str, Any], dtype: torch.dtype, replicated: bool, ranks: RankPool, tmp_path: Path
+) -> None:
+    """bf16 weights have main params and no loss scale; replicas, which torchtitan makes by FSDP2 too, stay alike."""
+    setup = (str(tmp_path), options)
+    whole_run = ranks.run(2, _on_rank, *setup, False, "", dtype, replicated, timeout=120)
+    assert same_bits(whole_run[0][2], whole_run[1][2])
+    assert any(name.startswith("scaler.") for name in whole_run[0][0]) is (dtype == torch.float16)
+    assert {value.dtype for name, value in whole_run[0][0].items() if name.startswith("main.")} == {torch.float32}
+    assert [skipped for skipped, _ in whole_run[0][1]] == [step >= BAD for step in range(STEPS)]
+    for one, other in zip(
+        ranks.run(2, _on_rank, *setup, True, "", dtype, replicated, timeout=120), whole_run, strict=True
+    ):
+        assert same_bits(one[0], other[0])
+        assert same_bits(one[2], other[2])
+
+
+@pytest.mark.weekly(minutes=0.3)
+@pytest.mark.parametrize("worlds", [(4, 2), (2, 4)], ids=str)
+def test_fsdp2_goes_on_in_new_processes_of_another_number(
+    worlds: tuple[int, int], ranks: RankPool, tmp_path: Path
+) -> None:
+    """Main params, weights, scale and trackers are what was saved, bit for bit; ``worlds``: savers, new ranks."""
+    saved = ranks.run(worlds[0], _on_rank, str(tmp_path), OPTIONS, False, timeout=300)
+    with ranks.spawn(worlds[1], _on_rank, str(tmp_path), OPTIONS, True) as fresh:
+        resumed = fresh.results(timeout=300)
+    for began, rows, ended in resumed:
+        assert same_bits(began, saved[0][0])
+        assert rows == resumed[0][1]
+        assert same_bits(ended, resumed[0][2])
+        assert not same_bits(ended, began)
 
 
 def test_adapters_over_a_frozen_base_go_on_after_a_restart(ranks: RankPool, tmp_path: Path) -> None:

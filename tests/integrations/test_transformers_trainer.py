@@ -39,6 +39,8 @@ from tests.integrations.hf_cases import (  # noqa: E402
     state_of,
 )
 from tests.integrations.hf_ranks import (  # noqa: E402
+    WORLDS,
+    assert_others_take_it_up,
     assert_resumed,
     reduce_dtype_on_rank,
     resume_on_rank,
@@ -355,6 +357,15 @@ def test_a_run_goes_on_in_new_processes(ranks: RankPool, tmp_path: Path) -> None
     whole = ranks.run(2, train_on_rank, *arguments_, timeout=120)
     with ranks.spawn(2, resume_on_rank, *arguments_) as fresh:
         assert_resumed(fresh.results(timeout=120), whole, to_the_end=True)
+
+
+@pytest.mark.weekly(minutes=0.5)
+@pytest.mark.parametrize("worlds", WORLDS, ids=str)
+def test_a_run_goes_on_in_new_processes_of_another_number(
+    worlds: tuple[int, int], ranks: RankPool, tmp_path: Path
+) -> None:
+    """FSDP2 in fp16: main params, weights, scale, trackers and counts are what was saved, bit for bit."""
+    assert_others_take_it_up(ranks, "trainer", worlds, str(tmp_path))
 
 
 @pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32])

@@ -19,6 +19,8 @@ from tests.integrations.accelerate_cases import reset
 from tests.integrations.hf_cases import llama, logged, optimizer_of, state_of
 from tests.integrations.hf_ranks import (
     OPTIONS,
+    WORLDS,
+    assert_others_take_it_up,
     assert_resumed,
     build,
     resume_on_rank,
@@ -131,6 +133,16 @@ def test_a_run_goes_on_in_new_processes(kind: str, ranks: RankPool, tmp_path: Pa
     whole = ranks.run(2, train_on_rank, *arguments, timeout=120)
     with ranks.spawn(2, resume_on_rank, *arguments) as fresh:
         assert_resumed(fresh.results(timeout=120), whole, to_the_end=True)
+
+
+@pytest.mark.weekly(minutes=0.6)
+@pytest.mark.parametrize("worlds", WORLDS, ids=str)
+@pytest.mark.parametrize("kind", ["sft", "grpo"])
+def test_a_run_goes_on_in_new_processes_of_another_number(
+    kind: str, worlds: tuple[int, int], ranks: RankPool, tmp_path: Path
+) -> None:
+    """FSDP2 in fp16: main params, weights, scale, trackers and counts are what was saved, bit for bit."""
+    assert_others_take_it_up(ranks, kind, worlds, str(tmp_path))
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2"])

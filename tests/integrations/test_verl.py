@@ -110,6 +110,23 @@ def test_a_run_goes_on_in_new_processes(model: str, ranks: RankPool, tmp_path: P
             assert same_bits(one["at_end"], other["at_end"])
 
 
+@pytest.mark.weekly(minutes=0.7)
+@pytest.mark.parametrize("worlds", [(4, 2), (2, 4)], ids=str)
+def test_a_run_goes_on_in_new_processes_of_another_number(
+    worlds: tuple[int, int], model: str, ranks: RankPool, tmp_path: Path
+) -> None:
+    """Main params, weights, scale, trackers and rate are what was saved, bit for bit; ``worlds``: savers, new ranks."""
+    setup: Any = (model, str(tmp_path / "saved"), "fp16", "fp16", FUSED)
+    saved = ranks.run(worlds[0], train_on_rank, *setup, timeout=SECONDS)
+    with ranks.spawn(worlds[1], resume_on_rank, *setup) as fresh:
+        resumed = fresh.results(timeout=SECONDS)
+    for one in resumed:
+        assert same_bits(one["at_save"], saved[0]["at_save"])
+        assert same_bits(one["at_end"], resumed[0]["at_end"])
+        assert not same_bits(one["at_end"], one["at_save"])
+        assert all(math.isfinite(norm) for norm in one["norms"])
+
+
 def test_adapters_over_a_frozen_base_go_on_after_a_restart(model: str, ranks: RankPool, tmp_path: Path) -> None:
     """LoRA: adapters in fp16 have main params, the base in fp16 has none and does not move; two ranks, then four."""
     setup: Any = (model, str(tmp_path / "saved"), "fp16", "fp16", PLAIN, "fsdp2", 2)

@@ -14,6 +14,7 @@ FRAMEWORKS = [
     "TRL SFT",
     "TRL GRPO",
     "Accelerate",
+    "A program's own Accelerator",
     "axolotl",
     "Lightning",
     "verl",

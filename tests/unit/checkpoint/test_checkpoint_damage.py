@@ -189,6 +189,8 @@ INDEXES: dict[str, Callable[[dict[str, Any]], object]] = {
     "not a dict": lambda index: index.update({DATA: 3}),
 }
 
+FOUND_WHEN_READ = ("another place", "within an archive", "no piece")
+
 
 @pytest.mark.parametrize("damage", INDEXES)
 def test_an_index_that_does_not_fit(tmp_path: Path, damage: str) -> None:
@@ -198,7 +200,10 @@ def test_an_index_that_does_not_fit(tmp_path: Path, damage: str) -> None:
     folder = save(tmp_path, 2, model, optimizer)
     _change_body(folder, lambda body: INDEXES[damage](body["index"]))
     before = state_of(model, optimizer)
-    with pytest.raises(CheckpointError, match=r"the index|holds no"):
+    message = (
+        "holds no .*" if damage in FOUND_WHEN_READ else r"the index of .* is damaged .*; load an earlier checkpoint"
+    )
+    with pytest.raises(CheckpointError, match=message):
         load(folder, model, optimizer)
     assert differences(state_of(model, optimizer), before) == []
 

@@ -67,6 +67,13 @@ def test_what_torch_reads(folder: Path, is_earlier: bool) -> None:
         assert stored.properties.dtype == found.properties.dtype
 
 
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_every_protocol_of_pickles_says_the_same(folder: Path, tmp_path: Path, protocol: int) -> None:
+    """Python's default changes from version to version."""
+    read = _read(tmp_path, pickle.dumps(FileSystemReader(folder).read_metadata(), protocol), folder)
+    assert read == read_index(folder, Manifest.read(folder))
+
+
 def _with_properties(folder: Path, monkeypatch: pytest.MonkeyPatch, state: tuple[Any, ...]) -> bytes:
     """Return a pickle in which the properties of "model/weight", of shape (4, 3), have another state."""
     metadata = FileSystemReader(folder).read_metadata()

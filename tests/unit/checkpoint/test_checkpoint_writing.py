@@ -1,4 +1,4 @@
-"""Checksums that are taken while a file is written, and the files that they are of."""
+"""The files of a checkpoint, as they are written, and their checksums."""
 
 import ctypes
 import io
@@ -17,54 +17,18 @@ from hypothesis import strategies as st
 
 from megascale.checkpoint import archive_writing, storage
 from megascale.checkpoint.archive_writing import write_by_torch
-from megascale.checkpoint.checksum_follower import ChecksumFollower
 from megascale.checkpoint.crc32 import combined
 from megascale.checkpoint.manifest import CHUNK_BYTES, FileMark, Manifest, mark_of
 from megascale.checkpoint.storage import Planning
 from tests.checkpoint_cases import read_metadata
 
 
-@given(parts=st.lists(st.binary(max_size=99), max_size=9))
-def test_mark_is_that_of_the_whole_file(parts: list[bytes], tmp_path_factory: pytest.TempPathFactory) -> None:
-    """However it was written; an empty file too."""
-    path = tmp_path_factory.mktemp("marks") / "file"
-    with open(path, "wb") as stream, ChecksumFollower(path) as marker:
-        for part in parts:
-            stream.write(part)
-            stream.flush()
-            marker.written(stream.tell())
-        assert marker.mark() == mark_of(path)
-    whole = b"".join(parts)
-    assert marker.mark() == FileMark(len(whole), zlib.crc32(whole))
-
-
-def test_mark_of_a_file_longer_than_a_chunk(tmp_path: Path) -> None:
-    """Chunks are added up."""
-    path = tmp_path / "file"
-    path.write_bytes(os.urandom(2 * CHUNK_BYTES + 5))
-    with ChecksumFollower(path) as marker:
-        marker.written(path.stat().st_size)
-        assert marker.mark() == mark_of(path)
-
-
-def test_file_that_is_cut_is_an_error(tmp_path: Path) -> None:
-    """What was written must be in the file; the thread ends, and no checksum is made up."""
-    path = tmp_path / "file"
-    path.write_bytes(b"abc")
-    with ChecksumFollower(path) as marker:
-        marker.written(5)
-        with pytest.raises(OSError, match="ends at byte 3, although 5 were written"):
-            marker.mark()
-    assert not marker._thread.is_alive()
-
-
-def test_error_while_writing_ends_the_thread(tmp_path: Path) -> None:
-    """Nothing is left behind by a save that fails."""
-    path = tmp_path / "file"
-    path.touch()
-    with pytest.raises(ZeroDivisionError), ChecksumFollower(path) as marker:
-        _ = 1 / 0
-    assert not marker._thread.is_alive()
+@pytest.mark.parametrize("size", [0, 5, 2 * CHUNK_BYTES + 5])
+def test_mark_is_that_of_the_whole_file(tmp_path: Path, size: int) -> None:
+    """Of an empty one, and of one that is read in chunks."""
+    whole = os.urandom(size)
+    (tmp_path / "file").write_bytes(whole)
+    assert mark_of(tmp_path / "file") == FileMark(size, zlib.crc32(whole))
 
 
 class _Uncopied(str):
@@ -82,23 +46,17 @@ def test_manifest_is_written_without_copies_of_its_trees(tmp_path: Path) -> None
     assert read == manifest
 
 
-def test_checksum_is_woken_by_the_chunk_not_by_the_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """100 small tensors wake its thread once, and a tensor of a chunk once more; the mark covers the whole file."""
-    ends: list[int] = []
-    written = ChecksumFollower.written
-
-    def counted(marker: ChecksumFollower, end: int) -> None:
-        ends.append(end)
-        written(marker, end)
-
-    monkeypatch.setattr(ChecksumFollower, "written", counted)
-    for name, large, wakes in (("small", 0, 1), ("large", CHUNK_BYTES, 2)):
-        ends.clear()
-        tensors = [torch.zeros(large, dtype=torch.uint8), *torch.zeros(100, 4)]
-        lengths, mark = write_by_torch(tmp_path / name, tensors)
-        assert len(ends) == wakes
-        assert mark == mark_of(tmp_path / name)
-        assert sum(lengths) == mark.size
+def test_a_file_of_torchs_archives_has_its_mark(tmp_path: Path) -> None:
+    """Each archive is torch.save's own, of the tensor alone where it is a view; the mark covers the whole file."""
+    tensors = [torch.zeros(CHUNK_BYTES, dtype=torch.uint8), torch.zeros(0), *torch.randn(20, 4)]
+    lengths, mark = write_by_torch(tmp_path / "file", tensors)
+    assert mark == mark_of(tmp_path / "file")
+    assert sum(lengths) == mark.size
+    content = io.BytesIO((tmp_path / "file").read_bytes())
+    for tensor, length in zip(tensors, lengths, strict=True):
+        archive = content.read(length)
+        assert _records(archive) == _records(_saved(tensor))
+        assert torch.equal(torch.load(io.BytesIO(archive), weights_only=True), tensor)
 
 
 def _saved(tensor: torch.Tensor) -> bytes:

@@ -42,7 +42,7 @@ def test_bytes_in_host_memory_are_those_of_a_real_run(options: dict[str, Any], f
     assert found.host["copies of weights"] == sum(twin.weights.nbytes for _, twin in twins)
     assert found.host["copies of gradients"] == sum(twin.grad.nbytes for _, twin in twins if twin.grad is not None)
     assert found.host["main params"] == sum(param.memory.nbytes for param, _ in twins)
-    state = [optimizer.state[param.model].values() for param, _ in twins]
+    state = [optimizer.optimizer.state[param.model].values() for param, _ in twins]
     held = sum(value.nbytes for entry in state for value in entry if isinstance(value, torch.Tensor))
     assert found.host["moments"] == held
     assert found.offload["gradients to the host"] == found.offload["weights to the device"]

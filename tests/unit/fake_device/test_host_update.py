@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from megascale import DistributedOptimizer, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.errors import UsageError
 from megascale.main_params import offload_meter, update_unit
+from megascale.step import compute_choice
+from megascale.step.compute_choice import STEPS, ComputeChoice
 from megascale.step.offload_tuner import EVERY
 from megascale.step.streamed_update import SLOTS
 from megascale.utils.dtensors import to_local
@@ -48,7 +50,7 @@ def _train(
             if overlap:  # the thread's calls belong to its step
                 optimizer._member.main_params.wait()
         steps.append(seen)
-    places = [value.device.type for entry in optimizer.state.values() for value in entry.values()]
+    places = [value.device.type for entry in optimizer.optimizer.state.values() for value in entry.values()]
     places += [main.device.type for _, main in optimizer.main_params()]
     return steps, forwards, places, threading.get_ident()
 
@@ -208,7 +210,7 @@ def life_of(inner: str, held: str, options: dict[str, Any]) -> tuple[list[Tensor
             optimizer.load_state_dict(optimizer.state_dict())
     optimizer.finish_param_gather()
     mains = [to_local(main) for _, main in optimizer.main_params()]
-    states = [to_local(value) for entry in optimizer.state.values() for value in tensors_in(entry)]
+    states = [to_local(value) for entry in optimizer.optimizer.state.values() for value in tensors_in(entry)]
     values = [value.detach().cpu() for value in (*mains, *states, *map(to_local, model.parameters()))]
     return values, {value.device.type for value in (*mains, *states)}
 
@@ -275,7 +277,7 @@ def _streamed(device: FakeDevice) -> tuple[list[Record], list[bool]]:
             optimizer.scale_loss(model(batch).float().square().mean()).backward()
             optimizer.step()
         steps.append(seen)
-    state = [value for entry in optimizer.state.values() for value in entry.values()]
+    state = [value for entry in optimizer.optimizer.state.values() for value in entry.values()]
     return steps, [one.is_pinned() for one in (*state, *(main for _, main in optimizer.main_params()))]
 
 
@@ -363,3 +365,35 @@ def test_who_reads_state_waits_for_it(on_device: OnDevice) -> None:
         back = max(at for at, call in enumerate(calls) if call.kind == "copy" and "from async" in call.what)
         waits = [call.what.split()[-1] for call in reading if call.kind == "wait"]
         assert _event_behind(calls, back) in waits
+
+
+def _chosen(device: FakeDevice) -> tuple[list[str], list[Record]]:
+    """Return the name of each step's way, and what each iteration asked of the device."""
+    torch.manual_seed(0)
+    model = nn.Linear(WIDTH, WIDTH, bias=False).half().cuda()
+    options: dict[str, Any] = {**DEVICE, "optimizer_offload_compute": "auto"}
+    optimizer = MixedPrecisionOptimizer(
+        torch.optim.AdamW(model.parameters(), lr=1e-2), OptimizerConfig(fp16=True, **options), scaler()
+    )
+    # This device's events tell no time: both ways take as long, and the first one is chosen.
+    compute_choice._Timed.seconds = lambda _: 1.0  # type: ignore[method-assign, assignment]
+    batch = torch.ones(2, WIDTH, dtype=torch.float16, device="cuda")
+    names, steps = [], []
+    for _ in range(2 * STEPS + 2):
+        with device.watch() as seen:
+            optimizer.zero_grad()
+            optimizer.scale_loss(model(batch).float().sum()).backward()
+            optimizer.step()
+        update = optimizer._member.update
+        names.append(type(update.way if isinstance(update, ComputeChoice) else update).__name__)
+        steps.append(seen)
+    return names, steps
+
+
+def test_a_choice_is_measured_by_events(on_device: OnDevice) -> None:
+    """Each way takes its steps, and one of them all others. The host waits for no measurement before the choice."""
+    names, steps = on_device(_chosen)
+    assert names[: 2 * STEPS] == ["HostUpdate"] * STEPS + ["StreamedUpdate"] * STEPS
+    assert names[-2:] == ["HostUpdate"] * 2
+    for seen in steps[STEPS + 1 : 2 * STEPS]:
+        assert [str(call) for call in seen if call.makes_host_wait()] == []

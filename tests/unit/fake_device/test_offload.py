@@ -7,12 +7,14 @@ import pytest
 from torch import Tensor
 
 from megascale import MixedPrecisionOptimizer
+from megascale.errors import UsageError
 from megascale.grad_sync import GradSync
 from tests.fake_device.device import FakeDevice
 from tests.fake_device.models import BUILD, CONFIG, adamw, loss_of, model, world_of_two
 from tests.fake_device.process import OnDevice
 from tests.fake_device.record import Record
 from tests.fake_device.training import CODES, INNER, give_grads, parameters, scaler, wrap
+from tests.training import bits_equal
 
 COUNT, NUMEL = 5, 4096
 MODELS = 2 * COUNT * NUMEL
@@ -73,6 +75,58 @@ def test_who_waits(on_device: OnDevice) -> None:
     assert returning.syncs() == []
     assert len(leaving.of("copy")) == len(returning.of("copy")) > 0
     assert all(what.endswith("async pinned") for what in (*leaving.of("copy"), *returning.of("copy")))
+
+
+def _move(optimizer: MixedPrecisionOptimizer, where: str) -> None:
+    """Move the state as loops for verl and SkyRL do, tensor by tensor."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            entries = optimizer.state[param]
+            for name, value in entries.items():
+                if isinstance(value, Tensor) and name != "step":
+                    entries[name] = value.to(where, non_blocking=True)
+
+
+def _moved_by_a_loop(device: FakeDevice, options: dict[str, Any]) -> tuple[list[int], str, list[bool]]:
+    """Return the device's bytes before, with the state on the host, and after; a step's error; whether bits agree."""
+    runs = []
+    for moves in (True, False):
+        params = parameters(COUNT, numel=NUMEL)
+        optimizer = wrap(INNER["adamw"](params), **options)
+        found, error = [], ""
+        for step in range(3):
+            give_grads(params)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1 and moves:
+                found.append(_device_bytes())
+                _move(optimizer, "cpu")
+                found.append(_device_bytes())
+                give_grads(params)
+                with pytest.raises(UsageError) as caught:
+                    optimizer.step()
+                error = str(caught.value)
+                del caught  # its frames hold gradients
+                optimizer.zero_grad()
+                _move(optimizer, "cuda")
+                found.append(_device_bytes())
+        state = optimizer.state_dict()
+        tensors = [value for entries in state["optimizer"]["state"].values() for value in entries.values()]
+        runs.append((found, error, [value.cpu() for value in (*state["main_params"].values(), *tensors)]))
+    (found, error, moved), (_, _, stayed) = runs
+    return found, error, [bits_equal(one, other) for one, other in zip(moved, stayed, strict=True)]
+
+
+@pytest.mark.parametrize(("options", "state"), [({}, 12), (CODES, 4 + 2)], ids=["fp32", "codes"])
+def test_a_loop_that_moves_the_state_by_itself(on_device: OnDevice, options: dict[str, Any], state: int) -> None:
+    """Main params go with the moments, a step meanwhile is an error, and once they are back no bit has changed."""
+    (before, away, back), error, same = on_device(_moved_by_a_loop, options)
+    assert before - away >= state * COUNT * NUMEL
+    assert back == pytest.approx(before, abs=16384)
+    assert error.startswith(
+        "step() needs the main param of '0' on cuda:0; a loop over optimizer.state has moved it to cpu"
+    )
+    assert all(same)
 
 
 def _main_grads(device: FakeDevice) -> list[int]:

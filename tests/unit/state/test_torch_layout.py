@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from megascale import ChainedOptimizer, ConstantGradScaler, DynamicGradScaler, MixedPrecisionOptimizer
 from megascale.errors import StateDictError
-from megascale.state.torch_layout import ADDED, StateNames
+from megascale.state.torch_layout import ADDED
 from tests.training import INNER, Tiny, bits_equal, constant, model, set_grads, wrap
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -51,15 +51,27 @@ def _same(left: Any, right: Any) -> bool:
 
 
 def test_our_layout_is_what_it_was() -> None:
-    """Torch's two keys answer but do not show: not in iteration, not in a copy, not in a file."""
+    """Torch's two keys answer but do not show: not in iteration, not in a copy, not in a file.
+
+    Taken out, one leaves the other.
+    """
     _, optimizer = _trained()
     state = optimizer.state_dict()
     assert list(state["state"]) == list(range(7))
     assert list(state) == KEYS
-    assert "state" not in state
+    assert "state" in state
+    assert "other" not in state
     assert state.get("param_groups") is None
     with pytest.raises(KeyError, match="'other'"):
         state["other"]
+    taken = copy.deepcopy(state)
+    [group] = taken.pop("param_groups")
+    assert group["params"] == list(range(7))
+    assert list(taken) == ["state"]
+    assert "param_groups" not in taken
+    assert taken.pop("param_groups", None) is None
+    with pytest.raises(KeyError, match="optimizer"):
+        taken.pop("optimizer")
     copied = copy.deepcopy(state)
     assert list(copied) == KEYS
     assert copied["param_groups"][0]["params"] == list(range(7))
@@ -90,21 +102,6 @@ def test_torch_layout() -> None:
     assert group["param_names"] == [name for name, _ in module.named_parameters()]
     assert group["lr"] == 1e-2
     assert all(isinstance(value, Tensor) for value in entries.values())
-
-
-def test_state_stays_shared() -> None:
-    """Everybody but torch's functions reads the wrapped optimizer's own state, which has no entries of ours."""
-    _, optimizer = _trained()
-    assert optimizer.state is optimizer.optimizer.state
-    assert {key for state in optimizer.state.values() for key in state} == {"step", "exp_avg", "exp_avg_sq"}
-
-
-def test_state_names() -> None:
-    """Never empty, so that torch does not step the optimizer; names of parameters without state are ours alone."""
-    param = nn.Parameter(torch.zeros(1))
-    assert StateNames({})
-    assert StateNames({})[param] == ADDED
-    assert StateNames({param: {"step": 1}})[param] == ("step", *ADDED)
 
 
 @pytest.mark.parametrize("options", [None, FLAT], ids=["nested", "flat"])
@@ -166,7 +163,8 @@ def test_a_chain(options: StateDictOptions | None) -> None:
     assert _same(resumed.state_dict(), optimizer.state_dict())
     member = optimizer.optimizers[1]
     assert list(optimizer.state) == list(module.parameters())
-    assert optimizer.state[module.head.weight] is member.state[module.head.weight]
+    mine, theirs = optimizer.state[module.head.weight], member.state[module.head.weight]
+    assert all(mine[key] is theirs[key] for key in ("step", "exp_avg", "exp_avg_sq", "main_param"))
 
 
 def test_torch_steps_its_own_optimizers() -> None:
@@ -411,9 +409,12 @@ def test_names_of_ours_are_taken() -> None:
     """An optimizer that has an entry of one of our names is refused by name, not mixed up."""
     module = model()
     optimizer = constant(module, INNER["sgd"], 1.0)
-    optimizer.state[module.first.weight]["main_param"] = torch.zeros(1)
-    with pytest.raises(StateDictError, match=r"'first.weight' has entries called \['main_param'\]"):
+    optimizer.optimizer.state[module.first.weight]["main_param"] = torch.zeros(1)
+    message = r"'first.weight' has entries called \['main_param'\]"
+    with pytest.raises(StateDictError, match=message):
         get_optimizer_state_dict(module, optimizer)
+    with pytest.raises(StateDictError, match=message):
+        dict(optimizer.state[module.first.weight])
 
 
 def test_a_constant_scale_meets_a_dynamic_one() -> None:

@@ -1,6 +1,8 @@
-"""Whoever reads ``optimizer.state`` without knowing megascale: what loads, or the error with its remedy."""
+"""Whoever saves what ``optimizer.state`` and ``param_groups`` hold, without knowing megascale: all of it loads."""
 
+import copy
 import importlib.util
+import json
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -9,20 +11,23 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint import state_dict as known
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
-from megascale import MixedPrecisionOptimizer
+from megascale import ChainedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer
 from megascale.errors import StateDictError
-from tests.training import Tiny, bits_equal, model, same_bits, set_grads, snapshot, wrap
+from tests.training import INNER, Tiny, bits_equal, constant, model, same_bits, set_grads, snapshot, wrap
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-REMEDY = r"If megascale saved it.*set_optimizer_state_dict\(\)"
+Optimizer = MixedPrecisionOptimizer | ChainedOptimizer
 
 
-def _trained() -> tuple[Tiny, MixedPrecisionOptimizer]:
-    module = model()
-    optimizer = wrap(module)
+def _trained(
+    inner: str = "adamw_fused", dtype: torch.dtype = torch.float16, scale: float | None = 2.0**10, **options: Any
+) -> tuple[Tiny, MixedPrecisionOptimizer]:
+    module = model(dtype)
+    optimizer = wrap(module, INNER[inner], scale, **options)
     for step in range(3):
         set_grads(module, step, 1e6 if step == 1 else 1.0)
         optimizer.step()
@@ -30,13 +35,8 @@ def _trained() -> tuple[Tiny, MixedPrecisionOptimizer]:
     return module, optimizer
 
 
-def _new() -> tuple[Tiny, MixedPrecisionOptimizer]:
-    module = model(seed=1)
-    return module, wrap(module, scale=2.0**3)
-
-
 def _unknown() -> ModuleType:
-    """Return torch's functions in a module of another name, which no list has."""
+    """Return torch's functions in a module of another name, which nobody can know."""
     spec = importlib.util.spec_from_file_location("somebodys_checkpoints", Path(str(known.__file__)))
     assert spec is not None
     assert spec.loader is not None
@@ -45,63 +45,194 @@ def _unknown() -> ModuleType:
     return module
 
 
-def _pickled(optimizer: MixedPrecisionOptimizer, folder: Path) -> dict[str, Any]:
-    """Copy ``optimizer.state`` by pickle, in the order of parameters."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    state = pickle.loads(pickle.dumps({at: optimizer.state[param] for at, param in enumerate(params)}))
-    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-    return {"state": state, "param_groups": [groups[0] | {"params": list(state)}]}
+def _with_groups(optimizer: Optimizer, state: dict[int, Any]) -> dict[str, Any]:
+    """Return what was read of the state, by position, with the options of the groups, as torch's layout has them."""
+    groups, position = [], 0
+    for group in optimizer.param_groups:
+        options = {name: value for name, value in group.items() if name != "params"}
+        groups.append(options | {"params": list(range(position, position + len(group["params"])))})
+        position += len(group["params"])
+    return {"state": state, "param_groups": groups}
 
 
-def _tensor_by_tensor(optimizer: MixedPrecisionOptimizer, folder: Path) -> dict[str, Any]:
+def _params(optimizer: Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _pickled(optimizer: Optimizer, folder: Path) -> dict[str, Any]:
+    """Copy each parameter's entries by pickle, in the order of parameters."""
+    state = {at: optimizer.state[param] for at, param in enumerate(_params(optimizer))}
+    return _with_groups(optimizer, pickle.loads(pickle.dumps(state)))
+
+
+def _saved_by_torch(optimizer: Optimizer, folder: Path) -> dict[str, Any]:
+    """Write them by torch.save, and read plain tensors only."""
+    torch.save({at: optimizer.state[param] for at, param in enumerate(_params(optimizer))}, folder / "state.pt")
+    return _with_groups(optimizer, torch.load(folder / "state.pt", weights_only=True))
+
+
+def _copied_whole(optimizer: Optimizer, folder: Path) -> dict[str, Any]:
+    """Go through all that ``state`` holds, whatever its keys are."""
+    order = {id(param): at for at, param in enumerate(_params(optimizer))}
+    return _with_groups(optimizer, {order[id(param)]: copy.deepcopy(held) for param, held in optimizer.state.items()})
+
+
+def _tensor_by_tensor(optimizer: Optimizer, folder: Path) -> dict[str, Any]:
     """Write each tensor of each parameter of the groups into a file of its own."""
     state: dict[int, dict[str, Any]] = {}
-    [group] = optimizer.param_groups
-    for at, param in enumerate(group["params"]):
+    for at, param in enumerate(_params(optimizer)):
         for name, value in optimizer.state[param].items():
-            torch.save(value, folder / f"{at}.{name}")
-            state.setdefault(at, {})[name] = torch.load(folder / f"{at}.{name}")
-    options = {name: value for name, value in group.items() if name != "params"}
-    return {"state": state, "param_groups": [options | {"params": list(state)}]}
+            if isinstance(value, Tensor):
+                torch.save(value, folder / f"{at}.{name}")
+                state.setdefault(at, {})[name] = torch.load(folder / f"{at}.{name}")
+    return _with_groups(optimizer, state)
 
 
-@pytest.mark.parametrize("read", [_pickled, _tensor_by_tensor])
-def test_a_copy_of_the_state_alone_is_refused_with_the_remedy(
-    read: Callable[[MixedPrecisionOptimizer, Path], dict[str, Any]], tmp_path: Path
+def _in_two_files(optimizer: Optimizer, folder: Path) -> dict[str, Any]:
+    """Take the groups out of the state dict for a file of JSON, and flatten what is left, as lerobot does."""
+    state = optimizer.state_dict()
+    (folder / "groups.json").write_text(json.dumps(state.pop("param_groups")))
+    flat = {f"{at}/{name}": value for at, entries in state["state"].items() for name, value in entries.items()}
+    places = [value.untyped_storage().data_ptr() for value in flat.values() if value.numel()]
+    assert len(set(places)) == len(places)  # safetensors refuses tensors that share memory
+    torch.save(flat, folder / "flat.pt")
+    found: dict[int, dict[str, Any]] = {}
+    for path, value in torch.load(folder / "flat.pt").items():
+        at, name = path.split("/")
+        found.setdefault(int(at), {})[name] = value
+    live = optimizer.state_dict()
+    assert "param_groups" in live
+    saved = json.loads((folder / "groups.json").read_text())
+    assert [group.keys() for group in saved] == [group.keys() for group in live["param_groups"]]
+    groups = [
+        {key: type(live_group[key])(value) if live_group[key] is not None else value for key, value in group.items()}
+        for group, live_group in zip(saved, live["param_groups"], strict=True)
+    ]
+    return {"state": found, "param_groups": groups}
+
+
+READERS = [_in_two_files, _pickled, _saved_by_torch, _copied_whole, _tensor_by_tensor]
+KINDS: dict[str, dict[str, Any]] = {
+    "fp16": {},
+    "bf16": {"dtype": torch.bfloat16, "scale": None},
+    "fp32": {"dtype": torch.float32, "scale": None},
+    "scaled fp32": {"dtype": torch.float32},
+    "remainders": {"store_param_remainders": True},
+    "8 bit": {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.uint8},
+    "norms": {"zclip": "skip"},
+    "amsgrad": {"inner": "adam_amsgrad"},
+    "momentum": {"inner": "sgd_momentum_fused"},
+    "lion": {"inner": "lion"},
+    "no state": {"inner": "sgd"},
+}
+
+
+@pytest.mark.parametrize("read", READERS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_copy_of_the_state_loads(
+    kind: str, read: Callable[[Optimizer, Path], dict[str, Any]], tmp_path: Path
 ) -> None:
-    """It has no main params: nothing is loaded in silence, and what the optimizer holds stays."""
-    _, optimizer = _trained()
+    """Main params, moments, scale, trackers, counts and statistics come back with every bit, and training goes on."""
+    options = KINDS[kind]
+    module, optimizer = _trained(**options)
     copied = read(optimizer, tmp_path)
-    module, resumed = _new()
-    before = snapshot(resumed, module)
-    with pytest.raises(StateDictError, match=REMEDY):
-        resumed.load_state_dict(copied)
-    assert same_bits(snapshot(resumed, module), before)
-
-
-def test_functions_of_another_module_save_what_loads() -> None:
-    """Flattened by a module that is not known: saved whole; its own load is refused, and the remedy loads the same."""
-    module, optimizer = _trained()
-    unknown = _unknown()
-    saved = unknown.get_optimizer_state_dict(module, optimizer, options=unknown.StateDictOptions(**vars(FLAT)))
-    other, resumed = _new()
-    before = snapshot(resumed, other)
-    with pytest.raises(StateDictError, match=REMEDY):
-        unknown.set_optimizer_state_dict(other, resumed, saved, options=unknown.StateDictOptions(**vars(FLAT)))
-    assert same_bits(snapshot(resumed, other), before)
+    other = model(options.get("dtype", torch.float16), seed=1)
     other.load_state_dict(module.state_dict())
-    known.set_optimizer_state_dict(other, resumed, saved, options=FLAT)
+    own = {name: value for name, value in options.items() if name not in ("inner", "dtype", "scale")}
+    scale = None if options.get("scale", 1) is None else 2.0**3
+    resumed = wrap(other, INNER[options.get("inner", "adamw_fused")], scale, **own)
+    resumed.load_state_dict(copied)
     assert same_bits(snapshot(resumed, other), snapshot(optimizer, module))
-    assert bits_equal(resumed.get_loss_scale(), optimizer.get_loss_scale())
+    assert _shared(resumed) == _shared(optimizer)
+    for each, of in ((module, optimizer), (other, resumed)):
+        set_grads(each, 7)
+        of.step()
+    assert same_bits(snapshot(resumed, other), snapshot(optimizer, module))
 
 
-def test_functions_of_another_module_without_flattening() -> None:
-    """Nothing is flattened: names of the file are taken, and all of it loads."""
-    module, optimizer = _trained()
+def _shared(optimizer: Optimizer) -> str:
+    """Return what a state dict holds once: scale, trackers, counts, statistics."""
+    packed = optimizer.state_dict()
+    return str({key: packed[key] for key in packed if key not in ("optimizer", "main_params")})
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_a_copy_of_a_chain_loads(read: Callable[[Optimizer, Path], dict[str, Any]], tmp_path: Path) -> None:
+    """A ChainedOptimizer's state is that of all of its optimizers."""
+
+    def build(seed: int) -> tuple[Tiny, ChainedOptimizer]:
+        module = model(seed=seed)
+        named, scaler = list(module.named_parameters()), DynamicGradScaler(2.0**10 / (1 + seed))
+        parts = [torch.optim.AdamW(part) for part in (named[:3], named[3:])]
+        return module, ChainedOptimizer(
+            [MixedPrecisionOptimizer(p, None, scaler, grads_are_scaled=True) for p in parts]
+        )
+
+    module, chain = build(0)
+    set_grads(module, 0)
+    chain.step()
+    other, resumed = build(1)
+    resumed.load_state_dict(read(chain, tmp_path))
+    assert same_bits(snapshot(resumed, other), snapshot(chain, module))
+    assert _shared(resumed) == _shared(chain)
+
+
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize("kind", ["fp16", "bf16", "scaled fp32", "no state"])
+def test_functions_of_another_module(kind: str, flat: bool) -> None:
+    """Torch's functions under somebody else's name: what they save they load, flattened or not; none is stepped."""
+    options = KINDS[kind]
+    module, optimizer = _trained(**options)
     unknown = _unknown()
-    saved = unknown.get_optimizer_state_dict(module, optimizer)
-    other, resumed = _new()
+    how = unknown.StateDictOptions(**vars(FLAT)) if flat else None
+    saved = unknown.get_optimizer_state_dict(module, optimizer, options=how)
+    other = model(options.get("dtype", torch.float16), seed=1)
+    scale = None if options.get("scale", 1) is None else 2.0**3
+    resumed = wrap(other, INNER[options.get("inner", "adamw_fused")], scale)
     other.load_state_dict(module.state_dict())
-    unknown.set_optimizer_state_dict(other, resumed, saved)
+    unknown.set_optimizer_state_dict(other, resumed, saved, options=how)
     assert same_bits(snapshot(resumed, other), snapshot(optimizer, module))
-    assert bits_equal(resumed.get_loss_scale(), optimizer.get_loss_scale())
+    assert _shared(resumed) == _shared(optimizer)
+
+
+def test_names_stand_for_what_this_optimizer_lacks() -> None:
+    """A flattened file of an fp16 run, read by names: fp32 weights take its main params, no scale goes unnoticed."""
+    module, optimizer = _trained()
+    saved: Any = known.get_optimizer_state_dict(module, optimizer, options=FLAT)
+    mains = dict(optimizer.main_params())
+    other = model(torch.float32, seed=1)
+    wide = wrap(other)
+    known.set_optimizer_state_dict(other, wide, saved, options=FLAT)
+    assert all(bits_equal(param.detach(), mains[name]) for name, param in other.named_parameters())
+    bare = model(torch.bfloat16, seed=1)
+    with pytest.raises(StateDictError, match="the optimizer has no grad scaler"):
+        known.set_optimizer_state_dict(bare, wrap(bare, scale=None), saved, options=FLAT)
+
+
+def test_a_copy_without_the_added_entries_is_refused_with_the_remedy() -> None:
+    """As a program saves it that drops what a torch optimizer does not have: nothing is loaded in silence."""
+    module, optimizer = _trained()
+    inner = _with_groups(optimizer, dict(enumerate(copy.deepcopy(list(optimizer.optimizer.state.values())))))
+    before = snapshot(optimizer, module)
+    with pytest.raises(StateDictError, match=r"no 'main_param' of 'first.weight'.*all entries of optimizer.state"):
+        optimizer.load_state_dict(inner)
+    assert same_bits(snapshot(optimizer, module), before)
+
+
+def test_a_copy_from_a_constant_scale() -> None:
+    """It has no trackers: None in the copy, which loads into the same."""
+    optimizer = constant(model(), INNER["sgd"], 4.0)
+    copied = _pickled(optimizer, Path())
+    assert copied["state"][0]["grad_scaler_growth_tracker"] is None
+    resumed = constant(model(seed=1), INNER["sgd"], 2.0)
+    resumed.load_state_dict(copied)
+    assert resumed.get_loss_scale().item() == 4.0
+
+
+def test_main_params_that_are_lists_are_refused() -> None:
+    """As a file of JSON has them: entries that are no tensors are named, not taken."""
+    _, optimizer = _trained()
+    copied = _pickled(optimizer, Path())
+    copied["state"][0]["main_param"] = copied["state"][0]["main_param"].tolist()
+    with pytest.raises(StateDictError, match=r"main param of 'first\.weight' must be a floating point tensor"):
+        optimizer.load_state_dict(copied)

@@ -518,7 +518,7 @@ def test_what_is_held_is_counted() -> None:
     module = Bag([torch.randn(64, 32).half()])
     optimizer = optimizer_of(module, **BOTH)
     steps(module, optimizer, 0, 1)
-    [entry] = optimizer.state.values()
+    [entry] = optimizer.optimizer.state.values()
     held = sum(value.nbytes for key, value in entry.items() if key != "step")
     assert held == 2.25 * 64 * 32
     assert bits_equal(entry["step"], torch.tensor(1.0))

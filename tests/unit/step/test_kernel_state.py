@@ -38,7 +38,7 @@ def _trained(kind: Any = torch.optim.AdamW, **config: Any) -> tuple[list[nn.Para
 def test_state_that_fits_is_used_as_it_is(kind: Any, config: dict[str, Any]) -> None:
     """Each state tensor that was put in by hand is written in place, whatever its strides; so are the others."""
     params, optimizer = _trained(kind, **config)
-    state = optimizer.state[params[1]]
+    state = optimizer.optimizer.state[params[1]]
     for name in list(state):
         before = dict(state)
         state[name] = given = before[name].clone()
@@ -89,7 +89,7 @@ def test_step_that_is_not_one_number_is_refused(step: str) -> None:
     """Invariant 10: before a bit changes, where it was put into the state, and where a trained optimizer is wrapped."""
     change, message = STEPS[step]
     params, optimizer = _trained()
-    state = optimizer.state[params[1]]
+    state = optimizer.optimizer.state[params[1]]
     right, before = state["step"], [param.detach().clone() for param in params]
     state["step"] = change(right)
     with pytest.raises(UsageError, match=rf"state\['1'\]\['step'\] {message}"):
@@ -117,14 +117,14 @@ def test_state_may_be_mended_between_the_halves_of_a_step() -> None:
     """What breaks there is named by the second half, which has changed nothing and can be called again."""
     params, optimizer = _trained()
     optimizer.prepare_grads()
-    state = optimizer.state[params[1]]
+    state = optimizer.optimizer.state[params[1]]
     right, state["exp_avg"] = state["exp_avg"], torch.zeros(3)
     with pytest.raises(UsageError, match=r"state\['1'\]\['exp_avg'\] is \(3,\) on cpu"):
         optimizer.step_with_ready_grads()
     assert optimizer.num_landed_steps == 1
     state["exp_avg"] = right
     assert optimizer.step_with_ready_grads().success
-    assert [float(own["step"]) for own in optimizer.state.values()] == [2.0, 2.0, 2.0]
+    assert [float(own["step"]) for own in optimizer.optimizer.state.values()] == [2.0, 2.0, 2.0]
 
 
 def test_zeros_without_memory_share_none() -> None:
@@ -132,14 +132,14 @@ def test_zeros_without_memory_share_none() -> None:
     params, optimizer = _trained()
     _, plain = _trained()
     for index, one in enumerate((optimizer, plain)):
-        states = list(one.state.values())
+        states = list(one.optimizer.state.values())
         for state in states[:2]:
             state["exp_avg"] = torch.zeros(6, 5) if index else torch._efficientzerotensor((6, 5))
         states[2]["step"] = states[1]["step"]
         one.step()
-    for mine, other in zip(optimizer.state.values(), plain.state.values(), strict=True):
+    for mine, other in zip(optimizer.optimizer.state.values(), plain.optimizer.state.values(), strict=True):
         assert all(bits_equal(mine[name], other[name]) for name in other)
-    assert [float(optimizer.state[param]["step"]) for param in params] == [2.0, 2.0, 2.0]
+    assert [float(optimizer.optimizer.state[param]["step"]) for param in params] == [2.0, 2.0, 2.0]
 
 
 @pytest.mark.parametrize("kind", ["expanded", "inference"])
@@ -151,7 +151,7 @@ def test_large_state_that_torch_lets_nobody_write_is_copied(kind: str) -> None:
         optimizer = MixedPrecisionOptimizer(torch.optim.AdamW([param], lr=0.1))
         param.grad = torch.linspace(-1, 1, 90_000).view(300, 300)
         optimizer.step()
-        state = optimizer.state[param]
+        state = optimizer.optimizer.state[param]
         if is_odd:
             with torch.inference_mode(kind == "inference"):
                 odd = torch.full((1, 300), 0.5).expand(300, 300)

@@ -96,7 +96,7 @@ def _trained(kind: str, **options: Any) -> tuple[Bag, MixedPrecisionOptimizer]:
 def _held(module: Bag, optimizer: MixedPrecisionOptimizer, state_of: slice = slice(None)) -> list[Tensor]:
     """Return copies of all params, counters and the state of the parameters ``state_of``."""
     mains = [main for _, main in optimizer.main_params()]
-    states = [value for param in module.params[state_of] for value in optimizer.state[param].values()]
+    states = [value for param in module.params[state_of] for value in optimizer.optimizer.state[param].values()]
     return [value.detach().clone() for value in (*module.params, *mains, *states, optimizer.num_landed_steps)]
 
 
@@ -115,14 +115,14 @@ def test_damaged_state_of_the_second_group_changes_nothing(kind: str, damage: st
     module, optimizer = _trained(kind)
     param = module[at]
     before, rest = _held(module, optimizer), _held(module, optimizer, slice(0, 2))
-    right, damaged = optimizer.state[param], change(optimizer.state[param])
-    optimizer.state[param] = dict(damaged)
+    right, damaged = optimizer.optimizer.state[param], change(optimizer.optimizer.state[param])
+    optimizer.optimizer.state[param] = dict(damaged)
     with pytest.raises(UsageError, match=message):
         optimizer.step()
     assert _same(rest, _held(module, optimizer, slice(0, 2)))
-    assert optimizer.state[param].keys() == damaged.keys()
-    assert all(optimizer.state[param][name] is value for name, value in damaged.items())
-    optimizer.state[param] = right
+    assert optimizer.optimizer.state[param].keys() == damaged.keys()
+    assert all(optimizer.optimizer.state[param][name] is value for name, value in damaged.items())
+    optimizer.optimizer.state[param] = right
     assert _same(before, _held(module, optimizer))
     assert optimizer.step().success
     assert optimizer.num_landed_steps == 2
@@ -168,20 +168,20 @@ def test_option_of_the_second_group_changes_nothing(option: str, kind: str) -> N
 def test_capturable_is_refused_at_the_first_step(kind: str) -> None:
     """Invariant 10: no state tells yet where the parameter is; its own device does."""
     module, optimizer = _trained(kind)
-    optimizer.state.clear()
+    optimizer.optimizer.state.clear()
     before = _held(module, optimizer, slice(0))
     optimizer.param_groups[1]["capturable"] = True
     with pytest.raises(ArgumentError, match="set capturable=False"):
         optimizer.step()
     assert _same(before, _held(module, optimizer, slice(0)))
-    assert not any(optimizer.state.values())
+    assert not any(optimizer.optimizer.state.values())
 
 
 @pytest.mark.parametrize("name", ["row_var", "col_var"])
 def test_factors_of_adafactor_have_the_main_params_dtype(name: str) -> None:
     """Invariant 10: torch cannot blend bf16 factors with fp32 gradients; they are named before a bit changes."""
     module, optimizer = _trained("Adafactor")
-    state, rest = optimizer.state[module[3]], _held(module, optimizer, slice(0, 3))
+    state, rest = optimizer.optimizer.state[module[3]], _held(module, optimizer, slice(0, 3))
     right = state[name]
     state[name] = right.bfloat16()
     with pytest.raises(UsageError, match=rf"\['{name}'\] has dtype torch.bfloat16, which Adafactor cannot use beside"):
@@ -195,14 +195,14 @@ def test_buffers_are_made_only_where_all_state_fits() -> None:
     """Invariant 10: an option that asks for new state leaves none behind where other state is refused."""
     module, optimizer = _trained("RMSprop")
     for param in module.params:
-        del optimizer.state[param]["momentum_buffer"]
-    optimizer.state[module[3]]["step"] = 1
+        del optimizer.optimizer.state[param]["momentum_buffer"]
+    optimizer.optimizer.state[module[3]]["step"] = 1
     with pytest.raises(UsageError, match="must be a tensor of one number"):
         optimizer.step()
-    assert not any("momentum_buffer" in optimizer.state[param] for param in module.params)
-    optimizer.state[module[3]]["step"] = torch.ones(())
+    assert not any("momentum_buffer" in optimizer.optimizer.state[param] for param in module.params)
+    optimizer.optimizer.state[module[3]]["step"] = torch.ones(())
     assert optimizer.step().success
-    assert all("momentum_buffer" in optimizer.state[param] for param in module.params)
+    assert all("momentum_buffer" in optimizer.optimizer.state[param] for param in module.params)
 
 
 USABLE: dict[str, Callable[[State], State]] = {
@@ -223,11 +223,11 @@ def test_state_that_torch_can_use_is_accepted(kind: str, usable: str) -> None:
     """A step of any real dtype, and moments of 16 bits or any layout, are used as they are."""
     module, optimizer = _trained(kind)
     for param in module.params[2:]:
-        optimizer.state[param] = USABLE[usable](optimizer.state[param])
-    given = [[value.dtype for value in optimizer.state[param].values()] for param in module.params]
+        optimizer.optimizer.state[param] = USABLE[usable](optimizer.optimizer.state[param])
+    given = [[value.dtype for value in optimizer.optimizer.state[param].values()] for param in module.params]
     assert optimizer.step().success
-    assert all(float(optimizer.state[param]["step"]) == 2 for param in module.params)
-    assert given == [[value.dtype for value in optimizer.state[param].values()] for param in module.params]
+    assert all(float(optimizer.optimizer.state[param]["step"]) == 2 for param in module.params)
+    assert given == [[value.dtype for value in optimizer.optimizer.state[param].values()] for param in module.params]
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_counts_of_asgd_have_no_more_dimensions_than_its_params(
 ) -> None:
     """Invariant 10: it computes with the tensors, which would make the params larger; its foreach loop wants none."""
     module, optimizer = _trained("ASGD", foreach=loop)
-    state, before = optimizer.state[module[2]], _held(module, optimizer)
+    state, before = optimizer.optimizer.state[module[2]], _held(module, optimizer)
     state["step"] = state["step"].reshape(shape)
     if is_usable:
         assert optimizer.step().success
@@ -252,7 +252,7 @@ def test_counts_of_asgd_have_no_more_dimensions_than_its_params(
 def test_counts_of_others_may_have_any_number_of_dimensions() -> None:
     """Torch reads their values only."""
     module, optimizer = _trained("RMSprop")
-    state = optimizer.state[module[2]]
+    state = optimizer.optimizer.state[module[2]]
     state["step"] = state["step"].reshape(1, 1, 1)
     assert optimizer.step().success
 
@@ -261,7 +261,7 @@ def test_counts_of_others_may_have_any_number_of_dimensions() -> None:
 def test_moments_of_fp64_are_accepted_where_torch_takes_them(kind: str, name: str) -> None:
     """Beside fp32 params torch uses wider moments, except those that it blends by lerp_()."""
     module, optimizer = _trained(kind)
-    state = optimizer.state[module[2]]
+    state = optimizer.optimizer.state[module[2]]
     state[name] = state[name].double()
     assert optimizer.step().success
     assert state[name].dtype == torch.float64

@@ -176,7 +176,7 @@ def _in_groups(inner: Any) -> tuple[Bag, MixedPrecisionOptimizer]:
 
 
 def _held(module: Bag, optimizer: MixedPrecisionOptimizer) -> list[Tensor]:
-    states = [value for param in module.params for value in optimizer.state[param].values()]
+    states = [value for param in module.params for value in optimizer.optimizer.state[param].values()]
     return [value.detach().clone() for value in (*module.params, *states, *(m for _, m in optimizer.main_params()))]
 
 
@@ -219,7 +219,7 @@ def test_state_that_torchs_step_cannot_use_is_refused(kind: str) -> None:
     value, message = STATES[kind]
     module, optimizer = _in_groups(torch.optim.RMSprop)
     before = _held(module, optimizer)
-    state = optimizer.state[module.params[2]]
+    state = optimizer.optimizer.state[module.params[2]]
     right = state["square_avg"]
     state["square_avg"] = value
     with pytest.raises(UsageError, match=message):
@@ -240,9 +240,9 @@ def test_buffers_of_rmsprop_are_made_where_they_are_switched_on(option: str, on:
             group[option] = on
         if torchs_own:
             for param in module.params[1:]:
-                optimizer.state[param][name] = torch.zeros_like(param, dtype=torch.float32)
+                optimizer.optimizer.state[param][name] = torch.zeros_like(param, dtype=torch.float32)
         assert optimizer.step().success
-        assert optimizer.state[module.params[0]].keys() == {"step", "square_avg"}
-        assert optimizer.state[module.params[1]].keys() == {"step", "square_avg", name}
+        assert optimizer.optimizer.state[module.params[0]].keys() == {"step", "square_avg"}
+        assert optimizer.optimizer.state[module.params[1]].keys() == {"step", "square_avg", name}
         found.append(_held(module, optimizer))
     assert all(bits_equal(one, two) for one, two in zip(*found, strict=True))

@@ -86,7 +86,7 @@ def test_moments_of_8_bits_beside_remainders() -> None:
     set_grads(module, seed=0)
     optimizer.step()
     [param] = optimizer.live_state().main_params
-    [entry] = optimizer.state.values()
+    [entry] = optimizer.optimizer.state.values()
     held = [param.model, param.memory, *(value for key, value in entry.items() if key != "step")]
     assert sum(tensor.untyped_storage().nbytes() for tensor in held) == 6.25 * 64 * 128
     assert param.main.untyped_storage().nbytes() == 0

@@ -1,0 +1,300 @@
+"""``optimizer.state`` of our optimizers: each parameter's whole state, for whoever reads it.
+
+Programs save, move and measure a torch optimizer by what ``optimizer.state[param]`` holds, and loaders such as those of
+``torch.distributed.checkpoint.state_dict`` and torchtitan take from there the names that they look up in a file. All of
+them find the same entries here:
+
+- those of the wrapped optimizer, live. What is written reaches them.
+- those that :mod:`megascale.state.torch_layout` adds to a state dict: main param, scale, trackers, counts. The main
+  param is live; the others are copies in host memory. Where this optimizer has no such value, as a bf16 run has no
+  scale, the entry is None: a loader still asks the file for it, and the value that it finds there is not lost.
+
+``load_state_dict()`` takes a copy of these entries, with those of ``param_groups``, as it takes what ``state_dict()``
+returns: see :func:`megascale.state.torch_layout.from_torch_layout`.
+"""
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+from weakref import WeakMethod
+
+import torch
+from torch import Tensor
+
+from megascale.errors import UsageError
+from megascale.grad_scaler import MegatronGradScaler
+from megascale.main_params.base import MainParams
+from megascale.main_params.main_param import MainParam
+from megascale.state import torch_layout as layout
+from megascale.state.live_state import LiveState, shared_values
+from megascale.step.counter import StepCounter
+from megascale.step.spikes import NormStatistics
+from megascale.utils.autograd import detached
+from megascale.utils.dtensors import to_local
+
+K = TypeVar("K")
+
+
+@dataclass(frozen=True)
+class Source:
+    """What one optimizer's entries are read from: a :class:`LiveState` but for what updates it.
+
+    Attributes:
+        sync: takes weights that others wrote into the model over into the main params.
+        release: drops what the update keeps of tensors from step to step. Both are weak references: whoever keeps
+            entries of a dropped optimizer keeps their tensors, and not the wrapper of the torch optimizer.
+    """
+
+    param_groups: list[dict[str, Any]]
+    state: MutableMapping[Any, Any]
+    main_params: MainParams
+    grad_scaler: MegatronGradScaler | None
+    counter: StepCounter
+    norm_statistics: NormStatistics | None
+    sync: "WeakMethod[Callable[[], None]]"
+    release: "WeakMethod[Callable[[], None]]"
+
+    @classmethod
+    def of(cls, live: LiveState, sync: Callable[[], None]) -> "Source":
+        """Return the source of ``live``. ``sync``: a method."""
+        held = (live.param_groups, live.state, live.main_params, live.grad_scaler, live.counter, live.norm_statistics)
+        return cls(*held, WeakMethod(sync), WeakMethod(live.update.release_scratch))
+
+    @property
+    def added(self) -> tuple[str, ...]:
+        """The names of the entries that are added to every parameter's."""
+        norms = () if self.norm_statistics is None else layout.NORMS
+        return (*layout.ADDED, *norms, *((layout.SHARD_START,) if self.main_params.is_sharded else ()))
+
+    def holds(self, param: Tensor) -> bool:
+        """Return whether ``param`` is one of this optimizer's."""
+        if self.main_params.get(param) is not None or param in self.state:
+            return True
+        return any(param is one for group in self.param_groups for one in group["params"])
+
+    def forget(self) -> None:
+        """Let tensors go that are replaced: the update kept them for the next step."""
+        release = self.release()
+        if release is not None:
+            release()
+
+    def main_value(self, param: Tensor) -> Tensor | None:
+        """Return the live main param of ``param``; None where it has none but itself."""
+        main = self.main_params.get(param)
+        if main is None or not main.is_copy:
+            return None
+        sync = self.sync()
+        if sync is not None and main.is_written():
+            sync()
+        return detached(main.value())
+
+    def shared_value(self, name: str) -> Tensor | None:
+        """Return what every parameter has a copy of; None where there is no such value. Waits for the device."""
+        if self.counter.skips.is_meta:
+            return None
+        values = shared_values(self.grad_scaler, self.counter, self.norm_statistics)
+        return layout.shared_entries(values).get(name)
+
+
+class _View(MutableMapping[K, Any]):
+    """What ``dict`` has and ``MutableMapping`` lacks. Pickled, deep-copied and joined it is a plain dict."""
+
+    def copy(self) -> dict[K, Any]:
+        """Return a dict of the live values."""
+        return dict(self)
+
+    def __or__(self, other: Mapping[Any, Any]) -> dict[Any, Any]:
+        return dict(self) | dict(other)
+
+    def __ror__(self, other: Mapping[Any, Any]) -> dict[Any, Any]:
+        return dict(other) | dict(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, (), None, None, iter(self.items())
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+
+class ParamEntries(_View[str]):
+    """The entries of one parameter; see this module.
+
+    Raises:
+        StateDictError: while it is read, for a wrapped optimizer that has entries of the added names itself.
+        UsageError: for another value written to an added entry. The main param takes the memory of a tensor of its
+            form that is assigned, as a loop does that moves the state to another device and back.
+    """
+
+    def __init__(self, source: Source, param: Tensor) -> None:
+        self._source = source
+        self._param = param
+
+    @property
+    def _own(self) -> MutableMapping[str, Any]:
+        """The wrapped optimizer's entries; a new dict where it has none."""
+        own: MutableMapping[str, Any] | None = self._source.state.get(self._param)
+        return {} if own is None else own
+
+    def __iter__(self) -> Iterator[str]:
+        own = self._own
+        if not layout.TAKEN.isdisjoint(own):
+            layout.require_free_names(self._name(), own)
+        return iter((*own, *self._source.added))
+
+    def __len__(self) -> int:
+        return len(self._own) + len(self._source.added)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._source.added or name in self._own
+
+    def __getitem__(self, name: str) -> Any:
+        return self._added(name) if name in self._source.added else self._own[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._source.forget()
+        if name in self._source.added:
+            self._write_added(name, value)
+        elif self._param in self._source.state:
+            self._own[name] = value
+        else:
+            self._source.state[self._param] = {name: value}
+
+    def __delitem__(self, name: str) -> None:
+        if name in self._source.added:
+            raise UsageError(
+                f"optimizer.state of {self._name()!r} always has {name!r}, which cannot be deleted: it shows what the "
+                "optimizer holds elsewhere"
+            )
+        del self._own[name]
+
+    def clear(self) -> None:
+        """Drop the wrapped optimizer's entries."""
+        self._own.clear()
+
+    def _name(self) -> str:
+        names = self._source.main_params.names(self._source.param_groups)
+        return names.get(id(self._param), "a parameter of no param group")
+
+    def _main(self) -> MainParam | None:
+        return self._source.main_params.get(self._param)
+
+    def _added(self, name: str) -> Tensor | None:
+        main = self._main()
+        if name == layout.NUM_STATES:
+            return torch.tensor(len(self._own), device="cpu")
+        if name == layout.SHARD_START:
+            return None if main is None else torch.tensor(main.start, device="cpu")
+        if name == layout.MAIN_PARAM:
+            return self._source.main_value(self._param)
+        return self._source.shared_value(name)
+
+    def _write_added(self, name: str, value: Any) -> None:
+        main = self._main()
+        if name == layout.MAIN_PARAM and main is not None and main.is_copy and main.remainder is None:
+            before = main.main.device
+            main.take_memory(value)
+            self._source.main_params.residence.note(main.name, main.main, before)
+        elif not _are_equal(self._added(name), value):
+            raise UsageError(
+                f"optimizer.state of {self._name()!r} was assigned another {name!r} than it has: that entry shows what "
+                "the optimizer holds elsewhere; use load_state_dict() to change it"
+            )
+
+
+class StateView(_View[Any]):
+    """The state of one optimizer, or of several that step as one: :class:`ParamEntries` by parameter.
+
+    Keys that are no parameters, as some optimizers use them, have the wrapped optimizer's values.
+
+    Args:
+        sources: of each optimizer.
+    """
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self._sources = list(sources)
+
+    def __bool__(self) -> bool:
+        return True  # whoever finds no state takes a step with gradients of zeros, which would count
+
+    def __iter__(self) -> Iterator[Any]:
+        seen: set[int] = set()
+        for source in self._sources:
+            params = [param for group in source.param_groups for param in group["params"]]
+            seen.update(map(id, params))
+            yield from params
+            yield from [key for key in source.state if id(key) not in seen]
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __contains__(self, key: object) -> bool:
+        return self._find(key) is not None
+
+    def __getitem__(self, key: Any) -> Any:
+        source = self._find(key)
+        if source is None:
+            if isinstance(key, Tensor) or len(self._sources) > 1:
+                raise KeyError(key)
+            return self._sources[0].state[key]  # a defaultdict makes it
+        held = source.state.get(key)
+        if isinstance(key, Tensor) and (held is None or isinstance(held, MutableMapping)):
+            return ParamEntries(source, key)
+        return held
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        source = self._find(key)
+        if source is None:
+            if len(self._sources) > 1:
+                raise UsageError("state of several optimizers takes no new keys: write it into one of .optimizers")
+            [source] = self._sources
+        source.forget()
+        if not isinstance(key, Tensor) or not isinstance(value, Mapping):
+            source.state[key] = value
+            return
+        added = {name: entry for name, entry in value.items() if name in source.added}
+        for name, entry in added.items():
+            if name != layout.NUM_STATES:  # which follows from what is assigned
+                ParamEntries(source, key)[name] = entry
+        if isinstance(value, ParamEntries) or added:
+            value = {name: entry for name, entry in value.items() if name not in added}
+        source.state[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        source = self._find(key)
+        if source is None:
+            raise KeyError(key)
+        del source.state[key]
+
+    def clear(self) -> None:
+        """Drop all entries of the wrapped optimizers."""
+        for source in self._sources:
+            source.state.clear()
+
+    def held_for(self, value: Any) -> Any:
+        """Return what the wrapped optimizer, there is one, holds where ``value`` is assigned to ``optimizer.state``."""
+        if isinstance(value, StateView):
+            return value._sources[0].state
+        [source] = self._sources
+        if not any(isinstance(entries, Mapping) and set(entries) & set(source.added) for entries in value.values()):
+            return value
+        own: defaultdict[Any, Any] = defaultdict(dict)
+        taken = StateView([replace(source, state=own)])
+        for key, entries in value.items():
+            taken[key] = entries
+        return own
+
+    def _find(self, key: object) -> Source | None:
+        """Return the source that has a parameter, or another key."""
+        for source in self._sources:
+            if source.holds(key) if isinstance(key, Tensor) else key in source.state:
+                return source
+        return None
+
+
+def _are_equal(one: Tensor | None, other: Any) -> bool:
+    """Return whether both have the same values. Waits for the device."""
+    if one is None or not isinstance(other, Tensor):
+        return one is other
+    mine, theirs = to_local(one), to_local(other)
+    return one.shape == other.shape and torch.equal(mine.cpu(), theirs.to("cpu", mine.dtype))
