@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from megascale import (
@@ -156,46 +154,6 @@ def test_a_chain_with_muon(sharded: bool, way: dict[str, Any]) -> None:
             optimizer.step()
     assert _same(chain.state_dict(), other.state_dict())
     assert _same(module.state_dict(), other_module.state_dict())
-
-
-ACTIONS = ("step", "overflow", "twice", "read", "load", "save", "freeze", "halve", "lr")
-
-
-def _act(action: str, module: Tiny, optimizer: MixedPrecisionOptimizer, at: int) -> Any:
-    if action == "overflow":
-        return _step(module, optimizer, at, float("inf"))
-    if action == "twice":
-        optimizer.zero_grad()
-        _backward(module, optimizer, at)
-        _backward(module, optimizer, at + 100)
-        return optimizer.step()
-    if action == "read":
-        return {name: main.clone() for name, main in optimizer.main_params()}
-    if action == "load":
-        optimizer.load_state_dict(optimizer.state_dict())
-    if action == "save":
-        return optimizer.state_dict()
-    if action == "freeze":
-        module.norm.weight.requires_grad_(not module.norm.weight.requires_grad)
-    if action == "halve":
-        module.load_state_dict({name: value / 2 for name, value in module.state_dict().items()})
-    if action == "lr":
-        optimizer.param_groups[0]["lr"] *= 0.5
-    return _step(module, optimizer, at)
-
-
-@given(st.lists(st.sampled_from(ACTIONS), min_size=1, max_size=6), st.sampled_from([{}, HELD]))
-@settings(max_examples=15, deadline=None)
-def test_random_lives(actions: list[str], stored: dict[str, Any]) -> None:
-    """Overflows, accumulation, reads, loads, frozen parameters, options: each has the bits of a life without."""
-    ways: list[dict[str, Any]] = [{}, WAIT, OVERLAP, {**OVERLAP, "optimizer_offload_fraction": 0.5}]
-    ways += [VISIT, {**VISIT, "optimizer_offload_fraction": 0.5}]
-    lives = [_build(stored | way) for way in ways]
-    for at, action in enumerate(actions):
-        plain, *others = [_act(action, *life, at) for life in lives]
-        assert all(_same(plain, other) for other in others)
-    plain, *others = [(life[1].state_dict(), life[0].state_dict()) for life in lives]
-    assert all(_same(plain, other) for other in others)
 
 
 class _Held:
