@@ -462,7 +462,7 @@ def _dropped_meanwhile(device: FakeDevice, *, steps: bool) -> list[tuple[str, in
     ``steps``: the last thing that they did was a step, else a backward.
     """
     found = []
-    for order, seed in RUNS:
+    for order, seed in RUNS[:2]:  # a full garbage collection each
         try:
             with device.running(order, seed):
                 module = _model()
