@@ -111,17 +111,22 @@ def load(
         if optimizer is not None and staged.optimizer_state is not None:
             _load_optimizer(folder, optimizer, staged.optimizer_state, staged.in_place, strict, is_shown, group)
             if not strict:
-                with raise_on_all_ranks("list what was left out", group):
-                    lives = optimizer.live_states()
-                for live in lives:
-                    live.share_forms()
-                with raise_on_all_ranks("list what was left out", group):
-                    skipped += left_out(staged.optimizer_state, optimizer.pack(copy=False, decode=False))
+                skipped += _left_out_of(optimizer, staged.optimizer_state, group)
         with raise_on_all_ranks("load the weights into the model", group):
             bare(model).load_state_dict(staged.weights, strict=False)
             if optimizer is not None and staged.optimizer_state is None:
                 optimizer.reload_model_params()
     return LoadedCheckpoint(manifest.step, folder, staged.user_state, staged.rank_state, tuple(skipped))
+
+
+def _left_out_of(optimizer: SavedOptimizer, saved: dict[str, Any], group: ProcessGroup | None) -> list[str]:
+    """Return a line for each entry of a saved state that the optimizer does not have. All ranks call it together."""
+    with raise_on_all_ranks("list what was left out", group):
+        lives = optimizer.live_states()
+    for live in lives:
+        live.share_forms()
+    with raise_on_all_ranks("list what was left out", group):
+        return list(left_out(saved, optimizer.pack(copy=False, decode=False)))
 
 
 @dataclass(frozen=True)
