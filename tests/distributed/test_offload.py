@@ -148,7 +148,10 @@ def _delay(optimizer: MixedPrecisionOptimizer) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("fraction", "stored"), [(1.0, {}), (0.5, {}), (0.5, {"store_param_remainders": True})])
+@pytest.mark.parametrize(
+    ("fraction", "stored"),
+    [(1.0, {}), pytest.param(0.5, {}, marks=pytest.mark.slow), (0.5, {"store_param_remainders": True})],
+)
 @pytest.mark.parametrize("held", ["synced", "elements", "parameters"])
 def test_in_host_memory(ranks: RankPool, held: str, way: str, fraction: float, stored: dict[str, Any]) -> None:
     """optimizer_cpu_offload over ranks has the bits of the same life without; overlap: of what each can overlap."""

@@ -41,7 +41,7 @@ def test_every_action_is_one(ranks: RankPool, held: str, tmp_path: Path) -> None
     assert ranks.run(2, _errors, held, tmp_path) == [[]] * 2
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 12))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 12))])
 @pytest.mark.parametrize("held", HOLDERS)
 def test_random_lives(ranks: RankPool, held: str, seed: int, tmp_path: Path) -> None:
     """Each way of holding parameters, with a seed's actions: moves of state, loads and checkpoints among them."""

@@ -321,12 +321,13 @@ LIVES: dict[str, list[Life]] = {
         if action not in STEPS
     },
 }
-QUICK = ("replicated", "slices", "codes", "fraction", "own step", "elements, overlap")
-"""How the names of the lives begin that are no slow tests."""
+QUICK = {f"replicated, {name}" for name in (*WAYS, "visits, state", "clipped", "last")}
+QUICK |= {"slices", "codes", "fraction", "own step", "elements, overlap"}
+"""The lives that are no slow tests."""
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name.startswith(QUICK) else pytest.mark.slow) for name in LIVES]
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in LIVES]
 )
 def test_no_bit_differs(on_device: OnDevice, name: str) -> None:
     """Steps, overflows, clipping, accumulation, readers: in each order of streams the bits of a life without it."""
