@@ -174,6 +174,7 @@ def _copied(trained: Trained) -> list[Tensor]:
 
 
 def _trip(trained: Trained) -> list[Tensor]:
+    list(trained[1].main_params())  # takes over a parameter that was frozen: what is away does not
     trained[1].offload()
     kept = [to_local(main).clone() for _, main in trained[1].main_params()]
     trained[1].reload()
