@@ -66,7 +66,6 @@ class ComputeChoice(InnerUpdate):
         self._ways = dict(ways)
         self._device, self._group, self._clock = device, group, clock
         self._begin_anew()
-
         self._changed_at = 0
 
     def _begin_anew(self) -> None:

@@ -89,6 +89,9 @@ class StreamedUpdate(HostUpdate):
                 slot.memory = torch.empty(needed, dtype=torch.uint8, device=self._device)
                 for stream in filter(None, (self._inwards, self._outwards)):
                     keep(slot.memory, stream)
+            if self._inwards is not None:
+                # The allocator gives memory that work queued before on this stream may still use.
+                self._inwards.wait_event(current_stream(self._device).record_event())
         return ready
 
     @override
