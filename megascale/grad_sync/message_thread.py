@@ -87,13 +87,18 @@ class MessageThread:
 def _serve(tasks: _Tasks) -> None:
     while (item := tasks.get()) is not None:
         task, future = item
+        raised: BaseException | None = None
         try:
             task()
         except BaseException as error:  # result() raises it
-            future.set_exception(error)
-        else:
+            raised = error
+        # Before the end is told: whoever waits for it may free what the task held, and the thread keeps nothing alive.
+        del item, task
+        if raised is None:
             future.set_result(None)
-        del item, task, future  # the idle thread must keep nothing alive
+        else:
+            future.set_exception(raised)
+        del future, raised
     _running.pop(current_thread(), None)
 
 

@@ -461,7 +461,8 @@ def test_a_bucket_waits_for_its_shard(on_device: OnDevice, held: str) -> None:
 def _dropped_meanwhile(device: FakeDevice, *, steps: bool) -> list[tuple[str, int]]:
     """Return the orders in which memory is written after a model and its optimizer were dropped.
 
-    ``steps``: the last thing that they did was a step, else a backward.
+    ``steps``: the last thing that they did was a step, else a backward. What waits for the weights of a step may be
+    freed last, as in any cascade of references, and memory be allocated before: here both always happen.
     """
     found = []
     for order, seed in RUNS[:2]:  # a full garbage collection each
@@ -475,8 +476,13 @@ def _dropped_meanwhile(device: FakeDevice, *, steps: bool) -> list[tuple[str, in
                     _backward((module, optimizer, batch))
                     if steps or at < 2:
                         optimizer.step()
+                arrivals = optimizer._member.main_params.arrivals
+                assert arrivals is not None
+                arrivals._thread.result(arrivals._thread.submit(lambda: None))  # all weights are queued
                 del module, optimizer, batch
                 gc.collect()
+                torch.empty(1, device="cuda")
+                del arrivals
         except WrittenAfterFree:
             found.append((order, seed))
     return found

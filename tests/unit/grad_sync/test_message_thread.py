@@ -40,6 +40,25 @@ def test_tasks_run_in_order_and_raise_where_they_are_waited_for() -> None:
     messages.close()
 
 
+def test_what_a_task_held_is_free_when_its_end_is_told() -> None:
+    """Who waits for a task may free memory that the task has used: the thread keeps nothing of it for a moment more."""
+    messages, begin, kept = MessageThread(), threading.Event(), list[bool]()
+
+    class Memory:
+        def task(self) -> None:
+            assert begin.wait(LIMIT_S)
+
+    memory = Memory()
+    found = ref(memory)
+    future = messages.submit(memory.task)
+    future.add_done_callback(lambda _: kept.append(found() is not None))
+    del memory
+    begin.set()
+    messages.result(future)
+    messages.close()
+    assert kept == [False]
+
+
 @pytest.mark.parametrize("end", ["closed", "freed"])
 def test_an_owner_that_goes_leaves_nothing(end: str) -> None:
     """Invariant 11: its thread, which keeps no process alive, ends, and nobody lists it any more."""

@@ -1,6 +1,7 @@
 """optimizer_offload_fraction="auto": what is measured, what ranks make of it, and that no bit differs."""
 
 from collections.abc import Callable
+from threading import Event
 from typing import Any
 
 import pytest
@@ -137,7 +138,11 @@ def test_what_is_measured_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tuner.is_open  # three have landed before it looked, of which two are left out
     for step in range(EVERY - 1):
         _step(module, optimizer, step)
-    optimizer.finish_param_gather()
+    arrivals = optimizer._member.main_params.arrivals
+    assert arrivals is not None
+    ended = Event()
+    arrivals.when_sent(ended.set)  # after the record of the last step has been closed
+    assert ended.wait(60)
     found = tuner.meter.seconds()
     assert len(found) == 2 * EVERY - 5
     assert all(one.busy > 0 for one in found)
