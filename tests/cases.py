@@ -16,6 +16,8 @@ def turns(*axes: Collection[Any]) -> list[tuple[Any, ...]]:
     return [tuple(axis[place % len(axis)] for axis in map(list, axes)) for place in range(longest)]
 
 
-def cases(*axes: Collection[Any], quick: Callable[..., bool]) -> list[Any]:
-    """Return every combination of ``axes`` for ``parametrize``; that which is not ``quick(*combination)`` is weekly."""
-    return [pytest.param(*one, marks=() if quick(*one) else pytest.mark.weekly) for one in product(*axes)]
+def cases(
+    *axes: Collection[Any], quick: Callable[..., bool], rest: pytest.MarkDecorator = pytest.mark.weekly
+) -> list[Any]:
+    """Return every combination of ``axes`` for ``parametrize``; those that are not quick are ``rest``."""
+    return [pytest.param(*one, marks=() if quick(*one) else rest) for one in product(*axes)]

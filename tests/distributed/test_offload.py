@@ -18,6 +18,7 @@ from megascale.step.host_update import HostUpdate
 from megascale.step.offload_tuner import EVERY
 from megascale.utils.dtensors import to_local
 from megascale.utils.nests import tensors_in
+from tests.cases import cases
 from tests.distributed.test_distributed_optimizer import batch, flat, net, same, sharded, weights
 from tests.meshes import mesh_of
 from tests.pool import RankPool
@@ -147,14 +148,27 @@ def _delay(optimizer: MixedPrecisionOptimizer) -> None:
     update._host.apply = late  # type: ignore[method-assign, assignment]
 
 
-@pytest.mark.parametrize("way", WAYS)
+AMOUNTS: dict[str, tuple[float, dict[str, Any]]] = {
+    "all": (1.0, {}),
+    "half": (0.5, {}),
+    "half of remainders": (0.5, {"store_param_remainders": True}),
+}
+HOLDERS = ("synced", "elements", "parameters")
+
+
 @pytest.mark.parametrize(
-    ("fraction", "stored"),
-    [(1.0, {}), pytest.param(0.5, {}, marks=pytest.mark.slow), (0.5, {"store_param_remainders": True})],
+    ("held", "way", "amount"),
+    cases(
+        HOLDERS,
+        WAYS,
+        AMOUNTS,
+        quick=lambda held, way, amount: amount != "half" and (way == "overlap" or held == "elements"),
+        rest=pytest.mark.slow,
+    ),
 )
-@pytest.mark.parametrize("held", ["synced", "elements", "parameters"])
-def test_in_host_memory(ranks: RankPool, held: str, way: str, fraction: float, stored: dict[str, Any]) -> None:
+def test_in_host_memory(ranks: RankPool, held: str, way: str, amount: str) -> None:
     """optimizer_cpu_offload over ranks has the bits of the same life without; overlap: of what each can overlap."""
+    fraction, stored = AMOUNTS[amount]
     assert ranks.run(2, _in_host_memory, held, way, fraction, stored) == [[True] * 4] * 2
 
 
@@ -213,7 +227,12 @@ def _locals(saved: dict[str, Any]) -> list[Tensor]:
 )
 @pytest.mark.parametrize(
     ("way", "fraction", "prefetch"),
-    [("wait", 1.0, False), ("overlap", 1.0, True), ("overlap", 0.5, False), ("device", 0.5, True)],
+    [
+        pytest.param("wait", 1.0, False, marks=pytest.mark.slow),
+        ("overlap", 1.0, True),
+        pytest.param("overlap", 0.5, False, marks=pytest.mark.slow),
+        ("device", 0.5, True),
+    ],
 )
 def test_dtensors_in_host_memory(
     ranks: RankPool, way: str, fraction: float, prefetch: bool, options: dict[str, Any]

@@ -274,7 +274,10 @@ CASES: list[tuple[str, str, dict[str, Any], bool]] = [
 ]
 
 
-@pytest.mark.parametrize(("inner", "held", "stored", "overlap"), CASES)
+@pytest.mark.parametrize(
+    ("inner", "held", "stored", "overlap"),
+    [pytest.param(*case, marks=() if case[3] and case[2] in ({}, REMAINDERS) else pytest.mark.slow) for case in CASES],
+)
 def test_loaded_state_goes_where_state_lives(
     on_device: OnDevice, inner: str, held: str, stored: dict[str, Any], overlap: bool
 ) -> None:
@@ -288,7 +291,7 @@ def test_loaded_state_goes_where_state_lives(
 DEVICE: dict[str, Any] = {"optimizer_cpu_offload": True, "optimizer_offload_compute": "device"}
 
 
-@pytest.mark.parametrize("stored", [{}, CODES], ids=["fp32", "codes"])
+@pytest.mark.parametrize("stored", [{}, pytest.param(CODES, marks=pytest.mark.slow)], ids=["fp32", "codes"])
 @pytest.mark.parametrize("held", [*WHOLE, "elements", "parameters"])
 def test_state_that_visits_the_device(on_device: OnDevice, held: str, stored: dict[str, Any]) -> None:
     """The device updates it, and it lives in host memory between steps: bits are those without offload."""

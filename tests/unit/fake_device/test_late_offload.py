@@ -322,8 +322,8 @@ LIVES: dict[str, list[Life]] = {
         if action not in STEPS
     },
 }
-QUICK = {f"replicated, {name}" for name in (*WAYS, "visits, state", "clipped", "last")}
-QUICK |= {"slices", "codes", "fraction", "own step", "elements, overlap"}
+QUICK = {f"replicated, {name}" for name in ("overlap", "visits", "clipped", "last")}
+QUICK |= {"codes", "fraction", "elements, overlap"}
 """The lives that are no slow tests."""
 
 

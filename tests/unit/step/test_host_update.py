@@ -23,6 +23,7 @@ from megascale import (
 from megascale.errors import ArgumentError, InnerStepError, MainParamOverflowError, UsageError
 from megascale.grad_sync import GradSync
 from megascale.step.host_update import HostUpdate
+from tests.cases import cases, turns
 from tests.training import INNER, Sign, Tiny, bits_equal, model
 
 CODES: dict[str, Any] = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.uint8}
@@ -70,11 +71,17 @@ def _same(a: Any, b: Any) -> bool:
 STORED = {"fp32": {}, "codes": CODES, "bf16": {"exp_avg_dtype": torch.bfloat16}, "remainders": HELD | CODES}
 
 
-@pytest.mark.parametrize("stored", STORED.values(), ids=list(STORED))
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("held", ["replicated", "synced", "elements", "parameters"])
-def test_no_bit_differs(held: str, dtype: torch.dtype, stored: dict[str, Any]) -> None:
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+HOLDERS = ("replicated", "synced", "elements", "parameters")
+
+
+@pytest.mark.parametrize(
+    ("held", "dtype", "name"),
+    cases(HOLDERS, DTYPES, STORED, quick=lambda _, *case: case in turns(DTYPES, STORED), rest=pytest.mark.slow),
+)
+def test_no_bit_differs(held: str, dtype: torch.dtype, name: str) -> None:
     """Each way of holding parameters has the bits of the same way without offload, overflows and clipped steps too."""
+    stored = STORED[name]
     for way in (WAIT, OVERLAP, VISIT):
         module, optimizer = _build(stored | way, held, dtype=dtype)
         other_module, other = _build(stored, held, dtype=dtype)

@@ -31,7 +31,7 @@ def _differs(held: str, actions: list[str], stored: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("held", HELD)
 @given(LIVES, st.sampled_from([{}, COMPACT]))
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=3, deadline=None)
 def test_random_lives(held: str, actions: list[str], stored: dict[str, Any]) -> None:
     """Overflows, clips, accumulation, reads, loads, checkpoints, frozen and new parameters, several groups, options and
     fractions that change.
