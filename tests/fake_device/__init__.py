@@ -12,8 +12,9 @@
 Each call runs in a process of its own, forked from one that has torch, the device and Triton's driver ready. It needs
 no certain build of torch: one with CUDA does what one without does, and counts are the same. The parts:
 
-- device.cpp, device.py: torch's CUDA, made of host memory and host operators, which reports each call to it;
-- report.h, host_call.h, memory.h: its parts: who is told of calls, how the host runs an operator, memory;
+- device.cpp, device.py: torch's CUDA, made of host operators, which reports each call to it;
+- report.h, host_call.h, memory.h: its parts: who is told of calls, how the host runs an operator, memory, whose
+  addresses the host can neither read nor write: host code that is handed one dies by SIGSEGV;
 - late_streams.h: ``with device.running("late")``, "side first" or "random", streams do their work when something that
   is waited for forces it, or when events let them: a missing wait gives wrong values. Memory that is freed is
   overwritten when its stream may give it to others. ``device.without(line)`` leaves one wait of megascale out;

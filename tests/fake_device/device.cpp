@@ -1,8 +1,8 @@
-/* torch's CUDA where there is none: two devices whose memory is the host's and whose operators run on the host, and a
- * report of all that they are asked to do. The build of torch may have CUDA, or not: its own is out of use.
+/* torch's CUDA where there is none: two devices whose memory the host cannot touch (memory.h), whose operators run on the
+ * host, and a report of all that they are asked to do. The build of torch may have CUDA, or not: its own is out of use.
  *
  * Tensors on them are plain tensors of type "cuda": what asks one for its device, address or type sees what it would see
- * on a GPU. An operator runs as the CPU's, over the same memory: when it is called, or later (late_streams.h). Reported
+ * on a GPU. An operator runs as the CPU's, over the bytes that the device keeps: when it is called, or later (late_streams.h). Reported
  * are, in the order of the calls, with the stream that each is put on:
  *
  *   operator  one that ran on a device, by its name
@@ -37,16 +37,15 @@ namespace {
 
 struct DeviceMemory final : c10::Allocator {
   c10::DataPtr allocate(size_t nbytes) override {
-    void* data = memory::zeros(nbytes);
     const c10::Device here(CUDA, current_device);
     memory::reuse(stream_of(here));
-    memory::device.add(data, {nbytes, stream_of(here), {}});
-    return {data, data, &memory::give_back_to_device, here};
+    void* address = memory::allocate(nbytes, stream_of(here));
+    return {address, address, &memory::give_back_to_device, here};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &memory::give_back_to_device; }
   void copy_data(void* to, const void* from, size_t nbytes) const override {
     late::streams.finish();
-    std::memcpy(to, from, nbytes);
+    std::memcpy(memory::bytes_of(to), memory::bytes_of(from), nbytes);
   }
 } device_memory;
 
@@ -54,7 +53,7 @@ struct PinnedMemory final : c10::Allocator {
   c10::DataPtr allocate(size_t nbytes) override {
     void* data = memory::zeros(nbytes);
     report("pin", std::to_string(nbytes), {CUDA, current_device});
-    memory::pinned.add(data, {nbytes, {}, {}});
+    memory::pinned.add(data, {data, nbytes, {}, {}});
     return {data, data, &memory::give_back_pinned, c10::Device(c10::kCPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &memory::give_back_pinned; }
@@ -216,8 +215,19 @@ at::Scalar element(const Tensor& self) {
   return twin_of(self).item();
 }
 
+void resize_storage(c10::StorageImpl* storage, size_t nbytes) {
+  const On there(storage->device());
+  auto resized = device_memory.allocate(nbytes);
+  const auto kept = std::min(nbytes, storage->nbytes());
+  if (kept > 0) device_memory.copy_data(resized.get(), storage->data_ptr().get(), kept);
+  storage->set_data_ptr_noswap(std::move(resized));
+  storage->set_nbytes(nbytes);
+}
+
 const Tensor& resize(const Tensor& self, at::IntArrayRef size, std::optional<at::MemoryFormat> format) {
-  if (self.storage().nbytes() > 0) late::streams.finish();  // torch copies what is there
+  auto* storage = self.storage().unsafeGetStorageImpl();
+  const auto nbytes = at::detail::computeStorageNbytesContiguous(size, self.itemsize(), self.storage_offset());
+  if (storage->nbytes() < nbytes) resize_storage(storage, nbytes);  // torch would copy what is there on the host
   return at::native::resize_(self, size, format);
 }
 Tensor view(const Tensor& self, at::IntArrayRef size) { return at::native::view(self, size); }
@@ -296,17 +306,10 @@ void register_operators() {
 extern "C" void report_device_calls(Report to) { report_to = to; }
 
 /* UntypedStorage.resize_, whose CUDA part no key, hook or guard reaches: torch calls it, or refuses to, itself. */
-extern "C" void resize_device_storage(c10::StorageImpl* storage, int64_t nbytes) {
-  const On there(storage->device());
-  auto resized = device_memory.allocate(nbytes);
-  const auto kept = std::min<size_t>(nbytes, storage->nbytes());
-  if (kept > 0) {
-    late::streams.finish();
-    std::memcpy(resized.get(), storage->data_ptr().get(), kept);
-  }
-  storage->set_data_ptr_noswap(std::move(resized));
-  storage->set_nbytes(nbytes);
-}
+extern "C" void resize_device_storage(c10::StorageImpl* storage, int64_t nbytes) { resize_storage(storage, nbytes); }
+
+/* Return where the host keeps the bytes at an address of the device: for what stands in for a kernel. */
+extern "C" void* bytes_of_device(const void* address) { return memory::bytes_of(address); }
 
 /* Let streams run in an order of late_streams.h, of a seed, once what they were given before is done. Returns how many
  * blocks of memory were written after they were freed. */

@@ -1,10 +1,12 @@
 """Processes with the device: one that is ready, and for each call one forked from it, as no cache may be warm."""
 
+import faulthandler
 import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
 import torch
@@ -12,6 +14,8 @@ import torch
 from tests.fake_device.device import FakeDevice
 
 T = TypeVar("T")
+
+DIED = "a process with the device died: of SIGSEGV, if host code touched memory of the device; stderr says where"
 
 _ready: FakeDevice | None = None
 
@@ -42,6 +46,7 @@ def make_ready() -> FakeDevice:
         from tests.fake_device import torch_cuda, triton_driver
         from tests.fake_device.device import library
 
+        faulthandler.enable()
         library()
         _ready = FakeDevice()
         torch_cuda.install(_ready)
@@ -53,7 +58,10 @@ def make_ready() -> FakeDevice:
 
 def _fork(function: Callable[..., T], arguments: tuple[Any, ...]) -> T:
     with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as forked:
-        return forked.submit(_call, function, arguments).result()
+        try:
+            return forked.submit(_call, function, arguments).result()
+        except BrokenProcessPool as error:
+            raise BrokenProcessPool(DIED) from error
 
 
 def _call(function: Callable[..., T], arguments: tuple[Any, ...]) -> T:
