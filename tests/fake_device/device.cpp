@@ -266,9 +266,10 @@ Tensor read_in_order(const Tensor& tensor) {
 void write_in_order(
     at::TensorList outputs, at::TensorList results, at::TensorList inputs, at::TensorList sent, int64_t stream) {
   const auto device = outputs[0].device();
+  // Copies: to free a tensor that Python has seen takes Python's lock, and work is carried out, and freed, without.
   std::vector<std::pair<Tensor, Tensor>> written, read;
-  for (size_t at = 0; at < outputs.size(); at++) written.emplace_back(twin_of(outputs[at]), results[at]);
-  for (size_t at = 0; at < inputs.size(); at++) read.emplace_back(twin_of(inputs[at]), sent[at]);
+  for (size_t at = 0; at < outputs.size(); at++) written.emplace_back(twin_of(outputs[at]), results[at].clone());
+  for (size_t at = 0; at < inputs.size(); at++) read.emplace_back(twin_of(inputs[at]), sent[at].clone());
   late::streams.give(
       {device.index(), stream},
       [written, read] {
