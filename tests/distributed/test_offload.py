@@ -162,7 +162,9 @@ HOLDERS = ("synced", "elements", "parameters")
         HOLDERS,
         WAYS,
         AMOUNTS,
-        quick=lambda held, way, amount: amount != "half" and (way == "overlap" or held == "elements"),
+        quick=lambda held, way, amount: (
+            way == "overlap" and (amount == "all" or (held, amount) == ("elements", "half of remainders"))
+        ),
         rest=pytest.mark.slow,
     ),
 )

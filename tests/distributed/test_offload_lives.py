@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.cases import cases
 from tests.offload_lives import ACTIONS, Life, first_difference
 from tests.pool import RankPool
 
@@ -41,8 +42,15 @@ def test_every_action_is_one(ranks: RankPool, held: str, tmp_path: Path) -> None
     assert ranks.run(2, _errors, held, tmp_path) == [[]] * 2
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 12))])
-@pytest.mark.parametrize("held", HOLDERS)
+@pytest.mark.parametrize(
+    ("held", "seed"),
+    cases(
+        HOLDERS,
+        range(12),
+        quick=lambda *case: case in (("fsdp2", 0), ("parameters", 0)),
+        rest=pytest.mark.slow,
+    ),
+)
 def test_random_lives(ranks: RankPool, held: str, seed: int, tmp_path: Path) -> None:
     """Each way of holding parameters, with a seed's actions: moves of state, loads and checkpoints among them."""
     stored: dict[str, Any] = ({}, HELD if held == "fsdp2" else COMPACT)[seed % 2]  # groups of 32 do not fit its parts

@@ -323,7 +323,7 @@ LIVES: dict[str, list[Life]] = {
     },
 }
 QUICK = {f"replicated, {name}" for name in ("overlap", "visits", "clipped", "last")}
-QUICK |= {"codes", "fraction", "elements, overlap"}
+QUICK |= {"codes", "fraction"}
 """The lives that are no slow tests."""
 
 
@@ -391,7 +391,9 @@ def _noticed(device: FakeDevice, key: str) -> dict[str, list[tuple[str, int]]]:
     return found
 
 
-@pytest.mark.parametrize("key", WAITS)
+@pytest.mark.parametrize(
+    "key", [pytest.param(key, marks=pytest.mark.slow if "streamed" in key else ()) for key in WAITS]
+)
 def test_each_wait_is_needed(on_device: OnDevice, key: str) -> None:
     """Without one wait, bits differ in some order: removing it from the library makes this file fail."""
     found = on_device(_noticed, key)
@@ -452,7 +454,7 @@ def _without_begin(device: FakeDevice, held: str) -> list[tuple[str, int]]:
         return [run for run in RUNS if _differs(device, life, expected, *run)]
 
 
-@pytest.mark.parametrize("held", ["elements", "parameters"])
+@pytest.mark.parametrize("held", [pytest.param("elements", marks=pytest.mark.slow), "parameters"])
 def test_a_bucket_waits_for_its_shard(on_device: OnDevice, held: str) -> None:
     """A module whose gather has not begun would use old weights: forward begins it."""
     assert on_device(_without_begin, held)

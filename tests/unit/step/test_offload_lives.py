@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.cases import cases, turns
 from tests.offload_lives import ACTIONS, Life, first_difference
 
 THERE: dict[str, Any] = {"optimizer_cpu_offload": True}
@@ -29,9 +30,11 @@ def _differs(held: str, actions: list[str], stored: dict[str, Any]) -> str:
         return first_difference(held, stored, WAYS, actions, Path(folder))
 
 
-@pytest.mark.parametrize("held", HELD)
+@pytest.mark.parametrize(
+    "held", [pytest.param(held, marks=pytest.mark.slow if held in ("elements", "parameters") else ()) for held in HELD]
+)
 @given(LIVES, st.sampled_from([{}, COMPACT]))
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=5, deadline=None)
 def test_random_lives(held: str, actions: list[str], stored: dict[str, Any]) -> None:
     """Overflows, clips, accumulation, reads, loads, checkpoints, frozen and new parameters, several groups, options and
     fractions that change.
@@ -49,8 +52,10 @@ def test_more_random_lives(held: str, actions: list[str], stored: dict[str, Any]
     assert _differs(held, actions, stored) == ""
 
 
-@pytest.mark.parametrize("held", HELD)
-@pytest.mark.parametrize("action", ACTIONS)
+@pytest.mark.parametrize(
+    ("held", "action"),
+    cases(HELD, ACTIONS, quick=lambda *case: case in turns(HELD, ACTIONS), rest=pytest.mark.slow),
+)
 def test_every_action_is_one(held: str, action: str, tmp_path: Path) -> None:
     """No life is one of errors only: each action works beside steps."""
     life = Life(held, OVERLAP, tmp_path)
