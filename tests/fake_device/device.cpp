@@ -1,8 +1,8 @@
-/* torch's CUDA where there is none: two devices whose memory is the host's and whose operators run on the host, and a
- * report of all that they are asked to do. The build of torch may have CUDA, or not: its own is out of use.
+/* torch's CUDA where there is none: two devices whose memory the host cannot touch (memory.h), whose operators run on the
+ * host, and a report of all that they are asked to do. The build of torch may have CUDA, or not: its own is out of use.
  *
  * Tensors on them are plain tensors of type "cuda": what asks one for its device, address or type sees what it would see
- * on a GPU. An operator runs as the CPU's, over the same memory: when it is called, or later (late_streams.h). Reported
+ * on a GPU. An operator runs as the CPU's, over the bytes that the device keeps: when it is called, or later (late_streams.h). Reported
  * are, in the order of the calls, with the stream that each is put on:
  *
  *   operator  one that ran on a device, by its name
@@ -22,6 +22,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -37,16 +38,15 @@ namespace {
 
 struct DeviceMemory final : c10::Allocator {
   c10::DataPtr allocate(size_t nbytes) override {
-    void* data = memory::zeros(nbytes);
     const c10::Device here(CUDA, current_device);
     memory::reuse(stream_of(here));
-    memory::device.add(data, {nbytes, stream_of(here), {}});
-    return {data, data, &memory::give_back_to_device, here};
+    void* address = memory::allocate(nbytes, stream_of(here));
+    return {address, address, &memory::give_back_to_device, here};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &memory::give_back_to_device; }
   void copy_data(void* to, const void* from, size_t nbytes) const override {
     late::streams.finish();
-    std::memcpy(to, from, nbytes);
+    std::memcpy(memory::bytes_of(to), memory::bytes_of(from), nbytes);
   }
 } device_memory;
 
@@ -54,7 +54,7 @@ struct PinnedMemory final : c10::Allocator {
   c10::DataPtr allocate(size_t nbytes) override {
     void* data = memory::zeros(nbytes);
     report("pin", std::to_string(nbytes), {CUDA, current_device});
-    memory::pinned.add(data, {nbytes, {}, {}});
+    memory::pinned.add(data, {data, nbytes, {}, {}});
     return {data, data, &memory::give_back_pinned, c10::Device(c10::kCPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &memory::give_back_pinned; }
@@ -216,8 +216,19 @@ at::Scalar element(const Tensor& self) {
   return twin_of(self).item();
 }
 
+void resize_storage(c10::StorageImpl* storage, size_t nbytes) {
+  const On there(storage->device());
+  auto resized = device_memory.allocate(nbytes);
+  const auto kept = std::min(nbytes, storage->nbytes());
+  if (kept > 0) device_memory.copy_data(resized.get(), storage->data_ptr().get(), kept);
+  storage->set_data_ptr_noswap(std::move(resized));
+  storage->set_nbytes(nbytes);
+}
+
 const Tensor& resize(const Tensor& self, at::IntArrayRef size, std::optional<at::MemoryFormat> format) {
-  if (self.storage().nbytes() > 0) late::streams.finish();  // torch copies what is there
+  auto* storage = self.storage().unsafeGetStorageImpl();
+  const auto nbytes = at::detail::computeStorageNbytesContiguous(size, self.itemsize(), self.storage_offset());
+  if (storage->nbytes() < nbytes) resize_storage(storage, nbytes);  // torch would copy what is there on the host
   return at::native::resize_(self, size, format);
 }
 Tensor view(const Tensor& self, at::IntArrayRef size) { return at::native::view(self, size); }
@@ -241,6 +252,38 @@ void implement_here(torch::Library& m) {
   m.impl("set_.source_Storage", &set_storage);
   m.impl("set_.source_Storage_storage_offset", &at::native::set_storage_cpu_);
   m.impl("set_.source_Tensor", &at::native::set_tensor_);
+}
+
+/* ---- collectives: see ranks.py ---- */
+
+/* Return on the host what the current stream would find. */
+Tensor read_in_order(const Tensor& tensor) {
+  late::streams.reach(stream_of(tensor.device()));
+  return twin_of(tensor).clone();
+}
+
+/* Write results on a stream, behind the current one; wrong ones if what was sent is no longer what is there then. */
+void write_in_order(
+    at::TensorList outputs, at::TensorList results, at::TensorList inputs, at::TensorList sent, int64_t stream) {
+  const auto device = outputs[0].device();
+  std::vector<std::pair<Tensor, Tensor>> written, read;
+  for (size_t at = 0; at < outputs.size(); at++) written.emplace_back(twin_of(outputs[at]), results[at]);
+  for (size_t at = 0; at < inputs.size(); at++) read.emplace_back(twin_of(inputs[at]), sent[at]);
+  late::streams.give(
+      {device.index(), stream},
+      [written, read] {
+        const Unseen unseen;
+        bool is_torn = false;
+        for (const auto& [there, then] : read) {
+          const Tensor now = there.contiguous();
+          is_torn |= now.nbytes() > 0 && std::memcmp(now.const_data_ptr(), then.contiguous().const_data_ptr(), now.nbytes()) != 0;
+        }
+        for (const auto& [to, value] : written) {
+          to.copy_(value);
+          if (is_torn) to.fill_(to.is_floating_point() ? std::nan("") : -1);
+        }
+      },
+      {late::streams.now(stream_of(device))});
 }
 
 /* ---- kernels of a build with CUDA ---- */
@@ -276,6 +319,9 @@ void register_operators() {
   const c10::WarningUtils::WarningHandlerGuard silenced(&silence);  // of one kernel that replaces another
   replace_kernels(replaced);
   implement_here(here);  // of two kernels, the later one counts
+  static torch::Library collectives(torch::Library::DEF, "fake_device", std::nullopt, __FILE__, __LINE__);
+  collectives.def("read", &read_in_order);
+  collectives.def("write", &write_in_order);
   rest.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
   replaced_rest.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
 }
@@ -296,17 +342,10 @@ void register_operators() {
 extern "C" void report_device_calls(Report to) { report_to = to; }
 
 /* UntypedStorage.resize_, whose CUDA part no key, hook or guard reaches: torch calls it, or refuses to, itself. */
-extern "C" void resize_device_storage(c10::StorageImpl* storage, int64_t nbytes) {
-  const On there(storage->device());
-  auto resized = device_memory.allocate(nbytes);
-  const auto kept = std::min<size_t>(nbytes, storage->nbytes());
-  if (kept > 0) {
-    late::streams.finish();
-    std::memcpy(resized.get(), storage->data_ptr().get(), kept);
-  }
-  storage->set_data_ptr_noswap(std::move(resized));
-  storage->set_nbytes(nbytes);
-}
+extern "C" void resize_device_storage(c10::StorageImpl* storage, int64_t nbytes) { resize_storage(storage, nbytes); }
+
+/* Return where the host keeps the bytes at an address of the device: for what stands in for a kernel. */
+extern "C" void* bytes_of_device(const void* address) { return memory::bytes_of(address); }
 
 /* Let streams run in an order of late_streams.h, of a seed, once what they were given before is done. Returns how many
  * blocks of memory were written after they were freed. */

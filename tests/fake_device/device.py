@@ -64,6 +64,7 @@ def library() -> ctypes.PyDLL:
     loaded.report_device_calls.argtypes, loaded.report_device_calls.restype = [_REPORT], None
     loaded.resize_device_storage.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     loaded.resize_device_storage.restype = None
+    loaded.bytes_of_device.argtypes, loaded.bytes_of_device.restype = [ctypes.c_void_p], ctypes.c_void_p
     loaded.order_device_streams.argtypes = [ctypes.c_int, ctypes.c_uint32]
     loaded.order_device_streams.restype = ctypes.c_uint64
     loaded.most_device_bytes.restype = ctypes.c_uint64

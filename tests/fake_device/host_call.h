@@ -10,20 +10,21 @@
 #include <utility>
 #include <vector>
 
+#include "memory.h"
 #include "report.h"
 
 using at::Tensor;
 
 inline bool is_here(const Tensor& tensor) { return tensor.defined() && tensor.device().type() == CUDA; }
 
-/* A tensor of the CPU over the same memory; where there is none, one of its own, which can grow. It does not keep the
- * memory: who carries out work later must find it there, as on a GPU. */
+/* A tensor of the CPU over the bytes of one of the device; where there are none, one of its own, which can grow. It does
+ * not keep them: who carries out work later must find them there, as on a GPU. */
 inline Tensor twin_of(const Tensor& tensor) {
   const auto options = at::TensorOptions().dtype(tensor.dtype()).device(c10::kCPU);
-  auto* data = static_cast<char*>(tensor.storage().mutable_data());
-  if (data == nullptr) return at::empty_strided(tensor.sizes(), tensor.strides(), options);
-  data += tensor.storage_offset() * static_cast<int64_t>(tensor.itemsize());
-  return at::from_blob(data, tensor.sizes(), tensor.strides(), options);
+  const void* address = tensor.storage().mutable_data();
+  if (address == nullptr) return at::empty_strided(tensor.sizes(), tensor.strides(), options);
+  auto* bytes = memory::bytes_of(address) + tensor.storage_offset() * static_cast<int64_t>(tensor.itemsize());
+  return at::from_blob(bytes, tensor.sizes(), tensor.strides(), options);
 }
 
 /* The same with memory of its own, and whatever values there are now. */

@@ -1,4 +1,7 @@
-/* The device's memory, which is the host's, and memory of the host that is pinned.
+/* The device's memory, and memory of the host that is pinned.
+ *
+ * An address of the device is one that the host can neither read nor write: who tries dies by SIGSEGV. What is stored
+ * there lies elsewhere in host memory, and only the device's operators ask where: bytes_of(address).
  *
  * Where streams run late, memory that is freed is given to others as early as CUDA's allocator may do it: when memory is
  * next allocated on the stream that it was allocated on. That stream overwrites it then, behind all that the stream was
@@ -8,6 +11,8 @@
 #pragma once
 
 #include <c10/core/Allocator.h>
+#include <c10/util/Exception.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -29,7 +34,48 @@ inline void* zeros(size_t nbytes) {
   return std::memset(data, 0, nbytes);
 }
 
+/* Addresses that nothing is behind. One that was given back is the next one of its size, as CUDA's allocator has it. */
+class Addresses {
+ public:
+  char* take(size_t nbytes) {
+    const std::lock_guard<std::mutex> held(lock_);
+    auto& free = free_[rounded(nbytes)];
+    if (!free.empty()) {
+      auto* address = free.back();
+      free.pop_back();
+      return address;
+    }
+    if (next_ == nullptr) reserve();
+    TORCH_CHECK(rounded(nbytes) <= static_cast<size_t>(end_ - next_), "the device has no addresses left");
+    return std::exchange(next_, next_ + rounded(nbytes));
+  }
+
+  void give_back(void* address, size_t nbytes) {
+    const std::lock_guard<std::mutex> held(lock_);
+    free_[rounded(nbytes)].push_back(static_cast<char*>(address));
+  }
+
+ private:
+  static constexpr size_t ALIGNMENT = 512, RESERVED = size_t{1} << 36;
+
+  static size_t rounded(size_t nbytes) { return (nbytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT; }
+
+  void reserve() {
+    void* start = mmap(nullptr, RESERVED, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    TORCH_CHECK(start != MAP_FAILED, "the device finds no address space of ", RESERVED, " bytes");
+    next_ = static_cast<char*>(start);
+    end_ = next_ + RESERVED;
+  }
+
+  std::mutex lock_;
+  char *next_ = nullptr, *end_ = nullptr;
+  std::map<size_t, std::vector<char*>> free_;
+};
+
+inline Addresses& addresses = *new Addresses;
+
 struct Block {
+  void* bytes;  // where they are kept
   size_t nbytes;
   late::Place home;  // allocated there
   std::set<late::Place> kept_for;
@@ -56,6 +102,14 @@ class Blocks {
   void keep(const void* data, late::Place stream) {
     const std::lock_guard<std::mutex> held(lock_);
     if (const auto found = find(data); found != blocks_.end()) found->second.kept_for.insert(stream);
+  }
+
+  /* Return where the bytes at an address are kept. */
+  char* bytes_of(const void* data) {
+    const std::lock_guard<std::mutex> held(lock_);
+    const auto found = find(data);
+    TORCH_CHECK(found != blocks_.end(), "no memory of the device is at ", data);
+    return static_cast<char*>(found->second.bytes) + (static_cast<const char*>(data) - found->first);
   }
 
   bool holds(const void* data) {
@@ -87,38 +141,54 @@ class Blocks {
 
 inline Blocks &device = *new Blocks, &pinned = *new Blocks;
 
-/* Memory that was overwritten: its address, its bytes. */
-inline std::vector<std::pair<void*, size_t>>& overwritten = *new std::vector<std::pair<void*, size_t>>;
+inline char* bytes_of(const void* address) { return device.bytes_of(address); }
+
+inline void* allocate(size_t nbytes, late::Place home) {
+  void* bytes = zeros(nbytes);
+  if (bytes == nullptr) return nullptr;
+  void* address = addresses.take(nbytes);
+  device.add(address, {bytes, nbytes, home, {}});
+  return address;
+}
+
+struct Freed {
+  void* address;
+  void* bytes;
+  size_t nbytes;
+  std::vector<late::Point> behind;
+
+  void give_back() const {
+    std::free(bytes);
+    addresses.give_back(address, nbytes);
+  }
+};
+
+/* Memory that was overwritten. */
+inline std::vector<Freed>& overwritten = *new std::vector<Freed>;
 
 /* Free what was overwritten. Returns how much of it somebody has written since. No work may be left. */
 inline size_t free_overwritten() {
   size_t written = 0;
-  for (const auto& [data, nbytes] : overwritten) {
-    const auto* bytes = static_cast<unsigned char*>(data);
-    written += !std::all_of(bytes, bytes + nbytes, [](unsigned char one) { return one == OVERWRITTEN; });
-    std::free(data);
+  for (const auto& one : overwritten) {
+    const auto* bytes = static_cast<unsigned char*>(one.bytes);
+    written += !std::all_of(bytes, bytes + one.nbytes, [](unsigned char byte) { return byte == OVERWRITTEN; });
+    one.give_back();
   }
   overwritten.clear();
   return written;
 }
 
-struct Freed {
-  void* data;
-  size_t nbytes;
-  std::vector<late::Point> behind;
-};
-
 inline std::mutex freed_lock;
 inline std::map<late::Place, std::vector<Freed>>& freed = *new std::map<late::Place, std::vector<Freed>>;
 
-inline void give_back_to_device(void* data) {
-  if (data == nullptr) return;
-  const auto block = device.take(data);
-  if (!late::streams.are_late()) return std::free(data);
-  std::vector<late::Point> behind;
-  for (const auto& stream : block.kept_for) behind.push_back(late::streams.now(stream));
+inline void give_back_to_device(void* address) {
+  if (address == nullptr) return;
+  const auto block = device.take(address);
+  Freed one{address, block.bytes, block.nbytes, {}};
+  if (!late::streams.are_late()) return one.give_back();
+  for (const auto& stream : block.kept_for) one.behind.push_back(late::streams.now(stream));
   const std::lock_guard<std::mutex> held(freed_lock);
-  freed[block.home].push_back({data, block.nbytes, std::move(behind)});
+  freed[block.home].push_back(std::move(one));
 }
 
 /* Let a stream overwrite what was allocated on it and is free. */
@@ -129,14 +199,16 @@ inline void reuse(late::Place home) {
     taken = std::move(freed[home]);
     freed[home].clear();
   }
-  for (auto& one : taken)
+  for (auto& one : taken) {
+    auto behind = std::move(one.behind);
     late::streams.give(
         home,
-        [data = one.data, nbytes = one.nbytes] {
-          std::memset(data, OVERWRITTEN, nbytes);
-          overwritten.emplace_back(data, nbytes);
+        [one] {
+          std::memset(one.bytes, OVERWRITTEN, one.nbytes);
+          overwritten.push_back(one);
         },
-        std::move(one.behind));
+        std::move(behind));
+  }
 }
 
 inline void reuse_all() {

@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from megascale.kernels import NUM_STATISTICS, Statistic
-from tests.fake_device.device import FakeDevice, current_stream
+from tests.fake_device.device import FakeDevice, current_stream, library
 
 Effect = Callable[[dict[str, Any]], None]
 
@@ -102,4 +102,6 @@ def clean_step(arguments: dict[str, Any]) -> None:
     """What ``total_kernel`` writes for finite gradients of a scaled loss: see ``Statistic``."""
     statistics = ctypes.c_double * NUM_STATISTICS
     clean = {Statistic.SUM_SQUARES: 1.0, Statistic.SCALED: 1.0}
-    statistics.from_address(arguments["vector"].data_ptr())[:] = [clean.get(field, 0.0) for field in Statistic]
+    statistics.from_address(library().bytes_of_device(arguments["vector"].data_ptr()))[:] = [
+        clean.get(field, 0.0) for field in Statistic
+    ]

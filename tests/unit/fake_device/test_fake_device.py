@@ -1,11 +1,19 @@
 """The device that is not there: it tells what a GPU would, and computes what the CPU does."""
 
+import ctypes
+import faulthandler
+import multiprocessing
 import re
+import resource
+import signal
 from collections.abc import Callable
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from tests.fake_device.device import SOURCE, FakeDevice, why_not
 from tests.fake_device.process import OnDevice
@@ -124,6 +132,76 @@ def _places(device: FakeDevice) -> dict[str, bool]:
 def test_tensors_look_as_on_a_gpu(on_device: OnDevice) -> None:
     """Plain tensors, at addresses of their own, on two devices."""
     assert all(on_device(_places).values())
+
+
+def _view(tensor: Tensor) -> Any:
+    return np.ctypeslib.as_array((ctypes.c_float * 4).from_address(tensor.data_ptr()))
+
+
+TOUCHES: dict[str, Callable[[Tensor], Any]] = {
+    "ctypes reads": lambda tensor: ctypes.c_float.from_address(tensor.data_ptr()).value,
+    "numpy reads": lambda tensor: float(_view(tensor).sum()),
+    "memcpy reads": lambda tensor: ctypes.memmove(ctypes.create_string_buffer(16), tensor.data_ptr(), 16),
+    "memcpy writes": lambda tensor: ctypes.memmove(tensor.data_ptr(), bytes(16), 16),
+    "memset writes": lambda tensor: ctypes.memset(tensor.data_ptr(), 0, 16),
+}
+"""What host code does with an address."""
+
+
+def _touch(touch: Callable[[Tensor], Any], tensor: Tensor) -> None:
+    faulthandler.disable()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    touch(tensor)
+
+
+def _ends(device: FakeDevice) -> dict[str, tuple[int | None, int | None]]:
+    """Return how processes end that touch memory of the device, and pinned memory."""
+    here, pinned = torch.ones(8, device="cuda")[2:], torch.ones(4, pin_memory=True)
+    context, found = multiprocessing.get_context("fork"), {}
+    for name, touch in TOUCHES.items():
+        processes = [context.Process(target=_touch, args=(touch, tensor)) for tensor in (here, pinned)]
+        for process in processes:
+            process.start()
+            process.join()
+        found[name] = processes[0].exitcode, processes[1].exitcode
+    return found
+
+
+def test_host_code_that_touches_memory_of_the_device_dies(on_device: OnDevice) -> None:
+    """As on a GPU: a host kernel that is handed an address of the device does not work by chance."""
+    assert on_device(_ends) == dict.fromkeys(TOUCHES, (-signal.SIGSEGV, 0))
+
+
+def _read_here(device: FakeDevice) -> None:
+    _touch(TOUCHES["ctypes reads"], torch.ones(1, device="cuda"))
+
+
+def test_such_a_death_is_told(on_device: OnDevice) -> None:
+    """The error says what may have been; other calls go on."""
+    with pytest.raises(BrokenProcessPool, match="host code touched memory of the device"):
+        on_device(_read_here)
+    assert all(on_device(_places).values())
+
+
+def _moved() -> dict[str, list[float]]:
+    """Return values of what changes its storage."""
+    grown, storage, other = torch.arange(4.0, device="cuda"), torch.arange(4.0, device="cuda"), torch.Tensor().cuda()
+    grown.resize_(1000)
+    storage.untyped_storage().resize_(8)
+    other.set_(torch.arange(4.0, device="cuda").untyped_storage(), 1, (2,), (1,))
+    return {"grown": grown[:4].tolist(), "other": other.tolist(), "shrunk": storage[:2].tolist()}
+
+
+def _moved_in(device: FakeDevice, order: str) -> dict[str, list[float]]:
+    with device.running(order):
+        return _moved()
+
+
+@pytest.mark.parametrize("order", ["at once", "late"])
+def test_storage_moves_on_the_device(on_device: OnDevice, order: str) -> None:
+    """Tensors that grow, storages that shrink or are shared: torch's own way would copy them on the host."""
+    expected = {"grown": [0.0, 1.0, 2.0, 3.0], "other": [1.0, 2.0], "shrunk": [0.0, 1.0]}
+    assert on_device(_moved_in, order) == expected
 
 
 def _mixed(device: FakeDevice) -> list[str]:
