@@ -139,27 +139,28 @@ class GradReader:
         Each is a plain tensor then, as :mod:`megascale.kernels.tensors.checked_memory` says. Else None.
         """
         grads = list(map(_GRAD, self._params))
-        try:
-            if self._forms is None or not self._forms.hold(grads):
-                self._forms = self._usable(grads)
-                self._places = None
-                if self._forms is None:
-                    return None
-            before, self._places = self._places, Places.of(grads)
-            # Gradients that lie elsewhere, but at the same places of storages of the same sizes, fit in these.
-            are_alike = before is not None and before[1:] == self._places[1:] and 0 not in self._places.pointers
-            if not (are_alike or self._forms.are_within(self._places)):
-                self._places = None
-                return None
-        except UNREADABLE:  # None, or no memory that an address tells
-            self._forms = None
+        forms, before = self._forms, self._places
+        places = None if forms is None else forms.places(grads)
+        if places is None:
+            forms, before = self._usable(grads), None
+            places = None if forms is None else forms.places(grads)
+        self._forms, self._places = forms, places
+        if forms is None or places is None:
             return None
-        return TensorList(grads, self._forms, self._places.pointers)
+        # Gradients that lie elsewhere, but at the same places of storages of the same sizes, fit in these.
+        are_alike = before is not None and before[1:] == places[1:] and all(places.pointers)
+        if not (are_alike or forms.are_within(places)):
+            self._places = None
+            return None
+        return TensorList(grads, forms, places.pointers)
 
     def _usable(self, grads: list[Any]) -> Forms | None:
         """Return the forms of gradients that kernels can read, as far as forms tell."""
         if set(map(type, grads)) != {Tensor}:
             return None
-        forms = Forms(grads)
+        try:
+            forms = Forms(grads)
+        except UNREADABLE:  # no memory that an address tells
+            return None
         floats = all(dtype.is_floating_point for dtype in forms.kinds)
         return forms if floats and forms.are_plain and forms.fit(Forms(self._params)) else None
