@@ -80,7 +80,8 @@ class Places(NamedTuple):
         """
         storages = list(map(_STORAGE, tensors))  # held, so that ids stay unique
         first = {id(storages[index]): index for index in reversed(range(len(storages)))}
-        places = cls([], [], [], [first[id(storage)] == index for index, storage in enumerate(storages)])
+        asked = [first[id(storage)] == index for index, storage in enumerate(storages)]
+        places = cls([], [], [], None if all(asked) else asked)
         places.add(tensors, 0)
         return places
 
