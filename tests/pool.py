@@ -43,7 +43,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.context import ForkContext, ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
@@ -83,16 +83,17 @@ class RankFailure(Exception):
 class RankSet:
     """The processes of one world. One call at a time; after a failure it is only good for `close`."""
 
-    def __init__(self, world_size: int, *, process_group: bool = True) -> None:
+    def __init__(self, world_size: int, *, backend: str | None = "gloo", context: ForkContext | None = None) -> None:
+        """Start them. ``backend``: of torch.distributed; None: it is not up. ``context``: how processes start."""
         self.world_size = world_size
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         self._connections: list[Connection] = []
         self._processes: list[BaseProcess] = []
-        context = start_context()
+        starting = start_context() if context is None else context
         for rank in range(world_size):
-            ours, theirs = context.Pipe()
-            arguments = (theirs, rank, world_size, str(self._folder), process_group)
-            process = context.Process(target=_serve, args=arguments, name=f"rank {rank} of {world_size}")
+            ours, theirs = starting.Pipe()
+            arguments = (theirs, rank, world_size, str(self._folder), backend)
+            process = starting.Process(target=_serve, args=arguments, name=f"rank {rank} of {world_size}")
             process.start()
             theirs.close()
             self._connections.append(ours)
@@ -204,7 +205,7 @@ class FreshRanks:
 
     def results(self, timeout: float = CALL_TIMEOUT_S) -> list[Any]:
         """Each rank's value; raises RankFailure if one has none."""
-        return _values(self._function, self.outcomes(timeout))
+        return values_of(self._function, self.outcomes(timeout))
 
     def __enter__(self) -> "FreshRanks":
         return self
@@ -234,7 +235,7 @@ class RankPool:
         rank_set = self._ready_set(world_size)
         try:
             rank_set.submit(function, *args)
-            return _values(function, rank_set.collect(timeout))
+            return values_of(function, rank_set.collect(timeout))
         except BaseException:
             # Also for a failed test's KeyboardInterrupt: the ranks may still be inside the call.
             del self._sets[world_size]
@@ -245,7 +246,7 @@ class RankPool:
         self, world_size: int, function: Callable[..., Any], /, *args: Any, process_group: bool = True
     ) -> FreshRanks:
         """Start `function(*args)` on new processes; use as a context manager."""
-        rank_set = RankSet(world_size, process_group=process_group)
+        rank_set = RankSet(world_size, backend="gloo" if process_group else None)
         try:
             rank_set.submit(function, *args)
         except BaseException:
@@ -282,13 +283,14 @@ def start_context() -> ForkServerContext | SpawnContext:
     return context
 
 
-def _values(function: Callable[..., Any], outcomes: list[Outcome[Any]]) -> list[Any]:
+def values_of(function: Callable[..., Any], outcomes: list[Outcome[Any]]) -> list[Any]:
+    """Return each rank's value. Raises RankFailure if one has none."""
     if any(outcome.error is not None for outcome in outcomes):
         raise RankFailure(function, outcomes)
     return [outcome.value for outcome in outcomes]
 
 
-def _serve(connection: Connection, rank: int, world_size: int, folder: str, process_group: bool) -> None:
+def _serve(connection: Connection, rank: int, world_size: int, folder: str, backend: str | None) -> None:
     """A rank's main loop: receive a call, answer it, until the parent closes the pipe."""
     # Own session: Ctrl-C reaches pytest only, which then ends the ranks.
     os.setsid()
@@ -298,11 +300,11 @@ def _serve(connection: Connection, rank: int, world_size: int, folder: str, proc
     os.dup2(log.fileno(), sys.stderr.fileno())
     faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
     torch.set_num_threads(1)
-    if process_group:
+    if backend is not None:
         if sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group(
-            "gloo",
+            backend,
             init_method=f"file://{folder}/store",
             rank=rank,
             world_size=world_size,

@@ -21,9 +21,12 @@ no certain build of torch: one with CUDA does what one without does, and counts 
 - torch_cuda.py: what ``torch.cuda`` lacks without a GPU: streams, graphs, whether a stream is being captured;
 - triton_driver.py: kernels are compiled for sm_90 by Triton's own path; loads and launches are reported, none runs;
 - record.py: what was reported, and what of it makes the host wait;
-- process.py: the processes.
+- process.py: the processes;
+- ranks.py: ``on_device.ranks(2, function)`` calls ``function(device)`` on each of two ranks, in processes of their own,
+  whose collectives travel, and end on streams: a missing wait for one gives wrong values.
 
 What it cannot show: time on a device, what a kernel of Triton computes (see Triton's interpreter; the "reference"
 backend is made of operators, which run), and what libcuda refuses, but for what :mod:`tests.fake_device.torch_cuda`
-refuses while a graph is captured. Collectives are those of torch's "fake" process group, which moves nothing.
+refuses while a graph is captured. Calls in a step of many ranks are counted with torch's "fake" process group, which
+moves nothing.
 """

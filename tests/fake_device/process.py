@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from tests.fake_device.device import FakeDevice
+from tests.pool import Outcome, RankSet, values_of
 
 T = TypeVar("T")
 
@@ -29,6 +30,14 @@ class OnDevice:
     def __call__(self, function: Callable[..., T], *arguments: Any) -> T:
         """Return ``function(device, *arguments)``, or raise what it raised. Both travel by pickle."""
         return self._pool.submit(_fork, function, arguments).result(240)
+
+    def ranks(self, world_size: int, function: Callable[..., T], *arguments: Any) -> list[T]:
+        """Return what ``function(device, *arguments)`` returns on each of ``world_size`` ranks, by rank.
+
+        They are processes of their own, which torch.distributed connects: see ranks.py. Raises RankFailure.
+        """
+        outcomes = self._pool.submit(_fork_ranks, world_size, function, arguments).result(240)
+        return values_of(function, outcomes)
 
     def close(self) -> None:
         """End the processes."""
@@ -62,6 +71,17 @@ def _fork(function: Callable[..., T], arguments: tuple[Any, ...]) -> T:
             return forked.submit(_call, function, arguments).result()
         except BrokenProcessPool as error:
             raise BrokenProcessPool(DIED) from error
+
+
+def _fork_ranks(world_size: int, function: Callable[..., T], arguments: tuple[Any, ...]) -> list[Outcome[T]]:
+    from tests.fake_device.ranks import BACKEND  # registers it: in processes with the device only
+
+    forked = RankSet(world_size, backend=BACKEND, context=multiprocessing.get_context("fork"))
+    try:
+        forked.submit(_call, function, arguments)
+        return forked.collect(200)
+    finally:
+        forked.kill_all()
 
 
 def _call(function: Callable[..., T], arguments: tuple[Any, ...]) -> T:

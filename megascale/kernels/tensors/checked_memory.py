@@ -19,8 +19,8 @@ native.c and Triton's kernels get addresses. In each step they assume of all ten
 
 These check, in every step, before the ranks agree on it: :meth:`megascale.main_params.base.MainParams.sync_from_model`
 model params, :class:`megascale.step.local_grads.ReadyGrads` gradients and main grads,
-:mod:`megascale.step.kernel_state` main params, optimizer state and step counts, :mod:`megascale.amp.local_grads` the
-gradients that a GradScaler unscales.
+:mod:`megascale.step.kernel_state` main params, optimizer state and step counts. Of a torch optimizer in a loop of amp
+:mod:`megascale.amp.local_grads` checks parameters and gradients, and :mod:`megascale.amp.fused_adam` state.
 """
 
 from collections.abc import Sequence

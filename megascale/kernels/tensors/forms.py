@@ -28,6 +28,9 @@ else:
 UNREADABLE = (RuntimeError, TypeError, AttributeError)
 """What reading raises for something that is no tensor, or has no memory or strides of its own, as a sparse tensor."""
 
+PLAIN_TYPES = frozenset({Tensor, nn.Parameter})
+"""What a tensor is that has memory of its own; any other type may be a wrapper."""
+
 # map() calls these in C.
 _FORM: tuple[Callable[[Any], Any], ...] = (
     attrgetter("shape"),
@@ -105,6 +108,8 @@ class Forms:
         contiguous: whether all of them are contiguous.
     """
 
+    _fitted: "Forms | None" = None  # those that these were last found to fit
+
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._columns = _read(tensors)
         self.shapes, self.strides, self.dtypes, self._devices, self._types, *self._flags = self._columns
@@ -171,6 +176,11 @@ class Forms:
         return set(self.dtypes)
 
     @cached
+    def types(self) -> set[type]:
+        """The types that occur."""
+        return set(self._types)
+
+    @cached
     def devices(self) -> set[torch.device]:
         """The devices that occur."""
         return set(self._devices)
@@ -196,11 +206,15 @@ class Forms:
         """Whether bytes are values: no wrapper, no negative bit (nor a conjugate one), no zeros without memory."""
         neg, zeros, _ = self._flags
         is_complex = any(dtype.is_complex for dtype in self.kinds)
-        return set(self._types) <= {Tensor, nn.Parameter} and not any(neg) and not any(zeros) and not is_complex
+        return self.types <= PLAIN_TYPES and not any(neg) and not any(zeros) and not is_complex
 
     def fit(self, other: "Forms") -> bool:
         """Return whether tensors have the shapes and devices of others."""
-        return self.shapes == other.shapes and self._devices == other._devices
+        if self._fitted is not other:
+            if self.shapes != other.shapes or self._devices != other._devices:
+                return False
+            self._fitted = other
+        return True
 
     def are_within(self, places: Places) -> bool:
         """Return whether the storages of tensors that lie at ``places`` hold all their elements."""

@@ -1,0 +1,344 @@
+"""Ranks on streams that run late: offload has the bits of the same life without, and each wait is needed for them.
+
+Collectives are those of tests/fake_device/ranks.py: they travel between two processes, and end on a stream.
+"""
+
+import ast
+import inspect
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from megascale import DistributedOptimizer, MixedPrecisionOptimizer, OptimizerConfig
+from megascale.errors import MegascaleError
+from megascale.grad_sync import GradSync, reduction
+from megascale.utils.dtensors import to_local
+from megascale.utils.nests import tensors_in
+from tests.fake_device.device import FakeDevice, WrittenAfterFree
+from tests.fake_device.process import OnDevice
+from tests.fake_device.record import WAITS as WAIT_KINDS
+from tests.fake_device.training import scaler
+from tests.training import bits_equal
+
+COUNT, WIDTH = 4, 8
+OVERLAP: dict[str, Any] = {"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True}
+WAIT: dict[str, Any] = {"optimizer_cpu_offload": True}
+VISIT: dict[str, Any] = {"optimizer_cpu_offload": True, "optimizer_offload_compute": "device"}
+SHARDED: dict[str, dict[str, Any]] = {
+    "elements": {},
+    "elements ahead": {"overlap_param_gather": True},
+    "parameters": {"shard": "parameters"},
+    "parameters ahead": {"shard": "parameters", "overlap_param_gather": True},
+    "bf16 travels": {"reduce_dtype": torch.bfloat16},
+    "hybrid": {},
+}
+"""Ways of holding that are a DistributedOptimizer's, and its options."""
+RUNS = [("late", 0), ("side first", 0), *(("random", seed) for seed in range(3))]
+
+
+@dataclass(frozen=True)
+class Life:
+    """What two ranks train, how, and what comes between steps.
+
+    Attributes:
+        held: how parameters are held.
+        way: of offload; the other life has none.
+        actions: one after the other, of ``ACTIONS``.
+    """
+
+    held: str
+    way: dict[str, Any]
+    actions: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What an action needs."""
+
+    module: nn.Sequential
+    optimizer: MixedPrecisionOptimizer
+    batch: Tensor
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(COUNT)))
+    with torch.no_grad():
+        for param in layers.parameters():
+            param.mul_(2)
+    return layers.half().cuda()
+
+
+def _fully_sharded(module: nn.Sequential) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    for part in (*module, module):
+        fully_shard(part, mesh=mesh)
+
+
+def _optimizer(module: nn.Sequential, held: str, way: dict[str, Any]) -> MixedPrecisionOptimizer:
+    # The reference backend is made of operators, which this device can run.
+    config = OptimizerConfig(fp16=True, clip_grad=0.5, backend="reference", **way)
+    if held == "fsdp2":
+        _fully_sharded(module)
+    own = torch.optim.AdamW(module.named_parameters(), lr=1e-2)
+    if held == "fsdp2":
+        return MixedPrecisionOptimizer(own, config, scaler())
+    if held == "synced":
+        sync = GradSync(module.named_parameters(), bucket_numel=WIDTH * WIDTH)
+        return MixedPrecisionOptimizer(own, config, scaler(), grad_sync=sync)
+    options: dict[str, Any] = {"bucket_numel": WIDTH * WIDTH, "shard": "elements"} | SHARDED[held]
+    if held == "hybrid":
+        options["groups"] = init_device_mesh("cuda", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    return DistributedOptimizer(own, config, scaler(), modules=module, **options)
+
+
+@contextmanager
+def _unsynced(trained: Trained) -> Iterator[None]:
+    """Let ranks reduce nothing meanwhile."""
+    sync: Any = trained.optimizer._member.grad_sync
+    module: Any = trained.module
+    is_fsdp2 = hasattr(module, "set_requires_gradient_sync")
+    if is_fsdp2:
+        module.set_requires_gradient_sync(False)
+    with nullcontext() if is_fsdp2 else sync.no_sync():
+        yield
+    if is_fsdp2:
+        module.set_requires_gradient_sync(True)
+
+
+def _step(trained: Trained, passes: int = 1, factor: float = 1.0) -> list[Tensor]:
+    trained.optimizer.zero_grad()
+    shown = []
+    for at in range(passes):
+        meanwhile: AbstractContextManager[None] = _unsynced(trained) if at < passes - 1 else nullcontext()
+        with meanwhile:
+            out = trained.module(trained.batch)
+            trained.optimizer.scale_loss(out.float().square().mean() * factor).backward()
+            shown.append(out.detach())
+    return [*shown, *trained.optimizer.step()[:2]]
+
+
+def _overflow(trained: Trained) -> list[Tensor]:
+    """One rank alone overflows."""
+    return _step(trained, factor=float("inf") if dist.get_rank() == 1 else 1.0)
+
+
+def _dropped(trained: Trained) -> list[Tensor]:
+    """A pass is dropped, another one is in its place."""
+    trained.optimizer.zero_grad()
+    trained.optimizer.scale_loss(trained.module(trained.batch).float().square().mean()).backward()
+    return _step(trained)
+
+
+def _read(trained: Trained) -> list[Tensor]:
+    return [to_local(value).clone() for value in trained.module.state_dict().values()]
+
+
+def _state(trained: Trained) -> list[Tensor]:
+    mains = [to_local(main).clone() for _, main in trained.optimizer.main_params()]
+    return [*mains, *(to_local(one).clone() for entry in trained.optimizer.state.values() for one in tensors_in(entry))]
+
+
+def _load(trained: Trained) -> list[Tensor]:
+    trained.optimizer.load_state_dict(trained.optimizer.state_dict())
+    return []
+
+
+def _halve(trained: Trained) -> list[Tensor]:
+    trained.module.load_state_dict({name: value / 2 for name, value in trained.module.state_dict().items()})
+    return []
+
+
+def _trip(trained: Trained) -> list[Tensor]:
+    trained.optimizer.offload()
+    trained.optimizer.reload()
+    return []
+
+
+def _move(trained: Trained) -> list[Tensor]:
+    """Some main params, with their state, come back to the device, or go again."""
+    optimizer = trained.optimizer
+    if optimizer._member.config.optimizer_cpu_offload:
+        optimizer.optimizer_offload_fraction = 1.5 - optimizer.optimizer_offload_fraction
+    return []
+
+
+ACTIONS: dict[str, Callable[[Trained], list[Tensor]]] = {
+    "step": _step,
+    "overflow": _overflow,
+    "twice": lambda trained: _step(trained, passes=2),
+    "dropped": _dropped,
+    "read": _read,
+    "state": _state,
+    "load": _load,
+    "halve": _halve,
+    "offload": _trip,
+    "move": _move,
+}
+STEPS = ("step", "overflow", "twice", "step")
+HELD = ("synced", "elements", "elements ahead", "parameters", "parameters ahead", "fsdp2")
+WAYS = {"overlap": OVERLAP, "waits": WAIT, "visits": VISIT}
+
+
+def _lived(life: Life, way: dict[str, Any]) -> list[Tensor]:
+    """Return what a life shows this rank: results of forward and of steps, what is read, and what is left."""
+    module = _model()
+    optimizer = _optimizer(module, life.held, way)
+    batch = torch.linspace(-1, 1 + dist.get_rank(), 2 * WIDTH).view(2, WIDTH).half().cuda()
+    torch.accelerator.synchronize()
+    trained = Trained(module, optimizer, batch)
+    shown = [value for action in life.actions for value in ACTIONS[action](trained)]
+    optimizer.finish_param_gather()
+    left = [*shown, *_state(trained), *map(to_local, module.parameters())]
+    return [value.detach().cpu() for value in left]
+
+
+def _differs(device: FakeDevice, life: Life, expected: list[Tensor], order: str, seed: int) -> bool:
+    try:
+        with device.running(order, seed):
+            values = _lived(life, life.way)
+    except (WrittenAfterFree, MegascaleError):
+        return True
+    return len(values) != len(expected) or not all(map(bits_equal, values, expected))
+
+
+def _differing(device: FakeDevice, lives: Sequence[Life]) -> list[tuple[Life, str, int]]:
+    """Return which lives, in which orders, have other bits than without offload and with streams that run at once."""
+    found = []
+    for life in lives:
+        expected = _lived(life, {})
+        found += [(life, order, seed) for order, seed in RUNS if _differs(device, life, expected, order, seed)]
+        with device.running("late"):
+            plain = _lived(life, {})
+        if not all(map(bits_equal, plain, expected)):
+            found.append((life, "without offload", 0))
+    return found
+
+
+def _between(action: str) -> tuple[str, ...]:
+    """Return steps with an action after each."""
+    return tuple(one for step in STEPS for one in (step, action))
+
+
+LIVES: dict[str, Life] = {
+    **{f"{held}, {name}": Life(held, way, STEPS) for held in HELD for name, way in WAYS.items()},
+    **{
+        f"{held}, {action}": Life(held, OVERLAP, _between(action))
+        for held in HELD
+        for action in ACTIONS
+        if action not in STEPS
+    },
+    "bf16 travels": Life("bf16 travels", OVERLAP, STEPS),
+}
+QUICK = {"synced, overlap", "elements ahead, overlap", "fsdp2, overlap"}
+"""The lives that are no slow tests."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in LIVES]
+)
+def test_no_bit_differs(on_device: OnDevice, name: str) -> None:
+    """Steps, an overflow of one rank, accumulation, readers: in each order the bits of a life without offload."""
+    assert on_device.ranks(2, _differing, [LIVES[name]]) == [[], []]
+
+
+def _random_lives(device: FakeDevice, held: str, seed: int) -> list[tuple[Life, str, int]]:
+    draw = random.Random(seed)  # the same on each rank
+    ways = list(WAYS.values())
+    return _differing(
+        device, [Life(held, draw.choice(ways), tuple(draw.choices(list(ACTIONS), k=6))) for _ in range(3)]
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("held", HELD)
+def test_random_lives(on_device: OnDevice, held: str, seed: int) -> None:
+    """Actions in a random order, the same on both ranks."""
+    assert on_device.ranks(2, _random_lives, held, seed) == [[], []]
+
+
+@pytest.mark.slow
+def test_shards_of_two_copies(on_device: OnDevice) -> None:
+    """Four ranks: each shard is on two of them, which reduce it once more."""
+    assert on_device.ranks(4, _differing, [Life("hybrid", OVERLAP, STEPS)]) == [[]] * 4
+
+
+WAITS: dict[str, tuple[str, int, Life]] = {
+    "statistics of gradients": ("utils.collectives all_reduce_sum_", 2, Life("elements", OVERLAP, STEPS)),
+    "gathered params": ("utils.collectives _keep_error", 2, Life("elements ahead", OVERLAP, STEPS)),
+    "reduced gradients": ("grad_sync.reduction wait", 2, Life("synced", OVERLAP, STEPS)),
+    "reduced shards": ("grad_sync.reduction wait", 2, Life("parameters", OVERLAP, STEPS)),
+    "shards of two copies": ("grad_sync.reduction finish", 4, Life("hybrid", OVERLAP, STEPS)),
+}
+"""What is waited for; the function that waits, ranks, and a life of them that goes wrong without."""
+QUICK_WAITS = {"gathered params", "reduced gradients"}
+"""Those whose tests are no slow ones."""
+
+
+def _key(line: str) -> str:
+    """Return a line's module and function."""
+    place, _, function = line.partition(" ")
+    return f"{place.split(':')[0]} {function}"
+
+
+def _waits(life: Life, device: FakeDevice) -> set[str]:
+    with device.running("late"), device.watch() as seen:
+        _lived(life, life.way)
+    return {call.line() for call in seen if call.kind in WAIT_KINDS and call.line()}
+
+
+def _noticed(device: FakeDevice, awaited: str) -> dict[str, list[tuple[str, int]]]:
+    """Return the lines that wait for it, and the orders in which a life without that wait has other bits."""
+    key, _, life = WAITS[awaited]
+    expected = _lived(life, {})
+    found = {}
+    for line in sorted(line for line in _waits(life, device) if _key(line) == key):
+        with device.without(line):
+            found[line] = [run for run in RUNS[:2] if _differs(device, life, expected, *run)]
+    return found
+
+
+@pytest.mark.parametrize(
+    "awaited",
+    [pytest.param(one, marks=() if one in QUICK_WAITS else pytest.mark.slow) for one in WAITS],
+)
+def test_each_wait_for_a_collective_is_needed(on_device: OnDevice, awaited: str) -> None:
+    """Without one wait for what other ranks send, bits differ in some order: removing it makes this file fail."""
+    for found in on_device.ranks(WAITS[awaited][1], _noticed, awaited):
+        assert found
+        assert all(found.values()), found
+
+
+def _waits_of_reductions() -> set[str]:
+    """Return the lines that wait for what a reduction gives."""
+    found = set()
+    for node in ast.walk(ast.parse(inspect.getsource(reduction))):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "wait":
+            works = node.func.value
+            if isinstance(works, ast.Attribute) and works.attr in {"_work", "_over_replicas"}:
+                found.add(f"grad_sync.reduction:{node.lineno}")
+    return found
+
+
+def _all_lines(device: FakeDevice) -> set[str]:
+    lives = [life for _, ranks, life in WAITS.values() if ranks == dist.get_world_size()]
+    return {line.split(" ")[0] for life in lives for line in _waits(life, device)}
+
+
+@pytest.mark.slow
+def test_every_wait_for_a_reduction_is_among_them(on_device: OnDevice) -> None:
+    """A wait that is added to a reduction is looked at here too."""
+    in_source = _waits_of_reductions()
+    assert in_source
+    assert in_source <= on_device.ranks(2, _all_lines)[0] | on_device.ranks(4, _all_lines)[0]
