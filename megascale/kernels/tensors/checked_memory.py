@@ -30,22 +30,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megascale.kernels.tensors.forms import UNREADABLE, Forms, Places
+from megascale.kernels.tensors.forms import Forms, Places
 
 
 class MemoryRecord:
     """Tensors, and the memory that they have at construction."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = list(tensors)
-        self._forms, self._places = Forms(self._tensors), Places.of(self._tensors)
+        self._tensors = tuple(tensors)
+        self._forms, self._places = Forms(self._tensors), Places.once_per_storage(self._tensors)
 
     def holds(self) -> bool:
         """Whether each tensor still has the same address and form. False also if that can no longer be read."""
-        try:
-            return self._forms.hold(self._tensors) and Places.of(self._tensors) == self._places
-        except UNREADABLE:  # a tensor has lost its memory
-            return False
+        return self._forms.places(self._tensors, self._places.asked) == self._places
 
 
 def memory_fault(tensor: Tensor) -> str | None:

@@ -141,29 +141,31 @@ class ListReader:
 
         Each is a plain tensor then, as :mod:`megascale.kernels.tensors.checked_memory` says.
         """
-        try:
-            if self._forms is None or not self._forms.hold(tensors):
-                self._forms = self._usable(tensors)
-                self._places = None
-                if self._forms is None:
-                    return None
-            before, self._places = self._places, Places.of(tensors)
-            # Tensors that lie elsewhere, but at the same places of storages of the same sizes, fit in these.
-            are_alike = before is not None and before[1:] == self._places[1:] and 0 not in self._places.pointers
-            if not (are_alike or self._forms.are_within(self._places)):
-                self._places = None
+        forms, before = self._forms, self._places
+        places = None if forms is None else forms.places(tensors)
+        if forms is None or places is None:
+            self._forms = self._places = before = None
+            found = self._usable(tensors)
+            if found is None:
                 return None
-        except UNREADABLE:  # None, or no memory that an address tells
-            self._forms = None
+            forms, places = found
+        self._forms, self._places = forms, places
+        # Tensors that lie elsewhere, but at the same places of storages of the same sizes, fit in these.
+        are_alike = before is not None and before[1:] == places[1:] and all(places.pointers)
+        if not (are_alike or forms.are_within(places)):
+            self._places = None
             return None
-        return TensorList(tensors, self._forms, self._places.pointers)
+        return TensorList(tensors, forms, places.pointers)
 
-    def _usable(self, tensors: list[Any]) -> Forms | None:
-        """Return the forms of tensors that kernels can read, as far as forms tell."""
+    def _usable(self, tensors: list[Any]) -> tuple[Forms, Places] | None:
+        """Return the forms and places of tensors that kernels can read, as far as forms tell."""
         if not PLAIN_TYPES.issuperset(map(type, tensors)):  # a wrapper may answer in its own code
             return None
-        forms = Forms(tensors)
-        return forms if forms.are_plain and self._fits(forms) else None
+        try:
+            forms = Forms(tensors)
+            return (forms, Places.of(tensors)) if forms.are_plain and self._fits(forms) else None
+        except UNREADABLE:  # no memory that an address tells
+            return None
 
 
 class GradReader:

@@ -274,7 +274,7 @@ class _Readings:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.counts = [0, 0, 0]
-        for index, (owner, name) in enumerate(((forms_module, "_read"), (Forms, "hold"), (Places, "of"))):
+        for index, (owner, name) in enumerate(((forms_module, "_read"), (Forms, "places"), (Places, "add"))):
             monkeypatch.setattr(owner, name, self._counting(index, getattr(owner, name)))
 
     def _counting(self, index: int, look: Callable[..., Any]) -> Callable[..., Any]:
