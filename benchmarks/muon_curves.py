@@ -10,7 +10,7 @@ every ten steps of each run.
 import argparse
 import csv
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import svg
@@ -18,11 +18,9 @@ from figure import ROOT, digest
 
 RESULTS = ROOT / "benchmarks" / "results" / "muon_curves.csv"
 OUT = ROOT / "docs" / "assets" / "muon_curves.svg"
-COLOURS = {"AdamW": "#9a9a9a", "Muon": "#1f83c4"}
+STROKES = {"AdamW": ("#9a9a9a", 2.5), "Muon": ("#1f83c4", 2.5)}
 SPAN = 10
 """Steps whose losses are averaged."""
-LEFT, TOP, HEIGHT, RIGHT = 34, 26, 200, 62
-"""Units beside, above and of the plot, and those that the curves' names have."""
 LOSSES = (1.5, 2.0, 2.5, 3.0, 3.5, 4.0)
 """Lines across; losses above the last are left out: the first ten steps."""
 
@@ -54,38 +52,14 @@ def read_curves(path: Path) -> Curves:
     return curves
 
 
-def draw(curves: Mapping[str, Mapping[int, Sequence[float]]], source: str) -> str:
-    """Return the picture: per optimizer the mean of the seeds as a line, and a band from the lowest to the highest."""
-    last = max(step for steps in curves.values() for step in steps)
-    low, high = LOSSES[0], LOSSES[-1]
-
-    def x(step: float) -> float:
-        return LEFT + (svg.WIDTH - LEFT - RIGHT) * step / last
-
-    def y(loss: float) -> float:
-        return TOP + HEIGHT * (high - loss) / (high - low)
-
+def draw(curves: Curves, source: str) -> str:
+    """Return the picture."""
     shapes = [svg.text(0, svg.SIZE, "Loss of a small GPT, mean of ten steps", bold=True)]
-    for loss in LOSSES:
-        line = f'<path d="M{LEFT} {y(loss):.1f}H{x(last):.1f}" stroke="{svg.TEXT}" stroke-opacity="0.3"/>'
-        shapes += [line, svg.text(LEFT - 6, y(loss) + 4.5, f"{loss:g}", anchor="end", size=12)]
-    for step in range(0, last + 1, 100):
-        shapes.append(svg.text(x(step), TOP + HEIGHT + 18, f"{step}", anchor="middle", size=12))
-    for name, steps in curves.items():
-        shown = {step: losses for step, losses in sorted(steps.items()) if max(losses) <= high}
-        upper = [f"{x(step):.1f} {y(max(losses)):.1f}" for step, losses in shown.items()]
-        lower = [f"{x(step):.1f} {y(min(losses)):.1f}" for step, losses in reversed(shown.items())]
-        middle = [f"{x(step):.1f} {y(statistics.mean(losses)):.1f}" for step, losses in shown.items()]
-        colour, end = COLOURS[name], statistics.mean(steps[last])
-        shapes.append(f'<path d="M{"L".join(upper + lower)}Z" fill="{colour}" fill-opacity="0.3"/>')
-        shapes.append(f'<path d="M{"L".join(middle)}" fill="none" stroke="{colour}" stroke-width="2.5"/>')
-        shapes.append(svg.text(x(last) + 5, y(end) + 1, name, bold=True))
-        shapes.append(svg.text(x(last) + 5, y(end) + 16, f"{end:.2f}", size=12))
-    shapes.append(
-        svg.text(LEFT, TOP + HEIGHT + 38, "step; line: mean of three seeds, band: lowest to highest", size=12)
-    )
+    shapes += svg.bands(curves, svg.Axes(LOSSES, 100), STROKES)
+    foot = svg.TOP + svg.HEIGHT + 38
+    shapes.append(svg.text(svg.LEFT, foot, "step; line: mean of three seeds, band: lowest to highest", size=12))
     title = "Loss of a small GPT over 400 steps, three seeds each: Muon's falls faster and ends lower than AdamW's"
-    return svg.picture(title, shapes, TOP + HEIGHT + 46, source)
+    return svg.picture(title, shapes, foot + 8, source)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -2,8 +2,9 @@
 pixels wide. No library draws them, so that they are the same on every machine.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
+from statistics import mean
 from typing import NamedTuple
 
 WIDTH = 460
@@ -73,6 +74,63 @@ def legend(entries: Sequence[tuple[str, str]], top: float) -> tuple[list[str], f
         shapes.append(text(x + 17, y + 11, name))
         x += width
     return shapes, y + 24
+
+
+class Axes(NamedTuple):
+    """A plot of curves over steps: its levels across from the lowest to the highest, and the steps between its marks.
+
+    Attributes:
+        right: units beside the plot, for what stands at the curves' ends.
+    """
+
+    levels: Sequence[float]
+    every: int
+    right: float = 62
+
+
+LEFT, TOP, HEIGHT = 34, 26, 200
+"""Units beside, above and of a plot."""
+
+
+def bands(
+    curves: Mapping[str, Mapping[int, Sequence[float]]],
+    axes: Axes,
+    strokes: Mapping[str, tuple[str, float]],
+    *,
+    named: bool = True,
+) -> list[str]:
+    """Return curves, by name and step: the mean of several runs as a line, and a band from the lowest to the highest.
+
+    ``strokes``: colour and width of each line. ``named``: each has its name and last mean at its end. Steps of which a
+    value is above the highest level are left out.
+    """
+    last = max(step for steps in curves.values() for step in steps)
+    low, high = axes.levels[0], axes.levels[-1]
+
+    def x(step: float) -> float:
+        return LEFT + (WIDTH - LEFT - axes.right) * step / last
+
+    def y(value: float) -> float:
+        return TOP + HEIGHT * (high - value) / (high - low)
+
+    shapes = []
+    for level in axes.levels:
+        line = f'<path d="M{LEFT} {y(level):.1f}H{x(last):.1f}" stroke="{TEXT}" stroke-opacity="0.3"/>'
+        shapes += [line, text(LEFT - 6, y(level) + 4.5, f"{level:g}", anchor="end", size=12)]
+    for step in range(0, last + 1, axes.every):
+        shapes.append(text(x(step), TOP + HEIGHT + 18, f"{step}", anchor="middle", size=12))
+    for name, steps in curves.items():
+        shown = {step: values for step, values in sorted(steps.items()) if max(values) <= high}
+        upper = [f"{x(step):.1f} {y(max(values)):.1f}" for step, values in shown.items()]
+        lower = [f"{x(step):.1f} {y(min(values)):.1f}" for step, values in reversed(shown.items())]
+        middle = [f"{x(step):.1f} {y(mean(values)):.1f}" for step, values in shown.items()]
+        (colour, width), end = strokes[name], mean(steps[last])
+        shapes.append(f'<path d="M{"L".join(upper + lower)}Z" fill="{colour}" fill-opacity="0.3"/>')
+        shapes.append(f'<path d="M{"L".join(middle)}" fill="none" stroke="{colour}" stroke-width="{width:g}"/>')
+        if named:
+            shapes.append(text(x(last) + 5, y(end) + 1, name, bold=True))
+            shapes.append(text(x(last) + 5, y(end) + 16, f"{end:.2f}", size=12))
+    return shapes
 
 
 def picture(title: str, shapes: Sequence[str], height: float, source: str) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 from megascale.errors import ArgumentTypeError, UsageError
 from megascale.optimizer import MixedPrecisionOptimizer, StepResult
 from megascale.utils import validate
-from megascale.utils.collectives import can_be_captured
+from megascale.utils.collectives import runs_on_streams
 from megascale.utils.graph_capture import is_capturing
 from megascale.utils.spelling import names_arguments
 from megascale.utils.transfer import to_device_async
@@ -141,7 +141,7 @@ def check_capturable(optimizer: Any) -> None:
     device = optimizer.device
     if reason is None and not hasattr(torch.get_device_module(device), "CUDAGraph"):
         reason = f"its parameters are on {device}, which has no graphs: move the model to a GPU"
-    if reason is None and not can_be_captured(optimizer.groups.grad_stats, device):
+    if reason is None and not runs_on_streams(optimizer.groups.grad_stats, device):
         reason = "its process group's backend runs on the host: use NCCL"
     if reason is None and is_capturing(device):
         reason = "another capture is under way"

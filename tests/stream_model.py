@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from megascale.grad_sync import reduction
+from megascale.grad_sync import reduced_hooks, reduction
 from megascale.main_params import gather
 from megascale.utils import collectives, streams
 
@@ -49,9 +49,19 @@ class Event:
 class Stream:
     """A stream of the model, with the methods of torch.Stream that are used."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, model: "StreamModel | None" = None) -> None:
         self.name = name
         self.clock: Clock = {name: 0}
+        self._model = model
+        self._open = ExitStack()
+
+    def __enter__(self) -> "Stream":
+        assert self._model is not None
+        self._open.enter_context(self._model.on(self))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
 
     def record_event(self) -> Event:
         """Return all that was put on this stream so far."""
@@ -106,7 +116,7 @@ class StreamModel(TorchDispatchMode):
 
     def stream(self, name: str) -> Stream:
         """Return a new stream."""
-        return Stream(name)
+        return Stream(name, self)
 
     @contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
@@ -162,6 +172,8 @@ class StreamModel(TorchDispatchMode):
         patch.setattr(streams, "has_streams", lambda device: True)
         patch.setattr(streams, "current_stream", lambda device: self.current)
         patch.setattr(streams, "keep", self.keep)
+        patch.setattr(reduced_hooks, "new_stream", lambda _: self.stream("reduced"))
+        patch.setattr(reduction, "runs_on_streams", lambda *_: True)
         patch.setattr(reduction, "is_message_passing", lambda *_: False)
         patch.setattr(gather, "is_message_passing", lambda *_: False)
         patch.setattr(collectives, "is_message_passing", lambda *_: False)

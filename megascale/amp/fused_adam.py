@@ -3,21 +3,29 @@
 torch's own kernel with a ``grad_scale`` writes back every gradient that it has divided: 4 bytes of 32 per parameter.
 """
 
-from typing import TypeGuard
+from collections.abc import Sequence
+from operator import attrgetter, is_
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
 
-from megascale.kernels import AdamHyper, Backend, Decision, Operands, TensorList, TorchBackend
+from megascale.amp.known_forms import reader_of
+from megascale.amp.local_grads import LocalGrads
+from megascale.kernels import AdamHyper, Backend, Decision, Forms, Operands, TensorList, TorchBackend
 from megascale.rules import ADAM
 from megascale.step.kernel_state import rate
 from megascale.utils.step_hooks import has_step_hooks
+
+_STATE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step")
+"""In the order in which torch collects it."""
+_DTYPE, _DEVICE = attrgetter("dtype"), attrgetter("device")
 
 
 def fits(optimizer: torch.optim.Optimizer, backend: Backend) -> TypeGuard[torch.optim.Adam]:
     """Return whether :func:`step_` can replace the optimizer's ``step()``; results differ in the last bits at most.
 
-    That must be torch's own ``step()``, with ``fused=True`` and without hooks, on plain fp32 parameters.
+    That must be torch's own ``step()``, with ``fused=True`` and without hooks, on fp32 parameters of one device.
     """
     if type(optimizer) not in ADAM.kinds or isinstance(backend, TorchBackend):
         return False
@@ -30,37 +38,82 @@ def fits(optimizer: torch.optim.Optimizer, backend: Backend) -> TypeGuard[torch.
         for group in optimizer.param_groups
     )
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    places = {(type(param), param.dtype, param.device) for param in params}
-    are_fp32 = {(kind, dtype) for kind, dtype, _ in places} == {(nn.Parameter, torch.float32)}
-    return numbers and len(places) == 1 and are_fp32 and _are_plain(optimizer, params)
+    are_fp32 = set(map(_DTYPE, params)) == {torch.float32} and set(map(type, params)) == {nn.Parameter}
+    return numbers and are_fp32 and len(set(map(_DEVICE, params))) == 1
 
 
-def _are_plain(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> bool:
-    """Return whether our kernels can read parameters and state; torch's own step handles others, or refuses them."""
-    states = [(param, optimizer.state[param]) for param in params if optimizer.state.get(param)]
-    for name in (moment.name for moment in ADAM.moments):
-        held = [(param, state[name]) for param, state in states if name in state]
-        moments = TensorList(moment for _, moment in held)
-        fit = all(moment.shape == param.shape and moment.device == param.device for param, moment in held)
-        if not (fit and moments.are_plain() and moments.dtypes <= {torch.float32}):
-            return False
-    steps = TensorList(state["step"] for _, state in states if isinstance(state.get("step"), Tensor))
-    counts = len(steps) == len(states) and all(step.dim() == 0 for step in steps) and steps.dtypes <= {torch.float32}
-    return counts and steps.are_plain() and TensorList(params).are_plain()
+class GroupUpdate(NamedTuple):
+    """The update of one param group: its options, and its tensors."""
+
+    group: dict[str, Any]
+    operands: Operands
 
 
 @torch.no_grad()
-def step_(optimizer: torch.optim.Adam, backend: Backend, decision: Decision) -> None:
-    """Update parameters and state if the step lands. Missing state is created as torch creates it."""
-    for group in optimizer.param_groups:
+def updates_of(optimizer: torch.optim.Adam, grads: LocalGrads, device: torch.device) -> list[GroupUpdate] | None:
+    """Return the updates of the param groups; None if our kernels cannot read all that they need.
+
+    torch's own step handles such parameters and state, or refuses them. Missing state is created as torch creates it.
+
+    Args:
+        optimizer: :func:`fits` returned True.
+        grads: its gradients.
+        device: of the parameters.
+    """
+    updates = []
+    for index, group in enumerate(optimizer.param_groups):
         lists: list[list[Tensor]] = [[] for _ in range(6)]
         optimizer._init_group(group, *lists)
-        params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps = lists
+        params, own_grads, *state = lists
         if not params:
             continue
-        state = {"exp_avg": exp_avgs, "exp_avg_sq": exp_avg_sqs}
-        if group["amsgrad"]:
-            state["max_exp_avg_sq"] = max_exp_avg_sqs
+        known = grads.plain_of(index, device, own_grads[0].dtype)
+        if known is None or known.params is None:
+            return None
+        if not (_are_same(known.params, params) and _are_same(known.grads, own_grads)):
+            return None
+        operands = _operands(optimizer, index, known.params, known.grads, state)
+        if operands is None:
+            return None
+        updates.append(GroupUpdate(group, operands))
+    return updates
+
+
+def _operands(
+    optimizer: torch.optim.Adam, group: int, params: TensorList, grads: TensorList, state: list[list[Tensor]]
+) -> Operands | None:
+    """Return the operands of the param group at an index, with its state in torch's order, ``step`` last.
+
+    None if a tensor of state is none that our kernels can read, of its parameter's shape and device.
+    """
+    read: dict[str, Any] = {}  # lists, to mypy
+    for name, tensors in zip(_STATE, state, strict=True):
+        if not tensors:  # max_exp_avg_sq without amsgrad
+            continue
+        known = reader_of(optimizer, (name, group), _are_steps if name == "step" else _are_moments).read(tensors)
+        if known is None or not (known.devices == params.devices if name == "step" else known.forms.fit(params.forms)):
+            return None
+        read[name] = known
+    steps, mains = read.pop("step"), cast("Any", params)
+    return Operands(mains, mains, grads, read, steps)
+
+
+def _are_same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    return len(one) == len(other) and all(map(is_, one, other))
+
+
+def _are_moments(forms: Forms) -> bool:
+    return forms.kinds == {torch.float32}
+
+
+def _are_steps(forms: Forms) -> bool:
+    return forms.kinds == {torch.float32} and set(forms.shapes) == {torch.Size()}
+
+
+@torch.no_grad()
+def step_(optimizer: torch.optim.Adam, updates: list[GroupUpdate], backend: Backend, decision: Decision) -> None:
+    """Update parameters and state if the step lands."""
+    for group, operands in updates:
         beta1, beta2 = group["betas"]
         hyper = AdamHyper(
             lr=rate(group),
@@ -72,5 +125,5 @@ def step_(optimizer: torch.optim.Adam, backend: Backend, decision: Decision) -> 
             amsgrad=group["amsgrad"],
             maximize=group["maximize"],
         )
-        backend.adam_(Operands(params, params, grads, state, steps), hyper, decision)
+        backend.adam_(operands, hyper, decision)
     optimizer._opt_called = True  # type: ignore[attr-defined]  # an LR scheduler reads it

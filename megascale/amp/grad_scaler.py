@@ -3,7 +3,7 @@
 import inspect
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from megascale.amp import fused_sgd, limits, scaler_state
 from megascale.amp.agreement import Agreement, Squares
 from megascale.amp.codes import require_no_codes
 from megascale.amp.errors import ScalerArgumentError, ScalerOrderError
-from megascale.amp.local_grads import LocalGrads, found_in, squares_in
+from megascale.amp.local_grads import GradMeasure, LocalGrads, found_in, squares_in
 from megascale.amp.overflows import ScalerOverflows
 from megascale.amp.skip_budget import Budget, SkipCounter
 from megascale.chained import ChainedOptimizer
@@ -26,18 +26,6 @@ from megascale.step.overflow_report import OverflowReport
 from megascale.utils import call_site, torch_names, validate, wording
 from megascale.utils.spelling import names_arguments
 from megascale.utils.transfer import to_device_async
-
-
-class GradMeasure(NamedTuple):
-    """The result of one pass over an optimizer's scaled gradients: 0-d tensors on the scale's device, without a sync.
-
-    Attributes:
-        found_inf: fp32, 1.0 where any gradient of any rank that agrees has a non-finite element, else 0.0.
-        sum_squares: statistics dtype: of this rank's plain gradients and of whole DTensors, each element once.
-    """
-
-    found_inf: Tensor
-    sum_squares: Tensor
 
 
 @names_arguments
@@ -249,15 +237,16 @@ class GradScaler(torch.amp.GradScaler):
     # For optimizer_step(), beyond torch's API
 
     @torch.no_grad()
-    def _measure(self, optimizer: torch.optim.Optimizer) -> GradMeasure:
+    def _measure(self, optimizer: torch.optim.Optimizer, grads: LocalGrads | None = None) -> GradMeasure:
         """Measure the optimizer's scaled gradients and agree with the other ranks; :meth:`step` does not repeat it.
 
         Call it instead of :meth:`unscale_`, or before :meth:`_unscale`; gradients must not change in between.
+        ``grads``: they, coalesced, where they have been read; so in :meth:`_unscale`.
         """
         scale, _ = self._check_scale_growth_tracker("unscale_")
         state = self._state_of(optimizer)
         _check_unscaled(state)
-        stats = LocalGrads(optimizer, coalesced=True).measure(self._backend)
+        stats = (grads or LocalGrads(optimizer, coalesced=True)).measure(self._backend)
         agreement = self._agreement(optimizer)
         squares: Squares = {}
         alone = torch.zeros((), dtype=stats_dtype(scale.device), device=scale.device)
@@ -276,14 +265,18 @@ class GradScaler(torch.amp.GradScaler):
         return GradMeasure(found_inf, sum(squares.values(), start=alone))
 
     @torch.no_grad()
-    def _unscale(self, optimizer: torch.optim.Optimizer, multiplier: Tensor | None = None) -> None:
+    def _unscale(
+        self, optimizer: torch.optim.Optimizer, multiplier: Tensor | None = None, grads: LocalGrads | None = None
+    ) -> None:
         """Unscale in place; ``multiplier``, 0-d fp32, such as a clip coefficient, goes into the same pass."""
         factor = self._inv_scale()
         state = self._state_of(optimizer)
         _check_unscaled(state)
         if multiplier is not None:
             factor = factor * to_device_async(multiplier, factor.device)
-        found_infs = LocalGrads(optimizer).unscale_(factor, self._backend)
+        if grads is None or not grads.are_aliases:
+            grads = LocalGrads(optimizer)
+        found_infs = grads.unscale_(factor, self._backend)
         # Only fp16 gradients can overflow in this pass, after _measure() found them finite. All ranks know the dtypes.
         if not state["found_inf_per_device"] or any(param.dtype == torch.float16 for param in _params(optimizer)):
             state["found_inf_per_device"] = self._agreed(optimizer, found_infs)

@@ -2,14 +2,26 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megascale.amp.known_forms import reader_of
 from megascale.grad_sync.usable_grads import memory_error
-from megascale.kernels import Backend, GradReader, TensorStats, is_plain, plain, stats_dtype
+from megascale.kernels import (
+    UNREADABLE,
+    Backend,
+    Forms,
+    TensorList,
+    TensorStats,
+    are_grads,
+    is_plain,
+    plain,
+    stats_dtype,
+)
 from megascale.utils.collectives import redistribute_like
 from megascale.utils.dtensors import is_dtensor, to_local
 from megascale.utils.transfer import to_device_async
@@ -19,6 +31,11 @@ if TYPE_CHECKING:
 
 BackendOf = Callable[[torch.device], Backend]
 
+_Key = tuple[int, torch.device, torch.dtype]
+"""Which plain gradients: the index of their param group, their device, their dtype."""
+
+_GRAD = attrgetter("grad")
+
 
 class Location(NamedTuple):
     """Location of gradients. ``mesh``: of DTensors; ``holders``: how many of its ranks hold each element."""
@@ -26,6 +43,16 @@ class Location(NamedTuple):
     device: torch.device
     mesh: "DeviceMesh | None" = None
     holders: int = 1
+
+
+class PlainGrads(NamedTuple):
+    """Plain gradients of one param group, device and dtype, and their parameters.
+
+    ``params``: None where kernels cannot read all of them.
+    """
+
+    params: TensorList | None
+    grads: TensorList
 
 
 class LocalGrads:
@@ -40,34 +67,48 @@ class LocalGrads:
         optimizer: whose gradients.
         coalesced: for a norm: sparse gradients are coalesced, and their values may be copies.
 
-    Raises GradientError as :func:`check_memory` does.
+    Raises GradientError for a gradient that has lost its memory, or that is of another shape than its parameter, before
+    any is read or written.
+
+    Attributes:
+        are_aliases: whether all alias ``param.grad``; else some may be copies.
     """
 
     @torch.no_grad()
     def __init__(self, optimizer: torch.optim.Optimizer, *, coalesced: bool = False) -> None:
-        self._grads: defaultdict[Location, defaultdict[torch.dtype, list[Tensor]]] = defaultdict(
+        self._parts: defaultdict[Location, defaultdict[torch.dtype, list[Sequence[Tensor]]]] = defaultdict(
             lambda: defaultdict(list)
         )
-        check_memory(optimizer)
-        plain: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                grad = param.grad
-                if type(grad) is Tensor and grad.layout is torch.strided:  # the usual case, fast
-                    plain[grad.device, grad.dtype].append(grad)
-                elif grad is not None:
-                    location, values = _located(param, grad, coalesced)
-                    self._grads[location][values.dtype].append(values)
-        for (device, dtype), grads in plain.items():
-            self._grads[Location(device)][dtype] += grads
+        self._plain: dict[_Key, PlainGrads] = {}
+        self.are_aliases = True
+        plain, others = _by_kind(optimizer)
+        read = {key: _read(optimizer, key, params) for key, params in plain.items()}
+        if None in read.values():
+            _require_memory(optimizer)
+            read = {key: _read(optimizer, key, params) for key, params in plain.items()}
+        for param, grad in others:
+            self.are_aliases &= not (coalesced and grad.is_sparse)
+            location, values = _located(param, grad, coalesced)
+            self._parts[location][values.dtype].append([values])
+        for key, params in plain.items():
+            found = read[key]
+            grads = [param.grad for param in params if param.grad is not None] if found is None else found.grads
+            _, device, dtype = key
+            self._parts[Location(device)][dtype].append(grads)
+            if found is not None:
+                self._plain[key] = found
+
+    def plain_of(self, group: int, device: torch.device, dtype: torch.dtype) -> PlainGrads | None:
+        """Return the plain gradients of the param group at an index; None if kernels cannot read each of them."""
+        return self._plain.get((group, device, dtype))
 
     def measure(self, backend_of: BackendOf) -> dict[Location, TensorStats]:
         """Return the statistics of the gradients at each location, in one pass that writes none, without a sync."""
         return {
             location: backend_of(location.device).measure(
-                [grad for grads in by_dtype.values() for grad in grads], False
+                _joined([part for parts in by_dtype.values() for part in parts]), False
             )
-            for location, by_dtype in self._grads.items()
+            for location, by_dtype in self._parts.items()
         }
 
     def unscale_(self, inv_scale: Tensor, backend_of: BackendOf) -> dict[torch.device, Tensor]:
@@ -76,11 +117,12 @@ class LocalGrads:
         fp16 gradients are checked again afterwards: a scale below 1 may have pushed them out of range.
         """
         found_infs: dict[torch.device, Tensor] = {}
-        for location, by_dtype in self._grads.items():
+        for location, by_dtype in self._parts.items():
             found_inf = found_infs.setdefault(location.device, torch.zeros((), device=location.device))
             factor = to_device_async(inv_scale, location.device)
-            for dtype, grads in by_dtype.items():
-                torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, factor)
+            for dtype, parts in by_dtype.items():
+                grads = _joined(parts)
+                torch._amp_foreach_non_finite_check_and_unscale_([*grads], found_inf, factor)
                 if dtype == torch.float16:
                     found_inf.copy_(
                         torch.maximum(found_inf, found_in(backend_of(location.device).measure(grads, False)))
@@ -88,27 +130,74 @@ class LocalGrads:
         return found_infs
 
 
-def check_memory(optimizer: torch.optim.Optimizer) -> None:
-    """Check the memory of all dense gradients before any is read or written.
+class GradMeasure(NamedTuple):
+    """The result of one pass over an optimizer's scaled gradients: 0-d tensors on the scale's device, without a sync.
+
+    Attributes:
+        found_inf: fp32, 1.0 where any gradient of any rank that agrees has a non-finite element, else 0.0.
+        sum_squares: statistics dtype: of this rank's plain gradients and of whole DTensors, each element once.
+    """
+
+    found_inf: Tensor
+    sum_squares: Tensor
+
+
+def _by_kind(optimizer: torch.optim.Optimizer) -> tuple[dict[_Key, list[Tensor]], list[tuple[Tensor, Tensor]]]:
+    """Return the parameters that have a plain gradient, and the others that have one, with it."""
+    plain: defaultdict[_Key, list[Tensor]] = defaultdict(list)
+    others: list[tuple[Tensor, Tensor]] = []
+    for index, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            grad = param.grad
+            if type(grad) is Tensor and grad.layout is torch.strided:  # the usual case, fast
+                plain[index, grad.device, grad.dtype].append(param)
+            elif grad is not None:
+                others.append((param, grad))
+    return plain, others
+
+
+def _read(optimizer: torch.optim.Optimizer, key: _Key, params: list[Tensor]) -> PlainGrads | None:
+    """Return the plain gradients of ``params``, if kernels can read each and it fits its parameter. Else None."""
+    grads = reader_of(optimizer, ("grads", *key), are_grads).read(list(map(_GRAD, params)))
+    if grads is None:
+        return None
+    known = reader_of(optimizer, ("params", *key), _any_forms).read(params)
+    try:
+        forms = Forms(params) if known is None else known.forms  # a wrapper's gradient may be plain
+    except UNREADABLE:
+        return None
+    return PlainGrads(known, grads) if grads.forms.fit(forms) else None
+
+
+def _any_forms(forms: Forms) -> bool:
+    return True
+
+
+def _require_memory(optimizer: torch.optim.Optimizer) -> None:
+    """Check the memory of all plain gradients, one by one.
 
     One whose bytes are not its values (torch's negative bit) is replaced by a copy. Raises GradientError
     for one that has lost its memory, or that is of another shape than its parameter.
     """
-    params: list[Tensor] = [
+    params = [
         param
         for group in optimizer.param_groups
         for param in group["params"]
         if type(param.grad) is Tensor and param.grad.layout is torch.strided
     ]
-    if GradReader(params).read() is not None:
-        return
     for index, param in enumerate(params):
-        error = None if param.grad is None else memory_error(f"parameter {index} with a gradient", param.grad, param)
+        error = memory_error(f"parameter {index} with a gradient", param.grad, param)
         if error is not None:
             raise error
     for param in params:
-        if param.grad is not None and not is_plain(param.grad):
+        if not is_plain(param.grad):
             param.grad = plain(param.grad)
+
+
+def _joined(parts: list[Sequence[Tensor]]) -> Sequence[Tensor]:
+    """Return one list of several, and with it what has been read of them."""
+    lists = [part for part in parts if isinstance(part, TensorList)]
+    return TensorList.joined(lists) if len(lists) == len(parts) else [grad for part in parts for grad in part]
 
 
 def found_in(stats: TensorStats) -> Tensor:

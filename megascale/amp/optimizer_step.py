@@ -10,6 +10,7 @@ from torch.amp.grad_scaler import OptState
 from megascale.amp import fused_adam
 from megascale.amp.codes import require_no_codes
 from megascale.amp.grad_scaler import GradScaler
+from megascale.amp.local_grads import LocalGrads
 from megascale.chained import ChainedOptimizer
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError, sparse_gradient
 from megascale.grad_scaler import MegatronGradScaler
@@ -118,7 +119,8 @@ def _step_of_wrapper(optimizer: MixedPrecisionOptimizer | ChainedOptimizer, clip
 def _step_in_few_passes(optimizer: torch.optim.Optimizer, scaler: GradScaler, clipping: _Clipping) -> StepResult:
     if clipping.value is not None:
         _check_dense(optimizer)
-    sum_squares = scaler._measure(optimizer).sum_squares
+    grads = LocalGrads(optimizer, coalesced=True)
+    sum_squares = scaler._measure(optimizer, grads).sum_squares
     if not scaler._found_inf_per_device(optimizer):
         raise UsageError("the loss gave no parameter of the optimizer a gradient; does it depend on them?")
     left_to_do = inv_scale = scaler._inv_scale()
@@ -131,17 +133,19 @@ def _step_in_few_passes(optimizer: torch.optim.Optimizer, scaler: GradScaler, cl
             found_inf.masked_fill_(sum_squares > LARGEST_SUM_SQUARES, 1.0)
     divides = _divides_by_itself(optimizer)
     if not divides:
-        scaler._unscale(optimizer, None if clip is None else clip.float())
+        scaler._unscale(optimizer, None if clip is None else clip.float(), grads)
         left_to_do = torch.ones_like(inv_scale)
     if clipping.value is not None:
         _clamp_(optimizer, clipping.value / left_to_do)
     result = _result(optimizer, scaler, norm)
     backend = scaler._backend(inv_scale.device)
     if clipping.is_asked_for and fused_adam.fits(optimizer, backend):
-        found_inf = result.success.logical_not().float()
-        decision = Decision(found_inf, left_to_do.float(), result.grad_norm, result.num_zeros_in_grad)
-        fused_adam.step_(optimizer, backend, decision)
-        return result
+        updates = fused_adam.updates_of(optimizer, grads, inv_scale.device)
+        if updates is not None:
+            found_inf = result.success.logical_not().float()
+            decision = Decision(found_inf, left_to_do.float(), result.grad_norm, result.num_zeros_in_grad)
+            fused_adam.step_(optimizer, updates, backend, decision)
+            return result
     if divides and clip is not None:
         # Multiplied by the scale in the scaler's step().
         optimizer.grad_scale = clip.reciprocal().float()  # type: ignore[attr-defined]

@@ -137,6 +137,15 @@ class Setup:
         return self.optimizer_cpu_offload and self.optimizer_offload_compute == "device"
 
     @property
+    def copies_in_backward(self) -> bool:
+        """Whether gradients travel to host memory while backward runs, and not when the step begins.
+
+        Those that are averaged behind backward, or by the host, do not.
+        """
+        are_late = self.ranks > 1 and (self.sharding == "replicated" or self.communication == "gloo")
+        return self.optimizer_cpu_offload and self.overlap_cpu_optimizer_d2h_h2d and not are_late
+
+    @property
     def has_main_grads(self) -> bool:
         """Whether gradients are added to main grads, and dropped."""
         return self.sharding != "replicated"

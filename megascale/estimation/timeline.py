@@ -122,7 +122,9 @@ def timeline(found: Estimate, machine: Machine, *, tokens: int) -> Timeline:
 
     The step is the library's: the device measures, sends gradients slice by slice, and goes on to forward; the host
     updates a slice when its gradients are there, and its weights travel while it updates the next. With
-    ``overlap_cpu_optimizer_d2h_h2d`` forward waits for each slice's own weights, else for all. A DistributedOptimizer
+    ``overlap_cpu_optimizer_d2h_h2d`` forward waits for each slice's own weights, else for all, and gradients travel
+    during backward, except those that DistributedDataParallel or gloo averages, as soon as all of a slice are final;
+    messages are taken to follow backward, the updates to follow all copies. A DistributedOptimizer
     is taken to gather after its last slice, although it gathers bucket by bucket: its time is an upper bound. Forward
     takes 2 operations per parameter and token, backward 4: attention's products and recomputation come on top. Launches
     and the host's own time are not counted, and messages overlap nothing.
@@ -139,7 +141,7 @@ def timeline(found: Estimate, machine: Machine, *, tokens: int) -> Timeline:
     spans = list(_before_the_copies(found, machine, 2 * forward))
     partition = Partition(found.sizes, found.setup)
     slices = partition.slices()
-    arrived = (_visiting if found.setup.state_visits_device else _offloaded)(found, machine, slices, spans)
+    arrived = (_visiting if found.setup.state_visits_device else _offloaded)(found, machine, partition, spans)
     gather = sum(call.sent for call in found.collectives if "gather" in call.operation)
     overlaps = found.setup.overlap_cpu_optimizer_d2h_h2d and not found.setup.is_sharded
     ready = _end(spans, DEVICE)
@@ -174,34 +176,50 @@ def _before_the_copies(found: Estimate, machine: Machine, backward: float) -> It
             now += seconds
 
 
-def _offloaded(found: Estimate, machine: Machine, slices: Sequence[int], spans: list[Span]) -> list[float]:
-    """Add the copies and the updates of ``slices`` to ``spans``; return when the weights of each have arrived."""
+def _offloaded(found: Estimate, machine: Machine, partition: Partition, spans: list[Span]) -> list[float]:
+    """Add the copies and the updates of slices to ``spans``; return when the weights of each have arrived."""
+    slices, measured = partition.slices(), _end(spans, DEVICE)
     elements = max(sum(slices), 1)
     down, up, update = (found.offload.get(name, 0) / elements for name in (TO_HOST, TO_DEVICE, ON_HOST))
-    # Copies are queued behind the statistics, on the stream of forward, which waits for them.
-    sent, updated, there = _end(spans, DEVICE), 0.0, 0.0
-    arrivals = []
-    begun = sent
-    for numel in slices:
-        spans.append(Span(DOWN, TO_HOST, sent, sent + numel * down / machine.bus_bandwidth))
-        sent = spans[-1].end
-        begin = max(sent, updated)
+    in_backward = found.setup.copies_in_backward
+    final = _final(partition, spans) if in_backward else [measured] * len(slices)
+    sent, arrived = 0.0, [0.0] * len(slices)
+    for at in reversed(range(len(slices))) if in_backward else range(len(slices)):
+        begin = max(sent, final[at])
+        sent = arrived[at] = begin + slices[at] * down / machine.bus_bandwidth
+        spans.append(Span(DOWN, TO_HOST, begin, sent))
+    if sent > measured:  # the stream of forward waits for the copies
+        spans.append(Span(DEVICE, WAIT, measured, sent))
+    if in_backward:  # the decision's numbers follow them all
+        arrived = [max(measured, sent)] * len(slices)
+    updated, there, arrivals = 0.0, 0.0, []
+    for numel, gradients in zip(slices, arrived, strict=True):
+        begin = max(gradients, updated)
         updated = begin + numel * update / machine.host_bandwidth
         spans.append(Span(HOST, ON_HOST, begin, updated))
         begin = max(updated, there)
         there = begin + numel * up / machine.bus_bandwidth
         spans.append(Span(UP, TO_DEVICE, begin, there))
         arrivals.append(there)
-    if slices:
-        spans.append(Span(DEVICE, WAIT, begun, sent))
     return arrivals
 
 
-def _visiting(found: Estimate, machine: Machine, slices: Sequence[int], spans: list[Span]) -> list[float]:
-    """Add the visits of ``slices`` to ``spans``, two of which are on the device at once; return when each is updated.
+def _final(partition: Partition, spans: Sequence[Span]) -> list[float]:
+    """Return when backward, or the messages that follow it, are done with the gradients of each slice, the last first.
+
+    What stays on the device comes first in forward.
+    """
+    last = [span for span in spans if span.name in (BACKWARD, REDUCE)][-1]
+    slices, everything = partition.slices(), sum(partition.kept.values())
+    return [last.begin + (last.end - last.begin) * sum(slices[at:]) / everything for at in range(len(slices))]
+
+
+def _visiting(found: Estimate, machine: Machine, partition: Partition, spans: list[Span]) -> list[float]:
+    """Add the visits of slices to ``spans``, two of which are on the device at once; return when each is updated.
 
     What stays on the device is taken to be updated with them.
     """
+    slices = partition.slices()
     elements = max(sum(slices), 1)
     up, down = (found.offload.get(name, 0) / elements for name in (STATE_TO_DEVICE, STATE_TO_HOST))
     update = found.moved[UPDATE] / elements

@@ -5,7 +5,7 @@ owner weakly, and an unused owner is freed with its main grads and thread.
 """
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 from weakref import ref
 
@@ -25,6 +25,9 @@ class GradOwner(Protocol):
 
     def take_grad(self, param: nn.Parameter, name: str, bucket_index: int) -> None:
         """Take the gradient that backward has accumulated in ``param.grad``."""
+
+    def register_reduced_hook(self, param: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
+        """Call ``hook`` with what this rank keeps of a reduced gradient, as soon as it is there."""
 
 
 class GradHook:

@@ -31,9 +31,10 @@ from megascale.utils.collectives import (
     group_size,
     is_message_passing,
     reduce_scatter_start,
+    runs_on_streams,
 )
 from megascale.utils.profiling import span
-from megascale.utils.streams import WriteOrder, keep_for_current_stream
+from megascale.utils.streams import Lent, WriteOrder, keep_for_current_stream
 
 CHUNK = 1 << 18
 """Elements that are summed and divided while they are in cache."""
@@ -50,6 +51,8 @@ class BucketReduction(Protocol):
     """1-D: the part of the bucket that this rank keeps."""
     has_scratch: bool
     """Whether memory of the bucket's size is held between :meth:`start` and :meth:`wait`."""
+    ends_aside: bool
+    """Whether another stream can end it: see :meth:`end_aside`."""
 
     def start(self, divisor: Divisor) -> None:
         """Start to sum and to divide by ``divisor``, without waiting. Do not write the bucket until :meth:`finish`."""
@@ -59,6 +62,12 @@ class BucketReduction(Protocol):
 
     def finish(self, divisor: Divisor) -> None:
         """Wait until ``kept`` is the sum divided by ``divisor``, which may have changed since :meth:`start`."""
+
+    def end_aside(self) -> None:
+        """Let the current stream, another one than that of :meth:`start`, wait until ``kept`` is the sum divided.
+
+        May be called once, right after :meth:`start`, by all ranks or none. :meth:`wait` and :meth:`finish` follow.
+        """
 
 
 class ReduceThread(MessageThread):
@@ -128,6 +137,8 @@ class _Reduction(BucketReduction, ABC):
         self._averages = False
         self._divisor: Divisor = 1
         self._order = WriteOrder(kept)
+        self.ends_aside = self._order.is_needed and runs_on_streams(group.holders, flat.device)
+        self._lent = Lent()
 
     @override
     def start(self, divisor: Divisor) -> None:
@@ -146,13 +157,38 @@ class _Reduction(BucketReduction, ABC):
         if divisor is not self._divisor:
             divide_(self.kept, divisor / self._divisor)
 
+    @override
+    def wait(self) -> None:
+        """See :class:`BucketReduction`."""
+        self.end(aside=False)
+        if self._lent:
+            self._order.write()
+            self._lent.take_back()
+
+    @override
+    def end_aside(self) -> None:
+        if self.alone:
+            self._order.write()
+        else:
+            self.end(aside=True)
+
     @abstractmethod
     def begin(self) -> None:
         """Start to sum over several ranks."""
 
     @abstractmethod
-    def wait(self) -> None:
-        """See :class:`BucketReduction`."""
+    def end(self, *, aside: bool) -> None:
+        """Let the current stream wait for the sum, if it was begun, and divide.
+
+        ``aside``: the payload was made for another stream, which waits for this one in :meth:`wait`.
+        """
+
+    def release(self, payload: Tensor, *, aside: bool) -> None:
+        """Let the memory of a payload be used for other things once the current stream has read it."""
+        if aside:
+            self._lent.lend(payload)
+        else:
+            keep_for_current_stream(payload)
 
     def packed(self) -> Tensor:
         """Return the payload: the bucket itself, or a copy in ``travel_dtype``."""
@@ -179,14 +215,14 @@ class AllReduced(_Reduction):
         self._work = all_reduce_start(self._payload, self.group.holders, average=self._averages)
 
     @override
-    def wait(self) -> None:
+    def end(self, *, aside: bool) -> None:
         if self._work is None or self._payload is None:
             return
         self._order.write()
         self._work.wait()
         if self._payload is not self.flat:
             self.flat.copy_(self._payload)
-            keep_for_current_stream(self._payload)
+            self.release(self._payload, aside=aside)
         divide_(self.flat, self.left_to_divide())
         self._work = self._payload = None
 
@@ -212,12 +248,21 @@ class _Sharded(_Reduction):
         if self.kept.numel():
             self._over_replicas = all_reduce_start(self.kept, self.group.replicate, average=self._averages)
 
-    @override
-    def finish(self, divisor: Divisor) -> None:
-        self.wait()
+    def wait_for_replicas(self) -> None:
+        """Let the current stream wait for the sum over the other copies of this shard."""
         if self._over_replicas is not None:
             self._over_replicas.wait()
             self._over_replicas = None
+
+    @override
+    def end_aside(self) -> None:
+        super().end_aside()
+        self.wait_for_replicas()
+
+    @override
+    def finish(self, divisor: Divisor) -> None:
+        self.wait()
+        self.wait_for_replicas()
         super().finish(divisor)
 
 
@@ -235,7 +280,7 @@ class ReduceScattered(_Sharded):
         self._work = reduce_scatter_start(own, self._payload, self.group.shard, average=self._averages, shards=shards)
 
     @override
-    def wait(self) -> None:
+    def end(self, *, aside: bool) -> None:
         if self._payload is None:
             return
         self._order.write()
@@ -243,7 +288,7 @@ class ReduceScattered(_Sharded):
             self._work.wait()
         if self._payload is not self.flat:
             self.kept.copy_(self.own_part(self._payload))
-            keep_for_current_stream(self._payload)
+            self.release(self._payload, aside=aside)
         divide_(self.kept, self.left_to_divide())
         self._work = self._payload = None
         self.sum_over_replicas()
@@ -262,7 +307,7 @@ class P2PReduceScatter(_Sharded):
         tag: int,
     ) -> None:
         super().__init__(flat, group, travel_dtype, cuts)
-        self.has_scratch = False
+        self.has_scratch = self.ends_aside = False
         self._thread = thread
         self._tag = tag
         self._carried: Future[None] | None = None
@@ -272,8 +317,8 @@ class P2PReduceScatter(_Sharded):
         self._carried = self._thread.submit(self._carry)
 
     @override
-    def wait(self) -> None:
-        """See :class:`BucketReduction`. Raises the error of a failed exchange."""
+    def end(self, *, aside: bool) -> None:
+        """See :class:`_Reduction`. Raises the error of a failed exchange."""
         if self._carried is not None:
             carried, self._carried = self._carried, None
             self._thread.result(carried)

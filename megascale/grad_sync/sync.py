@@ -27,6 +27,7 @@ from megascale.grad_sync.construction import Construction, param_forms, ranks_by
 from megascale.grad_sync.grad_hook import GradHook, find_under_ddp, require_unowned
 from megascale.grad_sync.layout import DEFAULT_BUCKET_NUMEL, BufferLayout, ParamSize, build_layouts
 from megascale.grad_sync.owners import update_cost
+from megascale.grad_sync.reduced_hooks import ReducedHook, ReducedHooks
 from megascale.grad_sync.reduction import Divisor, ReduceThread, bucket_reduction
 from megascale.grad_sync.synced_bucket import SyncedBucket, tag_of
 from megascale.grad_sync.usable_grads import memory_error, under_ddp, why_not_taken
@@ -145,6 +146,8 @@ class GradSync:
         self._thread = ReduceThread()
         self._main_grads: dict[int, Tensor] = {}
         self._local_grads: dict[int, Tensor] = {}
+        self._bucket_of: dict[int, SyncedBucket] = {}
+        self._reduced_hooks = ReducedHooks()
         self._hooks: list[RemovableHandle] = []
         self._remove_hooks = finalize(self, _remove, self._hooks)
         self._remove_hooks.atexit = False
@@ -180,6 +183,7 @@ class GradSync:
             for name, param in bucket.params.items():
                 self._main_grads[id(param)] = bucket.memory.views[name]
                 self._local_grads[id(param)] = local[name]
+                self._bucket_of[id(param)] = bucket
                 self._hooks.append(GradHook(self, name, bucket.index).register(param))
                 if param.grad is not None:
                     self._accumulate(name, param, bucket)
@@ -222,6 +226,13 @@ class GradSync:
         Sharded, its piece: 1-D, empty where another rank owns all of it. Otherwise all of it, in its shape.
         """
         return self._local_grads.get(id(param))
+
+    def register_reduced_hook(self, param: nn.Parameter, hook: ReducedHook) -> RemovableHandle:
+        """Call ``hook`` with :meth:`local_grad` in backward, as soon as it is reduced: see :class:`ReducedHooks`.
+
+        All ranks register the same. Not called for reductions that begin in :meth:`finish`, or that a host carries out.
+        """
+        return self._reduced_hooks.register(self._bucket_of[id(param)], self._local_grads[id(param)], hook)
 
     def reduces(self, grad: Tensor) -> bool:
         """Return whether ``grad``, a main grad or a part of one, lies where reductions reach it."""
@@ -402,6 +413,7 @@ class GradSync:
             with self._starting:
                 while self._next_is_complete():
                     self._start_next()
+                    self._reduced_hooks.call(self.buckets[self._next - 1])
 
     def _next_is_complete(self) -> bool:
         """Whether all gradients of the next bucket to start have arrived."""

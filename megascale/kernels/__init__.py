@@ -31,7 +31,7 @@ from megascale.kernels.tensors.checked_memory import (
     sharing,
 )
 from megascale.kernels.tensors.forms import UNREADABLE, Forms, Places, rows
-from megascale.kernels.tensors.tensor_list import GradReader, TensorList
+from megascale.kernels.tensors.tensor_list import GradReader, ListReader, TensorList, are_grads
 from megascale.kernels.torch_backend import TorchBackend
 from megascale.rules import AdamHyper, LionHyper, SgdHyper
 
@@ -49,6 +49,7 @@ __all__ = [
     "GradWeights",
     "HeldParams",
     "LionHyper",
+    "ListReader",
     "MemoryRecord",
     "NativeBackend",
     "Operands",
@@ -61,6 +62,7 @@ __all__ = [
     "TensorStats",
     "TorchBackend",
     "TorchDecisions",
+    "are_grads",
     "clip_coefficient",
     "coefficient_to",
     "describe_non_finite",

@@ -19,6 +19,8 @@ FP16_OVERFLOW = 65520.0
 class Operands:
     """The tensors of one update. All lists have one entry per parameter; entries of one parameter share a shape.
 
+    A list may be a TensorList, too: what that has read is not read again.
+
     The same object may be passed again with another ``grad``, as long as no other tensor has moved.
 
     Attributes:

@@ -1,5 +1,6 @@
-"""GradCopies: gradients travel to host memory while backward runs, each as soon as backward has made it.
+"""GradCopies: gradients travel to host memory while backward runs, each as soon as it is final.
 
+A gradient in ``param.grad`` is final when backward has made it; a main grad of a GradSync, when its bucket is reduced.
 A copy counts if its gradient is the one that the step then measures: the same tensor, which torch has counted no write
 to since. Any other one is made again by the step: after another pass of backward, a clip, a hook of the user. So when
 bytes travel changes, and not which. A write that torch counts nowhere, through ``grad.data``, by a kernel of others or
@@ -30,10 +31,11 @@ class GradCopies:
     """Copies gradients of parameters with a twin into the twin, on a stream of its own.
 
     A gradient travels with the pass of backward that was the step's last one the step before: once, whatever the number
-    of micro-batches. Nothing travels to a twin that the thread still reads, or of which the size is not known yet.
+    of micro-batches. A GradSync knows the last one: its main grads travel with that. Nothing travels to a twin that the
+    thread still reads, or of which the size is not known yet.
 
-    Gradients of a GradSync are left to it; so are all, except those of DTensors, where there are other processes:
-    their averages come after backward, uncounted.
+    Where there are other processes, gradients in ``param.grad`` do not travel, except those of DTensors: their averages
+    come after backward, uncounted.
 
     Args:
         device: of the model params; it has streams.
@@ -59,10 +61,15 @@ class GradCopies:
             before = self._hooks.pop(id(param.model), None)
             if before is not None:
                 before.remove()
-            if param.twin is not None and owner_of(param.model) is None:
+            if param.twin is not None:
                 self._slots[param.twin] = len(self._slots)
-                hook = _AfterBackward(ref(self), param.twin)
-                self._hooks[id(param.model)] = param.model.register_post_accumulate_grad_hook(hook)
+                owner = owner_of(param.model)
+                if owner is None:
+                    hook = _AfterBackward(ref(self), param.twin)
+                    self._hooks[id(param.model)] = param.model.register_post_accumulate_grad_hook(hook)
+                else:
+                    reduced = _AfterReduction(ref(self), param.twin, param.model)
+                    self._hooks[id(param.model)] = owner.register_reduced_hook(param.model, reduced)
         self._slots = WeakKeyDictionary({twin: at for at, twin in enumerate(self._slots)})  # some may be gone
         self._copied.clear()
         self._sums = torch.zeros(len(self._slots), dtype=torch.int64, device=self._device)
@@ -72,19 +79,31 @@ class GradCopies:
     def take(self, model: nn.Parameter, twin: HostTwin) -> None:
         """Copy the gradient that backward has just made."""
         passes = self._passes[twin] = self._passes.get(twin, 0) + 1
-        if model.grad is None or passes < self._usual_passes.get(twin, 1) or self._arrivals.is_updating(model):
-            return
-        grad = held(model.grad)
-        if not fits(twin.grad, grad) or not (is_dtensor(model) or is_alone_in_world()):
+        is_final = passes >= self._usual_passes.get(twin, 1) and (is_dtensor(model) or is_alone_in_world())
+        if model.grad is not None and is_final:
+            self._copy(model, twin, model.grad)
+
+    @torch.no_grad()
+    def take_reduced(self, model: nn.Parameter, twin: HostTwin, grad: Tensor) -> None:
+        """Copy what this rank keeps of a main grad, which is reduced behind the work of the current stream."""
+        if grad.numel():
+            self._copy(model, twin, grad)
+
+    def _copy(self, model: nn.Parameter, twin: HostTwin, grad: Tensor) -> None:
+        """Copy a gradient behind the work of the current stream, where its twin is free.
+
+        If its memory is freed before the step it needs not be kept for the stream: its copy does not count.
+        """
+        local = held(grad)
+        if not fits(twin.grad, local) or self._arrivals.is_updating(model):
             return
         self._stream.wait_stream(current_stream(self._device))
         with self._stream:
             # First the sum: a write between the two is then seen.
-            torch.sum(_bits(grad), tuple(range(grad.dim())), dtype=torch.int64, out=self._sums[self._slots[twin]])
-            twin.grad.copy_(grad, non_blocking=True)
-        # A gradient that is dropped before the step needs not be kept for the stream: its copy does not count.
+            torch.sum(_bits(local), tuple(range(local.dim())), dtype=torch.int64, out=self._sums[self._slots[twin]])
+            twin.grad.copy_(local, non_blocking=True)
         self._are_awaited = False
-        self._copied[twin] = _Copied(ref(model.grad), grad.data_ptr(), _versions(model.grad))
+        self._copied[twin] = _Copied(ref(grad), local.data_ptr(), _versions(grad))
 
     def join(self, measured: Iterable[tuple[HostTwin, Tensor]]) -> "Joined":
         """Let the current stream wait for all copies; return which of them count. The next step begins.
@@ -145,6 +164,22 @@ class _AfterBackward:
         copies = self._copies()
         if copies is not None:
             copies.take(model, self._twin)
+
+
+class _AfterReduction:
+    """Tells of what this rank keeps of one reduced main grad. The GradSync may live longer than the copies."""
+
+    __slots__ = ("_copies", "_model", "_twin")
+
+    def __init__(self, copies: "ref[GradCopies]", twin: HostTwin, model: nn.Parameter) -> None:
+        self._copies = copies
+        self._twin = twin
+        self._model = model
+
+    def __call__(self, grad: Tensor) -> None:
+        copies = self._copies()
+        if copies is not None:
+            copies.take_reduced(self._model, self._twin, grad)
 
 
 def _bits(grad: Tensor) -> Tensor:

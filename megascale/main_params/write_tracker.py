@@ -25,7 +25,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megascale.kernels import UNREADABLE, Forms, Places, rows
+from megascale.kernels import Forms, Places, rows
 from megascale.utils.dtensors import held, is_dtensor
 
 # attrgetters, as map() then runs in C: at every step, over every parameter.
@@ -94,17 +94,16 @@ class WriteTracker:
         every = zip(versions, self._versions, now, self._rows, strict=True)
         found = [slot for slot, (version, known, row, before) in enumerate(every) if version != known or row != before]
         if now == self._rows and None not in now:
-            self._same = Forms(parts), Places.of(parts)
+            self._same = Forms(parts), Places.once_per_storage(parts)
         return found
 
     def _are_same(self, parts: list[Tensor]) -> bool:
         """Whether all places and forms are known to be those that are remembered."""
-        try:
-            if self._same is not None and self._same[0].hold(parts) and Places.of(parts) == self._same[1]:
+        if self._same is not None:
+            forms, places = self._same
+            if forms.places(parts, places.asked) == places:
                 return True
-        except UNREADABLE:
-            pass
-        self._same = None
+            self._same = None
         return False
 
     def _read_flags(self) -> list[bool]:

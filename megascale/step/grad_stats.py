@@ -183,9 +183,10 @@ def measure(
     # A rank without gradients has statistics, too: the others wait for it in the all-reduce, and it may have an error.
     if not len(grads):
         vector = torch.zeros(NUM_STATISTICS, dtype=stats_dtype(device), device=device)
-        vector[Statistic.ZEROS] = 0.0 if count_zeros else math.nan
+        # fill_(), as an assigned number is copied from the host, which waits for the device.
+        vector[Statistic.ZEROS].fill_(0.0 if count_zeros else math.nan)
         vector[Statistic.ERRORS] = errors
-        vector[Statistic.SCALED] = float(scaled)
+        vector[Statistic.SCALED].fill_(float(scaled))
         return GradStats(vector, None)
     if isinstance(grads, TensorList) and grads.forms.devices == {device}:
         stats = backend.measure(grads, count_zeros)

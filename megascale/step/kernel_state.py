@@ -63,8 +63,7 @@ class StateColumns(NamedTuple):
         """Whether every entry still has these same tensors, at the same addresses and with the same layouts."""
         if self.names != names:
             return False
-        values = _values(self.entries)
-        are_same = len(values) == len(self.values) and all(map(is_, values, self.values))
+        are_same = sum(map(len, self.entries)) == len(self.values) and all(map(is_, _values(self.entries), self.values))
         return are_same and self.memory.holds()
 
     @property
@@ -210,7 +209,7 @@ class KernelState:
         columns = [[entry[name] for entry in entries] for name in names]
         watched = [part for param in params for part in (param.memory, param.shard) if _needs_check(part, param)]
         parts = [held(tensor) for tensor in (*watched, *(tensor for column in columns for tensor in column))]
-        return StateColumns(entries, list(names), columns, _values(entries), MemoryRecord(parts))
+        return StateColumns(entries, list(names), columns, list(_values(entries)), MemoryRecord(parts))
 
     def _remedy(self, entry: Mapping[str, Any], key: str) -> str:
         """Return the statement that gives a state memory of its own."""
@@ -277,8 +276,8 @@ def _pins_state(param: MainParam) -> bool:
     return param.twin is not None and param.twin.pins_state
 
 
-def _values(entries: Sequence[dict[str, Any]]) -> list[Any]:
-    return list(chain.from_iterable(map(dict.values, entries)))
+def _values(entries: Sequence[dict[str, Any]]) -> Iterator[Any]:
+    return chain.from_iterable(map(dict.values, entries))
 
 
 def _placed(numbers: Sequence[Tensor], devices: Sequence[torch.device]) -> list[Tensor]:

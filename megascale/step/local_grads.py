@@ -282,7 +282,7 @@ class ReadyGrads:
 
 def _are_same(one: list[Any], other: list[Any]) -> bool:
     """Return whether two lists hold the same objects."""
-    return len(one) == len(other) and all(map(is_, one, other))
+    return one is other or (len(one) == len(other) and all(map(is_, one, other)))
 
 
 def absent_of(updates: Sequence[PendingUpdate], main_params: MainParams) -> dict[str, nn.Parameter]:

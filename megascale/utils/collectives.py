@@ -191,8 +191,11 @@ def is_message_passing(group: ProcessGroup | None, device: torch.device) -> bool
     return _is_carried_by(("gloo",), group, device)
 
 
-def can_be_captured(group: ProcessGroup | None, device: torch.device) -> bool:
-    """Return whether a device's graph can capture collectives over ``group``: not if the host carries them out."""
+def runs_on_streams(group: ProcessGroup | None, device: torch.device) -> bool:
+    """Return whether a stream can wait for collectives over ``group``, and a device's graph capture them.
+
+    Not if the host carries them out.
+    """
     return not _is_carried_by(("gloo", "mpi"), group, device)
 
 

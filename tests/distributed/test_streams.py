@@ -8,6 +8,7 @@ forward of a step waits for the step before it.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,12 +16,12 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from megascale import DistributedOptimizer, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.grad_sync import GradSync
 from megascale.utils import streams
-from megascale.utils.streams import Arrival, WriteOrder
+from megascale.utils.streams import Arrival, Lent, WriteOrder
 from tests.pool import RankPool
 from tests.stream_model import StreamModel
 
@@ -106,6 +107,10 @@ def _waits_for_nobody(order: WriteOrder, part: str = "") -> None:
     order._writers[part] = streams.current_stream(order._device)
 
 
+def _lends_nothing(lent: Lent, tensor: Tensor) -> None:
+    pass
+
+
 def _waits_once(arrival: Arrival) -> bool:
     arrival._wait()
     return True
@@ -115,6 +120,7 @@ WITHOUT: dict[str, tuple[Any, str, Any]] = {
     "a write waits for the one before": (WriteOrder, "write", _waits_for_nobody),
     "a use waits for all writers": (WriteOrder, "join", lambda order: order._writers.clear()),
     "memory is kept for its streams": (streams, "keep", lambda tensor, stream: None),
+    "scratch is held for its reader": (Lent, "lend", _lends_nothing),
     "every stream waits for a gather": (Arrival, "wait", _waits_once),
 }
 """What the library does for streams, and what it is without it."""
@@ -128,10 +134,17 @@ def _without(name: str) -> Iterator[None]:
         yield
 
 
+def _note(seen: dict[int, list[float]], index: int, grad: Tensor) -> None:
+    seen[index] = grad.unique().tolist()
+
+
 def _sync_life(plan: Plan, options: dict[str, Any], off: str = "") -> list[str]:
     with StreamModel() as model, _without(off):
         life = _Life(model)
+        hooked, seen = options.pop("hooked", False), dict[int, list[float]]()
         sync = GradSync(life.layers.named_parameters(), bucket_numel=16, **options)
+        for index, param in enumerate(life.layers.parameters()) if hooked else ():
+            sync.register_reduced_hook(param, partial(_note, seen, index))
         for _ in range(2):
             sync.zero_()
             life.begin_step()
@@ -139,6 +152,9 @@ def _sync_life(plan: Plan, options: dict[str, Any], off: str = "") -> list[str]:
             sync.finish()
             means = [sync.main_grad(param).unique().tolist() for param in life.layers.parameters()]  # type: ignore[union-attr]
             assert means == [[mean] for mean in life.expected(plan)]
+            assert all(mean == means[index] for index, mean in seen.items())
+            assert not hooked or len(plan.backwards[-1]) < LAYERS or len(seen) == LAYERS
+            seen.clear()
         sync.detach()
         del sync
         errors, model.errors = model.errors, []
@@ -177,6 +193,8 @@ SYNC_OPTIONS: dict[str, dict[str, Any]] = {
     "overlapped": {},
     "16 bit": {"reduce_dtype": torch.bfloat16},
     "at the end": {"overlap": False},
+    "with hooks": {"hooked": True},
+    "with hooks, 16 bit": {"hooked": True, "reduce_dtype": torch.bfloat16},
 }
 OPTIMIZER_OPTIONS: dict[str, dict[str, Any]] = {
     "replicated": {"sharded": False},
@@ -226,6 +244,12 @@ RACY: dict[str, tuple[Callable[..., list[str]], Plan, dict[str, Any], str]] = {
         _sync_life,
         Plan([], [[(layer, 1 + layer % 2) for layer in reversed(ALL)]]),
         SYNC_OPTIONS["16 bit"],
+        "is freed, not behind",
+    ),
+    "scratch is held for its reader": (
+        _sync_life,
+        Plan([], [[(layer, 0) for layer in reversed(ALL)]]),
+        SYNC_OPTIONS["with hooks, 16 bit"],
         "is freed, not behind",
     ),
     "every stream waits for a gather": (

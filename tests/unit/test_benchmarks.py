@@ -454,6 +454,18 @@ def test_a_collapse_names_its_culprit(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "fill: #ffffff" not in drawn
 
 
+def test_the_training_curves_picture_is_of_the_committed_points(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drawn again from the points it is the same; they are of three ways and three seeds."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    picture = importlib.import_module("curve_picture")
+    picture.main(["--out", str(tmp_path / "again.svg")])
+    assert (tmp_path / "again.svg").read_text() == picture.OUT.read_text(), "python benchmarks/curve_picture.py"
+    found = {(way, len(losses)) for way, at in picture.read_curves(picture.RESULTS).items() for losses in at.values()}
+    assert found == {("fp32", 3), ("fp16", 3), ("compact", 3)}
+
+
 def test_muons_picture_is_of_the_committed_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawn again from the table it is the same. Runs make a table of means of ten steps."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))

@@ -5,6 +5,7 @@ whose memory layouts differ, and tensors on other devices go to the torch backen
 """
 
 import ctypes
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from megascale.kernels.blocks import Row, flat
+from megascale.kernels.blocks import flat
 from megascale.kernels.decision import (
     NUM_STATISTICS,
     Decision,
@@ -304,7 +305,8 @@ class NativeBackend(TorchDecisions, TorchRemainders):
         picked = operands.pick(split.taken)
 
         def fast() -> Tensor:
-            return self._call(_table(split.rows, picked.step), TensorList(row[1] for row in split.rows), call)
+            mains, grads, models, *states = map(TensorList, zip(*split.rows, strict=True))
+            return self._call(_table(mains, models, states, picked.step), grads, call)
 
         return split.joined(fast, slow)
 
@@ -344,37 +346,35 @@ def _all_known(tensors: TensorList) -> bool:
 
 def _whole_table(operands: Operands, names: list[str]) -> _Table | None:
     """Return a table of all operands; None unless all of them are contiguous and supported."""
-    states = [operands.state[name] for name in names]
+    models = TensorList.of(operands.model)
+    states = [TensorList.of(operands.state[name]) for name in names]
+    deque(zip(operands.main, operands.grad, models, *states, strict=True), maxlen=0)  # raises for other lengths
     if operands.remainder:
-        models, lefts, *held = map(TensorList, (operands.model, operands.remainder, *states))
-        if not (lefts.contiguous and all(map(_all_known, (models, *held)))):
+        lefts = TensorList(operands.remainder)
+        if not (lefts.contiguous and all(map(_all_known, (models, *states)))):
             return None
-        rows = [[model, model, model, *row] for model, *row in zip(operands.model, *states, strict=True)]
-        table = _table(rows, operands.step)
+        table = _table(models, models, states, operands.step)
         table.rows[:, MAIN], table.rows[:, MODEL], table.rows[:, REMAINDER] = 0, models.pointers, lefts.pointers
         table.rows[:, FINGERPRINT] = TensorList(operands.fingerprint).pointers
         return table
-    mains, *others = map(TensorList.of, (operands.main, operands.model, *states))
-    if not all(map(_all_known, (mains, *others))) or mains.dtypes != {torch.float32}:
+    mains = models if operands.main is operands.model else TensorList.of(operands.main)
+    if not all(map(_all_known, (mains, models, *states))) or mains.dtypes != {torch.float32}:
         return None
-    rows = [list(row) for row in zip(operands.main, operands.grad, operands.model, *states, strict=True)]
-    return _table(rows, operands.step)
+    return _table(mains, models, states, operands.step)
 
 
-def _table(rows: list[Row], steps: list[Tensor]) -> _Table:
-    """Return a table of rows (main, grad, model, states), without their gradients."""
-    mains, models = TensorList(row[0] for row in rows), TensorList(row[2] for row in rows)
-    columns: Array = np.zeros((len(rows), COLUMNS), dtype=np.int64)
+def _table(mains: TensorList, models: TensorList, states: Sequence[TensorList], steps: Sequence[Tensor]) -> _Table:
+    """Return a table without gradients, of one row per main param."""
+    columns: Array = np.zeros((len(mains), COLUMNS), dtype=np.int64)
     columns[:, MAIN] = mains.pointers
     # An fp32 model param is its own main param.
     columns[:, MODEL] = np.where(models.pointers == mains.pointers, 0, models.pointers)
     columns[:, MODEL_TYPE] = models.dtype_codes(TYPES)
-    for index in range(len(rows[0]) - 3):
-        states = TensorList(row[3 + index] for row in rows)
-        columns[:, STATE + index] = states.pointers
-        columns[:, STATE_TYPE + index] = states.dtype_codes(TYPES)
+    for index, state in enumerate(states):
+        columns[:, STATE + index] = state.pointers
+        columns[:, STATE_TYPE + index] = state.dtype_codes(TYPES)
     if steps:
-        columns[:, STEP] = TensorList(steps).pointers
+        columns[:, STEP] = TensorList.of(steps).pointers
     return _Table(_Lengths(mains.numels), columns)
 
 

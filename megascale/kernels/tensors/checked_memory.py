@@ -19,8 +19,8 @@ native.c and Triton's kernels get addresses. In each step they assume of all ten
 
 These check, in every step, before the ranks agree on it: :meth:`megascale.main_params.base.MainParams.sync_from_model`
 model params, :class:`megascale.step.local_grads.ReadyGrads` gradients and main grads,
-:mod:`megascale.step.kernel_state` main params, optimizer state and step counts, :mod:`megascale.amp.local_grads` the
-gradients that a GradScaler unscales.
+:mod:`megascale.step.kernel_state` main params, optimizer state and step counts. Of a torch optimizer in a loop of amp
+:mod:`megascale.amp.local_grads` checks parameters and gradients, and :mod:`megascale.amp.fused_adam` state.
 """
 
 from collections.abc import Sequence
@@ -30,22 +30,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megascale.kernels.tensors.forms import UNREADABLE, Forms, Places
+from megascale.kernels.tensors.forms import Forms, Places
 
 
 class MemoryRecord:
     """Tensors, and the memory that they have at construction."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = list(tensors)
-        self._forms, self._places = Forms(self._tensors), Places.of(self._tensors)
+        self._tensors = tuple(tensors)
+        self._forms, self._places = Forms(self._tensors), Places.once_per_storage(self._tensors)
 
     def holds(self) -> bool:
         """Whether each tensor still has the same address and form. False also if that can no longer be read."""
-        try:
-            return self._forms.hold(self._tensors) and Places.of(self._tensors) == self._places
-        except UNREADABLE:  # a tensor has lost its memory
-            return False
+        return self._forms.places(self._tensors, self._places.asked) == self._places
 
 
 def memory_fault(tensor: Tensor) -> str | None:

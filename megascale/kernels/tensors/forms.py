@@ -1,11 +1,13 @@
 """What a step reads of its tensors, in lists: where they lie, and their forms, that is everything else.
 
 A step asks every tensor for its address, for its place in its storage and for the storage's size, and compares forms
-with those of an earlier step. Whatever it reads costs some 50 ns per tensor, so that :meth:`Forms.hold` asks torch
-about all parts of a form in one call.
+with those of an earlier step. Whatever it reads costs some 50 ns per tensor, and twice as much where the processor's
+own cache no longer holds the tensor. So :meth:`Forms.places` asks torch about all parts of a form in one call, and goes
+on to other tensors once all of some have been read.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import compress
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -26,6 +28,9 @@ else:
 UNREADABLE = (RuntimeError, TypeError, AttributeError)
 """What reading raises for something that is no tensor, or has no memory or strides of its own, as a sparse tensor."""
 
+PLAIN_TYPES = frozenset({Tensor, nn.Parameter})
+"""What a tensor is that has memory of its own; any other type may be a wrapper."""
+
 # map() calls these in C.
 _FORM: tuple[Callable[[Any], Any], ...] = (
     attrgetter("shape"),
@@ -38,29 +43,59 @@ _FORM: tuple[Callable[[Any], Any], ...] = (
     attrgetter("requires_grad"),
 )
 _OFFSET: Callable[[Tensor], Any] = Tensor.storage_offset
+_STORAGE: Callable[[Tensor], Any] = Tensor.untyped_storage
+_NBYTES: Callable[[Any], int] = torch.UntypedStorage.nbytes
 _LIST: Callable[[Any], Any] = list
 _NUMBERS: dict[torch.dtype, int] = {}
 """A number for each dtype that was met."""
+BLOCK = 256
+"""Tensors that are read together: what torch keeps of them, half a KiB each, stays in the processor's cache."""
 
 
 class Places(NamedTuple):
-    """Where tensors lie: lists with one number per tensor.
+    """Where tensors lie.
 
     Attributes:
-        pointers: addresses of first elements; 0 for an empty tensor, and for one that has lost its memory.
-        offsets: of these in the tensors' storages, in elements.
-        nbytes: of the storages.
+        pointers: addresses of first elements, one per tensor; 0 for an empty one, and for one that lost its memory.
+        offsets: of these in the tensors' storages, in elements; one per tensor that is asked for it.
+        nbytes: of these storages, likewise.
+        asked: per tensor, whether it is; None: all are.
     """
 
     pointers: list[int]
     offsets: list[int]
     nbytes: list[int]
+    asked: list[bool] | None = None
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> "Places":
         """Read where tensors lie. Raises RuntimeError for a tensor without memory of its own, such as a sparse one."""
-        nbytes = map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, tensors))
-        return cls(list(map(Tensor.data_ptr, tensors)), list(map(_OFFSET, tensors)), list(nbytes))
+        places = cls([], [], [])
+        places.add(tensors, 0)
+        return places
+
+    @classmethod
+    def once_per_storage(cls, tensors: Sequence[Tensor]) -> "Places":
+        """Read as much as tells later on whether tensors still lie in the same memory; raises as :meth:`of`.
+
+        Only the first tensor of a storage is asked for it: as long as that has its address, its offset and its size,
+        the memory at the addresses of the other ones is part of it.
+        """
+        storages = list(map(_STORAGE, tensors))  # held, so that ids stay unique
+        first = {id(storages[index]): index for index in reversed(range(len(storages)))}
+        asked = [first[id(storage)] == index for index, storage in enumerate(storages)]
+        places = cls([], [], [], None if all(asked) else asked)
+        places.add(tensors, 0)
+        return places
+
+    def add(self, tensors: Sequence[Tensor], start: int) -> None:
+        """Read some of the tensors, which begin with the one at index ``start``."""
+        asked = tensors
+        if self.asked is not None:
+            asked = list(compress(tensors, self.asked[start : start + len(tensors)]))
+        self.pointers.extend(map(Tensor.data_ptr, tensors))
+        self.offsets.extend(map(_OFFSET, asked))
+        self.nbytes.extend(map(_NBYTES, map(_STORAGE, asked)))
 
 
 class Forms:
@@ -73,11 +108,13 @@ class Forms:
         contiguous: whether all of them are contiguous.
     """
 
+    _fitted: "Forms | None" = None  # those that these were last found to fit
+
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._columns = _read(tensors)
         self.shapes, self.strides, self.dtypes, self._devices, self._types, *self._flags = self._columns
         self.contiguous = all(map(Tensor.is_contiguous, tensors))
-        self._guards: Any = None
+        self._guards: dict[int, Any] = {}
         self._codes: list[tuple[Mapping[torch.dtype, int], NDArray[np.int64]]] = []
         self._joined: tuple[list[Forms], Forms] | None = None
 
@@ -91,30 +128,42 @@ class Forms:
             made._columns = columns
             made.shapes, made.strides, made.dtypes, made._devices, made._types, *made._flags = columns
             made.contiguous = all(part.contiguous for part in parts)
-            made._guards, made._codes, made._joined = None, [], None
+            made._guards, made._codes, made._joined = {}, [], None
             known = parts[0]._joined = list(parts), made
         return known[1]
 
     def __len__(self) -> int:
         return len(self.shapes)
 
-    def hold(self, tensors: Sequence[Any]) -> bool:
-        """Return whether these tensors have these forms. They may be other tensors."""
+    def places(self, tensors: Sequence[Any], asked: list[bool] | None = None) -> Places | None:
+        """Return where these tensors lie, if they have these forms; they may be other tensors. Else None.
+
+        ``asked``: those that are asked for their storage, see :class:`Places`.
+        """
         if len(tensors) != len(self.shapes):
-            return False
-        if self._guards is not None and self._guards.check(*tensors):
-            return True
+            return None
+        places = Places([], [], [], asked)
         try:
-            if _read(tensors) != self._columns:
-                return False
+            for start in range(0, len(tensors), BLOCK):
+                block, guards = tensors[start : start + BLOCK], self._guards.get(start)
+                if (guards is None or not guards.check(*block)) and not self._hold(start, block):
+                    return None
+                places.add(block, start)
         except UNREADABLE:
+            return None
+        return places
+
+    def _hold(self, start: int, block: Sequence[Any]) -> bool:
+        """Return whether tensors have the forms from index ``start`` on, and let guards tell so from now on."""
+        part = slice(start, start + len(block))
+        if _read(block) != [column[part] for column in self._columns]:
             return False
         # Guards say no, too, in another context than that of their construction, as under autocast.
-        self._guards = _guards(tensors, self.shapes, self.strides)
+        self._guards[start] = _guards(block, self.shapes[part], self.strides[part])
         return True
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_guards": None}  # they cannot be copied
+        return {**vars(self), "_guards": {}}  # they cannot be copied
 
     @cached
     def numels(self) -> NDArray[np.int64]:
@@ -125,6 +174,11 @@ class Forms:
     def kinds(self) -> set[torch.dtype]:
         """The dtypes that occur."""
         return set(self.dtypes)
+
+    @cached
+    def types(self) -> set[type]:
+        """The types that occur."""
+        return set(self._types)
 
     @cached
     def devices(self) -> set[torch.device]:
@@ -152,11 +206,15 @@ class Forms:
         """Whether bytes are values: no wrapper, no negative bit (nor a conjugate one), no zeros without memory."""
         neg, zeros, _ = self._flags
         is_complex = any(dtype.is_complex for dtype in self.kinds)
-        return set(self._types) <= {Tensor, nn.Parameter} and not any(neg) and not any(zeros) and not is_complex
+        return self.types <= PLAIN_TYPES and not any(neg) and not any(zeros) and not is_complex
 
     def fit(self, other: "Forms") -> bool:
         """Return whether tensors have the shapes and devices of others."""
-        return self.shapes == other.shapes and self._devices == other._devices
+        if self._fitted is not other:
+            if self.shapes != other.shapes or self._devices != other._devices:
+                return False
+            self._fitted = other
+        return True
 
     def are_within(self, places: Places) -> bool:
         """Return whether the storages of tensors that lie at ``places`` hold all their elements."""
@@ -178,7 +236,7 @@ class Forms:
 def rows(tensors: Sequence[Tensor]) -> list[tuple[Any, ...] | None]:
     """Return a row per tensor, equal as long as its place and its form are the same; None for what has none."""
     try:
-        return list(zip(*Places.of(tensors), *_read(tensors)[:-1], strict=True))  # all but requires_grad
+        return list(zip(*Places.of(tensors)[:-1], *_read(tensors)[:-1], strict=True))  # all but requires_grad
     except UNREADABLE:
         return [None] if len(tensors) == 1 else [row for tensor in tensors for row in rows([tensor])]
 
@@ -189,7 +247,7 @@ def _read(tensors: Sequence[Tensor]) -> list[list[Any]]:
 
 def _guards(tensors: Sequence[Tensor], shapes: list[Any], strides: list[Any]) -> Any:
     """Return what tells in one call whether tensors still have these forms; None where torch has no such thing."""
-    if TensorGuards is None or not tensors:
+    if TensorGuards is None:
         return None
     return TensorGuards(
         *tensors, dynamic_dims_sizes=list(map(_LIST, shapes)), dynamic_dims_strides=list(map(_LIST, strides))

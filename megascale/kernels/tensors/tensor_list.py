@@ -1,6 +1,7 @@
 """Lists of tensors that cache addresses and forms: reading these dominates the cost of many small tensors."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any, overload
 
@@ -9,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megascale.kernels.tensors.forms import UNREADABLE, Forms, Places
+from megascale.kernels.tensors.forms import PLAIN_TYPES, UNREADABLE, Forms, Places
 from megascale.utils.cached import cached
 
 _GRAD = attrgetter("grad")
@@ -121,6 +122,52 @@ class TensorList(Sequence[Tensor]):
             return False
 
 
+class ListReader:
+    """Reads a list of tensors in every step. Their forms, which are usually those of the step before, are kept.
+
+    The tensors may be others in every step. None is kept alive.
+
+    Args:
+        fits: tells from the forms of plain tensors whether they are such as kernels are to read here.
+    """
+
+    def __init__(self, fits: Callable[[Forms], bool]) -> None:
+        self._fits = fits
+        self._forms: Forms | None = None
+        self._places: Places | None = None  # of the newest tensors of these forms
+
+    def read(self, tensors: list[Any]) -> TensorList | None:
+        """Return ``tensors`` if kernels can read all of them, and if they fit. Else None.
+
+        Each is a plain tensor then, as :mod:`megascale.kernels.tensors.checked_memory` says.
+        """
+        forms, before = self._forms, self._places
+        places = None if forms is None else forms.places(tensors)
+        if forms is None or places is None:
+            self._forms = self._places = before = None
+            found = self._usable(tensors)
+            if found is None:
+                return None
+            forms, places = found
+        self._forms, self._places = forms, places
+        # Tensors that lie elsewhere, but at the same places of storages of the same sizes, fit in these.
+        are_alike = before is not None and before[1:] == places[1:] and all(places.pointers)
+        if not (are_alike or forms.are_within(places)):
+            self._places = None
+            return None
+        return TensorList(tensors, forms, places.pointers)
+
+    def _usable(self, tensors: list[Any]) -> tuple[Forms, Places] | None:
+        """Return the forms and places of tensors that kernels can read, as far as forms tell."""
+        if not PLAIN_TYPES.issuperset(map(type, tensors)):  # a wrapper may answer in its own code
+            return None
+        try:
+            forms = Forms(tensors)
+            return (forms, Places.of(tensors)) if forms.are_plain and self._fits(forms) else None
+        except UNREADABLE:  # no memory that an address tells
+            return None
+
+
 class GradReader:
     """Reads the gradients of some parameters in every step.
 
@@ -130,36 +177,17 @@ class GradReader:
 
     def __init__(self, params: list[Tensor]) -> None:
         self._params = params
-        self._forms: Forms | None = None
-        self._places: Places | None = None  # of the newest gradients of these forms
+        self._reader = ListReader(partial(_are_grads_of, params))
 
     def read(self) -> TensorList | None:
-        """Return the gradients, if every parameter has one of its shape and device that kernels can read.
+        """Return the gradients, if every parameter has one of its shape and device that kernels can read. Else None."""
+        return self._reader.read(list(map(_GRAD, self._params)))
 
-        Each is a plain tensor then, as :mod:`megascale.kernels.tensors.checked_memory` says. Else None.
-        """
-        grads = list(map(_GRAD, self._params))
-        try:
-            if self._forms is None or not self._forms.hold(grads):
-                self._forms = self._usable(grads)
-                self._places = None
-                if self._forms is None:
-                    return None
-            before, self._places = self._places, Places.of(grads)
-            # Gradients that lie elsewhere, but at the same places of storages of the same sizes, fit in these.
-            are_alike = before is not None and before[1:] == self._places[1:] and 0 not in self._places.pointers
-            if not (are_alike or self._forms.are_within(self._places)):
-                self._places = None
-                return None
-        except UNREADABLE:  # None, or no memory that an address tells
-            self._forms = None
-            return None
-        return TensorList(grads, self._forms, self._places.pointers)
 
-    def _usable(self, grads: list[Any]) -> Forms | None:
-        """Return the forms of gradients that kernels can read, as far as forms tell."""
-        if set(map(type, grads)) != {Tensor}:
-            return None
-        forms = Forms(grads)
-        floats = all(dtype.is_floating_point for dtype in forms.kinds)
-        return forms if floats and forms.are_plain and forms.fit(Forms(self._params)) else None
+def are_grads(forms: Forms) -> bool:
+    """Return whether plain tensors of these forms, at least one, can be gradients."""
+    return forms.types == {Tensor} and all(dtype.is_floating_point for dtype in forms.kinds)
+
+
+def _are_grads_of(params: list[Tensor], forms: Forms) -> bool:
+    return are_grads(forms) and forms.fit(Forms(params))

@@ -58,7 +58,7 @@ class _CachedColumns(NamedTuple):
         tensors: columns of main params, or remainders, of model params, and of the state.
         beside: step counts, if these are counted, fingerprints, scales and indices of first elements, by their columns
             of a row.
-        written: all tensors that an update writes, each once.
+        written: all tensors that an update writes, each once; model params last, as their versions are read next.
     """
 
     names: list[str]
@@ -406,7 +406,7 @@ def _keep(operands: Operands, names: list[str], counts_steps: bool) -> _CachedCo
         names,
         [Column(mains), Column(operands.model), *(Column(operands.state[name]) for name in names)],
         beside,
-        [*operands.model, *copied, *operands.fingerprint, *states, *operands.step],
+        [*copied, *operands.fingerprint, *states, *operands.step, *operands.model],
     )
 
 

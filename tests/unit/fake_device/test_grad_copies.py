@@ -4,53 +4,69 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
-from megascale import MixedPrecisionOptimizer, OptimizerConfig
+from megascale import MixedPrecisionOptimizer
 from megascale.errors import GradientError
+from megascale.grad_sync import GradSync
 from megascale.main_params.grad_copies import GradCopies
 from megascale.step.host_update import HostUpdate
 from tests.fake_device.device import FakeDevice
+from tests.fake_device.lives import OVERLAP, Life, Trained, grads_of, optimizer_of
 from tests.fake_device.process import OnDevice
 from tests.fake_device.record import Record
-from tests.fake_device.training import scaler
 from tests.training import bits_equal, grad_of
 
 COUNT, WIDTH = 4, 8
 RUNS = [("at once", 0), ("late", 0), ("side first", 0), *(("random", seed) for seed in range(8))]
 
 
-def _trained(*, offload: bool = True) -> tuple[nn.Sequential, MixedPrecisionOptimizer, Tensor]:
+def _trained(
+    held: str = "replicated", *, offload: bool = True
+) -> tuple[nn.Sequential, MixedPrecisionOptimizer, Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(COUNT))).half().cuda()
-    config = OptimizerConfig(
-        fp16=True, optimizer_cpu_offload=offload, overlap_cpu_optimizer_d2h_h2d=offload, backend="reference"
-    )
-    optimizer = MixedPrecisionOptimizer(torch.optim.AdamW(model.named_parameters(), lr=1e-2), config, scaler())
-    return model, optimizer, torch.ones(2, WIDTH, dtype=torch.float16, device="cuda")
+    life = Life(held, OVERLAP)
+    batch = torch.ones(2, WIDTH, dtype=torch.float16, device="cuda")
+    return model, optimizer_of(model, life, life.way if offload else {}), batch
 
 
 def _copies(seen: Record) -> int:
-    """Return how many gradients travel."""
-    return sum(what.startswith(f"{2 * WIDTH * WIDTH} from async pinned") for what in seen.of("copy"))
+    """Return how many gradients travel: in 16 bits, or main grads."""
+    sizes = [f"{size * WIDTH * WIDTH} from async pinned" for size in (2, 4)]
+    return sum(what.startswith(tuple(sizes)) for what in seen.of("copy"))
 
 
-def _steps(device: FakeDevice, passes: list[int]) -> tuple[list[list[int]], list[str], set[int]]:
+HELD = [("replicated", 1), ("synced", 1), ("elements", 1), ("parameters", 1), ("synced", 2)]
+"""How parameters are held, and the number of ranks, whose reductions end on a stream of the device."""
+
+
+WITH_SLOW = ["replicated", *(pytest.param(held, marks=pytest.mark.slow) for held in ("synced", "elements"))]
+
+
+def _steps(
+    device: FakeDevice, passes: list[int], held: str = "replicated"
+) -> tuple[list[list[int]], list[str], set[int]]:
     """Return, for each step, the gradients that travel in each of its passes and in step(); what waited; of where."""
-    model, optimizer, batch = _trained()
+    model, optimizer, batch = _trained(held)
+    sync: Any = optimizer._member.grad_sync
     found, waits, streams = [], [], set()
     for number in passes:
         optimizer.zero_grad()
         counts = []
-        for _ in range(number):
+        for at in range(number):
             loss = model(batch).float().square().mean()
-            with device.watch() as seen:
+            is_held = isinstance(sync, GradSync) and at < number - 1
+            with device.watch() as seen, sync.no_sync() if is_held else nullcontext():
                 optimizer.scale_loss(loss).backward()
             counts.append(_copies(seen))
             waits += seen.syncs()
-            streams |= {call.stream[1] for call in seen if call.kind == "copy"}
+            streams |= {call.stream[1] for call in seen if call.kind == "copy" and " from " in call.what}
         with device.watch() as seen:
             optimizer.step()
         waits += [str(call) for call in seen if call.makes_host_wait() and call.thread == threading.get_ident()]
@@ -59,13 +75,19 @@ def _steps(device: FakeDevice, passes: list[int]) -> tuple[list[list[int]], list
     return found, waits, streams
 
 
-def test_gradients_travel_in_backward(on_device: OnDevice) -> None:
+@pytest.mark.parametrize(
+    ("held", "ranks"),
+    [pytest.param(*one, marks=() if one in (HELD[0], HELD[-1]) else pytest.mark.slow) for one in HELD],
+)
+def test_gradients_travel_in_backward(on_device: OnDevice, held: str, ranks: int) -> None:
     """From the second step on, when their size is known: each once, on another stream; nobody waits."""
-    found, waits, streams = on_device(_steps, [1, 1, 1])
-    assert found == [[0, COUNT], [COUNT, 0], [COUNT, 0]]
-    assert waits == []
-    assert len(streams) == 1
-    assert 0 not in streams
+    every = [on_device(_steps, [1, 1, 1], held)] if ranks == 1 else on_device.ranks(ranks, _steps, [1, 1, 1], held)
+    assert len(every) == ranks
+    for found, waits, streams in every:
+        assert found == [[0, COUNT], [COUNT, 0], [COUNT, 0]]
+        assert waits == []
+        assert len(streams) == 1
+        assert 0 not in streams
 
 
 def test_micro_batches(on_device: OnDevice) -> None:
@@ -81,14 +103,25 @@ def test_micro_batches(on_device: OnDevice) -> None:
     ]
 
 
-def _with_a_write(offload: bool) -> tuple[bool, list[Tensor]]:
+def test_micro_batches_of_main_grads(on_device: OnDevice) -> None:
+    """A GradSync knows the last pass, which reduces: they travel with that, once, however many there were before."""
+    found, _, _ = on_device(_steps, [2, 2, 1, 3], "synced")
+    assert found == [[0, 0, COUNT], [0, COUNT, 0], [COUNT, 0], [0, 0, COUNT, 0]]
+
+
+def _write_uncounted(trained: Trained) -> None:
+    for grad in grads_of(trained):
+        grad.data.mul_(2)
+
+
+def _with_a_write(held: str, offload: bool) -> tuple[bool, list[Tensor]]:
     """Return whether a step after one with uncounted writes is refused, and the main params before it."""
-    model, optimizer, batch = _trained(offload=offload)
+    model, optimizer, batch = _trained(held, offload=offload)
     for at in range(3):
         optimizer.zero_grad()
         optimizer.scale_loss(model(batch).float().square().mean()).backward()
-        for param in model.parameters() if at == 2 else ():
-            grad_of(param).data.mul_(2)
+        if at == 2:
+            _write_uncounted((model, optimizer, batch))
         optimizer.step()
     left = [main.cpu().clone() for _, main in optimizer.main_params()]
     optimizer.zero_grad()
@@ -101,43 +134,45 @@ def _with_a_write(offload: bool) -> tuple[bool, list[Tensor]]:
     return False, left
 
 
-def _outcomes(device: FakeDevice) -> list[str]:
-    _, expected = _with_a_write(False)
+def _outcomes(device: FakeDevice, held: str) -> list[str]:
+    _, expected = _with_a_write(held, False)
     found = []
     for order, seed in RUNS:
         with device.running(order, seed):
-            is_told, left = _with_a_write(True)
+            is_told, left = _with_a_write(held, True)
         is_right = all(map(bits_equal, left, expected))
         found.append("told" if is_told else "right" if is_right else "wrong")
     return found
 
 
-def test_a_write_that_nobody_counts(on_device: OnDevice) -> None:
+@pytest.mark.parametrize("held", WITH_SLOW)
+def test_a_write_that_nobody_counts(on_device: OnDevice, held: str) -> None:
     """Through ``grad.data``: if the gradient has travelled before, nothing is updated, and the next step says so."""
-    at_once, *others = on_device(_outcomes)
+    at_once, *others = on_device(_outcomes, held)
     assert at_once == "told"
-    assert set(others) == {"told", "right"}
+    assert set(others) <= {"told", "right"}
 
 
-def _untouched(device: FakeDevice) -> bool:
-    model, optimizer, batch = _trained()
+def _untouched(device: FakeDevice, held: str) -> bool:
+    model, optimizer, batch = _trained(held)
     for at in range(3):
         optimizer.zero_grad()
         optimizer.scale_loss(model(batch).float().square().mean()).backward()
         before = [main.clone() for _, main in optimizer.main_params()]
-        for param in model.parameters() if at == 2 else ():
-            grad_of(param).data.mul_(2)
+        if at == 2:
+            _write_uncounted((model, optimizer, batch))
         optimizer.step()
     after = [main for _, main in optimizer.main_params()]
     weights = [param.detach().cpu() for param in model.parameters()]
     return all(map(bits_equal, before, after)) and all(
-        bits_equal(main.half(), weight) for main, weight in zip(after, weights, strict=True)
+        bits_equal(main.half().view(-1), weight.view(-1)) for main, weight in zip(after, weights, strict=True)
     )
 
 
-def test_a_refused_step_changes_nothing(on_device: OnDevice) -> None:
+@pytest.mark.parametrize("held", WITH_SLOW)
+def test_a_refused_step_changes_nothing(on_device: OnDevice, held: str) -> None:
     """Neither main params nor weights."""
-    assert on_device(_untouched)
+    assert on_device(_untouched, held)
 
 
 def _read_meanwhile(device: FakeDevice) -> tuple[int, int]:
@@ -208,9 +243,9 @@ def test_a_new_parameter(on_device: OnDevice) -> None:
     assert on_device(_differing) == []
 
 
-def _dropped(device: FakeDevice) -> tuple[bool, int]:
-    model, optimizer, batch = _trained()
-    update = optimizer._member.update
+def _dropped(device: FakeDevice, held: str) -> tuple[bool, int]:
+    model, optimizer, batch = _trained(held)
+    update, sync = optimizer._member.update, optimizer._member.grad_sync
     assert isinstance(update, HostUpdate)
     assert isinstance(update._copies, GradCopies)
     copies = weakref.ref(update._copies)
@@ -218,9 +253,12 @@ def _dropped(device: FakeDevice) -> tuple[bool, int]:
     gc.collect()
     model(batch).float().sum().backward()
     hooks = [param._post_accumulate_grad_hooks for param in model.parameters()]
+    if isinstance(sync, GradSync):  # its own hooks are those of the parameters
+        hooks = list(sync._reduced_hooks._hooks.values())
     return copies() is None, sum(map(len, filter(None, hooks)))
 
 
-def test_what_is_dropped_is_gone(on_device: OnDevice) -> None:
-    """Invariant 11: no hook is left at the parameters."""
-    assert on_device(_dropped) == (True, 0)
+@pytest.mark.parametrize("held", ["replicated", "synced"])
+def test_what_is_dropped_is_gone(on_device: OnDevice, held: str) -> None:
+    """Invariant 11: no hook is left at the parameters, or at a GradSync that lives longer."""
+    assert on_device(_dropped, held) == (True, 0)

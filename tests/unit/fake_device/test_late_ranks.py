@@ -277,9 +277,11 @@ def test_shards_of_two_copies(on_device: OnDevice) -> None:
 WAITS: dict[str, tuple[str, int, Life]] = {
     "statistics of gradients": ("utils.collectives all_reduce_sum_", 2, Life("elements", OVERLAP, STEPS)),
     "gathered params": ("utils.collectives _keep_error", 2, Life("elements ahead", OVERLAP, STEPS)),
-    "reduced gradients": ("grad_sync.reduction wait", 2, Life("synced", OVERLAP, STEPS)),
-    "reduced shards": ("grad_sync.reduction wait", 2, Life("parameters", OVERLAP, STEPS)),
-    "shards of two copies": ("grad_sync.reduction finish", 4, Life("hybrid", OVERLAP, STEPS)),
+    "reduced gradients": ("grad_sync.reduction end", 2, Life("synced", OVERLAP, STEPS)),
+    "reduced shards": ("grad_sync.reduction end", 2, Life("parameters", OVERLAP, STEPS)),
+    "shards of two copies": ("grad_sync.reduction wait_for_replicas", 4, Life("hybrid", OVERLAP, STEPS)),
+    "gradients divided aside": ("utils.streams join", 2, Life("synced", OVERLAP, STEPS)),
+    "scratch that is read aside": ("utils.streams write", 2, Life("bf16 travels", OVERLAP, STEPS)),
 }
 """What is waited for; the function that waits, ranks, and a life of them that goes wrong without."""
 QUICK_WAITS = {"gathered params", "reduced gradients"}

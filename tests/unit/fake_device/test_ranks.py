@@ -18,8 +18,10 @@ from megascale import MixedPrecisionOptimizer, StepGraph
 from megascale.errors import ArgumentError, UsageError
 from megascale.grad_sync import GradSync
 from megascale.grad_sync.synced_bucket import SyncedBucket
-from megascale.kernels import Statistic
+from megascale.kernels import GradWeights, Statistic
+from megascale.kernels.reference import ReferenceBackend
 from megascale.step import recipe
+from megascale.step.grad_stats import measure
 from tests.fake_device.device import FakeDevice
 from tests.fake_device.models import BUILD, CONFIG, adamw, loss_of, model, synced, world_of_two
 from tests.fake_device.process import OnDevice
@@ -58,6 +60,24 @@ def test_no_step_waits(on_device: OnDevice, kind: str, ranks: int) -> None:
     assert set(steps[-1].launches()) == UPDATE
     assert steps[1].launches() == steps[2].launches() == steps[3].launches()
     assert all(not seen.of("load") for seen in steps[1:])
+
+
+def _without_gradients(device: FakeDevice) -> tuple[list[str], list[float]]:
+    errors = torch.ones((), dtype=torch.float64, device="cuda")
+    weights = GradWeights(*[torch.empty(0, dtype=torch.float64, device="cuda")] * 2)
+    backend = ReferenceBackend()
+    with device.watch() as seen:
+        stats = measure([], weights, errors, True, backend=backend, count_zeros=True, device=torch.device("cuda"))
+    return [str(call) for call in seen if call.makes_host_wait()], stats.vector.tolist()
+
+
+def test_a_rank_without_gradients_waits_for_nothing(on_device: OnDevice) -> None:
+    """Of few parameters or large buckets a rank may own none; its statistics are zeros, beside its errors."""
+    waits, vector = on_device(_without_gradients)
+    assert waits == []
+    expected = [0.0] * len(vector)
+    expected[Statistic.ERRORS] = expected[Statistic.SCALED] = 1.0
+    assert vector == expected
 
 
 def _divided(device: FakeDevice) -> list[Record]:

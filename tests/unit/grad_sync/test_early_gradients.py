@@ -20,3 +20,18 @@ def test_a_gradient_from_before_counts(dtype: torch.dtype) -> None:
         grad = sync.local_grad(param)
         assert grad is not None
         assert grad.tolist() == [expected] * 3
+
+
+def test_main_grads_that_come_back_are_written() -> None:
+    """With the values that they had. A copy that was made before does not count: others may have used the memory."""
+    param = nn.Parameter(torch.ones(3))
+    sync = GradSync([("param", param)])
+    (3 * param).sum().backward()
+    sync.finish()
+    grad = sync.local_grad(param)
+    assert grad is not None
+    before = grad._version
+    sync.leave(pin=False)
+    sync.come_back()
+    assert grad.tolist() == [3.0] * 3
+    assert grad._version > before

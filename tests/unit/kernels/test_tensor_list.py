@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megascale.kernels import Forms, GradReader, MemoryRecord, TensorList
+from megascale.kernels import Forms, GradReader, MemoryRecord, Places, TensorList
 from megascale.kernels.tensors import forms as forms_module
 
 TENSORS = [
@@ -90,8 +90,9 @@ CHANGES: dict[str, Callable[[Tensor], object]] = {
 
 @pytest.mark.parametrize("place", [0, 33, 69, 70, 139])
 @pytest.mark.parametrize("change", CHANGES)
-def test_record_tells_of_every_change(change: str, place: int) -> None:
+def test_record_tells_of_every_change(change: str, place: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One tensor of many, in any block of the walk, contiguous or not; a write into the memory is no change."""
+    monkeypatch.setattr(forms_module, "BLOCK", 34)
     tensors, record = _record()
     tensors[place].add_(1)
     assert record.holds()
@@ -99,19 +100,75 @@ def test_record_tells_of_every_change(change: str, place: int) -> None:
     assert not record.holds()
 
 
+def _slab() -> tuple[list[Tensor], MemoryRecord]:
+    """Return nine tensors, among them six of one storage, of which the second comes first, and their record."""
+    memory = torch.zeros(6, 4, 6)
+    tensors = [torch.zeros(4, 6), *(memory[index].data for index in (1, 0, 2, 3, 4, 5)), torch.zeros(4, 6), memory[0]]
+    return tensors, MemoryRecord(tensors)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2, 6, 7, 8])
+@pytest.mark.parametrize("change", CHANGES)
+def test_record_tells_of_a_change_to_one_of_a_storage(change: str, place: int) -> None:
+    """Whether it is the one that was asked for the size of its storage, another one, or a second view of one."""
+    tensors, record = _slab()
+    tensors[place].add_(1)
+    assert record.holds()
+    CHANGES[change](tensors[place])
+    assert not record.holds()
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_record_tells_of_a_shared_storage_that_was_cut_short(first: int) -> None:
+    """At its address, whichever of its tensors were given memory of their own meanwhile: the others are found."""
+    memory = torch.zeros(3, 4096)
+    tensors = [row.data for row in memory]
+    record, address, storage = MemoryRecord(tensors), memory.data_ptr(), memory.untyped_storage()
+    del memory
+    for _ in range(100):
+        storage.resize_(0)
+        storage.resize_(32768)
+        if storage.data_ptr() == address:
+            break
+    assert not record.holds()
+    tensors[first].data = torch.zeros(4096)
+    assert not record.holds()
+
+
+def test_record_asks_each_storage_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of six tensors in one storage and two in others three are asked, while all tell their addresses."""
+    tensors, record = _slab()
+    asked: list[int] = []
+    told: list[int] = []
+
+    def noted(ids: list[int], read: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        def noting(tensor: Tensor) -> Any:
+            ids.append(id(tensor))
+            return read(tensor)
+
+        return noting
+
+    monkeypatch.setattr(forms_module, "_STORAGE", noted(asked, Tensor.untyped_storage))
+    monkeypatch.setattr(Tensor, "data_ptr", noted(told, Tensor.data_ptr))
+    assert record.holds()
+    assert asked == [id(tensors[index]) for index in (0, 1, 7)]
+    assert told == list(map(id, tensors))
+
+
 def test_forms_hold_for_other_tensors_of_the_same_forms() -> None:
     """Wherever these lie; not for fewer or more of them, and not for what is no tensor."""
     tensors = [torch.zeros(2, 3), torch.zeros(3, 2).t(), nn.Parameter(torch.zeros(2).half())]
     forms = Forms(tensors)
     for _ in range(2):
-        assert forms.hold([tensor.detach().clone() if index < 2 else tensor for index, tensor in enumerate(tensors)])
-        assert not forms.hold(tensors[:2])
-        assert not forms.hold([*tensors, torch.zeros(1)])
-        assert not forms.hold([None, *tensors[1:]])
-        assert not forms.hold([tensors[0].to_sparse(), *tensors[1:]])
-        assert not forms.hold([tensors[0].bfloat16(), *tensors[1:]])
-        assert not forms.hold([*tensors[:2], tensors[2].detach()])
-    assert copy.deepcopy(forms).hold(tensors)
+        others = [tensor.detach().clone() if index < 2 else tensor for index, tensor in enumerate(tensors)]
+        assert forms.places(others) == Places.of(others)
+        assert forms.places(tensors[:2]) is None
+        assert forms.places([*tensors, torch.zeros(1)]) is None
+        assert forms.places([None, *tensors[1:]]) is None
+        assert forms.places([tensors[0].to_sparse(), *tensors[1:]]) is None
+        assert forms.places([tensors[0].bfloat16(), *tensors[1:]]) is None
+        assert forms.places([*tensors[:2], tensors[2].detach()]) is None
+    assert copy.deepcopy(forms).places(tensors) is not None
 
 
 def test_forms_that_held_are_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,21 +182,21 @@ def test_forms_that_held_are_not_read_again(monkeypatch: pytest.MonkeyPatch) -> 
         return read(given)
 
     monkeypatch.setattr(forms_module, "_read", counted)
-    assert [forms.hold(tensors) for _ in range(5)] == [True] * 5
+    assert [forms.places(tensors) for _ in range(5)] == [Places.of(tensors)] * 5
     assert times_read == [1 if forms_module.TensorGuards else 5]
-    assert Forms([]).hold([])
+    assert Forms([]).places([]) == Places([], [], [])
 
 
 def test_forms_hold_in_any_context() -> None:
     """Guards that were made elsewhere say no under autocast, and the parts of the forms are compared."""
     tensors = [torch.zeros(2, 3), torch.zeros(3)]
     forms = Forms(tensors)
-    assert forms.hold(tensors)
+    assert forms.places(tensors) is not None
     for context in (torch.autocast("cpu", torch.bfloat16), torch.no_grad(), torch.inference_mode()):
         with context:
-            assert forms.hold(tensors)
-            assert not forms.hold(tensors[::-1])
-    assert forms.hold(tensors)
+            assert forms.places(tensors) is not None
+            assert forms.places(tensors[::-1]) is None
+    assert forms.places(tensors) is not None
 
 
 def test_what_has_no_memory_has_no_row() -> None:

@@ -1,0 +1,400 @@
+"""amp keeps forms of tensors from call to call: what others do to tensors between calls is followed all the same."""
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megascale.amp import GradScaler, fused_adam, known_forms, optimizer_step
+from megascale.kernels import Forms, Places, TorchBackend, select_backend
+from megascale.kernels.tensors import forms as forms_module
+from tests.training import bits_equal
+
+HAS_KERNELS = not isinstance(select_backend(), TorchBackend)
+WARM = 3
+
+
+def _grad_for(param: Tensor, index: int) -> Tensor:
+    return torch.linspace(-1, 1 + index, param.numel()).reshape(param.shape).to(param.dtype)
+
+
+def _built(dtype: torch.dtype = torch.float32) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
+    """Return parameters with gradients, and a fused AdamW of two groups."""
+    params = [nn.Parameter(torch.linspace(-2, 2, 12).reshape(3, 4).to(dtype) + index) for index in range(6)]
+    groups: list[dict[str, Any]] = [{"params": params[:4]}, {"params": params[4:], "lr": 0.01}]
+    return params, torch.optim.AdamW(groups, lr=0.1, fused=True)
+
+
+def _by_optimizer_step(optimizer: torch.optim.Optimizer, scaler: GradScaler) -> None:
+    optimizer_step(torch.zeros((), requires_grad=True), optimizer, scaler, 0.5, zero_grad=False)
+
+
+def _by_step(optimizer: torch.optim.Optimizer, scaler: GradScaler) -> None:
+    scaler.scale(torch.zeros(()))
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def _by_unscale(optimizer: torch.optim.Optimizer, scaler: GradScaler) -> None:
+    scaler.scale(torch.zeros(()))
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+CALLS: dict[str, Callable[[torch.optim.Optimizer, GradScaler], None]] = {
+    "optimizer_step": _by_optimizer_step,
+    "step": _by_step,
+    "unscale_": _by_unscale,
+}
+
+
+def _set_grad(change: Callable[[Tensor], Tensor | None]) -> "Change":
+    def changed(param: nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
+        param.grad = change(param.grad)  # type: ignore[arg-type]
+
+    return changed
+
+
+def _set_data(change: Callable[[Tensor], Tensor]) -> "Change":
+    def changed(param: nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
+        param.data = change(param.data)
+
+    return changed
+
+
+def _set_state(name: str, change: Callable[[Tensor], object]) -> "Change":
+    def changed(param: nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.state[param][name] = change(optimizer.state[param][name])
+
+    return changed
+
+
+def _cut(nbytes: int) -> Callable[[Tensor], Tensor]:
+    def cut(tensor: Tensor) -> Tensor:
+        tensor.untyped_storage().resize_(nbytes)
+        return tensor
+
+    return cut
+
+
+def _frozen(param: nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
+    param.requires_grad_(False).grad = None
+
+
+def _of_more_elements(param: nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
+    param.data, param.grad = torch.zeros(5, 4), torch.ones(5, 4)
+    optimizer.state[param].update(exp_avg=torch.zeros(5, 4), exp_avg_sq=torch.ones(5, 4))
+
+
+def _larger_in_the_bytes_of_before(param: nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
+    _of_more_elements(param, optimizer)
+    assert param.grad is not None
+    param.grad.untyped_storage().resize_(12 * 4)
+
+
+def _as_double(param: nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for one in group["params"]:
+            one.grad, grad = None, one.grad
+            one.data, one.grad = one.data.double(), grad.double()
+            for name in ("exp_avg", "exp_avg_sq"):
+                optimizer.state[one][name] = optimizer.state[one][name].double()
+
+
+def _another_param(param: nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
+    params = optimizer.param_groups[0]["params"]
+    place = next(index for index, one in enumerate(params) if one is param)
+    params[place] = nn.Parameter(torch.full((3, 4), 7.0))
+    params[place].grad = torch.full((3, 4), 2.0)
+
+
+def _another_group(param: nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
+    added = nn.Parameter(torch.ones(2, 2))
+    added.grad = torch.ones(2, 2)
+    optimizer.add_param_group({"params": [added], "lr": 0.5})
+    optimizer.param_groups.insert(0, optimizer.param_groups.pop())
+
+
+def _loaded(param: nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
+    state = copy.deepcopy(optimizer.state_dict())
+    for entry in state["state"].values():
+        entry["exp_avg"] = entry["exp_avg"] * 2
+    optimizer.load_state_dict(state)
+
+
+def _shuffled(param: nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["params"].reverse()
+    optimizer.param_groups.reverse()
+
+
+def _transposed(tensor: Tensor) -> Tensor:
+    return tensor.t().contiguous().t()
+
+
+Change = Callable[[nn.Parameter, torch.optim.Optimizer], None]
+CHANGES: dict[str, Change] = {
+    "no change": lambda param, optimizer: None,
+    "gradient: another tensor": _set_grad(lambda grad: grad * 3),
+    "gradient: none": _set_grad(lambda grad: None),
+    "gradient: frozen": _frozen,
+    "gradient: transposed": _set_grad(_transposed),
+    "gradient: negative": _set_grad(lambda grad: torch._neg_view(grad * 2)),
+    "gradient: zeros without memory": _set_grad(lambda grad: torch._efficientzerotensor((3, 4))),
+    "gradient: a Parameter": _set_grad(lambda grad: nn.Parameter(grad * 2, requires_grad=False)),
+    "gradient: in a larger storage": _set_grad(lambda grad: torch.full((5, 4), 3.0)[1:4]),
+    "gradient: sparse": _set_grad(lambda grad: grad.to_sparse()),
+    "gradient: of another shape": lambda param, optimizer: setattr(param.grad, "data", torch.ones(2, 4)),
+    "gradient: freed": _set_grad(_cut(0)),
+    "gradient: cut short": _set_grad(_cut(16)),
+    "gradient: larger, of the bytes of before": _larger_in_the_bytes_of_before,
+    "gradient: inf": _set_grad(lambda grad: grad / 0),
+    "parameter: other memory": _set_data(lambda data: data * 2),
+    "parameter: transposed": _set_data(_transposed),
+    "parameter: negative": _set_data(lambda data: torch._neg_view(data * 2)),
+    "parameter: of another shape": _set_data(lambda data: torch.ones(4, 3)),
+    "parameter: of more elements": _of_more_elements,
+    "parameter: double": _as_double,
+    "parameter: another one": _another_param,
+    "parameter: in a new group": _another_group,
+    "parameter: in another order": _shuffled,
+    "state: loaded": _loaded,
+    "state: cleared": lambda param, optimizer: optimizer.state.clear(),
+    "state: of one cleared": lambda param, optimizer: optimizer.state[param].clear(),
+    "state: another tensor": _set_state("exp_avg", lambda held: held * 3),
+    "state: moved": _set_state("exp_avg_sq", lambda held: held.share_memory_()),
+    "state: transposed": _set_state("exp_avg", _transposed),
+    "state: negative": _set_state("exp_avg", lambda held: torch._neg_view(held * 2)),
+    "state: of another shape": _set_state("exp_avg", lambda held: held.reshape(4, 3).clone()),
+    "state: of another dtype": _set_state("exp_avg", lambda held: held.double()),
+    "state: another count": _set_state("step", lambda held: held + 5),
+    "state: a count of shape [1]": _set_state("step", lambda held: held.reshape(1)),
+    "state: a count of another dtype": _set_state("step", lambda held: held.double()),
+}
+
+
+BY_TORCH = {
+    "gradient: a Parameter": 1,
+    "parameter: double": 2,
+    "state: of another shape": 2,
+    "state: a count of shape [1]": 2,
+    "state: a count of another dtype": 2,
+}
+"""In how many of the two calls after the change torch's own step runs, where nothing is refused."""
+
+
+class _Outcome(NamedTuple):
+    """What training left, and how: its error, how many calls ran on our kernels, and all tensors."""
+
+    error: str
+    on_kernels: int
+    tensors: list[Tensor]
+
+
+def _trained(change: Change, call: str, monkeypatch: pytest.MonkeyPatch, *, forgets: bool) -> _Outcome:
+    """Train for some steps, with a change of the third parameter after :data:`WARM` steps.
+
+    ``forgets``: before each call all that amp has kept is dropped.
+    """
+    params, optimizer = _built()
+    changed, on_kernels, error = params[2], 0, ""
+    step = fused_adam.step_
+
+    def counted(*given: Any) -> None:
+        nonlocal on_kernels
+        on_kernels += 1
+        step(*given)
+
+    scaler = GradScaler("cpu", 4.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(fused_adam, "step_", counted)
+        for index in range(WARM + 2):
+            for at, param in enumerate(params):
+                param.grad = _grad_for(param, at + index) if param.requires_grad else None
+            if index == WARM:
+                change(changed, optimizer)
+            if forgets:
+                known_forms._readers.clear()
+            try:
+                CALLS[call](optimizer, scaler)
+            except (RuntimeError, ValueError, KeyError) as caught:
+                error = f"{type(caught).__name__}: {caught}"
+                break
+    every = [param for group in optimizer.param_groups for param in group["params"]]
+    grads = [param.grad for param in every if param.grad is not None and param.grad.layout is torch.strided]
+    state = [value for param in every for value in optimizer.state.get(param, {}).values()]
+    return _Outcome(error, on_kernels, [*(param.detach() for param in every), *grads, *state])
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_between_calls_is_followed(change: str, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits, the same errors and the same kernels as where nothing is kept from call to call.
+
+    Where our kernels cannot read parameters or state, torch's own step runs, or refuses them.
+    """
+    kept = _trained(CHANGES[change], call, monkeypatch, forgets=False)
+    anew = _trained(CHANGES[change], call, monkeypatch, forgets=True)
+    assert kept[:2] == anew[:2]
+    assert len(kept.tensors) == len(anew.tensors)
+    for mine, theirs in zip(kept.tensors, anew.tensors, strict=True):
+        assert mine.dtype == theirs.dtype
+        assert mine.stride() == theirs.stride()
+        assert mine.untyped_storage().nbytes() == theirs.untyped_storage().nbytes()
+        if mine.untyped_storage().nbytes() >= mine.nbytes and not mine._is_zerotensor():
+            assert bits_equal(mine.resolve_neg(), theirs.resolve_neg())
+    if HAS_KERNELS and call == "optimizer_step":
+        assert kept.on_kernels == WARM + (0 if kept.error else 2 - BY_TORCH.get(change, 0))
+
+
+REFUSED = (
+    "gradient: of another shape",
+    "gradient: freed",
+    "gradient: cut short",
+    "gradient: larger, of the bytes of before",
+    "parameter: of another shape",
+)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("change", REFUSED)
+def test_gradient_that_no_longer_fits_is_refused(change: str, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after calls in which the same gradient, or one of the same form, was fit: a named error."""
+    outcome = _trained(CHANGES[change], call, monkeypatch, forgets=False)
+    assert outcome.error.startswith("GradientError: the gradient of parameter 2 with a gradient")
+
+
+class _Readings:
+    """Counts lists of tensors whose forms are read, whose forms are compared, and whose places are read."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.counts = [0, 0, 0]
+        for index, (owner, name) in enumerate(((forms_module, "_read"), (Forms, "places"), (Places, "add"))):
+            monkeypatch.setattr(owner, name, self._counting(index, getattr(owner, name)))
+
+    def _counting(self, index: int, look: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*given: Any) -> Any:
+            self.counts[index] += 1
+            return look(*given)
+
+        return counted
+
+    def take(self) -> tuple[int, ...]:
+        """Return what was counted since the last call."""
+        taken, self.counts = tuple(self.counts), [0, 0, 0]
+        return taken
+
+
+@pytest.mark.skipif(not HAS_KERNELS, reason="no kernels here but torch's")
+@pytest.mark.parametrize("num_groups", [1, 2])
+@pytest.mark.parametrize("num_tensors", [6, 60])
+@pytest.mark.parametrize("call", CALLS)
+def test_each_list_is_read_once_in_a_call(
+    call: str, num_tensors: int, num_groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a group's tensors: gradients and parameters, and where amp updates them two moments and the step counts.
+
+    In later calls no form is read, where torch can tell in one call that all are the same.
+    """
+    params = [nn.Parameter(torch.ones(3)) for _ in range(num_tensors)]
+    groups = [{"params": params[index::num_groups]} for index in range(num_groups)]
+    optimizer, scaler = torch.optim.AdamW(groups, fused=True), GradScaler("cpu", 4.0)
+    lists = num_groups * (5 if call == "optimizer_step" else 2)
+    readings = _Readings(monkeypatch)
+    found = []
+    for _ in range(4):
+        for param in params:
+            param.grad = torch.ones(3)
+        CALLS[call](optimizer, scaler)
+        found.append(readings.take())
+    later = (0 if forms_module.TensorGuards else lists, lists, lists)
+    assert found == [(lists, 0, lists), (lists, lists, lists), later, later]
+
+
+def test_gradients_that_are_unscaled_and_clipped_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """optimizer_step() measures and unscales the same lists, with an optimizer that cannot divide by itself."""
+    params = [nn.Parameter(torch.ones(3)) for _ in range(6)]
+    optimizer, scaler = torch.optim.AdamW(params), GradScaler("cpu", 4.0)
+    readings = _Readings(monkeypatch)
+    for _ in range(3):
+        for param in params:
+            param.grad = torch.ones(3)
+        _by_optimizer_step(optimizer, scaler)
+        assert readings.take()[2] == 2
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_forms_of_gradients_of_several_dtypes_are_kept(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each dtype's lists are read once, and joined to be measured; also where some parameter has no gradient."""
+    params = [nn.Parameter(torch.ones(3, dtype=(torch.float32, torch.float16)[index % 2])) for index in range(6)]
+    optimizer, scaler = torch.optim.AdamW(params, fused=True), GradScaler("cpu", 4.0)
+    readings = _Readings(monkeypatch)
+    for step in range(4):
+        for param in params[1:]:
+            param.grad = torch.ones_like(param)
+        CALLS[call](optimizer, scaler)
+        taken = readings.take()
+        if step >= 2:
+            assert taken == (0 if forms_module.TensorGuards else 4, 4, 4)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_what_is_kept_holds_no_tensor(call: str) -> None:
+    """State, gradients and parameters that are dropped or replaced between calls are gone, and the optimizer, too."""
+    params, optimizer = _built()
+    scaler = GradScaler("cpu", 4.0)
+    for _ in range(WARM):
+        for at, param in enumerate(params):
+            param.grad = _grad_for(param, at)
+        CALLS[call](optimizer, scaler)
+    gone = [weakref.ref(value) for entry in optimizer.state.values() for value in entry.values()]
+    gone += [weakref.ref(param.grad) for param in params if param.grad is not None]
+    assert len(gone) == 6 * 4
+    optimizer.state.clear()
+    optimizer.zero_grad()
+    assert all(reference() is None for reference in gone)
+    gone = [weakref.ref(param) for param in params]
+    optimizer.param_groups.clear()
+    params.clear()
+    del param
+    assert all(reference() is None for reference in gone)
+    assert optimizer in known_forms._readers
+    held = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()  # torch's optimizers are in cycles of their own
+    assert held() is None
+
+
+def test_forms_are_kept_without_a_scaler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """optimizer_step() without a GradScaler makes one in each call; what is kept belongs to the optimizer."""
+    params, optimizer = _built()
+    readings = _Readings(monkeypatch)
+    for step in range(4):
+        for at, param in enumerate(params):
+            param.grad = _grad_for(param, at)
+        optimizer_step(torch.zeros((), requires_grad=True), optimizer, None, 0.5, zero_grad=False)
+        taken = readings.take()
+        if step >= 2 and forms_module.TensorGuards:
+            assert taken[0] == 0
+
+
+def test_two_optimizers_keep_forms_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One scaler steps both in turns: no call of one makes the other read its forms again."""
+    scaler, readings = GradScaler("cpu", 4.0), _Readings(monkeypatch)
+    pairs = []
+    for length in (3, 5):
+        params = [nn.Parameter(torch.ones(length)) for _ in range(4)]
+        pairs.append((params, torch.optim.AdamW(params, fused=True)))
+    for step in range(4):
+        for params, optimizer in pairs:
+            for param in params:
+                param.grad = torch.ones_like(param)
+            _by_step(optimizer, scaler)
+        taken = readings.take()
+        if step >= 2 and forms_module.TensorGuards:
+            assert taken[0] == 0
