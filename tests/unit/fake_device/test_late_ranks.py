@@ -24,6 +24,7 @@ from megascale.utils.dtensors import to_local
 from megascale.utils.nests import tensors_in
 from tests.fake_device.device import FakeDevice, WrittenAfterFree
 from tests.fake_device.process import OnDevice
+from tests.fake_device.ranks import StreamGroup
 from tests.fake_device.record import WAITS as WAIT_KINDS
 from tests.fake_device.training import scaler
 from tests.training import bits_equal
@@ -272,6 +273,35 @@ def test_random_lives(on_device: OnDevice, held: str, seed: int) -> None:
 def test_shards_of_two_copies(on_device: OnDevice) -> None:
     """Four ranks: each shard is on two of them, which reduce it once more."""
     assert on_device.ranks(4, _differing, [Life("hybrid", OVERLAP, STEPS)]) == [[]] * 4
+
+
+def _collectives(device: FakeDevice, held: str) -> dict[str, list[int]]:
+    """Return the elements that each collective of a life has sent, without offload and by each way of it."""
+    found = {}
+    every = StreamGroup._every
+    ways: dict[str, dict[str, Any]] = {"without": {}, **WAYS}
+    for name, way in ways.items():
+        sent = found[name] = list[int]()
+        with pytest.MonkeyPatch.context() as patched:
+
+            def counted(group: StreamGroup, mine: Tensor, *rest: Any, sent: list[int] = sent) -> list[Tensor]:
+                sent.append(mine.numel())
+                return every(group, mine, *rest)
+
+            patched.setattr(StreamGroup, "_every", counted)
+            _lived(Life(held, way, STEPS), way)
+        sent.sort()
+    return found
+
+
+@pytest.mark.parametrize(
+    "held", [pytest.param(one, marks=() if one == "elements ahead" else pytest.mark.slow) for one in HELD]
+)
+def test_collectives_are_those_of_a_life_without(on_device: OnDevice, held: str) -> None:
+    """As many, of the same sizes, in any thread."""
+    for found in on_device.ranks(2, _collectives, held):
+        assert len(found["without"]) > len(STEPS)
+        assert all(sent == found["without"] for sent in found.values()), found
 
 
 WAITS: dict[str, tuple[str, int, Life]] = {
