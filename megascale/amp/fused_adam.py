@@ -3,8 +3,7 @@
 torch's own kernel with a ``grad_scale`` writes back every gradient that it has divided: 4 bytes of 32 per parameter.
 """
 
-from collections.abc import Sequence
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
@@ -15,6 +14,7 @@ from megascale.amp.local_grads import LocalGrads
 from megascale.kernels import AdamHyper, Backend, Decision, Forms, Operands, TensorList, TorchBackend
 from megascale.rules import ADAM
 from megascale.step.kernel_state import rate
+from megascale.utils.identity import are_same
 from megascale.utils.step_hooks import has_step_hooks
 
 _STATE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step")
@@ -70,7 +70,7 @@ def updates_of(optimizer: torch.optim.Adam, grads: LocalGrads, device: torch.dev
         known = grads.plain_of(index, device, own_grads[0].dtype)
         if known is None or known.params is None:
             return None
-        if not (_are_same(known.params, params) and _are_same(known.grads, own_grads)):
+        if not (are_same(known.params, params) and are_same(known.grads, own_grads)):
             return None
         operands = _operands(optimizer, index, known.params, known.grads, state)
         if operands is None:
@@ -96,10 +96,6 @@ def _operands(
         read[name] = known
     steps, mains = read.pop("step"), cast("Any", params)
     return Operands(mains, mains, grads, read, steps)
-
-
-def _are_same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
-    return len(one) == len(other) and all(map(is_, one, other))
 
 
 def _are_moments(forms: Forms) -> bool:

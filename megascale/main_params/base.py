@@ -5,7 +5,7 @@ How they are stored is a strategy: :mod:`megascale.main_params.replicated` or :m
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from megascale.main_params.write_tracker import WriteTracker
 from megascale.utils.autograd import without_grad
 from megascale.utils.dtensors import is_dtensor
 from megascale.utils.dtypes import HALF_DTYPES
+from megascale.utils.identity import are_same
 
 # An attrgetter, as map() then runs in C: at every step, over every parameter without a main param.
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -104,7 +105,7 @@ class MainParams(ABC):
             return False
         for group, known in zip(param_groups, self._known, strict=True):
             params = group["params"]
-            if type(params) is not list or len(params) != len(known) or not all(map(is_, params, known)):
+            if type(params) is not list or not are_same(params, known):
                 return False
         return self._tracker.requires_grad == self._trained and not any(map(_REQUIRES_GRAD, self._frozen))
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import is_
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -30,6 +29,7 @@ from megascale.step.grad_stats import Holders
 from megascale.step.update import PendingUpdate
 from megascale.utils.collectives import redistribute_like
 from megascale.utils.dtensors import is_dtensor, to_local
+from megascale.utils.identity import are_same
 from megascale.utils.transfer import to_device_async
 
 REMEDY = "give that GradSync to this optimizer (grad_sync=...), or drop it, or call its detach()"
@@ -176,7 +176,7 @@ class ReadyGrads:
         """
         units = [update.unit for update in updates]
         known = self._measured
-        if known is None or not _are_same(known.units, units):
+        if known is None or not are_same(known.units, units):
             owned = [
                 [index for index, param in enumerate(unit.params) if param.shard is None or param.main.numel()]
                 for unit in units
@@ -185,13 +185,13 @@ class ReadyGrads:
             wholes = [len(own) == len(unit.params) for unit, own in zip(units, owned, strict=True)]
             known = self._measured = _Measured(units, owned, wholes, params)
         given = [update.grads for update in updates]
-        if known.grads is not None and _are_same(known.given, given):
+        if known.grads is not None and are_same(known.given, given):
             return known.params, known.grads
         parts = []
         for grads, own, is_whole in zip(given, known.owned, known.are_whole, strict=True):
             parts.append(grads if is_whole else TensorList(grads[index] for index in own))
         joined = TensorList.joined(parts)
-        if self._kept and _are_same(given, [kept.grads for kept in map(self._kept.get, units) if kept is not None]):
+        if self._kept and are_same(given, [kept.grads for kept in map(self._kept.get, units) if kept is not None]):
             known.given, known.grads = given, joined  # main grads, which live as long as their GradSync
         return known.params, joined
 
@@ -250,7 +250,7 @@ class ReadyGrads:
         return owner_of(param.model) not in (None, given)
 
     def _weigh(self, params: list[MainParam]) -> GradWeights:
-        if self._weights is None or not _are_same(self._weights[0], params):
+        if self._weights is None or not are_same(self._weights[0], params):
             weights = [self._holders.of(param.model) for param in params]
             contrasts = [
                 weight.contrast if self._are_data_replicas_compared(param) else weight.tensor_contrast
@@ -278,11 +278,6 @@ class ReadyGrads:
 
     def _column(self, values: list[float]) -> Tensor:
         return to_device_async(torch.tensor(values, dtype=stats_dtype(self._device), device="cpu"), self._device)
-
-
-def _are_same(one: list[Any], other: list[Any]) -> bool:
-    """Return whether two lists hold the same objects."""
-    return one is other or (len(one) == len(other) and all(map(is_, one, other)))
 
 
 def absent_of(updates: Sequence[PendingUpdate], main_params: MainParams) -> dict[str, nn.Parameter]:
