@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from megascale.kernels import Backend, Decision, TensorList, host_backend
-from megascale.main_params.host_twin import host_grads
+from megascale.kernels import Backend, Decision, host_backend
+from megascale.main_params.grad_memory import GradMemory, copies_in
+from megascale.main_params.host_twin import HostTwin
 from megascale.main_params.main_param import MainParam
 from megascale.step.torch_step import GeneralUpdate
 from megascale.step.update import InnerUpdate, MarkWritten, OverflowFlags, PendingUpdate
@@ -26,16 +27,16 @@ class HostOwnStep(GeneralUpdate):
         optimizer: the wrapped one.
         beside: how it would be run without a twin: by its own step, too.
         device: of the model params.
-        pin: pin the memory of gradients.
+        memory: gives each gradient memory of its own: all are read at once.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, beside: InnerUpdate, device: torch.device, *, pin: bool
+        self, optimizer: torch.optim.Optimizer, beside: InnerUpdate, device: torch.device, memory: GradMemory
     ) -> None:
         if not isinstance(beside, GeneralUpdate):
             raise TypeError(f"beside must run the optimizer's own step, got {type(beside).__name__}")
         super().__init__(optimizer, beside.backend, beside.inner_step)
-        self._device, self._pin = device, pin
+        self._device, self._memory = device, memory
         self._on_host = host_backend()
 
     @override
@@ -50,8 +51,8 @@ class HostOwnStep(GeneralUpdate):
     def prepare(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
         """See :class:`GeneralUpdate`. Raises UsageError for too little host memory."""
         ready = super().prepare(updates)
-        for pending in ready:
-            self._memory(pending)
+        there = [(pending, twins) for pending in ready if (twins := _twins(pending))]
+        self._memory.make([(twins, pending.grads) for pending, twins in there])
         return ready
 
     @override
@@ -69,14 +70,17 @@ class HostOwnStep(GeneralUpdate):
                 param.part.copy_(param.twin.weights, non_blocking=has_streams(self._device))
         return flags
 
-    def _memory(self, pending: PendingUpdate) -> list[Tensor]:
-        """Return the host memory of the gradients of a unit's parameters, which all have a twin; else none."""
-        twins = [param.twin for param in pending.params if param.twin is not None]
-        return host_grads(twins, pending.grads, pin=self._pin) if twins else []
-
     def _sent(self, pending: PendingUpdate) -> PendingUpdate:
         """Queue the copies of a unit's gradients to the host; return the unit with them."""
-        memory = self._memory(pending)
-        for at, own in enumerate(memory):
-            own.copy_(pending.grads[at], non_blocking=has_streams(self._device))
-        return replace(pending, grads=TensorList(memory)) if memory else pending
+        twins = _twins(pending)
+        if not twins:
+            return pending
+        copies = copies_in(twins)
+        for at in range(len(copies)):
+            copies[at].copy_(pending.grads[at], non_blocking=has_streams(self._device))
+        return replace(pending, grads=copies)
+
+
+def _twins(pending: PendingUpdate) -> list[HostTwin]:
+    """Return the twins of a unit's parameters, which all have one, or none."""
+    return [param.twin for param in pending.params if param.twin is not None]

@@ -1,11 +1,15 @@
 """Selects how main params in host memory are updated."""
 
+from collections.abc import Callable
+
 import torch
 from torch.distributed import ProcessGroup
 
 from megascale.config import StepConfig
 from megascale.errors import ArgumentError
 from megascale.kernels import host_backend
+from megascale.main_params.grad_memory import GradMemory
+from megascale.main_params.update_unit import UpdateUnit
 from megascale.main_params.weight_arrivals import WeightArrivals
 from megascale.rules import BY_KIND, MUON, Rule
 from megascale.step.compute_choice import ComputeChoice
@@ -26,6 +30,7 @@ def in_host_memory(
     device: torch.device,
     arrivals: WeightArrivals,
     group: ProcessGroup | None,
+    units: Callable[[], list[UpdateUnit]],
 ) -> InnerUpdate:
     """Return what updates parameters with a twin in host memory there, and others as ``beside`` does.
 
@@ -33,6 +38,7 @@ def in_host_memory(
         device: of the model params.
         arrivals: runs updates in a thread and sends their weights.
         group: the ranks that step together, and choose together who computes.
+        units: a method that returns all units in the order of their updates, which is not kept alive.
 
     Raises ArgumentError for an optimizer that cannot run there, or not in a thread.
     """
@@ -42,8 +48,15 @@ def in_host_memory(
             f"optimizer_cpu_offload=True moves nothing of {name}, whose matrices a host orthogonalizes too slowly; "
             "leave it False for it: build_optimizer() with optimizer='muon' moves what other parameters have"
         )
+    limit = config.optimizer_offload_grad_bytes
+    memory = GradMemory(pin=config.pin_cpu_grads, limit=limit, units=units)
     if rule is not None and isinstance(beside, KernelUpdate):
-        return _by_kernels(optimizer, config, rule, beside, device, arrivals, group)
+        return _by_kernels(optimizer, config, rule, beside, device, arrivals, group, memory)
+    if limit is not None:
+        raise ArgumentError(
+            f"optimizer_offload_grad_bytes={limit} needs {either(_WITH_KERNELS)}: the own step() of {name} reads all "
+            "gradients at once; leave it None"
+        )
     if config.optimizer_offload_compute == "device":
         raise ArgumentError(
             f"optimizer_offload_compute='device' needs {either(_WITH_KERNELS)}, got {name}, whose own step() runs "
@@ -60,7 +73,7 @@ def in_host_memory(
                 f"param group {index} has capturable=True, which {name} refuses for parameters in host memory; set it "
                 "False with optimizer_cpu_offload=True"
             )
-    return HostOwnStep(optimizer, beside, device, pin=config.pin_cpu_grads)
+    return HostOwnStep(optimizer, beside, device, memory)
 
 
 def _by_kernels(
@@ -71,6 +84,7 @@ def _by_kernels(
     device: torch.device,
     arrivals: WeightArrivals,
     group: ProcessGroup | None,
+    memory: GradMemory,
 ) -> InnerUpdate:
     """Return the update of a rule that has kernels: by the host, the device, or by each in turn until one is chosen."""
     compute = config.optimizer_offload_compute
@@ -82,7 +96,7 @@ def _by_kernels(
         )
     ways: dict[str, HostUpdate] = {}
     if compute != "device":
-        ways["host"] = HostUpdate(optimizer, config, rule, beside, device, arrivals, host_backend())
+        ways["host"] = HostUpdate(optimizer, config, rule, beside, device, arrivals, host_backend(), memory)
     if compute != "host" and not is_decoded:
-        ways["device"] = StreamedUpdate(optimizer, config, rule, beside, device, arrivals, beside.backend)
+        ways["device"] = StreamedUpdate(optimizer, config, rule, beside, device, arrivals, beside.backend, memory)
     return ComputeChoice(ways, device, group) if len(ways) > 1 else next(iter(ways.values()))

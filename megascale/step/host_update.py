@@ -16,9 +16,10 @@ from typing_extensions import override
 
 from megascale.config import StepConfig
 from megascale.errors import GradientError, InnerStepError, UsageError
-from megascale.kernels import Backend, Decision, TensorList
+from megascale.kernels import Backend, Decision
 from megascale.main_params.grad_copies import GradCopies
-from megascale.main_params.host_twin import HostTwin, host_grads
+from megascale.main_params.grad_memory import GradMemory, copies_in
+from megascale.main_params.host_twin import HostTwin
 from megascale.main_params.main_param import MainParam
 from megascale.main_params.offload_meter import StepRecord
 from megascale.main_params.weight_arrivals import WeightArrivals
@@ -38,6 +39,7 @@ class HostUpdate(InnerUpdate):
         device: of the model params.
         arrivals: runs the updates and sends the weights.
         backend: computes the updates.
+        memory: gives gradients memory there.
     """
 
     def __init__(
@@ -49,11 +51,13 @@ class HostUpdate(InnerUpdate):
         device: torch.device,
         arrivals: WeightArrivals,
         backend: Backend,
+        memory: GradMemory,
     ) -> None:
         self._beside = beside
         self._host = KernelUpdate(optimizer, backend, config, rule, beside)
         self._device = device
         self._arrivals = arrivals
+        self._memory = memory
         self._overlaps, self._pins = config.overlap_cpu_optimizer_d2h_h2d, config.pin_cpu_grads
         self._copies: GradCopies | None = None
         self._flags: list[OverflowFlags] = []
@@ -132,7 +136,7 @@ class HostUpdate(InnerUpdate):
         here = [pending for pending in updates if not self._is_there(pending)]
         ready = {id(one.unit): one for one in (self._beside.prepare(here) if here else ())}
         if there:
-            for pending, prepared in zip(there, self._host.prepare(list(map(self._as_computed, there))), strict=True):
+            for pending, prepared in zip(there, self._host.prepare(self._as_computed(there)), strict=True):
                 if prepared.call is None:
                     raise UsageError(
                         "optimizer_cpu_offload=True cannot run the optimizer's own step(), which step hooks and some "
@@ -145,13 +149,12 @@ class HostUpdate(InnerUpdate):
         """Wait for the updates of the step before."""
         self._arrivals.wait()
 
-    def _as_computed(self, pending: PendingUpdate) -> PendingUpdate:
-        """Return a unit's update as it is computed: in host memory, by options that the thread may read later."""
-        return replace(pending, options=_host_options(pending.options), grads=self._host_grads(pending))
-
-    def _host_grads(self, pending: PendingUpdate) -> TensorList:
-        twins = [param.twin for param in pending.params if param.twin is not None]
-        return TensorList(host_grads(twins, pending.grads, pin=self._pins))
+    def _as_computed(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
+        """Return updates as they are computed: in host memory, by options that the thread may read later."""
+        is_new = self._memory.make([(_twins(pending), pending.grads) for pending in updates])
+        if is_new and self._copies is not None:
+            self._copies.forget()
+        return [replace(_copied(pending), options=_host_options(pending.options)) for pending in updates]
 
     @override
     def apply(
@@ -169,7 +172,9 @@ class HostUpdate(InnerUpdate):
         # All updates are started before the first one is awaited: the thread works while the next gradients travel.
         awaited = []
         record = None if self._arrivals.meter is None else self._arrivals.meter.begin_step()
+        users: dict[int, Sequence[MainParam]] = {}
         for pending in there:
+            self._wait_for_slot(pending, users)
             self._send(pending, copied)
             self._arrivals.start(pending.params, self._task(pending, self._event(), record))
             waits = not self._overlaps or self._arrivals.unawaited(pending.params)
@@ -209,6 +214,18 @@ class HostUpdate(InnerUpdate):
             self._numbers[at : at + 1].copy_(number.reshape(1), non_blocking=is_late)
         return there
 
+    def _wait_for_slot(self, pending: PendingUpdate, users: dict[int, Sequence[MainParam]]) -> None:
+        """Wait until the thread has read what this step has copied into the slot of a unit's gradients, if it has one.
+
+        ``users``: by slot, main params of the unit that has used it last.
+        """
+        slot = None if pending.params[0].twin is None else pending.params[0].twin.slot
+        if slot is None:
+            return
+        if slot in users:
+            self._arrivals.wait_until_read(users[slot])
+        users[slot] = pending.params
+
     def _send(self, pending: PendingUpdate, copied: frozenset[HostTwin]) -> None:
         """Queue the copies to the host of a unit's gradients, except those that are ``copied``."""
         for at, param in enumerate(pending.params):
@@ -228,7 +245,7 @@ class HostUpdate(InnerUpdate):
         """
         found_inf, coefficient, are_written = self._numbers
         on_host = Decision(found_inf, coefficient, coefficient, coefficient)
-        copied = replace(pending, grads=self._host_grads(pending))
+        copied = _copied(pending)
 
         def task() -> bool:
             if self._failure is not None:
@@ -248,6 +265,15 @@ class HostUpdate(InnerUpdate):
             return found_inf.item() == 0
 
         return task
+
+
+def _twins(pending: PendingUpdate) -> list[HostTwin]:
+    return [param.twin for param in pending.params if param.twin is not None]
+
+
+def _copied(pending: PendingUpdate) -> PendingUpdate:
+    """Return a unit's update with the gradients' copies in host memory."""
+    return replace(pending, grads=copies_in(_twins(pending)))
 
 
 def _uncounted_write() -> GradientError:

@@ -74,8 +74,8 @@ class StreamedUpdate(HostUpdate):
         """Nothing: the streams do."""
 
     @override
-    def _as_computed(self, pending: PendingUpdate) -> PendingUpdate:
-        return pending
+    def _as_computed(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
+        return list(updates)
 
     @override
     def prepare(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:

@@ -1,6 +1,6 @@
 """Host memory that device memory is copied into and back, pinned where the device copies faster for it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -30,6 +30,17 @@ def in_storage(bytes_: Tensor, like: Tensor, begin: int = 0) -> Tensor:
     offset = (bytes_.storage_offset() + begin) // like.element_size() + like.storage_offset()
     made = torch.empty(0, dtype=like.dtype, device=bytes_.device)
     return made.set_(bytes_.untyped_storage(), offset, like.shape, like.stride())
+
+
+def dense(memory: Tensor, like: Tensor) -> Tensor:
+    """Return a tensor with dtype, shape and order of ``like``, without gaps, that begins where ``memory`` does.
+
+    ``memory``: uint8, 1-D, of host memory.
+    """
+    strides = torch.empty_like(like, device="meta").stride()
+    offset = memory.storage_offset() // like.element_size()
+    made = torch.empty(0, dtype=like.dtype, device="cpu")
+    return made.set_(memory.untyped_storage(), offset, like.shape, strides)
 
 
 def fixed(tensor: Tensor) -> Tensor:
@@ -80,6 +91,32 @@ def host_copies(sources: Sequence[Tensor], *, pin: bool) -> list[Tensor]:
     return copies
 
 
+def aligned(size: int) -> int:
+    """Return the bytes that memory of ``size`` bytes takes beside other memory."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def allocated_bytes(sizes: Iterable[int], *, pin: bool) -> list[int]:
+    """Return the bytes that :func:`allocate` takes for the first of these sizes, for the first two, and so on.
+
+    torch's allocator of pinned memory rounds each allocation up to a power of two.
+    """
+    whole, used, totals = 0, 0, []
+    for size in sizes:
+        if size >= SLAB:
+            whole += _taken(size, pin)
+        else:
+            if used + size > SLAB:
+                whole, used = whole + SLAB, 0
+            used += aligned(size)
+        totals.append(whole + _taken(used, pin))
+    return totals
+
+
+def _taken(size: int, pin: bool) -> int:
+    return 1 << (size - 1).bit_length() if pin and size else size
+
+
 def allocate(sizes: Sequence[int], *, pin: bool) -> list[Tensor]:
     """Return uninitialised host memory of these sizes in bytes: large ones alone, the others in slabs.
 
@@ -93,10 +130,10 @@ def allocate(sizes: Sequence[int], *, pin: bool) -> list[Tensor]:
                 made.append(torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pin))
                 continue
             if used + size > slab.numel():
-                left = sum(-(-one // ALIGNMENT) * ALIGNMENT for one in sizes[at:] if one < SLAB)
+                left = sum(aligned(one) for one in sizes[at:] if one < SLAB)
                 slab, used = torch.empty(min(left, SLAB), dtype=torch.uint8, device="cpu", pin_memory=pin), 0
             made.append(slab[used : used + size])
-            used += -(-size // ALIGNMENT) * ALIGNMENT
+            used += aligned(size)
     except RuntimeError as error:  # torch's OutOfMemoryError is one, and so is a refusal to pin
         kind = "pinned host memory" if pin else "host memory"
         raise UsageError(
