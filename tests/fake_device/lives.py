@@ -29,6 +29,8 @@ STEPS = ("step", "overflow", "twice", "step")
 OVERLAP: dict[str, Any] = {"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True}
 WAIT: dict[str, Any] = {"optimizer_cpu_offload": True}
 VISIT: dict[str, Any] = {"optimizer_cpu_offload": True, "optimizer_offload_compute": "device"}
+SLOTS = OVERLAP | {"optimizer_offload_grad_bytes": 3 * 512}
+"""Slices of which all but the last share two slots of 512 bytes: memory is aligned to as many."""
 RUNS = [("late", 0), ("side first", 0), *(("random", seed) for seed in range(4))]
 
 
@@ -42,7 +44,7 @@ class Life:
         actions: one after the other, of ``ACTIONS``.
         inner: the optimizer.
         stored: what both lives have: how state is stored.
-        slices: each parameter is a slice of its own.
+        slices: each parameter is a slice of its own; always where slices share slots.
     """
 
     held: str
@@ -244,6 +246,17 @@ def _move(trained: Trained) -> list[Tensor]:
     return []
 
 
+def _grow(trained: Trained) -> list[Tensor]:
+    """A parameter is added after backward."""
+    optimizer = trained[1]
+    optimizer.zero_grad()
+    backward(trained)
+    weight = nn.Parameter(torch.ones(WIDTH, WIDTH, dtype=torch.float16, device="cuda"))
+    weight.grad = torch.ones_like(weight)
+    optimizer.add_param_group({"params": [weight], "param_names": [f"new {len(optimizer.param_groups)}"]})
+    return list(optimizer.step()[:2])
+
+
 def _rate(trained: Trained) -> list[Tensor]:
     trained[1].param_groups[0]["lr"] *= 0.5
     return []
@@ -279,6 +292,7 @@ ACTIONS: dict[str, Callable[[Trained], list[Tensor]]] = {
     "halve": _halve,
     "freeze": _freeze,
     "move": _move,
+    "grow": _grow,
     "rate": _rate,
     "streams": _on_two_streams,
 }
@@ -287,7 +301,7 @@ ACTIONS: dict[str, Callable[[Trained], list[Tensor]]] = {
 def lived(life: Life, way: dict[str, Any]) -> list[Tensor]:
     """Return what a life shows: results of forward and of steps, what is read between them, and what is left."""
     with pytest.MonkeyPatch.context() as patched:
-        if life.slices:
+        if life.slices or "optimizer_offload_grad_bytes" in life.way:
             patched.setattr(update_unit, "SLICE", 1)
         return _lived_so(life, way)
 
@@ -335,8 +349,10 @@ def differing(device: FakeDevice, lives: Sequence[Life]) -> list[tuple[Life, str
 
 
 def actions_of(held: str) -> list[str]:
-    """Return what can be done: FSDP2 refuses a deep copy, and main grads are not in ``param.grad``."""
-    without = {"fsdp2": {"copy", "divided"}, "replicated": {"divided"}}.get(held, {"last", "replaced"})
+    """Return what can be done: FSDP2 refuses a deep copy, and main grads are not in ``param.grad``; a
+    parameter that is added must be one that others reduce or shard.
+    """
+    without = {"fsdp2": {"copy", "divided", "grow"}, "replicated": {"divided"}}.get(held, {"last", "replaced", "grow"})
     return [action for action in ACTIONS if action not in without]
 
 
@@ -346,11 +362,18 @@ def steps_and(action: str) -> tuple[str, ...]:
 
 
 HELD = ("replicated", "synced", "elements", "parameters", "fsdp2")
-WAYS = {"overlap": OVERLAP, "waits": WAIT, "visits": VISIT}
+WAYS = {"overlap": OVERLAP, "waits": WAIT, "visits": VISIT, "slots": SLOTS}
 READS = ("read", "state", "trip", "load", "halve", "move")
 LIVES: dict[str, list[Life]] = {
     **{f"{held}, {name}": [Life(held, way)] for held in HELD for name, way in WAYS.items()},
     **{f"replicated, visits, {action}": [Life("replicated", VISIT, steps_and(action))] for action in READS},
+    **{
+        f"replicated, slots, {action}": [Life("replicated", SLOTS, steps_and(action))]
+        for action in actions_of("replicated")
+        if action not in STEPS
+    },
+    "slots without overlap": [Life("replicated", SLOTS | {"overlap_cpu_optimizer_d2h_h2d": False})],
+    "slots of codes": [Life("replicated", SLOTS, stored=tuple(CODES.items()))],
     "slices": [Life("replicated", way, slices=True) for way in (OVERLAP, VISIT)],
     "codes": [Life("replicated", OVERLAP, stored=tuple(CODES.items()))],
     "fraction": [Life("replicated", OVERLAP | {"optimizer_offload_fraction": 0.5})],

@@ -18,6 +18,7 @@ from tests.fake_device.lives import (
     LIVES,
     OVERLAP,
     RUNS,
+    SLOTS,
     VISIT,
     WAIT,
     WAYS,
@@ -35,7 +36,7 @@ from tests.fake_device.lives import (
 from tests.fake_device.process import OnDevice
 from tests.fake_device.record import WAITS as WAIT_KINDS
 
-QUICK = {f"replicated, {name}" for name in ("overlap", "visits", "clipped", "last")}
+QUICK = {f"replicated, {name}" for name in ("overlap", "visits", "clipped", "last", "slots")}
 QUICK |= {"codes", "fraction"}
 """The lives that are no slow tests."""
 
@@ -53,7 +54,7 @@ def _random_lives(device: FakeDevice, held: str, seed: int) -> list[tuple[Life, 
     lives = []
     for _ in range(4):
         way = draw.choice(list(WAYS.values()))
-        known = [action for action in actions_of(held) if action != "streams" or way is OVERLAP]
+        known = [action for action in actions_of(held) if action != "streams" or way in (OVERLAP, SLOTS)]
         lives.append(Life(held, way, tuple(draw.choices(known, k=6))))
     return differing(device, lives)
 
