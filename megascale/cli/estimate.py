@@ -100,6 +100,12 @@ def _add_offload(parser: argparse.ArgumentParser) -> None:
         help="who updates them: the host, or the device, which they visit slice by slice (default: host)",
     )
     parser.add_argument(
+        "--optimizer-offload-grad-bytes",
+        type=_number_of_bytes,
+        metavar="BYTES",
+        help="of host memory that copies of gradients take at most, such as 4e9 (default: all that they have)",
+    )
+    parser.add_argument(
         "--overlap-cpu-optimizer-d2h-h2d", action="store_true", help="the update there overlaps the next forward pass"
     )
     parser.add_argument(
@@ -118,6 +124,13 @@ def _add_offload(parser: argparse.ArgumentParser) -> None:
         help=f"of a rank's share of host memory, with --tokens (default 100); {MEASURE!r} measures it here",
     )
     parser.add_argument("--timeline", type=Path, metavar="FILE", help="draw that iteration, as .svg or .png")
+
+
+def _number_of_bytes(text: str) -> int:
+    try:
+        return int(float(text))
+    except (ValueError, OverflowError):
+        raise argparse.ArgumentTypeError(f"must be a number of bytes, such as 4e9, got {text!r}") from None
 
 
 def run(given: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ from megascale.grad_sync.layout import rounded_up
 from megascale.grad_sync.reduction import MESSAGE
 from megascale.grad_sync.sync import MOST_PENDING
 from megascale.kernels.compact_moments import num_groups
+from megascale.main_params.grad_memory import SLOTS
 from megascale.main_params.slab import ALIGNMENT, SMALL
 from megascale.rules import CODE_DTYPES
 from megascale.utils.dtypes import HALF_DTYPES
@@ -69,10 +70,15 @@ def host_bytes(partition: Partition) -> dict[str, int]:
         "main params": _main_bytes(partition, there),
         "moments": sum(_moment_bytes(partition, param, there) for param in params),
         "copies of weights": sum(there[param.name] * param.dtype.itemsize for param in params),
-        "copies of gradients": 0
-        if setup.state_visits_device
-        else sum(there[p.name] * setup.grad_dtype_of(p.dtype).itemsize for p in params),
+        "copies of gradients": 0 if setup.state_visits_device else _grad_copies_bytes(partition),
     }
+
+
+def _grad_copies_bytes(partition: Partition) -> int:
+    """Return the bytes of the host memory that gradients are copied into."""
+    units, layout = partition.units(), partition.grad_layout()
+    own = sum(partition.grad_bytes(name) for at in layout.own for name in units[at])
+    return own + (SLOTS * layout.slot if layout.shared else 0)
 
 
 def transient_bytes(partition: Partition) -> dict[str, int]:

@@ -10,6 +10,7 @@ from megascale.estimation.setup import Setup
 from megascale.estimation.sizes import ModelSizes
 from megascale.grad_sync.layout import Bucket, BufferLayout, ParamSize, build_layouts
 from megascale.grad_sync.owners import OwnerLoads, group_by_owner, update_cost
+from megascale.main_params.grad_memory import Layout, layout_of
 from megascale.main_params.offload_share import goes
 from megascale.main_params.update_unit import SLICE
 from megascale.utils.dtypes import HALF_DTYPES
@@ -43,19 +44,47 @@ class Partition:
         self.num_pieces = dict.fromkeys(self.kept, 1)
         if setup.is_sharded:
             self._cut()
+        self._dtypes = {param.name: param.dtype for param in sizes.params}
         self.there = dict.fromkeys(self.kept, 0)
         if setup.optimizer_cpu_offload:
             self._send_to_host()
 
     def slices(self) -> list[int]:
         """Return the elements of each slice of what lives in host memory, in the order of forward."""
-        made: list[int] = []
-        for numel in filter(None, self.there.values()):
-            if made and made[-1] + numel <= SLICE:
-                made[-1] += numel
+        return [sum(self.there[name] for name in names) for names in self.units()]
+
+    def units(self) -> list[list[str]]:
+        """Return the names of the parameters of each slice: of shards those of a bucket, else of about 16M elements."""
+        if self.setup.is_sharded:
+            runs = [[name for name in names if self.there[name]] for names, _ in self._runs()]
+            return [names for names in runs if names]
+        made: list[list[str]] = []
+        numel = 0
+        for name, there in self.there.items():
+            if not there:
+                continue
+            if made and numel + there <= SLICE:
+                made[-1].append(name)
             else:
-                made.append(numel)
+                made.append([name])
+                numel = 0
+            numel += there
         return made
+
+    def grad_layout(self) -> Layout:
+        """Return how copies of gradients lie in host memory, pinned: by slices.
+
+        Raises UsageError, naming the bytes that would do, for too small a bound.
+        """
+        units = self.units()
+        if self.setup.optimizer_offload_grad_bytes is None:
+            return Layout(list(range(len(units))), [])
+        sizes = [list(map(self.grad_bytes, names)) for names in units]
+        return layout_of(sizes, self.setup.optimizer_offload_grad_bytes, pin=True)
+
+    def grad_bytes(self, name: str) -> int:
+        """Return the bytes of what of a parameter's gradient travels to host memory."""
+        return self.there[name] * self.setup.grad_dtype_of(self._dtypes[name]).itemsize
 
     def _send_to_host(self) -> None:
         """Set ``there``. What forward needs first stays, whole parameters or whole buckets, as the fraction lets."""

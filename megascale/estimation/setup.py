@@ -59,6 +59,7 @@ class Setup:
         optimizer_cpu_offload: main params and state of 16-bit parameters are in host memory and updated there.
         optimizer_offload_fraction: the share of their elements that goes there.
         optimizer_offload_compute: "host", or "device", which main params and state then visit.
+        optimizer_offload_grad_bytes: most bytes that copies of gradients take in host memory; None: all that they have.
         overlap_cpu_optimizer_d2h_h2d: the update overlaps the next forward pass; a timeline of a sharded run
             leaves that out.
         communication: "nccl" or "gloo", which sends shards as messages from rank to rank.
@@ -76,6 +77,7 @@ class Setup:
     optimizer_cpu_offload: bool = False
     optimizer_offload_fraction: float = 1.0
     optimizer_offload_compute: str = "host"
+    optimizer_offload_grad_bytes: int | None = None
     overlap_cpu_optimizer_d2h_h2d: bool = False
     grad_dtype: torch.dtype = torch.float32
     reduce_dtype: torch.dtype | None = None

@@ -16,6 +16,7 @@ from megascale.estimation.traffic import (
     TO_HOST,
     UPDATE,
 )
+from megascale.main_params.grad_memory import SLOTS
 from megascale.utils import validate
 
 DEVICE, DOWN, HOST, UP = "device", "to the host", "host", "to the device"
@@ -124,7 +125,8 @@ def timeline(found: Estimate, machine: Machine, *, tokens: int) -> Timeline:
     updates a slice when its gradients are there, and its weights travel while it updates the next. With
     ``overlap_cpu_optimizer_d2h_h2d`` forward waits for each slice's own weights, else for all, and gradients travel
     during backward, except those that DistributedDataParallel or gloo averages, as soon as all of a slice are final;
-    messages are taken to follow backward, the updates to follow all copies. A DistributedOptimizer
+    messages are taken to follow backward, the updates to follow all copies. Slices that share memory for gradients
+    travel in the step, each once the one before the last is updated, and forward follows them. A DistributedOptimizer
     is taken to gather after its last slice, although it gathers bucket by bucket: its time is an upper bound. Forward
     takes 2 operations per parameter and token, backward 4: attention's products and recomputation come on top. Launches
     and the host's own time are not counted, and messages overlap nothing.
@@ -181,26 +183,32 @@ def _offloaded(found: Estimate, machine: Machine, partition: Partition, spans: l
     slices, measured = partition.slices(), _end(spans, DEVICE)
     elements = max(sum(slices), 1)
     down, up, update = (found.offload.get(name, 0) / elements for name in (TO_HOST, TO_DEVICE, ON_HOST))
-    in_backward = found.setup.copies_in_backward
-    final = _final(partition, spans) if in_backward else [measured] * len(slices)
-    sent, arrived = 0.0, [0.0] * len(slices)
-    for at in reversed(range(len(slices))) if in_backward else range(len(slices)):
-        begin = max(sent, final[at])
-        sent = arrived[at] = begin + slices[at] * down / machine.bus_bandwidth
-        spans.append(Span(DOWN, TO_HOST, begin, sent))
-    if sent > measured:  # the stream of forward waits for the copies
-        spans.append(Span(DEVICE, WAIT, measured, sent))
-    if in_backward:  # the decision's numbers follow them all
-        arrived = [max(measured, sent)] * len(slices)
-    updated, there, arrivals = 0.0, 0.0, []
-    for numel, gradients in zip(slices, arrived, strict=True):
-        begin = max(gradients, updated)
+    shared, early, sent = set(partition.grad_layout().shared), set[int](), 0.0
+    if found.setup.copies_in_backward:
+        final = _final(partition, spans)
+        early = set(range(len(slices))).difference(shared)
+        for at in sorted(early, reverse=True):
+            begin = max(sent, final[at])
+            sent = begin + slices[at] * down / machine.bus_bandwidth
+            spans.append(Span(DOWN, TO_HOST, begin, sent))
+    sent = decided = max(measured, sent)  # the decision's numbers follow these copies
+    updated, there, arrivals, free = 0.0, 0.0, [], [0.0] * SLOTS
+    for at, numel in enumerate(slices):
+        if at not in early:
+            begin = max(sent, free[0] if at in shared else 0.0)
+            sent = begin + numel * down / machine.bus_bandwidth
+            spans.append(Span(DOWN, TO_HOST, begin, sent))
+        begin = max(decided if at in early else sent, updated)
         updated = begin + numel * update / machine.host_bandwidth
         spans.append(Span(HOST, ON_HOST, begin, updated))
+        if at in shared:
+            free = [*free[1:], updated]
         begin = max(updated, there)
         there = begin + numel * up / machine.bus_bandwidth
         spans.append(Span(UP, TO_DEVICE, begin, there))
         arrivals.append(there)
+    if sent > measured:  # the stream of forward waits for the copies
+        spans.append(Span(DEVICE, WAIT, measured, sent))
     return arrivals
 
 

@@ -8,7 +8,7 @@ such as a large embedding, for which both slots would have to be as large.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 from typing import NamedTuple
 from weakref import WeakMethod, WeakSet, ref
 
@@ -19,7 +19,7 @@ from megascale.errors import UsageError
 from megascale.kernels import TensorList
 from megascale.main_params.host_twin import HostTwin, fits, host_memory
 from megascale.main_params.update_unit import UpdateUnit
-from megascale.utils.host_memory import aligned, allocate, allocated_bytes, dense
+from megascale.utils.host_memory import SLAB, aligned, allocate, allocated_bytes, dense
 from megascale.utils.identity import are_same
 
 SLOTS = 2
@@ -29,6 +29,11 @@ Gradients = tuple[Sequence[HostTwin], TensorList]
 """Local gradients of one step's unit, with the twins of their parameters."""
 
 
+SLABS = (SLAB, 1 << 30)
+"""Bytes that are allocated at once for many gradients: the larger ones hold tensors of some 100 MB side by side, each
+of which alone would be rounded up to a power of two."""
+
+
 class Layout(NamedTuple):
     """Which of some units have memory of their own, and which share the slots.
 
@@ -36,11 +41,13 @@ class Layout(NamedTuple):
         own: indices, in the order in which memory is allocated.
         shared: indices, in the order of the update; the first of them uses the first slot.
         slot: bytes of one slot; 0 where no unit needs one.
+        slab: bytes that are allocated at once for those in ``own``.
     """
 
     own: list[int]
     shared: list[int]
-    slot: int
+    slot: int = 0
+    slab: int = SLAB
 
 
 def layout_of(units: Sequence[Sequence[int]], limit: int, *, pin: bool) -> Layout:
@@ -56,30 +63,32 @@ def layout_of(units: Sequence[Sequence[int]], limit: int, *, pin: bool) -> Layou
     Raises UsageError, naming the bytes that would do, if ``limit`` is too small.
     """
     nbytes = [sum(map(aligned, sizes)) for sizes in units]
-    everything = allocated_bytes(chain.from_iterable(units), pin=pin)
-    least = everything[-1] if everything else 0
-    if least <= limit:
-        return Layout(list(range(len(units))), [], 0)
-    found: list[tuple[int, Layout]] = []
-    for slot in {size.bit_length(): size for size in sorted(filter(None, nbytes))}.values():
-        larger = [at for at, size in enumerate(nbytes) if size > slot or size == 0]
-        order = [*larger, *(at for at in reversed(range(len(units))) if 0 < nbytes[at] <= slot)]
-        taken = allocated_bytes([slot] * SLOTS, pin=pin)[-1]
-        totals = [0, *allocated_bytes(chain.from_iterable(units[at] for at in order), pin=pin)]
-        ends = [0]
-        for at in order:
-            ends.append(ends[-1] + len(units[at]))
-        least = min(least, taken + totals[ends[len(larger)]])
-        fitting = sum(taken + totals[end] <= limit for end in ends[1:])
-        if taken + totals[ends[len(larger)]] <= limit:
-            shared = sorted(order[fitting:])
-            found.append((sum(nbytes[at] for at in shared), Layout(order[:fitting], shared, slot)))
-    if not found:
+    slots = {size.bit_length(): size for size in sorted(nbytes) if size}
+    found = [_layout(units, nbytes, slot, slab, limit, pin) for slot in (0, *slots.values()) for slab in SLABS]
+    least = min(needed for needed, _ in found)
+    if least > limit:
         raise UsageError(
             f"optimizer_offload_grad_bytes={limit} is too little: copies of gradients take at least {least} bytes of "
             f"host memory here; give {least} or more, or None for memory of its own for each gradient"
         )
-    return min(found, key=lambda one: one[0])[1]
+    fitting = [layout for needed, layout in found if needed <= limit]
+    return min(fitting, key=lambda layout: sum(nbytes[at] for at in layout.shared))
+
+
+def _layout(
+    units: Sequence[Sequence[int]], nbytes: Sequence[int], slot: int, slab: int, limit: int, pin: bool
+) -> tuple[int, Layout]:
+    """Return the bytes that slots of ``slot`` bytes need at least, and the layout with them, for ``limit`` bytes.
+
+    ``nbytes``: of each unit in a slot.
+    """
+    larger = [at for at, size in enumerate(nbytes) if size > slot or not size]
+    order = [*larger, *(at for at in reversed(range(len(units))) if 0 < nbytes[at] <= slot)]
+    taken = allocated_bytes([slot] * SLOTS, pin=pin)[-1]
+    totals = [taken, *(taken + one for one in allocated_bytes(chain(*(units[at] for at in order)), pin=pin, slab=slab))]
+    ends = [0, *accumulate(len(units[at]) for at in order)]
+    own = sum(totals[end] <= limit for end in ends[1:])
+    return totals[ends[len(larger)]], Layout(order[:own], sorted(order[own:]), slot if own < len(order) else 0, slab)
 
 
 class GradMemory:
@@ -140,7 +149,7 @@ class GradMemory:
         self._assigned = []
         slots = allocate([layout.slot] * SLOTS, pin=pin) if layout.shared else []
         sizes = [like.nbytes for at in layout.own for like in likes[at]]
-        own = iter(allocate(sizes, pin=pin))
+        own = iter(allocate(sizes, pin=pin, slab=layout.slab))
         for at in layout.own:
             for twin, like in zip(twins[at], likes[at], strict=True):
                 twin.grad = dense(next(own), like)

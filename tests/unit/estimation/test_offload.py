@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig, estimate
+from megascale import DistributedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig, estimate
 from megascale.cli import main
 from megascale.cli.fit import COMPACT
-from megascale.errors import ArgumentError
+from megascale.errors import ArgumentError, UsageError
+from megascale.estimation import partition
+from megascale.estimation.partition import Partition
 from megascale.estimation.timeline import (
     BACKWARD,
     BUSES,
@@ -25,6 +27,7 @@ from megascale.estimation.timeline import (
     timeline,
 )
 from megascale.estimation.traffic import MEASURE, TO_HOST
+from megascale.main_params import update_unit
 
 DOCS = Path(__file__).parents[3] / "docs"
 OFFLOAD: dict[str, Any] = {"optimizer_cpu_offload": True}
@@ -62,6 +65,54 @@ def test_bytes_in_host_memory_are_those_of_a_real_run(options: dict[str, Any], f
     without = estimate(model, **options)
     for kind in ("main params", "moments"):
         assert found.held[kind] + found.host[kind] == without.held[kind]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_bytes_of_bounded_copies_are_those_of_a_real_run(monkeypatch: pytest.MonkeyPatch, sharded: bool) -> None:
+    """Two slots, and memory of their own for the last slices; of shards a slice is a bucket."""
+    for module in (partition, update_unit):
+        monkeypatch.setattr(module, "SLICE", 1 << 13)
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8))).half()
+    fields = OFFLOAD | {"optimizer_offload_grad_bytes": (4 if sharded else 3) * (1 << 14)}
+    inner, config = torch.optim.AdamW(model.named_parameters()), OptimizerConfig(fp16=True, **fields)
+    scaler, setup = DynamicGradScaler(), dict[str, Any](sharding="distributed", bucket_numel=1 << 12) if sharded else {}
+    optimizer = (
+        DistributedOptimizer(inner, config, scaler, modules=model, bucket_numel=1 << 12, grads_are_scaled=True)
+        if sharded
+        else MixedPrecisionOptimizer(inner, config, scaler, grads_are_scaled=True)
+    )
+    model(torch.ones(1, 64).half()).sum().backward()
+    optimizer.step()
+    grads = [twin.grad for param in _kept(optimizer) if (twin := param.twin) is not None and twin.grad is not None]
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in grads}
+    assert {0, 1, None} == {param.twin.slot for param in _kept(optimizer)}
+    assert estimate(model, **fields, **setup).host["copies of gradients"] == sum(storages.values())
+
+
+def test_an_iteration_with_bounded_copies() -> None:
+    """The less memory, the longer it takes: forward begins once the last gradient has travelled to its slot, and all
+    but two of the updates of others that share slots are done. A bound that suffices changes nothing; one that is too
+    small is an error.
+    """
+    machine = machine_of("h100", "pcie5", 100e9)
+    without = timeline(estimate(8 * 10**9, precision="bf16", **OVERLAP), machine, tokens=32768)
+    ends = []
+    for nbytes in (1 << 36, 10 * 10**9, 5 * 10**9, 10**9):
+        found = estimate(8 * 10**9, precision="bf16", **OVERLAP, optimizer_offload_grad_bytes=nbytes)
+        assert found.host["copies of gradients"] <= nbytes
+        bounded = timeline(found, machine, tokens=32768)
+        moved = [span for span in bounded.spans if span.name == TO_HOST]
+        shared = len(Partition(found.sizes, found.setup).grad_layout().shared)
+        begin = min(span.begin for span in bounded.spans if span.name == FORWARD)
+        updates = [span for span in bounded.spans if span.lane == HOST]
+        assert sum(span.begin >= begin for span in moved) == 0
+        if shared:
+            assert begin >= updates[shared - 3].end
+        ends.append(bounded.exposed)
+    assert ends[0] == without.exposed
+    assert ends == sorted(ends)
+    with pytest.raises(UsageError, match="optimizer_offload_grad_bytes=1000 is too little"):
+        estimate(8 * 10**9, precision="bf16", **OVERLAP, optimizer_offload_grad_bytes=1000)
 
 
 def test_bytes_that_visit_the_device() -> None:
@@ -105,6 +156,9 @@ def test_ranks_share_the_host_bytes(numel: int, ranks: int) -> None:
         {"overlap_cpu_optimizer_d2h_h2d": True, "optimizer_cpu_offload": False},
         {"optimizer_offload_fraction": 0.5},
         {"overlap_cpu_optimizer_d2h_h2d": True},
+        {"optimizer_offload_grad_bytes": 0},
+        {"optimizer_offload_grad_bytes": 4096, "optimizer_cpu_offload": False},
+        {"optimizer_offload_grad_bytes": 4096},
     ],
     ids=str,
 )
