@@ -344,3 +344,14 @@ def test_the_pages_table_of_iterations() -> None:
     """*Train larger models* says what the timeline says, row by row."""
     page = (DOCS / "larger_models.md").read_text()
     assert "\n".join(timeline_rows()) in page
+
+
+def test_the_pages_rows_of_bounds() -> None:
+    """docs/larger_models.md has what the estimate says of each bound."""
+    page = (DOCS / "larger_models.md").read_text()
+    machine = machine_of("h100", "pcie5", 100e9)
+    for name, limit in {"None": None, "10 GB": 10 * 10**9, "4 GB": 4 * 10**9, "1 GB": 10**9}.items():
+        found = estimate(8 * 10**9, precision="bf16", **OVERLAP, optimizer_offload_grad_bytes=limit)
+        took = timeline(found, machine, tokens=32768)
+        copies = found.host["copies of gradients"] / 1e9
+        assert f"| {name} | {copies:.1f} | {took.compute * 1e3:,.0f} + {took.exposed * 1e3:,.0f} |\n" in page
