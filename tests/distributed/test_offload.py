@@ -57,6 +57,7 @@ def _shards(shard: str, overlap: bool) -> list[bool]:
     return [*seen, same(flat(ours.state_dict()), flat(theirs.state_dict()))]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("shard", ["elements", "parameters"])
 def test_shards(ranks: RankPool, shard: str, overlap: bool) -> None:
@@ -156,6 +157,7 @@ AMOUNTS: dict[str, tuple[float, dict[str, Any]]] = {
 HOLDERS = ("synced", "elements", "parameters")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("held", "way", "amount"),
     cases(
@@ -222,6 +224,7 @@ def _locals(saved: dict[str, Any]) -> list[Tensor]:
     return [to_local(one) for one in tensors_in(saved)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "options",
     [{}, {"exp_avg_dtype": torch.bfloat16}, {"store_param_remainders": True}],
@@ -290,6 +293,7 @@ def _auto(held: str) -> tuple[list[float], list[bool]]:
     return fractions, [same(flat(ours.state_dict()), flat(theirs.state_dict())), same(weights(module), weights(twin))]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("held", ["synced", "elements", "parameters"])
 def test_auto(ranks: RankPool, held: str) -> None:
     """Ranks that measure differently, and one of them late, take the same fraction in the same step; no bit differs."""
