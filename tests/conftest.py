@@ -62,7 +62,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist's
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Run everything in two processes. A file's tests stay together: they share what its fixtures have made."""
+    """Run everything in several processes. A file's tests stay together: they share what its fixtures have made."""
     if (number := processes(config)) is not None:
         config.option.numprocesses, config.option.dist = number, "loadfile"
         config.option.loadscopereorder = False  # long files first come before short ones

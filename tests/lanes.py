@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 DAYS = 7
-PROCESSES = 2
-"""Of a run of everything. Ranks, of which each process has a pool, are more than one already."""
+PROCESSES = 3
+"""Of a run of everything, where there are two cores or more: one of them mostly waits for ranks and programs."""
 
 
 @dataclass(frozen=True)
@@ -131,8 +131,8 @@ def day(text: str) -> int:
 def processes(config: pytest.Config) -> int | None:
     """Return how many processes share a run; None where pytest-xdist is told, or is not there.
 
-    A run of everything has two, as ranks and programs leave much of a second core idle. One of files or of tests that
-    are named has one: it would be over before two have started.
+    A run of everything has several. One of files or of tests that are named has one: it would be over before others
+    have started.
     """
     option: Any = config.option
     told = getattr(option, "numprocesses", 0) is not None or option.dist != "no"
@@ -141,4 +141,4 @@ def processes(config: pytest.Config) -> int | None:
     if config.args_source is config.ArgsSource.ARGS or option.keyword or option.collectonly or option.usepdb:
         return None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return PROCESSES if cores >= PROCESSES else None
+    return PROCESSES if cores > 1 else None

@@ -102,10 +102,10 @@ def test_a_mark_that_says_something_else_is_an_error(mark: pytest.MarkDecorator)
     ],
     ids=str,
 )
-def test_runs_of_everything_have_two_processes(
+def test_runs_of_everything_have_several_processes(
     changed: dict[str, Any], cores: int, expected: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not those of what is named, which two would only begin later, nor on one core, nor where -n has been told."""
+    """Not those of what is named, which several would only begin later, nor on one core, nor where -n has been told."""
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)), raising=False)
     options = {"numprocesses": None, "dist": "no", "collectonly": False, "usepdb": False, "keyword": ""}
     option = SimpleNamespace(**{name: changed.get(name, value) for name, value in options.items()})
