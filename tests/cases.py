@@ -7,15 +7,6 @@ from typing import Any
 import pytest
 
 
-def turns(*axes: Collection[Any]) -> list[tuple[Any, ...]]:
-    """Return combinations that have each value once: axes that are shorter than the longest begin anew.
-
-    For `cases`, of a test whose cases repeat one promise with other values: ``quick=lambda *case: case in chosen``.
-    """
-    longest = max(map(len, axes))
-    return [tuple(axis[place % len(axis)] for axis in map(list, axes)) for place in range(longest)]
-
-
 def cases(
     *axes: Collection[Any], quick: Callable[..., bool], rest: pytest.MarkDecorator = pytest.mark.weekly
 ) -> list[Any]:

@@ -11,7 +11,7 @@ from hypothesis import settings
 
 from tests.fake_device.device import why_not
 from tests.fake_device.process import OnDevice
-from tests.lanes import Weekly, day, left_for, processes
+from tests.lanes import Weekly, day, left_for, mark_what_is_not_sampled, processes
 from tests.needs import missing
 from tests.pool import RankPool
 
@@ -62,7 +62,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist's
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Run everything in two processes. A file's tests stay together: they share what its fixtures have made."""
+    """Run everything in several processes. A file's tests stay together: they share what its fixtures have made."""
     if (number := processes(config)) is not None:
         config.option.numprocesses, config.option.dist = number, "loadfile"
         config.option.loadscopereorder = False  # long files first come before short ones
@@ -70,7 +70,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave weekly tests to their day."""
+    """Draw samples, and leave weekly tests to their day: see tests/lanes.py."""
+    mark_what_is_not_sampled(items)
     chosen: int | None = config.getoption("day")
     if chosen is not None:
         left = set(left_for(chosen, items))

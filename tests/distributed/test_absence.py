@@ -59,6 +59,7 @@ def _left_out(how: str, culprits: set[int]) -> tuple[list[str], bool, bool]:
     return told, all(unchanged), _same_on_all(bag)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", LEAVE_OUT)
 def test_parameters_that_one_rank_leaves_out_are_named(ranks: RankPool, how: str) -> None:
     """Invariants 7 and 10: all ranks raise, nothing has changed and nobody waits, at every step until it is mended."""

@@ -156,6 +156,7 @@ def _poison_everywhere(which: str, inner: str) -> list[tuple[Any, ...]]:
     return outcomes
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("which", "inner"),
     cases(
@@ -288,6 +289,7 @@ def _fsdp2(inner: str) -> tuple[list[Any], list[Any], float]:
     return scales[0], scales[1], far
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("inner", OPTIMIZERS)
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_fsdp2_equals_one_process(ranks: RankPool, world: int, inner: str) -> None:

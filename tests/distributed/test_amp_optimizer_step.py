@@ -104,6 +104,7 @@ def _reference(how: str, fused: bool, clipping: str, scaled: bool, world: int) -
     return rows, [param.detach() for param in module.parameters()]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("clipping", "fused", "how"),
     cases(

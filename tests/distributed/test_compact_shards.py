@@ -136,6 +136,7 @@ def _average(sharding: str, rule: str, directory: Path | None, first: int, last:
     return found, state
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("rule", ["lion", "sgd"])
 def test_averages_do_not_depend_on_ranks(ranks: RankPool, tmp_path: Path, rule: str) -> None:
     """The momentum of Lion and SGD: shards train as one replica does, and what 2 ranks saved 3 and 1 load."""

@@ -110,6 +110,7 @@ ARGUMENTS: list[tuple[str, str, Any, str, str]] = [
 ]
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("odd", [0, 1])
 @pytest.mark.parametrize(("kind", "argument", "value", "usual", "other"), ARGUMENTS)
 def test_argument_of_one_rank_alone_is_named_on_all(

@@ -252,6 +252,7 @@ def _is_quick(name: str, option: str) -> bool:
     }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "option"), cases(["fp16", "fp32_params", "sgd_without_state"], OPTIONS, quick=_is_quick)
 )

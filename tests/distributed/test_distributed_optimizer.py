@@ -145,6 +145,7 @@ def _is_quick_at_two(world: int, inner: str, dtype: torch.dtype, overlap: bool) 
     return (overlap or dtype == torch.float16) if world == 2 else (inner, dtype) == ("adamw", torch.float16)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("world", "inner", "dtype", "overlap"),
     cases(

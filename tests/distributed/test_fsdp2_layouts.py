@@ -80,12 +80,14 @@ FSDP2 = {
 QUICK = ("fp16_params", "fp32_params_fp16_compute", "kept_whole_after_forward", "its_own_step")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", cases(FSDP2, quick=lambda name: name in QUICK))
 def test_fsdp2_is_one_process(ranks: RankPool, name: str) -> None:
     """Two ranks, gradients reduced in fp32, an overflow in each quarter of the data: as fp32 masters by hand."""
     _check(ranks, FSDP2[name], 2, 18, EXACT, data_parallel=2)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["fp16_params", "fp32_params_bf16_compute", "kept_whole_after_forward"])
 def test_fsdp2_accumulates_without_reducing(ranks: RankPool, name: str) -> None:
     """``set_requires_gradient_sync(False)`` for all micro-batches but the last; one decision for the whole step."""
@@ -162,6 +164,7 @@ def _one_bad_element(mesh: Any) -> list[Any]:
     return seen
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("mesh", "world"), [(TP, 2), (FSDP_AND_TP, 4), (HSDP, 4)], ids=["tp", "fsdp_tp", "hsdp"])
 def test_one_inf_in_one_shard(ranks: RankPool, mesh: Any, world: int) -> None:
     """A single inf that one rank alone can see skips the step and halves the scale on every rank."""

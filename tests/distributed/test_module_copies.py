@@ -114,6 +114,7 @@ def _is_quick(made: tuple[str, type[nn.Module]], how: str) -> bool:
     )
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("made", "how"), cases([("overlapped", Net), ("overlapped", _Own), ("sync", Net)], COPIES, quick=_is_quick)
 )

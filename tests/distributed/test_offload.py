@@ -59,6 +59,7 @@ def _shards(shard: str, overlap: bool) -> list[bool]:
     return [*seen, same(flat(ours.state_dict()), flat(theirs.state_dict()))]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("shard", ["elements", "parameters"])
 def test_shards(ranks: RankPool, shard: str, overlap: bool) -> None:
@@ -162,6 +163,7 @@ LIMITS = {"synced": 8, "elements": 4, "parameters": 4}
 """Bounds that do not suffice for all gradients of ``net()`` on rank 0, in units of 512 bytes."""
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("held", "way", "amount"),
     cases(
@@ -276,6 +278,7 @@ def _locals(saved: dict[str, Any]) -> list[Tensor]:
     return [to_local(one) for one in tensors_in(saved)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "options",
     [{}, {"exp_avg_dtype": torch.bfloat16}, {"store_param_remainders": True}],
@@ -344,6 +347,7 @@ def _auto(held: str) -> tuple[list[float], list[bool]]:
     return fractions, [same(flat(ours.state_dict()), flat(theirs.state_dict())), same(weights(module), weights(twin))]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("held", ["synced", "elements", "parameters"])
 def test_auto(ranks: RankPool, held: str) -> None:
     """Ranks that measure differently, and one of them late, take the same fraction in the same step; no bit differs."""

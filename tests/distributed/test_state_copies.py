@@ -61,6 +61,7 @@ def _round_trip(kind: str, reader: str) -> list[Any]:
     return [*found, unlike(whole_state(resumed), whole_state(optimizer))]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "reader"), cases(KINDS, READERS, quick=lambda kind, reader: (kind == "fsdp2") == (reader == READERS[1]))
 )

@@ -208,6 +208,7 @@ EXAMPLES = settings(
 )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", SYNC_OPTIONS)
 @given(plan=plans())
 @EXAMPLES

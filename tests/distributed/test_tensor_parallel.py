@@ -121,6 +121,7 @@ def _dtensor(layout: str, inner: str) -> Any:
     return result.grad_norm.item(), result.num_zeros_in_grad.item(), expected_norm, expected_zeros, skipped, same
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("inner", ["adamw_fused", "sgd_momentum_fused", "sign"])
 @pytest.mark.parametrize(
     ("layout", "world"),

@@ -42,6 +42,7 @@ def printed() -> dict[str, str]:
         return {name: program.finish() for name, program in running.items()}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("end", _ENDS)
 def test_a_process_ends_well_whose_gloo_thread_is_late(end: str, printed: dict[str, str]) -> None:
     """Torch alone ends here with SIGABRT: its thread asks for Python's lock when the interpreter is ending."""

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from tests import conftest
-from tests.cases import cases, turns
 from tests.lanes import DAYS, PROCESSES, Weekly, days, processes
 
 RUN = Path(__file__).parents[2] / ".ci/run"
@@ -103,10 +102,10 @@ def test_a_mark_that_says_something_else_is_an_error(mark: pytest.MarkDecorator)
     ],
     ids=str,
 )
-def test_runs_of_everything_have_two_processes(
+def test_runs_of_everything_have_several_processes(
     changed: dict[str, Any], cores: int, expected: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not those of what is named, which two would only begin later, nor on one core, nor where -n has been told."""
+    """Not those of what is named, which several would only begin later, nor on one core, nor where -n has been told."""
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)), raising=False)
     options = {"numprocesses": None, "dist": "no", "collectonly": False, "usepdb": False, "keyword": ""}
     option = SimpleNamespace(**{name: changed.get(name, value) for name, value in options.items()})
@@ -129,13 +128,37 @@ def test_ci_says_what_it_takes(arguments: list[str]) -> None:
     assert done.stderr.startswith("usage: .ci/run [all | --day N]")
 
 
-def test_turns_have_every_value_and_leave_no_case_out() -> None:
-    """Quick cases have each value of each axis; all other combinations are there, on a day of the week."""
-    assert turns("abc", [1, 2]) == [("a", 1), ("b", 2), ("c", 1)]
-    found = cases("abc", [1, 2], quick=lambda *case: case in turns("abc", [1, 2]))
-    assert [case.values for case in found] == [("a", 1), ("a", 2), ("b", 1), ("b", 2), ("c", 1), ("c", 2)]
-    assert [case.values for case in found if not case.marks] == turns("abc", [1, 2])
-    assert all(mark.name == "weekly" for case in found for mark in case.marks)
+def test_a_sample_has_every_value_and_leaves_no_case_out() -> None:
+    """Each value of each parameter is in the default run; all other cases are there, on a day of the week."""
+    mark = pytest.mark.sampled(3)
+    items = [Item(f"many.py::test[{letter}-{digit}]", mark) for letter in "abc" for digit in (1, 2)]
+    assert len(_run_on(None, items)) == 6
+    quick = [item.nodeid for item in items if "slow" not in item.marks]
+    assert len(quick) == 3
+    assert {value for test in quick for value in test[len("many.py::test[") : -1].split("-")} == {*"abc12"}
+    assert all("weekly" in item.marks for item in items if "slow" in item.marks)
+
+
+def test_a_sample_is_the_same_everywhere() -> None:
+    """In any order of collection; a case that was slow before is not drawn; what is left may be slow on every day."""
+    samples = []
+    for seed in range(3):
+        items = [Item(f"many.py::test[{index}]", pytest.mark.sampled(2, "slow")) for index in range(9)]
+        slow = Item("many.py::test[slow]", pytest.mark.sampled(2, "slow"), pytest.mark.slow)
+        items.insert(seed, slow)
+        random.Random(seed).shuffle(items)
+        _run_on(None, items)
+        samples.append({item.nodeid for item in items if "slow" not in item.marks})
+        assert not any("weekly" in item.marks for item in items)
+    assert len(samples[0]) == 2
+    assert samples == [samples[0]] * 3
+
+
+def test_a_sample_of_one_case_is_that_case() -> None:
+    """As where somebody names one to run it."""
+    item = Item("many.py::test[2]", pytest.mark.sampled(1))
+    _run_on(None, [item])
+    assert "slow" not in item.marks
 
 
 def test_programs_that_tests_start_may_keep_bytecode() -> None:

@@ -18,7 +18,6 @@ from megascale import (
 from megascale.errors import ArgumentTypeError, UsageError
 from megascale.grad_sync import GradSync
 from megascale.utils import host_memory
-from tests.cases import cases, turns
 from tests.training import INNER, Tiny, bits_equal, model
 
 STORED: dict[str, dict[str, Any]] = {
@@ -79,10 +78,10 @@ def _same(a: Any, b: Any) -> bool:
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-@pytest.mark.parametrize(
-    ("held", "stored", "dtype"),
-    cases(HELD, STORED, DTYPES, quick=lambda _, *case: case in turns(STORED, DTYPES), rest=pytest.mark.slow),
-)
+@pytest.mark.sampled(8, "slow")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("held", HELD)
 def test_no_bit_changes(held: str, stored: str, dtype: torch.dtype) -> None:
     """A life with offload() and reload() between steps has the bits of one without; a state dict may come between."""
     options = dict(STORED[stored])

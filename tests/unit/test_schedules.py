@@ -108,6 +108,7 @@ def _inner_for(name: str) -> Callable[[Bag], torch.optim.Optimizer]:
     return _sgd if name == "cyclic_momentum" else _inner
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", SCHEDULES)
 @settings(max_examples=10, deadline=None)
 @given(skips=SKIPS, tells=st.booleans())

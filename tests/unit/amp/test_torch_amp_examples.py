@@ -298,6 +298,7 @@ def _check_same(ours: Trace, theirs: Trace) -> None:
         assert bits_equal(mine, other) if isinstance(other, Tensor) else mine == other
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", PATTERNS)

@@ -60,6 +60,7 @@ def losses(folder: Path, case: Case, layout: str, ranks: int) -> list[str]:
     return found
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.native
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.folder)
 def test_an_earlier_checkpoint_loads_bitwise(earlier: Path, case: Case) -> None:

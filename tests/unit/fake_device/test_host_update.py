@@ -274,6 +274,7 @@ CASES: list[tuple[str, str, dict[str, Any], bool]] = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("inner", "held", "stored", "overlap"),
     [pytest.param(*case, marks=() if case[3] and case[2] in ({}, REMAINDERS) else pytest.mark.slow) for case in CASES],
@@ -291,6 +292,7 @@ def test_loaded_state_goes_where_state_lives(
 DEVICE: dict[str, Any] = {"optimizer_cpu_offload": True, "optimizer_offload_compute": "device"}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stored", [{}, pytest.param(CODES, marks=pytest.mark.slow)], ids=["fp32", "codes"])
 @pytest.mark.parametrize("held", [*WHOLE, "elements", "parameters"])
 def test_state_that_visits_the_device(on_device: OnDevice, held: str, stored: dict[str, Any]) -> None:

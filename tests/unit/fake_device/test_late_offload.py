@@ -41,6 +41,7 @@ QUICK |= {"codes", "fraction"}
 """The lives that are no slow tests."""
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in LIVES]
 )
@@ -106,6 +107,7 @@ def _noticed(device: FakeDevice, key: str) -> dict[str, list[tuple[str, int]]]:
     return found
 
 
+@pytest.mark.sampled(3, "slow")
 @pytest.mark.parametrize(
     "key", [pytest.param(key, marks=pytest.mark.slow if "streamed" in key else ()) for key in WAITS]
 )

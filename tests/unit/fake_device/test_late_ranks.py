@@ -245,6 +245,7 @@ QUICK = {"synced, overlap", "elements ahead, overlap", "fsdp2, overlap"}
 """The lives that are no slow tests."""
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in LIVES]
 )

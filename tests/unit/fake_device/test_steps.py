@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cases import cases, turns
 from tests.fake_device.device import FakeDevice
 from tests.fake_device.process import OnDevice
 from tests.fake_device.record import Record
@@ -100,6 +99,7 @@ def test_launches_do_not_grow_with_tensors(on_device: OnDevice, count: int) -> N
     assert [(len(seen.of("copy")), sum(seen.operators().values())) for seen in records[1:]] == [(5, 7)] + [(1, 4)] * 3
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("inner", [pytest.param(one, marks=pytest.mark.weekly) for one in OTHERS] + ["adamw"])
 def test_remainders_cost_nothing(on_device: OnDevice, inner: str, dtype: torch.dtype) -> None:
@@ -110,7 +110,9 @@ def test_remainders_cost_nothing(on_device: OnDevice, inner: str, dtype: torch.d
         assert all(sum(seen.operators().values()) == 4 for seen in records[2:])
 
 
-@pytest.mark.parametrize(("held", "dtype"), cases(WAYS, DTYPES, quick=lambda *case: case in turns(WAYS, DTYPES)))
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("held", WAYS)
 @pytest.mark.parametrize(
     "inner", ["adamw", *(pytest.param(one, marks=pytest.mark.weekly) for one in OTHERS if one != "sgd")]
 )

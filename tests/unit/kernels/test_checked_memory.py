@@ -273,6 +273,7 @@ ODD_GRADS: dict[str, Callable[[Tensor], Tensor]] = {
 QUICK_ODD = [("adamw", torch.float16), ("sgd_momentum", torch.float32)]
 
 
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize(
     ("make", "dtype", "backend"),
     cases(

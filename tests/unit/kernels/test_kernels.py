@@ -184,6 +184,7 @@ def test_torchs_kernel_runs_momentum_without_dampening(dampening: float, momentu
     torch.testing.assert_close(*mains, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", ALL[1:])
 @pytest.mark.parametrize("inner", ["adamw_fused", "adam_amsgrad", "sgd_momentum_fused", "sgd_dampening", "lion"])
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float16), (torch.float16, torch.bfloat16)])

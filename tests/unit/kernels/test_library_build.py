@@ -136,6 +136,7 @@ def test_folders_that_are_made_are_the_users_alone(
     assert [oct(folder.stat().st_mode & 0o777) for folder in folders if folder] == ["0o700", "0o700"]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
 def test_damaged_library_is_compiled_anew(
     damage: Callable[[Path], object], build: Build, caplog: pytest.LogCaptureFixture

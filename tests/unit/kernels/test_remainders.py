@@ -227,6 +227,7 @@ def _models(numel: int, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
     return [(model, remainders.fingerprint(model)) for model in models]
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 @pytest.mark.parametrize("numel", [1 << 17, 1 << 22])

@@ -127,6 +127,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("read", READERS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_copy_of_the_state_loads(

@@ -80,6 +80,7 @@ def _values(model: nn.Module, optimizer: MixedPrecisionOptimizer) -> list[Any]:
     ]
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("there", WRAPS)
 @pytest.mark.parametrize("here", WRAPS)
 def test_a_state_dict_loads_whatever_wraps_the_model(there: str, here: str) -> None:
@@ -95,6 +96,7 @@ def test_a_state_dict_loads_whatever_wraps_the_model(there: str, here: str) -> N
     assert differences(_values(other, loaded)[1:], _values(model, optimizer)[1:]) == []
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("remainders", [False, True])
 @pytest.mark.parametrize(("there", "here"), [("bare", "both"), ("compiled", "bare"), ("module", "a part")])

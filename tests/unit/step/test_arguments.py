@@ -293,6 +293,7 @@ def test_scaler_fields_without_a_scaler() -> None:
         MixedPrecisionOptimizer(_sgd(model(torch.bfloat16)), OptimizerConfig(bf16=True, loss_scale=8.0))
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("precision", [{"fp16": True}, {"bf16": True}, {}, {"fp16": True, "loss_scale": 64.0}])
 @pytest.mark.parametrize("kind", ["adam", "sgd", "lion"])
 @pytest.mark.parametrize("sharded", [False, True])
@@ -345,6 +346,7 @@ def test_clipping_with_and_without_a_config() -> None:
 # Parameters without values
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

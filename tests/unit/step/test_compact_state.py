@@ -15,7 +15,6 @@ from megascale import Lion, MixedPrecisionOptimizer
 from megascale.errors import ArgumentError, MainParamOverflowError, StateDictError, UsageError
 from megascale.kernels import ReferenceBackend
 from megascale.step.compact_state import require_supported
-from tests.cases import cases, turns
 from tests.counting import OperatorCounter
 from tests.training import INNER, Bag, Inner, bits_equal, constant, grad_of, same_bits, set_grads, snapshot
 
@@ -68,8 +67,10 @@ def trained(make: Callable[[], Bag], inner: Inner, steps: int, **options: Any) -
 HELD = [(0, "adamw"), (0, "adam"), (0, "amsgrad"), (1, "adamw"), (2, "adam")]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.native
-@pytest.mark.parametrize(("held", "dtype"), cases(HELD, DTYPES, quick=lambda *case: case in turns(HELD, DTYPES)))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("held", HELD)
 def test_backends_have_the_same_bits(held: tuple[int, str], dtype: torch.dtype) -> None:
     """Codes, scales, main and model params of native and torch are the reference's. Skips change no bit."""
     kind, inner = held
@@ -80,10 +81,10 @@ def test_backends_have_the_same_bits(held: tuple[int, str], dtype: torch.dtype) 
     assert all(same_bits(found[0], other) for other in found[1:])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.native
-@pytest.mark.parametrize(
-    ("inner", "dtype"), cases(AVERAGES, DTYPES, quick=lambda *case: case in turns(AVERAGES, DTYPES))
-)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inner", AVERAGES)
 def test_backends_have_the_same_bits_of_averages(inner: str, dtype: torch.dtype) -> None:
     """The momentum of SGD and Lion, too; the dither needs a step count, which these optimizers lack."""
     found = [trained(lambda: odd(dtype, True), AVERAGES[inner], 5, backend=backend, **FIRST) for backend in BACKENDS]

@@ -40,6 +40,7 @@ def _choice(optimizer: Any, clock: _Clock) -> ComputeChoice:
     return choice
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("host", "device", "chosen"), [(3.0, 2.0, StreamedUpdate), (2.0, 3.0, HostUpdate)])
 @pytest.mark.parametrize("stored", [pytest.param({}, marks=pytest.mark.slow), CODES | HELD], ids=["fp32", "compact"])
 @pytest.mark.parametrize("held", ["replicated", "synced", "elements", "parameters"])

@@ -23,7 +23,6 @@ from megascale import (
 from megascale.errors import ArgumentError, InnerStepError, MainParamOverflowError, UsageError
 from megascale.grad_sync import GradSync
 from megascale.step.host_update import HostUpdate
-from tests.cases import cases, turns
 from tests.training import INNER, Sign, Tiny, bits_equal, model
 
 CODES: dict[str, Any] = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.uint8}
@@ -75,10 +74,10 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HOLDERS = ("replicated", "synced", "elements", "parameters")
 
 
-@pytest.mark.parametrize(
-    ("held", "dtype", "name"),
-    cases(HOLDERS, DTYPES, STORED, quick=lambda _, *case: case in turns(DTYPES, STORED), rest=pytest.mark.slow),
-)
+@pytest.mark.sampled(6, "slow")
+@pytest.mark.parametrize("name", STORED)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("held", HOLDERS)
 def test_no_bit_differs(held: str, dtype: torch.dtype, name: str) -> None:
     """Each way of holding parameters has the bits of the same way without offload, overflows and clipped steps too."""
     stored = STORED[name]
@@ -92,6 +91,7 @@ def test_no_bit_differs(held: str, dtype: torch.dtype, name: str) -> None:
         assert _same(module.state_dict(), other_module.state_dict())
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("way", [OVERLAP, VISIT], ids=["host", "device"])
 @pytest.mark.parametrize("inner", ["adam_amsgrad", "adam_maximize", "lion", "sgd", "sgd_nesterov", "sgd_dampening"])
 def test_other_optimizers(inner: str, way: dict[str, Any]) -> None:
@@ -113,6 +113,7 @@ OWN: dict[str, Callable[[Tiny], torch.optim.Optimizer]] = {
 """Optimizers of torch, and a user's class, that run their own step()."""
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("fraction", "stored"), [(1.0, {}), (0.5, {}), (0.5, HELD)])
 @pytest.mark.parametrize("held", ["replicated", "synced", "parameters"])
 @pytest.mark.parametrize("kind", OWN)
@@ -133,6 +134,7 @@ def test_any_other_optimizer(
     assert _same(optimizer.state_dict(), other.state_dict())
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("way", [WAIT, OVERLAP, OVERLAP | HELD, VISIT | HELD])
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_chain_with_muon(sharded: bool, way: dict[str, Any]) -> None:
@@ -285,6 +287,7 @@ def test_what_is_dropped_is_gone() -> None:
     assert threading.active_count() <= threads
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stored", [{}, CODES, HELD], ids=["fp32", "codes", "remainders"])
 def test_state_dicts_load_into_any_other_run(stored: dict[str, Any]) -> None:
     """An offloaded run's state loads into a plain one and back, also into shards; each goes on with the same bits."""
@@ -304,6 +307,7 @@ def test_state_dicts_load_into_any_other_run(stored: dict[str, Any]) -> None:
         assert _same(saved, first.state_dict())
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("held", ["replicated", "elements", "parameters"])
 @pytest.mark.parametrize("fraction", [0.01, 0.5, 0.9])
 def test_a_fraction(held: str, fraction: float) -> None:
@@ -329,6 +333,7 @@ def _placed(optimizer: MixedPrecisionOptimizer) -> list[bool]:
     return [param.twin is not None for param in optimizer._member.main_params]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stored", [{}, CODES | HELD], ids=["fp32", "compact"])
 @pytest.mark.parametrize("held", ["replicated", "synced", "elements", "parameters"])
 def test_a_fraction_that_changes(held: str, stored: dict[str, Any]) -> None:

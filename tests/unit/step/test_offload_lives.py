@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.cases import cases, turns
 from tests.offload_lives import ACTIONS, Life, first_difference
 
 THERE: dict[str, Any] = {"optimizer_cpu_offload": True}
@@ -52,10 +51,9 @@ def test_more_random_lives(held: str, actions: list[str], stored: dict[str, Any]
     assert _differs(held, actions, stored) == ""
 
 
-@pytest.mark.parametrize(
-    ("held", "action"),
-    cases(HELD, ACTIONS, quick=lambda *case: case in turns(HELD, ACTIONS), rest=pytest.mark.slow),
-)
+@pytest.mark.sampled(13, "slow")
+@pytest.mark.parametrize("action", ACTIONS)
+@pytest.mark.parametrize("held", HELD)
 def test_every_action_is_one(held: str, action: str, tmp_path: Path) -> None:
     """No life is one of errors only: each action works beside steps."""
     life = Life(held, OVERLAP, tmp_path)

@@ -104,6 +104,7 @@ def _same(one: list[Tensor], two: list[Tensor]) -> bool:
     return all(bits_equal(mine, other) for mine, other in zip(one, two, strict=True))
 
 
+@pytest.mark.sampled(60)
 @pytest.mark.parametrize("at", [2, 3], ids=["fp32", "fp16"])
 @pytest.mark.parametrize(
     ("kind", "damage"),

@@ -13,7 +13,6 @@ from megascale.averages import AveragedMainParams
 from megascale.errors import MainParamOverflowError
 from megascale.kernels.remainders import fingerprint
 from megascale.step.decoded import scratch_numel
-from tests.cases import cases, turns
 from tests.training import INNER, Bag, Inner, bits_equal, constant, grad_of, same_bits, set_grads, snapshot
 
 DTYPES = [torch.float16, torch.bfloat16]
@@ -52,8 +51,10 @@ def trained(dtype: torch.dtype, inner: Inner, steps: int = 5, **options: Any) ->
     return snapshot(optimizer, module)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.native
-@pytest.mark.parametrize(("rule", "dtype"), cases(RULES, DTYPES, quick=lambda *case: case in turns(RULES, DTYPES)))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rule", RULES)
 def test_training_is_that_of_fp32_main_params(rule: str, dtype: torch.dtype) -> None:
     """Main params are those but for bf16's ties, and fp16's below 2**-16; all but torch have the reference's bits."""
     expected = trained(dtype, RULES[rule], backend="reference")

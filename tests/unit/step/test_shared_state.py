@@ -144,6 +144,7 @@ def _mend(training: _Training) -> None:
         training.inner.state[param] = {name: value.clone() for name, value in state.items()}
 
 
+@pytest.mark.sampled(48)
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("inner", "share"), CASES)

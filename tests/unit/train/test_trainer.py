@@ -75,6 +75,7 @@ def _run(folder: Path, *arguments: str, stop_at: int | None = None) -> int:
         return trainer.run()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("stop_at", "evaluate_every"),
     cases(range(6), [3, 100], quick=lambda stop_at, evaluate_every: evaluate_every == 100 or stop_at in {2, 5}),
