@@ -13,7 +13,6 @@ from megascale.main_params.grad_memory import SLOTS, GradMemory, Layout, copies_
 from megascale.main_params.host_twin import HostTwin
 from megascale.main_params.main_param import MainParam
 from megascale.main_params.update_unit import UpdateUnit
-from megascale.utils import host_memory
 from megascale.utils.host_memory import aligned, allocate, allocated_bytes
 
 MIB = 1 << 20
@@ -25,14 +24,13 @@ def _storages(tensors: list[Tensor]) -> int:
     return sum(sizes.values())
 
 
-def test_allocated_bytes_are_those_that_are_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_allocated_bytes_are_those_that_are_allocated() -> None:
     """Large tensors alone, others in slabs, whatever the order: each prefix of sizes."""
-    monkeypatch.setattr(host_memory, "SLAB", 1 << 14)
-    draw = random.Random(0)
+    draw, slab = random.Random(0), 1 << 14
     for _ in range(50):
         sizes = [draw.choice([0, 1, 512, 700, 5000, 9000, 16384, 20000]) for _ in range(draw.randint(1, 12))]
-        expected = [_storages(allocate(sizes[:end], pin=False)) for end in range(1, len(sizes) + 1)]
-        assert allocated_bytes(sizes, pin=False) == expected
+        expected = [_storages(allocate(sizes[:end], pin=False, slab=slab)) for end in range(1, len(sizes) + 1)]
+        assert allocated_bytes(sizes, pin=False, slab=slab) == expected
 
 
 def test_pinned_memory_is_rounded_up_as_torch_does() -> None:
