@@ -138,8 +138,7 @@ class GradMemory:
 
     def _assign(self, units: Sequence[UpdateUnit], grads: dict[HostTwin, Tensor], limit: int) -> None:
         """Assign memory to all twins of ``units`` anew. ``grads``: of this step."""
-        every = [[param.twin for param in unit.params if param.twin is not None] for unit in units]
-        twins = [own for own in every if own]
+        twins = [[param.twin for param in unit.params if param.twin is not None] for unit in units]
         dtypes = {twin.weights.dtype: grad.dtype for twin, grad in grads.items()}
         likes = [[_form(twin, grads.get(twin), dtypes) for twin in own] for own in twins]
         pin = self._pin and any(grad.device.type != "cpu" for grad in grads.values())

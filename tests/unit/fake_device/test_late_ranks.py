@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from megascale import DistributedOptimizer, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.errors import MegascaleError
 from megascale.grad_sync import GradSync, reduction
+from megascale.main_params import update_unit
 from megascale.utils.dtensors import to_local
 from megascale.utils.nests import tensors_in
 from tests.fake_device.device import FakeDevice, WrittenAfterFree
@@ -33,6 +34,8 @@ COUNT, WIDTH = 4, 8
 OVERLAP: dict[str, Any] = {"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True}
 WAIT: dict[str, Any] = {"optimizer_cpu_offload": True}
 VISIT: dict[str, Any] = {"optimizer_cpu_offload": True, "optimizer_offload_compute": "device"}
+SLOTS: dict[str, Any] = OVERLAP | {"optimizer_offload_grad_bytes": 3 * 512}
+"""Of a rank's four slices, of 512 bytes when aligned, the first three share slots."""
 SHARDED: dict[str, dict[str, Any]] = {
     "elements": {},
     "elements ahead": {"overlap_param_gather": True},
@@ -188,11 +191,18 @@ ACTIONS: dict[str, Callable[[Trained], list[Tensor]]] = {
 }
 STEPS = ("step", "overflow", "twice", "step")
 HELD = ("synced", "elements", "elements ahead", "parameters", "parameters ahead", "fsdp2")
-WAYS = {"overlap": OVERLAP, "waits": WAIT, "visits": VISIT}
+WAYS = {"overlap": OVERLAP, "waits": WAIT, "visits": VISIT, "slots": SLOTS}
 
 
 def _lived(life: Life, way: dict[str, Any]) -> list[Tensor]:
     """Return what a life shows this rank: results of forward and of steps, what is read, and what is left."""
+    with pytest.MonkeyPatch.context() as patched:
+        if "optimizer_offload_grad_bytes" in way:
+            patched.setattr(update_unit, "SLICE", 1)
+        return _lived_so(life, way)
+
+
+def _lived_so(life: Life, way: dict[str, Any]) -> list[Tensor]:
     module = _model()
     optimizer = _optimizer(module, life.held, way)
     batch = torch.linspace(-1, 1 + dist.get_rank(), 2 * WIDTH).view(2, WIDTH).half().cuda()

@@ -135,6 +135,15 @@ def test_memory_is_assigned_once_to_all() -> None:
     assert twins[3].grad is None
 
 
+def test_gradients_that_are_not_there_are_expected_like_others() -> None:
+    """Main grads of one dtype: in the first step memory fits those, too, that come later."""
+    owner = _Owner(4)
+    twins = owner.twins()
+    memory = GradMemory(pin=True, limit=3 * 512, units=owner.units)
+    assert memory.make(_gradients(twins[:1], torch.float32))
+    assert not memory.make(_gradients(twins, torch.float32))
+
+
 def test_a_limit_that_is_too_small_leaves_memory_as_it_was() -> None:
     """The error comes before anything is given up."""
     owner = _Owner(4)
