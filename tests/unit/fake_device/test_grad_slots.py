@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Sequence
+from concurrent import futures
 from typing import Any
 
 import pytest
@@ -207,30 +208,32 @@ def test_too_little(on_device: OnDevice) -> None:
 
 
 def _measured(device: FakeDevice) -> int:
-    """Return how many waits of the caller a step has measured beside those of modules."""
-    way = _way(2) | {"optimizer_offload_fraction": "auto"}
-    model, optimizer, batch = _trained(way)
-    arrivals = optimizer._member.main_params.arrivals
+    """Return how many waits a step has measured, each of whose updates begins only when somebody waits for one."""
+    model, optimizer, batch = _trained(_way(2) | {"optimizer_offload_fraction": "auto"})
+    arrivals, update = optimizer._member.main_params.arrivals, optimizer._member.update
     assert arrivals is not None
     assert arrivals.meter is not None
-    counts = []
-    for _ in range(2):
+    assert isinstance(update, HostUpdate)
+    inner, wait, permits = update._host.apply, futures.wait, threading.Semaphore(0)
+
+    def late(*arguments: Any) -> Any:
+        assert permits.acquire(timeout=60)
+        return inner(*arguments)
+
+    def permitting(*arguments: Any) -> Any:
+        permits.release()
+        return wait(*arguments)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(update._host, "apply", late)
+        patched.setattr(futures, "wait", permitting)
         optimizer.zero_grad()
         optimizer.scale_loss(model(batch).float().square().mean()).backward()
-        update = optimizer._member.update
-        assert isinstance(update, HostUpdate)
-        inner = update._host.apply
-
-        def late(*arguments: Any, inner: Any = inner) -> Any:
-            time.sleep(0.01)
-            return inner(*arguments)
-
-        update._host.apply = late  # type: ignore[method-assign, assignment]
         optimizer.step()
-        update._host.apply = inner  # type: ignore[method-assign]
-        counts.append(len(arrivals.meter._records[-1].waits))
+        count = len(arrivals.meter._records[-1].waits)
+        permits.release(2)
         optimizer.finish_param_gather()
-    return counts[-1]
+    return count
 
 
 @pytest.mark.slow
