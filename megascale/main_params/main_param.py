@@ -239,14 +239,6 @@ class MainParam:
         return same
 
 
-def _is_like(value: Tensor, main: Tensor) -> bool:
-    """Return whether ``value`` has memory, and the form of ``main``, on whatever device."""
-    if is_dtensor(value) != is_dtensor(main) or memory_fault(held(value)) is not None:
-        return False
-    forms = [(one.shape, held(one).shape, one.dtype) for one in (value, main)]
-    return forms[0] == forms[1]
-
-
 def _form_of(value: object) -> str:
     if not isinstance(value, Tensor):
         return f"{value!r} of type {type(value).__name__}"

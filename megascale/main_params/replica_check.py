@@ -6,43 +6,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
 from megascale.errors import ArgumentError, MegascaleError, listed
 from megascale.grad_sync.construction import Construction, Digest, exchange, param_forms
 from megascale.grad_sync.grad_hook import owner_of
 from megascale.grad_sync.sync import GradSync
 from megascale.parallel import ParallelGroups, is_expert
-from megascale.utils.collectives import all_gather_object, broadcast_, group_size
+from megascale.utils.collectives import broadcast_, group_size
 from megascale.utils.consensus import differences
 
 BROADCAST = "pass broadcast_params=True to take the first rank's"
-
-
-def find_differing(
-    named_parameters: Iterable[tuple[str, nn.Parameter]],
-    groups: ParallelGroups | ProcessGroup | DeviceMesh | None = None,
-) -> list[str]:
-    """Return the names of parameters that are not the same, bit for bit, on all ranks that hold them.
-
-    All ranks call it together and get the same answer. Costs one pass over the parameters and one small exchange.
-    Parameters on the meta device have no values to compare.
-    """
-    resolved = ParallelGroups.of(groups)
-    named = [(name, param) for name, param in named_parameters if not param.is_meta]
-    names: dict[str, None] = {}
-    for experts in _kinds(named):
-        holders = next(resolved.of_param(param).holders for _, param in named if is_expert(param) == experts)
-        if group_size(holders) == 1:
-            continue
-        mine = digests({name: param for name, param in named if is_expert(param) == experts})
-        names |= dict.fromkeys(_differing(all_gather_object(mine, holders)))
-    return list(names)
-
-
-def _differing(theirs: Sequence[Mapping[str, Digest]]) -> list[str]:
-    """Return the names whose digests are not the same on all ranks."""
-    return list(dict.fromkeys(difference.label for difference in differences(dict(enumerate(theirs)))))
 
 
 @torch.no_grad()
@@ -130,7 +103,8 @@ def _synced(
 
 def require_same_values(built: Sequence[Construction], remedy: str = BROADCAST) -> None:
     """Raise ArgumentError if a parameter has not the same value on all ranks, naming it. ``built``: by every rank."""
-    differing = _differing([construction.values for construction in built])
+    values = {rank: construction.values for rank, construction in enumerate(built)}
+    differing = list(dict.fromkeys(difference.label for difference in differences(values)))
     if differing:
         raise ArgumentError(
             f"parameters differ between data-parallel ranks: {listed(differing)}; seed every rank alike or load the "

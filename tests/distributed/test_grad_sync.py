@@ -16,7 +16,8 @@ from megascale.errors import ArgumentError, UsageError
 from megascale.grad_sync import reduction
 from megascale.grad_sync.sharded_sync import ShardedGradSync
 from megascale.grad_sync.sync import GradSync
-from megascale.main_params.replica_check import find_differing
+from megascale.main_params.replica_check import require_same
+from megascale.parallel import ParallelGroups
 from megascale.utils.collectives import exchange_start
 from tests.pool import RankPool
 from tests.training import INNER, Tiny, bits_equal, grad_of, model, same_bits, snapshot
@@ -265,21 +266,26 @@ def test_activation_checkpointing_and_shared_layers(ranks: RankPool) -> None:
         assert "overlap=False (DistributedOptimizer: overlap_grad_reduce=False) with reentrant" in refused
 
 
-def _differing() -> list[list[str]]:
+def _differing() -> str:
     module = model()
-    same = find_differing(module.named_parameters())
+    groups = ParallelGroups.of(None)
+    require_same(module.named_parameters(), groups, "broadcast")
     with torch.no_grad():
         if dist.get_rank() == 1:
             module.second.weight[1, 1] += 0.5
             module.norm.bias[[0, 1]] = torch.tensor([1.0, 2.0]).half()
         else:
             module.norm.bias[[0, 1]] = torch.tensor([2.0, 1.0]).half()
-    return [same, find_differing(module.named_parameters())]
+    with pytest.raises(ArgumentError) as caught:
+        require_same(module.named_parameters(), groups, "broadcast")
+    return str(caught.value)
 
 
 def test_parameters_that_differ_between_ranks_are_named(ranks: RankPool) -> None:
     """One element, or two elements swapped: found by name, on every rank alike."""
-    assert ranks.run(2, _differing) == [[[], ["norm.bias", "second.weight"]]] * 2
+    first, second = ranks.run(2, _differing)
+    assert first == second
+    assert first.startswith("parameters differ between data-parallel ranks: 'norm.bias', 'second.weight'; seed")
 
 
 def test_alone_it_only_accumulates() -> None:

@@ -217,18 +217,7 @@ class NativeBackend(TorchDecisions, TorchRemainders):
                 return self.on_decoded(operands, slow, call.decision.found_inf)
             return slow(operands)
         increment_version(operands.model)
-        overflowed = torch.empty(len(table.rows), dtype=torch.bool, device="cpu")
-        self._library.update_compact(
-            ctypes.byref(table.lengths),
-            ctypes.byref(_Grads(grads)),
-            table.rows.ctypes.data,
-            call.rule,
-            ctypes.byref(call.constants),
-            *call.addresses,
-            overflowed.data_ptr(),
-            self.num_threads(),
-        )
-        return overflowed
+        return self._call(self._library.update_compact, table, grads, call)
 
     def sgd_(self, operands: Operands, hyper: SgdHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
@@ -300,19 +289,19 @@ class NativeBackend(TorchDecisions, TorchRemainders):
         # Autograd must see that saved weights have changed.
         increment_version(operands.model)
         if table is not None and _all_known(grads):
-            return self._call(table, grads, call)
+            return self._call(self._library.update, table, grads, call)
         split = Split(operands, names, _takes)
         picked = operands.pick(split.taken)
 
         def fast() -> Tensor:
             mains, grads, models, *states = map(TensorList, zip(*split.rows, strict=True))
-            return self._call(_table(mains, models, states, picked.step), grads, call)
+            return self._call(self._library.update, _table(mains, models, states, picked.step), grads, call)
 
         return split.joined(fast, slow)
 
-    def _call(self, table: _Table, grads: TensorList, call: _Call) -> Tensor:
+    def _call(self, update: Callable[..., None], table: _Table, grads: TensorList, call: _Call) -> Tensor:
         overflowed = torch.empty(len(table.rows), dtype=torch.bool, device="cpu")
-        self._library.update(
+        update(
             ctypes.byref(table.lengths),
             ctypes.byref(_Grads(grads)),
             table.rows.ctypes.data,
