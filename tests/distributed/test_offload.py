@@ -230,6 +230,10 @@ def test_too_little_memory_on_one_rank(ranks: RankPool) -> None:
     assert first[1]
 
 
+OF_DTENSORS = WAYS | {"slots": WAYS["overlap"] | {"optimizer_offload_grad_bytes": 5 * 512}}
+"""Too little for all gradients of a rank's parts."""
+
+
 def _dtensors_in_host_memory(way: str, fraction: float, prefetch: bool, options: dict[str, Any]) -> list[bool]:
     mesh = mesh_of((dist.get_world_size(),), ("dp",))
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
@@ -250,7 +254,7 @@ def _dtensors_in_host_memory(way: str, fraction: float, prefetch: bool, options:
     own: dict[str, Any] = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(update_unit, "SLICE", 16)  # several slices, whose weights arrive one after the other
-        module, ours = build(own | options | WAYS[way])
+        module, ours = build(own | options | OF_DTENSORS[way])
     twin, theirs = build(options)
     _delay(ours)
     seen = []
@@ -262,6 +266,8 @@ def _dtensors_in_host_memory(way: str, fraction: float, prefetch: bool, options:
             optimizer.scale_loss(loss).backward()
             optimizer.step()
         if step == 2:
+            twins = [param.twin for param in ours._member.main_params if param.twin is not None]
+            assert any(twin.slot is not None for twin in twins) == (way == "slots")
             ours.optimizer_offload_fraction = 1.5 - fraction
         if step % 2 == 0:  # nobody waits for the weights but the next forward
             continue
@@ -290,6 +296,7 @@ def _locals(saved: dict[str, Any]) -> list[Tensor]:
         pytest.param("wait", 1.0, False, marks=pytest.mark.slow),
         ("overlap", 1.0, True),
         pytest.param("overlap", 0.5, False, marks=pytest.mark.slow),
+        pytest.param("slots", 1.0, True, marks=pytest.mark.slow),
         ("device", 0.5, True),
     ],
 )
