@@ -399,3 +399,27 @@ def test_two_optimizers_keep_forms_of_their_own(monkeypatch: pytest.MonkeyPatch)
         taken = readings.take()
         if step >= 2 and forms_module.TensorGuards:
             assert taken[0] == 0
+
+
+@pytest.mark.parametrize("turned", [(0, 1, 2, 3, 5), (1,)], ids=["all lists", "gradients"])
+@pytest.mark.skipif(not HAS_KERNELS, reason="torch's own step is taken anyway")
+def test_tensors_in_another_order_are_left_to_torch(turned: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever collects tensors in an order of his own, in place of the optimizer's method, gets torch's own step()."""
+    params, optimizer = _built()
+    collect: Any = optimizer._init_group  # type: ignore[attr-defined]
+    taken = []
+    monkeypatch.setattr(fused_adam, "step_", lambda *_: taken.append(True))
+
+    def in_another_order(group: dict[str, Any], *lists: list[Tensor]) -> Any:
+        found = collect(group, *lists)
+        for at in turned:
+            lists[at].reverse()
+        return found
+
+    for change in (None, in_another_order):
+        if change is not None:
+            monkeypatch.setattr(optimizer, "_init_group", change)
+        for at, param in enumerate(params):
+            param.grad = _grad_for(param, at)
+        _by_optimizer_step(optimizer, GradScaler("cpu", 4.0))
+    assert taken == [True]
