@@ -1,9 +1,10 @@
 """HostUpdate: main params and state in host memory, updated there by the host's kernels: the bits of a device's.
 
 Gradients travel to the host, with overlap while backward runs, and behind it the decision's few numbers. A thread waits
-for them, nobody else does; it updates unit by unit, in the order of the next forward, and each unit's 16-bit weights
-travel back at once. No main param and no state is written before the decision has arrived, so clipping and skipping are
-exact.
+for them, nobody else does, except where gradients share memory, see :mod:`megascale.main_params.grad_memory`: there the
+caller waits until the thread has read one before it copies the next to the same place. The thread updates unit by unit,
+in the order of the next forward, and each unit's 16-bit weights travel back at once. No main param and no state is
+written before the decision has arrived, so clipping and skipping are exact.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -20,6 +20,7 @@ from megascale.main_params import update_unit
 from megascale.main_params.weight_arrivals import WeightArrivals
 from megascale.step.compute_choice import STEPS
 from megascale.step.host_update import HostUpdate
+from tests.cases import cases
 from tests.offload_lives import ACTIONS, Life, first_difference, same
 from tests.training import INNER, Sign, Tiny, model
 
@@ -31,6 +32,7 @@ COMPACT: dict[str, Any] = {
     "exp_avg_dtype": torch.int8,
     "exp_avg_sq_dtype": torch.uint8,
 }
+STORED: dict[str, dict[str, Any]] = {"fp32": {}, "compact": COMPACT}
 HOLDERS = ("replicated", "synced", "elements", "parameters")
 
 
@@ -44,12 +46,13 @@ def _slots(optimizer: MixedPrecisionOptimizer) -> list[int | None]:
     return [param.twin.slot for param in optimizer._member.main_params if param.twin is not None]
 
 
-@pytest.mark.parametrize("stored", [{}, COMPACT], ids=["fp32", "compact"])
 @pytest.mark.parametrize(
-    "held", [pytest.param(held, marks=() if held == "replicated" else pytest.mark.slow) for held in HOLDERS]
+    ("held", "name"),
+    cases(HOLDERS, STORED, quick=lambda *case: case == ("replicated", "compact"), rest=pytest.mark.slow),
 )
-def test_no_bit_differs(held: str, stored: dict[str, Any], tmp_path: Path) -> None:
+def test_no_bit_differs(held: str, name: str, tmp_path: Path) -> None:
     """Of a life with all actions, whose checkpoints and state dicts are loaded, with the overlap and without."""
+    stored = STORED[name]
     # Buckets of 24 elements hold two parameters.
     limit = {"optimizer_offload_grad_bytes": (3 if held in ("replicated", "synced") else 5) * 512}
     probe = Life(held, stored | OVERLAP | limit, tmp_path / "probe")
