@@ -4,7 +4,7 @@ A life with main params in host memory shows the same bits as without, in each o
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -15,14 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megascale import DistributedOptimizer, MixedPrecisionOptimizer, OptimizerConfig
-from megascale.errors import MegascaleError
 from megascale.grad_sync import GradSync
 from megascale.main_params import update_unit
 from megascale.utils.dtensors import to_local
 from megascale.utils.nests import tensors_in
-from tests.fake_device.device import FakeDevice, WrittenAfterFree
 from tests.fake_device.training import CODES, scaler
-from tests.training import Sign, bits_equal
+from tests.training import Sign
 
 COUNT, WIDTH = 4, 8
 STEPS = ("step", "overflow", "twice", "step")
@@ -31,7 +29,6 @@ WAIT: dict[str, Any] = {"optimizer_cpu_offload": True}
 VISIT: dict[str, Any] = {"optimizer_cpu_offload": True, "optimizer_offload_compute": "device"}
 SLOTS = OVERLAP | {"optimizer_offload_grad_bytes": 3 * 512}
 """Slices of which all but the last share two slots of 512 bytes: memory is aligned to as many."""
-RUNS = [("late", 0), ("side first", 0), *(("random", seed) for seed in range(4))]
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,10 @@ def model_of_life() -> nn.Sequential:
 def _fully_sharded(module: nn.Sequential) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    if not dist.is_initialized():
+        dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
     mesh = init_device_mesh("cuda", (1,))
     for part in (*module, module):
         fully_shard(part, mesh=mesh)
@@ -319,33 +319,6 @@ def _lived_so(life: Life, way: dict[str, Any]) -> list[Tensor]:
     states = [to_local(value) for entry in optimizer.state.values() for value in tensors_in(entry)]
     left = [*shown, *mains, *states, *map(to_local, module.parameters())]
     return [value.detach().cpu() for value in left]
-
-
-def differs(device: FakeDevice, life: Life, expected: list[Tensor], order: str, seed: int) -> bool:
-    """Return whether a life shows other bits in one order of the device's streams, or raises."""
-    try:
-        with device.running(order, seed):
-            values = lived(life, life.way)
-    except (WrittenAfterFree, MegascaleError):
-        return True
-    return len(values) != len(expected) or not all(map(bits_equal, values, expected))
-
-
-def differing(device: FakeDevice, lives: Sequence[Life]) -> list[tuple[Life, str, int]]:
-    """Return which lives, in which orders, have other bits than without offload and with streams that run at once."""
-    found = []
-    if any(life.held == "fsdp2" for life in lives):
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
-        dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
-    for life in lives:
-        expected = lived(life, {})
-        found += [(life, order, seed) for order, seed in RUNS if differs(device, life, expected, order, seed)]
-        with device.running("late"):  # without offload a second stream waits for weights if its user lets it
-            plain = expected if "streams" in life.actions else lived(life, {})
-        if not all(map(bits_equal, plain, expected)):
-            found.append((life, "without offload", 0))
-    return found
 
 
 def actions_of(held: str) -> list[str]:

@@ -27,12 +27,12 @@ from tests.fake_device.lives import (
     Life,
     Trained,
     backward,
-    differs,
     lived,
     model_of_life,
     optimizer_of,
     steps_and,
 )
+from tests.fake_device.orders import differs
 from tests.fake_device.process import OnDevice
 from tests.fake_device.record import Record
 from tests.training import bits_equal
@@ -174,9 +174,9 @@ def _not_forgotten(device: FakeDevice) -> tuple[bool, bool]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(ACTIONS, "late freeze", _late_freeze)
         expected = lived(life, {})
-        right = not differs(device, life, expected, "late", 0)
+        right = not differs(device, lived, life, expected, ("late", 0))
         patched.setattr(GradCopies, "forget", lambda _: None)
-        return right, not differs(device, life, expected, "late", 0)
+        return right, not differs(device, lived, life, expected, ("late", 0))
 
 
 @pytest.mark.slow
@@ -285,4 +285,4 @@ def test_slots_without_pinned_memory(on_device: OnDevice, order: str) -> None:
 
 def _pageable(device: FakeDevice, order: str) -> bool:
     life = Life("replicated", SLOTS | {"pin_cpu_grads": False}, steps_and("read"))
-    return not differs(device, life, lived(life, {}), order, 0)
+    return not differs(device, lived, life, lived(life, {}), (order, 0))

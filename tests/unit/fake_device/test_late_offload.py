@@ -17,7 +17,6 @@ from tests.fake_device.lives import (
     HELD,
     LIVES,
     OVERLAP,
-    RUNS,
     SLOTS,
     VISIT,
     WAIT,
@@ -26,15 +25,13 @@ from tests.fake_device.lives import (
     Life,
     actions_of,
     backward,
-    differing,
-    differs,
     lived,
     model_of_life,
     optimizer_of,
     steps_and,
 )
+from tests.fake_device.orders import RUNS, differing, differs, noticed, waits_of
 from tests.fake_device.process import OnDevice
-from tests.fake_device.record import WAITS as WAIT_KINDS
 
 QUICK = {f"replicated, {name}" for name in ("overlap", "visits", "clipped", "last", "slots")}
 QUICK |= {"codes", "fraction"}
@@ -47,7 +44,7 @@ QUICK |= {"codes", "fraction"}
 )
 def test_no_bit_differs(on_device: OnDevice, name: str) -> None:
     """Steps, overflows, clipping, accumulation, readers: in each order of streams the bits of a life without it."""
-    assert on_device(differing, LIVES[name]) == []
+    assert on_device(differing, lived, LIVES[name]) == []
 
 
 def _random_lives(device: FakeDevice, held: str, seed: int) -> list[tuple[Life, str, int]]:
@@ -57,7 +54,7 @@ def _random_lives(device: FakeDevice, held: str, seed: int) -> list[tuple[Life, 
         way = draw.choice(list(WAYS.values()))
         known = [action for action in actions_of(held) if action != "streams" or way in (OVERLAP, SLOTS)]
         lives.append(Life(held, way, tuple(draw.choices(known, k=6))))
-    return differing(device, lives)
+    return differing(device, lived, lives)
 
 
 @pytest.mark.slow
@@ -84,36 +81,13 @@ WAITS = {
 """The functions of the offload's way that wait for a device, and a life that goes wrong without."""
 
 
-def _key(line: str) -> str:
-    """Return a line's module and function, as ``WAITS`` has them."""
-    place, _, function = line.partition(" ")
-    return f"{place.split(':')[0]} {function}"
-
-
-def _waits(life: Life, device: FakeDevice) -> set[str]:
-    with device.running("late"), device.watch() as seen:
-        lived(life, life.way)
-    return {call.line() for call in seen if call.kind in WAIT_KINDS and call.line()}
-
-
-def _noticed(device: FakeDevice, key: str) -> dict[str, list[tuple[str, int]]]:
-    """Return the lines of ``key`` that wait, and the orders in which a life without that wait has other bits."""
-    life = WAITS[key]
-    expected = lived(life, {})
-    found = {}
-    for line in (line for line in _waits(life, device) if _key(line) == key):
-        with device.without(line):
-            found[line] = [run for run in RUNS if differs(device, life, expected, *run)]
-    return found
-
-
 @pytest.mark.sampled(3, "slow")
 @pytest.mark.parametrize(
     "key", [pytest.param(key, marks=pytest.mark.slow if "streamed" in key else ()) for key in WAITS]
 )
 def test_each_wait_is_needed(on_device: OnDevice, key: str) -> None:
     """Without one wait, bits differ in some order: removing it from the library makes this file fail."""
-    found = on_device(_noticed, key)
+    found = on_device(noticed, lived, WAITS[key], key)
     assert found
     assert all(found.values()), found
 
@@ -146,7 +120,7 @@ def _waits_in(module: str) -> Iterator[str]:
 
 
 def _all_lines(device: FakeDevice) -> set[str]:
-    return {line.split(" ")[0] for life in WAITS.values() for line in _waits(life, device)}
+    return {line.split(" ")[0] for life in WAITS.values() for line in waits_of(device, lived, life)}
 
 
 def test_every_wait_of_the_source_is_among_them(on_device: OnDevice) -> None:
@@ -168,7 +142,7 @@ def _without_begin(device: FakeDevice, held: str) -> list[tuple[str, int]]:
                 wait_for(own, params)
 
         patched.setattr(gather.ParamGather, "wait_for", no_begin)
-        return [run for run in RUNS if differs(device, life, expected, *run)]
+        return [run for run in RUNS if differs(device, lived, life, expected, run)]
 
 
 @pytest.mark.parametrize("held", [pytest.param("elements", marks=pytest.mark.slow), "parameters"])

@@ -6,7 +6,7 @@ Collectives are those of tests/fake_device/ranks.py: they travel between two pro
 import ast
 import inspect
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -18,24 +18,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megascale import DistributedOptimizer, MixedPrecisionOptimizer, OptimizerConfig
-from megascale.errors import MegascaleError
 from megascale.grad_sync import GradSync, reduction
 from megascale.main_params import update_unit
 from megascale.utils.dtensors import to_local
 from megascale.utils.nests import tensors_in
-from tests.fake_device.device import FakeDevice, WrittenAfterFree
+from tests.fake_device.device import FakeDevice
+from tests.fake_device.lives import COUNT, OVERLAP, SLOTS, STEPS, VISIT, WAIT, WIDTH, Life, steps_and
+from tests.fake_device.orders import RUNS, Run, differing, noticed, waits_of
 from tests.fake_device.process import OnDevice
 from tests.fake_device.ranks import StreamGroup
-from tests.fake_device.record import WAITS as WAIT_KINDS
 from tests.fake_device.training import scaler
-from tests.training import bits_equal
 
-COUNT, WIDTH = 4, 8
-OVERLAP: dict[str, Any] = {"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True}
-WAIT: dict[str, Any] = {"optimizer_cpu_offload": True}
-VISIT: dict[str, Any] = {"optimizer_cpu_offload": True, "optimizer_offload_compute": "device"}
-SLOTS: dict[str, Any] = OVERLAP | {"optimizer_offload_grad_bytes": 3 * 512}
-"""Of a rank's four slices, of 512 bytes when aligned, the first three share slots."""
 SHARDED: dict[str, dict[str, Any]] = {
     "elements": {},
     "elements ahead": {"overlap_param_gather": True},
@@ -45,22 +38,6 @@ SHARDED: dict[str, dict[str, Any]] = {
     "hybrid": {},
 }
 """Ways of holding that are a DistributedOptimizer's, and its options."""
-RUNS = [("late", 0), ("side first", 0), *(("random", seed) for seed in range(3))]
-
-
-@dataclass(frozen=True)
-class Life:
-    """What two ranks train, how, and what comes between steps.
-
-    Attributes:
-        held: how parameters are held.
-        way: of offload; the other life has none.
-        actions: one after the other, of ``ACTIONS``.
-    """
-
-    held: str
-    way: dict[str, Any]
-    actions: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -189,7 +166,6 @@ ACTIONS: dict[str, Callable[[Trained], list[Tensor]]] = {
     "offload": _trip,
     "move": _move,
 }
-STEPS = ("step", "overflow", "twice", "step")
 HELD = ("synced", "elements", "elements ahead", "parameters", "parameters ahead", "fsdp2")
 WAYS = {"overlap": OVERLAP, "waits": WAIT, "visits": VISIT, "slots": SLOTS}
 
@@ -214,42 +190,15 @@ def _lived_so(life: Life, way: dict[str, Any]) -> list[Tensor]:
     return [value.detach().cpu() for value in left]
 
 
-def _differs(device: FakeDevice, life: Life, expected: list[Tensor], order: str, seed: int) -> bool:
-    try:
-        with device.running(order, seed):
-            values = _lived(life, life.way)
-    except (WrittenAfterFree, MegascaleError):
-        return True
-    return len(values) != len(expected) or not all(map(bits_equal, values, expected))
-
-
-def _differing(device: FakeDevice, lives: Sequence[Life]) -> list[tuple[Life, str, int]]:
-    """Return which lives, in which orders, have other bits than without offload and with streams that run at once."""
-    found = []
-    for life in lives:
-        expected = _lived(life, {})
-        found += [(life, order, seed) for order, seed in RUNS if _differs(device, life, expected, order, seed)]
-        with device.running("late"):
-            plain = _lived(life, {})
-        if not all(map(bits_equal, plain, expected)):
-            found.append((life, "without offload", 0))
-    return found
-
-
-def _between(action: str) -> tuple[str, ...]:
-    """Return steps with an action after each."""
-    return tuple(one for step in STEPS for one in (step, action))
-
-
 LIVES: dict[str, Life] = {
-    **{f"{held}, {name}": Life(held, way, STEPS) for held in HELD for name, way in WAYS.items()},
+    **{f"{held}, {name}": Life(held, way) for held in HELD for name, way in WAYS.items()},
     **{
-        f"{held}, {action}": Life(held, OVERLAP, _between(action))
+        f"{held}, {action}": Life(held, OVERLAP, steps_and(action))
         for held in HELD
         for action in ACTIONS
         if action not in STEPS
     },
-    "bf16 travels": Life("bf16 travels", OVERLAP, STEPS),
+    "bf16 travels": Life("bf16 travels", OVERLAP),
 }
 QUICK = {"synced, overlap", "elements ahead, overlap", "fsdp2, overlap"}
 """The lives that are no slow tests."""
@@ -261,15 +210,14 @@ QUICK = {"synced, overlap", "elements ahead, overlap", "fsdp2, overlap"}
 )
 def test_no_bit_differs(on_device: OnDevice, name: str) -> None:
     """Steps, an overflow of one rank, accumulation, readers: in each order the bits of a life without offload."""
-    assert on_device.ranks(2, _differing, [LIVES[name]]) == [[], []]
+    assert on_device.ranks(2, differing, _lived, [LIVES[name]], RUNS[:5]) == [[], []]
 
 
-def _random_lives(device: FakeDevice, held: str, seed: int) -> list[tuple[Life, str, int]]:
+def _random_lives(device: FakeDevice, held: str, seed: int) -> list[Any]:
     draw = random.Random(seed)  # the same on each rank
     ways = list(WAYS.values())
-    return _differing(
-        device, [Life(held, draw.choice(ways), tuple(draw.choices(list(ACTIONS), k=6))) for _ in range(3)]
-    )
+    lives = [Life(held, draw.choice(ways), tuple(draw.choices(list(ACTIONS), k=6))) for _ in range(3)]
+    return differing(device, _lived, lives, RUNS[:5])
 
 
 @pytest.mark.slow
@@ -283,7 +231,7 @@ def test_random_lives(on_device: OnDevice, held: str, seed: int) -> None:
 @pytest.mark.slow
 def test_shards_of_two_copies(on_device: OnDevice) -> None:
     """Four ranks: each shard is on two of them, which reduce it once more."""
-    assert on_device.ranks(4, _differing, [Life("hybrid", OVERLAP, STEPS)]) == [[]] * 4
+    assert on_device.ranks(4, differing, _lived, [Life("hybrid", OVERLAP)], RUNS[:5]) == [[]] * 4
 
 
 def _collectives(device: FakeDevice, held: str) -> dict[str, list[int]]:
@@ -300,7 +248,7 @@ def _collectives(device: FakeDevice, held: str) -> dict[str, list[int]]:
                 return every(group, mine, *rest)
 
             patched.setattr(StreamGroup, "_every", counted)
-            _lived(Life(held, way, STEPS), way)
+            _lived(Life(held, way), way)
         sent.sort()
     return found
 
@@ -316,40 +264,22 @@ def test_collectives_are_those_of_a_life_without(on_device: OnDevice, held: str)
 
 
 WAITS: dict[str, tuple[str, int, Life]] = {
-    "statistics of gradients": ("utils.collectives all_reduce_sum_", 2, Life("elements", OVERLAP, STEPS)),
-    "gathered params": ("utils.collectives _keep_error", 2, Life("elements ahead", OVERLAP, STEPS)),
-    "reduced gradients": ("grad_sync.reduction end", 2, Life("synced", OVERLAP, STEPS)),
-    "reduced shards": ("grad_sync.reduction end", 2, Life("parameters", OVERLAP, STEPS)),
-    "shards of two copies": ("grad_sync.reduction wait_for_replicas", 4, Life("hybrid", OVERLAP, STEPS)),
-    "gradients divided aside": ("utils.streams join", 2, Life("synced", OVERLAP, STEPS)),
-    "scratch that is read aside": ("utils.streams write", 2, Life("bf16 travels", OVERLAP, STEPS)),
+    "statistics of gradients": ("utils.collectives all_reduce_sum_", 2, Life("elements", OVERLAP)),
+    "gathered params": ("utils.collectives _keep_error", 2, Life("elements ahead", OVERLAP)),
+    "reduced gradients": ("grad_sync.reduction end", 2, Life("synced", OVERLAP)),
+    "reduced shards": ("grad_sync.reduction end", 2, Life("parameters", OVERLAP)),
+    "shards of two copies": ("grad_sync.reduction wait_for_replicas", 4, Life("hybrid", OVERLAP)),
+    "gradients divided aside": ("utils.streams join", 2, Life("synced", OVERLAP)),
+    "scratch that is read aside": ("utils.streams write", 2, Life("bf16 travels", OVERLAP)),
 }
 """What is waited for; the function that waits, ranks, and a life of them that goes wrong without."""
 QUICK_WAITS = {"gathered params", "reduced gradients"}
 """Those whose tests are no slow ones."""
 
 
-def _key(line: str) -> str:
-    """Return a line's module and function."""
-    place, _, function = line.partition(" ")
-    return f"{place.split(':')[0]} {function}"
-
-
-def _waits(life: Life, device: FakeDevice) -> set[str]:
-    with device.running("late"), device.watch() as seen:
-        _lived(life, life.way)
-    return {call.line() for call in seen if call.kind in WAIT_KINDS and call.line()}
-
-
-def _noticed(device: FakeDevice, awaited: str) -> dict[str, list[tuple[str, int]]]:
-    """Return the lines that wait for it, and the orders in which a life without that wait has other bits."""
-    key, _, life = WAITS[awaited]
-    expected = _lived(life, {})
-    found = {}
-    for line in sorted(line for line in _waits(life, device) if _key(line) == key):
-        with device.without(line):
-            found[line] = [run for run in RUNS[:2] if _differs(device, life, expected, *run)]
-    return found
+def _noticed(device: FakeDevice, awaited: str) -> dict[str, list[Run]]:
+    function, _, life = WAITS[awaited]
+    return noticed(device, _lived, life, function, RUNS[:2])
 
 
 @pytest.mark.parametrize(
@@ -376,7 +306,7 @@ def _waits_of_reductions() -> set[str]:
 
 def _all_lines(device: FakeDevice) -> set[str]:
     lives = [life for _, ranks, life in WAITS.values() if ranks == dist.get_world_size()]
-    return {line.split(" ")[0] for life in lives for line in _waits(life, device)}
+    return {line.split(" ")[0] for life in lives for line in waits_of(device, _lived, life)}
 
 
 @pytest.mark.slow
