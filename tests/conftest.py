@@ -4,6 +4,7 @@ import atexit
 import gc
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -66,6 +67,15 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     if (number := processes(config)) is not None:
         config.option.numprocesses, config.option.dist = number, "loadfile"
         config.option.loadscopereorder = False  # long files first come before short ones
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist, where that is installed
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Start the simulated device in one process, if its tests do not take minutes: see tests/scheduling.py."""
+    from tests.scheduling import ByFile
+
+    are_quick = config.option.markexpr == "not slow"
+    return ByFile(config, log) if are_quick and config.option.dist == "loadfile" else None
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at marks

@@ -163,9 +163,8 @@ def _check_resume(ranks: RankPool, case: Case, folder: Path, worlds: Iterable[in
                 torch.testing.assert_close(mains, saved[3], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "road", [next(iter(ROADS)), *(pytest.param(road, marks=pytest.mark.slow) for road in list(ROADS)[1:])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("road", ROADS)
 def test_saved_at_two_resumed_at_four_and_one(ranks: RankPool, tmp_path: Path, road: str) -> None:
     """fp16 under FSDP2: the state is the same to the bit at 1, 2 and 4 ranks, and training goes on as if uninterrupted.
 

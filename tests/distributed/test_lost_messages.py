@@ -246,11 +246,13 @@ def ended() -> dict[str, tuple[int, str]]:
     return {code: (process.returncode, outputs[code]) for code, process in started.items()}
 
 
+@pytest.mark.slow
 def test_a_stuck_thread_keeps_no_process_alive(ended: dict[str, tuple[int, str]]) -> None:
     """The process ends with its own status."""
     assert ended[STUCK] == (3, "")
 
 
+@pytest.mark.slow
 def test_a_process_ends_after_the_task_under_way(ended: dict[str, tuple[int, str]]) -> None:
     """No task is cut by the interpreter's end where it would have ended by itself."""
     assert ended[ENDS] == (0, "done\n")

@@ -342,6 +342,7 @@ def _joins_alone() -> Any:
     return _watched(run)
 
 
+@pytest.mark.slow
 def test_rank_that_dies_while_a_group_is_made(ranks: RankPool) -> None:
     """The others know after the group's timeout, where torch waits for many of them."""
     with ranks.spawn(2, _joins_alone) as fresh:

@@ -42,13 +42,14 @@ def printed() -> dict[str, str]:
         return {name: program.finish() for name, program in running.items()}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("end", _ENDS)
 def test_a_process_ends_well_whose_gloo_thread_is_late(end: str, printed: dict[str, str]) -> None:
     """Torch alone ends here with SIGABRT: its thread asks for Python's lock when the interpreter is ending."""
     assert printed[end] == "trained\n"
 
 
+@pytest.mark.slow
 def test_a_process_ends_well_without_gloo(printed: dict[str, str]) -> None:
     """Nothing is waited for."""
     assert printed["no gloo"] == "trained\n"

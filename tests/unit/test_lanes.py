@@ -164,3 +164,12 @@ def test_a_sample_of_one_case_is_that_case() -> None:
 def test_programs_that_tests_start_may_keep_bytecode() -> None:
     """Or else each of them compiles the library anew."""
     assert "PYTHONDONTWRITEBYTECODE" not in os.environ
+
+
+def test_the_simulated_device_is_started_by_one_process() -> None:
+    """Files that use it are one scope of the schedule; each other file is one of its own."""
+    scheduling = pytest.importorskip("tests.scheduling", reason="needs pytest-xdist")
+    scopes = scheduling.ByFile._split_scope
+    device = {scopes(None, f"tests/unit/{name}::test") for name in ("fake_device/test_amp.py", "test_descriptions.py")}
+    assert device == {scheduling.DEVICE}
+    assert scopes(None, "tests/unit/test_lanes.py::test[a::b]") == "tests/unit/test_lanes.py"

@@ -222,7 +222,8 @@ def _flip_bits(source: Path, target: Path, stride: int) -> int:
     return named
 
 
-@pytest.mark.parametrize("stride", [53, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stride", [53, 1])
 def test_bit_flips_in_little_memory(folder: Path, tmp_path: Path, ranks: RankPool, stride: int) -> None:
     """Each flipped bit is a named error or harmless, in 128 MiB: a length or a memo index asked for all memory."""
     with ranks.spawn(1, _flip_bits, folder, tmp_path, stride, process_group=False) as fresh:

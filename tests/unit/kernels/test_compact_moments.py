@@ -209,7 +209,8 @@ def test_a_root_between_two_codes_is_held_right_on_average() -> None:
     assert ((held.double().mean(0) - root).abs() < 2.0**-7 * 0.02).all()
 
 
-@pytest.mark.parametrize("period", [5, *(pytest.param(longer, marks=pytest.mark.slow) for longer in (13, 21))])
+@pytest.mark.slow
+@pytest.mark.parametrize("period", [5, 13, 21])
 def test_gradients_that_repeat_leave_no_bias(period: int) -> None:
     """The mean of second moments is right within 3 % where batches come in one order again and again.
 

@@ -419,6 +419,7 @@ def _load_together(build: Build) -> int:
         return build.load()
 
 
+@pytest.mark.slow
 def test_processes_that_begin_together_compile_once(
     build: Build, ranks: RankPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

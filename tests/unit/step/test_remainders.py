@@ -75,6 +75,7 @@ def test_training_is_that_of_fp32_main_params(rule: str, dtype: torch.dtype) -> 
             assert value.numel() == 0 or float(apart.max()) <= 2.0**-21 * float(value.abs().max())
 
 
+@pytest.mark.slow
 @pytest.mark.native
 def test_moments_of_8_bits_beside_remainders() -> None:
     """Both together: the same bits on all backends, and 6.25 bytes a parameter."""
