@@ -9,7 +9,6 @@ from typing_extensions import override
 
 from megascale.kernels import Backend, Decision, host_backend
 from megascale.main_params.grad_memory import GradMemory, copies_in
-from megascale.main_params.host_twin import HostTwin
 from megascale.main_params.main_param import MainParam
 from megascale.step.torch_step import GeneralUpdate
 from megascale.step.update import InnerUpdate, MarkWritten, OverflowFlags, PendingUpdate
@@ -51,8 +50,7 @@ class HostOwnStep(GeneralUpdate):
     def prepare(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
         """See :class:`GeneralUpdate`. Raises UsageError for too little host memory."""
         ready = super().prepare(updates)
-        there = [(pending, twins) for pending in ready if (twins := _twins(pending))]
-        self._memory.make([(twins, pending.grads) for pending, twins in there])
+        self._memory.make([(twins, pending.grads) for pending in ready if (twins := pending.twins)])
         return ready
 
     @override
@@ -72,15 +70,9 @@ class HostOwnStep(GeneralUpdate):
 
     def _sent(self, pending: PendingUpdate) -> PendingUpdate:
         """Queue the copies of a unit's gradients to the host; return the unit with them."""
-        twins = _twins(pending)
-        if not twins:
+        if not pending.twins:
             return pending
-        copies = copies_in(twins)
+        copies = copies_in(pending.twins)
         for at in range(len(copies)):
             copies[at].copy_(pending.grads[at], non_blocking=has_streams(self._device))
         return replace(pending, grads=copies)
-
-
-def _twins(pending: PendingUpdate) -> list[HostTwin]:
-    """Return the twins of a unit's parameters, which all have one, or none."""
-    return [param.twin for param in pending.params if param.twin is not None]

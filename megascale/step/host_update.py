@@ -152,7 +152,7 @@ class HostUpdate(InnerUpdate):
 
     def _as_computed(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
         """Return updates as they are computed: in host memory, by options that the thread may read later."""
-        is_new = self._memory.make([(_twins(pending), pending.grads) for pending in updates])
+        is_new = self._memory.make([(pending.twins, pending.grads) for pending in updates])
         if is_new and self._copies is not None:
             self._copies.forget()
         return [replace(_copied(pending), options=_host_options(pending.options)) for pending in updates]
@@ -268,13 +268,9 @@ class HostUpdate(InnerUpdate):
         return task
 
 
-def _twins(pending: PendingUpdate) -> list[HostTwin]:
-    return [param.twin for param in pending.params if param.twin is not None]
-
-
 def _copied(pending: PendingUpdate) -> PendingUpdate:
     """Return a unit's update with the gradients' copies in host memory."""
-    return replace(pending, grads=copies_in(_twins(pending)))
+    return replace(pending, grads=copies_in(pending.twins))
 
 
 def _uncounted_write() -> GradientError:
