@@ -131,7 +131,7 @@ def _fails_together(kind: str, broken: str, culprit: int) -> tuple[str, str, boo
     return type(caught.value).__name__, str(caught.value), unchanged and same
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("broken", "kind"),
     cases(

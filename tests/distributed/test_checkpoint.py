@@ -180,6 +180,7 @@ def _load_damaged(directory: Path) -> tuple[str, list[str]]:
     return message, differences(state_of(model, optimizer), before)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "finder"), [(".metadata", 0), ("__0_0.distcp", 1), ("__1_0.distcp", 0)])
 @pytest.mark.parametrize("how", ["damaged", "missing"])
 def test_damaged_file_is_one_error_on_all_ranks(

@@ -51,6 +51,7 @@ def _sharded_by_us(option: str) -> list[Any]:
     ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("option", ["sharded", "flat", "full", "full_from_rank_0"])
 def test_distributed_optimizer(ranks: RankPool, option: str) -> None:
     """A DistributedOptimizer's state dict is whole, on the host, and passes through the functions as it is."""
@@ -69,6 +70,7 @@ def _stateful_distributed_optimizer(folder: str, road: str, write: bool) -> dict
     return whole_state(optimizer)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "road",
     cases(

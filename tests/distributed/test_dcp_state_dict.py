@@ -251,7 +251,7 @@ def _is_quick(name: str, option: str) -> bool:
     }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "option"), cases(["fp16", "fp32_params", "sgd_without_state"], OPTIONS, quick=_is_quick)
 )
@@ -267,6 +267,7 @@ def test_state_dict_functions(ranks: RankPool, name: str, option: str) -> None:
             assert (count == 0) == (option == "full_from_rank_0" and rank == 1)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("steps", [0, 9])
 def test_state_dict_functions_on_an_optimizer_with_its_own_step(ranks: RankPool, steps: int) -> None:
     """An optimizer whose state appears at its first step is not stepped to make it appear."""
@@ -308,6 +309,7 @@ def _frozen_round_trip(kind: str, option: str, frozen: str, steps: tuple[int, in
     return [name for name in differ if "head.weight" not in name]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("kind", "option"),
     cases(
@@ -346,6 +348,7 @@ def _lost(option: str) -> list[Any]:
     return [str(caught.value), untouched, unlike(whole_state(resumed), whole_state(optimizer))]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("option", ["flat", "full_from_rank_0"])
 def test_state_that_torch_would_drop_is_missed(ranks: RankPool, option: str) -> None:
     """Where torch's functions take names from the live optimizer, which has no state yet, all ranks raise alike.
@@ -436,6 +439,7 @@ def _wrapped(kind: str) -> list[Any]:
     return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "kind", [pytest.param("compiled", marks=pytest.mark.slow), "activation_checkpointing", "renamed"]
 )

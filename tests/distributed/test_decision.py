@@ -38,6 +38,7 @@ def _poison_every_rank_in_turn(inner: str, poison: float) -> list[Any]:
     return [scales, snapshot(optimizer, module), optimizer.num_skipped_steps.item()]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("world", "inner", "poison"),
     cases(
@@ -70,6 +71,7 @@ def _collectives(num_tensors: int, count_zeros: bool) -> tuple[int, int]:
     return mode.get_total_counts(), int(optimizer.num_skipped_steps)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("count_zeros", [False, True])
 def test_one_collective_for_any_number_of_tensors(ranks: RankPool, count_zeros: bool) -> None:
     """Invariant 8: one all-reduce a step, for 10 and for 1,000 tensors, with clipping and zero count."""

@@ -145,7 +145,7 @@ def _is_quick_at_two(world: int, inner: str, dtype: torch.dtype, overlap: bool) 
     return (overlap or dtype == torch.float16) if world == 2 else (inner, dtype) == ("adamw", torch.float16)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("world", "inner", "dtype", "overlap"),
     cases(
@@ -167,6 +167,7 @@ def test_bits_of_the_replicated_optimizer(
         assert same(module, twin)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("inner", ["amsgrad", "dampened", "rmsprop"])
 def test_bits_of_other_optimizers(ranks: RankPool, inner: str) -> None:
     """Options with more state, and an optimizer that runs through its own step(), shard alike."""
@@ -176,6 +177,7 @@ def test_bits_of_other_optimizers(ranks: RankPool, inner: str) -> None:
         assert same(module, twin)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("inner", ["adamw", "sgd"])
 @pytest.mark.parametrize("world", [pytest.param(3, marks=pytest.mark.slow), 4])
 def test_near_ddp_on_more_ranks(ranks: RankPool, world: int, inner: str) -> None:
@@ -210,6 +212,7 @@ def _is_quick_at_any(world: int, inner: str, dtype: torch.dtype) -> bool:
     return (world, inner, dtype) in {(3, "sgd", torch.bfloat16), (2, "adamw", torch.float16)}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("world", "inner", "dtype"),
     cases(SIZES, ["adamw", "sgd"], [torch.float16, torch.bfloat16], quick=_is_quick_at_any),
@@ -367,6 +370,7 @@ def _bytes() -> dict[str, float]:
     }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("world", SIZES)
 def test_bytes_of_state(ranks: RankPool, world: int) -> None:
     """Per parameter and rank: 2 of the model, 4 of the main grad, 12/d of main param and moments; padding aside."""

@@ -30,7 +30,7 @@ PARAMS = [
 ]
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(5)
 @pytest.mark.native
 @pytest.mark.parametrize(("case", "layout"), PARAMS)
 def test_an_earlier_checkpoint_loads_on_two_ranks(ranks: RankPool, earlier: Path, case: Case, layout: str) -> None:

@@ -53,6 +53,7 @@ def compare(
             assert real.payload.get(name, 0) == sum(c.payload for c in chosen)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("precision", "sharding", "optimizer", "world"),
     cases(PRECISIONS, SHARDINGS, ("adamw", "momentum"), (1, 2, 4), quick=lambda *case: case in QUICK),

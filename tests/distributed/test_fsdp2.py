@@ -62,6 +62,7 @@ def _train(inner: str) -> list[Any]:
     return [seen, expected, max(differences), owned]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("world", "inner"),
     cases([2, 4], ["adamw_fused", "sgd_momentum_fused"], quick=lambda world, inner: (world == 4) == ("adamw" in inner)),

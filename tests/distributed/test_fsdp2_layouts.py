@@ -80,7 +80,7 @@ FSDP2 = {
 QUICK = ("fp16_params", "fp32_params_fp16_compute", "kept_whole_after_forward", "its_own_step")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", cases(FSDP2, quick=lambda name: name in QUICK))
 def test_fsdp2_is_one_process(ranks: RankPool, name: str) -> None:
     """Two ranks, gradients reduced in fp32, an overflow in each quarter of the data: as fp32 masters by hand."""

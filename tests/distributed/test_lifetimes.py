@@ -138,6 +138,7 @@ def _wait_until(done: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("kind", "moment", "world_size"),
     cases(MAKERS, DROPS, [1, 2], quick=lambda kind, moment, world_size: world_size == 2),
@@ -185,6 +186,7 @@ def _trained_again(kind: str, module: nn.Module) -> dict[str, Tensor]:
     return weights(module)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("first", "world_size", "moment"),
     [

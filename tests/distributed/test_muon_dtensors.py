@@ -158,6 +158,7 @@ CASES = [("rows", 2), ("columns", 2), ("some whole", 2), *((layout, 4) for layou
 QUICK = [("rows", 2), ("2x2, cut twice", 4)]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("layout", "world"),
     [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES],

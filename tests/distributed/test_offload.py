@@ -59,7 +59,7 @@ def _shards(shard: str, overlap: bool) -> list[bool]:
     return [*seen, same(flat(ours.state_dict()), flat(theirs.state_dict()))]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("shard", ["elements", "parameters"])
 def test_shards(ranks: RankPool, shard: str, overlap: bool) -> None:
@@ -94,6 +94,7 @@ def _fully_sharded(options: dict[str, Any]) -> list[bool]:
     return [*seen, all(map(bits_equal, *([to_local(one) for one in own.parameters()] for own in (module, twin))))]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [{}, {"store_param_remainders": True}], ids=["fp32", "remainders"])
 def test_fsdp2(ranks: RankPool, options: dict[str, Any]) -> None:
     """The same of DTensors, whose local tensors go."""
@@ -163,7 +164,7 @@ LIMITS = {"synced": 8, "elements": 4, "parameters": 4}
 """Bounds that do not suffice for all gradients of ``net()`` on rank 0, in units of 512 bytes."""
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("held", "way", "amount"),
     cases(
@@ -284,7 +285,7 @@ def _locals(saved: dict[str, Any]) -> list[Tensor]:
     return [to_local(one) for one in tensors_in(saved)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "options",
     [{}, {"exp_avg_dtype": torch.bfloat16}, {"store_param_remainders": True}],

@@ -125,6 +125,7 @@ def _is_quick(inner: str, world: int) -> bool:
     return (inner, world) in {("muon", 2), ("adafactor", 2)}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("inner", "world"),
     [

@@ -65,6 +65,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", VARIANTS)
 def test_added_removed_frozen_and_thawed_parameters(ranks: RankPool, tmp_path: Path, kind: str) -> None:
     """By name in the error, with nothing changed; or, not strict, listed, and all the rest is loaded."""

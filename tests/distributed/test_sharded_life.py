@@ -120,6 +120,7 @@ def _loaded_weights(overlap: bool) -> list[bool]:
     return [kept, survived, moved, not main.any()]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_weights_that_others_write_are_followed(ranks: RankPool, overlap: bool) -> None:
     """Invariant 6: loading weights refreshes every rank's pieces; new storage moves back into the bucket."""
@@ -401,6 +402,7 @@ def _loaded_state(overlap: bool) -> list[Any]:
     return [loaded, kept, all(bits_equal(value, expected[name]) for name, value in taken.items()), str(caught.value)]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_loaded_state_reaches_every_rank(ranks: RankPool, overlap: bool) -> None:
     """Invariant 6: a load rounds each rank's pieces and gathers them; what is frozen here is named, or left alone."""

@@ -61,7 +61,7 @@ def _round_trip(kind: str, reader: str) -> list[Any]:
     return [*found, unlike(whole_state(resumed), whole_state(optimizer))]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("kind", "reader"), cases(KINDS, READERS, quick=lambda kind, reader: (kind == "fsdp2") == (reader == READERS[1]))
 )
@@ -85,6 +85,7 @@ def _load_elsewhere(folder: str, kind: str) -> tuple[str, list[str]]:
     return str(caught.value), unlike(whole_state(optimizer), before)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["elements", "parameters"])
 def test_on_other_ranks_the_error_names_the_pieces(ranks: RankPool, kind: str, tmp_path: Path) -> None:
     """Four ranks find files of two: the same error on all, before anything has changed."""

@@ -208,7 +208,7 @@ EXAMPLES = settings(
 )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", SYNC_OPTIONS)
 @given(plan=plans())
 @EXAMPLES

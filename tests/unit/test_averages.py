@@ -104,6 +104,7 @@ class _Oracle:
         assert bits_equal(averages.n_averaged, self.averaged.n_averaged)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("rule", "use_buffers"),
     # torch's get_swa_multi_avg_fn cannot average a count, such as BatchNorm's

@@ -340,6 +340,7 @@ CASES = [(name, True) for name in SCENARIOS] + [
 ]
 
 
+@pytest.mark.sampled(35)
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
 @pytest.mark.parametrize(
     ("case", "optimizer"),

@@ -38,7 +38,7 @@ QUICK |= {"codes", "fraction"}
 """The lives that are no slow tests."""
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in LIVES]
 )
@@ -81,7 +81,7 @@ WAITS = {
 """The functions of the offload's way that wait for a device, and a life that goes wrong without."""
 
 
-@pytest.mark.sampled(3, "slow")
+@pytest.mark.sampled(2, "slow")
 @pytest.mark.parametrize(
     "key", [pytest.param(key, marks=pytest.mark.slow if "streamed" in key else ()) for key in WAITS]
 )

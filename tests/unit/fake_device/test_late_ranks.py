@@ -282,6 +282,7 @@ def _noticed(device: FakeDevice, awaited: str) -> dict[str, list[Run]]:
     return noticed(device, _lived, life, function, RUNS[:2])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "awaited",
     [pytest.param(one, marks=() if one in QUICK_WAITS else pytest.mark.slow) for one in WAITS],

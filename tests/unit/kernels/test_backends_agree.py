@@ -34,6 +34,7 @@ def _live(trace: Path, *arguments: object) -> dict[str, int]:
     return counts
 
 
+@pytest.mark.slow
 @pytest.mark.native
 def test_backends_live_alike(tmp_path: Path) -> None:
     """Invariants 3, 9 and 10: steps, skips, odd gradients, moved and broken parameters and state, groups, options,

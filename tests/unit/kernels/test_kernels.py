@@ -78,6 +78,7 @@ def test_fp16_norm_does_not_overflow(name: str) -> None:
     assert stats.zeros is None
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     ("inner", "dtype"),
     cases(
@@ -146,6 +147,7 @@ def _trained_with_skips(backend: str, inner: str) -> tuple[list[bool], dict[str,
     return landed, dict(optimizer.main_params()), snapshot(optimizer, module)
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", ALL[1:])
 @pytest.mark.parametrize("inner", INNER)
 def test_backend_equals_reference(inner: str, name: str) -> None:
@@ -184,7 +186,7 @@ def test_torchs_kernel_runs_momentum_without_dampening(dampening: float, momentu
     torch.testing.assert_close(*mains, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ALL[1:])
 @pytest.mark.parametrize("inner", ["adamw_fused", "adam_amsgrad", "sgd_momentum_fused", "sgd_dampening", "lion"])
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float16), (torch.float16, torch.bfloat16)])

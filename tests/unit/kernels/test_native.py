@@ -269,6 +269,7 @@ def test_statistics_are_the_same_bits_for_any_threads_and_vectors(dtype: torch.d
         assert torch.equal(found.zeros, expected.zeros)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.native
 @pytest.mark.parametrize("threads", cases([1, 2, 7, 40], quick=lambda threads: threads in {2, 40}))
 def test_each_chunk_is_updated_once_whoever_takes_it(threads: int) -> None:
@@ -288,7 +289,7 @@ def test_each_chunk_is_updated_once_whoever_takes_it(threads: int) -> None:
         assert _same(ours, theirs)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.native
 @pytest.mark.parametrize("native", VECTORS, indirect=True)
 @pytest.mark.parametrize("offset", [0, 1])

@@ -161,7 +161,7 @@ def _on_reference(update: Update, operands: Operands, held: bool, decision: Deci
     return backend.on_decoded(operands, lambda each: update(backend, each, decision), decision.found_inf)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("rule", [pytest.param(one, marks=() if one in QUICK else pytest.mark.slow) for one in RULES])
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(

@@ -104,7 +104,7 @@ UPDATES: dict[str, tuple[Update, list[str]]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("rule", UPDATES)
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=st.lists(_rows(), min_size=1, max_size=3), skip=st.booleans())

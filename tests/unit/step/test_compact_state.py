@@ -67,7 +67,7 @@ def trained(make: Callable[[], Bag], inner: Inner, steps: int, **options: Any) -
 HELD = [(0, "adamw"), (0, "adam"), (0, "amsgrad"), (1, "adamw"), (2, "adam")]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.native
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("held", HELD)
@@ -81,7 +81,7 @@ def test_backends_have_the_same_bits(held: tuple[int, str], dtype: torch.dtype) 
     assert all(same_bits(found[0], other) for other in found[1:])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.native
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("inner", AVERAGES)
@@ -461,6 +461,7 @@ SCALES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("backend", "kind"),
     [

@@ -30,7 +30,7 @@ def _differs(held: str, actions: list[str], stored: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    "held", [pytest.param(held, marks=pytest.mark.slow if held in ("elements", "parameters") else ()) for held in HELD]
+    "held", [pytest.param(held, marks=pytest.mark.slow if held != "replicated" else ()) for held in HELD]
 )
 @given(LIVES, st.sampled_from([{}, COMPACT]))
 @settings(max_examples=5, deadline=None)

@@ -51,7 +51,7 @@ def trained(dtype: torch.dtype, inner: Inner, steps: int = 5, **options: Any) ->
     return snapshot(optimizer, module)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.native
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rule", RULES)
