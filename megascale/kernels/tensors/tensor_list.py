@@ -185,8 +185,8 @@ class GradReader:
 
 
 def are_grads(forms: Forms) -> bool:
-    """Return whether plain tensors of these forms, at least one, can be gradients."""
-    return forms.types == {Tensor} and all(dtype.is_floating_point for dtype in forms.kinds)
+    """Return whether plain tensors of these forms can be gradients."""
+    return all(dtype.is_floating_point for dtype in forms.kinds)
 
 
 def _are_grads_of(params: list[Tensor], forms: Forms) -> bool:

@@ -269,6 +269,7 @@ ODD_GRADS: dict[str, Callable[[Tensor], Tensor]] = {
     "expanded": lambda g: torch.ones(1).to(g.dtype).expand(16),
     "with_gaps": lambda g: torch.stack([g, g], 1)[:, 1],
     "backwards": lambda g: g.flip(0),
+    "a_parameter": lambda g: nn.Parameter(g),
 }
 QUICK_ODD = [("adamw", torch.float16), ("sgd_momentum", torch.float32)]
 
