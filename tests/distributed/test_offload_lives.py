@@ -45,12 +45,7 @@ def test_every_action_is_one(ranks: RankPool, held: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("held", "seed"),
-    cases(
-        HOLDERS,
-        range(12),
-        quick=lambda *case: case == ("parameters", 0),
-        rest=pytest.mark.slow,
-    ),
+    cases(HOLDERS, range(12), quick=lambda *case: case == ("parameters", 0)),
 )
 def test_random_lives(ranks: RankPool, held: str, seed: int, tmp_path: Path) -> None:
     """Each way of holding parameters, with a seed's actions: moves of state, loads and checkpoints among them."""

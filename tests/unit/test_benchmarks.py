@@ -325,7 +325,7 @@ def test_figures_are_what_the_program_draws(tmp_path: Path, monkeypatch: pytest.
         assert 'width="100%"' not in text  # no background
 
 
-@pytest.mark.weekly(minutes=0.2)
+@pytest.mark.weekly(minutes=1)
 @pytest.mark.parametrize("states", ["float32", "compact"])
 def test_native_levels_are_timed_and_leave_the_same_bits(states: str) -> None:
     """A row for what is compiled here, for each level of a wheel's libraries that this CPU has, and for torch."""
@@ -401,7 +401,7 @@ def test_certificate_compares_the_same_training(tmp_path: Path) -> None:
     assert [row["from fp32 states, ties moved"] for row in weights] == ["0", "0"]
 
 
-@pytest.mark.weekly(minutes=0.2)
+@pytest.mark.weekly(minutes=2)
 def test_two_checkouts_take_turns_with_all_states(tmp_path: Path) -> None:
     """Each rule, dtype and kind of states has a row, also SGD, which has no second moment to hold as codes."""
     out = tmp_path / "table.md"

@@ -35,12 +35,12 @@ from tests.fake_device.process import OnDevice
 
 QUICK = {f"replicated, {name}" for name in ("overlap", "visits", "clipped", "last", "slots")}
 QUICK |= {"codes", "fraction"}
-"""The lives that are no slow tests."""
+"""The lives that are not of one day of the week."""
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in LIVES]
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.weekly) for name in LIVES]
 )
 def test_no_bit_differs(on_device: OnDevice, name: str) -> None:
     """Steps, overflows, clipping, accumulation, readers: in each order of streams the bits of a life without it."""
@@ -57,7 +57,7 @@ def _random_lives(device: FakeDevice, held: str, seed: int) -> list[tuple[Life, 
     return differing(device, lived, lives)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly(minutes=0.1)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("held", HELD)
 def test_random_lives(on_device: OnDevice, held: str, seed: int) -> None:

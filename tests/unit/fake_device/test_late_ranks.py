@@ -201,12 +201,12 @@ LIVES: dict[str, Life] = {
     "bf16 travels": Life("bf16 travels", OVERLAP),
 }
 QUICK = {"synced, overlap", "elements ahead, overlap", "fsdp2, overlap"}
-"""The lives that are no slow tests."""
+"""The lives that are not of one day of the week."""
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in LIVES]
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.weekly) for name in LIVES]
 )
 def test_no_bit_differs(on_device: OnDevice, name: str) -> None:
     """Steps, an overflow of one rank, accumulation, readers: in each order the bits of a life without offload."""
@@ -220,7 +220,7 @@ def _random_lives(device: FakeDevice, held: str, seed: int) -> list[Any]:
     return differing(device, _lived, lives, RUNS[:5])
 
 
-@pytest.mark.slow
+@pytest.mark.weekly(minutes=0.1)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("held", HELD)
 def test_random_lives(on_device: OnDevice, held: str, seed: int) -> None:
