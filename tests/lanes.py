@@ -95,13 +95,14 @@ def _sample(tests: Iterable[str], number: int, seed: str) -> list[str]:
     """Return node ids, in which each value of each parameter is found if they are enough. Drawn by ``seed`` alone."""
     left = sorted(tests)
     random.Random(seed).shuffle(left)
+    values = {test: _values(test) for test in left}
     chosen: list[str] = []
     seen: set[str] = set()
     while left and len(chosen) < number:
-        newest = max(left, key=lambda test: len(_values(test) - seen))
+        newest = max(left, key=lambda test: len(values[test] - seen))
         left.remove(newest)
         chosen.append(newest)
-        seen |= _values(newest)
+        seen |= values[newest]
     return chosen
 
 
