@@ -18,8 +18,10 @@ from typing import Any
 import pytest
 
 DAYS = 7
-PROCESSES = 3
-"""Of a run of everything, where there are two cores or more: one of them mostly waits for ranks and programs."""
+PROCESSES = 2
+"""Of a run of everything, where there are two cores or more: a third would take the others' caches."""
+SLOW_PROCESSES = 3
+"""Of a run of other tests than the default ones, which mostly wait for ranks and programs."""
 
 
 @dataclass(frozen=True)
@@ -142,4 +144,6 @@ def processes(config: pytest.Config) -> int | None:
     if config.args_source is config.ArgsSource.ARGS or option.keyword or option.collectonly or option.usepdb:
         return None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return PROCESSES if cores > 1 else None
+    if cores == 1:
+        return None
+    return PROCESSES if option.markexpr == "not slow" else SLOW_PROCESSES

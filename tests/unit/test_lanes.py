@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests import conftest
-from tests.lanes import DAYS, PROCESSES, Weekly, days, processes
+from tests.lanes import DAYS, PROCESSES, SLOW_PROCESSES, Weekly, days, processes
 
 RUN = Path(__file__).parents[2] / ".ci/run"
 
@@ -90,6 +90,7 @@ def test_a_mark_that_says_something_else_is_an_error(mark: pytest.MarkDecorator)
     ("changed", "cores", "expected"),
     [
         ({}, 2, PROCESSES),
+        ({"markexpr": "slow"}, 2, SLOW_PROCESSES),
         ({}, 1, None),
         ({"numprocesses": 0}, 2, None),
         ({"numprocesses": 5}, 2, None),
@@ -108,6 +109,7 @@ def test_runs_of_everything_have_several_processes(
     """Not those of what is named, which several would only begin later, nor on one core, nor where -n has been told."""
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)), raising=False)
     options = {"numprocesses": None, "dist": "no", "collectonly": False, "usepdb": False, "keyword": ""}
+    options["markexpr"] = "not slow"
     option = SimpleNamespace(**{name: changed.get(name, value) for name, value in options.items()})
     source = pytest.Config.ArgsSource
     others = {name: value for name, value in changed.items() if name not in options}
