@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 DAYS = 7
-PROCESSES = 2
-"""Of a run of everything, where there are two cores or more: a third would take the others' caches."""
-SLOW_PROCESSES = 3
-"""Of a run of other tests than the default ones, which mostly wait for ranks and programs."""
+PROCESSES = 3
+"""Of a run of everything, at most. The default tests keep their cores busy, and have no more processes than cores; slow
+tests mostly wait for ranks and programs.
+"""
 
 
 @dataclass(frozen=True)
@@ -146,4 +146,4 @@ def processes(config: pytest.Config) -> int | None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if cores == 1:
         return None
-    return PROCESSES if option.markexpr == "not slow" else SLOW_PROCESSES
+    return min(cores, PROCESSES) if option.markexpr == "not slow" else PROCESSES

@@ -70,9 +70,10 @@ class HostOwnStep(GeneralUpdate):
 
     def _sent(self, pending: PendingUpdate) -> PendingUpdate:
         """Queue the copies of a unit's gradients to the host; return the unit with them."""
-        if not pending.twins:
+        twins = pending.twins
+        if not twins:
             return pending
-        copies = copies_in(pending.twins)
+        copies = copies_in(twins)
         for at in range(len(copies)):
             copies[at].copy_(pending.grads[at], non_blocking=has_streams(self._device))
         return replace(pending, grads=copies)

@@ -35,7 +35,7 @@ from tests.fake_device.process import OnDevice
 
 QUICK = {f"replicated, {name}" for name in ("overlap", "visits", "clipped", "last", "slots")}
 QUICK |= {"codes", "fraction"}
-"""The lives that are not of one day of the week."""
+"""The lives that the default run draws from; each of the others runs on one day of the week."""
 
 
 @pytest.mark.sampled(1)

@@ -201,7 +201,7 @@ LIVES: dict[str, Life] = {
     "bf16 travels": Life("bf16 travels", OVERLAP),
 }
 QUICK = {"synced, overlap", "elements ahead, overlap", "fsdp2, overlap"}
-"""The lives that are not of one day of the week."""
+"""The lives that the default run draws from; each of the others runs on one day of the week."""
 
 
 @pytest.mark.sampled(1)
