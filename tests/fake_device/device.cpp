@@ -15,8 +15,13 @@
  *   pin       memory of the host is pinned, by its bytes
  *   keep      memory of the device is not to be given to others before a stream is done with it, by its bytes
  */
-#include <ATen/NativeFunctions.h>
+#include <ATen/EmptyTensor.h>
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/resize_native.h>
+#include <ATen/ops/set_native.h>
+#include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 

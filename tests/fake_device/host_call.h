@@ -1,8 +1,11 @@
 /* An operator on the device, run by the host: at once, or when its stream comes to it. */
 #pragma once
 
-#include <ATen/Functions.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/from_blob.h>
 
 #include <cstring>
 #include <set>
@@ -22,7 +25,7 @@ inline bool is_here(const Tensor& tensor) { return tensor.defined() && tensor.de
 inline Tensor twin_of(const Tensor& tensor) {
   const auto options = at::TensorOptions().dtype(tensor.dtype()).device(c10::kCPU);
   const void* address = tensor.storage().mutable_data();
-  if (address == nullptr) return at::empty_strided(tensor.sizes(), tensor.strides(), options);
+  if (address == nullptr) return Tensor(at::detail::empty_strided_cpu(tensor.sizes(), tensor.strides(), options));
   auto* bytes = memory::bytes_of(address) + tensor.storage_offset() * static_cast<int64_t>(tensor.itemsize());
   return at::from_blob(bytes, tensor.sizes(), tensor.strides(), options);
 }
@@ -30,9 +33,9 @@ inline Tensor twin_of(const Tensor& tensor) {
 /* The same with memory of its own, and whatever values there are now. */
 inline Tensor copy_of(const Tensor& tensor) {
   const auto nbytes = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize());
-  auto bytes = at::empty({static_cast<int64_t>(nbytes)}, at::TensorOptions().dtype(at::kByte).device(c10::kCPU));
+  const Tensor bytes(at::detail::empty_cpu({static_cast<int64_t>(nbytes)}, at::TensorOptions().dtype(at::kByte)));
   if (nbytes > 0) std::memcpy(bytes.mutable_data_ptr(), twin_of(tensor).const_data_ptr(), nbytes);
-  auto copy = at::empty({0}, at::TensorOptions().dtype(tensor.dtype()).device(c10::kCPU));
+  Tensor copy(at::detail::empty_cpu({0}, at::TensorOptions().dtype(tensor.dtype())));
   return copy.set_(bytes.storage(), 0, tensor.sizes(), tensor.strides());
 }
 
@@ -168,7 +171,7 @@ class HostCall {
       if (result.storage().is_alias_of(twin.storage()))
         return tensor.as_strided(result.sizes(), result.strides(), tensor.storage_offset() + result.storage_offset());
     }
-    auto made = at::empty_strided(result.sizes(), result.strides(), result.options().device(device()));
+    auto made = result.new_empty_strided(result.sizes(), result.strides(), result.options().device(device()));
     made_.back() = twin_of(made);
     if (with_values) made_.back().copy_(result);
     return made;
