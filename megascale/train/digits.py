@@ -5,7 +5,6 @@ import math
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -41,6 +40,8 @@ class DigitsTask:
         self._side = SOURCE_SIZE * config.patch
         self._cell = config.size // config.grid
         check_sizes(config)
+        from sklearn.datasets import load_digits  # takes 2 s: who only looks at this module does without
+
         data = load_digits()
         images = torch.from_numpy(data.images.astype(np.float32) / 16)
         if config.patch > 1:

@@ -18,16 +18,10 @@ from megascale.grad_sync.sharded_sync import ShardedGradSync
 from megascale.grad_sync.sync import GradSync
 from megascale.utils import collectives
 from tests.counting import OperatorCounter
+from tests.meshes import hybrid_groups
 from tests.pool import RankPool
 
 DIVISIONS = (torch.ops.aten.div_.Scalar, torch.ops.aten.div_.Tensor)
-
-
-def _hybrid() -> ParallelGroups:
-    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    twins = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    rank = dist.get_rank()
-    return ParallelGroups(dist.group.WORLD, data_shard=halves[rank // 2], data_replicate=twins[rank % 2])
 
 
 class _Asked:
@@ -56,7 +50,7 @@ def _reduced(
     backend: str, sharded: bool, divisor: float | None, hybrid: bool, options: dict[str, Any]
 ) -> tuple[list[Tensor], dict[str, int], int]:
     """Return this rank's part of each bucket, the reductions that were asked for, and the divisions of elements."""
-    groups = _hybrid() if hybrid else ParallelGroups(dist.group.WORLD)
+    groups = hybrid_groups() if hybrid else ParallelGroups(dist.group.WORLD)
     params = [nn.Parameter(torch.zeros(24)) for _ in range(3)]
     torch.manual_seed(dist.get_rank())
     grads = [torch.randn(24) * 10.0**power for power in (-30, 0, 30)]

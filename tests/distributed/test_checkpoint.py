@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -157,7 +158,7 @@ def _groups_after_a_twin(step: int) -> list[float]:
     inner = dist.new_group([1, 2])
     twins = [twin_group(inner) for _ in range(2)] if dist.get_rank() in (1, 2) else []  # the others know nothing of it
     sums = []
-    mesh = mesh_of((2, 2), (f"a{step}", f"b{step}"))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=(f"a{step}", f"b{step}"))
     for group in (*twins, dist.new_group([0, 1, 2, 3]), mesh.get_group(f"a{step}")):
         total = torch.ones(())
         dist.all_reduce(total, group=group)

@@ -14,6 +14,7 @@ from megascale.grad_sync import GradSync
 from megascale.main_params.replica_check import require_same
 from megascale.utils.collectives import raise_together
 from tests.distributed.test_distributed_optimizer import Net, batch, net, same, weights
+from tests.meshes import hybrid_groups
 from tests.pool import RankPool
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -209,11 +210,9 @@ def test_other_order_in_grad_sync_is_named(ranks: RankPool, odd: int) -> None:
 
 
 def _sharded_otherwise(odd: int) -> list[str]:
-    pairs = [dist.new_group(pair) for pair in ([0, 1], [2, 3], [0, 2], [1, 3])]
-    rank, world = dist.get_rank(), dist.group.WORLD
-    groups = ParallelGroups(data_parallel=world)
-    if rank == odd:
-        groups = ParallelGroups(data_parallel=world, data_shard=pairs[rank // 2], data_replicate=pairs[2 + rank % 2])
+    groups = hybrid_groups()
+    if dist.get_rank() != odd:
+        groups = ParallelGroups(data_parallel=dist.group.WORLD)
     messages = []
     for kind in ("DistributedOptimizer", "GradSync"):
         with pytest.raises(ArgumentError) as caught:

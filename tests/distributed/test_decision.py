@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
@@ -213,7 +214,7 @@ def _refused_groups() -> list[str]:
     expert.allreduce = False  # type: ignore[attr-defined]
     calls: list[Any] = [
         lambda: ParallelGroups(data_parallel=pair.get_group("dp"), tensor_parallel=pair.get_group("tp")),
-        lambda: ParallelGroups.of(mesh_of((2, 2))),
+        lambda: ParallelGroups.of(init_device_mesh("cpu", (2, 2))),
         lambda: ParallelGroups.from_mesh(pair, data_parallel="data"),
         lambda: ParallelGroups(data_parallel=3),  # type: ignore[arg-type]
         lambda: ParallelGroups.from_mesh(pair, data_replicate="tp"),

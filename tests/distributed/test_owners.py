@@ -17,6 +17,7 @@ from megascale.grad_sync import GradSync
 from tests.counting import OperatorCounter
 from tests.distributed.test_distributed_optimizer import SIZES, _Messages, batch, config_of, net, same, scaler, weights
 from tests.distributed.test_sharded_checkpoint import Model
+from tests.meshes import hybrid_groups
 from tests.pool import RankPool
 from tests.training import Sign
 from tests.whole_optimizers import WHOLE, named
@@ -79,7 +80,7 @@ def _against_unsharded(inner: str, hybrid: bool = False) -> tuple[dict[str, bool
     world, rank = dist.get_world_size(), dist.get_rank()
     of_rank = None if world == 2 else 0
     module, twin = net(), net()
-    groups = _hybrid() if hybrid else None
+    groups = hybrid_groups() if hybrid else None
     overlap = inner == "soap"
     ours = build(module, inner, shard="parameters", groups=groups, overlap_param_gather=overlap)
     theirs = build_replicated(twin, inner)
@@ -112,13 +113,6 @@ def _each_has_one_owner(optimizer: DistributedOptimizer, whole: dict[str, Tensor
         for param, held in state.items()
     )
     return sorted(every) == sorted((name, main.shape) for name, main in whole.items()) and is_elsewhere
-
-
-def _hybrid() -> ParallelGroups:
-    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    twins = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    rank = dist.get_rank()
-    return ParallelGroups(dist.group.WORLD, data_shard=halves[rank // 2], data_replicate=twins[rank % 2])
 
 
 def _is_quick(inner: str, world: int) -> bool:

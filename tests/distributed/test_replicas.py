@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -27,6 +26,7 @@ from megascale.errors import ArgumentError, UsageError
 from megascale.grad_sync import GradSync
 from megascale.kernels import REPLICA_TOLERANCE
 from megascale.step.grad_stats import contrast_coefficients
+from tests.meshes import group_among, mesh_of
 from tests.pool import RankPool
 from tests.training import Bag, Tiny, bits_equal, grad_of, model, same_bits, set_grads, snapshot
 
@@ -130,8 +130,7 @@ def test_difference_known_one_step_late_has_written_nothing(ranks: RankPool) -> 
 
 def _reduced_within_pairs() -> str:
     module = model(torch.float32)
-    pairs = [dist.new_group(pair) for pair in ([0, 1], [2, 3])]
-    ddp = DistributedDataParallel(module, process_group=pairs[dist.get_rank() // 2])
+    ddp = DistributedDataParallel(module, process_group=group_among([(0, 1), (2, 3)]))
     optimizer = _wrapped(module)
     _backward(ddp, optimizer, 0)
     with pytest.raises(UsageError) as caught:
@@ -201,7 +200,7 @@ def _synced(kind: str, dtype: torch.dtype) -> list[bool]:
     elif kind == "fsdp2":
         fully_shard(module)
     elif kind == "hsdp":
-        fully_shard(module, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+        fully_shard(module, mesh=mesh_of((2, 2), ("replicate", "shard")))
     optimizer = _wrapped(module, **options)
     landed = []
     for step in range(4):
@@ -317,7 +316,7 @@ class _Block(nn.Module):
 def _tensor_and_data_parallel(reduced: bool) -> str:
     torch.manual_seed(0)
     module = _Block()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = mesh_of((2, 2), ("dp", "tp"))
     parallelize_module(module, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     inner = torch.optim.AdamW(module.named_parameters(), lr=1e-2)
     optimizer = MixedPrecisionOptimizer(inner, OptimizerConfig(), None, groups=mesh)
@@ -340,7 +339,7 @@ def test_tensor_parallel_replicas(ranks: RankPool) -> None:
 
 
 def _replicated_dtensor(alike: bool) -> str:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    mesh = mesh_of((2, 2), ("dp_replicate", "dp_shard"))
     whole = torch.arange(8, dtype=torch.float32)
     module = Bag([distribute_tensor(whole, mesh, [Replicate(), Shard(0)])])
     optimizer = MixedPrecisionOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), groups=mesh)
@@ -363,7 +362,7 @@ def _megatron_marks() -> tuple[bool, float, float]:
     """Return whether the step landed, its norm, and the norm of what all ranks hold."""
     torch.manual_seed(0)
     module = Tiny()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = mesh_of((2, 2), ("dp", "tp"))
     data, tensor = mesh["dp"].get_local_rank(), mesh["tp"].get_local_rank()
     groups = ParallelGroups(
         data_parallel=mesh.get_group("dp"),

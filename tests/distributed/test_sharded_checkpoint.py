@@ -18,6 +18,7 @@ from megascale.checkpoint import Checkpointer, storage
 from megascale.errors import CheckpointError
 from tests.checkpoint_cases import differences, message_of, state_of
 from tests.distributed.test_distributed_optimizer import INNER, SIZES, batch, config_of, scaler
+from tests.meshes import hybrid_groups
 from tests.pool import RankPool
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
@@ -223,10 +224,7 @@ def test_rank_that_owns_nothing(ranks: RankPool, tmp_path: Path) -> None:
 
 
 def _hybrid(directory: Path) -> tuple[list[str], int]:
-    halves = [dist.new_group(list(ranks)) for ranks in ((0, 1), (2, 3))]
-    twins = [dist.new_group(list(ranks)) for ranks in ((0, 2), (1, 3))]
-    rank = dist.get_rank()
-    groups = ParallelGroups(dist.group.WORLD, data_shard=halves[rank // 2], data_replicate=twins[rank % 2])
+    groups = hybrid_groups()
 
     def make(seed: int) -> tuple[nn.Module, DistributedOptimizer]:
         torch.manual_seed(seed)
@@ -241,7 +239,7 @@ def _hybrid(directory: Path) -> tuple[list[str], int]:
     path = Checkpointer(directory).save(4, model, optimizer)
     fresh, loaded = make(1)
     Checkpointer(directory).load(fresh, loaded)
-    size = (path / f"__{rank}_0.distcp").stat().st_size
+    size = (path / f"__{dist.get_rank()}_0.distcp").stat().st_size
     return differences(full(model, optimizer), full(fresh, loaded)), size
 
 

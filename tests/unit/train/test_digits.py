@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from sklearn.datasets import load_digits
 from torch.nn import functional
 
 from megascale.errors import ArgumentError
@@ -42,6 +41,8 @@ def test_a_scene_shows_what_its_labels_say(part: str) -> None:
     task = DigitsTask(LEGIBLE, seed=0)
     allowed = task.train_images if part == "train" else task.heldout_images
     batch = task.batch(0, 0, 2) if part == "train" else task.heldout(0, 2)
+    from sklearn.datasets import load_digits  # not above: every process of the tests reads this file
+
     data = load_digits()
     images = torch.from_numpy(data.images[allowed].astype(np.float32) / 16)
     digits = torch.from_numpy(data.target[allowed]) + 1
