@@ -34,6 +34,7 @@ class MessageThread:
 
     def __init__(self) -> None:
         self._tasks: _Tasks | None = None
+        self._thread: Thread | None = None
         self._awaited: Pending | None = None
         self._end: Callable[[], object] | None = None
 
@@ -41,9 +42,9 @@ class MessageThread:
         """Run ``task`` after those before it."""
         if self._tasks is None:
             self._tasks = SimpleQueue()
-            thread = Thread(target=_serve, args=[self._tasks], name="megascale messages", daemon=True)
-            _running[thread] = self._tasks
-            thread.start()
+            self._thread = Thread(target=_serve, args=[self._tasks], name="megascale messages", daemon=True)
+            _running[self._thread] = self._tasks
+            self._thread.start()
             self._end = finalize(self, self._tasks.put, None)
             self._end.atexit = False
         future: Future[None] = Future()
@@ -69,7 +70,12 @@ class MessageThread:
 
         Also raises, as the backend does, if the thread waits for a message whose connection is closed. Two probes in a
         row must find the same message, so that one that has just arrived does not count as lost.
+
+        The thread itself does not wait: it would wait for ever, and runs that task next. It comes here where Python's
+        garbage collector, which runs in any thread, frees what waits for its tasks when it is freed.
         """
+        if current_thread() is self._thread:
+            return
         lost: LostMessage | None = None
         while not future.done():
             with suppress(TimeoutError):  # of this wait, not of the task

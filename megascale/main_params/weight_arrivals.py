@@ -49,7 +49,7 @@ class WeightArrivals:
         self._stream: torch.Stream | None = torch.Stream(device) if has_streams(device) else None
         self._finder: RemovableHandle | None = None
         self._owed: list[torch.Event] = []
-        # When this object is freed the model is whole.
+        # When this object is freed the model is whole; where the thread itself frees it, once its tasks are done.
         finalize(self, _wait_for_all, self._arrivals).atexit = False
 
     def when_sent(self, note: Callable[[], None]) -> None:

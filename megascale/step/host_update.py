@@ -8,7 +8,7 @@ written before the decision has arrived, so clipping and skipping are exact.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,23 @@ from megascale.rules import Rule
 from megascale.step.kernel_update import KernelUpdate
 from megascale.step.update import InnerUpdate, MarkWritten, OverflowFlags, PendingUpdate
 from megascale.utils.streams import current_stream, has_streams
+
+
+@dataclass
+class _Findings:
+    """What updates in the thread have found, until the caller's thread takes it.
+
+    The thread's tasks hold it in place of the HostUpdate: who drops an optimizer must be the one to free it, and waits
+    in :class:`WeightArrivals` until the model is whole. A task that kept it alive would free it in the thread instead.
+    """
+
+    flags: list[OverflowFlags] = field(default_factory=list)
+    failure: Exception | None = None
+
+    def take_failure(self) -> Exception | None:
+        """Return what an update has raised, and forget it."""
+        failure, self.failure = self.failure, None
+        return failure
 
 
 class HostUpdate(InnerUpdate):
@@ -61,8 +78,7 @@ class HostUpdate(InnerUpdate):
         self._memory = memory
         self._overlaps, self._pins = config.overlap_cpu_optimizer_d2h_h2d, config.pin_cpu_grads
         self._copies: GradCopies | None = None
-        self._flags: list[OverflowFlags] = []
-        self._failure: Exception | None = None
+        self._findings = _Findings()
         self._set_up()
 
     def _set_up(self) -> None:
@@ -82,7 +98,7 @@ class HostUpdate(InnerUpdate):
     @override
     def create_states(self, options: dict[str, Any], params: Sequence[MainParam]) -> None:
         self.settle(options, params)
-        self._flags.clear()
+        self._findings.flags.clear()
 
     @override
     def settle(self, options: dict[str, Any], params: Sequence[MainParam]) -> None:
@@ -125,8 +141,7 @@ class HostUpdate(InnerUpdate):
     def prepare(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
         """See :class:`InnerUpdate`. Raises InnerStepError if the update before has failed in the thread."""
         self._wait_for_last()
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
+        if (failure := self._findings.take_failure()) is not None:
             if isinstance(failure, GradientError):
                 raise failure
             raise InnerStepError(
@@ -191,14 +206,13 @@ class HostUpdate(InnerUpdate):
                 mark_written(pending.unit)
         if not self._overlaps:
             late = self._taken_flags()
-            if self._failure is not None:
-                failure, self._failure = self._failure, None
+            if (failure := self._findings.take_failure()) is not None:
                 raise InnerStepError(f"the update failed in host memory: {failure}; load a checkpoint") from failure
         return [*rounded, *late]
 
     def _taken_flags(self) -> list[OverflowFlags]:
         """Return the flags that updates have left, where one of them is set."""
-        flags, self._flags = self._flags, []
+        flags, self._findings.flags = self._findings.flags, []
         return [one for one in flags if bool(one.overflowed.any())]
 
     def _send_numbers(self, updates: Sequence[PendingUpdate], decision: Decision) -> frozenset[HostTwin]:
@@ -246,10 +260,10 @@ class HostUpdate(InnerUpdate):
         """
         found_inf, coefficient, are_written = self._numbers
         on_host = Decision(found_inf, coefficient, coefficient, coefficient)
-        copied = _copied(pending)
+        copied, host, findings = _copied(pending), self._host, self._findings  # not self: see _Findings
 
         def task() -> bool:
-            if self._failure is not None:
+            if findings.failure is not None:
                 return False
             try:
                 if arrived is not None:
@@ -259,9 +273,9 @@ class HostUpdate(InnerUpdate):
                 if are_written.item() != 0:
                     raise _uncounted_write()
                 with torch.no_grad():
-                    self._flags += self._host.apply([copied], on_host, _nothing)
+                    findings.flags += host.apply([copied], on_host, _nothing)
             except Exception as error:  # whatever it is: all ranks raise it at the next step
-                self._failure = error
+                findings.failure = error
                 return False
             return found_inf.item() == 0
 

@@ -59,6 +59,22 @@ def test_what_a_task_held_is_free_when_its_end_is_told() -> None:
     assert kept == [False]
 
 
+def test_the_thread_waits_for_no_task_of_its_own() -> None:
+    """It would wait for ever: Python's collector, in that thread, may free what then waits for later tasks."""
+    messages, is_ready, later = MessageThread(), threading.Event(), list[Any]()
+
+    def task() -> None:
+        assert is_ready.wait(LIMIT_S)
+        messages.result(later[0])
+
+    first = messages.submit(task)
+    later.append(messages.submit(lambda: None))
+    is_ready.set()
+    first.result(LIMIT_S)
+    later[0].result(LIMIT_S)
+    messages.close()
+
+
 @pytest.mark.parametrize("end", ["closed", "freed"])
 def test_an_owner_that_goes_leaves_nothing(end: str) -> None:
     """Invariant 11: its thread, which keeps no process alive, ends, and nobody lists it any more."""

@@ -288,6 +288,66 @@ def test_what_is_dropped_is_gone() -> None:
         assert not thread.is_alive()
 
 
+def _block(optimizer: MixedPrecisionOptimizer, task: Callable[[], object]) -> threading.Thread:
+    """Let the thread of updates run ``task`` before those that follow. Returns the thread."""
+    arrivals = optimizer._member.main_params.arrivals
+    assert arrivals is not None
+
+    def run() -> None:
+        task()
+
+    arrivals._thread.submit(run)
+    thread = arrivals._thread._thread
+    assert thread is not None
+    return thread
+
+
+@pytest.mark.parametrize("held", ["replicated", "synced", "elements", "parameters"])
+def test_who_drops_an_optimizer_waits_for_its_updates(held: str) -> None:
+    """The thread has not begun the last step's when ``del`` begins: the model is whole when it ends."""
+    module, optimizer = _build(OVERLAP, held)
+    other_module, other = _build({})
+    for step in range(2):
+        if step == 1:
+            is_dropping = threading.Event()
+            thread = _block(optimizer, is_dropping.wait)
+        _step(module, optimizer, step)
+        _step(other_module, other, step)
+    threading.Timer(0.2, is_dropping.set).start()
+    del optimizer
+    gc.collect()
+    assert is_dropping.is_set()
+    assert _same(module.state_dict(), other_module.state_dict())
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("held", ["replicated", "elements"])
+def test_the_thread_itself_may_free_an_optimizer(held: str) -> None:
+    """Python's collector runs in any thread: updates that wait behind the collection are done, and the thread ends."""
+    module, optimizer = _build(OVERLAP, held)
+    other_module, other = _build({})
+    _step(module, optimizer, 0)
+    _step(other_module, other, 0)
+    optimizer.finish_param_gather()
+    optimizer.zero_grad()
+    _backward(module, optimizer, 1)
+    cycle, is_dropped = [optimizer], threading.Event()
+    cycle.append(cycle)  # type: ignore[arg-type]
+    thread = _block(optimizer, lambda: is_dropped.wait() and gc.collect())
+    gc.disable()
+    try:
+        optimizer.step()
+        del optimizer, cycle
+        is_dropped.set()
+        thread.join(10)
+    finally:
+        gc.enable()
+    assert not thread.is_alive()
+    _step(other_module, other, 1)
+    assert _same(module.state_dict(), other_module.state_dict())
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("stored", [{}, CODES, HELD], ids=["fp32", "codes", "remainders"])
 def test_state_dicts_load_into_any_other_run(stored: dict[str, Any]) -> None:
