@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -261,18 +262,18 @@ class ChainedOptimizer(torch.optim.Optimizer):
         """Return the state of all optimizers in the form of one; see :meth:`MixedPrecisionOptimizer.state_dict`."""
         return self.pack(copy=copy)
 
-    def pack(self, *, copy: bool, decode: bool = True) -> dict[str, Any]:
+    def pack(self, *, copy: bool, decode: bool = True, to_load: bool = False) -> dict[str, Any]:
         """See :meth:`MixedPrecisionOptimizer.pack`."""
         return pack_with_hooks(
             self,
-            self._sync_from_model,
-            lambda: _joined([one.pack(copy=copy, decode=decode) for one in self.optimizers]),
+            partial(self._sync_to_pack, to_load=to_load),
+            lambda: _joined([one.pack(copy=copy, decode=decode, to_load=to_load) for one in self.optimizers]),
             self._agree if copy else raise_own,
         )
 
-    def _sync_from_model(self) -> None:
+    def _sync_to_pack(self, *, to_load: bool) -> None:
         for member in self.recipe.members:
-            member.sync_from_model()
+            member.sync_to_pack(to_load=to_load)
 
     def _agree(self, error: Exception | None) -> None:
         for optimizer in self.optimizers:

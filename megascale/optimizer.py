@@ -1,6 +1,7 @@
 """MixedPrecisionOptimizer: the recipe of a 16-bit step around any torch optimizer."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -425,17 +426,22 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
         The functions of ``torch.distributed.checkpoint.state_dict`` take it too: :mod:`megascale.state.torch_layout`.
         ``copy=False`` returns live tensors instead of copies: for a caller that writes them out before the next step.
+
+        Raises:
+            InnerStepError: the last update failed in host memory, so that main params may be updated in part. It is
+                raised once; with ``copy=True`` on every rank, with ``copy=False`` on this one.
         """
         return self.pack(copy=copy)
 
-    def pack(self, *, copy: bool, decode: bool = True) -> dict[str, Any]:
+    def pack(self, *, copy: bool, decode: bool = True, to_load: bool = False) -> dict[str, Any]:
         """Return the state dict. ``decode``: False leaves remainders, int16, in place of the main params held so.
 
         Such a state dict is for a checkpoint, which saves the weights beside it: ``load_state_dict`` needs fp32.
+        ``to_load``: its values are about to be replaced, and may be those that an update has left which failed.
         """
         require_values(self.device)
         agree = self._member.main_params.agree if copy else raise_own
-        sync = self._member.sync_from_model
+        sync = partial(self._member.sync_to_pack, to_load=to_load)
         return pack_with_hooks(self, sync, lambda: self.live_state().pack(copy=copy, decode=decode), agree)
 
     @torch.no_grad()

@@ -35,7 +35,7 @@ class SavedOptimizer(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
         """Load on all ranks, or raise the same error on all with nothing changed."""
 
-    def pack(self, *, copy: bool, decode: bool = True) -> dict[str, Any]:
+    def pack(self, *, copy: bool, decode: bool = True, to_load: bool = False) -> dict[str, Any]:
         """Return the state dict, with ``decode=False`` with remainders in place of the main params held so."""
 
     def live_states(self) -> list[LiveState]:

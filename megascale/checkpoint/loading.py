@@ -126,7 +126,7 @@ def _left_out_of(optimizer: SavedOptimizer, saved: dict[str, Any], group: Proces
     for live in lives:
         live.share_forms()
     with raise_on_all_ranks("list what was left out", group):
-        return list(left_out(saved, optimizer.pack(copy=False, decode=False)))
+        return list(left_out(saved, optimizer.pack(copy=False, decode=False, to_load=True)))
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class ReadTargets:
             return cls(flatten(model_state(model), "model")[1])
         shards = shards_of(optimizer)
         state = model_state(model, shards)
-        packed = optimizer.pack(copy=False, decode=False)
+        packed = optimizer.pack(copy=False, decode=False, to_load=True)
         names = names_in(packed, optimizer)
         in_place = not _may_overflow(manifest, state)
         # 16-bit model params are rounded from their main params, or else loaded whole, like a write by the user.

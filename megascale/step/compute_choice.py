@@ -119,6 +119,10 @@ class ComputeChoice(InnerUpdate):
         return event
 
     @override
+    def raise_failure(self) -> None:
+        self.way.raise_failure()
+
+    @override
     def prepare(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
         return self.way.prepare(updates)
 

@@ -10,6 +10,7 @@ written before the decision has arrived, so clipping and skipping are exact.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from megascale.main_params.weight_arrivals import WeightArrivals
 from megascale.rules import Rule
 from megascale.step.kernel_update import KernelUpdate
 from megascale.step.update import InnerUpdate, MarkWritten, OverflowFlags, PendingUpdate
+from megascale.utils import call_site
 from megascale.utils.streams import current_stream, has_streams
 
 
@@ -40,11 +42,30 @@ class _Findings:
 
     flags: list[OverflowFlags] = field(default_factory=list)
     failure: Exception | None = None
+    _untold: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        finalize(self, _warn_of_untold, self._untold)
+
+    def note_failure(self, error: Exception) -> None:
+        """Take note of what an update has raised. Somebody is told: who takes it, else who drops the optimizer."""
+        self.failure = error
+        self._untold.append(f"{type(error).__name__}: {error}")  # not the error, whose traceback refers to this object
 
     def take_failure(self) -> Exception | None:
         """Return what an update has raised, and forget it."""
         failure, self.failure = self.failure, None
+        self._untold.clear()
         return failure
+
+
+def _warn_of_untold(messages: list[str]) -> None:
+    for message in messages:
+        call_site.warn(
+            f"the last update failed in host memory, {message}; some main params and weights may be updated and others "
+            "not: load the checkpoint before",
+            RuntimeWarning,
+        )
 
 
 class HostUpdate(InnerUpdate):
@@ -140,14 +161,7 @@ class HostUpdate(InnerUpdate):
     @override
     def prepare(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
         """See :class:`InnerUpdate`. Raises InnerStepError if the update before has failed in the thread."""
-        self._wait_for_last()
-        if (failure := self._findings.take_failure()) is not None:
-            if isinstance(failure, GradientError):
-                raise failure
-            raise InnerStepError(
-                f"the update of the step before failed in host memory, {type(failure).__name__}: {failure}; some main "
-                "params may be updated and others not: mend the cause, then load a checkpoint or a state dict"
-            ) from failure
+        self.raise_failure()
         there = [pending for pending in updates if self._is_there(pending)]
         here = [pending for pending in updates if not self._is_there(pending)]
         ready = {id(one.unit): one for one in (self._beside.prepare(here) if here else ())}
@@ -160,6 +174,17 @@ class HostUpdate(InnerUpdate):
                     )
                 ready[id(pending.unit)] = replace(prepared, options=pending.options, grads=pending.grads)
         return [ready[id(pending.unit)] for pending in updates]
+
+    @override
+    def raise_failure(self) -> None:
+        self._wait_for_last()
+        if (failure := self._findings.take_failure()) is not None:
+            if isinstance(failure, GradientError):
+                raise failure
+            raise InnerStepError(
+                f"the update of the step before failed in host memory, {type(failure).__name__}: {failure}; some main "
+                "params may be updated and others not: mend the cause, then load a checkpoint or a state dict"
+            ) from failure
 
     def _wait_for_last(self) -> None:
         """Wait for the updates of the step before."""
@@ -275,7 +300,7 @@ class HostUpdate(InnerUpdate):
                 with torch.no_grad():
                     findings.flags += host.apply([copied], on_host, _nothing)
             except Exception as error:  # whatever it is: all ranks raise it at the next step
-                findings.failure = error
+                findings.note_failure(error)
                 return False
             return found_inf.item() == 0
 

@@ -130,6 +130,12 @@ class StepMember:
                     self.unverified_params[param.name] = param.model
             self.update.create_states(param_groups[unit.group], new)
 
+    def sync_to_pack(self, *, to_load: bool) -> None:
+        """As :meth:`sync_from_model`. Raises what the update before has raised, if values are kept: not ``to_load``."""
+        self.sync_from_model()
+        if not to_load:
+            self.update.raise_failure()
+
     def offload(self, *, pin: bool) -> None:
         """Move main params, state and main grads to host memory; see :meth:`megascale.MixedPrecisionOptimizer.offload`.
 

@@ -100,6 +100,13 @@ class InnerUpdate(Protocol):
     def release_scratch(self) -> None:
         """Free memory that is needed during a step only."""
 
+    def raise_failure(self) -> None:
+        """Raise, once, what the update before has raised in another thread, where main params may be changed in part.
+
+        Raises InnerStepError, GradientError.
+        """
+        return
+
     def prepare(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
         """Return the updates ready for :meth:`apply`, which must follow before their tensors can change.
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from megascale import DistributedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
-from megascale.errors import UsageError
+from megascale.errors import MegascaleError, UsageError
 from megascale.grad_sync import GradSync
 from megascale.main_params import update_unit
 from megascale.main_params.grad_memory import GradMemory
@@ -306,6 +306,38 @@ def test_dtensors_in_host_memory(
 ) -> None:
     """FSDP2's shards: each rank's main params and state in its host's memory have the bits of a life without."""
     assert ranks.run(2, _dtensors_in_host_memory, way, fraction, prefetch, options) == [[True] * 4] * 2
+
+
+def _failed_on(odd: int) -> list[str]:
+    """Let the last update of one rank fail in its thread. Returns what two reads of the state raise."""
+    module = net()
+    config = OptimizerConfig(fp16=True, optimizer_cpu_offload=True, overlap_cpu_optimizer_d2h_h2d=True)
+    scaler = DynamicGradScaler(8.0, 1.0, 2.0, 0.5, 3, 1)
+    optimizer = DistributedOptimizer(INNER["adamw_fused"](module), config, scaler, modules=module)
+    _step(optimizer, module, batch(0, dist.get_rank(), FP16))
+    update = optimizer._member.update
+    assert isinstance(update, HostUpdate)
+    if dist.get_rank() == odd:
+
+        def fail(*_: Any) -> Any:
+            raise ValueError("broken")
+
+        update._host.apply = fail  # type: ignore[assignment]
+    _step(optimizer, module, batch(1, dist.get_rank(), FP16))
+    told = []
+    for read in (optimizer.state_dict, optimizer.state_dict):
+        try:
+            read()
+        except MegascaleError as error:
+            told.append(f"{type(error).__name__}: {error}")
+    return told
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_no_rank_reads_the_state_of_an_update_that_failed_on_one(ranks: RankPool, odd: int) -> None:
+    """Main params may be updated in part there: every rank is told, once."""
+    for [message] in ranks.run(2, _failed_on, odd):
+        assert "the update of the step before failed in host memory, ValueError: broken" in message
 
 
 def _fractions_that_differ() -> str:

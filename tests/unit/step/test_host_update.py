@@ -3,9 +3,11 @@
 import copy
 import gc
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from megascale import (
     OptimizerConfig,
     build_optimizer,
 )
+from megascale.checkpoint import load, save
 from megascale.errors import ArgumentError, InnerStepError, MainParamOverflowError, UsageError
 from megascale.grad_sync import GradSync
 from megascale.step.host_update import HostUpdate
@@ -265,6 +268,60 @@ def test_an_update_that_fails(way: dict[str, Any], monkeypatch: pytest.MonkeyPat
             optimizer.finish_param_gather()
         with pytest.raises(InnerStepError, match="broken"):
             _step(module, optimizer, 2)
+
+
+def _failed(monkeypatch: pytest.MonkeyPatch) -> tuple[Tiny, MixedPrecisionOptimizer]:
+    """Return an optimizer whose last update has failed in the thread, which nobody was told yet."""
+    module, optimizer = _build(OVERLAP)
+    _step(module, optimizer, 0)
+    optimizer.finish_param_gather()
+    update = optimizer._member.update
+    assert isinstance(update, HostUpdate)
+
+    def fail(*_: Any) -> Any:
+        raise ValueError("broken")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(update._host, "apply", fail)
+        _step(module, optimizer, 1)
+        optimizer.finish_param_gather()
+    return module, optimizer
+
+
+def test_no_state_of_a_failed_update_is_saved_in_silence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Main params may be updated in part: who reads them out is told, once, and who loads others is not stopped."""
+    module, optimizer = _failed(monkeypatch)
+    with pytest.raises(InnerStepError, match="broken"):
+        optimizer.state_dict()
+    whole = optimizer.state_dict()
+    save(tmp_path, 1, module, optimizer)
+    module, optimizer = _failed(monkeypatch)
+    with pytest.raises(InnerStepError, match="broken"):
+        save(tmp_path, 2, module, optimizer)
+    module, optimizer = _failed(monkeypatch)
+    load(tmp_path, module, optimizer)
+    with pytest.raises(InnerStepError, match="broken"):
+        optimizer.state_dict()
+    assert _same(optimizer.state_dict(), whole)
+
+
+def test_a_failed_update_that_nobody_was_told_of_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last step of a run has none after it."""
+    held: list[Any] = [_failed(monkeypatch)]
+
+    def drop() -> None:
+        held.clear()
+        gc.collect()
+
+    with pytest.warns(RuntimeWarning, match="the last update failed in host memory, ValueError: broken"):
+        drop()
+    module, optimizer = _failed(monkeypatch)
+    with pytest.raises(InnerStepError, match="broken"):
+        _step(module, optimizer, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        del optimizer
+        gc.collect()
 
 
 def test_what_is_dropped_is_gone() -> None:
