@@ -317,6 +317,7 @@ def _failed_on(odd: int) -> list[str]:
     _step(optimizer, module, batch(0, dist.get_rank(), FP16))
     update = optimizer._member.update
     assert isinstance(update, HostUpdate)
+    optimizer.finish_param_gather()  # the first update has ended
     if dist.get_rank() == odd:
 
         def fail(*_: Any) -> Any:
