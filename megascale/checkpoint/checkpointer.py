@@ -4,7 +4,6 @@ import contextlib
 import os
 import shutil
 import threading
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -31,6 +30,7 @@ from megascale.utils.collectives import all_gather_object, broadcast_object, gro
 from megascale.utils.consensus import first_other_rank
 from megascale.utils.progress import progress_bar
 from megascale.utils.spelling import names_arguments, names_keywords
+from megascale.utils.unraised import UnraisedError
 
 
 @names_arguments
@@ -306,17 +306,14 @@ class _Background:
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
-        self._unraised: list[str] = []  # only the message, as an error's traceback would keep this object alive
-        weakref.finalize(self, _warn_of_unraised, self._unraised)
+        self._failure = UnraisedError(_warn_of_failure)
 
     def start(self, work: Any) -> None:
         def run() -> None:
             try:
                 work()
             except Exception as error:
-                self._error = error
-                self._unraised.append(str(error))
+                self._failure.note(error, str(error))
 
         # Not a daemon: a process that ends normally finishes its save.
         self._thread = threading.Thread(target=run, name="megascale checkpoint")
@@ -326,17 +323,14 @@ class _Background:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        if self._error is not None:
-            error, self._error = self._error, None
-            self._unraised.clear()
+        if (error := self._failure.take()) is not None:
             raise error
 
 
-def _warn_of_unraised(messages: list[str]) -> None:
-    """Warn of errors that were never raised, when their checkpointer is freed or the process ends."""
-    for message in messages:
-        call_site.warn(
-            f"{message}; this background save failed, and no save() or wait() followed that could raise it: leave a "
-            "with block, or call wait(), before the Checkpointer is dropped",
-            RuntimeWarning,
-        )
+def _warn_of_failure(message: str) -> None:
+    """Warn of a save's error that no save() or wait() has raised."""
+    call_site.warn(
+        f"{message}; this background save failed, and no save() or wait() followed that could raise it: leave a "
+        "with block, or call wait(), before the Checkpointer is dropped",
+        RuntimeWarning,
+    )

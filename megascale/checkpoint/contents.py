@@ -36,7 +36,10 @@ class SavedOptimizer(Protocol):
         """Load on all ranks, or raise the same error on all with nothing changed."""
 
     def pack(self, *, copy: bool, decode: bool = True, to_load: bool = False) -> dict[str, Any]:
-        """Return the state dict, with ``decode=False`` with remainders in place of the main params held so."""
+        """Return the state dict, with ``decode=False`` with remainders in place of the main params held so.
+
+        ``to_load``: its values are about to be replaced, so that no update that failed is an error.
+        """
 
     def live_states(self) -> list[LiveState]:
         """Return the live state of each optimizer that steps here: several of a chain."""

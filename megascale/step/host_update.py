@@ -10,7 +10,6 @@ written before the decision has arrived, so clipping and skipping are exact.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
-from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -30,6 +29,7 @@ from megascale.step.kernel_update import KernelUpdate
 from megascale.step.update import InnerUpdate, MarkWritten, OverflowFlags, PendingUpdate
 from megascale.utils import call_site
 from megascale.utils.streams import current_stream, has_streams
+from megascale.utils.unraised import UnraisedError
 
 
 @dataclass
@@ -41,31 +41,16 @@ class _Findings:
     """
 
     flags: list[OverflowFlags] = field(default_factory=list)
-    failure: Exception | None = None
-    _untold: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        finalize(self, _warn_of_untold, self._untold)
-
-    def note_failure(self, error: Exception) -> None:
-        """Take note of what an update has raised. Somebody is told: who takes it, else who drops the optimizer."""
-        self.failure = error
-        self._untold.append(f"{type(error).__name__}: {error}")  # not the error, whose traceback refers to this object
-
-    def take_failure(self) -> Exception | None:
-        """Return what an update has raised, and forget it."""
-        failure, self.failure = self.failure, None
-        self._untold.clear()
-        return failure
+    failure: UnraisedError = field(default_factory=lambda: UnraisedError(_warn_of_failure))
 
 
-def _warn_of_untold(messages: list[str]) -> None:
-    for message in messages:
-        call_site.warn(
-            f"the last update failed in host memory, {message}; some main params and weights may be updated and others "
-            "not: load the checkpoint before",
-            RuntimeWarning,
-        )
+def _warn_of_failure(message: str) -> None:
+    """Warn of an update's error that no step, state_dict() or save has raised."""
+    call_site.warn(
+        f"the last update failed in host memory, {message}; some main params and weights may be updated and others "
+        "not: load the checkpoint before",
+        RuntimeWarning,
+    )
 
 
 class HostUpdate(InnerUpdate):
@@ -178,7 +163,7 @@ class HostUpdate(InnerUpdate):
     @override
     def raise_failure(self) -> None:
         self._wait_for_last()
-        if (failure := self._findings.take_failure()) is not None:
+        if (failure := self._findings.failure.take()) is not None:
             if isinstance(failure, GradientError):
                 raise failure
             raise InnerStepError(
@@ -231,7 +216,7 @@ class HostUpdate(InnerUpdate):
                 mark_written(pending.unit)
         if not self._overlaps:
             late = self._taken_flags()
-            if (failure := self._findings.take_failure()) is not None:
+            if (failure := self._findings.failure.take()) is not None:
                 raise InnerStepError(f"the update failed in host memory: {failure}; load a checkpoint") from failure
         return [*rounded, *late]
 
@@ -288,7 +273,7 @@ class HostUpdate(InnerUpdate):
         copied, host, findings = _copied(pending), self._host, self._findings  # not self: see _Findings
 
         def task() -> bool:
-            if findings.failure is not None:
+            if findings.failure.error is not None:
                 return False
             try:
                 if arrived is not None:
@@ -300,7 +285,7 @@ class HostUpdate(InnerUpdate):
                 with torch.no_grad():
                     findings.flags += host.apply([copied], on_host, _nothing)
             except Exception as error:  # whatever it is: all ranks raise it at the next step
-                findings.note_failure(error)
+                findings.failure.note(error, f"{type(error).__name__}: {error}")
                 return False
             return found_inf.item() == 0
 

@@ -5,7 +5,8 @@ import gc
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -254,6 +255,16 @@ def test_an_update_that_fails(way: dict[str, Any], monkeypatch: pytest.MonkeyPat
     """What goes wrong in the thread is raised: at once, or at the next step where step() does not wait."""
     module, optimizer = _build(way)
     _step(module, optimizer, 0)
+    with _failing(optimizer, monkeypatch):
+        if way is OVERLAP:
+            _step(module, optimizer, 1)
+        with pytest.raises(InnerStepError, match="broken"):
+            _step(module, optimizer, 2)
+
+
+@contextmanager
+def _failing(optimizer: MixedPrecisionOptimizer, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let updates in host memory fail meanwhile: those that are under way before and after are not among them."""
     optimizer.finish_param_gather()
     update = optimizer._member.update
     assert isinstance(update, HostUpdate)
@@ -263,28 +274,16 @@ def test_an_update_that_fails(way: dict[str, Any], monkeypatch: pytest.MonkeyPat
 
     with monkeypatch.context() as patched:
         patched.setattr(update._host, "apply", fail)
-        if way is OVERLAP:
-            _step(module, optimizer, 1)
-            optimizer.finish_param_gather()
-        with pytest.raises(InnerStepError, match="broken"):
-            _step(module, optimizer, 2)
+        yield
+        optimizer.finish_param_gather()
 
 
 def _failed(monkeypatch: pytest.MonkeyPatch) -> tuple[Tiny, MixedPrecisionOptimizer]:
     """Return an optimizer whose last update has failed in the thread, which nobody was told yet."""
     module, optimizer = _build(OVERLAP)
     _step(module, optimizer, 0)
-    optimizer.finish_param_gather()
-    update = optimizer._member.update
-    assert isinstance(update, HostUpdate)
-
-    def fail(*_: Any) -> Any:
-        raise ValueError("broken")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(update._host, "apply", fail)
+    with _failing(optimizer, monkeypatch):
         _step(module, optimizer, 1)
-        optimizer.finish_param_gather()
     return module, optimizer
 
 
