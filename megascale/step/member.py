@@ -131,7 +131,7 @@ class StepMember:
             self.update.create_states(param_groups[unit.group], new)
 
     def sync_to_pack(self, *, to_load: bool) -> None:
-        """As :meth:`sync_from_model`, before state is read. Raises an error of the update before, unless ``to_load``."""
+        """As :meth:`sync_from_model`. Raises an error that the update before has left, unless ``to_load``."""
         self.sync_from_model()
         if not to_load:
             self.update.raise_failure()
