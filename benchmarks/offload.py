@@ -1,13 +1,17 @@
 """Main params and state in host memory: what a step takes beside one on the device, and how fast all of it moves.
 
-    python benchmarks/offload.py --numel 300_000_000 --tokens 8192 --out benchmarks/results/offload_gpu.md
+    python benchmarks/offload.py --numel 1_000_000_000 --width 8192 --tokens 32768 --out results/offload_gpu.md
 
 First table: a stack of square bf16 layers is trained by AdamW, with clipping. *iteration*: forward, backward and step,
 as they follow each other. *exposed*: of it, what is beside forward and backward. *step() returns*: until the host may
-go on. *device bytes*: per parameter, held between iterations, and at most. The last column says whether the weights
-have the bits of the first row's.
+go on. *held*, *with gradients*, *at most*: bytes of the device per parameter, as torch's allocator counts them, between
+iterations, between backward and step, and in between, with activations. The last column says whether the weights have
+the bits of the first row's.
 
-Second table: ``offload()`` and ``reload()`` of the first row's optimizer, until the copies have ended, and plain
+Second table: the parts of such a step, each measured alone, and beside each iteration the one that follows from the
+parts by :func:`megascale.estimation.timeline.timeline`.
+
+Third table: ``offload()`` and ``reload()`` of the first row's optimizer, until the copies have ended, and plain
 copies of pinned memory. Every row that fails has its reason; rows that come after ``--seconds`` are left out.
 """
 
@@ -15,14 +19,18 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from megascale import MixedPrecisionOptimizer, OptimizerConfig
+from megascale.cli import bench_offload
+from megascale.estimation import estimate
+from megascale.estimation.timeline import Machine, timeline
+from megascale.estimation.traffic import ON_HOST
 
 WAYS: dict[str, dict[str, Any]] = {
     "on the device": {},
@@ -38,8 +46,17 @@ WAYS: dict[str, dict[str, Any]] = {
         "exp_avg_dtype": torch.int8,
         "exp_avg_sq_dtype": torch.uint8,
     },
+    "in host memory, overlap, fraction auto": {
+        "optimizer_cpu_offload": True,
+        "overlap_cpu_optimizer_d2h_h2d": True,
+        "optimizer_offload_fraction": "auto",
+    },
 }
-HEAD = "| main params and state | iteration ms | exposed ms | step() returns, ms | device bytes | at most | bits |"
+WARM_UP, WARM_UP_OF_AUTO = 3, 18
+"""Iterations before the first that is timed. The fraction is set in the ninth."""
+HEAD = (
+    "| main params and state | iteration ms | exposed ms | step() returns, ms | held | with gradients | at most | bits |"
+)
 
 
 def synchronize(device: torch.device) -> None:
@@ -71,6 +88,7 @@ class Run:
     def __init__(self, device: torch.device, numel: int, width: int, tokens: int, options: dict[str, Any]) -> None:
         torch.manual_seed(0)
         self.device = device
+        self.batch = torch.randn(tokens, width, device=device).bfloat16()
         self.before = allocated(device)
         layers = [
             nn.Linear(width, width, bias=False, device=device, dtype=torch.bfloat16)
@@ -82,7 +100,7 @@ class Run:
         config = OptimizerConfig(bf16=True, clip_grad=1.0, **options)
         inner = torch.optim.AdamW(self.model.named_parameters(), lr=1e-4)
         self.optimizer = MixedPrecisionOptimizer(inner, config)
-        self.batch = torch.randn(tokens, width, device=device).bfloat16()
+        self.shapes = [param.shape for param in self.model.parameters()]
         self.numel = sum(param.numel() for param in self.model.parameters())
         self.returns: list[float] = []
 
@@ -104,9 +122,17 @@ class Run:
         return [value.cpu() for value in self.model.state_dict().values()]
 
 
-def row_of(name: str, run: Run, rounds: int, first: list[Tensor]) -> str:
+class Row(NamedTuple):
+    """A row of the first table, and what the second needs of it, in ms."""
+
+    text: str
+    iteration: float
+    alone: float
+
+
+def row_of(name: str, run: Run, rounds: int, first: list[Tensor]) -> Row:
     """Return a row of the first table. ``first``: weights of the first row, set here if empty."""
-    run.iterate(3)
+    run.iterate(WARM_UP_OF_AUTO if "auto" in name else WARM_UP)
     synchronize(run.device)
     if run.device.type != "cpu":
         torch.accelerator.reset_peak_memory_stats()
@@ -114,16 +140,75 @@ def row_of(name: str, run: Run, rounds: int, first: list[Tensor]) -> str:
     whole = timed(run.device, lambda: run.iterate(rounds)) / rounds
     most = (allocated(run.device, most=True) - run.before) / run.numel
     alone = statistics.median(timed(run.device, run.backward) for _ in range(rounds))
+    with_grads = (allocated(run.device) - run.before) / run.numel
     run.optimizer.zero_grad()
     held = (allocated(run.device) - run.before) / run.numel
     mine = run.weights()
     if not first:
         first += mine
-    same = "the same" if all(map(torch.equal, mine, first)) else "other bits"
-    return (
+    if "auto" in name:
+        same = f"of more steps; {run.optimizer.optimizer_offload_fraction:.2f} in host memory"
+    else:
+        same = "the same" if all(map(torch.equal, mine, first)) else "other bits"
+    text = (
         f"| {name} | {whole:.1f} | {whole - alone:.1f} | {statistics.median(run.returns):.2f} | {held:.2f} "
-        f"| {most:.2f} | {same} |"
+        f"| {with_grads:.2f} | {most:.2f} | {same} |"
     )
+    return Row(text, whole, alone)
+
+
+def rows_of_parts(
+    device: torch.device, shapes: list[torch.Size], tokens: int, measured: dict[str, Row]
+) -> list[str]:
+    """Return the second table: what a step consists of, and the iterations that follow, beside those of ``measured``.
+
+    ``shapes``: of the parameters.
+    """
+    numel = sum(shape.numel() for shape in shapes)
+    count = max(1, len(shapes) // 4)
+    host = MixedPrecisionOptimizer(
+        torch.optim.AdamW(host_params(shapes[:count]), lr=1e-4), OptimizerConfig(bf16=True, clip_grad=1.0)
+    )
+    update, threads = bench_offload.update_seconds(host, 3.0)
+    options: dict[str, Any] = {"precision": "bf16"}
+    there = estimate(shapes[:count], **options, optimizer_cpu_offload=True)
+    _, bus = bench_offload.bus_bandwidths(device, 2.0, lambda work, where: timed(where, work) / 1e3)
+    probe = torch.zeros(1 << 26, device=device)
+    memory = 2 * probe.nbytes / min(timed(device, lambda: probe.mul_(1.0)) / 1e3 for _ in range(20))
+    alone = measured[next(iter(WAYS))].alone / 1e3
+    machine = Machine(
+        flops=6 * numel * tokens / alone,
+        memory_bandwidth=memory,
+        bus_bandwidth=bus,
+        host_bandwidth=there.offload[ON_HOST] / update,
+    )
+    grads = 2 * numel
+    rows = [
+        "| part of a step, measured alone | GB | ms | per second |",
+        "|---|---|---|---|",
+        f"| forward and backward | - | {alone * 1e3:.1f} | {machine.flops / 1e12:.0f} TFLOP |",
+        f"| gradients to the host, or weights back, both ways at once | {grads / 1e9:.2f} | {grads / bus * 1e3:.1f} "
+        f"| {bus / 1e9:.1f} GB |",
+        f"| the update in host memory, {threads} threads, of {count} of {len(shapes)} layers | "
+        f"{there.offload[ON_HOST] / 1e9:.2f} | {update * 1e3:.1f} | {machine.host_bandwidth / 1e9:.1f} GB |",
+        "",
+        "| main params and state | iteration by these parts, ms | measured, ms | measured / by parts |",
+        "|---|---|---|---|",
+    ]
+    for name, way in WAYS.items():
+        if name in measured and "auto" not in name:
+            paper = timeline(estimate(shapes, **options, **way), machine, tokens=tokens).total * 1e3
+            taken = measured[name].iteration
+            rows.append(f"| {name} | {paper:.1f} | {taken:.1f} | {taken / paper:.2f} |")
+    return rows
+
+
+def host_params(shapes: Sequence[torch.Size]) -> list[nn.Parameter]:
+    """Return bf16 parameters in host memory, with gradients."""
+    params = [nn.Parameter(torch.randn(shape, device="cpu").bfloat16()) for shape in shapes]
+    for param in params:
+        param.grad = torch.randn_like(param) * 1e-3
+    return params
 
 
 def rows_of_moves(run: Run) -> list[str]:
@@ -150,9 +235,37 @@ def rows_of_moves(run: Run) -> list[str]:
     return rows
 
 
+def measure(given: argparse.Namespace, device: torch.device) -> tuple[list[str], list[str], list[str]]:
+    """Return the rows of the three tables."""
+    begin = time.perf_counter()
+    first: list[Tensor] = []
+    measured: dict[str, Row] = {}
+    rows, parts, moves = [], [], []
+    shapes: list[torch.Size] = []
+    for name, options in WAYS.items():
+        if time.perf_counter() - begin > given.seconds:
+            rows.append(f"| {name} | left out: {given.seconds:.0f} s are over | | | | | | |")
+            continue
+        try:
+            run = Run(device, given.numel, given.width, given.tokens, options)
+            measured[name] = row_of(name, run, given.rounds, first)
+            rows.append(measured[name].text)
+            shapes = run.shapes
+            if not options:
+                moves = rows_of_moves(run)
+        except Exception as error:  # a row says it, and the others are measured
+            rows.append(f"| {name} | {type(error).__name__}: {str(error).splitlines()[0][:150]} | | | | | | |")
+        run = None  # type: ignore[assignment]
+        if device.type != "cpu":
+            torch.accelerator.empty_cache()
+        print(rows[-1], f"{time.perf_counter() - begin:.0f} s", flush=True)
+    if next(iter(WAYS)) in measured:
+        parts = rows_of_parts(device, shapes, given.tokens, measured)
+    return rows, parts, moves
+
+
 def main() -> int:
     """Measure, print, write."""
-    begin = time.perf_counter()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--numel", type=int, default=300_000_000)
     parser.add_argument("--width", type=int, default=4096)
@@ -163,22 +276,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     device = torch.device(given.device)
-    first: list[Tensor] = []
-    rows, moves = [], []
-    for name, options in WAYS.items():
-        if time.perf_counter() - begin > given.seconds:
-            rows.append(f"| {name} | left out: {given.seconds:.0f} s are over | | | | | |")
-            continue
-        try:
-            run = Run(device, given.numel, given.width, given.tokens, options)
-            rows.append(row_of(name, run, given.rounds, first))
-            if not options:
-                moves = rows_of_moves(run)
-        except Exception as error:  # a row says it, and the others are measured
-            rows.append(f"| {name} | {type(error).__name__}: {str(error).splitlines()[0][:150]} | | | | | |")
-        run = None  # type: ignore[assignment]
-        if device.type != "cpu":
-            torch.accelerator.empty_cache()
+    torch.mm(*(torch.zeros(8, 8, dtype=torch.bfloat16, device=device) for _ in range(2)))  # the library's workspace
+    rows, parts, moves = measure(given, device)
     where = (
         torch.cuda.get_device_name() if device.type == "cuda" else "a CPU, whose host memory stands for the device's"
     )
@@ -189,8 +288,10 @@ def main() -> int:
         f"--numel {given.numel} --width {given.width} --tokens {given.tokens} --rounds {given.rounds}`",
         "",
         HEAD,
-        "|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|",
         *rows,
+        "",
+        *parts,
         "",
         "| move | GB | ms | GB/s |",
         "|---|---|---|---|",

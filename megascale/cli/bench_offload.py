@@ -39,9 +39,9 @@ def lines(
         yield "device      no accelerator here: a CPU computes, and host memory stands for a device's"
     flops, width = _flops(device, params[0].dtype, share, timer)
     yield f"operations  {flops / 1e12:.2f} TFLOP/s, products of {precision} matrices of {width:,} rows"
-    bus, both = _bus_bandwidths(device, share, timer)
+    bus, both = bus_bandwidths(device, share, timer)
     yield f"bus         {bus / 1e9:.2f} GB/s in the slower direction, {both / 1e9:.2f} GB/s each way at once"
-    update, threads = _update_seconds(host, share)
+    update, threads = update_seconds(host, share)
     shapes = [param.shape for param in params]
     there: dict[str, Any] = {"precision": precision, "optimizer_cpu_offload": True}
     found = estimate(shapes, **there, overlap_cpu_optimizer_d2h_h2d=True)
@@ -66,7 +66,7 @@ def _flops(device: torch.device, dtype: torch.dtype, seconds: float, timer: Time
     return 2 * width**3 / _median(lambda: torch.mm(one, one, out=out), device, seconds, timer), width
 
 
-def _bus_bandwidths(device: torch.device, seconds: float, timer: Timer) -> tuple[float, float]:
+def bus_bandwidths(device: torch.device, seconds: float, timer: Timer) -> tuple[float, float]:
     """Return bytes a second between host and device: in the slower direction, and each way while both are busy."""
     pin = device.type != "cpu"
     there = [torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
@@ -92,7 +92,7 @@ def _bus_bandwidths(device: torch.device, seconds: float, timer: Timer) -> tuple
     return COPY_BYTES / max(down_alone, up_alone), COPY_BYTES / at_once
 
 
-def _update_seconds(host: MixedPrecisionOptimizer, seconds: float) -> tuple[float, int]:
+def update_seconds(host: MixedPrecisionOptimizer, seconds: float) -> tuple[float, int]:
     """Return the median of an update whose statistics are known, with the threads of an offloaded one, and these."""
     backend, before = host_backend(), torch.get_num_threads()
     threads = backend.num_threads() if isinstance(backend, NativeBackend) else before
