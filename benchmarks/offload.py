@@ -55,7 +55,8 @@ WAYS: dict[str, dict[str, Any]] = {
 WARM_UP, WARM_UP_OF_AUTO = 3, 18
 """Iterations before the first that is timed. The fraction is set in the ninth."""
 HEAD = (
-    "| main params and state | iteration ms | exposed ms | step() returns, ms | held | with gradients | at most | bits |"
+    "| main params and state | iteration ms | exposed ms | step() returns, ms "
+    "| held | with gradients | at most | bits |"
 )
 
 
@@ -157,9 +158,7 @@ def row_of(name: str, run: Run, rounds: int, first: list[Tensor]) -> Row:
     return Row(text, whole, alone)
 
 
-def rows_of_parts(
-    device: torch.device, shapes: list[torch.Size], tokens: int, measured: dict[str, Row]
-) -> list[str]:
+def rows_of_parts(device: torch.device, shapes: list[torch.Size], tokens: int, measured: dict[str, Row]) -> list[str]:
     """Return the second table: what a step consists of, and the iterations that follow, beside those of ``measured``.
 
     ``shapes``: of the parameters.

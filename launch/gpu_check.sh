@@ -30,7 +30,7 @@ part() { # part NAME SECONDS COMMAND...
 command -v nvidia-smi > /dev/null && nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv
 PYTHONPATH=. "$python" -c 'import sys, torch; torch.cuda.is_available() or sys.exit("launch/gpu_check.sh: no GPU here"); print(torch.__version__, torch.version.cuda, torch.cuda.get_device_name())' || exit 1
 
-rm -f "$out"/{step,graph,kernels,paper,sweep,offload}_gpu*  # an earlier run's must not pass for this one's
+rm -f "$out"/{step,graph,kernels,paper,sweep,offload,idle}_gpu*  # an earlier run's must not pass for this one's
 
 # Without addopts: --strict-config refuses the settings of pytest-timeout where that is not installed.
 part "tests" 180 "$python" -m pytest tests/gpu -q -o addopts=-ra
@@ -42,6 +42,7 @@ part "kernels" 80 "$python" benchmarks/kernels.py --out "$out/kernels_gpu.md"
 part "graph" 50 "$python" benchmarks/graph.py --backends triton --out "$out/graph_gpu.md"
 part "offload" 120 "$python" benchmarks/offload.py --numel 1000000000 --width 8192 --tokens 32768 --seconds 80 \
     --out "$out/offload_gpu.md"
+part "idle" 40 "$python" benchmarks/idle.py --out "$out/idle_gpu.md"
 part "paper" 10 "$python" benchmarks/paper.py "$out" --out "$out/paper_gpu.md"
 
 if ((${#failed[@]})); then

@@ -8,11 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import FileStore
 
 from tests.fake_device import lives
 from tests.fake_device.training import CODES
-from tests.unit.fake_device.test_host_update import CASES, DEVICE, REMAINDERS, life_of
 from tests.training import bits_equal
+from tests.unit.fake_device.test_host_update import CASES, DEVICE, REMAINDERS, life_of
 
 pytestmark = pytest.mark.gpu
 
@@ -68,7 +69,7 @@ def _awaited(action: Callable[[lives.Trained], list[Tensor]]) -> Callable[[lives
 def nccl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """One rank of NCCL."""
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
-    dist.init_process_group("nccl", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    dist.init_process_group("nccl", store=FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
