@@ -123,6 +123,10 @@ class ComputeChoice(InnerUpdate):
         self.way.raise_failure()
 
     @override
+    def forget_failure(self) -> None:
+        self.way.forget_failure()
+
+    @override
     def prepare(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
         return self.way.prepare(updates)
 

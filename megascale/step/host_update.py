@@ -171,6 +171,16 @@ class HostUpdate(InnerUpdate):
                 "params may be updated and others not: mend the cause, then load a checkpoint or a state dict"
             ) from failure
 
+    @override
+    def forget_failure(self) -> None:
+        self._wait_for_last()
+        if (failure := self._findings.failure.take()) is not None:
+            call_site.warn(
+                f"an update before this load failed in host memory, {type(failure).__name__}: {failure}; what was "
+                "loaded has replaced all that it may have changed",
+                RuntimeWarning,
+            )
+
     def _wait_for_last(self) -> None:
         """Wait for the updates of the step before."""
         self._arrivals.wait()

@@ -270,6 +270,8 @@ class StepRecipe:
         """Forget the step that was prepared and recorded errors; called when all state was replaced."""
         self.discard_prepared()
         self.reset_errors()
+        for member in self.members:
+            member.update.forget_failure()
 
     def reset_errors(self) -> None:
         """Forget recorded errors; called when main params were replaced."""

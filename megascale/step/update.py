@@ -107,6 +107,10 @@ class InnerUpdate(Protocol):
         """
         return
 
+    def forget_failure(self) -> None:
+        """Warn of what :meth:`raise_failure` would raise, and forget it: all that it may have changed was replaced."""
+        return
+
     def prepare(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
         """Return the updates ready for :meth:`apply`, which must follow before their tensors can change.
 

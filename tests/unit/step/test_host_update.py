@@ -298,10 +298,10 @@ def test_no_state_of_a_failed_update_is_saved_in_silence(monkeypatch: pytest.Mon
     with pytest.raises(InnerStepError, match="broken"):
         save(tmp_path, 2, module, optimizer)
     module, optimizer = _failed(monkeypatch)
-    load(tmp_path, module, optimizer)
-    with pytest.raises(InnerStepError, match="broken"):
-        optimizer.state_dict()
+    with pytest.warns(RuntimeWarning, match="an update before this load failed in host memory, ValueError: broken"):
+        load(tmp_path, module, optimizer)
     assert _same(optimizer.state_dict(), whole)
+    _step(module, optimizer, 2)
 
 
 def test_a_failed_update_that_nobody_was_told_of_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
