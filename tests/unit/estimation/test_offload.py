@@ -182,28 +182,25 @@ def test_what_is_not_estimated_is_refused() -> None:
         estimate({"layers.0.weight": [8, 8]}, **OFFLOAD, optimizer="muon")
 
 
-H100_MS = {"plain": 24.4, "waits": 89.5, "overlaps": 76.4, "codes": 60.0}
+H100_MS = {"plain": 293.4, "waits": 490.8, "visits": 496.5, "overlaps": 416.6, "codes": 332.3}
 """Milliseconds of an iteration in benchmarks/results/offload_gpu.md."""
 
 
 def _h100(options: dict[str, Any]) -> Timeline:
-    layers = {str(at): (4096, 4096) for at in range(17)}
-    # Rates of that machine: of its copies; of forward and backward, and of the host's update, from two of the rows.
-    machine = Machine(flops=636e12, memory_bandwidth=3.35e12, bus_bandwidth=53.5e9, host_bandwidth=122e9)
-    return timeline(estimate(layers, precision="bf16", **options), machine, tokens=8192)
+    layers = {str(at): (8192, 8192) for at in range(14)}
+    # That machine's rates: of forward and backward, of its memory and its bus, each measured alone; and of the host's
+    # update, from the second row.
+    machine = Machine(flops=672e12, memory_bandwidth=3.02e12, bus_bandwidth=46.7e9, host_bandwidth=125e9)
+    return timeline(estimate(layers, precision="bf16", **options), machine, tokens=32768)
 
 
 @pytest.mark.parametrize(
     ("row", "options"),
-    [("plain", {}), ("waits", OFFLOAD), ("overlaps", OVERLAP), ("codes", OVERLAP | CODES)],
+    [("plain", {}), ("waits", OFFLOAD), ("visits", VISIT), ("overlaps", OVERLAP), ("codes", OVERLAP | CODES)],
 )
 def test_an_iteration_takes_as_long_as_on_the_gpu(row: str, options: dict[str, Any]) -> None:
-    """The four rows that an H100 has measured, within 12 %; two rates are taken from the first two of them.
-
-    They were measured before gradients travelled in backward, as they do not where DistributedDataParallel averages.
-    """
-    averaged = {"ranks": 2, "sharding": "replicated"}
-    assert _h100(options | averaged).total * 1e3 == pytest.approx(H100_MS[row], rel=0.12)
+    """The five rows that an H100 has measured, within 6 %; one rate is taken from the second of them."""
+    assert _h100(options).total * 1e3 == pytest.approx(H100_MS[row], rel=0.06)
     page = (DOCS.parent / "benchmarks" / "results" / "offload_gpu.md").read_text()
     assert f"| {H100_MS[row]} |" in page
 
@@ -222,7 +219,7 @@ def test_what_a_timeline_says_is_consistent() -> None:
             assert all(update.begin >= up.end for update, up in zip(updates, arrivals, strict=True))
         else:
             assert all(up.begin >= update.end for update, up in zip(updates, arrivals, strict=True))
-        assert all(0 <= hidden <= seconds for seconds, hidden in found.seconds().values())
+        assert all(0 <= hidden <= seconds + 1e-12 for seconds, hidden in found.seconds().values())
         last = [span for span in found.spans if span.name == FORWARD][-1]
         assert not arrivals or last.begin >= arrivals[-1].end
         assert found.exposed >= 0
@@ -235,9 +232,9 @@ def test_gradients_travel_in_backward() -> None:
     measured = next(span for span in found.spans if span.name == MEASURE)
     copies = [span for span in found.spans if span.name == TO_HOST]
     update = next(span for span in found.spans if span.lane == HOST)
-    assert len(copies) == 17
-    assert copies[0].begin == pytest.approx((backward.end - backward.begin) / 17)
-    assert all(copy.begin >= backward.end * (at + 1) / 17 - 1e-12 for at, copy in enumerate(copies))
+    assert len(copies) == 14
+    assert copies[0].begin == pytest.approx((backward.end - backward.begin) / 14)
+    assert all(copy.begin >= backward.end * (at + 1) / 14 - 1e-12 for at, copy in enumerate(copies))
     assert update.begin == pytest.approx(max(measured.end, copies[-1].end))
     assert found.seconds()[TO_HOST][0] == pytest.approx(late.seconds()[TO_HOST][0])
     assert found.seconds()[TO_HOST][1] > 0.9 * found.seconds()[TO_HOST][0]
