@@ -34,9 +34,9 @@ rm -f "$out"/{step,graph,kernels,paper,sweep,offload,idle}_gpu*  # an earlier ru
 
 # Without addopts: --strict-config refuses the settings of pytest-timeout where that is not installed.
 part "tests" 180 "$python" -m pytest tests/gpu -q -o addopts=-ra
-part "step" 160 "$python" benchmarks/step.py --numel 400000000 --tensors 300 --rounds 12 --device cuda \
+part "step" 120 "$python" benchmarks/step.py --numel 400000000 --tensors 300 --rounds 12 --device cuda \
     --backends triton,torch --out "$out/step_gpu.md"
-part "tensors" 60 "$python" benchmarks/sweep.py tensors --tensor-counts 1,200,2000,10000 --rounds 5 --limit 5 \
+part "tensors" 90 "$python" benchmarks/sweep.py tensors --tensor-counts 1,200,2000 --rounds 3 --limit 3 \
     --device cuda --out "$out/sweep_gpu"
 part "kernels" 80 "$python" benchmarks/kernels.py --out "$out/kernels_gpu.md"
 part "graph" 50 "$python" benchmarks/graph.py --backends triton --out "$out/graph_gpu.md"
