@@ -1,0 +1,93 @@
+"""megascale.amp on an accelerator, beside torch's scaler: the bodies of the CPU's tests."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megascale import amp
+from tests.unit.amp import test_grad_scaler_bits as bodies
+
+pytestmark = pytest.mark.gpu
+
+NAMES = sorted(set(bodies.SCENARIOS) - {"new_scales", "autocast"})
+"""Without those that name the CPU."""
+
+
+def _device() -> torch.device:
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+@pytest.fixture
+def _on_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    make, batches = bodies._model, bodies._batches
+
+    def model(seed: int = 0) -> nn.Sequential:
+        return make(seed).to(_device())
+
+    def moved() -> Iterator[tuple[int, Tensor, Tensor]]:
+        for step, x, y in batches():
+            yield step, x.to(_device()), y.to(_device())
+
+    monkeypatch.setattr(bodies, "_model", model)
+    monkeypatch.setattr(bodies, "_batches", moved)
+
+
+def _alike(ours: Any, theirs: Any, *, exact: bool) -> None:
+    """Compare what two lives have shown: decisions and scales have the same bits, weights those or nearly so."""
+    if isinstance(ours, Tensor):
+        tolerance = 0.0 if exact else None
+        torch.testing.assert_close(ours, theirs, equal_nan=True, rtol=tolerance, atol=tolerance)
+    elif isinstance(ours, dict):
+        assert ours.keys() == theirs.keys()
+        for key in ours:
+            _alike(ours[key], theirs[key], exact=exact)
+    elif isinstance(ours, list):
+        for one, other in zip(ours, theirs, strict=True):
+            _alike(one, other, exact=exact)
+    else:
+        assert ours == theirs
+
+
+@pytest.mark.usefixtures("_on_device")
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
+@pytest.mark.parametrize("optimizer", ["adam_loop", "adamw_foreach", "adamw_fused", "sgd", "sgd_fused", "rmsprop"])
+@pytest.mark.parametrize("name", NAMES)
+def test_what_torchs_scaler_does(name: str, optimizer: str) -> None:
+    """The same scales and skips; the same bits where torch updates, nearly the same where our fused kernels do."""
+    settings: dict[str, Any] = {"init_scale": 128.0, "growth_factor": 2.0, "backoff_factor": 0.25, "growth_interval": 2}
+    ours, theirs = (
+        list(bodies.SCENARIOS[name](kind(_device().type, **settings), bodies.OPTIMIZERS[optimizer]))
+        for kind in bodies.BOTH
+    )
+    _alike(ours, theirs, exact=not optimizer.endswith("fused"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_end_of_an_iteration_in_one_call(dtype: torch.dtype) -> None:
+    """optimizer_step() beside the four calls, under autocast."""
+    found = []
+    for one_call in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 1)).to(_device())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        scaler = amp.GradScaler(_device().type, init_scale=2.0**20, growth_interval=3)
+        for step in range(8):
+            x = torch.linspace(-1, 1, 64, device=_device()).view(4, 16) * (1 + step)
+            optimizer.zero_grad()
+            with amp.autocast(device_type=_device().type, dtype=dtype):
+                loss = model(x).float().square().mean()
+            if one_call:
+                amp.optimizer_step(loss, optimizer, scaler, max_gradient_norm=1.0)
+                continue
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+        found.append([scaler.get_scale(), *(param.detach().cpu() for param in model.parameters())])
+    _alike(found[0][0], found[1][0], exact=True)
+    for ours, theirs in zip(found[0][1:], found[1][1:], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)

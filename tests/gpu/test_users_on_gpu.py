@@ -1,0 +1,188 @@
+"""What users do around the step, on an accelerator: wrappers of one rank, checkpoints that move, programs that run."""
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import FileStore
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from megascale import DistributedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig, build_optimizer
+from megascale.checkpoint import Checkpointer
+from megascale.debug import watch
+from megascale.rollout import rollout_weights
+from megascale.utils.dtensors import to_local
+from tests.jobs import job
+from tests.training import bits_equal
+
+pytestmark = pytest.mark.gpu
+
+ROOT = Path(__file__).parents[2]
+OFFLOAD: dict[str, Any] = {"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True}
+CODES: dict[str, Any] = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.uint8}
+
+
+def _device() -> torch.device:
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """One rank of the device's own communication."""
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
+    backend = "nccl" if _device().type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = (nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32), nn.GELU(), nn.Linear(32, 1))
+    return nn.Sequential(*layers).half().to(_device())
+
+
+def _wrapped(module: nn.Module, **options: Any) -> MixedPrecisionOptimizer:
+    config = OptimizerConfig(fp16=True, clip_grad=1.0, **options)
+    scaler = DynamicGradScaler(2.0**8, growth_interval=3)
+    return MixedPrecisionOptimizer(torch.optim.AdamW(module.named_parameters(), lr=1e-2), config, scaler)
+
+
+def _train(module: nn.Module, optimizer: Any, steps: range) -> None:
+    """Train; each fourth step overflows."""
+    for step in steps:
+        batch = torch.linspace(-1, 1, 8 * 32, device=_device()).view(8, 32).half() * (1 + step % 3)
+        optimizer.zero_grad()
+        loss = module(batch).float().square().mean() * (math.inf if step % 4 == 2 else 1.0)
+        optimizer.scale_loss(loss).backward()
+        optimizer.step()
+    optimizer.finish_param_gather()
+
+
+def _same(module: nn.Module, other: nn.Module) -> bool:
+    pairs = zip(module.parameters(), other.parameters(), strict=True)
+    return all(bits_equal(to_local(one).detach(), to_local(two).detach()) for one, two in pairs)
+
+
+def _ddp(module: nn.Module) -> tuple[nn.Module, Any]:
+    return DistributedDataParallel(module), _wrapped(module)
+
+
+def _fsdp2(module: nn.Module, **options: Any) -> tuple[nn.Module, Any]:
+    mesh = init_device_mesh(_device().type, (1,))
+    for layer in (*(one for one in module.children() if isinstance(one, nn.Linear)), module):
+        fully_shard(layer, mesh=mesh)
+    return module, _wrapped(module, **options)
+
+
+def _sharded(module: nn.Module) -> tuple[nn.Module, Any]:
+    config = OptimizerConfig(fp16=True, clip_grad=1.0)
+    inner = torch.optim.AdamW(module.named_parameters(), lr=1e-2)
+    return module, DistributedOptimizer(inner, config, DynamicGradScaler(2.0**8, growth_interval=3), modules=[module])
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("wrap", [_ddp, _fsdp2, _sharded])
+def test_one_rank_of_each_wrapper(wrap: Callable[[nn.Module], tuple[nn.Module, Any]]) -> None:
+    """Its reductions and gathers are those of one rank: the bits of no wrapper."""
+    plain, module = _model(), _model()
+    optimizer = _wrapped(plain)
+    wrapped, other = wrap(module)
+    _train(plain, optimizer, range(8))
+    _train(wrapped, other, range(8))
+    assert _same(plain, module)
+    assert optimizer.get_loss_scale().item() == other.get_loss_scale().item()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("options", [{}, CODES, OFFLOAD], ids=["fp32", "codes", "offload"])
+def test_a_checkpoint_goes_on_elsewhere(tmp_path: Path, options: dict[str, Any], asynchronous: bool) -> None:
+    """Saved here, loaded on the CPU, saved there and loaded here: the bits of a run without interruption."""
+    module, twin = _model(), _model()
+    optimizer, whole = _wrapped(module, **options), _wrapped(twin, **options)
+    _train(twin, whole, range(8))
+    _train(module, optimizer, range(5))
+    with Checkpointer(tmp_path / "here", async_save=asynchronous) as checkpoints:
+        checkpoints.save(5, module, optimizer)
+        _train(module, optimizer, range(5, 7))  # a save that is under way holds what was there before
+    on_host = _model().cpu()
+    hosted = _wrapped(on_host, **(CODES if options is CODES else {}))
+    Checkpointer(tmp_path / "here").load(on_host, hosted)
+    with Checkpointer(tmp_path / "there") as checkpoints:
+        checkpoints.save(5, on_host, hosted)
+    again = _model()
+    resumed = _wrapped(again, **options)
+    Checkpointer(tmp_path / "there").load(again, resumed)
+    _train(again, resumed, range(5, 8))
+    assert _same(again, twin)
+
+
+def test_a_rollout_reads_the_newest_weights() -> None:
+    """While their update is still under way in host memory."""
+    module, twin = _model(), _model()
+    optimizer, other = _wrapped(module, **OFFLOAD), _wrapped(twin)
+    for one, own in ((module, optimizer), (twin, other)):
+        own.zero_grad()
+        own.scale_loss(one(torch.ones(8, 32, device=_device()).half()).float().square().mean()).backward()
+        own.step()
+    read = {name: value.clone() for name, value in rollout_weights(module, optimizer)}
+    expected = dict(twin.named_parameters())
+    assert read.keys() == expected.keys()
+    assert all(bits_equal(value, expected[name].detach()) for name, value in read.items())
+
+
+def test_muon_trains_and_skips() -> None:
+    """Hidden matrices by Muon, all else by AdamW, in one chain; a step that overflows changes nothing."""
+    module = _model()
+    config = OptimizerConfig(optimizer="muon", lr=1e-2, fp16=True, clip_grad=1.0)
+    optimizer: Any = build_optimizer(config, module, grad_scaler=DynamicGradScaler(2.0**8, growth_interval=3))
+    _train(module, optimizer, range(2))
+    before = [param.detach().clone() for param in module.parameters()]
+    _train(module, optimizer, range(2, 3))
+    assert all(map(bits_equal, before, (param.detach() for param in module.parameters())))
+    _train(module, optimizer, range(3, 4))
+    assert not any(map(bits_equal, before, (param.detach() for param in module.parameters())))
+
+
+def test_the_layer_that_overflowed_is_named() -> None:
+    """Forward of the third layer, whose weights are too large."""
+    module = _model()
+    optimizer = _wrapped(module)
+    with torch.no_grad():
+        dict(module.named_parameters())["2.weight"].fill_(6e4)
+    with watch(module):
+        optimizer.zero_grad()
+        optimizer.scale_loss(module(torch.ones(8, 32, device=_device()).half() * 100).float().mean()).backward()
+        optimizer.step()
+        report = optimizer.last_overflow()
+    assert report is not None
+    assert report.module is not None
+    assert (report.module.module, report.module.phase) == ("2", "forward")
+
+
+@pytest.mark.parametrize(
+    "program", ["ddp.py", "fsdp2_fp16.py", "local_optimizer.py", "sharded.py", "rl_fp16.py", "wrong_gradient.py"]
+)
+def test_an_example_runs(tmp_path: Path, program: str) -> None:
+    """As its page says, with one process per device."""
+    arguments = {"sharded.py": [str(tmp_path)], "rl_fp16.py": ["--steps", "4"]}.get(program, [])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+    variables = {"PYTHONPATH": str(ROOT), "NCCL_SOCKET_IFNAME": "lo"}
+    with job([*command, str(ROOT / "examples" / program), *arguments], variables) as running:
+        assert running.finish(timeout=100)
+
+
+def test_the_training_program_runs(tmp_path: Path) -> None:
+    """README's first program, for a few steps."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "-m"]
+    variables = {"PYTHONPATH": str(ROOT), "NCCL_SOCKET_IFNAME": "lo"}
+    with job([*command, "megascale.train", "steps=4", f"output_dir={tmp_path}"], variables) as running:
+        assert running.finish(timeout=100)
