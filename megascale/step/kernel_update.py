@@ -129,7 +129,8 @@ class KernelUpdate(InnerUpdate):
     ) -> list[OverflowFlags]:
         if updates and updates[0].call is None:
             return self._general.apply(updates, decision, mark_written)
-        overflow_flags, place = [], decision.found_inf.device
+        overflow_flags: list[OverflowFlags] = []
+        place = decision.found_inf.device
         for pending in updates:
             prepared, hyper = pending.call or ([], None)
             for one in prepared:
@@ -143,7 +144,7 @@ class KernelUpdate(InnerUpdate):
                 if one.decoded is not None:
                     flags = one.decoded.encode(self.backend, there)
                 operands.grad = ()  # cached operands must not keep gradients that the caller drops
-                overflow_flags.append(OverflowFlags(one.params, flags))
+                overflow_flags += one.flagged(flags)
             mark_written(pending.unit)
         # Tells an LR scheduler that was built on the inner optimizer that a step was taken.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -329,7 +330,7 @@ def _prepare(
             mains, models = [to_local(param.main) for param in chosen], [param.rounded for param in chosen]
             operands, beside = _operands_of(params, held, mains, models, state), held_params(chosen, models, mains)
             operands.remainder, operands.fingerprint = beside.remainders, beside.fingerprints
-            prepared.append(Prepared(chosen, held, operands))
+            prepared.append(Prepared(chosen, held, operands, _round_to_fp16(chosen)))
             continue
         for places in decoded_together([params[index] for index in held]):
             together = [held[place] for place in places]
@@ -348,7 +349,12 @@ def _prepared(
     decoded: DecodedParams | None = None,
 ) -> Prepared:
     operands = _operands_of(params, indices, mains, models, state)
-    return Prepared([params[index] for index in indices], indices, operands, decoded)
+    chosen = [params[index] for index in indices]
+    return Prepared(chosen, indices, operands, _round_to_fp16(chosen), decoded)
+
+
+def _round_to_fp16(params: Sequence[MainParam]) -> bool:
+    return any(param.is_copy and param.model.dtype == torch.float16 for param in params)
 
 
 def _operands_of(

@@ -105,15 +105,15 @@ class StreamedUpdate(HostUpdate):
         at = 0
         for pending in filter(self._is_there, updates):
             for prepared in _prepared(pending.call):
-                flags.append(self._update(pending, prepared, self._slots[at % SLOTS], decision))
+                flags += prepared.flagged(self._update(pending, prepared, self._slots[at % SLOTS], decision))
                 at += 1
             mark_written(pending.unit)
         if self._left is not None:
             self._arrivals.owe(self._left)
         return flags
 
-    def _update(self, pending: PendingUpdate, prepared: Prepared, slot: _Slot, decision: Decision) -> OverflowFlags:
-        """Bring a slice's state to the device, update it, and send it back."""
+    def _update(self, pending: PendingUpdate, prepared: Prepared, slot: _Slot, decision: Decision) -> Tensor:
+        """Bring a slice's state to the device, update it, and send it back. Returns which main params overflowed."""
         mirror = self._mirror(prepared, slot)
         stream = current_stream(self._device) if self._inwards is not None else None
         # Into the slot once the slice before has left it.
@@ -137,7 +137,7 @@ class StreamedUpdate(HostUpdate):
                 there.copy_(here, non_blocking=True)
         if self._outwards is not None:
             self._left = slot.left = self._outwards.record_event()
-        return OverflowFlags(prepared.params, flags)
+        return flags
 
     def _mirror(self, prepared: Prepared, slot: _Slot) -> _Mirror:
         """Return operands in ``slot`` for those in host memory; model params are the device's own."""

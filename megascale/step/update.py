@@ -52,13 +52,20 @@ class OverflowFlags:
 class Prepared(NamedTuple):
     """Main params of one device, their indices in the unit, and their operands without gradients.
 
-    ``decoded``: where they are held as remainders, what writes and reads the fp32 main params of the operands.
+    Attributes:
+        rounds_to_fp16: whether one of them may grow too large for its model param.
+        decoded: where they are held as remainders, what writes and reads the fp32 main params of the operands.
     """
 
     params: list[MainParam]
     indices: list[int]
     operands: Operands
+    rounds_to_fp16: bool
     decoded: DecodedParams | None = None
+
+    def flagged(self, overflowed: Tensor) -> list[OverflowFlags]:
+        """Return what an update has flagged; nothing where no flag is ever set, so that nobody need count them."""
+        return [OverflowFlags(self.params, overflowed)] if self.rounds_to_fp16 else []
 
 
 class KernelCall(NamedTuple):

@@ -48,6 +48,11 @@ def _check(records: list[Record], launches: list[str]) -> None:
     assert steps[0].event_waits() == []
 
 
+def _operators(dtype: torch.dtype) -> int:
+    """Return how many of torch's operators a step has: one counts the main params that are too large for fp16."""
+    return 4 if dtype == torch.float16 else 3
+
+
 @pytest.mark.parametrize("inner", KINDS)
 def test_no_step_waits_for_the_device(on_device: OnDevice, inner: str) -> None:
     """Invariant 5: no host sync at construction or in any step, the first one too; five launches."""
@@ -107,7 +112,7 @@ def test_remainders_cost_nothing(on_device: OnDevice, inner: str, dtype: torch.d
     for count in (6, 60):
         records = on_device(_train_with, inner, {"count": count, "dtype": dtype, "store_param_remainders": True})
         _check(records, [*EACH_STEP, _kernel_of(inner)])
-        assert all(sum(seen.operators().values()) == 4 for seen in records[2:])
+        assert all(sum(seen.operators().values()) == _operators(dtype) for seen in records[2:])
 
 
 @pytest.mark.sampled(1)
@@ -123,7 +128,7 @@ def test_moments_of_8_bit_cost_nothing(on_device: OnDevice, inner: str, held: bo
         options = {"count": count, "dtype": dtype, "store_param_remainders": held, **codes}
         records = on_device(_train_with, inner, options)
         _check(records, [*EACH_STEP, _kernel_of(inner)])
-        assert all(sum(seen.operators().values()) == 4 for seen in records[2:])
+        assert all(sum(seen.operators().values()) == _operators(dtype) for seen in records[2:])
 
 
 def _changing(device: FakeDevice) -> list[Record]:
