@@ -133,7 +133,7 @@ class Row(NamedTuple):
 
 def row_of(name: str, run: Run, rounds: int, first: list[Tensor]) -> Row:
     """Return a row of the first table. ``first``: weights of the first row, set here if empty."""
-    run.iterate(WARM_UP_OF_AUTO if "auto" in name else WARM_UP)
+    run.iterate(WARM_UP_OF_AUTO if _finds_its_fraction(name) else WARM_UP)
     synchronize(run.device)
     if run.device.type != "cpu":
         torch.accelerator.reset_peak_memory_stats()
@@ -147,7 +147,7 @@ def row_of(name: str, run: Run, rounds: int, first: list[Tensor]) -> Row:
     mine = run.weights()
     if not first:
         first += mine
-    if "auto" in name:
+    if _finds_its_fraction(name):
         same = f"of more steps; {run.optimizer.optimizer_offload_fraction:.2f} in host memory"
     else:
         same = "the same" if all(map(torch.equal, mine, first)) else "other bits"
@@ -156,6 +156,10 @@ def row_of(name: str, run: Run, rounds: int, first: list[Tensor]) -> Row:
         f"| {with_grads:.2f} | {most:.2f} | {same} |"
     )
     return Row(text, whole, alone)
+
+
+def _finds_its_fraction(name: str) -> bool:
+    return WAYS[name].get("optimizer_offload_fraction") == "auto"
 
 
 def rows_of_parts(device: torch.device, shapes: list[torch.Size], tokens: int, measured: dict[str, Row]) -> list[str]:
@@ -195,7 +199,7 @@ def rows_of_parts(device: torch.device, shapes: list[torch.Size], tokens: int, m
         "|---|---|---|---|",
     ]
     for name, way in WAYS.items():
-        if name in measured and "auto" not in name:
+        if name in measured and not _finds_its_fraction(name):
             paper = timeline(estimate(shapes, **options, **way), machine, tokens=tokens).total * 1e3
             taken = measured[name].iteration
             rows.append(f"| {name} | {paper:.1f} | {taken:.1f} | {taken / paper:.2f} |")

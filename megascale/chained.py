@@ -286,7 +286,8 @@ class ChainedOptimizer(torch.optim.Optimizer):
         Raises:
             StateDictError, MainParamOverflowError: on every rank alike; nothing has changed.
         """
-        load_with_hooks(self, state_dict, strict, self.live_parts, self.recipe.start_anew, self.groups.grad_stats)
+        done = partial(self.recipe.start_anew, is_whole=strict)
+        load_with_hooks(self, state_dict, strict, self.live_parts, done, self.groups.grad_stats)
 
     def live_states(self) -> list[LiveState]:
         """See :meth:`MixedPrecisionOptimizer.live_states`."""

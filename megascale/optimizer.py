@@ -456,7 +456,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             StateDictError, MainParamOverflowError: on every rank alike; nothing has changed.
         """
         require_values(self.device)
-        load_with_hooks(self, state_dict, strict, self.live_parts, self.recipe.start_anew, self.groups.grad_stats)
+        done = partial(self.recipe.start_anew, is_whole=strict)
+        load_with_hooks(self, state_dict, strict, self.live_parts, done, self.groups.grad_stats)
 
     def live_state(self) -> LiveState:
         """Return references to everything that a state dict covers."""

@@ -102,9 +102,10 @@ class Timeline:
         for span in self.spans:
             if span.name in (BACKWARD, FORWARD, WAIT):
                 continue
+            taken = span.end - span.begin
             hidden = sum(max(0.0, min(span.end, one.end) - max(span.begin, one.begin)) for one in work)
             before = found.get(span.name, (0.0, 0.0))
-            found[span.name] = (before[0] + span.end - span.begin, before[1] + hidden)
+            found[span.name] = (before[0] + taken, before[1] + min(hidden, taken))  # the sum is rounded
         return found
 
     def __repr__(self) -> str:

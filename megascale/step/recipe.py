@@ -266,11 +266,14 @@ class StepRecipe:
         for member in self.members:
             member.ready = member.held = None
 
-    def start_anew(self) -> None:
-        """Forget the step that was prepared and recorded errors; called when all state was replaced."""
+    def start_anew(self, *, is_whole: bool) -> None:
+        """Forget the step that was prepared and recorded errors; called when state was replaced.
+
+        ``is_whole``: all of it was, so that nothing is left of an update that has failed.
+        """
         self.discard_prepared()
         self.reset_errors()
-        for member in self.members:
+        for member in self.members if is_whole else ():
             member.update.forget_failure()
 
     def reset_errors(self) -> None:

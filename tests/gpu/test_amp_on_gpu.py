@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megascale import amp
+from tests.gpu import device
 from tests.unit.amp import test_grad_scaler_bits as bodies
 
 pytestmark = pytest.mark.gpu
@@ -16,20 +17,16 @@ NAMES = sorted(set(bodies.SCENARIOS) - {"new_scales", "autocast"})
 """Without those that name the CPU."""
 
 
-def _device() -> torch.device:
-    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-
-
 @pytest.fixture
 def _on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     make, batches = bodies._model, bodies._batches
 
     def model(seed: int = 0) -> nn.Sequential:
-        return make(seed).to(_device())
+        return make(seed).to(device())
 
     def moved() -> Iterator[tuple[int, Tensor, Tensor]]:
         for step, x, y in batches():
-            yield step, x.to(_device()), y.to(_device())
+            yield step, x.to(device()), y.to(device())
 
     monkeypatch.setattr(bodies, "_model", model)
     monkeypatch.setattr(bodies, "_batches", moved)
@@ -59,7 +56,7 @@ def test_what_torchs_scaler_does(name: str, optimizer: str) -> None:
     """The same scales and skips; the same bits where torch updates, nearly the same where our fused kernels do."""
     settings: dict[str, Any] = {"init_scale": 128.0, "growth_factor": 2.0, "backoff_factor": 0.25, "growth_interval": 2}
     ours, theirs = (
-        list(bodies.SCENARIOS[name](kind(_device().type, **settings), bodies.OPTIMIZERS[optimizer]))
+        list(bodies.SCENARIOS[name](kind(device().type, **settings), bodies.OPTIMIZERS[optimizer]))
         for kind in bodies.BOTH
     )
     _alike(ours, theirs, exact=not optimizer.endswith("fused"))
@@ -71,13 +68,13 @@ def test_the_end_of_an_iteration_in_one_call(dtype: torch.dtype) -> None:
     found = []
     for one_call in (True, False):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 1)).to(_device())
+        model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 1)).to(device())
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-        scaler = amp.GradScaler(_device().type, init_scale=2.0**20, growth_interval=3)
+        scaler = amp.GradScaler(device().type, init_scale=2.0**20, growth_interval=3)
         for step in range(8):
-            x = torch.linspace(-1, 1, 64, device=_device()).view(4, 16) * (1 + step)
+            x = torch.linspace(-1, 1, 64, device=device()).view(4, 16) * (1 + step)
             optimizer.zero_grad()
-            with amp.autocast(device_type=_device().type, dtype=dtype):
+            with amp.autocast(device_type=device().type, dtype=dtype):
                 loss = model(x).float().square().mean()
             if one_call:
                 amp.optimizer_step(loss, optimizer, scaler, max_gradient_norm=1.0)

@@ -1,14 +1,11 @@
 """Main params and state in host memory, on a GPU: the bodies of the simulated device's tests, with late streams."""
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import FileStore
 
 from tests.fake_device import lives
 from tests.fake_device.training import CODES
@@ -65,22 +62,13 @@ def _awaited(action: Callable[[lives.Trained], list[Tensor]]) -> Callable[[lives
     return awaited
 
 
-@pytest.fixture
-def nccl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """One rank of NCCL."""
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
-    dist.init_process_group("nccl", store=FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA's streams")
 @pytest.mark.parametrize("name", lives.LIVES)
 def test_no_bit_differs(name: str, request: pytest.FixtureRequest) -> None:
     """The lives of the simulated device, while this one is behind: the bits of a life without offload that waits."""
     for life in lives.LIVES[name]:
         if life.held == "fsdp2":
-            request.getfixturevalue("nccl")
+            request.getfixturevalue("one_rank")
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(lives, "model_of_life", _busy_model)
             values = lives.lived(life, life.way)

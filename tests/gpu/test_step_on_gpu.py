@@ -12,15 +12,12 @@ from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfi
 from megascale.errors import MainParamOverflowError
 from megascale.host_view import HostView
 from megascale.kernels import select_backend
+from tests.gpu import device
 from tests.training import INNER, Bag, Tiny, bits_equal, grad_of, model, same_bits, set_grads, snapshot
 
 pytestmark = pytest.mark.gpu
 
 DTYPES = [torch.float16, torch.bfloat16]
-
-
-def _device() -> torch.device:
-    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 @contextmanager
@@ -34,7 +31,7 @@ def _no_sync() -> Iterator[None]:
 
 
 def _on_device(inner: str, dtype: torch.dtype, **options: object) -> tuple[Tiny, MixedPrecisionOptimizer]:
-    module = model(dtype).to(_device())
+    module = model(dtype).to(device())
     config = OptimizerConfig(fp16=dtype == torch.float16, bf16=dtype == torch.bfloat16, **options)  # type: ignore[arg-type]
     return module, MixedPrecisionOptimizer(
         INNER[inner](module), config, DynamicGradScaler(2.0**10, 1.0, 2.0, 0.5, 4, 1), grads_are_scaled=True
@@ -109,7 +106,7 @@ PIECE = 5000
 
 
 def _needs_memory(gibibytes: int) -> None:
-    if torch.cuda.get_device_properties(_device()).total_memory < gibibytes * 2**30:
+    if torch.cuda.get_device_properties(device()).total_memory < gibibytes * 2**30:
         pytest.skip(f"needs {gibibytes} GiB of device memory")
 
 
@@ -117,9 +114,9 @@ def _needs_memory(gibibytes: int) -> None:
 def test_statistics_of_a_large_tensor(backend: str) -> None:
     """More than 2**31 elements: exact counts, no 32-bit index."""
     _needs_memory(40)
-    grad = torch.zeros(LARGE, dtype=torch.float16, device=_device())
+    grad = torch.zeros(LARGE, dtype=torch.float16, device=device())
     grad[-1], grad[0], grad[LARGE // 2] = math.nan, 2.0, math.inf
-    stats = select_backend(backend).measure([grad, torch.full((3,), 2.0, device=_device())], count_zeros=True)
+    stats = select_backend(backend).measure([grad, torch.full((3,), 2.0, device=device())], count_zeros=True)
     assert stats.non_finite.tolist() == [2, 0]
     assert stats.zeros is not None
     assert stats.zeros.tolist() == [LARGE - 3, 0]
@@ -171,14 +168,14 @@ def check_large_step(numel: int, backend: str, device: torch.device) -> None:
 def test_step_of_a_large_tensor(backend: str) -> None:
     """A parameter of more than 2**31 elements is updated to its last element, and no element twice."""
     _needs_memory(64)
-    check_large_step(LARGE, backend, _device())
+    check_large_step(LARGE, backend, device())
     torch.cuda.empty_cache()
 
 
 def test_outgrown_main_param_is_named_one_step_late() -> None:
     """On a device the host hears of it at the next step, without having waited."""
     module = Bag(
-        [torch.ones(3, dtype=torch.float16, device=_device()), torch.ones(2, dtype=torch.float16, device=_device())]
+        [torch.ones(3, dtype=torch.float16, device=device()), torch.ones(2, dtype=torch.float16, device=device())]
     )
     optimizer = MixedPrecisionOptimizer(
         torch.optim.SGD(module.named_parameters(), lr=70000.0),

@@ -2,15 +2,13 @@
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -20,34 +18,21 @@ from megascale.checkpoint import Checkpointer
 from megascale.debug import watch
 from megascale.rollout import rollout_weights
 from megascale.utils.dtensors import to_local
+from tests.fake_device.lives import OVERLAP
+from tests.fake_device.training import CODES
+from tests.gpu import device
 from tests.jobs import job
 from tests.training import bits_equal
 
 pytestmark = pytest.mark.gpu
 
 ROOT = Path(__file__).parents[2]
-OFFLOAD: dict[str, Any] = {"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True}
-CODES: dict[str, Any] = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.uint8}
-
-
-def _device() -> torch.device:
-    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-
-
-@pytest.fixture
-def one_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """One rank of the device's own communication."""
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
-    backend = "nccl" if _device().type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def _model() -> nn.Sequential:
     torch.manual_seed(0)
     layers = (nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32), nn.GELU(), nn.Linear(32, 1))
-    return nn.Sequential(*layers).half().to(_device())
+    return nn.Sequential(*layers).half().to(device())
 
 
 def _wrapped(module: nn.Module, **options: Any) -> MixedPrecisionOptimizer:
@@ -59,7 +44,7 @@ def _wrapped(module: nn.Module, **options: Any) -> MixedPrecisionOptimizer:
 def _train(module: nn.Module, optimizer: Any, steps: range) -> None:
     """Train; each fourth step overflows."""
     for step in steps:
-        batch = torch.linspace(-1, 1, 8 * 32, device=_device()).view(8, 32).half() * (1 + step % 3)
+        batch = torch.linspace(-1, 1, 8 * 32, device=device()).view(8, 32).half() * (1 + step % 3)
         optimizer.zero_grad()
         loss = module(batch).float().square().mean() * (math.inf if step % 4 == 2 else 1.0)
         optimizer.scale_loss(loss).backward()
@@ -76,11 +61,11 @@ def _ddp(module: nn.Module) -> tuple[nn.Module, Any]:
     return DistributedDataParallel(module), _wrapped(module)
 
 
-def _fsdp2(module: nn.Module, **options: Any) -> tuple[nn.Module, Any]:
-    mesh = init_device_mesh(_device().type, (1,))
+def _fsdp2(module: nn.Module) -> tuple[nn.Module, Any]:
+    mesh = init_device_mesh(device().type, (1,))
     for layer in (*(one for one in module.children() if isinstance(one, nn.Linear)), module):
         fully_shard(layer, mesh=mesh)
-    return module, _wrapped(module, **options)
+    return module, _wrapped(module)
 
 
 def _sharded(module: nn.Module) -> tuple[nn.Module, Any]:
@@ -103,7 +88,7 @@ def test_one_rank_of_each_wrapper(wrap: Callable[[nn.Module], tuple[nn.Module, A
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("options", [{}, CODES, OFFLOAD], ids=["fp32", "codes", "offload"])
+@pytest.mark.parametrize("options", [{}, CODES, OVERLAP], ids=["fp32", "codes", "offload"])
 def test_a_checkpoint_goes_on_elsewhere(tmp_path: Path, options: dict[str, Any], asynchronous: bool) -> None:
     """Saved here, loaded on the CPU, saved there and loaded here: the bits of a run without interruption."""
     module, twin = _model(), _model()
@@ -128,10 +113,10 @@ def test_a_checkpoint_goes_on_elsewhere(tmp_path: Path, options: dict[str, Any],
 def test_a_rollout_reads_the_newest_weights() -> None:
     """While their update is still under way in host memory."""
     module, twin = _model(), _model()
-    optimizer, other = _wrapped(module, **OFFLOAD), _wrapped(twin)
+    optimizer, other = _wrapped(module, **OVERLAP), _wrapped(twin)
     for one, own in ((module, optimizer), (twin, other)):
         own.zero_grad()
-        own.scale_loss(one(torch.ones(8, 32, device=_device()).half()).float().square().mean()).backward()
+        own.scale_loss(one(torch.ones(8, 32, device=device()).half()).float().square().mean()).backward()
         own.step()
     read = {name: value.clone() for name, value in rollout_weights(module, optimizer)}
     expected = dict(twin.named_parameters())
@@ -160,12 +145,19 @@ def test_the_layer_that_overflowed_is_named() -> None:
         dict(module.named_parameters())["2.weight"].fill_(6e4)
     with watch(module):
         optimizer.zero_grad()
-        optimizer.scale_loss(module(torch.ones(8, 32, device=_device()).half() * 100).float().mean()).backward()
+        optimizer.scale_loss(module(torch.ones(8, 32, device=device()).half() * 100).float().mean()).backward()
         optimizer.step()
         report = optimizer.last_overflow()
     assert report is not None
     assert report.module is not None
     assert (report.module.module, report.module.phase) == ("2", "forward")
+
+
+def _printed(*program: str) -> str:
+    """Return what a program prints under torchrun, with one process."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", *program]
+    with job(command, {"PYTHONPATH": str(ROOT), "NCCL_SOCKET_IFNAME": "lo"}) as running:
+        return running.finish(timeout=100)
 
 
 @pytest.mark.parametrize(
@@ -174,15 +166,9 @@ def test_the_layer_that_overflowed_is_named() -> None:
 def test_an_example_runs(tmp_path: Path, program: str) -> None:
     """As its page says, with one process per device."""
     arguments = {"sharded.py": [str(tmp_path)], "rl_fp16.py": ["--steps", "4"]}.get(program, [])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
-    variables = {"PYTHONPATH": str(ROOT), "NCCL_SOCKET_IFNAME": "lo"}
-    with job([*command, str(ROOT / "examples" / program), *arguments], variables) as running:
-        assert running.finish(timeout=100)
+    assert _printed(str(ROOT / "examples" / program), *arguments)
 
 
 def test_the_training_program_runs(tmp_path: Path) -> None:
     """README's first program, for a few steps."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "-m"]
-    variables = {"PYTHONPATH": str(ROOT), "NCCL_SOCKET_IFNAME": "lo"}
-    with job([*command, "megascale.train", "steps=4", f"output_dir={tmp_path}"], variables) as running:
-        assert running.finish(timeout=100)
+    assert _printed("-m", "megascale.train", "steps=4", f"output_dir={tmp_path}")

@@ -17,11 +17,14 @@ from megascale.estimation.partition import Partition
 from megascale.estimation.timeline import (
     BACKWARD,
     BUSES,
+    DEVICE,
+    DOWN,
     FORWARD,
     HOST,
     REDUCE,
     UP,
     Machine,
+    Span,
     Timeline,
     machine_of,
     timeline,
@@ -219,10 +222,16 @@ def test_what_a_timeline_says_is_consistent() -> None:
             assert all(update.begin >= up.end for update, up in zip(updates, arrivals, strict=True))
         else:
             assert all(up.begin >= update.end for update, up in zip(updates, arrivals, strict=True))
-        assert all(0 <= hidden <= seconds + 1e-12 for seconds, hidden in found.seconds().values())
+        assert all(0 <= hidden <= seconds for seconds, hidden in found.seconds().values())
         last = [span for span in found.spans if span.name == FORWARD][-1]
         assert not arrivals or last.begin >= arrivals[-1].end
         assert found.exposed >= 0
+
+
+def test_no_more_is_hidden_than_there_is() -> None:
+    """Behind two spans, whose shares are rounded: (0.3 - 0.02) + (0.9 - 0.3) is more than 0.9 - 0.02."""
+    spans = [Span(DEVICE, BACKWARD, 0.0, 0.3), Span(DEVICE, FORWARD, 0.3, 1.0), Span(DOWN, TO_HOST, 0.02, 0.9)]
+    assert Timeline(spans, 1.0).seconds()[TO_HOST] == (0.9 - 0.02, 0.9 - 0.02)
 
 
 def test_gradients_travel_in_backward() -> None:

@@ -304,6 +304,18 @@ def test_no_state_of_a_failed_update_is_saved_in_silence(monkeypatch: pytest.Mon
     _step(module, optimizer, 2)
 
 
+def test_a_load_of_a_part_forgets_no_failed_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ``strict=False`` leaves out may still be updated in part."""
+    module, optimizer = _build(OVERLAP)
+    _step(module, optimizer, 0)
+    whole = optimizer.state_dict()
+    with _failing(optimizer, monkeypatch):
+        _step(module, optimizer, 1)
+    optimizer.load_state_dict(whole, strict=False)
+    with pytest.raises(InnerStepError, match="broken"):
+        _step(module, optimizer, 2)
+
+
 def test_a_failed_update_that_nobody_was_told_of_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last step of a run has none after it."""
     held: list[Any] = [_failed(monkeypatch)]
