@@ -153,6 +153,7 @@ class ParamGather:
 
     def start_all(self) -> None:
         """Start the gathers that this step has not started: all ranks gather every bucket, updated or not."""
+        self._hooks.leave_regions()
         for bucket in self.in_forward_order():
             if not bucket.was_started:
                 bucket.start()

@@ -2,16 +2,22 @@
 
 They refer to the gather weakly and are removed with it. A deep or pickled copy of a module has its own parameters and
 gets no hooks.
+
+**Under torch.compile** a wait in the middle of forward would cut the graph in two. So a compiled module waits for all
+parameters below it before its graph begins, and the modules below it do not wait. What is compiled apart, such as each
+block of a model, waits apart. Where compiled code calls modules that nobody saw to be compiled, as a compiled function
+does, the outermost of them waits, and the graph begins there.
 """
 
 import copy
 import sys
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, finalize, ref
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -36,11 +42,18 @@ class Gather(Protocol):
 
 
 class GatherHooks:
-    """Makes modules wait for ``gather``, as long as that lives."""
+    """Makes modules wait for ``gather``, as long as that lives.
+
+    Attributes:
+        awaited: by ``id``, parameters that modules were seen to wait for.
+    """
 
     def __init__(self, gather: Gather) -> None:
+        self.awaited: set[int] = set()
         self._gather = ref(gather)
         self._handles: WeakKeyDictionary[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()
+        self._before: WeakKeyDictionary[nn.Module, BeforeForward] = WeakKeyDictionary()
+        self._regions: WeakKeyDictionary[nn.Module, CompiledRegion] = WeakKeyDictionary()
         self.remove = finalize(gather, _remove, self._handles, self._gather)
         self.remove.atexit = False
 
@@ -48,8 +61,10 @@ class GatherHooks:
         """Hook the modules in ``roots`` that are not hooked yet."""
         for module in (module for root in roots for module in root.modules()):
             if module not in self._handles:
+                before = self._before[module] = BeforeForward(self._gather, self)
+                CompiledCall.replace(module, self)
                 self._handles[module] = [
-                    module.register_forward_pre_hook(_BeforeForward(self._gather)),
+                    module.register_forward_pre_hook(before),
                     module.register_state_dict_pre_hook(_BeforeStateDict(self._gather)),
                     module.register_load_state_dict_pre_hook(_BeforeStateDict(self._gather)),
                 ]
@@ -57,11 +72,73 @@ class GatherHooks:
                     if hasattr(module, name):
                         _WaitingMethod.of(module, name).gathers.add(self._gather)
 
+    def find_compiled(self, module: nn.Module) -> None:
+        """Let ``module``, and those below it, wait outside of their graphs where they are compiled."""
+        for inner in module.modules():
+            CompiledCall.replace(inner, self)
+
+    def enter_region(self, module: nn.Module, *, outside: bool = False) -> None:
+        """Wait for all parameters below ``module``, the outermost one of compiled code.
+
+        outside: of the graph, in every call: then the module itself need not wait inside.
+        """
+        region = self._regions.get(module)
+        if region is None:
+            region = self._regions[module] = CompiledRegion()
+            self.add([module])
+            self.awaited.update(map(id, module.parameters()))
+            for inner in module.modules():
+                if inner is not module or outside:
+                    self._before[inner].regions.append(region)
+        gather = self._gather()
+        if gather is not None:
+            gather.wait_for(module.parameters())
+        region.is_whole = True
+
+    def leave_regions(self) -> None:
+        """Let compiled code wait again: parameters are about to change."""
+        for region in self._regions.values():
+            region.is_whole = False
+
+
+class CompiledRegion:
+    """What compiled code reads below one module.
+
+    Attributes:
+        is_whole: whether a stream has waited for all of it since parameters changed. Compiled code is guarded by it.
+    """
+
+    is_whole = False
+
+
+class CompiledCall:
+    """Replaces what ``module.compile()`` made: waits for all parameters below the module, then calls that."""
+
+    def __init__(self, module: nn.Module, compiled: Callable[..., Any], hooks: GatherHooks) -> None:
+        self.compiled = compiled
+        self._module, self._hooks = ref(module), hooks
+
+    @classmethod
+    def replace(cls, module: nn.Module, hooks: GatherHooks) -> None:
+        """Replace the compiled call of a module, if it has one that does not wait yet."""
+        call = module._compiled_call_impl
+        if call is not None and not (isinstance(call, cls) and call._hooks is hooks):
+            module._compiled_call_impl = cls(module, call, hooks)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """Wait, then call."""
+        module = self._module()
+        if module is not None:
+            self._hooks.enter_region(module, outside=True)
+        return self.compiled(*args, **options)
+
 
 def _remove(handles: "WeakKeyDictionary[nn.Module, list[RemovableHandle]]", gather: "ref[Gather]") -> None:
     for module, hooks in handles.items():
         for hook in hooks:
             hook.remove()
+        if isinstance(module._compiled_call_impl, CompiledCall):
+            module._compiled_call_impl = module._compiled_call_impl.compiled
         for name in READERS:
             method = module.__dict__.get(name)
             if isinstance(method, _WaitingMethod):
@@ -77,13 +154,56 @@ class _Hook:
         self.gather = gather
 
 
-class _BeforeForward(_Hook):
-    """Waits for the parameters that the module's forward reads."""
+class BeforeForward(_Hook):
+    """Waits for the parameters that the module's forward reads.
+
+    Attributes:
+        hooks: whose it is.
+        regions: that the module is in, below their outermost one.
+    """
+
+    def __init__(self, gather: "ref[Gather]", hooks: GatherHooks) -> None:
+        super().__init__(gather)
+        self.hooks = hooks
+        self.regions: list[CompiledRegion] = []
 
     def __call__(self, module: nn.Module, _inputs: Any) -> None:
+        """Wait, unless compiled code runs whose outermost module has waited."""
+        if torch.compiler.is_compiling():
+            if has_params(module) and not self._is_in_whole_region():
+                enter_region(self.hooks, module)
+            return
+        if is_compiled(module):
+            self.hooks.enter_region(module, outside=True)
+            return
         gather = self.gather()
         if gather is not None:
             gather.wait_for(params_read_by(module))
+
+    def _is_in_whole_region(self) -> bool:
+        for region in self.regions:  # noqa: SIM110  # a loop is what every version of the compiler can trace
+            if region.is_whole:
+                return True
+        return False
+
+
+@torch._compile._disable_dynamo  # torch.compiler.disable() would import the compiler
+def enter_region(hooks: GatherHooks, module: nn.Module) -> None:
+    """Wait, in Python, for what compiled code reads below ``module``: its graph begins after that."""
+    hooks.enter_region(module)
+    CompiledCall.replace(module, hooks)  # from the next call on outside of the graph
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module is what ``torch.compile(module)`` returned, which calls the module."""
+    return type(module).__module__ == "torch._dynamo.eval_frame"
+
+
+def has_params(module: nn.Module) -> bool:
+    """Whether a module holds parameters, or one below it does."""
+    for _ in module.parameters():
+        return True
+    return False
 
 
 def params_read_by(module: nn.Module) -> Iterator[nn.Parameter]:

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
-from weakref import finalize, ref
+from weakref import WeakSet, finalize, ref
 
 import torch
 from torch import nn
@@ -14,7 +14,14 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from megascale.grad_sync.message_thread import MessageThread
-from megascale.main_params.gather_hooks import GatherHooks, params_read_by
+from megascale.main_params.gather_hooks import (
+    BeforeForward,
+    GatherHooks,
+    enter_region,
+    has_params,
+    is_compiled,
+    params_read_by,
+)
 from megascale.main_params.main_param import MainParam
 from megascale.main_params.offload_meter import OffloadMeter
 from megascale.utils.streams import Arrival, current_stream, has_streams, keep
@@ -44,8 +51,8 @@ class WeightArrivals:
         self._arrivals: dict[int, Arrival] = {}
         self._waits: dict[int, Callable[[], None]] = {}
         self._updates: dict[int, Future[None]] = {}
-        self._awaited: set[int] = set()
         self._tracked: set[int] = set()
+        self._seen: WeakSet[nn.Module] = WeakSet()
         self._stream: torch.Stream | None = torch.Stream(device) if has_streams(device) else None
         self._finder: RemovableHandle | None = None
         self._owed: list[torch.Event] = []
@@ -68,13 +75,14 @@ class WeightArrivals:
         if self._are_gathered:
             return
         self._tracked.update(id(param.model) for param in params)
+        self._seen.clear()
         if self._finder is None:
-            self._finder = register_module_forward_pre_hook(_Finder(ref(self)))
-            finalize(self, self._finder.remove).atexit = False
+            finder = _Finder(ref(self), self._hooks)
+            self._finder = finder.handle = register_module_forward_pre_hook(finder)
 
     def unawaited(self, params: Sequence[MainParam]) -> bool:
         """Whether there is one among ``params`` that no module waits for."""
-        return not self._are_gathered and any(id(param.model) not in self._awaited for param in params)
+        return not self._are_gathered and any(id(param.model) not in self._hooks.awaited for param in params)
 
     def wait_of(self, params: Sequence[MainParam]) -> Callable[[], None] | None:
         """Return what lets the calling thread's current stream wait for the weights of ``params``, of one unit.
@@ -85,6 +93,7 @@ class WeightArrivals:
 
     def start(self, params: Sequence[MainParam], update: Callable[[], bool]) -> None:
         """Run ``update`` in the thread, after those before it. Where it returns True, send the weights."""
+        self._hooks.leave_regions()
         stream = self._stream
         sent = torch.Event(self.device) if stream is not None else None
 
@@ -145,10 +154,17 @@ class WeightArrivals:
 
     def found(self, module: nn.Module) -> None:
         """Take note of a module that is about to run forward."""
+        if module not in self._seen:
+            self._seen.add(module)
+            if any(id(param) in self._tracked for param in module.parameters()):
+                self._hooks.find_compiled(module)
+        if is_compiled(module):
+            self._hooks.enter_region(module, outside=True)
+            return
         read = [param for param in params_read_by(module) if id(param) in self._tracked]
         if read:
             self._hooks.add([module])
-            self._awaited.update(map(id, read))
+            self._hooks.awaited.update(map(id, read))
             self.wait_for(read)
 
 
@@ -179,12 +195,26 @@ def _wait_for_all(arrivals: dict[int, Arrival]) -> None:
 
 
 class _Finder:
-    """A hook of all modules. It refers to the arrivals weakly."""
+    """A hook of all modules. It refers to the arrivals weakly, and goes with the first call after they are freed."""
 
-    def __init__(self, arrivals: "ref[WeightArrivals]") -> None:
+    handle: RemovableHandle
+
+    def __init__(self, arrivals: "ref[WeightArrivals]", hooks: GatherHooks) -> None:
         self._arrivals = arrivals
+        self._hooks = hooks
 
     def __call__(self, module: nn.Module, _inputs: Any) -> None:
         arrivals = self._arrivals()
-        if arrivals is not None:
+        if torch.compiler.is_compiling():
+            if arrivals is not None and has_params(module) and not self._is_hooked(module):
+                enter_region(self._hooks, module)
+        elif arrivals is not None:
             arrivals.found(module)
+        else:
+            self.handle.remove()  # not when they are freed: the compiler may be reading the list of hooks then
+
+    def _is_hooked(self, module: nn.Module) -> bool:
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, BeforeForward) and hook.hooks is self._hooks:
+                return True
+        return False

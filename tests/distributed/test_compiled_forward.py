@@ -1,0 +1,299 @@
+"""Models that torch.compile has compiled, whose weights arrive after step() has returned: gathered, or from the host.
+
+The compiler's backend notes each graph and runs it as it is, so that what differs is when modules wait.
+"""
+
+import gc
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.modules import module
+
+from megascale import DistributedOptimizer, MixedPrecisionOptimizer, OptimizerConfig
+from megascale.main_params.gather_hooks import CompiledCall
+from megascale.step.host_update import HostUpdate
+from megascale.utils.dtensors import to_local
+from tests.cases import cases
+from tests.meshes import mesh_of
+from tests.pool import RankPool
+from tests.training import bits_equal
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using `torch.compile")
+
+OFFLOAD: dict[str, Any] = {"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True}
+HELD: dict[str, tuple[int, dict[str, Any]]] = {
+    "offloaded": (1, OFFLOAD),
+    "gathered": (2, {}),
+    "gathered from the host": (2, OFFLOAD),
+}
+"""The number of ranks, and the config's fields."""
+WAYS = ("model", "model in place", "blocks", "blocks in place", "function")
+
+
+class Block(nn.Module):
+    """A block of a transformer, without attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 32), nn.Linear(32, 8)
+        self.activation = nn.GELU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return a tensor like ``x``."""
+        return x + self.down(self.activation(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    """Two blocks and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList([Block(), Block()]), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return a number per row."""
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Compiler:
+    """A backend of torch.compile. Attributes: sizes: of each graph, the number of its operations."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, _examples: Any) -> Callable[..., Any]:
+        """Return the graph as it is."""
+        self.sizes.append(sum(node.op.startswith("call") for node in graph.graph.nodes))
+        return graph
+
+    def compile(self, model: Model, way: str, **options: Any) -> Callable[[Tensor], Tensor]:
+        """Compile the model in one of WAYS. Returns what is to be called."""
+        options["backend"] = self
+        if way == "model":
+            return torch.compile(model, **options)
+        if way == "model in place":
+            model.compile(**options)
+        if way == "blocks":
+            for index, block in enumerate(model.blocks):
+                model.blocks[index] = torch.compile(block, **options)  # type: ignore[assignment]
+        if way == "blocks in place":
+            for block in model.blocks:
+                block.compile(**options)
+        if way == "function":
+            return torch.compile(lambda x: model(x), **options)
+        return model
+
+
+def _model() -> Model:
+    torch.manual_seed(1)
+    return Model().bfloat16()
+
+
+def _optimizer(model: nn.Module, held: str, options: dict[str, Any]) -> MixedPrecisionOptimizer:
+    inner = torch.optim.AdamW(model.named_parameters(), lr=1e-2)
+    config = OptimizerConfig(bf16=True, clip_grad=1.0, **options)
+    if held == "offloaded":
+        return MixedPrecisionOptimizer(inner, config)
+    overlap = bool(options) or held != "plain"
+    return DistributedOptimizer(inner, config, modules=model, overlap_param_gather=overlap, bucket_numel=300)
+
+
+def _delay(optimizer: MixedPrecisionOptimizer) -> None:
+    """Let updates in host memory end late, so that who does not wait reads old weights."""
+    update = optimizer._member.update
+    if isinstance(update, HostUpdate):
+        inner = update._host.apply
+
+        def late(*arguments: Any) -> Any:
+            time.sleep(0.02 * (1 + dist.get_rank()))
+            return inner(*arguments)
+
+        update._host.apply = late  # type: ignore[method-assign, assignment]
+
+
+def _weights(model: nn.Module) -> list[Tensor]:
+    return [to_local(param.detach()).clone() for param in model.parameters()]
+
+
+def _live(optimizer: MixedPrecisionOptimizer, forward: Callable[[Tensor], Tensor], steps: range = range(5)) -> None:
+    """Take steps of two micro-batches, with an evaluation between."""
+    for step in steps:
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        optimizer.zero_grad()
+        for part in range(2):
+            data = torch.randn(4, 8, generator=generator).bfloat16()
+            loss = forward(data).float().square().mean()
+            if part == 0 and isinstance(optimizer, DistributedOptimizer):
+                with optimizer.no_sync():
+                    loss.backward()
+            else:
+                loss.backward()
+        optimizer.step()
+        if step == 2:
+            with torch.no_grad():
+                forward(torch.ones(4, 8).bfloat16())
+    optimizer.finish_param_gather()
+
+
+def _graphs_and_bits(held: str, way: str, when: str, fullgraph: bool) -> tuple[list[int], list[int], bool]:
+    """Return the sizes of graphs without what arrives late, those with it, and whether weights are the same."""
+    plain, compiler = Compiler(), Compiler()
+    bare = plain.compile(_model(), way)
+    bare(torch.ones(4, 8).bfloat16())
+
+    reference = _model()
+    without = {"offloaded": "offloaded"}.get(held, "plain")
+    _live(_optimizer(reference, without, {}), reference)
+
+    model = _model()
+    options = HELD[held][1]
+    if when == "before":
+        forward = compiler.compile(model, way, fullgraph=fullgraph)
+        optimizer = _optimizer(forward if isinstance(forward, nn.Module) else model, held, options)
+    else:
+        optimizer = _optimizer(model, held, options)
+        forward = compiler.compile(model, way, fullgraph=fullgraph)
+    _delay(optimizer)
+    _live(optimizer, forward)
+    are_awaited = True
+    update = optimizer._member.update
+    if held == "offloaded" and isinstance(update, HostUpdate):
+        are_awaited = not update._arrivals.unawaited(list(optimizer._member.main_params))
+    return plain.sizes, compiler.sizes, are_awaited and all(map(bits_equal, _weights(reference), _weights(model)))
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler(ranks: RankPool) -> None:
+    for world in (1, 2):
+        ranks.run(world, _reset)
+
+
+def _reset() -> None:
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("held", "way", "when"),
+    cases(
+        HELD,
+        WAYS,
+        ("before", "after"),
+        quick=lambda held, way, when: (way, when) in {("model", "after"), ("blocks in place", "before")},
+    ),
+)
+def test_graphs_stay_whole(ranks: RankPool, held: str, way: str, when: str) -> None:
+    """A compiled model has the graphs that it has without the overlap, and the bits; step() waits for nothing.
+
+    The graph of a compiled function that calls a module may begin there. when: the model is compiled before the
+    optimizer is built, or after.
+    """
+    for bare, sizes, is_same in ranks.run(HELD[held][0], _graphs_and_bits, held, way, when, False):
+        assert is_same
+        assert set(sizes) == set(bare)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("held", HELD)
+@pytest.mark.parametrize("way", ["model", "blocks", "blocks in place"])
+def test_fullgraph(ranks: RankPool, held: str, way: str) -> None:
+    """Modules that were compiled before the optimizer was built wait outside of a graph that may not break."""
+    for bare, sizes, is_same in ranks.run(HELD[held][0], _graphs_and_bits, held, way, "before", True):
+        assert is_same
+        assert set(sizes) == set(bare)
+
+
+def _parts_apart(held: str) -> bool:
+    """Call the compiled model in one step, and compiled functions of its parts in the next."""
+    reference = _model()
+    _live(_optimizer(reference, "offloaded" if held == "offloaded" else "plain", {}), reference)
+    model, calls = _model(), 0
+    whole = torch.compile(model, backend="eager")
+    parts = [torch.compile(lambda x, part=part: part(x), backend="eager") for part in (*model.blocks, model.head)]
+
+    def forward(x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls % 4 < 2:
+            return whole(x)
+        for part in parts:
+            x = part(x)
+        return x
+
+    optimizer = _optimizer(model, held, HELD[held][1])
+    _delay(optimizer)
+    _live(optimizer, forward)
+    for without_params in (
+        next(one for one in model.modules() if isinstance(one, nn.GELU)),
+        nn.GELU(),
+    ):  # there is nothing to wait for
+        torch.compile(without_params, backend="eager", fullgraph=True)(torch.ones(1))
+    return all(map(bits_equal, _weights(reference), _weights(model)))
+
+
+@pytest.mark.parametrize("held", HELD)
+def test_parts_apart(ranks: RankPool, held: str) -> None:
+    """A part waits although the whole has waited in the step before, and the other way round."""
+    assert all(ranks.run(HELD[held][0], _parts_apart, held))
+
+
+def _fully_sharded(fullgraph: bool) -> bool:
+    def build(options: dict[str, Any], compiler: Compiler | None) -> tuple[Model, MixedPrecisionOptimizer]:
+        model = _model()
+        if compiler is not None:
+            compiler.compile(model, "blocks in place", fullgraph=fullgraph)
+        for layer in (*model.blocks, model):
+            fully_shard(layer, mesh=mesh_of((2,), ("dp",)))
+        inner = torch.optim.AdamW(model.named_parameters(), lr=1e-2)
+        return model, MixedPrecisionOptimizer(inner, OptimizerConfig(bf16=True, clip_grad=1.0, **options))
+
+    (model, optimizer), (reference, without) = build(OFFLOAD, Compiler()), build({}, None)
+    _delay(optimizer)
+    _live(without, reference)
+    _live(optimizer, model)
+    return all(map(bits_equal, _weights(reference), _weights(model)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_fsdp2(ranks: RankPool, fullgraph: bool) -> None:
+    """Blocks that are compiled, then sharded by FSDP2, as torchtitan's are."""
+    assert ranks.run(2, _fully_sharded, fullgraph) == [True, True]
+
+
+def _another_optimizer() -> list[bool]:
+    """Live two lives on one compiled model, the first of which ends in an error of forward."""
+    compiler = Compiler()
+    model, reference = _model(), _model()
+    model.compile(backend=compiler)
+    first = _optimizer(model, "offloaded", OFFLOAD)
+    _live(first, model, range(2))
+    with pytest.raises(RuntimeError):
+        model(torch.ones(4, 7).bfloat16())
+    _live(first, model, range(2, 3))
+    del first
+    gc.collect()
+    model.head(torch.ones(4, 8).bfloat16())  # a hook of all modules goes with the first call
+    assert not module._global_forward_pre_hooks
+    assert not isinstance(model._compiled_call_impl, CompiledCall)
+    second = _optimizer(model, "offloaded", OFFLOAD)
+    _delay(second)
+    _live(second, model)
+    before = _optimizer(reference, "offloaded", {})
+    _live(before, reference, range(3))
+    del before
+    _live(_optimizer(reference, "offloaded", {}), reference)
+    return [all(map(bits_equal, _weights(reference), _weights(model)))]
+
+
+@pytest.mark.slow
+def test_another_optimizer(ranks: RankPool) -> None:
+    """After an error in forward, and with a second optimizer, a compiled model still waits for its weights."""
+    assert ranks.run(1, _another_optimizer) == [[True]]
