@@ -12,7 +12,7 @@ does, the outermost of them waits, and the graph begins there.
 import copy
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, finalize, ref
@@ -52,7 +52,7 @@ class GatherHooks:
         self.awaited: set[int] = set()
         self._gather = ref(gather)
         self._handles: WeakKeyDictionary[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()
-        self._before: WeakKeyDictionary[nn.Module, BeforeForward] = WeakKeyDictionary()
+        self._before: WeakKeyDictionary[nn.Module, _BeforeForward] = WeakKeyDictionary()
         self._regions: WeakKeyDictionary[nn.Module, CompiledRegion] = WeakKeyDictionary()
         self.remove = finalize(gather, _remove, self._handles, self._gather)
         self.remove.atexit = False
@@ -61,10 +61,11 @@ class GatherHooks:
         """Hook the modules in ``roots`` that are not hooked yet."""
         for module in (module for root in roots for module in root.modules()):
             if module not in self._handles:
-                before = self._before[module] = BeforeForward(self._gather, self)
+                before = self._before[module] = _BeforeForward(self._gather, self)
                 CompiledCall.replace(module, self)
                 self._handles[module] = [
-                    module.register_forward_pre_hook(before),
+                    # Before other hooks: FSDP2's and spectral_norm's read parameters.
+                    module.register_forward_pre_hook(before, prepend=True),
                     module.register_state_dict_pre_hook(_BeforeStateDict(self._gather)),
                     module.register_load_state_dict_pre_hook(_BeforeStateDict(self._gather)),
                 ]
@@ -72,10 +73,16 @@ class GatherHooks:
                     if hasattr(module, name):
                         _WaitingMethod.of(module, name).gathers.add(self._gather)
 
+    def __contains__(self, module: nn.Module) -> bool:
+        """Whether a module has hooks."""
+        return module in self._handles
+
     def find_compiled(self, module: nn.Module) -> None:
         """Let ``module``, and those below it, wait outside of their graphs where they are compiled."""
         for inner in module.modules():
             CompiledCall.replace(inner, self)
+        if is_compiled(module):
+            self.enter_region(module, outside=True)
 
     def enter_region(self, module: nn.Module, *, outside: bool = False) -> None:
         """Wait for all parameters below ``module``, the outermost one of compiled code.
@@ -154,7 +161,7 @@ class _Hook:
         self.gather = gather
 
 
-class BeforeForward(_Hook):
+class _BeforeForward(_Hook):
     """Waits for the parameters that the module's forward reads.
 
     Attributes:
@@ -206,16 +213,22 @@ def has_params(module: nn.Module) -> bool:
     return False
 
 
-def params_read_by(module: nn.Module) -> Iterator[nn.Parameter]:
+def params_read_by(module: nn.Module) -> Iterable[nn.Parameter]:
     """Return the parameters that a module's forward may read: its own, of a module of torch its children's too.
 
     A module under FSDP2 reads all that are in it: its root gathers, and prefetches, on streams that wait for the
     current one only when the root is called.
     """
+    if module._modules and _reads_below(module):
+        return module.parameters()
+    return [param for param in module._parameters.values() if param is not None]  # parameters() would take 2 us
+
+
+def _reads_below(module: nn.Module) -> bool:
     # Unless FSDP2 is imported, no module is under it.
-    gathers = isinstance(module, getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ()))
-    reads_children = type(module).__module__.startswith("torch.nn.") and not isinstance(module, CALLERS)
-    return module.parameters(recurse=gathers or reads_children)
+    if isinstance(module, getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())):
+        return True
+    return type(module).__module__.startswith("torch.nn.") and not isinstance(module, CALLERS)
 
 
 class _BeforeStateDict(_Hook):

@@ -14,14 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from megascale.grad_sync.message_thread import MessageThread
-from megascale.main_params.gather_hooks import (
-    BeforeForward,
-    GatherHooks,
-    enter_region,
-    has_params,
-    is_compiled,
-    params_read_by,
-)
+from megascale.main_params.gather_hooks import GatherHooks, params_read_by
 from megascale.main_params.main_param import MainParam
 from megascale.main_params.offload_meter import OffloadMeter
 from megascale.utils.streams import Arrival, current_stream, has_streams, keep
@@ -77,7 +70,7 @@ class WeightArrivals:
         self._tracked.update(id(param.model) for param in params)
         self._seen.clear()
         if self._finder is None:
-            finder = _Finder(ref(self), self._hooks)
+            finder = _Finder(ref(self))
             self._finder = finder.handle = register_module_forward_pre_hook(finder)
 
     def unawaited(self, params: Sequence[MainParam]) -> bool:
@@ -154,13 +147,13 @@ class WeightArrivals:
 
     def found(self, module: nn.Module) -> None:
         """Take note of a module that is about to run forward."""
-        if module not in self._seen:
+        if module in self._seen:
+            if module in self._hooks:
+                return  # its own hook waits
+        else:
             self._seen.add(module)
             if any(id(param) in self._tracked for param in module.parameters()):
                 self._hooks.find_compiled(module)
-        if is_compiled(module):
-            self._hooks.enter_region(module, outside=True)
-            return
         read = [param for param in params_read_by(module) if id(param) in self._tracked]
         if read:
             self._hooks.add([module])
@@ -195,26 +188,21 @@ def _wait_for_all(arrivals: dict[int, Arrival]) -> None:
 
 
 class _Finder:
-    """A hook of all modules. It refers to the arrivals weakly, and goes with the first call after they are freed."""
+    """A hook of all modules. It refers to the arrivals weakly, and goes with the first call after they are freed.
+
+    In compiled code it finds nothing: it would cut the graphs of models that have nothing to do with the arrivals.
+    """
 
     handle: RemovableHandle
 
-    def __init__(self, arrivals: "ref[WeightArrivals]", hooks: GatherHooks) -> None:
+    def __init__(self, arrivals: "ref[WeightArrivals]") -> None:
         self._arrivals = arrivals
-        self._hooks = hooks
 
     def __call__(self, module: nn.Module, _inputs: Any) -> None:
+        if torch.compiler.is_compiling() or not (module._parameters or module._modules):
+            return
         arrivals = self._arrivals()
-        if torch.compiler.is_compiling():
-            if arrivals is not None and has_params(module) and not self._is_hooked(module):
-                enter_region(self._hooks, module)
-        elif arrivals is not None:
+        if arrivals is not None:
             arrivals.found(module)
         else:
             self.handle.remove()  # not when they are freed: the compiler may be reading the list of hooks then
-
-    def _is_hooked(self, module: nn.Module) -> bool:
-        for hook in module._forward_pre_hooks.values():
-            if isinstance(hook, BeforeForward) and hook.hooks is self._hooks:
-                return True
-        return False

@@ -70,6 +70,15 @@ def test_modules_wait_for_what_their_forward_reads() -> None:
         assert waits.seen == expected
 
 
+def test_waits_come_before_other_hooks() -> None:
+    """A hook that reads parameters before forward, as of spectral_norm, finds them whole, though registered before."""
+    waits, module = _Waits(), nn.Linear(2, 2)
+    module.register_forward_pre_hook(lambda *_: waits.seen.append("read"))
+    GatherHooks(waits).add([module])
+    module(torch.ones(1, 2))
+    assert waits.seen == [2, "read"]
+
+
 def test_what_a_module_does_itself_is_done_and_comes_back() -> None:
     """A method that was put on one module is called after the wait; a state or copy of any kind is passed on."""
     module, odd = nn.Linear(2, 2), _Odd(2, 2)
