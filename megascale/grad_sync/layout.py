@@ -120,20 +120,12 @@ class BufferLayout:
         self.num_shards = num_shards
         self.placements = tuple(placements)
         self.buckets = tuple(buckets)
-        self._by_name = {placement.name: placement for placement in placements}
         self._starts = [placement.start for placement in placements]
-        self._bucket_starts = [bucket.start for bucket in buckets]
 
     @property
     def numel(self) -> int:
         """Number of elements in the buffer, padding included."""
         return self.buckets[-1].stop if self.buckets else 0
-
-    def placement(self, name: str) -> Placement:
-        """Return where a parameter lies. Raises ArgumentError for a name that is not here."""
-        if name not in self._by_name:
-            raise ArgumentError(f"name={name!r} is not in this buffer, which has {len(self.placements)} parameters")
-        return self._by_name[name]
 
     def shard(self, bucket: Bucket, rank: int) -> tuple[int, int]:
         """Return the range of ``bucket`` that ``rank`` owns."""
@@ -163,29 +155,6 @@ class BufferLayout:
         for bucket in self.buckets:
             for piece in self.pieces(*self.shard(bucket, rank)):
                 yield bucket, piece
-
-    def locate(self, position: int) -> tuple[str, int] | None:
-        """Return the parameter and the offset in it that lie at ``position``; None for padding."""
-        for piece in self.pieces(position, position + 1):
-            return piece.name, piece.param_start
-        return None
-
-    def bucket_of(self, position: int) -> Bucket:
-        """Return the bucket at ``position``. Raises ArgumentError outside the buffer."""
-        if not 0 <= position < self.numel:
-            raise ArgumentError(f"position={position} must be between 0 and {self.numel - 1}")
-        return self.buckets[bisect_right(self._bucket_starts, position) - 1]
-
-    def owners(self, name: str) -> Iterator[tuple[int, Piece]]:
-        """Yield which ranks own which pieces of a parameter, in order."""
-        placement = self.placement(name)
-        if placement.start == placement.stop:
-            return
-        bucket = self.bucket_of(placement.start)
-        for rank in range(self.num_shards):
-            for piece in self.pieces(*self.shard(bucket, rank)):
-                if piece.name == name:
-                    yield rank, piece
 
 
 def build_layouts(
