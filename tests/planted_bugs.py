@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from megascale.grad_sync.reduction import _Reduction, _Sharded
+from megascale.grad_sync.reduction import BucketReduction
 from megascale.grad_sync.sync import GradSync
 from megascale.main_params.gather import GatheredBucket
 from megascale.step.kernel_update import KernelUpdate
@@ -74,8 +74,8 @@ def _changed_in_the_gather(original: Any, bucket: Any) -> None:
 
 BUGS: dict[str, tuple[type, str, Callable[..., Any]]] = {
     "hook": (GradSync, "_accumulate", _halved_by_the_hook),
-    "before": (_Reduction, "start", _changed_before_it_is_sent),
-    "after": (_Sharded, "finish", _changed_when_it_has_arrived),
+    "before": (BucketReduction, "start", _changed_before_it_is_sent),
+    "after": (BucketReduction, "finish", _changed_when_it_has_arrived),
     "stale": (ReadyGrads, "_synced", _of_the_step_before),
     "kernel": (KernelUpdate, "run", _changed_for_the_kernel),
     "rounding": (KernelUpdate, "run", _rounded_wrongly),

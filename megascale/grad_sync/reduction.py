@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from itertools import pairwise
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -44,32 +43,6 @@ MESSAGE = 1 << 21
 Divisor = float | Tensor
 
 
-class BucketReduction(Protocol):
-    """One bucket. Calls come in this order, once a step: start, wait, finish."""
-
-    kept: Tensor
-    """1-D: the part of the bucket that this rank keeps."""
-    has_scratch: bool
-    """Whether memory of the bucket's size is held between :meth:`start` and :meth:`wait`."""
-    ends_aside: bool
-    """Whether another stream can end it: see :meth:`end_aside`."""
-
-    def start(self, divisor: Divisor) -> None:
-        """Start to sum and to divide by ``divisor``, without waiting. Do not write the bucket until :meth:`finish`."""
-
-    def wait(self) -> None:
-        """Wait for the communication that :meth:`start` began, and free its scratch."""
-
-    def finish(self, divisor: Divisor) -> None:
-        """Wait until ``kept`` is the sum divided by ``divisor``, which may have changed since :meth:`start`."""
-
-    def end_aside(self) -> None:
-        """Let the current stream, another one than that of :meth:`start`, wait until ``kept`` is the sum divided.
-
-        May be called once, right after :meth:`start`, by all ranks or none. :meth:`wait` and :meth:`finish` follow.
-        """
-
-
 class ReduceThread(MessageThread):
     """A thread that exchanges buckets with other ranks, one after the other, and the memory that receives them.
 
@@ -96,52 +69,45 @@ class ReduceThread(MessageThread):
         return held[:numel]
 
 
-def bucket_reduction(
-    flat: Tensor,
-    group: GradGroup,
-    travel_dtype: torch.dtype,
-    thread: ReduceThread,
-    tag: int,
-    *,
-    cuts: Sequence[int] | None,
-) -> BucketReduction:
-    """Return the reduction of the bucket ``flat``. Raises ArgumentError for shards that gloo would have to send.
+class BucketReduction(ABC):
+    """The reduction of one bucket. Calls come in this order, once a step: start, wait, finish.
 
-    ``tag``: of its messages. ``cuts``: where the ranks' shards begin and end; None: every rank keeps the whole bucket.
+    Where a rank keeps its shard, the rest of the bucket is undefined until the next step's gradients fill it. The
+    payload is divided before the sum if it has 16 bits, otherwise after it.
+
+    Args:
+        flat: the bucket.
+        group: the ranks that hold its parameters.
+        travel_dtype: of the messages.
+        cuts: where the ranks' shards begin and end; None: every rank keeps the whole bucket.
+
+    Attributes:
+        kept: 1-D: the part of the bucket that this rank keeps.
+        has_scratch: whether memory of the bucket's size is held between :meth:`start` and :meth:`wait`.
+        ends_aside: whether another stream can end it: see :meth:`end_aside`.
     """
-    if cuts is None:
-        return AllReduced(flat, group, travel_dtype)
-    if is_message_passing(group.shard, flat.device):
-        if flat.device.type != "cpu":
-            raise ArgumentError(
-                f"gloo sends no shards of parameters on {flat.device}, as it reads host memory alone; name a backend "
-                'for them: init_process_group("nccl"), or "cpu:gloo,cuda:nccl"'
-            )
-        return P2PReduceScatter(flat, group, travel_dtype, cuts, thread, tag)
-    return ReduceScattered(flat, group, travel_dtype, cuts)
 
-
-class _Reduction(BucketReduction, ABC):
-    """Base of all reductions: the payload, and division before (for a 16-bit payload) or after the sum."""
-
-    def __init__(self, flat: Tensor, kept: Tensor, group: GradGroup, travel_dtype: torch.dtype) -> None:
+    def __init__(self, flat: Tensor, group: GradGroup, travel_dtype: torch.dtype, cuts: Sequence[int] | None) -> None:
         self.flat = flat
-        self.kept = kept
         self.group = group
         self.travel_dtype = travel_dtype
+        self.rank = group_rank(group.shard)
+        self.cuts = list(pairwise(cuts or ()))
+        self.kept = self.own_part(flat)
         self.has_scratch = travel_dtype != flat.dtype
-        self.alone = group_size(group.holders) == 1
         self._num_holders = group_size(group.holders)
+        self.alone = self._num_holders == 1
         self._pre_divisor = self._num_holders if travel_dtype.itemsize < 4 else 1
         self._can_average = travel_dtype.itemsize >= 4 and can_average_exactly(group.holders, flat.device)
         self._averages = False
         self._divisor: Divisor = 1
-        self._order = WriteOrder(kept)
+        self._order = WriteOrder(self.kept)
         self.ends_aside = self._order.is_needed and runs_on_streams(group.holders, flat.device)
         self._lent = Lent()
+        self._over_replicas: Work | None = None
 
-    @override
     def start(self, divisor: Divisor) -> None:
+        """Start to sum and to divide by ``divisor``, without waiting. Do not write the bucket until :meth:`finish`."""
         self._divisor = divisor
         self._averages = self._can_average and not isinstance(divisor, Tensor) and divisor == self._num_holders
         if self.alone:
@@ -150,27 +116,33 @@ class _Reduction(BucketReduction, ABC):
         else:
             self.begin()
 
-    @override
-    def finish(self, divisor: Divisor) -> None:
-        self.wait()
-        self._order.join()
-        if divisor is not self._divisor:
-            divide_(self.kept, divisor / self._divisor)
-
-    @override
     def wait(self) -> None:
-        """See :class:`BucketReduction`."""
+        """Wait for the communication that :meth:`start` began, and free its scratch."""
         self.end(aside=False)
         if self._lent:
             self._order.write()
             self._lent.take_back()
 
-    @override
+    def finish(self, divisor: Divisor) -> None:
+        """Wait until ``kept`` is the sum divided by ``divisor``, which may have changed since :meth:`start`."""
+        self.wait()
+        if self.cuts:
+            self.wait_for_replicas()
+        self._order.join()
+        if divisor is not self._divisor:
+            divide_(self.kept, divisor / self._divisor)
+
     def end_aside(self) -> None:
+        """Let the current stream, another one than that of :meth:`start`, wait until ``kept`` is the sum divided.
+
+        May be called once, right after :meth:`start`, by all ranks or none. :meth:`wait` and :meth:`finish` follow.
+        """
         if self.alone:
             self._order.write()
         else:
             self.end(aside=True)
+        if self.cuts:
+            self.wait_for_replicas()
 
     @abstractmethod
     def begin(self) -> None:
@@ -183,12 +155,12 @@ class _Reduction(BucketReduction, ABC):
         ``aside``: the payload was made for another stream, which waits for this one in :meth:`wait`.
         """
 
-    def release(self, payload: Tensor, *, aside: bool) -> None:
-        """Let the memory of a payload be used for other things once the current stream has read it."""
-        if aside:
-            self._lent.lend(payload)
-        else:
-            keep_for_current_stream(payload)
+    def own_part(self, flat: Tensor) -> Tensor:
+        """Return what this rank keeps of a bucket: its shard, or all of it."""
+        if not self.cuts:
+            return flat
+        begin, end = self.cuts[self.rank]
+        return flat[begin:end]
 
     def packed(self) -> Tensor:
         """Return the payload: the bucket itself, or a copy in ``travel_dtype``."""
@@ -200,48 +172,12 @@ class _Reduction(BucketReduction, ABC):
         """Return the divisor that is not yet applied to the reduced payload."""
         return 1 if self._averages else self._divisor / self._pre_divisor
 
-
-class AllReduced(_Reduction):
-    """Every rank keeps the whole bucket."""
-
-    def __init__(self, flat: Tensor, group: GradGroup, travel_dtype: torch.dtype) -> None:
-        super().__init__(flat, flat, group, travel_dtype)
-        self._payload: Tensor | None = None
-        self._work: Work | None = None
-
-    @override
-    def begin(self) -> None:
-        self._payload = self.packed()
-        self._work = all_reduce_start(self._payload, self.group.holders, average=self._averages)
-
-    @override
-    def end(self, *, aside: bool) -> None:
-        if self._work is None or self._payload is None:
-            return
-        self._order.write()
-        self._work.wait()
-        if self._payload is not self.flat:
-            self.flat.copy_(self._payload)
-            self.release(self._payload, aside=aside)
-        divide_(self.flat, self.left_to_divide())
-        self._work = self._payload = None
-
-
-class _Sharded(_Reduction):
-    """Every rank keeps its shard. The rest of the bucket is undefined until the next step's gradients fill it."""
-
-    def __init__(self, flat: Tensor, group: GradGroup, travel_dtype: torch.dtype, cuts: Sequence[int]) -> None:
-        self.rank = group_rank(group.shard)
-        self.num_shards = group_size(group.shard)
-        self.cuts = list(pairwise(cuts))
-        self.are_equal = len({end - begin for begin, end in self.cuts}) == 1
-        super().__init__(flat, self.own_part(flat), group, travel_dtype)
-        self._over_replicas: Work | None = None
-
-    def own_part(self, flat: Tensor) -> Tensor:
-        """Return this rank's shard."""
-        begin, end = self.cuts[self.rank]
-        return flat[begin:end]
+    def release(self, payload: Tensor, *, aside: bool) -> None:
+        """Let the memory of a payload be used for other things once the current stream has read it."""
+        if aside:
+            self._lent.lend(payload)
+        else:
+            keep_for_current_stream(payload)
 
     def sum_over_replicas(self) -> None:
         """Start to add the other copies of this shard, where it is not empty: the copies are as large."""
@@ -254,30 +190,25 @@ class _Sharded(_Reduction):
             self._over_replicas.wait()
             self._over_replicas = None
 
-    @override
-    def end_aside(self) -> None:
-        super().end_aside()
-        self.wait_for_replicas()
 
-    @override
-    def finish(self, divisor: Divisor) -> None:
-        self.wait()
-        self.wait_for_replicas()
-        super().finish(divisor)
+class CollectiveReduction(BucketReduction):
+    """By the backend's own all-reduce or reduce-scatter, in place where the dtype is the same."""
 
-
-class ReduceScattered(_Sharded):
-    """Sharded, by the backend's own reduce-scatter, in place where the dtype is the same."""
-
-    _payload: Tensor | None = None
-    _work: Work | None = None
+    def __init__(self, flat: Tensor, group: GradGroup, travel_dtype: torch.dtype, cuts: Sequence[int] | None) -> None:
+        super().__init__(flat, group, travel_dtype, cuts)
+        self._are_equal = len({end - begin for begin, end in self.cuts}) == 1
+        self._payload: Tensor | None = None
+        self._work: Work | None = None
 
     @override
     def begin(self) -> None:
-        self._payload = self.packed()
-        own = self.own_part(self._payload)
-        shards = None if self.are_equal else [self._payload[begin:end] for begin, end in self.cuts]
-        self._work = reduce_scatter_start(own, self._payload, self.group.shard, average=self._averages, shards=shards)
+        payload = self._payload = self.packed()
+        if not self.cuts:
+            self._work = all_reduce_start(payload, self.group.holders, average=self._averages)
+            return
+        own = self.own_part(payload)
+        shards = None if self._are_equal else [payload[begin:end] for begin, end in self.cuts]
+        self._work = reduce_scatter_start(own, payload, self.group.shard, average=self._averages, shards=shards)
 
     @override
     def end(self, *, aside: bool) -> None:
@@ -291,10 +222,11 @@ class ReduceScattered(_Sharded):
             self.release(self._payload, aside=aside)
         divide_(self.kept, self.left_to_divide())
         self._work = self._payload = None
-        self.sum_over_replicas()
+        if self.cuts:
+            self.sum_over_replicas()
 
 
-class P2PReduceScatter(_Sharded):
+class P2PReduceScatter(BucketReduction):
     """Sharded, by point-to-point messages, summed on arrival: in at least fp32, in the order of ranks."""
 
     def __init__(
@@ -318,7 +250,7 @@ class P2PReduceScatter(_Sharded):
 
     @override
     def end(self, *, aside: bool) -> None:
-        """See :class:`_Reduction`. Raises the error of a failed exchange."""
+        """See :class:`BucketReduction`. Raises the error of a failed exchange."""
         if self._carried is not None:
             carried, self._carried = self._carried, None
             self._thread.result(carried)
@@ -329,8 +261,8 @@ class P2PReduceScatter(_Sharded):
         with span("reduce_bucket"):
             flat = self.packed()
             width = min(MESSAGE, self.kept.numel())
-            memory = self._thread.memory(2 * (self.num_shards - 1) * width, flat)
-            places = memory.view(2, self.num_shards - 1, width)
+            others = len(self.cuts) - 1
+            places = self._thread.memory(2 * others * width, flat).view(2, others, width)
             under_way: deque[tuple[Pending, Tensor, Tensor, Tensor]] = deque()
             errors: list[Exception] = []
             longest = max(end - begin for begin, end in self.cuts)
@@ -364,6 +296,29 @@ class P2PReduceScatter(_Sharded):
             chunk = slice(begin, begin + CHUNK)
             sum_in_order([source[chunk] for source in sources], kept[chunk], self.rank)
             divide_(kept[chunk], left)
+
+
+def bucket_reduction(
+    flat: Tensor,
+    group: GradGroup,
+    travel_dtype: torch.dtype,
+    thread: ReduceThread,
+    tag: int,
+    *,
+    cuts: Sequence[int] | None,
+) -> BucketReduction:
+    """Return the reduction of the bucket ``flat``. Raises ArgumentError for shards that gloo would have to send.
+
+    ``tag``: of its messages. ``cuts``: where the ranks' shards begin and end; None: every rank keeps the whole bucket.
+    """
+    if cuts is not None and is_message_passing(group.shard, flat.device):
+        if flat.device.type != "cpu":
+            raise ArgumentError(
+                f"gloo sends no shards of parameters on {flat.device}, as it reads host memory alone; name a backend "
+                'for them: init_process_group("nccl"), or "cpu:gloo,cuda:nccl"'
+            )
+        return P2PReduceScatter(flat, group, travel_dtype, cuts, thread, tag)
+    return CollectiveReduction(flat, group, travel_dtype, cuts)
 
 
 def divide_(tensor: Tensor, divisor: Divisor) -> None:
