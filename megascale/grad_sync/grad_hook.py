@@ -5,29 +5,18 @@ owner weakly, and an unused owner is freed with its main grads and thread.
 """
 
 import gc
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
 from megascale.errors import ArgumentError
 
-
-class GradOwner(Protocol):
-    """Takes the gradients of parameters."""
-
-    owner_kind: str
-    """The class name of the object that the user made, for messages."""
-
-    def take_grad(self, param: nn.Parameter, name: str, bucket_index: int) -> None:
-        """Take the gradient that backward has accumulated in ``param.grad``."""
-
-    def register_reduced_hook(self, param: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
-        """Call ``hook`` with what this rank keeps of a reduced gradient, as soon as it is there."""
+if TYPE_CHECKING:
+    from megascale.grad_sync.sync import GradSync
 
 
 class GradHook:
@@ -35,7 +24,7 @@ class GradHook:
 
     __slots__ = ("_bucket_index", "_name", "owner")
 
-    def __init__(self, owner: GradOwner, name: str, bucket_index: int) -> None:
+    def __init__(self, owner: "GradSync", name: str, bucket_index: int) -> None:
         self.owner = ref(owner)
         self._name = name
         self._bucket_index = bucket_index
@@ -46,12 +35,8 @@ class GradHook:
         if owner is not None:
             owner.take_grad(param, self._name, self._bucket_index)
 
-    def register(self, param: nn.Parameter) -> RemovableHandle:
-        """Register this hook on ``param``."""
-        return param.register_post_accumulate_grad_hook(self)
 
-
-def owner_of(param: torch.Tensor) -> GradOwner | None:
+def owner_of(param: torch.Tensor) -> "GradSync | None":
     """Return the owner of the gradients of ``param``; None: they stay in ``param.grad``."""
     hooks: dict[int, Any] = getattr(param, "_post_accumulate_grad_hooks", None) or {}
     owners = (hook.owner() for hook in hooks.values() if isinstance(hook, GradHook))

@@ -119,6 +119,7 @@ class GradSync:
     """
 
     owner_kind = "GradSync"
+    """The class name of the object that the user made, for messages."""
     is_sharded = False
     """Whether only this rank's shard of every bucket is reduced."""
 
@@ -184,7 +185,8 @@ class GradSync:
                 self._main_grads[id(param)] = bucket.memory.views[name]
                 self._local_grads[id(param)] = local[name]
                 self._bucket_of[id(param)] = bucket
-                self._hooks.append(GradHook(self, name, bucket.index).register(param))
+                hook = GradHook(self, name, bucket.index)
+                self._hooks.append(param.register_post_accumulate_grad_hook(hook))
                 if param.grad is not None:
                     self._accumulate(name, param, bucket)
         return added
