@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.utils import validate
-from megascale.utils.collectives import group_size
+from megascale.utils.collectives import group_size, is_alone_in_world, is_initialized
 from megascale.utils.spelling import names_arguments
 
 DATA_PARALLEL_NAMES = (
@@ -100,8 +100,7 @@ class ParallelGroups:
         if group_size(self.data_parallel) > 1 and group_size(self.tensor_parallel) > 1:
             raise ArgumentError(
                 "grad_stats is not given, and data_parallel and tensor_parallel are both larger than one rank; "
-                "pass the "
-                "group that spans both (often torch.distributed.group.WORLD), or use ParallelGroups.from_mesh"
+                "pass the group that spans both (often torch.distributed.group.WORLD), or use ParallelGroups.from_mesh"
             )
         only = self.data_parallel if group_size(self.tensor_parallel) == 1 else self.tensor_parallel
         object.__setattr__(self, "grad_stats", only)
@@ -148,7 +147,7 @@ class ParallelGroups:
         A ProcessGroup is data parallel. A DeviceMesh goes through :meth:`from_mesh`.
         """
         if groups is None:
-            return cls(data_parallel=dist.group.WORLD) if _is_initialized() else AssumedAlone()
+            return cls(data_parallel=dist.group.WORLD) if is_initialized() else AssumedAlone()
         if isinstance(groups, cls):
             return groups
         if isinstance(groups, DeviceMesh):
@@ -210,16 +209,12 @@ class AssumedAlone(ParallelGroups):
 
     def require_alone(self) -> None:
         """Raise UsageError if torch.distributed has been initialised since, with other ranks."""
-        if _is_initialized() and dist.get_world_size() > 1:
+        if not is_alone_in_world():
             raise UsageError(
                 "the optimizer was built before torch.distributed.init_process_group(), for this rank alone, and now "
                 f"there are {dist.get_world_size()} ranks: build it afterwards, or, where each rank trains a model of "
                 "its own, pass groups=ParallelGroups()"
             )
-
-
-def _is_initialized() -> bool:
-    return dist.is_available() and dist.is_initialized()
 
 
 def is_expert(param: Any) -> bool:

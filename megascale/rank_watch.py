@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megascale.errors import MOST_NAMES, RankError
 from megascale.utils import call_site, validate
 from megascale.utils.call_site import CallSite
+from megascale.utils.collectives import is_alone_in_world
 from megascale.utils.notice_board import NoAnswer, Notice, NoticeBoard
 from megascale.utils.spelling import names_arguments
 
@@ -52,7 +53,7 @@ class RankWatch:
         self._ended = threading.Event()
 
     def __enter__(self) -> "RankWatch":
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        if not is_alone_in_world():
             store = dist.distributed_c10d._get_default_store()
             self._ended.clear()
             self._rounds = _Rounds(store, threading.get_ident(), self._patience)
@@ -113,13 +114,13 @@ class _Rounds:
         self._beat = 0
         self._is_posted = False
         self._seen: dict[int, Notice | None] = {}
-        self._describe_ranks = ""
+        self._told = ""
 
     def take(self) -> None:
         """Compare this rank with the round before; if it stands still, say so, and look who does not."""
         state, now = (calls_begun(), call_site.of_thread(self._watched)), time.monotonic()
         if state != self._state:
-            self._state, self._since, self._seen, self._describe_ranks = state, now, {}, ""
+            self._state, self._since, self._seen, self._told = state, now, {}, ""
             self._withdraw()
             return
         still = now - self._since
@@ -137,8 +138,8 @@ class _Rounds:
             told = f"The store of the process group does not answer: its host has ended or is cut off ({error})."
         else:
             told = _describe_ranks(site, calls, self._seen, before)
-        if still >= self._patience and told and told != self._describe_ranks:
-            self._describe_ranks = told
+        if still >= self._patience and told and told != self._told:
+            self._told = told
             logger.warning("rank %d has waited for %.0f s in %s. %s", self._rank, still, site, told)
 
     def say_last_words(self, words: str) -> None:

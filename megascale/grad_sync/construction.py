@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from megascale.errors import MOST_NAMES, ArgumentError
 from megascale.parallel import UNSET, ParallelGroups, ranks_of
-from megascale.utils.collectives import gather_or_raise, group_ranks
+from megascale.utils.collectives import gather_or_raise, group_ranks, is_initialized
 from megascale.utils.consensus import Facts, first_difference
 
 ParamForm = tuple[str, str, tuple[int, ...], str]
@@ -63,7 +63,7 @@ def _place(param: nn.Parameter, group: int | None) -> str:
 
 def ranks_by_field(groups: ParallelGroups) -> dict[str, Sequence[int]]:
     """Return the ranks of each field of ``groups`` that was given; of None, this rank alone."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not is_initialized():
         return {}
     given = {entry.name: getattr(groups, entry.name) for entry in fields(groups)}
     return {

@@ -38,9 +38,14 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+def is_initialized() -> bool:
+    """Return whether this torch has torch.distributed, and a program has initialised it."""
+    return dist.is_available() and dist.is_initialized()
+
+
 def is_alone_in_world() -> bool:
     """Return whether there is no other process to send anything to."""
-    return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
+    return not is_initialized() or dist.get_world_size() == 1
 
 
 def group_size(group: ProcessGroup | None) -> int:
