@@ -145,7 +145,9 @@ class Pending:
         self._awaited: tuple[int | None, Work] | None = None
         self._error: Exception | None = None
         for peer, start in starts:
-            self._keep_error(peer, lambda peer=peer, start=start: self._add(peer, start()))  # type: ignore[misc]
+            work = self._keep_error(peer, start)
+            if work is not None:
+                self._works.append((peer, work))
 
     def wait(self) -> None:
         """Wait for all messages. If a rank is lost, wait for the other ranks' messages, then raise the error.
@@ -175,16 +177,13 @@ class Pending:
             return LostMessage(work, error)
         return None
 
-    def _add(self, peer: int | None, work: Work | None) -> None:
-        if work is not None:
-            self._works.append((peer, work))
-
-    def _keep_error(self, peer: int | None, call: Callable[[], object]) -> None:
+    def _keep_error(self, peer: int | None, call: Callable[[], T]) -> T | None:
         try:
-            call()
+            return call()
         except Exception as error:  # whatever the backend raises
             self._error = self._error or error
             self._lost.add(peer)
+            return None
 
 
 def is_message_passing(group: ProcessGroup | None, device: torch.device) -> bool:
