@@ -60,9 +60,7 @@ def pinned(tensor: Tensor) -> Tensor:
     if local.is_pinned():
         return tensor
     [memory] = allocate([local.numel() * local.element_size()], pin=True)
-    made = torch.empty(0, dtype=local.dtype, device="cpu")
-    made.set_(memory.untyped_storage(), memory.storage_offset() // local.element_size(), local.shape, local.stride())
-    return dtensor_like(made.copy_(local), tensor)
+    return dtensor_like(dense(memory, local).copy_(local), tensor)
 
 
 def host_copies(sources: Sequence[Tensor], *, pin: bool) -> list[Tensor]:

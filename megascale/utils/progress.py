@@ -11,9 +11,8 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from megascale.utils.nests import map_tensors
+from megascale.utils.nests import tensors_in
 
 LEAST_BYTES = 1 << 28
 """Below it no bar is shown: the work takes about a second."""
@@ -51,9 +50,7 @@ def advance(count: int) -> None:
 
 def torch_save(content: Any, path: str | os.PathLike[str], *, wanted: bool) -> None:
     """``torch.save(content, path)`` with a bar, as for :func:`progress_bar`."""
-    sizes: list[int] = []
-    map_tensors(lambda tensor: sizes.append(tensor.nbytes), content, (Tensor,))
-    with progress_bar("writing", sum(sizes), wanted=wanted):
+    with progress_bar("writing", sum(tensor.nbytes for tensor in tensors_in(content)), wanted=wanted):
         if _bar.get() is None:
             torch.save(content, path)
         else:
