@@ -54,23 +54,10 @@ def torch_save(content: Any, path: str | os.PathLike[str], *, wanted: bool) -> N
         if _bar.get() is None:
             torch.save(content, path)
         else:
+            from tqdm.utils import CallbackIOWrapper
+
             with open(path, "wb") as stream:
-                torch.save(content, _Counted(stream))  # type: ignore[arg-type]
-
-
-class _Counted:
-    """A file that advances the bar by what is written."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-
-    def write(self, data: Any) -> int:
-        advance(len(data))
-        written: int = self._stream.write(data)
-        return written
-
-    def flush(self) -> None:
-        self._stream.flush()
+                torch.save(content, CallbackIOWrapper(advance, stream, "write"))
 
 
 def _new_bar(doing: str, total: int) -> Any:
