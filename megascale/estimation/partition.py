@@ -9,7 +9,7 @@ from megascale.errors import ArgumentError
 from megascale.estimation.setup import Setup
 from megascale.estimation.sizes import ModelSizes
 from megascale.grad_sync.layout import Bucket, BufferLayout, ParamSize, build_layouts
-from megascale.grad_sync.owners import OwnerLoads, group_by_owner, update_cost
+from megascale.grad_sync.owners import OwnerLoads, update_cost
 from megascale.main_params.grad_memory import Layout, layout_of
 from megascale.main_params.offload_share import goes
 from megascale.main_params.update_unit import SLICE
@@ -120,13 +120,7 @@ class Partition:
         layouts = build_layouts(params.values(), shards, bucket_numel=setup.bucket_numel)
         if not setup.keeps_whole(optimizer):
             return layouts
-        inside = [
-            [params[place.name] for place in layout.placements[bucket.first_placement : bucket.last_placement]]
-            for layout in layouts
-            for bucket in layout.buckets
-        ]
-        owners = OwnerLoads(shards).assign(inside)
-        return [group_by_owner(layout, owners) for layout in layouts]
+        return OwnerLoads(shards).regrouped(layouts, params)
 
     def shards(self) -> list[tuple[torch.dtype, list[int]]]:
         """Return the elements of each rank's shard of each bucket, with the dtype of the bucket's model params."""

@@ -57,6 +57,17 @@ class OwnerLoads:
             self.costs[rank], self.numels[rank] = cost, numel
         return owners
 
+    def regrouped(self, layouts: Sequence[BufferLayout], sizes: Mapping[str, ParamSize]) -> list[BufferLayout]:
+        """Return ``layouts`` by owner, who are assigned here: see :func:`group_by_owner`. ``sizes``: by name."""
+        owners = self.assign(
+            [
+                [sizes[place.name] for place in layout.placements[bucket.first_placement : bucket.last_placement]]
+                for layout in layouts
+                for bucket in layout.buckets
+            ]
+        )
+        return [group_by_owner(layout, owners) for layout in layouts]
+
 
 def group_by_owner(
     layout: BufferLayout, owners: Mapping[str, int], *, alignment: int = DEFAULT_ALIGNMENT

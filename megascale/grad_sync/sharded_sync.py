@@ -7,7 +7,7 @@ from torch import nn
 from typing_extensions import override
 
 from megascale.grad_sync.layout import BufferLayout, ParamSize, build_layouts
-from megascale.grad_sync.owners import OwnerLoads, group_by_owner
+from megascale.grad_sync.owners import OwnerLoads
 from megascale.grad_sync.sync import GradSync
 from megascale.parallel import GradGroup
 from megascale.utils.collectives import group_size
@@ -47,11 +47,5 @@ class ShardedGradSync(GradSync):
         even = build_layouts(sizes, num_shards, bucket_numel=self._bucket_numel)
         if not self._by_parameter:
             return even
-        by_name = {size.name: size for size in sizes}
-        inside = [
-            [by_name[placement.name] for placement in layout.placements[bucket.first_placement : bucket.last_placement]]
-            for layout in even
-            for bucket in layout.buckets
-        ]
-        owners = self._loads.setdefault(expert, OwnerLoads(num_shards)).assign(inside)
-        return [group_by_owner(layout, owners) for layout in even]
+        loads = self._loads.setdefault(expert, OwnerLoads(num_shards))
+        return loads.regrouped(even, {size.name: size for size in sizes})
