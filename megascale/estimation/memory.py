@@ -106,9 +106,8 @@ def _backward_bytes(partition: Partition) -> dict[str, int]:
         travel = setup.travel_dtype_of(dtype)
         converts = setup.ranks > 1 and travel != setup.grad_dtype_of(dtype)
         for bucket in layout.buckets:
-            places = layout.placements[bucket.first_placement : bucket.last_placement]
             payloads.append(bucket.numel * travel.itemsize * converts)
-            gradients.append(max(place.stop - place.start for place in places) * dtype.itemsize)
+            gradients.append(max(place.stop - place.start for place in bucket.placements) * dtype.itemsize)
     pending = 1 if setup.sends_messages else MOST_PENDING
     held = [sum(payloads[max(0, last - pending + 1) : last + 1]) for last in range(len(payloads))]
     reducing, gradient = max(zip(held, [*gradients, 0], strict=True), key=sum)

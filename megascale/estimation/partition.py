@@ -98,7 +98,7 @@ class Partition:
         if not self.setup.is_sharded:
             return [([param.name], param.numel) for param in self.sizes.params if param.dtype in HALF_DTYPES]
         return [
-            ([place.name for place in layout.placements[bucket.first_placement : bucket.last_placement]], bucket.numel)
+            ([place.name for place in bucket.placements], bucket.numel)
             for layout in reversed(self.layouts)
             for bucket in reversed(layout.buckets)
             if dtype_of(layout) in HALF_DTYPES
@@ -139,7 +139,7 @@ class Partition:
                 self.kept[piece.name] += piece.numel
             for bucket in layout.buckets:
                 shard = max(bucket.numel // layout.num_shards, 1)
-                for place in layout.placements[bucket.first_placement : bucket.last_placement]:
+                for place in bucket.placements:
                     if bucket.borders:
                         continue
                     first, last = place.start - bucket.start, max(place.stop - 1, place.start) - bucket.start

@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from megascale.grad_sync.layout import Bucket, BufferLayout, Piece, Placement
+from megascale.grad_sync.layout import Bucket, BufferLayout, Piece
 from megascale.utils.host_memory import host_copies, storage_bytes
 from megascale.utils.streams import WriteOrder
 
@@ -21,6 +21,7 @@ class FlatBucket:
     Attributes:
         layout: where each parameter lies.
         bucket: which of the layout's buckets this is.
+        placements: where the parameters inside lie, in order.
         flat: shape [bucket.numel], padding included.
         views: by name, contiguous, in the parameter's shape.
         order: orders the streams that write the views; its parts are named as they are.
@@ -36,6 +37,7 @@ class FlatBucket:
     ) -> None:
         self.layout = layout
         self.bucket = bucket
+        self.placements = bucket.placements
         self.flat = torch.zeros(bucket.numel, dtype=dtype, device=device)
         self.order = WriteOrder(self.flat)
         self._host: Tensor | None = None
@@ -43,11 +45,6 @@ class FlatBucket:
         for placement in self.placements:
             part = self.flat[placement.start - bucket.start : placement.stop - bucket.start]
             self.views[placement.name] = part.view(shapes[placement.name])
-
-    @property
-    def placements(self) -> tuple[Placement, ...]:
-        """Where the parameters inside lie, in order."""
-        return self.layout.placements[self.bucket.first_placement : self.bucket.last_placement]
 
     def twin(self, dtype: torch.dtype) -> "FlatBucket":
         """Return new memory of the same layout in another dtype."""

@@ -85,7 +85,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """A range of a buffer that is reduced and gathered at once, and the placements in it (a range of their indices).
+    """A range of a buffer that is reduced and gathered at once, and the placements in it, in the order of position.
 
     ``borders``: where shards begin and end, one number more than there are shards. Empty: the shards are equal.
     """
@@ -93,8 +93,7 @@ class Bucket:
     index: int
     start: int
     stop: int
-    first_placement: int
-    last_placement: int
+    placements: tuple[Placement, ...]
     borders: tuple[int, ...] = ()
 
     @property
@@ -109,18 +108,16 @@ class BufferLayout:
     Attributes:
         kind: the kind of all its parameters.
         num_shards: how many ranks share each bucket.
-        placements: each parameter's range, in the order of position.
         buckets: in the order of position; the first is expected to be ready first.
+        placements: each parameter's range, in the order of position.
     """
 
-    def __init__(
-        self, kind: Hashable, num_shards: int, placements: Sequence[Placement], buckets: Sequence[Bucket]
-    ) -> None:
+    def __init__(self, kind: Hashable, num_shards: int, buckets: Sequence[Bucket]) -> None:
         self.kind = kind
         self.num_shards = num_shards
-        self.placements = tuple(placements)
         self.buckets = tuple(buckets)
-        self._starts = [placement.start for placement in placements]
+        self.placements = tuple(placement for bucket in buckets for placement in bucket.placements)
+        self._starts = [placement.start for placement in self.placements]
 
     @property
     def numel(self) -> int:
@@ -192,28 +189,29 @@ def build_layouts(
 
 
 def _build(kind: Hashable, sizes: list[ParamSize], num_shards: int, bucket_numel: int, alignment: int) -> BufferLayout:
-    placements: list[Placement] = []
+    inside: list[Placement] = []
     buckets: list[Bucket] = []
-    position = bucket_start = first = 0
+    position = bucket_start = 0
 
     def close() -> None:
-        nonlocal position, bucket_start, first
+        nonlocal position, bucket_start
         position = bucket_start + rounded_up(position - bucket_start, num_shards * alignment)
-        buckets.append(Bucket(len(buckets), bucket_start, position, first, len(placements)))
-        bucket_start, first = position, len(placements)
+        buckets.append(Bucket(len(buckets), bucket_start, position, tuple(inside)))
+        bucket_start = position
+        inside.clear()
 
     for size in sizes:
         # A parameter larger than a bucket does not make its neighbours wait for it.
-        if size.numel > bucket_numel and len(placements) > first:
+        if size.numel > bucket_numel and inside:
             close()
         position = rounded_up(position, alignment)
-        placements.append(Placement(size.name, position, position + size.numel))
+        inside.append(Placement(size.name, position, position + size.numel))
         position += size.numel
         if position - bucket_start >= bucket_numel:
             close()
-    if len(placements) > first:
+    if inside:
         close()
-    return BufferLayout(kind, num_shards, placements, buckets)
+    return BufferLayout(kind, num_shards, buckets)
 
 
 def rounded_up(value: int, multiple: int) -> int:

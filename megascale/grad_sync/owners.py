@@ -59,13 +59,8 @@ class OwnerLoads:
 
     def regrouped(self, layouts: Sequence[BufferLayout], sizes: Mapping[str, ParamSize]) -> list[BufferLayout]:
         """Return ``layouts`` by owner, who are assigned here: see :func:`group_by_owner`. ``sizes``: by name."""
-        owners = self.assign(
-            [
-                [sizes[place.name] for place in layout.placements[bucket.first_placement : bucket.last_placement]]
-                for layout in layouts
-                for bucket in layout.buckets
-            ]
-        )
+        buckets = [bucket for layout in layouts for bucket in layout.buckets]
+        owners = self.assign([[sizes[placement.name] for placement in bucket.placements] for bucket in buckets])
         return [group_by_owner(layout, owners) for layout in layouts]
 
 
@@ -79,24 +74,22 @@ def group_by_owner(
 
     Raises ArgumentError for a parameter whose owner is missing or is no rank of the layout, naming it.
     """
-    placements: list[Placement] = []
     buckets: list[Bucket] = []
     position = 0
     for bucket in layout.buckets:
-        inside = layout.placements[bucket.first_placement : bucket.last_placement]
         by_owner: list[list[Placement]] = [[] for _ in range(layout.num_shards)]
-        for placement in inside:
+        for placement in bucket.placements:
             by_owner[_checked(owners.get(placement.name), placement.name, layout.num_shards)].append(placement)
+        inside: list[Placement] = []
         borders = [position]
         for owner, owned in enumerate(by_owner):
             for placement in owned:
                 stop = position + placement.stop - placement.start
-                placements.append(Placement(placement.name, position, stop, owner))
+                inside.append(Placement(placement.name, position, stop, owner))
                 position = rounded_up(stop, alignment)
             borders.append(position)  # also of an empty shard: its rank takes part in the bucket's messages
-        first, last = bucket.first_placement, bucket.last_placement
-        buckets.append(Bucket(bucket.index, borders[0], position, first, last, tuple(borders)))
-    return BufferLayout(layout.kind, layout.num_shards, placements, buckets)
+        buckets.append(Bucket(bucket.index, borders[0], position, tuple(inside), tuple(borders)))
+    return BufferLayout(layout.kind, layout.num_shards, buckets)
 
 
 def _checked(owner: int | None, name: str, num_shards: int) -> int:

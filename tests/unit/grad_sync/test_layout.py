@@ -62,7 +62,7 @@ def test_buckets_and_shards_tile_the_buffer(
             assert [start for start, _ in shards] == [bucket.start, *(stop for _, stop in shards[:-1])]
             assert shards[-1][1] == bucket.stop
             assert all(start % alignment == 0 and stop - start == shards[0][1] - shards[0][0] for start, stop in shards)
-            inside = layout.placements[bucket.first_placement : bucket.last_placement]
+            inside = bucket.placements
             assert inside
             assert all(bucket.start <= placement.start <= placement.stop <= bucket.stop for placement in inside)
             # Padding is bounded: the gaps between parameters, and less than one row of shards at the end.
@@ -101,7 +101,7 @@ def test_large_parameter_has_a_bucket_of_its_own() -> None:
     for numel, expected in ((51, [["late"], ["large"], ["small"]]), (50, [["late", "large"], ["small"]])):
         params = [ParamSize("small", 4), ParamSize("large", numel), ParamSize("late", 4)]
         [layout] = build_layouts(params, 4, bucket_numel=50, alignment=1)
-        names = [[p.name for p in layout.placements[b.first_placement : b.last_placement]] for b in layout.buckets]
+        names = [[p.name for p in b.placements] for b in layout.buckets]
         assert names == expected
 
 
@@ -142,7 +142,7 @@ def test_bad_lookups_are_refused() -> None:
     [layout] = build_layouts([ParamSize("a", 5)], 2, alignment=1)
     with pytest.raises(ArgumentError, match="rank=2 must be between 0 and 1"):
         layout.shard(layout.buckets[0], 2)
-    assert BufferLayout(None, 2, [], []).numel == 0
+    assert BufferLayout(None, 2, []).numel == 0
 
 
 def test_padding_belongs_to_nobody() -> None:

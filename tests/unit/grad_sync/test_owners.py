@@ -37,13 +37,13 @@ def test_no_parameter_crosses_a_border(shapes: list[Shape], num_shards: int, buc
     """Shards tile each bucket; each parameter lies whole in its owner's; a bucket keeps its parameters."""
     sizes = _sizes(shapes)
     for even in build_layouts(sizes, num_shards, bucket_numel=bucket_numel, alignment=alignment):
-        inside = [even.placements[b.first_placement : b.last_placement] for b in even.buckets]
+        inside = [b.placements for b in even.buckets]
         by_name = {size.name: size for size in sizes}
         owners = OwnerLoads(num_shards).assign([[by_name[p.name] for p in placements] for placements in inside])
         layout = group_by_owner(even, owners, alignment=alignment)
         assert [bucket.start for bucket in layout.buckets] == [0, *(bucket.stop for bucket in layout.buckets[:-1])]
         for bucket, before in zip(layout.buckets, inside, strict=True):
-            own = layout.placements[bucket.first_placement : bucket.last_placement]
+            own = bucket.placements
             assert {placement.name for placement in own} == {placement.name for placement in before}
             borders = [layout.shard(bucket, rank) for rank in range(num_shards)]
             assert [start for start, _ in borders] == [bucket.start, *(stop for _, stop in borders[:-1])]
@@ -128,7 +128,7 @@ def _model(name: str) -> tuple[list[ParamSize], list[list[ParamSize]]]:
     sizes = _sizes(MODELS[name][0](), "fp16")
     by_name = {size.name: size for size in sizes}
     [layout] = build_layouts(sizes, 1)
-    buckets = [layout.placements[bucket.first_placement : bucket.last_placement] for bucket in layout.buckets]
+    buckets = [bucket.placements for bucket in layout.buckets]
     return sizes, [[by_name[placement.name] for placement in bucket] for bucket in buckets]
 
 
