@@ -80,14 +80,11 @@ class MessageThread:
         while not future.done():
             with suppress(TimeoutError):  # of this wait, not of the task
                 future.exception(PROBE_INTERVAL_S)
-            before, lost = lost, self._find_lost()
+            awaited = self._awaited
+            before, lost = lost, None if awaited is None else awaited.find_lost()
             if before is not None and lost is not None and before.work is lost.work and not future.done():
                 raise lost.error
         future.result()
-
-    def _find_lost(self) -> LostMessage | None:
-        awaited = self._awaited
-        return None if awaited is None else awaited.find_lost()
 
 
 def _serve(tasks: _Tasks) -> None:

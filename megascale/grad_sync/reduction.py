@@ -172,13 +172,6 @@ class BucketReduction(ABC):
         """Return the divisor that is not yet applied to the reduced payload."""
         return 1 if self._averages else self._divisor / self._pre_divisor
 
-    def release(self, payload: Tensor, *, aside: bool) -> None:
-        """Let the memory of a payload be used for other things once the current stream has read it."""
-        if aside:
-            self._lent.lend(payload)
-        else:
-            keep_for_current_stream(payload)
-
     def sum_over_replicas(self) -> None:
         """Start to add the other copies of this shard, where it is not empty: the copies are as large."""
         if self.kept.numel():
@@ -219,7 +212,10 @@ class CollectiveReduction(BucketReduction):
             self._work.wait()
         if self._payload is not self.flat:
             self.kept.copy_(self.own_part(self._payload))
-            self.release(self._payload, aside=aside)
+            if aside:
+                self._lent.lend(self._payload)
+            else:
+                keep_for_current_stream(self._payload)
         divide_(self.kept, self.left_to_divide())
         self._work = self._payload = None
         if self.cuts:
