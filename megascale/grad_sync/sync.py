@@ -359,7 +359,7 @@ class GradSync:
         groups = {is_expert(param): self._groups.of_param(param) for param in params.values()}
         place = {name: index for index, name in enumerate(params)}
         shapes = {name: param.shape for name, param in params.items()}
-        built: list[tuple[int, SyncedBucket]] = []
+        built: list[SyncedBucket] = []
         for expert, group in groups.items():
             sizes = [
                 ParamSize(
@@ -381,13 +381,12 @@ class GradSync:
                     tag = tag_of(own)
                     cuts = layout.cuts(bucket) if self.is_sharded else None
                     reduction = bucket_reduction(memory.flat, group, travel, self._thread, tag, cuts=cuts)
-                    synced = SyncedBucket(0, memory, group, own, reduction, tag)
-                    built.append((min(place[name] for name in own), synced))
+                    built.append(SyncedBucket(0, memory, group, own, reduction, tag))
         # Backward fills a bucket when it reaches the bucket's earliest parameter, and reaches late layers first.
-        built.sort(key=lambda entry: -entry[0])
-        for index, (_, synced) in enumerate(built, start=len(self.buckets)):
+        built.sort(key=lambda synced: -min(place[name] for name in synced.params))
+        for index, synced in enumerate(built, start=len(self.buckets)):
             synced.index = index
-        return [synced for _, synced in built]
+        return built
 
     def layouts(self, sizes: Sequence[ParamSize], group: GradGroup, *, expert: bool) -> list[BufferLayout]:
         """Return the buffers of parameters that ``group`` reduces; ``expert``: whether they are experts'."""
