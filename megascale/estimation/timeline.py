@@ -1,5 +1,6 @@
 """When each part of an offloaded step runs, on a given device, bus and host: what is hidden, and what is not."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -141,75 +142,69 @@ def timeline(found: Estimate, machine: Machine, *, tokens: int) -> Timeline:
         ArgumentError, ArgumentTypeError: if ``tokens`` is no integer, or below 1.
     """
     forward = 2 * found.sizes.numel * validate.integer("tokens", tokens, minimum=1) / machine.flops
-    spans = list(_before_the_copies(found, machine, 2 * forward))
+    lanes = _Lanes()
+    sent = sum(call.sent for call in found.collectives if "gather" not in call.operation)
+    updated_here = 0 if found.setup.state_visits_device else found.moved[UPDATE]
+    lanes.run(DEVICE, BACKWARD, 2 * forward)
+    lanes.run(DEVICE, REDUCE, sent / (machine.link_bandwidth or math.inf))
+    lanes.run(DEVICE, MEASURE, found.moved[MEASURE] / machine.memory_bandwidth)
+    lanes.run(DEVICE, UPDATE, updated_here / machine.memory_bandwidth)
     partition = Partition(found.sizes, found.setup)
     slices = partition.slices()
-    arrived = (_visiting if found.setup.state_visits_device else _offloaded)(found, machine, partition, spans)
-    gather = sum(call.sent for call in found.collectives if "gather" in call.operation)
+    arrived = (_visit if found.setup.state_visits_device else _offload)(found, machine, partition, lanes)
     overlaps = found.setup.overlap_cpu_optimizer_d2h_h2d and not found.setup.is_sharded
-    ready = _end(spans, DEVICE)
-    if slices and not overlaps:
-        ready = max(ready, arrived[-1])
-    if machine.link_bandwidth is not None and gather:
-        spans.append(Span(DEVICE, GATHER, ready, ready + gather / machine.link_bandwidth))
-        ready = spans[-1].end
+    ready = arrived[-1] if slices and not overlaps else 0.0
+    gathered = sum(call.sent for call in found.collectives if "gather" in call.operation)
+    lanes.run(DEVICE, GATHER, gathered / (machine.link_bandwidth or math.inf), ready)
     everything = sum(partition.kept.values())
-    here = everything - sum(slices)
-    for numel, weights in zip([here, *slices], [0.0, *arrived], strict=True):
-        begin = max(ready, weights if overlaps else 0.0)
-        ready = begin + forward * numel / max(everything, 1)
-        if numel:
-            spans.append(Span(DEVICE, FORWARD, begin, ready))
-    return Timeline(spans, 3 * forward)
+    for numel, weights in zip([everything - sum(slices), *slices], [0.0, *arrived], strict=True):
+        lanes.run(DEVICE, FORWARD, forward * numel / max(everything, 1), weights if overlaps else ready)
+    return Timeline(lanes.spans, 3 * forward)
 
 
-def _before_the_copies(found: Estimate, machine: Machine, backward: float) -> Iterator[Span]:
-    """Yield the device's work up to the copies of gradients."""
-    now = 0.0
-    sent = sum(call.sent for call in found.collectives if "gather" not in call.operation)
-    work = [
-        (BACKWARD, backward),
-        (REDUCE, sent / machine.link_bandwidth if machine.link_bandwidth is not None else 0.0),
-        (MEASURE, found.moved[MEASURE] / machine.memory_bandwidth),
-        (UPDATE, 0.0 if found.setup.state_visits_device else found.moved[UPDATE] / machine.memory_bandwidth),
-    ]
-    for name, seconds in work:
-        if seconds:
-            yield Span(DEVICE, name, now, now + seconds)
-            now += seconds
+class _Lanes:
+    """What each lane does, one piece of work after the other."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self.free_at = dict.fromkeys(LANES, 0.0)
+
+    def run(self, lane: str, name: str, seconds: float, after: float = 0.0) -> float:
+        """Add work, if it takes any time, when the lane is free, and not before ``after``. Returns when it ends."""
+        begin = max(self.free_at[lane], after)
+        self.free_at[lane] = end = begin + seconds
+        if seconds > 0:
+            self.spans.append(Span(lane, name, begin, end))
+        return end
+
+    def wait_on_device(self, until: float) -> None:
+        """Let the device stand still."""
+        self.run(DEVICE, WAIT, max(until - self.free_at[DEVICE], 0.0))
 
 
-def _offloaded(found: Estimate, machine: Machine, partition: Partition, spans: list[Span]) -> list[float]:
-    """Add the copies and the updates of slices to ``spans``; return when the weights of each have arrived."""
-    slices, measured = partition.slices(), _end(spans, DEVICE)
+def _offload(found: Estimate, machine: Machine, partition: Partition, lanes: _Lanes) -> list[float]:
+    """Add the copies and the updates of slices; return when the weights of each have arrived."""
+    slices = partition.slices()
     elements = max(sum(slices), 1)
     down, up, update = (found.offload.get(name, 0) / elements for name in (TO_HOST, TO_DEVICE, ON_HOST))
-    shared, early, sent = set(partition.grad_layout().shared), set[int](), 0.0
+    shared, early = set(partition.grad_layout().shared), set[int]()
     if found.setup.copies_in_backward:
-        final = _final(partition, spans)
+        final = _final(partition, lanes.spans)
         early = set(range(len(slices))).difference(shared)
         for at in sorted(early, reverse=True):
-            begin = max(sent, final[at])
-            sent = begin + slices[at] * down / machine.bus_bandwidth
-            spans.append(Span(DOWN, TO_HOST, begin, sent))
-    sent = decided = max(measured, sent)  # the decision's numbers follow these copies
-    updated, there, arrivals, free = 0.0, 0.0, [], [0.0] * SLOTS
+            lanes.run(DOWN, TO_HOST, slices[at] * down / machine.bus_bandwidth, final[at])
+    decided = max(lanes.free_at[DEVICE], lanes.free_at[DOWN])  # the decision's numbers follow these copies
+    arrivals, free = [], [0.0] * SLOTS
     for at, numel in enumerate(slices):
+        sent = decided
         if at not in early:
-            begin = max(sent, free[0] if at in shared else 0.0)
-            sent = begin + numel * down / machine.bus_bandwidth
-            spans.append(Span(DOWN, TO_HOST, begin, sent))
-        begin = max(decided if at in early else sent, updated)
-        updated = begin + numel * update / machine.host_bandwidth
-        spans.append(Span(HOST, ON_HOST, begin, updated))
+            room = free[0] if at in shared else 0.0
+            sent = lanes.run(DOWN, TO_HOST, numel * down / machine.bus_bandwidth, max(decided, room))
+        updated = lanes.run(HOST, ON_HOST, numel * update / machine.host_bandwidth, sent)
         if at in shared:
             free = [*free[1:], updated]
-        begin = max(updated, there)
-        there = begin + numel * up / machine.bus_bandwidth
-        spans.append(Span(UP, TO_DEVICE, begin, there))
-        arrivals.append(there)
-    if sent > measured:  # the stream of forward waits for the copies
-        spans.append(Span(DEVICE, WAIT, measured, sent))
+        arrivals.append(lanes.run(UP, TO_DEVICE, numel * up / machine.bus_bandwidth, updated))
+    lanes.wait_on_device(lanes.free_at[DOWN])  # the stream of forward waits for the copies
     return arrivals
 
 
@@ -223,8 +218,8 @@ def _final(partition: Partition, spans: Sequence[Span]) -> list[float]:
     return [last.begin + (last.end - last.begin) * sum(slices[at:]) / everything for at in range(len(slices))]
 
 
-def _visiting(found: Estimate, machine: Machine, partition: Partition, spans: list[Span]) -> list[float]:
-    """Add the visits of slices to ``spans``, two of which are on the device at once; return when each is updated.
+def _visit(found: Estimate, machine: Machine, partition: Partition, lanes: _Lanes) -> list[float]:
+    """Add the visits of slices, two of which are on the device at once; return when each is updated.
 
     What stays on the device is taken to be updated with them.
     """
@@ -232,26 +227,13 @@ def _visiting(found: Estimate, machine: Machine, partition: Partition, spans: li
     elements = max(sum(slices), 1)
     up, down = (found.offload.get(name, 0) / elements for name in (STATE_TO_DEVICE, STATE_TO_HOST))
     update = found.moved[UPDATE] / elements
-    arrived = updated = left = _end(spans, DEVICE)
-    leaves, updates = [left, left], []
+    leaves, updates = [lanes.free_at[DEVICE]] * 2, []
     for numel in slices:
-        begin = max(arrived, leaves[-2])
-        arrived = begin + numel * up / machine.bus_bandwidth
-        spans.append(Span(UP, STATE_TO_DEVICE, begin, arrived))
-        if arrived > updated:
-            spans.append(Span(DEVICE, WAIT, updated, arrived))
-        begin = max(arrived, updated)
-        updated = begin + numel * update / machine.memory_bandwidth
-        spans.append(Span(DEVICE, UPDATE, begin, updated))
-        begin = max(updated, leaves[-1])
-        leaves.append(begin + numel * down / machine.bus_bandwidth)
-        spans.append(Span(DOWN, STATE_TO_HOST, begin, leaves[-1]))
-        updates.append(updated)
+        arrived = lanes.run(UP, STATE_TO_DEVICE, numel * up / machine.bus_bandwidth, leaves[-2])
+        lanes.wait_on_device(arrived)
+        updates.append(lanes.run(DEVICE, UPDATE, numel * update / machine.memory_bandwidth, arrived))
+        leaves.append(lanes.run(DOWN, STATE_TO_HOST, numel * down / machine.bus_bandwidth, updates[-1]))
     return updates
-
-
-def _end(spans: Sequence[Span], lane: str) -> float:
-    return max((span.end for span in spans if span.lane == lane), default=0.0)
 
 
 def machine_of(
