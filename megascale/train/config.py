@@ -4,7 +4,7 @@ import ast
 import inspect
 import itertools
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,31 @@ from megascale.grad_scaler import LARGEST_TRACKER
 from megascale.utils import validate
 from megascale.utils.spelling import nearest
 
-TASKS = ("digits", "text")
-PRECISIONS = ("fp16", "bf16", "fp32")
-SCALERS = ("dynamic", "static", "none")
-OPTIMIZERS = ("sgd", "adamw", "adam", "muon")
-SCHEDULES = ("cosine", "constant")
-WANDB_MODES = ("disabled", "offline", "online")
-RESUMES = ("auto", "restart")
 CONFIGS = Path(__file__).parent / "configs"
 """Config files that come with the program: ``config=text`` is ``config=configs/text.yaml``."""
-LARGEST_SEED = 2**32 - 1
+
+CHOICES = {
+    "task": ("digits", "text"),
+    "precision": ("fp16", "bf16", "fp32"),
+    "wandb": ("disabled", "offline", "online"),
+    "scaler.scaler_type": ("dynamic", "static", "none"),
+    "scaler.hysteresis_reset": HYSTERESIS_RESETS,
+    "optimizer.name": ("sgd", "adamw", "adam", "muon"),
+    "optimizer.zclip": ZCLIP_MODES,
+    "optimizer.schedule": ("cosine", "constant"),
+    "checkpoint.resume": ("auto", "restart"),
+}
+MAY_BE_ZERO = ("seed", "threads", "optimizer.warmup_steps", "checkpoint.every", "digits.depth")
+"""All other integers are 1 or more."""
+LARGEST = {"seed": 2**32 - 1, "scaler.growth_interval": LARGEST_TRACKER, "scaler.hysteresis": LARGEST_TRACKER}
+NUMBERS: dict[str, Callable[[str, Any], float]] = {
+    **dict.fromkeys(("scaler.scale", "scaler.min_scale", "scaler.max_scale"), validate.scale),
+    **dict.fromkeys(("scaler.growth_factor", "scaler.backoff_factor"), validate.positive),
+    **dict.fromkeys(("optimizer.beta1", "optimizer.beta2"), validate.fraction),
+    "optimizer.grad_norm_skip_threshold": validate.positive,
+    **dict.fromkeys(("distributed.timeout", "distributed.patience"), validate.positive),
+}
+"""How other numbers than integers are checked; those that are not here are 0 or more."""
 
 
 @dataclass
@@ -355,7 +370,10 @@ def _read_yaml(path: str) -> Any:
 
 
 def _overlaid(merged: Any, loaded: Any, path: str) -> Any:
-    for key in _flat_keys(OmegaConf.to_container(loaded), ""):
+    tree = OmegaConf.to_container(loaded)
+    if not isinstance(tree, dict):
+        raise ArgumentError(f"a config file must hold keys and values, got {type(tree).__name__} at its top")
+    for key in flat(tree):
         _check_key(key, path)
     try:
         return OmegaConf.merge(merged, loaded)
@@ -363,30 +381,16 @@ def _overlaid(merged: Any, loaded: Any, path: str) -> Any:
         raise ArgumentError(f"{path}: {error.full_key}: {_first_line(error)}") from None
 
 
-def _flat_keys(tree: Any, prefix: str) -> Iterator[str]:
-    if not isinstance(tree, dict):
-        raise ArgumentError(
-            f"a config file must hold keys and values, got {type(tree).__name__} at {prefix or 'its top'}"
-        )
+def flat(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values in nested dicts by their keys with dots between, such as ``scaler.scale``."""
+    leaves: dict[str, Any] = {}
     for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _flat_keys(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}"
-
-
-def _known_keys(kind: Any = TrainConfig, prefix: str = "") -> list[str]:
-    known: list[str] = []
-    for entry in fields(kind):
-        if is_dataclass(entry.type):
-            known += _known_keys(entry.type, f"{prefix}{entry.name}.")
-        else:
-            known.append(prefix + entry.name)
-    return known
+        leaves |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return leaves
 
 
 def _check_key(key: str, where: str) -> None:
-    known = _known_keys()
+    known = list(flat(as_dict(TrainConfig())))
     if key in known:
         return
     if any(name.startswith(f"{key}.") for name in known):
@@ -398,47 +402,24 @@ def _check_key(key: str, where: str) -> None:
 
 
 def _check_values(config: TrainConfig) -> None:
-    validate.one_of("task", config.task, TASKS)
-    validate.one_of("precision", config.precision, PRECISIONS)
-    validate.one_of("wandb", config.wandb, WANDB_MODES)
-    validate.one_of("scaler.scaler_type", config.scaler.scaler_type, SCALERS)
-    validate.one_of("scaler.hysteresis_reset", config.scaler.hysteresis_reset, HYSTERESIS_RESETS)
-    validate.one_of("optimizer.name", config.optimizer.name, OPTIMIZERS)
-    validate.one_of("optimizer.schedule", config.optimizer.schedule, SCHEDULES)
-    validate.one_of("checkpoint.resume", config.checkpoint.resume, RESUMES)
+    for name, value in flat(as_dict(config)).items():
+        if value is None or isinstance(value, bool):
+            continue
+        if name in CHOICES:
+            validate.one_of(name, value, CHOICES[name])
+        elif isinstance(value, int):
+            validate.integer(name, value, minimum=int(name not in MAY_BE_ZERO), maximum=LARGEST.get(name))
+        elif isinstance(value, float):
+            NUMBERS.get(name, validate.non_negative)(name, value)
     if config.precision == "fp16" and config.scaler.scaler_type == "none":
         raise ArgumentError("scaler.scaler_type=none does not go with precision=fp16; take static or dynamic")
-    for name in ("steps", "batch_size", "evaluate_every"):
-        validate.integer(name, getattr(config, name), minimum=1)
-    validate.integer("seed", config.seed, minimum=0, maximum=LARGEST_SEED)
-    validate.integer("threads", config.threads, minimum=0)
-    validate.integer("optimizer.warmup_steps", config.optimizer.warmup_steps, minimum=0)
-    validate.integer("checkpoint.every", config.checkpoint.every, minimum=0)
-    validate.integer("checkpoint.keep_last", config.checkpoint.keep_last, minimum=1)
-    validate.integer("optimizer.bucket_numel", config.optimizer.bucket_numel, minimum=1)
     if config.optimizer.overlap_param_gather and not config.optimizer.sharded:
         raise ArgumentError("optimizer.overlap_param_gather=true needs optimizer.sharded=true: nothing is gathered")
-    for name in ("lr", "momentum", "weight_decay", "clip_grad"):
-        validate.non_negative(f"optimizer.{name}", getattr(config.optimizer, name))
-    if config.optimizer.adam_lr is not None:
-        validate.non_negative("optimizer.adam_lr", config.optimizer.adam_lr)
-        if config.optimizer.name != "muon":
-            raise ArgumentError("optimizer.adam_lr goes with optimizer.name=muon; leave it null, and set optimizer.lr")
-    _check_budgets(config.optimizer)
-    for name in ("beta1", "beta2"):
-        validate.fraction(f"optimizer.{name}", getattr(config.optimizer, name))
+    if config.optimizer.adam_lr is not None and config.optimizer.name != "muon":
+        raise ArgumentError("optimizer.adam_lr goes with optimizer.name=muon; leave it null, and set optimizer.lr")
     _check_scaler(config.scaler)
-    validate.positive("distributed.patience", config.distributed.patience)
-    if config.distributed.timeout is not None:
-        validate.positive("distributed.timeout", config.distributed.timeout)
-    for name in ("size", "grid", "patch", "width", "heldout_scenes"):
-        validate.integer(f"digits.{name}", getattr(config.digits, name), minimum=1)
-    validate.integer("digits.depth", config.digits.depth, minimum=0)
-    validate.non_negative("digits.noise", config.digits.noise)
-    if validate.non_negative("digits.fill", config.digits.fill) > 1:
+    if config.digits.fill > 1:
         raise ArgumentError(f"digits.fill is a probability: it must be 1 or less, got {config.digits.fill!r}")
-    for name in ("width", "layers", "heads", "context", "heldout_windows"):
-        validate.integer(f"text.{name}", getattr(config.text, name), minimum=1)
     if config.text.width % config.text.heads:
         raise ArgumentError(f"text.width={config.text.width} must be a multiple of text.heads={config.text.heads}")
     if config.run_name in (".", "..") or "/" in config.run_name:
@@ -447,29 +428,14 @@ def _check_values(config: TrainConfig) -> None:
         )
 
 
-def _check_budgets(options: OptimizerOptions) -> None:
-    for name in ("max_consecutive_skips", "max_overflows_at_min_scale"):
-        if getattr(options, name) is not None:
-            validate.integer(f"optimizer.{name}", getattr(options, name), minimum=1)
-    if options.grad_norm_skip_threshold is not None:
-        validate.positive("optimizer.grad_norm_skip_threshold", options.grad_norm_skip_threshold)
-    if options.zclip is not None:
-        validate.one_of("optimizer.zclip", options.zclip, ZCLIP_MODES)
-
-
 def _check_scaler(scaler: ScalerConfig) -> None:
-    for name in ("scale", "min_scale", "max_scale"):
-        if getattr(scaler, name) is not None:
-            validate.scale(f"scaler.{name}", getattr(scaler, name))
     highest = validate.LARGEST_SCALE if scaler.max_scale is None else scaler.max_scale
     if scaler.scaler_type == "dynamic" and not scaler.min_scale <= scaler.scale <= highest:
         raise ArgumentError(
             "scaler.min_scale <= scaler.scale <= scaler.max_scale must hold, got "
             f"{scaler.min_scale} <= {scaler.scale} <= {highest}"
         )
-    if validate.positive("scaler.growth_factor", scaler.growth_factor) <= 1:
+    if scaler.growth_factor <= 1:
         raise ArgumentError(f"scaler.growth_factor must be above 1, got {scaler.growth_factor!r}")
-    if validate.positive("scaler.backoff_factor", scaler.backoff_factor) >= 1:
+    if scaler.backoff_factor >= 1:
         raise ArgumentError(f"scaler.backoff_factor must be below 1, got {scaler.backoff_factor!r}")
-    for name in ("growth_interval", "hysteresis"):
-        validate.integer(f"scaler.{name}", getattr(scaler, name), minimum=1, maximum=LARGEST_TRACKER)
