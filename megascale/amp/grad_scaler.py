@@ -3,6 +3,7 @@
 import inspect
 from collections import defaultdict
 from collections.abc import Mapping
+from copy import copy
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from megascale.amp.codes import require_no_codes
 from megascale.amp.errors import ScalerArgumentError, ScalerOrderError
 from megascale.amp.local_grads import GradMeasure, LocalGrads, found_in, squares_in
 from megascale.amp.overflows import ScalerOverflows
-from megascale.amp.skip_budget import Budget, SkipCounter
+from megascale.amp.skip_budget import SkipBudget
 from megascale.chained import ChainedOptimizer
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.kernels import Backend, select_backend, stats_dtype
@@ -113,8 +114,8 @@ class GradScaler(torch.amp.GradScaler):
             self._hysteresis_tracker: Tensor | None = None
             self._backends: dict[torch.device, Backend] = {}
             floor = None if self._is_constant else self._limits.min_scale
-            budget = Budget(max_consecutive_skips, max_overflows_at_min_scale, floor)
-            self._skips = SkipCounter(budget) if budget.is_limited else None
+            budget = SkipBudget(max_consecutive_skips, max_overflows_at_min_scale, floor)
+            self._skips = budget if budget.is_limited else None
             self.overflows = ScalerOverflows()
             self.overflows.group = process_group
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
@@ -453,8 +454,8 @@ class GradScaler(torch.amp.GradScaler):
             "_init_hysteresis_tracker": self._get_hysteresis_tracker(),
             "_hysteresis_tracker": None,
             "_backends": {},
-            "_skips": None if self._skips is None else SkipCounter(self._skips.budget),
-            "overflows": ScalerOverflows(),
+            "_skips": copy(self._skips),
+            "overflows": copy(self.overflows),
         }
         return state
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import ref
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -41,6 +41,8 @@ class _Iteration:
 class ScalerOverflows(LastOverflow):
     """Records the last iteration that a scaler skipped, as :class:`megascale.step.overflows.OverflowRecorder` does.
 
+    A pickled or copied one knows of none.
+
     Attributes:
         names: of parameters, by id, in their order. Others have the name in their param group, or their position.
     """
@@ -48,18 +50,19 @@ class ScalerOverflows(LastOverflow):
     def __init__(self) -> None:
         super().__init__(None)
         self.names: dict[int, str] = {}
-        self._optimizers: list[ref[torch.optim.Optimizer]] = []
+        self._optimizers: WeakKeyDictionary[torch.optim.Optimizer, None] = WeakKeyDictionary()
         self._num_updates = 0
         self._newest: _Iteration | None = None
         self._view = HostView()
+
+    def __reduce__(self) -> tuple[type["ScalerOverflows"], tuple[()]]:
+        return ScalerOverflows, ()
 
     # In an iteration
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
         """Record an optimizer whose gradients are unscaled, or updated from."""
-        if all(known() is not optimizer for known in self._optimizers):
-            self._optimizers = [known for known in self._optimizers if known() is not None]
-            self._optimizers.append(ref(optimizer))
+        self._optimizers[optimizer] = None
 
     def observe(self, flags: Sequence[Tensor], scale: Tensor) -> None:
         """Record the end of an iteration, before the scale changes.
@@ -123,8 +126,7 @@ class ScalerOverflows(LastOverflow):
         return (param for group in self._param_groups() for param in group["params"])
 
     def _param_groups(self) -> Iterator[dict[str, Any]]:
-        optimizers = (known() for known in self._optimizers)
-        return (group for optimizer in optimizers if optimizer is not None for group in optimizer.param_groups)
+        return (group for optimizer in self._optimizers for group in optimizer.param_groups)
 
     def _entries(self) -> Iterator[OverflowEntry]:
         indices = {key: index for index, key in enumerate(self.names)}

@@ -1,7 +1,7 @@
 """The budgets of a GradScaler: a run whose gradients overflow without end stops with an error."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,41 +14,38 @@ from megascale.step.stalls import WHY_SKIPPED
 from megascale.utils import validate
 
 
-@dataclass(frozen=True)
-class Budget:
-    """How much a GradScaler tolerates.
+class SkipBudget:
+    """Counts skipped steps in a row, and those at the smallest scale; raises where there are too many.
+
+    A pickled or copied one begins to count anew.
 
     Args:
-        max_consecutive_skips: skips in a row; None: any number.
-        max_overflows_at_min_scale: overflows in a row at the smallest scale; None: any number.
+        max_consecutive_skips: how many skips in a row are tolerated; None: any number.
+        max_overflows_at_min_scale: how many overflows in a row at the smallest scale; None: any number.
         min_scale: that scale; None: the scale is constant.
 
     Raises:
         ArgumentError, ArgumentTypeError: for an argument out of range, naming it.
     """
 
-    max_consecutive_skips: int | None
-    max_overflows_at_min_scale: int | None
-    min_scale: float | None
+    def __init__(
+        self, max_consecutive_skips: int | None, max_overflows_at_min_scale: int | None, min_scale: float | None
+    ) -> None:
+        if max_consecutive_skips is not None:
+            validate.integer("max_consecutive_skips", max_consecutive_skips, minimum=1)
+        if max_overflows_at_min_scale is not None:
+            validate.integer("max_overflows_at_min_scale", max_overflows_at_min_scale, minimum=1)
+        self._limits = max_consecutive_skips, max_overflows_at_min_scale, min_scale
+        self._skips = self._at_floor = 0
+        self._view = HostView()
 
-    def __post_init__(self) -> None:
-        for name in ("max_consecutive_skips", "max_overflows_at_min_scale"):
-            if getattr(self, name) is not None:
-                validate.integer(name, getattr(self, name), minimum=1)
+    def __reduce__(self) -> tuple[type["SkipBudget"], tuple[Any, ...]]:
+        return SkipBudget, self._limits
 
     @property
     def is_limited(self) -> bool:
         """Whether there is anything to count."""
-        return self.max_consecutive_skips is not None or self.max_overflows_at_min_scale is not None
-
-
-class SkipCounter:
-    """Counts skipped steps in a row, and those at the smallest scale; raises where a budget is exceeded."""
-
-    def __init__(self, budget: Budget) -> None:
-        self.budget = budget
-        self._skips = self._at_floor = 0
-        self._view = HostView()
+        return self._limits[:2] != (None, None)
 
     def count(self, found_inf: Tensor, scale: Tensor) -> None:
         """Count one step, before its loss scale changes.
@@ -63,7 +60,7 @@ class SkipCounter:
         else:
             late = self._view.push_vector(["found_inf", "scale"], row)
             found, at = (0.0, 0.0) if late is None else (late["found_inf"], late["scale"])
-        lowest = self.budget.min_scale
+        _, _, lowest = self._limits
         self._skips = self._skips + 1 if found else 0
         self._at_floor = self._at_floor + 1 if found and lowest is not None and at <= lowest * ROUNDING else 0
 
@@ -76,10 +73,10 @@ class SkipCounter:
             MinScaleError: for more overflows in a row at the smallest scale than are allowed.
             SkippedStepsError: for more skips in a row than are allowed.
         """
-        most_skips, most_at_floor = self.budget.max_consecutive_skips, self.budget.max_overflows_at_min_scale
+        most_skips, most_at_floor, lowest = self._limits
         if most_at_floor is not None and self._at_floor > most_at_floor:
             raise MinScaleError(
-                f"{self._at_floor} steps in a row overflowed at the smallest loss scale, {self.budget.min_scale}, "
+                f"{self._at_floor} steps in a row overflowed at the smallest loss scale, {lowest}, "
                 f"max_overflows_at_min_scale of the GradScaler allows {most_at_floor}: {WHY_SKIPPED}, or train in bf16"
                 f"{_worst(last_overflow())}"
             )
