@@ -4,13 +4,12 @@ torch's own kernel with a ``grad_scale`` writes back every gradient that it has 
 """
 
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeGuard, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
 
-from megascale.amp.known_forms import reader_of
-from megascale.amp.local_grads import LocalGrads
+from megascale.amp.local_grads import LocalGrads, reader_of
 from megascale.kernels import AdamHyper, Backend, Decision, Forms, Operands, TensorList, TorchBackend
 from megascale.rules import ADAM
 from megascale.step.kernel_state import rate
@@ -42,11 +41,8 @@ def fits(optimizer: torch.optim.Optimizer, backend: Backend) -> TypeGuard[torch.
     return numbers and are_fp32 and len(set(map(_DEVICE, params))) == 1
 
 
-class GroupUpdate(NamedTuple):
-    """The update of one param group: its options, and its tensors."""
-
-    group: dict[str, Any]
-    operands: Operands
+GroupUpdate = tuple[dict[str, Any], Operands]
+"""The update of one param group: the group, with its options, and its tensors."""
 
 
 @torch.no_grad()
@@ -75,7 +71,7 @@ def updates_of(optimizer: torch.optim.Adam, grads: LocalGrads, device: torch.dev
         operands = _operands(optimizer, index, known.params, known.grads, state)
         if operands is None:
             return None
-        updates.append(GroupUpdate(group, operands))
+        updates.append((group, operands))
     return updates
 
 

@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.cuda.amp.common import amp_definitely_not_available
 from torch.distributed import ProcessGroup
 
-from megascale.amp import fused_sgd, limits, scaler_state
+from megascale.amp import fused_sgd, limits
 from megascale.amp.agreement import Agreement, Squares
 from megascale.amp.codes import require_no_codes
 from megascale.amp.errors import ScalerArgumentError, ScalerOrderError
@@ -248,11 +248,9 @@ class GradScaler(torch.amp.GradScaler):
         state = self._state_of(optimizer)
         _check_unscaled(state)
         stats = (grads or LocalGrads(optimizer, coalesced=True)).measure(self._backend)
-        agreement = self._agreement(optimizer)
-        squares: Squares = {}
+        agreement = Agreement(_params(optimizer), self.process_group)
         alone = torch.zeros((), dtype=stats_dtype(scale.device), device=scale.device)
-        for mesh in agreement.meshes:
-            squares[mesh] = torch.zeros_like(alone)
+        squares: Squares = {mesh: torch.zeros_like(alone) for mesh in agreement.meshes}
         for location, found in stats.items():
             share = squares_in(location, found).to(alone, non_blocking=scale.device.type != "cpu")
             if location.mesh is None:
@@ -306,7 +304,7 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> float | None:
         flags = _flags(optimizer_state)
-        found_inf = flags[0] if len(flags) == 1 else _any(flags, flags[0].device)
+        found_inf = _any(flags, flags[0].device)
         return None if found_inf.item() else optimizer.step(*args, **kwargs)  # the one host read
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
@@ -363,15 +361,12 @@ class GradScaler(torch.amp.GradScaler):
         self.overflows.add(optimizer)
         return self._per_optimizer_states[id(optimizer)]
 
-    def _agreement(self, optimizer: torch.optim.Optimizer) -> Agreement:
-        return Agreement(_params(optimizer), self.process_group)
-
     def _agreed(
         self, optimizer: torch.optim.Optimizer, found_infs: dict[torch.device, Tensor]
     ) -> dict[torch.device, Tensor]:
         """Return the agreed flag for each device of ``found_infs``. A rank without gradients takes part too."""
         scale, _ = self._check_scale_growth_tracker("unscale_")
-        agreement = self._agreement(optimizer)
+        agreement = Agreement(_params(optimizer), self.process_group)
         if agreement.is_alone:
             return found_infs
         found_inf, _ = agreement.agree(_any(list(found_infs.values()), scale.device))
@@ -395,7 +390,7 @@ class GradScaler(torch.amp.GradScaler):
             )
         asked = new_scale.to(scale).reshape(())
         scale.copy_(torch.where(asked.isfinite(), asked, scale))
-        self._limits.clamp_(scale)
+        scale.clamp_(self._limits.min_scale, self._limits.max_scale)
 
     # Settings and state
 
@@ -418,7 +413,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         state = super().state_dict()
         if self._enabled and self._limits.hysteresis > 1:
-            state[scaler_state.HYSTERESIS] = self._get_hysteresis_tracker()
+            state[limits.HYSTERESIS] = self._get_hysteresis_tracker()
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -429,9 +424,9 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        state = scaler_state.parse(state_dict, self._limits)
+        state = limits.parse_state(state_dict, self._limits)
         super().load_state_dict(state)
-        self._init_hysteresis_tracker = state[scaler_state.HYSTERESIS]
+        self._init_hysteresis_tracker = state[limits.HYSTERESIS]
         if self._hysteresis_tracker is not None:
             self._hysteresis_tracker.fill_(self._init_hysteresis_tracker)
 

@@ -1,20 +1,23 @@
-"""Limits of a GradScaler's loss scale, and its factors and interval, checked."""
+"""Limits of a GradScaler's loss scale, its factors and interval, and its state dict, checked."""
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megascale.amp.errors import ScalerArgumentError
+from megascale.amp.errors import EmptyScalerStateError, ScalerArgumentError
 from megascale.config import HYSTERESIS_RESETS
-from megascale.errors import ArgumentError
+from megascale.errors import ArgumentError, StateDictError
 from megascale.kernels import ScaleRule
 from megascale.utils import validate
 
 LARGEST_INTERVAL = 2**31 - 1
 """torch counts clean steps in int32."""
+HYSTERESIS = "hysteresis_tracker"
+"""Our entry of a state dict beside torch's five."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +70,6 @@ class Limits:
             fp64_products=True,
         )
 
-    def clamp_(self, scale: Tensor) -> None:
-        """Clamp ``scale`` to the limits in place, without a sync."""
-        scale.clamp_(self.min_scale, self.max_scale)
-
 
 def growth_factor(value: Any) -> float:
     """Return ``value`` as a growth factor: above 1."""
@@ -91,3 +90,48 @@ def backoff_factor(value: Any) -> float:
 def growth_interval(value: Any) -> int:
     """Return ``value`` as a number of clean steps."""
     return validate.integer("growth_interval", value, minimum=1, maximum=LARGEST_INTERVAL)
+
+
+def parse_state(state_dict: Any, limits: Limits) -> dict[str, Any]:
+    """Return the entries of a scaler's state dict, torch's five and our ``hysteresis_tracker``, as Python numbers.
+
+    A missing ``hysteresis_tracker`` becomes the full hysteresis; one above the scaler's hysteresis is cut to it.
+    Entries that are not ours are ignored.
+
+    Raises:
+        StateDictError: naming the entry and its value. :class:`EmptyScalerStateError` where there is none.
+    """
+    if not isinstance(state_dict, Mapping):
+        raise StateDictError(f"grad scaler state must be a dict, got {type(state_dict).__name__}")
+    if not state_dict:
+        raise EmptyScalerStateError(
+            "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler."
+        )
+    checks: dict[str, Callable[[Any], float]] = {
+        "scale": lambda value: limits.scale("scale", value),
+        "growth_factor": growth_factor,
+        "backoff_factor": backoff_factor,
+        "growth_interval": growth_interval,
+        "_growth_tracker": lambda value: _tracker("_growth_tracker", value),
+    }
+    state: dict[str, Any] = {key: _checked(state_dict, key, check) for key, check in checks.items()}
+    left = limits.hysteresis
+    if HYSTERESIS in state_dict:
+        left = min(left, int(_checked(state_dict, HYSTERESIS, lambda value: _tracker(HYSTERESIS, value))))
+    return state | {HYSTERESIS: left}
+
+
+def _tracker(name: str, value: Any) -> int:
+    return validate.integer(name, value, minimum=0, maximum=LARGEST_INTERVAL)
+
+
+def _checked(state_dict: Mapping[str, Any], key: str, check: Callable[[Any], float]) -> float:
+    if key not in state_dict:
+        raise StateDictError(f"grad scaler state lacks '{key}'; it has {sorted(map(str, state_dict))}")
+    value = state_dict[key]
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    try:
+        return check(value)
+    except ArgumentError as error:
+        raise StateDictError(f"grad scaler state: {error}") from None

@@ -2,19 +2,20 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from megascale.amp.known_forms import reader_of
 from megascale.grad_sync.usable_grads import memory_error
 from megascale.kernels import (
     UNREADABLE,
     Backend,
     Forms,
+    ListReader,
     TensorList,
     TensorStats,
     are_grads,
@@ -35,6 +36,10 @@ _Key = tuple[int, torch.device, torch.dtype]
 """Which plain gradients: the index of their param group, their device, their dtype."""
 
 _GRAD = attrgetter("grad")
+
+_readers: WeakKeyDictionary[torch.optim.Optimizer, dict[Hashable, ListReader]] = WeakKeyDictionary()
+"""Keep the forms of an optimizer's tensors from call to call, as a step of the core keeps those of gradients, and no
+tensor: the optimizer is its user's, who may drop its gradients and state, or move them, at any time."""
 
 
 class Location(NamedTuple):
@@ -223,3 +228,17 @@ def _located(param: Tensor, grad: Tensor, coalesced: bool) -> tuple[Location, Te
             param.grad = grad = grad.coalesce()
         grad = (grad.coalesce() if coalesced else grad)._values()
     return Location(grad.device), grad
+
+
+def reader_of(optimizer: torch.optim.Optimizer, key: Hashable, fits: Callable[[Forms], bool]) -> ListReader:
+    """Return the reader of a list of tensors of ``optimizer``, the same one in every call.
+
+    Args:
+        optimizer: its tensors.
+        key: of the list among those of the optimizer.
+        fits: see :class:`megascale.kernels.ListReader`; always the same for one key.
+    """
+    readers = _readers.setdefault(optimizer, {})
+    if key not in readers:
+        readers[key] = ListReader(fits)
+    return readers[key]

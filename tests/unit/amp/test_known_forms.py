@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megascale.amp import GradScaler, fused_adam, known_forms, optimizer_step
+from megascale.amp import GradScaler, fused_adam, local_grads, optimizer_step
 from megascale.kernels import Forms, Places, TorchBackend, select_backend
 from megascale.kernels.tensors import forms as forms_module
 from tests.training import bits_equal
@@ -219,7 +219,7 @@ def _trained(change: Change, call: str, monkeypatch: pytest.MonkeyPatch, *, forg
             if index == WARM:
                 change(changed, optimizer)
             if forgets:
-                known_forms._readers.clear()
+                local_grads._readers.clear()
             try:
                 CALLS[call](optimizer, scaler)
             except (RuntimeError, ValueError, KeyError) as caught:
@@ -364,7 +364,7 @@ def test_what_is_kept_holds_no_tensor(call: str) -> None:
     params.clear()
     del param
     assert all(reference() is None for reference in gone)
-    assert optimizer in known_forms._readers
+    assert optimizer in local_grads._readers
     held = weakref.ref(optimizer)
     del optimizer
     gc.collect()  # torch's optimizers are in cycles of their own
