@@ -1,23 +1,12 @@
 """Builds the objects of a run from its options: task, optimizer, scaler, learning rate schedule."""
 
 import math
-from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from megascale import (
-    ConstantGradScaler,
-    DistributedOptimizer,
-    DynamicGradScaler,
-    MegatronGradScaler,
-    MixedPrecisionOptimizer,
-    OptimizerConfig,
-    build_optimizer,
-)
-from megascale.builder import build_inner_optimizer
+from megascale import ConstantGradScaler, DynamicGradScaler, MegatronGradScaler, OptimizerConfig, build_optimizer
 from megascale.chained import AnyOptimizer
 from megascale.rules import ADAM, MUON, VARIANTS
 from megascale.schedules import LandedLRScheduler
@@ -81,29 +70,33 @@ def build_grad_scaler(config: ScalerConfig) -> MegatronGradScaler | None:
 def build_wrapped_optimizer(config: TrainConfig, model: nn.Module) -> AnyOptimizer:
     """Return the optimizer of ``config`` over ``model``'s parameters."""
     options = config.optimizer
-    step_config = _step_config(config)
-    grad_scaler = build_grad_scaler(config.scaler)
-    if options.name == MUON.name:
-        return _muon(options, step_config, model, grad_scaler)
-    own = replace(step_config, **_inner_fields(options))
-    inner = build_inner_optimizer(own, [{"params": list(model.named_parameters())}])
-    if not options.sharded:
-        return MixedPrecisionOptimizer(inner, step_config, grad_scaler)
-    return DistributedOptimizer(
-        inner,
-        step_config,
-        grad_scaler,
-        modules=model,
+    return build_optimizer(
+        _optimizer_config(config),
+        model,
+        # Muon's recipe spares biases and norms the weight decay; here the others do not.
+        overrides=None if options.name == MUON.name else {"*": {"weight_decay": options.weight_decay}},
+        grad_scaler=build_grad_scaler(config.scaler),
         bucket_numel=options.bucket_numel,
-        overlap_param_gather=options.overlap_param_gather,
     )
 
 
-def _step_config(config: TrainConfig) -> OptimizerConfig:
-    """Return how a step scales, clips and counts."""
+def _optimizer_config(config: TrainConfig) -> OptimizerConfig:
+    """Return which torch optimizer it is, of whose fields each rule reads its own, and how a step clips and counts."""
     options = config.optimizer
+    rule, variant = VARIANTS[options.name]
     threshold = options.grad_norm_skip_threshold
     return OptimizerConfig(
+        optimizer=rule.name,
+        decoupled_weight_decay=rule is not ADAM or variant.kind in rule.decoupled,
+        lr=options.lr,
+        weight_decay=options.weight_decay,
+        sgd_momentum=options.momentum,
+        muon_momentum=options.momentum,
+        muon_adam_lr=options.adam_lr,
+        adam_beta1=options.beta1,
+        adam_beta2=options.beta2,
+        use_distributed_optimizer=options.sharded,
+        overlap_param_gather=options.sharded and options.overlap_param_gather,
         fp16=config.precision == "fp16",
         bf16=config.precision == "bf16",
         clip_grad=options.clip_grad,
@@ -113,31 +106,3 @@ def _step_config(config: TrainConfig) -> OptimizerConfig:
         max_consecutive_skips=options.max_consecutive_skips,
         max_overflows_at_min_scale=options.max_overflows_at_min_scale,
     )
-
-
-def _inner_fields(options: OptimizerOptions) -> dict[str, Any]:
-    """Return which torch optimizer it is, as fields of OptimizerConfig, of which each rule reads its own."""
-    rule, variant = VARIANTS[options.name]
-    return {
-        "optimizer": rule.name,
-        "decoupled_weight_decay": rule is not ADAM or variant.kind in rule.decoupled,
-        "lr": options.lr,
-        "weight_decay": options.weight_decay,
-        "sgd_momentum": options.momentum,
-        "muon_momentum": options.momentum,
-        "adam_beta1": options.beta1,
-        "adam_beta2": options.beta2,
-    }
-
-
-def _muon(
-    options: OptimizerOptions, step_config: OptimizerConfig, model: nn.Module, grad_scaler: MegatronGradScaler | None
-) -> AnyOptimizer:
-    config = replace(
-        step_config,
-        **_inner_fields(options),
-        muon_adam_lr=options.adam_lr,
-        use_distributed_optimizer=options.sharded,
-        overlap_param_gather=options.sharded and options.overlap_param_gather,
-    )
-    return build_optimizer(config, model, grad_scaler=grad_scaler, bucket_numel=options.bucket_numel)
