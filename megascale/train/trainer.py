@@ -14,10 +14,11 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from megascale.checkpoint import Checkpointer
+from megascale.checkpoint.agreement import raise_on_all_ranks
 from megascale.checkpoint.manifest import Manifest
 from megascale.checkpoint.nest import unflatten
 from megascale.debug import report_overflows, watch
-from megascale.errors import ArgumentError, CheckpointError, MegascaleError
+from megascale.errors import ArgumentError, CheckpointError
 from megascale.host_view import HostView
 from megascale.metrics.rows import (
     GRAD_NORM,
@@ -32,7 +33,7 @@ from megascale.metrics.rows import (
     row_of,
 )
 from megascale.train.build import DTYPES, build_schedule, build_task, build_wrapped_optimizer
-from megascale.train.config import FREE_ON_RESUME, TrainConfig, as_dict, save_yaml
+from megascale.train.config import FREE_ON_RESUME, TrainConfig, as_dict, flat, save_yaml
 from megascale.train.run_log import (
     BATCH_ACCURACY,
     HELDOUT_LOSS,
@@ -45,7 +46,7 @@ from megascale.train.run_log import (
 )
 from megascale.train.runtime import Runtime
 from megascale.train.tasks import Batch
-from megascale.utils.collectives import all_reduce_sum_, broadcast_object, raise_together
+from megascale.utils.collectives import all_reduce_sum_, broadcast_object
 
 STOP = "stop"
 """Number of ranks that were told to stop; travels with the row."""
@@ -273,7 +274,7 @@ class Trainer:
 
     def _refuse_other_config(self, checkpoint: Path) -> None:
         """Raise ArgumentError, naming the keys, if the run was started with other options that define it."""
-        mine, theirs = _flat(as_dict(self.config)), _flat(_saved_config(checkpoint, self.runtime.group))
+        mine, theirs = flat(as_dict(self.config)), flat(_saved_config(checkpoint, self.runtime.group))
         keys = [
             key
             for key in sorted(mine.keys() | theirs.keys())
@@ -289,30 +290,26 @@ class Trainer:
             )
 
     def _restart_if_asked(self) -> None:
-        error: MegascaleError | None = None
-        if self.config.checkpoint.resume == "restart" and self.runtime.is_first:
+        with raise_on_all_ranks("remove the run", self.runtime.group):
+            folder = self.config.run_folder
             try:
-                shutil.rmtree(self.config.run_folder)
-            except FileNotFoundError:
-                pass
-            except OSError as caught:
-                error = ArgumentError(f"checkpoint.resume=restart cannot remove {self.config.run_folder}: {caught}")
-        raise_together(error, self.runtime.group)
+                if self.config.checkpoint.resume == "restart" and self.runtime.is_first and folder.exists():
+                    shutil.rmtree(folder)
+            except OSError as error:
+                raise ArgumentError(f"checkpoint.resume=restart cannot remove {folder}: {error}") from None
 
     # Log and summary
 
     def _open_log(self) -> None:
-        error: MegascaleError | None = None
-        if self.runtime.is_first and self.progress.step < self.config.steps:
+        with raise_on_all_ranks("open the log", self.runtime.group):
+            if not self.runtime.is_first or self.progress.step >= self.config.steps:
+                return
             try:
                 self.log = RunLog(self.config, self.progress.step)
                 keep_overflows_before(self.config.run_folder / OVERFLOWS, self.progress.step)
                 save_yaml(self.config, self.config.run_folder / "config.yaml", self.command)
-            except MegascaleError as caught:
-                error = caught
-            except OSError as caught:
-                error = ArgumentError(f"output_dir={self.config.output_dir} cannot be written: {caught}")
-        raise_together(error, self.runtime.group)
+            except OSError as error:
+                raise ArgumentError(f"output_dir={self.config.output_dir} cannot be written: {error}") from None
 
     def _summarise(self, stopped: bool) -> None:
         """Print a one-line summary of the run, and write it to summary.json."""
@@ -352,24 +349,12 @@ def _or_none(number: float) -> float | None:
 
 def _saved_config(checkpoint: Path, group: ProcessGroup | None) -> dict[str, Any]:
     """Return the options of the run that saved ``checkpoint``. Raises CheckpointError, on all ranks alike."""
-    error: MegascaleError | None = None
-    saved: dict[str, Any] = {}
-    try:
+    with raise_on_all_ranks("read the options of the run", group):
         user_state = unflatten(Manifest.read(checkpoint).trees.get("user"), {})
         if not isinstance(user_state, dict) or not isinstance(user_state.get("config"), dict):
             raise CheckpointError(
                 f"{checkpoint} was not saved by megascale.train: it does not say with which options; give another "
                 "wandb_name or output_dir"
             )
-        saved = user_state["config"]
-    except MegascaleError as caught:
-        error = caught
-    raise_together(error, group)
+    saved: dict[str, Any] = user_state["config"]
     return saved
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat
