@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import finalize, ref
 
@@ -100,7 +101,8 @@ class GradWatch:
             if id(param) not in late:
                 self._hook(param, watched[id(param)])
         for module, owned in gathered.items():
-            self._handles.append(module.register_forward_pre_hook(_when_gathered(self, owned)))
+            # FSDP2's own hooks come first, so that parameters are whole.
+            self._handles.append(module.register_forward_pre_hook(partial(weakly(self.hook_gathered), owned)))
 
     def take(self) -> SeenInBackward:
         """Return what was seen since the last call, and begin a new step."""
@@ -113,7 +115,7 @@ class GradWatch:
         """Remove the hooks."""
         self._removal()
 
-    def hook_gathered(self, owned: "Owned") -> None:
+    def hook_gathered(self, owned: "Owned", *_: Any) -> None:
         """Hook the parameters that FSDP2 has put in the place of its shards."""
         for holder, attribute, at in owned:
             param = getattr(holder, attribute)
@@ -136,14 +138,7 @@ class GradWatch:
         if param in self._hooked or not param.requires_grad:
             return
         self._hooked[param] = True
-        watch = ref(self)
-
-        def see(grad: Tensor) -> None:
-            alive = watch()
-            if alive is not None:
-                alive.see(grad, at)
-
-        self._handles.append(param.register_hook(see))
+        self._handles.append(param.register_hook(partial(weakly(self.see), at=at)))
 
 
 Owned = list[tuple[nn.Module, str, WatchedParam]]
@@ -167,14 +162,14 @@ def _gathered_by_fsdp(watched: Mapping[int, WatchedParam], model: nn.Module) -> 
     return found
 
 
-def _when_gathered(watch: GradWatch, owned: Owned) -> Callable[[nn.Module, Any], None]:
-    """Return a forward pre-hook. FSDP2's own come first, so that parameters are whole."""
-    weak = ref(watch)
+def weakly(method: Any) -> Callable[..., None]:
+    """Return a hook that calls a bound method while its object is alive, and does not keep the object alive."""
+    weak, function = ref(method.__self__), method.__func__
 
-    def hook(_module: nn.Module, _inputs: Any) -> None:
+    def hook(*args: Any, **kwargs: Any) -> None:
         alive = weak()
         if alive is not None:
-            alive.hook_gathered(owned)
+            function(alive, *args, **kwargs)
 
     return hook
 

@@ -1,7 +1,8 @@
 """ModuleWatch: names the first module whose output, or whose output's gradient, was not finite."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any
 from weakref import finalize, ref
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from megascale.debug.gradients import remove_hooks
+from megascale.debug.gradients import remove_hooks, weakly
 from megascale.errors import ArgumentTypeError
 from megascale.step.non_finite_module import NonFiniteModule, TensorStatistics, announce, withdraw
 from megascale.step.overflows import own_rank
@@ -73,7 +74,8 @@ class ModuleWatch:
         announce(self)
         for name, module in model.named_modules():
             label = name or type(model).__name__
-            self._handles.append(module.register_forward_hook(_forward_hook(self, label), with_kwargs=True))
+            see = partial(weakly(self.see_forward), label)
+            self._handles.append(module.register_forward_hook(see, with_kwargs=True))
 
     def clear(self) -> None:
         """Forget what was seen."""
@@ -113,26 +115,24 @@ class ModuleWatch:
 
     # Called by the hooks
 
-    def see_forward(self, label: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+    def see_forward(self, label: str, _module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Record a module's call, and watch the gradients of its outputs."""
         call = self._calls.get(label, 0)
         self._calls[label] = call + 1
+        inputs, outputs = list(_floating((args, kwargs))), list(_floating(output))
         if not outputs:
             return
         before = _statistics(inputs or outputs)
         input_dtype = (inputs or outputs)[0].dtype
         self._record(_Site(label, "forward", input_dtype, outputs[0].dtype), call, before, _statistics(outputs))
-        watch = ref(self)
+        see = partial(weakly(self.see_backward), label, input_dtype, call, before)
+        for tensor in outputs:
+            if tensor.requires_grad:
+                tensor.register_hook(see)
 
-        def see_grad(grad: Tensor) -> None:
-            alive = watch()
-            if alive is not None:
-                site = _Site(label, "backward", input_dtype, grad.dtype)
-                alive._record(site, call, before, _statistics([to_local(grad)]))
-
-        for output in outputs:
-            if output.requires_grad:
-                output.register_hook(see_grad)
+    def see_backward(self, label: str, input_dtype: torch.dtype, call: int, before: Tensor, grad: Tensor) -> None:
+        """Record the gradient of an output. ``before``: statistics of the call's inputs."""
+        self._record(_Site(label, "backward", input_dtype, grad.dtype), call, before, _statistics([to_local(grad)]))
 
     @torch.no_grad()
     def _record(self, site: _Site, call: int, inputs: Tensor, found: Tensor) -> None:
@@ -169,17 +169,6 @@ def watch(model: nn.Module) -> ModuleWatch:
     Raises ArgumentTypeError for anything but a module.
     """
     return ModuleWatch(model)
-
-
-def _forward_hook(watched: ModuleWatch, label: str) -> Callable[..., None]:
-    weak = ref(watched)
-
-    def hook(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        alive = weak()
-        if alive is not None:
-            alive.see_forward(label, list(_floating((args, kwargs))), list(_floating(output)))
-
-    return hook
 
 
 def _floating(tree: Any) -> Iterator[Tensor]:
