@@ -1,15 +1,21 @@
 """One loss scale for several optimizers that step separately, as for the networks of a GAN."""
 
 from collections.abc import Iterable, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from megascale.grad_scaler import MegatronGradScaler, ScalerState
+from megascale.grad_scaler import MegatronGradScaler
 from megascale.utils.dtensors import to_local
 from megascale.utils.transfer import to_device_async
+
+
+def _of_scaler(name: str) -> Any:
+    """Return a property that is ``self.scaler``'s value, or its method."""
+    return property(attrgetter(f"scaler.{name}"))
 
 
 class PerBatchScaler(MegatronGradScaler):
@@ -28,43 +34,16 @@ class PerBatchScaler(MegatronGradScaler):
         self.initial_scale = scaler.initial_scale
         self._found_inf: Tensor | None = None
 
-    @property
-    @override
-    def scale(self) -> Tensor:
-        return self.scaler.scale
-
-    @property
-    @override
-    def live_scale(self) -> Tensor:
-        return self.scaler.live_scale
-
-    @override
-    def times_asked(self) -> int:
-        return self.scaler.times_asked()
-
-    @property
-    @override
-    def needs_scaled_loss(self) -> bool:
-        return self.scaler.needs_scaled_loss
-
-    @override
-    def settings(self) -> tuple[Any, ...]:
-        return self.scaler.settings()
-
-    @property
-    @override
-    def lowest_scale(self) -> float | None:
-        return self.scaler.lowest_scale
-
-    @property
-    @override
-    def inv_scale(self) -> Tensor:
-        return self.scaler.inv_scale
-
-    @property
-    @override
-    def device(self) -> torch.device:
-        return self.scaler.device
+    scale = _of_scaler("scale")
+    live_scale = _of_scaler("live_scale")
+    inv_scale = _of_scaler("inv_scale")
+    lowest_scale = _of_scaler("lowest_scale")
+    device = _of_scaler("device")
+    needs_scaled_loss = _of_scaler("needs_scaled_loss")
+    times_asked = _of_scaler("times_asked")
+    settings = _of_scaler("settings")
+    state_dict = _of_scaler("state_dict")
+    parse_state_dict = _of_scaler("parse_state_dict")
 
     @override
     def to(self, device: torch.device | str) -> "PerBatchScaler":
@@ -91,14 +70,6 @@ class PerBatchScaler(MegatronGradScaler):
         change = (self.scaler.live_scale / before).reshape(())
         for grad in map(to_local, grads):
             grad.mul_(to_device_async(change, grad.device))
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return self.scaler.state_dict()
-
-    @override
-    def parse_state_dict(self, state_dict: Mapping[str, Any]) -> ScalerState:
-        return self.scaler.parse_state_dict(state_dict)
 
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
