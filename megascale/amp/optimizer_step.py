@@ -11,18 +11,15 @@ from megascale.amp import fused_adam
 from megascale.amp.codes import require_no_codes
 from megascale.amp.grad_scaler import GradScaler
 from megascale.amp.local_grads import LocalGrads
-from megascale.chained import ChainedOptimizer
+from megascale.chained import AnyOptimizer
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError, sparse_gradient
 from megascale.grad_scaler import MegatronGradScaler
 from megascale.kernels import LARGEST_SUM_SQUARES, Decision, clip_coefficient
-from megascale.optimizer import MixedPrecisionOptimizer, StepResult
+from megascale.optimizer import StepResult
 from megascale.utils import validate
 from megascale.utils.collectives import full_tensor
 from megascale.utils.dtensors import to_local
 from megascale.utils.transfer import to_device_async
-
-WRAPPERS = (MixedPrecisionOptimizer, ChainedOptimizer)
-"""Optimizers that scale and clip by themselves; a DistributedOptimizer is a MixedPrecisionOptimizer."""
 
 
 class _Clipping(NamedTuple):
@@ -30,11 +27,6 @@ class _Clipping(NamedTuple):
 
     norm: float | None
     value: float | None
-
-    @property
-    def is_asked_for(self) -> bool:
-        """Whether there is any limit."""
-        return self.norm is not None or self.value is not None
 
 
 def optimizer_step(
@@ -86,7 +78,7 @@ def optimizer_step(
     _check(loss, optimizer, grad_scaler)
     if zero_grad:
         optimizer.zero_grad()
-    if isinstance(optimizer, WRAPPERS):
+    if isinstance(optimizer, AnyOptimizer):
         optimizer.scale_loss(loss).backward()
         return _step_of_wrapper(optimizer, clipping)
     scaler = _scaler_of(grad_scaler, loss.device)
@@ -102,14 +94,11 @@ def optimizer_step(
 # Ways to step
 
 
-def _step_of_wrapper(optimizer: MixedPrecisionOptimizer | ChainedOptimizer, clipping: _Clipping) -> StepResult:
-    configured = optimizer.clip_grad
-    if clipping.norm is not None:
-        optimizer.clip_grad = clipping.norm
-    try:
+def _step_of_wrapper(optimizer: AnyOptimizer, clipping: _Clipping) -> StepResult:
+    if clipping.norm is None:
         optimizer.prepare_grads()
-    finally:
-        optimizer.clip_grad = configured
+    else:
+        optimizer.clip_grad_norm_(clipping.norm)
     if clipping.value is not None:
         optimizer.clip_grad_value_(clipping.value)
     return optimizer.step_with_ready_grads()
@@ -139,7 +128,7 @@ def _step_in_few_passes(optimizer: torch.optim.Optimizer, scaler: GradScaler, cl
         _clamp_(optimizer, clipping.value / left_to_do)
     result = _result(optimizer, scaler, norm)
     backend = scaler._backend(inv_scale.device)
-    if clipping.is_asked_for and fused_adam.fits(optimizer, backend):
+    if clipping != (None, None) and fused_adam.fits(optimizer, backend):
         updates = fused_adam.updates_of(optimizer, grads, inv_scale.device)
         if updates is not None:
             found_inf = result.success.logical_not().float()
@@ -212,7 +201,7 @@ def _check(loss: Any, optimizer: Any, grad_scaler: Any) -> None:
         raise ArgumentError("loss has no graph; compute it outside torch.no_grad(), and do not detach it")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ArgumentTypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    if isinstance(optimizer, WRAPPERS):
+    if isinstance(optimizer, AnyOptimizer):
         if grad_scaler is not None and grad_scaler is not optimizer.grad_scaler:
             raise ArgumentError(
                 f"grad_scaler is not that of the {type(optimizer).__name__}, which scales with its own; pass None, or "

@@ -11,10 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megascale.amp.grad_scaler import GradScaler
 from megascale.amp.overflows import ScalerOverflows
-from megascale.chained import ChainedOptimizer
+from megascale.chained import AnyOptimizer
 from megascale.debug.gradients import GradWatch, WatchedParam
 from megascale.errors import ArgumentError, ArgumentTypeError, MegascaleError, UsageError
-from megascale.optimizer import MixedPrecisionOptimizer
 from megascale.step.observers import SeenGrads
 from megascale.step.overflow_report import OverflowReport
 from megascale.step.overflows import OverflowRecorder
@@ -105,7 +104,7 @@ class OverflowReporter:
 
 
 def report_overflows(
-    optimizer: MixedPrecisionOptimizer | ChainedOptimizer | GradScaler,
+    optimizer: AnyOptimizer | GradScaler,
     *,
     model: nn.Module | None = None,
     path: str | Path | None = None,
@@ -140,7 +139,7 @@ def report_overflows(
         recorder: Recorder = optimizer.overflows
         if model is None:
             raise ArgumentError("model is None, but a GradScaler does not know its parameters; pass the model")
-    elif isinstance(optimizer, (MixedPrecisionOptimizer, ChainedOptimizer)):
+    elif isinstance(optimizer, AnyOptimizer):
         recorder = optimizer.recipe.overflows
     else:
         raise ArgumentTypeError(

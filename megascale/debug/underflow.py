@@ -7,11 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascale.chained import ChainedOptimizer
+from megascale.chained import AnyOptimizer
 from megascale.errors import ArgumentTypeError, UsageError, listed
 from megascale.host_view import HostView
 from megascale.main_params.main_param import MainParam
-from megascale.optimizer import MixedPrecisionOptimizer
 from megascale.step.grad_stats import Holders
 from megascale.step.member import StepMember
 from megascale.utils import validate
@@ -41,8 +40,8 @@ class UnderflowMeter:
     or, where it is chained afterwards, as soon as numbers are asked for.
     """
 
-    def __init__(self, optimizer: MixedPrecisionOptimizer | ChainedOptimizer, every: int = 100) -> None:
-        if not isinstance(optimizer, (MixedPrecisionOptimizer, ChainedOptimizer)):
+    def __init__(self, optimizer: AnyOptimizer, every: int = 100) -> None:
+        if not isinstance(optimizer, AnyOptimizer):
             raise ArgumentTypeError(
                 "optimizer must be a MixedPrecisionOptimizer, DistributedOptimizer or ChainedOptimizer, got "
                 f"{type(optimizer).__name__}"

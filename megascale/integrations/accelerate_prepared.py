@@ -38,15 +38,9 @@ class PreparedOptimizer(SkipOnDevice):
                 "this step's gradients are clipped already: call clip_grad_norm_() once a step, before "
                 "clip_grad_value_(), and optimizer.step() after them"
             )
-        own = self.optimizer.clip_grad
-        limits = [limit for limit in (own, max_norm) if 0 < limit < torch.inf]
-        self.optimizer.clip_grad = min(limits, default=0.0)
-        try:
-            self.optimizer.prepare_grads()
-        finally:
-            self.optimizer.clip_grad = own
+        norm: Tensor = self.optimizer.clip_grad_norm_(min(max_norm, self.optimizer.clip_grad or torch.inf))
         self._is_ready = True
-        return _grad_norm(self.optimizer)
+        return norm
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamp the unscaled gradients, after any clipping by norm."""
@@ -87,14 +81,6 @@ class PreparedOptimizer(SkipOnDevice):
         """Return the ids of the parameters that this optimizer updates."""
         params = (param for group in self.optimizer.param_groups for param in group["params"])
         return {id(param) for param in params if param.requires_grad}
-
-
-def _grad_norm(optimizer: AnyOptimizer) -> Tensor:
-    """Return the norm that ``prepare_grads`` has measured."""
-    decision = optimizer.decision
-    if decision is None:
-        raise UsageError("prepare_grads() comes first")
-    return decision.grad_norm
 
 
 @torch.optim.Optimizer.profile_hook_step

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megascale.builder import build_grad_scaler, build_inner_optimizer, effective_config
-from megascale.chained import ChainedOptimizer
+from megascale.chained import AnyOptimizer
 from megascale.config import OptimizerConfig
 from megascale.distributed_optimizer import DistributedOptimizer
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
@@ -71,8 +71,8 @@ class MegatronSurface:
 
     is_stub_optimizer = False
 
-    def __init__(self, optimizer: MixedPrecisionOptimizer | ChainedOptimizer) -> None:
-        if not isinstance(optimizer, (MixedPrecisionOptimizer, ChainedOptimizer)):
+    def __init__(self, optimizer: AnyOptimizer) -> None:
+        if not isinstance(optimizer, AnyOptimizer):
             raise ArgumentTypeError(
                 f"optimizer must be a MixedPrecisionOptimizer or ChainedOptimizer, got {type(optimizer).__name__}"
             )
@@ -182,9 +182,8 @@ class MainGrads:
         grad: Tensor | None = getattr(param, "main_grad", None)
         return grad
 
-    def local_grad(self, param: nn.Parameter) -> Tensor | None:
-        """Return the live main grad of ``param``: every rank keeps all of it."""
-        return self.main_grad(param)
+    local_grad = main_grad
+    """Every rank keeps all of it."""
 
     def reduces(self, grad: Tensor) -> bool:
         """Return True: Megatron's attribute is a view of its buffer."""
