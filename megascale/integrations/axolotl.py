@@ -5,7 +5,7 @@ from typing import Any
 from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel
 
-from megascale.integrations.transformers_trainer import adopt, options_of
+from megascale.integrations.transformers import adopt, options_of
 
 
 class MegascaleArgs(BaseModel):

@@ -1,21 +1,186 @@
 """``transformers.Trainer`` and TRL's trainers in 16 bits, and a callback that records each step.
 
-``class MyTrainer(MegascaleTrainer, SFTTrainer)``, or ``adopt(trainer)`` for one that exists. They are documented in
-:mod:`megascale.integrations.transformers_trainer`.
+``class MyTrainer(MegascaleTrainer, SFTTrainer)``, or ``adopt(trainer)`` for one that exists.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
-from transformers import TrainerCallback
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+from transformers import Trainer, TrainerCallback
 
+from megascale.builder import build_grad_scaler
+from megascale.casting import cast_model
 from megascale.chained import AnyOptimizer
-from megascale.errors import UsageError
-from megascale.integrations.transformers_trainer import MegascaleTrainer, adopt
+from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
+from megascale.integrations.accelerate import adopt as adopt_accelerator
+from megascale.integrations.accelerate_checks import check_autocast, check_precision
+from megascale.integrations.accelerate_prepared import UnshardedOptimizer
+from megascale.integrations.named_options import NamedOptions
+from megascale.lion import Lion
 from megascale.metrics import Sink, StepMetrics
+from megascale.optimizer import MixedPrecisionOptimizer
+from megascale.rules import FIRST, FIRST_DTYPE, SECOND, SECOND_DTYPE
+
+T = TypeVar("T", bound=Trainer)
+
+FROM_ARGUMENTS = {
+    "lr": "learning_rate",
+    "weight_decay": "weight_decay",
+    "clip_grad": "max_grad_norm",
+    "adam_beta1": "adam_beta1",
+    "adam_beta2": "adam_beta2",
+    "adam_eps": "adam_epsilon",
+    "lion_beta1": "adam_beta1",
+    "lion_beta2": "adam_beta2",
+    "sgd_momentum": "optim_args",
+    "optimizer": "optim",
+    "decoupled_weight_decay": "optim",
+}
+"""Fields of OptimizerConfig that TrainingArguments decide, and by which argument."""
+
+AS_THEY_ARE = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor")
+"""Values of ``TrainingArguments.optim`` whose optimizer the Trainer makes, and which is then wrapped."""
+_ADAM_CODES = {FIRST: FIRST_DTYPE, SECOND: SECOND_DTYPE}
+OURS: Mapping[str, tuple[type[torch.optim.Optimizer], Mapping[str, torch.dtype]]] = {
+    "adamw_8bit": (torch.optim.AdamW, _ADAM_CODES),
+    "adamw_bnb_8bit": (torch.optim.AdamW, _ADAM_CODES),
+    "adamw_torch_8bit": (torch.optim.AdamW, _ADAM_CODES),
+    "lion_32bit": (Lion, {}),
+    "lion_8bit": (Lion, {FIRST: FIRST_DTYPE}),
+}
+"""Other values: the optimizer, and the dtypes of its moments. They need no other library."""
 
 _OWN = ("grad_norm", "learning_rate", "epoch")
 """Of what the Trainer logs, what rows have already, or what follows from the step."""
+_IN_16_BITS = "set fp16=False and bf16=False in TrainingArguments, and dtype='fp16'"
+
+
+class MegascaleTrainer:
+    """A mixin for ``transformers.Trainer`` and every trainer of TRL: ``class MyTrainer(MegascaleTrainer, SFTTrainer)``.
+
+    The optimizer follows the TrainingArguments: ``optim``, ``learning_rate``, the groups without ``weight_decay``,
+    betas, ``max_grad_norm``, and any schedule, which advances with landed steps only. Weights in fp16 or bf16 get fp32
+    main params, and fp16 a dynamic loss scale. Logs have ``loss_scale`` and ``skipped_steps`` beside the unscaled
+    ``grad_norm``. Checkpoints hold main params, scale and trackers.
+
+    | weights | TrainingArguments | |
+    |---|---|---|
+    | fp16 | ``fp16=False, bf16=False`` | MixedPrecisionOptimizer with a scaler |
+    | bf16 | ``bf16=True`` or False | MixedPrecisionOptimizer |
+    | fp32, or LoRA's adapters over a frozen base | ``bf16=True`` or neither | MixedPrecisionOptimizer |
+    | fp32 | ``fp16=True`` | the Trainer's optimizer, and :class:`megascale.amp.GradScaler` |
+
+    Args:
+        args, kwargs: the trainer's own.
+        megascale: options by name: ``dtype`` ("fp16" or "bf16", to cast a model that is given as a module), the loss
+            scale's fields of :class:`OptimizerConfig` (``initial_loss_scale``, ``hysteresis``, ...), ``exp_avg_dtype``
+            and ``exp_avg_sq_dtype`` ("int8" and "uint8": 8-bit moments, as ``optim="adamw_8bit"``),
+            ``store_param_remainders``, ``backend``, ``zclip``, ``max_consecutive_skips``, ... None: the class attribute
+            ``megascale_options``.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: for an option that is unknown, or that TrainingArguments decide.
+        UsageError: for autocast that would compute in another 16-bit format than that of the weights.
+    """
+
+    megascale_options: Mapping[str, Any] = {}
+    """What ``megascale=None`` stands for."""
+
+    def __init__(self, *args: Any, megascale: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        self._megascale = options_of(self.megascale_options if megascale is None else megascale)
+        if self._megascale.dtype is not None:
+            _cast(kwargs.get("model", args[0] if args else None), self._megascale.dtype)
+        super().__init__(*args, **kwargs)
+        _check_precision(self)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the accelerator ours, wherever the Trainer makes one."""
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        _adopt_accelerator(self, self._megascale)
+
+    def get_optimizer_cls_and_kwargs(self, args: Any, model: Any = None) -> tuple[Any, dict[str, Any]]:
+        """Return the optimizer that ``args.optim`` names, and its options.
+
+        Raises ArgumentError for one that cannot be wrapped, or was never tried.
+        """
+        name = getattr(args.optim, "value", args.optim)
+        if name in AS_THEY_ARE:
+            made: tuple[Any, dict[str, Any]] = super().get_optimizer_cls_and_kwargs(args, model)  # type: ignore[misc]
+            return made
+        if name not in OURS:
+            raise ArgumentError(
+                f"optim={name!r} of TrainingArguments is none of {', '.join((*AS_THEY_ARE, *OURS))}; "
+                "for any other optimizer pass optimizer_cls_and_kwargs=(torch.optim.NAdam, {...}), which is wrapped"
+            )
+        options = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2)}
+        kind, _ = OURS[name]
+        return kind, options if kind is Lion else options | {"eps": args.adam_epsilon}
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """Make the Trainer's own optimizer, over its own groups, and wrap it; one of ours stays as it is."""
+        trainer: Any = self
+        if trainer.optimizer is not None:
+            return super().create_optimizer(model)  # type: ignore[misc]
+        optimizer = super().create_optimizer(model)  # type: ignore[misc]
+        if isinstance(optimizer, AnyOptimizer) or trainer.args.fp16:
+            return optimizer
+        _name_params(optimizer, trainer.model if model is None else model)
+        wrap = partial(_wrapped, trainer)
+        trainer.optimizer = UnshardedOptimizer(optimizer, wrap) if trainer.accelerator.is_fsdp2 else wrap(optimizer)
+        return trainer.optimizer
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log, and beside each training loss the loss scale and the number of skipped steps so far."""
+        trainer: Any = self
+        optimizer = trainer.optimizer
+        ours = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+        if "loss" in logs and isinstance(ours, AnyOptimizer):
+            scale = {} if ours.grad_scaler is None else {"loss_scale": ours.get_loss_scale().item()}
+            logs = {**logs, **scale, "skipped_steps": int(ours.num_skipped_steps)}
+        elif "loss" in logs and trainer.accelerator.scaler is not None:
+            logs = {**logs, "loss_scale": trainer.accelerator.scaler.get_scale()}
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+
+def adopt(trainer: T, **options: Any) -> T:
+    """Let a trainer that exists train in 16 bits: ``adopt(trainer, dtype="fp16")``, before ``trainer.train()``.
+
+    Returns the same object, whose class is now its own class with :class:`MegascaleTrainer`.
+
+    Args:
+        trainer: a ``transformers.Trainer`` or one that inherits from it, such as TRL's, without an optimizer; one of
+            megascale's may have been passed to it.
+        options: those of :class:`MegascaleTrainer`. ``dtype`` casts ``trainer.model``; a reference model of TRL's stays
+            as it is.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: see :class:`MegascaleTrainer`.
+        UsageError: if the trainer has a torch optimizer already, or is a MegascaleTrainer.
+    """
+    if not isinstance(trainer, Trainer):
+        raise ArgumentTypeError(f"trainer must be a transformers.Trainer, got {type(trainer).__name__}")
+    if isinstance(trainer, MegascaleTrainer):
+        raise UsageError("the trainer is a MegascaleTrainer already: give its options as megascale={...}")
+    if trainer.optimizer is not None and not isinstance(trainer.optimizer, AnyOptimizer):
+        raise UsageError(
+            f"the trainer has a {type(trainer.optimizer).__name__} already: leave optimizers= out, so that adopt() "
+            "makes one from the arguments, or pass a megascale.MixedPrecisionOptimizer"
+        )
+    chosen = options_of(options)
+    if chosen.dtype is not None and trainer.optimizer is not None:
+        raise UsageError("dtype casts the weights of an optimizer that exists: cast the model before you build that")
+    _check_precision(trainer, chosen.dtype)
+    _adopt_accelerator(trainer, chosen)
+    if chosen.dtype is not None:
+        _cast(trainer.model, chosen.dtype)
+    adopted: Any = trainer
+    adopted._megascale = chosen
+    adopted.__class__ = _mixed(type(adopted))
+    return trainer
 
 
 class StepMetricsCallback(TrainerCallback):
@@ -65,6 +230,63 @@ class StepMetricsCallback(TrainerCallback):
         if self.metrics is not None:
             self.metrics.close()
             self.metrics = None
+
+
+def options_of(given: Mapping[str, Any]) -> NamedOptions:
+    """Check options that stand beside TrainingArguments; see :meth:`NamedOptions.of`."""
+    return NamedOptions.of(given, "TrainingArguments", FROM_ARGUMENTS)
+
+
+def _mixed(cls: type) -> type:
+    """Return ``cls`` with MegascaleTrainer before it, under its own name."""
+    return type(cls.__name__, (MegascaleTrainer, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+
+
+def _adopt_accelerator(trainer: Any, options: NamedOptions) -> None:
+    """Make a trainer's accelerator ours; under fp16 autocast with our scaler."""
+    accelerator = trainer.accelerator
+    scaler = options.autocast_scaler(accelerator.device.type, _IN_16_BITS) if trainer.args.fp16 else None
+    adopt_accelerator(accelerator, grad_scaler=scaler)
+
+
+def _check_precision(trainer: Any, dtype: torch.dtype | None = None) -> None:
+    """Raise UsageError for autocast to another format than that of the weights: before training, not in it.
+
+    ``dtype``: what the weights are cast to next; None: they stay.
+    """
+    if isinstance(trainer.model, nn.Module):
+        params = (
+            list(trainer.model.parameters()) if dtype is None else [torch.empty(0, dtype=dtype, requires_grad=True)]
+        )
+        check_precision(trainer.accelerator, type(trainer.model).__name__, params)
+        if trainer.args.fp16:
+            check_autocast(params, "fp16=True of TrainingArguments", "set fp16=False")
+
+
+def _cast(model: Any, dtype: torch.dtype) -> None:
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(
+            f"dtype casts a model that is given as a module, and model is {model!r}: leave dtype out, and load in "
+            f"16 bits, model_init_kwargs={{'dtype': {str(dtype)!r}}} in TRL's configs"
+        )
+    cast_model(model, dtype)
+
+
+def _name_params(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Give each param group its parameters' names, which stay when FSDP2 replaces the parameters."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    for group in optimizer.param_groups:
+        if all(id(param) in names for param in group["params"]):
+            group.setdefault("param_names", [names[id(param)] for param in group["params"]])
+
+
+def _wrapped(trainer: Any, optimizer: torch.optim.Optimizer) -> MixedPrecisionOptimizer:
+    """Return the optimizer that trains the parameters which ``optimizer`` has now."""
+    name = getattr(trainer.args.optim, "value", trainer.args.optim)
+    is_named = trainer.optimizer_cls_and_kwargs is None and name in OURS
+    moments = OURS[name][1] if is_named else {}
+    config = trainer._megascale.config(trainer.model.parameters(), moments)
+    return MixedPrecisionOptimizer(optimizer, config, build_grad_scaler(config))
 
 
 __all__ = ["MegascaleTrainer", "StepMetricsCallback", "adopt"]

@@ -20,7 +20,7 @@ from megascale.step.kernel_update import KernelUpdate
 SOURCES = Path(megascale.__file__).parent
 NAMES = {*BY_NAME, *VARIANTS}
 CLASSES = {kind.__name__ for kind in KINDS}
-CHOSEN = {"train/config.py": 1, "integrations/transformers_trainer.py": 1}
+CHOSEN = {"train/config.py": 1, "integrations/transformers.py": 1}
 """Modules, and how many tables may list some optimizers on purpose: which of them the training program offers, and
 names of another library's."""
 
