@@ -27,6 +27,7 @@ from megascale.integrations.accelerate_checks import (
 )
 from megascale.integrations.accelerate_prepared import PreparedOptimizer, UnshardedOptimizer
 from megascale.integrations.accelerate_scaling import ScaledIteration, ScaledOptimizer, SkipOnDevice, reduce_in_fp32
+from megascale.integrations.replaced import replaced
 from megascale.utils import validate
 
 
@@ -54,7 +55,7 @@ class Accelerator(accelerate.Accelerator):
     _bare_models = False
     _is_adopted = False
     _iteration: ScaledIteration | None = None
-    _clipped: list[Tensor] | None = None
+    _clipped: list[Tensor] | None = None  # Accelerate's clipping unscales only for optimizers of these
 
     def __init__(self, *args: Any, grad_scaler: GradScaler | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -70,13 +71,11 @@ class Accelerator(accelerate.Accelerator):
         """
         if self.is_fsdp2 and any(isinstance(arg, AnyOptimizer | UnshardedOptimizer) for arg in args):
             reduce_in_fp32(self.state.fsdp_plugin)
-        self._bare_models = any(
+        reducing = any(
             part.reduces_in_backward for arg in args if isinstance(arg, AnyOptimizer) for part in parts_of(arg)
         )
-        try:
+        with replaced(self, "_bare_models", reducing):
             result = super().prepare(*args, device_placement=device_placement)
-        finally:
-            self._bare_models = False
         if self.is_fsdp2:
             # FSDP2's plugin has replaced the parameters: create main params of the shards before the first forward.
             for prepared in self._ours():
@@ -178,7 +177,7 @@ class Accelerator(accelerate.Accelerator):
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         prepared = self._optimizer_of(params)
         if prepared is None:
-            with self._unscaling(params):
+            with replaced(self, "_clipped", params):
                 norm: Tensor | None = super().clip_grad_norm_(params, max_norm, norm_type=norm_type)
             return norm
         if norm_type != 2:
@@ -196,7 +195,7 @@ class Accelerator(accelerate.Accelerator):
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         prepared = self._optimizer_of(params)
         if prepared is None:
-            with self._unscaling(params):
+            with replaced(self, "_clipped", params):
                 super().clip_grad_value_(params, clip_value)
         else:
             prepared.clip_grad_value_(clip_value)
@@ -279,15 +278,6 @@ class Accelerator(accelerate.Accelerator):
         """Update the scale after steps of some of the prepared optimizers."""
         if self._iteration is not None:
             self._iteration.finish()
-
-    @contextlib.contextmanager
-    def _unscaling(self, params: list[Tensor]) -> Iterator[None]:
-        """Return a context in which Accelerate's clipping unscales only for optimizers of ``params``."""
-        self._clipped = params
-        try:
-            yield
-        finally:
-            self._clipped = None
 
     def _ours(self) -> list[PreparedOptimizer]:
         return [prepared for prepared in self._optimizers if isinstance(prepared, PreparedOptimizer)]
@@ -377,8 +367,5 @@ def adopting() -> Iterator[None]:
         if type(self) is accelerate.Accelerator:
             adopt(self)
 
-    accelerate.Accelerator.__init__ = adopted
-    try:
+    with replaced(accelerate.Accelerator, "__init__", adopted):
         yield
-    finally:
-        accelerate.Accelerator.__init__ = original

@@ -4,9 +4,7 @@ In a config registry, ``MegascaleTrainer.Config`` takes the place of ``Trainer.C
 ``MegascaleOptimizers.Config`` that of ``OptimizersContainer.Config``.
 """
 
-import contextlib
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,6 +18,7 @@ from megascale.builder import build_grad_scaler
 from megascale.chained import AnyOptimizer, ChainedOptimizer
 from megascale.errors import ArgumentError, UsageError
 from megascale.integrations.named_options import NamedOptions
+from megascale.integrations.replaced import replaced
 from megascale.optimizer import MixedPrecisionOptimizer
 
 FROM_TITAN = {
@@ -150,23 +149,13 @@ class MegascaleTrainer(titan.Trainer):
 
     def train_step(self, *args: Any, **kwargs: Any) -> Any:
         """Take torchtitan's step, in which its function for clipping is the optimizers' own."""
-        with self._clipping():
-            return super().train_step(*args, **kwargs)
-
-    @contextlib.contextmanager
-    def _clipping(self) -> Iterator[None]:
-        """Return a context in which torchtitan's function for clipping, which has no hook, is the optimizers'."""
 
         def clip(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Tensor:
             norm: Tensor = self.optimizers.clip_grad_norm_(max_norm)
             return norm
 
-        theirs = titan.dist_utils.clip_grad_norm_
-        titan.dist_utils.clip_grad_norm_ = clip
-        try:
-            yield
-        finally:
-            titan.dist_utils.clip_grad_norm_ = theirs
+        with replaced(titan.dist_utils, "clip_grad_norm_", clip):  # it has no hook
+            return super().train_step(*args, **kwargs)
 
 
 class _ScaledGradient(torch.autograd.Function):

@@ -10,9 +10,9 @@ user's. It acts where a run asks for 16 bits, and is verl's own engine otherwise
 Checkpoints hold main params, scale and trackers, and load on any number of ranks.
 """
 
-import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from megascale.amp import GradScaler
 from megascale.builder import build_grad_scaler
 from megascale.errors import UsageError
 from megascale.integrations.named_options import NamedOptions
+from megascale.integrations.replaced import replaced
 from megascale.optimizer import MixedPrecisionOptimizer
 from megascale.utils.dtypes import HALF_DTYPES
 
@@ -91,12 +92,8 @@ class MegascaleEngine:
     def _build_optimizer(self, module: nn.Module) -> Any:
         """Build verl's own optimizer, and wrap it where weights have 16 bits."""
         engine: Any = self
-        config = engine.optimizer_config
-        engine.optimizer_config = _without_ours(config)
-        try:
+        with replaced(engine, "optimizer_config", _without_ours(engine.optimizer_config)):
             optimizer = super()._build_optimizer(module)  # type: ignore[misc]
-        finally:
-            engine.optimizer_config = config
         if not _has_16_bits(module):
             return optimizer
         own = self._options().config(module.parameters(), {})
@@ -151,13 +148,10 @@ class MegascaleEngine:
         if not (self._is_ours() and has_own and engine.checkpoint_manager.should_load_optimizer):
             super().load_checkpoint(local_path, *args, **kwargs)  # type: ignore[misc]
             return
-        offloads, engine._is_offload_optimizer = engine._is_offload_optimizer, False
-        try:
+        with replaced(engine, "_is_offload_optimizer", False):
             self.to(get_device_name(), model=engine._is_offload_param, grad=False)
             self._load(local_path, *args, **kwargs)
-        finally:
-            engine._is_offload_optimizer = offloads
-        if offloads:
+        if engine._is_offload_optimizer:
             self.to("cpu", model=False, grad=False)
         dist.barrier()
 
@@ -233,15 +227,9 @@ def _without_ours(config: Any) -> Any:
     return replace(config, override_optimizer_config={name: value for name, value in given.items() if name != KEY})
 
 
-@contextlib.contextmanager
-def _without(manager: Any, contents: str, *kinds: str) -> Iterator[None]:
+def _without(manager: Any, contents: str, *kinds: str) -> AbstractContextManager[None]:
     """Return a context in which verl's checkpoint manager leaves out some of what it would save or load."""
-    before = getattr(manager, contents)
-    setattr(manager, contents, [kind for kind in before if kind not in kinds])
-    try:
-        yield
-    finally:
-        setattr(manager, contents, before)
+    return replaced(manager, contents, [kind for kind in getattr(manager, contents) if kind not in kinds])
 
 
 def _folder(local_path: str) -> str:
