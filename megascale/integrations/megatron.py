@@ -19,12 +19,7 @@ from megascale.config import OptimizerConfig
 from megascale.distributed_optimizer import DistributedOptimizer
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.integrations.megatron_checkpoint import load_megatron_checkpoint, megatron_state_dict
-from megascale.integrations.megatron_groups import (
-    effective_overrides,
-    make_param_groups,
-    overrides_refusal,
-    params_refusal,
-)
+from megascale.integrations.megatron_groups import make_param_groups, overrides_refusal, params_refusal
 from megascale.megatron_config import from_megatron_config
 from megascale.optimizer import MixedPrecisionOptimizer
 from megascale.parallel import ParallelGroups
@@ -225,12 +220,13 @@ def get_megatron_optimizer(
     Raises:
         ArgumentError: on every rank alike, naming what is not supported, and the remedy.
     """
+    from megatron.core.optimizer import get_standard_config_overrides
     from megatron.core.utils import unwrap_model
 
     ours = from_megatron_config(config)
     chunks = list(model_chunks)
     names = _names(unwrap_model(chunks))
-    overrides = effective_overrides(config, config_overrides)
+    overrides = get_standard_config_overrides(config) if config_overrides is None else config_overrides
     options = build_inner_optimizer(ours, [{"params": [nn.Parameter(torch.zeros(0))]}]).defaults
     resolved = groups or parallel_groups(pg_collection)
     error = (

@@ -21,29 +21,15 @@ Overrides = Mapping[Any, Mapping[str, Any]]
 """By ``megatron.core.optimizer.ParamKey``."""
 
 
-def make_param_groups(config: Any, chunks: Sequence[nn.Module], overrides: Overrides | None) -> list[dict[str, Any]]:
+def make_param_groups(config: Any, chunks: Sequence[nn.Module], overrides: Overrides) -> list[dict[str, Any]]:
     """Return Megatron's groups in the order of its checkpoints: the dense optimizer's, then the expert optimizer's.
 
-    Args:
-        config: Megatron's OptimizerConfig.
-        chunks: of the model.
-        overrides: None: Megatron's standard ones, which exempt biases and norms from weight decay and apply
-            ``decoupled_lr``.
+    Args: see :func:`overrides_refusal`.
     """
     from megatron.core.optimizer import _get_param_groups
 
-    made: list[dict[str, Any]] = _get_param_groups(chunks, config, effective_overrides(config, overrides))
+    made: list[dict[str, Any]] = _get_param_groups(chunks, config, overrides)
     return sorted(made, key=lambda group: bool(group["is_expert_parallel"]))
-
-
-def effective_overrides(config: Any, overrides: Overrides | None) -> Overrides:
-    """Return ``overrides``; for None Megatron's standard ones, as its get_megatron_optimizer does."""
-    from megatron.core.optimizer import get_standard_config_overrides
-
-    if overrides is not None:
-        return overrides
-    standard: Overrides = get_standard_config_overrides(config)
-    return standard
 
 
 def overrides_refusal(
@@ -54,7 +40,8 @@ def overrides_refusal(
     Args:
         config: Megatron's OptimizerConfig.
         chunks: of the model.
-        overrides: see :func:`effective_overrides`.
+        overrides: given ones, or Megatron's standard ones, which exempt biases and norms from weight decay and apply
+            ``decoupled_lr``.
         options: of the inner optimizer's param groups.
     """
     for override in overrides.values():
