@@ -107,7 +107,6 @@ class PrecisionRecipe(Base):
         self._per_batch: PerBatchScaler | None = None
         self._waiting: list[AnyOptimizer] = []
         self._clippings: dict[int, Clipping] = {}
-        self._results: dict[int, StepResult] = {}
 
     # Set up
 
@@ -135,7 +134,6 @@ class PrecisionRecipe(Base):
         self._per_batch = _per_batch_scaler(self._optimizers)
         self._waiting = []
         self._clippings.clear()
-        self._results.clear()
         return super().connect(model, connected, lr_schedulers)
 
     def _wrapped(
@@ -228,12 +226,12 @@ class PrecisionRecipe(Base):
             self._waiting.remove(optimizer)
         # In manual optimization this is inside the training step's context.
         with _DefaultDtype(torch.float32), torch.autocast(self._device_type, enabled=False):
-            self._results[id(optimizer)] = result = _step(optimizer, clipping)
-        return result
+            return _step(optimizer, clipping)
 
     def last_result(self, optimizer: Any) -> StepResult | None:
         """Return the result of the last step of ``optimizer``, as device tensors; None before its first."""
-        return self._results.get(id(_bare(optimizer)))
+        bare = _bare(optimizer)
+        return bare.recipe.last_result if isinstance(bare, AnyOptimizer) else None
 
     # Clipping
 
