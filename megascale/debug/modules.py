@@ -1,6 +1,6 @@
 """ModuleWatch: names the first module whose output, or whose output's gradient, was not finite."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -70,6 +70,7 @@ class ModuleWatch:
         self._handles: list[RemovableHandle] = []
         self._removal = finalize(self, remove_hooks, self._handles)
         self._model = ref(model)
+        self._see_grad = weakly(self._record)
         self.clear()
         announce(self)
         for name, module in model.named_modules():
@@ -124,19 +125,21 @@ class ModuleWatch:
             return
         before = _statistics(inputs or outputs)
         input_dtype = (inputs or outputs)[0].dtype
-        self._record(_Site(label, "forward", input_dtype, outputs[0].dtype), call, before, _statistics(outputs))
-        see = partial(weakly(self.see_backward), label, input_dtype, call, before)
+        self._record(label, "forward", input_dtype, call, before, *outputs)
+        see_grad = partial(self._see_grad, label, "backward", input_dtype, call, before)
         for tensor in outputs:
             if tensor.requires_grad:
-                tensor.register_hook(see)
-
-    def see_backward(self, label: str, input_dtype: torch.dtype, call: int, before: Tensor, grad: Tensor) -> None:
-        """Record the gradient of an output. ``before``: statistics of the call's inputs."""
-        self._record(_Site(label, "backward", input_dtype, grad.dtype), call, before, _statistics([to_local(grad)]))
+                tensor.register_hook(see_grad)
 
     @torch.no_grad()
-    def _record(self, site: _Site, call: int, inputs: Tensor, found: Tensor) -> None:
-        """Keep this event's row if it is the first that is not finite, on the device."""
+    def _record(
+        self, label: str, phase: str, input_dtype: torch.dtype, call: int, inputs: Tensor, *tensors: Tensor
+    ) -> None:
+        """Keep an event's row if it is the first that is not finite, on the device.
+
+        ``inputs``: statistics of the call's inputs. ``tensors``: its outputs, or the gradient of one.
+        """
+        site, found = _Site(label, phase, input_dtype, tensors[0].dtype), _statistics(tensors)
         index = self._sites.setdefault(site, len(self._sites))
         event = to_device_async(
             torch.tensor([self._num_events, index, call], dtype=found.dtype, device="cpu"), found.device
@@ -182,10 +185,10 @@ def _as_statistics(numbers: list[float], dtype: torch.dtype) -> TensorStatistics
 
 
 @torch.no_grad()
-def _statistics(tensors: list[Tensor]) -> Tensor:
+def _statistics(tensors: Sequence[Tensor]) -> Tensor:
     """Return the numbers of :class:`TensorStatistics`, fp32, shape [4], on the first tensor's device."""
     device = tensors[0].device
-    parts = [to_device_async(_of_one(to_local(tensor)), device) for tensor in tensors if tensor.numel()]
+    parts = [to_device_async(_of_one(tensor), device) for tensor in map(to_local, tensors) if tensor.numel()]
     if not parts:
         return torch.zeros(NUM_STATISTICS, device=device)
     table = torch.stack(parts)
