@@ -1,38 +1,32 @@
 """ChainedOptimizer: several optimizers that step as one, with one scaler, one decision and one norm."""
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
+from typing_extensions import override
 
+from megascale.base_optimizer import MegascaleOptimizer
 from megascale.config import DecisionConfig
 from megascale.errors import ArgumentError, ArgumentTypeError, StateDictError, UsageError, listed
-from megascale.grad_scaler import MegatronGradScaler
-from megascale.kernels import Decision
-from megascale.optimizer import MixedPrecisionOptimizer, StepResult
-from megascale.state.hooks import load_with_hooks, pack_with_hooks, raise_own
+from megascale.optimizer import MixedPrecisionOptimizer
 from megascale.state.live_state import LiveState
 from megascale.state.schema import SHARED_STATE, check_layout, shared_by_optimizer, under_live_names
 from megascale.state.state_view import StateView
 from megascale.state.torch_layout import StateDict, from_torch_layout, is_torch_layout
-from megascale.step.description import described
-from megascale.step.overflow_report import OverflowReport
 from megascale.step.ownership import scaler_conflict
 from megascale.step.recipe import StepRecipe
 from megascale.utils import validate
 from megascale.utils.spelling import names_arguments
-from megascale.utils.step_hooks import with_step_hooks
 
 SHARED_KEYS = ("grad_scaler", "step_counts", "norm_statistics", "version")
 """Keys of a state dict that have the same value for every optimizer of a chain."""
 
 
 @names_arguments
-class ChainedOptimizer(torch.optim.Optimizer):
+class ChainedOptimizer(MegascaleOptimizer):
     """Several MixedPrecisionOptimizers or DistributedOptimizers over one model: dense and expert parameters, say.
 
     An overflow anywhere skips all of them; the norm that clips is that of all gradients; one scaler serves all. In
@@ -50,8 +44,6 @@ class ChainedOptimizer(torch.optim.Optimizer):
     Raises:
         ArgumentError, ArgumentTypeError: for optimizers that cannot step as one, saying in what they differ.
     """
-
-    _constructed = False
 
     def __init__(self, optimizers: Sequence[MixedPrecisionOptimizer], *, clip_grad: float | None = None) -> None:
         self.optimizers = list(optimizers)
@@ -78,81 +70,19 @@ class ChainedOptimizer(torch.optim.Optimizer):
         if limit is not None:
             self.clip_grad = limit
 
-    # The step
+    def parts(self) -> Sequence[MixedPrecisionOptimizer]:
+        """Return its members; see :meth:`MegascaleOptimizer.parts`."""
+        return self.optimizers
 
-    @with_step_hooks
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> StepResult:  # type: ignore[override]
-        """Step all optimizers, or skip all, on every rank alike; see :meth:`MixedPrecisionOptimizer.step`."""
-        if closure is not None:
-            raise UsageError("step() takes no closure: run forward and backward first, with the loss from scale_loss()")
-        return self.recipe.step(self._settings_error())
-
-    @torch.no_grad()
-    def prepare_grads(self) -> Tensor:
-        """First half of a step, for all optimizers together; see :meth:`MixedPrecisionOptimizer.prepare_grads`."""
-        decision = self.recipe.prepare(self._settings_error())
-        self.recipe.hold_grads()
-        return decision.found_inf
-
+    @override
     def _settings_error(self) -> UsageError | None:
-        return self._clip_grad_error() or scaler_conflict(self.grad_scaler, self.optimizers)
-
-    def _clip_grad_error(self) -> UsageError | None:
-        """Return an error if an optimizer's ``clip_grad`` differs from the chain's."""
         for index, optimizer in enumerate(self.optimizers):
             if optimizer.clip_grad != self.clip_grad:
                 return UsageError(
                     f"optimizers[{index}].clip_grad was set to {optimizer.clip_grad}, the ChainedOptimizer clips all "
                     f"gradients by one norm, to {self.clip_grad}; set ChainedOptimizer.clip_grad"
                 )
-        return None
-
-    @property
-    def decision(self) -> Decision | None:
-        """See :attr:`MixedPrecisionOptimizer.decision`."""
-        return self.recipe.decision
-
-    @torch.no_grad()
-    def step_with_ready_grads(self) -> StepResult:
-        """Second half of a step."""
-        return self.recipe.apply()
-
-    @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Begin the step, clipped to ``max_norm``; see :meth:`MixedPrecisionOptimizer.clip_grad_norm_`."""
-        return self.recipe.prepare_clipped(max_norm, norm_type, self._settings_error())
-
-    @torch.no_grad()
-    def clip_grad_value_(self, max_value: float) -> None:
-        """Clamp every gradient of a prepared step; see :meth:`MixedPrecisionOptimizer.clip_grad_value_`."""
-        self.recipe.clip_values_(validate.positive("max_value", max_value))
-
-    def last_overflow(self, *, gather: bool = False) -> OverflowReport | None:
-        """See :meth:`MixedPrecisionOptimizer.last_overflow`; of all optimizers."""
-        return self.recipe.overflows.last(gather=validate.flag("gather", gather))
-
-    @property
-    def clip_grad(self) -> float:
-        """Largest norm of all gradients together; see :attr:`MixedPrecisionOptimizer.clip_grad`."""
-        return self.recipe.clip_grad
-
-    @clip_grad.setter
-    def clip_grad(self, value: float) -> None:
-        for optimizer in self.optimizers:
-            optimizer.clip_grad = value
-        self.recipe.clip_grad = self.optimizers[0].clip_grad
-
-    @property
-    def grad_scaler(self) -> MegatronGradScaler | None:
-        """The scaler of the loss, shared by all optimizers."""
-        return self.recipe.grad_scaler
-
-    @grad_scaler.setter
-    def grad_scaler(self, value: MegatronGradScaler | None) -> None:
-        for optimizer in self.optimizers:
-            optimizer.grad_scaler = value
-        self.recipe.grad_scaler = value
+        return scaler_conflict(self.grad_scaler, self.optimizers)
 
     @property
     def optimizer_offload_fraction(self) -> float:
@@ -166,33 +96,6 @@ class ChainedOptimizer(torch.optim.Optimizer):
 
     def _in_host_memory(self) -> list[MixedPrecisionOptimizer]:
         return [one for one in self.optimizers if one.config.optimizer_cpu_offload]
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop (or zero) all gradients."""
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none)
-
-    # The loss
-
-    def scale_loss(self, loss: Tensor) -> Tensor:
-        """Return ``loss * scale``; see :meth:`MixedPrecisionOptimizer.scale_loss`."""
-        return self.recipe.scale_loss(loss)
-
-    def get_loss_scale(self) -> Tensor:
-        """Return the current scale: fp32, shape [1], on the device; ones without a scaler."""
-        return self.recipe.get_loss_scale()
-
-    # Parameters
-
-    @property
-    def num_skipped_steps(self) -> Tensor:
-        """Skipped steps, those before a load too: int64, 0-d, on the device."""
-        return self.optimizers[0].num_skipped_steps
-
-    @property
-    def num_landed_steps(self) -> Tensor:
-        """Steps that landed, those before a load too: int64, 0-d, on the device."""
-        return self.optimizers[0].num_landed_steps
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -221,11 +124,6 @@ class ChainedOptimizer(torch.optim.Optimizer):
         if self._constructed:
             raise UsageError("add the param group to one of ChainedOptimizer.optimizers: it cannot choose which")
 
-    def main_params(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, main param) of all optimizers."""
-        for optimizer in self.optimizers:
-            yield from optimizer.main_params()
-
     def local_grad(self, name: str) -> Tensor | None:
         """See :meth:`MixedPrecisionOptimizer.local_grad`; of the optimizer that has the parameter ``name``."""
         for optimizer, names in zip(self.optimizers, self._names(), strict=True):
@@ -236,65 +134,16 @@ class ChainedOptimizer(torch.optim.Optimizer):
             f"{listed([name for names in self._names() for name in names])}"
         )
 
-    def reload_model_params(self) -> None:
-        """Set every main param to its model param's value exactly."""
-        for optimizer in self.optimizers:
-            optimizer.reload_model_params()
+    @override
+    def _packed(self, *, copy: bool, decode: bool, to_load: bool) -> dict[str, Any]:
+        return _joined([one.pack(copy=copy, decode=decode, to_load=to_load) for one in self.optimizers])
 
-    # State
-
-    def finish_param_gather(self) -> None:
-        """See :meth:`megascale.MixedPrecisionOptimizer.finish_param_gather`."""
-        for optimizer in self.optimizers:
-            optimizer.finish_param_gather()
-
-    def offload(self, *, pin: bool = True) -> None:
-        """Move every member's memory to the host; see :meth:`MixedPrecisionOptimizer.offload`."""
-        for optimizer in self.optimizers:
-            optimizer.offload(pin=pin)
-
-    def reload(self) -> None:
-        """Bring it back; see :meth:`MixedPrecisionOptimizer.reload`."""
-        for optimizer in self.optimizers:
-            optimizer.reload()
-
-    def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
-        """Return the state of all optimizers in the form of one; see :meth:`MixedPrecisionOptimizer.state_dict`."""
-        return self.pack(copy=copy)
-
-    def pack(self, *, copy: bool, decode: bool = True, to_load: bool = False) -> dict[str, Any]:
-        """See :meth:`MixedPrecisionOptimizer.pack`."""
-        return pack_with_hooks(
-            self,
-            partial(self._sync_to_pack, to_load=to_load),
-            lambda: _joined([one.pack(copy=copy, decode=decode, to_load=to_load) for one in self.optimizers]),
-            self._agree if copy else raise_own,
-        )
-
-    def _sync_to_pack(self, *, to_load: bool) -> None:
-        for member in self.recipe.members:
-            member.sync_to_pack(to_load=to_load)
-
-    def _agree(self, error: Exception | None) -> None:
-        for optimizer in self.optimizers:
-            optimizer.live_state().main_params.agree(error)
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
-        """Load what :meth:`state_dict` returned, into all optimizers or, on an error, into none.
-
-        Raises:
-            StateDictError, MainParamOverflowError: on every rank alike; nothing has changed.
-        """
-        done = partial(self.recipe.start_anew, is_whole=strict)
-        load_with_hooks(self, state_dict, strict, self.live_parts, done, self.groups.grad_stats)
-
+    @override
     def live_states(self) -> list[LiveState]:
-        """See :meth:`MixedPrecisionOptimizer.live_states`."""
         return [live for optimizer in self.optimizers for live in optimizer.live_states()]
 
+    @override
     def live_parts(self, state_dict: dict[str, Any], strict: bool) -> list[tuple[LiveState, dict[str, Any]]]:
-        """See :meth:`MixedPrecisionOptimizer.live_parts`. Raises StateDictError for a part that belongs to none."""
         return list(zip(self.live_states(), self._split(state_dict, strict), strict=True))
 
     def _names(self) -> list[list[str]]:
@@ -351,14 +200,6 @@ class ChainedOptimizer(torch.optim.Optimizer):
             taken += count
         return parts
 
-    def __repr__(self) -> str:
-        if not self._constructed:
-            return object.__repr__(self)
-        return described(type(self).__name__, self.recipe.members, self.groups, self.grad_scaler, self.clip_grad)
-
-    def __getstate__(self) -> dict[str, Any]:
-        raise UsageError("a ChainedOptimizer cannot be pickled or deep-copied; use state_dict()")
-
 
 AnyOptimizer = MixedPrecisionOptimizer | ChainedOptimizer
 """Any of megascale's optimizers: a DistributedOptimizer is a MixedPrecisionOptimizer."""
@@ -366,7 +207,7 @@ AnyOptimizer = MixedPrecisionOptimizer | ChainedOptimizer
 
 def parts_of(optimizer: AnyOptimizer) -> list[MixedPrecisionOptimizer]:
     """Return the optimizers that hold the parameters: a chain's members, or the optimizer itself."""
-    return optimizer.optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    return list(optimizer.parts())
 
 
 def _picked(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:

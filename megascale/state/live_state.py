@@ -1,12 +1,11 @@
 """An optimizer's live state, packed into a state dict and loaded from one: plan, agree, apply."""
 
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from megascale.errors import StateDictError, listed
 from megascale.grad_scaler import MegatronGradScaler
@@ -18,7 +17,6 @@ from megascale.step.counter import StepCounter, parse_counts
 from megascale.step.spikes import NormStatistics, parse_norm_statistics
 from megascale.step.torch_states import is_per_element
 from megascale.step.update import InnerUpdate
-from megascale.utils.collectives import raise_together
 from megascale.utils.dtensors import to_local
 from megascale.utils.dtypes import HALF_DTYPES
 from megascale.utils.nests import map_tensors
@@ -360,16 +358,3 @@ def _counted(state: Any, required: Collection[str]) -> Any:
     if name not in state or portable_state.is_held_as_codes(name, state[name]):
         return state
     return {**state, "step": torch.tensor(1.0, device="cpu")}
-
-
-def load_together(plan: Callable[[], Sequence[tuple[LiveState, Plan]]], group: ProcessGroup | None) -> None:
-    """Plan on every rank, agree that every plan is sound, then apply. Raises on all ranks alike."""
-    error: Exception | None = None
-    planned: Sequence[tuple[LiveState, Plan]] = []
-    try:
-        planned = plan()
-    except Exception as caught:  # any failure of one rank must reach the others
-        error = caught
-    raise_together(error, group)
-    for live, one in planned:
-        live.apply(one)

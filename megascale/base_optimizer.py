@@ -1,0 +1,343 @@
+"""MegascaleOptimizer: what an optimizer offers that steps by a recipe, be it one optimizer or a chain of several."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megascale.config import OptimizerConfig
+from megascale.errors import ArgumentError, UsageError
+from megascale.grad_scaler import MegatronGradScaler
+from megascale.kernels import Decision
+from megascale.parallel import ParallelGroups
+from megascale.state.live_state import LiveState, Plan
+from megascale.step.arguments import check_grad_scaler, require_values
+from megascale.step.description import described
+from megascale.step.overflow_report import OverflowReport
+from megascale.step.recipe import StepRecipe
+from megascale.step.result import StepResult
+from megascale.utils import validate
+from megascale.utils.collectives import raise_together
+from megascale.utils.step_hooks import with_step_hooks
+
+if TYPE_CHECKING:
+    from megascale.optimizer import MixedPrecisionOptimizer
+
+
+class MegascaleOptimizer(torch.optim.Optimizer):
+    """The step, the loss scale and the state dict of every optimizer here; of a chain, those of all its members.
+
+    Attributes:
+        recipe: orders the parts of a step, for one member or several.
+        config, groups, device: of the first member; those that a decision depends on are the same in all.
+    """
+
+    _constructed = False
+    config: OptimizerConfig
+    groups: ParallelGroups
+    device: torch.device
+    recipe: StepRecipe
+
+    def parts(self) -> "Sequence[MixedPrecisionOptimizer]":
+        """Return the optimizers that hold the parameters: a chain's members, or the optimizer itself."""
+        raise NotImplementedError
+
+    def _settings_error(self) -> UsageError | None:
+        """Return an error if what was set since the last step does not fit together."""
+        raise NotImplementedError
+
+    # The step
+
+    @with_step_hooks
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> StepResult:  # type: ignore[override]
+        """Take one step with the gradients that backward left, or skip it on every rank alike.
+
+        After :meth:`prepare_grads` it takes the step that was decided there, if its gradients are there unchanged, or
+        were dropped.
+
+        Raises:
+            UsageError: for a closure; for gradients of a loss that was not scaled, or that differ between ranks which
+                hold the same parameters; for gradients that have changed since :meth:`prepare_grads`.
+            GradientError: for a sparse gradient, naming the parameter.
+            MainParamOverflowError: for a main param that rounds to inf in fp16, naming the parameter.
+
+        All ranks raise at the same step: at once, or one step late where the host would have to wait for the device.
+        """
+        if closure is not None:
+            raise UsageError("step() takes no closure: run forward and backward first, with the loss from scale_loss()")
+        return self.recipe.step(self._settings_error())
+
+    @torch.no_grad()
+    def prepare_grads(self) -> Tensor:
+        """First half of a step: finish, measure, agree, decide, rescale. Returns `found_inf`, fp32 0-d, without a sync.
+
+        The scaler is updated here, as Megatron-Core does it, so that a caller may leave out the second half of a
+        skipped step. The decision keeps the reciprocal of the scale that scaled this step's loss.
+
+        :meth:`step_with_ready_grads` or :meth:`step` then takes the step, once. Gradients are measured once: a second
+        call without :meth:`zero_grad` before it raises UsageError.
+        """
+        decision = self.recipe.prepare(self._settings_error())
+        self.recipe.hold_grads()
+        return decision.found_inf
+
+    @property
+    def decision(self) -> Decision | None:
+        """What :meth:`prepare_grads` decided, until :meth:`step_with_ready_grads` carries it out; else None."""
+        return self.recipe.decision
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Begin the step as :meth:`prepare_grads` does, and let it clip to ``max_norm`` instead of :attr:`clip_grad`.
+
+        For a loop that clips by itself; :meth:`step` then takes the step. ``clip_grad=`` needs no call. The gradients
+        in ``param.grad`` stay scaled and unclipped: the update multiplies them by one coefficient. No host wait.
+
+        Args:
+            max_norm: above 0; inf only measures. The same on all ranks.
+            norm_type: 2.
+
+        Returns:
+            The global norm of the unscaled gradients before clipping, over all ranks: fp32, 0-d, on the device.
+            Non-finite if the step will be skipped.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: for parameters in the place of ``max_norm``, or another norm.
+            UsageError: as :meth:`prepare_grads`; also if called twice a step.
+        """
+        return self.recipe.prepare_clipped(max_norm, norm_type, self._settings_error())
+
+    @torch.no_grad()
+    def clip_grad_value_(self, max_value: float) -> None:
+        """Clamp every element of the unscaled, norm-clipped gradients to [-max_value, max_value]. In place, no sync.
+
+        Call it between :meth:`prepare_grads` and :meth:`step_with_ready_grads`; the gradients stay scaled. Elementwise,
+        as ``torch.nn.utils.clip_grad_value_``; a step with non-finite gradients is skipped as without it.
+        """
+        self.recipe.clip_values_(validate.positive("max_value", max_value))
+
+    @torch.no_grad()
+    def step_with_ready_grads(self) -> StepResult:
+        """Second half of a step: update main params, optimizer state and model params, where the step lands."""
+        return self.recipe.apply()
+
+    @property
+    def num_skipped_steps(self) -> Tensor:
+        """Skipped steps, those before a load too: int64, 0-d, on the device."""
+        return self.recipe.members[0].counter.skipped
+
+    @property
+    def num_landed_steps(self) -> Tensor:
+        """Steps that landed, those before a load too: int64, 0-d, on the device."""
+        return self.recipe.members[0].counter.landed
+
+    @property
+    def grad_scaler(self) -> MegatronGradScaler | None:
+        """The scaler of the loss. May be set between steps, on all ranks alike."""
+        return self.recipe.grad_scaler
+
+    @grad_scaler.setter
+    def grad_scaler(self, value: MegatronGradScaler | None) -> None:
+        check_grad_scaler(value)
+        for part in self.parts():
+            require_scaler(part.config, value)
+        for one in (self, *self.parts()):
+            one.recipe.grad_scaler = value
+
+    @property
+    def clip_grad(self) -> float:
+        """Largest global L2 norm of the unscaled gradients; 0: no clipping. Starts as the constructor's ``clip_grad``.
+
+        May be set between steps, to the same number on all ranks. A captured graph keeps the number it was captured
+        with.
+        """
+        return self.recipe.clip_grad
+
+    @clip_grad.setter
+    def clip_grad(self, value: float) -> None:
+        limit = validate.non_negative("clip_grad", value)
+        for one in (self, *self.parts()):
+            one.recipe.clip_grad = limit
+
+    def last_overflow(self, *, gather: bool = False) -> OverflowReport | None:
+        """Return which gradients held inf or NaN in the last step that was skipped; None if none was.
+
+        Ask between that step and the next backward: inf and NaN are told apart, and the largest finite value is known,
+        while the gradients are there, or under :func:`megascale.debug.report_overflows`. Waits for the device.
+
+        Args:
+            gather: report the gradients of all ranks. All of ``groups.grad_stats`` call it together. False: this
+                rank's; those of all ranks where they are known already.
+        """
+        return self.recipe.overflows.last(gather=validate.flag("gather", gather))
+
+    # The loss
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """Return ``loss * scale`` in at least fp32, as fp16 could overflow. Without a scaler: the loss itself.
+
+        Raises ArgumentTypeError for a loss that is no tensor: it has no gradients.
+        """
+        return self.recipe.scale_loss(loss)
+
+    def get_loss_scale(self) -> Tensor:
+        """Return the current scale: fp32, shape [1], on the device; ones without a scaler."""
+        return self.recipe.get_loss_scale()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop (or zero) all gradients, those of ``grad_sync`` too."""
+        super().zero_grad(set_to_none)
+        for member in self.recipe.members:
+            if member.held is not None:
+                member.held.are_zeroed = True
+            if member.grad_sync is not None:
+                member.grad_sync.zero_()
+
+    def main_params(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, main param) of every trainable parameter, live. An fp32 model param is its own main param.
+
+        With ``store_param_remainders`` those of 16-bit parameters are decoded copies, which nobody reads back.
+        """
+        for member in self.recipe.members:
+            member.sync_from_model()
+        return ((param.name, param.value()) for member in self.recipe.members for param in member.main_params)
+
+    @torch.no_grad()
+    def reload_model_params(self) -> None:
+        """Set every main param to its model param's value exactly, as after loading weights into the model.
+
+        Weights written in place through torch (``load_state_dict``, ``copy_``) are detected at the next step without
+        this call; writes through ``param.data`` or raw memory are not.
+        """
+        require_values(self.device)
+        for member in self.recipe.members:
+            member.sync_from_model()
+            for param in member.main_params:
+                if param.is_copy:
+                    param.reload()
+        self.recipe.reset_errors()
+
+    def finish_param_gather(self) -> None:
+        """Wait until parameters are gathered, or back from host memory. Modules wait for their own by themselves."""
+        for member in self.recipe.members:
+            member.main_params.wait()
+
+    def offload(self, *, pin: bool = True) -> None:
+        """Move main params, optimizer state and main grads to host memory until :meth:`reload`, with every bit.
+
+        Waits for the device, communicates nothing. Tensors stay the same objects; main grads have no memory meanwhile.
+        Until then only reads work, such as ``state_dict()``. ``pin=False``: pageable memory, slower copies.
+        Raises UsageError, with nothing moved, for too little host memory, or a step that is under way.
+        """
+        validate.flag("pin", pin)
+        for member in self.recipe.members:
+            member.offload(pin=pin)
+
+    def reload(self) -> None:
+        """Bring back what :meth:`offload` moved, if it did. Weights loaded into the model meanwhile count as always."""
+        for member in self.recipe.members:
+            member.reload()
+
+    # State
+
+    def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
+        """Return all state, by parameter name: tensors and primitives only, the same keys on every rank.
+
+        The functions of ``torch.distributed.checkpoint.state_dict`` take it too: :mod:`megascale.state.torch_layout`.
+        ``copy=False`` returns live tensors instead of copies: for a caller that writes them out before the next step.
+
+        Raises:
+            InnerStepError: the last update failed in host memory, so that main params may be updated in part. It is
+                raised once; with ``copy=True`` on every rank, with ``copy=False`` on this one.
+        """
+        return self.pack(copy=copy)
+
+    def pack(self, *, copy: bool, decode: bool = True, to_load: bool = False) -> dict[str, Any]:
+        """Return the state dict. ``decode``: False leaves remainders, int16, in place of the main params held so.
+
+        Such a state dict is for a checkpoint, which saves the weights beside it: ``load_state_dict`` needs fp32.
+        ``to_load``: its values are about to be replaced, and may be those that an update has left which failed.
+        """
+        require_values(self.device)
+        error: Exception | None = None
+        try:
+            for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+                pre_hook(self)
+            for member in self.recipe.members:
+                member.sync_to_pack(to_load=to_load)
+        except Exception as caught:  # whatever it is: other ranks wait
+            error = caught
+        if copy:
+            for member in self.recipe.members:
+                member.main_params.agree(error)
+        elif error is not None:
+            raise error
+        packed = self._packed(copy=copy, decode=decode, to_load=to_load)
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            packed = post_hook(self, packed) or packed
+        return packed
+
+    def _packed(self, *, copy: bool, decode: bool, to_load: bool) -> dict[str, Any]:
+        """Return the state dict as :meth:`pack` does, without the hooks; what the model's owner wrote is taken over."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
+        """Load what :meth:`state_dict` returned, at any number of ranks; all of ``groups.grad_stats`` call it together.
+
+        Everything is checked first, all ranks agree, then main params, state, options and scaler change, and model
+        params are rounded anew from their main params. ``strict=False`` skips names that only one side has.
+        What ``torch.distributed.checkpoint.state_dict`` makes of such a state dict loads too.
+
+        Raises:
+            StateDictError, MainParamOverflowError: on every rank alike; nothing has changed.
+            RankError, or another: of a hook; all ranks raise it. After that of a post hook all is loaded.
+        """
+        require_values(self.device)
+        error: Exception | None = None
+        planned: list[tuple[LiveState, Plan]] = []
+        try:
+            for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+                state_dict = pre_hook(self, state_dict) or state_dict
+            planned = [(live, live.plan(part, strict=strict)) for live, part in self.live_parts(state_dict, strict)]
+        except Exception as caught:  # any failure of one rank must reach the others
+            error = caught
+        raise_together(error, self.groups.grad_stats)
+        for live, plan in planned:
+            live.apply(plan)
+        self.recipe.start_anew(is_whole=strict)
+        try:
+            for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+                post_hook(self)
+        except Exception as caught:  # whatever it is: other ranks would go on alone
+            error = caught
+        raise_together(error, self.groups.grad_stats)
+
+    def live_states(self) -> list[LiveState]:
+        """Return the live state of each optimizer that steps here, with the model's changes taken over."""
+        raise NotImplementedError
+
+    def live_parts(self, state_dict: dict[str, Any], strict: bool) -> list[tuple[LiveState, dict[str, Any]]]:
+        """Return each of :meth:`live_states` and its part of a state dict. Raises StateDictError."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        if not self._constructed:
+            return object.__repr__(self)
+        return described(type(self).__name__, self.recipe.members, self.groups, self.grad_scaler, self.clip_grad)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise UsageError(
+            f"a {type(self).__name__} cannot be pickled or deep-copied (it holds process groups); use state_dict()"
+        )
+
+
+def require_scaler(config: OptimizerConfig, grad_scaler: MegatronGradScaler | None) -> None:
+    """Raise ArgumentError where fp16 gradients have no scaler."""
+    if config.fp16 and grad_scaler is None:
+        raise ArgumentError(
+            "grad_scaler is None, but fp16 gradients need one; pass a DynamicGradScaler (or "
+            "ConstantGradScaler), or train in bf16"
+        )
