@@ -18,7 +18,6 @@ ours goes into every parameter's state, next to the moments, as they carry that 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from functools import partial
 from typing import Any
 
 import torch
@@ -36,17 +35,17 @@ from megascale.utils.param_names import renames
 TORCH_KEYS = ("state", "param_groups")
 MAIN_PARAM = "main_param"
 NUM_STATES = "num_states"
-SCALER_KEYS = ("scale", "growth_tracker", "hysteresis_tracker")
-SCALER_PREFIX = "grad_scaler_"
-COUNT_PREFIX = "step_counts_"
-NORM_PREFIX = "norm_statistics_"
-ADDED = (
-    MAIN_PARAM,
-    NUM_STATES,
-    *(SCALER_PREFIX + key for key in SCALER_KEYS),
-    *(COUNT_PREFIX + key for key in COUNT_KEYS),
-)
-NORMS = tuple(NORM_PREFIX + key for key in NORM_KEYS)
+SHARED = {
+    what: {key: f"{what}_{key}" for key in keys}
+    for what, keys in (
+        ("grad_scaler", ("scale", "growth_tracker", "hysteresis_tracker")),
+        ("step_counts", COUNT_KEYS),
+        ("norm_statistics", NORM_KEYS),
+    )
+}
+"""What belongs to the optimizer, by its keys in our layout: the names of the copies that every parameter has here."""
+ADDED = (MAIN_PARAM, NUM_STATES, *SHARED["grad_scaler"].values(), *SHARED["step_counts"].values())
+NORMS = tuple(SHARED["norm_statistics"].values())
 """Beside ADDED, where the optimizer keeps statistics of the gradient norm."""
 SHARD_START = "shard_start"
 TAKEN = frozenset((*ADDED, *NORMS, SHARD_START))
@@ -120,16 +119,14 @@ def to_torch_layout(own: Mapping[str, Any]) -> dict[str, Any]:
 
 def shared_entries(own: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the entries that every parameter has a copy of, from a state dict of ours: 0-d, in host memory."""
-    on_host = partial(torch.tensor, device="cpu")
-    scaler = {
-        SCALER_PREFIX + key: torch.as_tensor(value).reshape(()).cpu() for key, value in own["grad_scaler"].items()
-    }
-    counts = {COUNT_PREFIX + key: on_host(value) for key, value in own.get("step_counts", {}).items()}
-    norms = {
-        NORM_PREFIX + key: on_host(value, dtype=torch.int64 if key == "count" else torch.float64)
-        for key, value in own.get("norm_statistics", {}).items()
-    }
-    return scaler | counts | norms
+    return {f"{what}_{key}": _zero_dim(value) for what in SHARED for key, value in own.get(what, {}).items()}
+
+
+def _zero_dim(value: Any) -> Tensor:
+    """Return a number, int64 or fp64, or a tensor of one element, of its own dtype, as a 0-d tensor in host memory."""
+    if isinstance(value, Tensor):
+        return value.reshape(()).cpu()
+    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64, device="cpu")
 
 
 def require_free_names(name: str, entries: Mapping[str, Any]) -> None:
@@ -164,9 +161,7 @@ def from_torch_layout(given: Mapping[str, Any], live: Mapping[str, Any], *, stri
     names = _names_by_key(given["param_groups"], [group["params"] for group in groups])
     shared = _shared_state(given, names, live)
     states, mains = dict(live["optimizer"]["state"]), dict(live["main_params"])
-    scalers: list[dict[str, Any]] = []
-    counts: list[dict[str, Any]] = []
-    norms: list[dict[str, Any]] = []
+    copies: dict[str, list[dict[str, Any]]] = {what: [] for what in SHARED}
     for key, entries in given["state"].items():
         if key in shared:
             continue
@@ -174,27 +169,24 @@ def from_torch_layout(given: Mapping[str, Any], live: Mapping[str, Any], *, stri
         there = _as_shards(name, _present(entries), states[name], mains.get(name))
         states[name] = {what: value for what, value in there.items() if what not in TAKEN}
         _check_whole(name, states[name], there.get(NUM_STATES))
-        scalers.append(_with_prefix(there, SCALER_PREFIX, SCALER_KEYS))
-        counts.append(_with_prefix(there, COUNT_PREFIX, COUNT_KEYS))
-        norms.append(_with_prefix(there, NORM_PREFIX, NORM_KEYS))
+        for what, entry_names in SHARED.items():
+            copies[what].append({key: there[entry] for key, entry in entry_names.items() if entry in there})
         if MAIN_PARAM in there:
             mains[name] = there[MAIN_PARAM]
         elif strict and name in mains:
             raise _plain(f"no {MAIN_PARAM!r} of {name!r}")
     # Each entry had a copy: if copies differ, entries of several checkpoints were mixed.
-    scaler = _common_value(scalers, SCALER_PREFIX, live["grad_scaler"])
-    step_counts = _common_value(counts, COUNT_PREFIX, live["step_counts"])
-    norm_statistics = _common_value(norms, NORM_PREFIX, live.get("norm_statistics", {}))
-    if strict and scalers and live["grad_scaler"] and not scaler:
-        raise _plain("no state of the grad scaler") if not any(counts) else no_scaler_state()
-    optional = {"step_counts": step_counts, "norm_statistics": norm_statistics}
+    found = {what: _common_value(what, copies[what], live.get(what, {})) for what in SHARED}
+    scaler, has_entries = found.pop("grad_scaler"), bool(copies["grad_scaler"])
+    if strict and has_entries and live["grad_scaler"] and not scaler:
+        raise _plain("no state of the grad scaler") if not any(copies["step_counts"]) else no_scaler_state()
     return {
         "optimizer": {"state": states, "param_groups": [_group(group, names) for group in given["param_groups"]]}
         | ({SHARED_STATE: [shared]} if shared else {}),
         "main_params": mains,
-        "grad_scaler": scaler if scaler or (strict and scalers) else live["grad_scaler"],
+        "grad_scaler": scaler if scaler or (strict and has_entries) else live["grad_scaler"],
         "version": live["version"],
-    } | {key: value for key, value in optional.items() if value}
+    } | {key: value for key, value in found.items() if value}
 
 
 def _present(entries: Mapping[str, Any]) -> dict[str, Any]:
@@ -298,12 +290,7 @@ def _check_whole(name: str, entries: Mapping[str, Any], expected: Any) -> None:
         )
 
 
-def _with_prefix(entries: Mapping[str, Any], prefix: str, keys: Sequence[str]) -> dict[str, Any]:
-    """Return the entries called ``prefix`` and a key, by key."""
-    return {key: entries[prefix + key] for key in keys if prefix + key in entries}
-
-
-def _common_value(every: Sequence[Mapping[str, Any]], prefix: str, live: Mapping[str, Any]) -> dict[str, Any]:
+def _common_value(what: str, every: Sequence[Mapping[str, Any]], live: Mapping[str, Any]) -> dict[str, Any]:
     """Return a value of which every parameter has a copy, such as the scaler's. Raises StateDictError if they differ.
 
     With ``full_state_dict=True`` torch's functions fill in the loading optimizer's ``live`` entries for parameters that
@@ -319,7 +306,7 @@ def _common_value(every: Sequence[Mapping[str, Any]], prefix: str, live: Mapping
             values.discard(torch.as_tensor(live[key]).reshape(()).item())
         if len(values) > 1 or len(copies) != len(every):
             raise StateDictError(
-                f"the parameters of the state dict have several values of {prefix + key!r}, {sorted(values)[:4]}"
+                f"the parameters of the state dict have several values of {f'{what}_{key}'!r}, {sorted(values)[:4]}"
                 "; they are not of one step"
             )
         [found[key]] = values
