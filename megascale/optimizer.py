@@ -247,7 +247,7 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
     def _live(self) -> LiveState:
         member, norms = self._member, self.recipe.norm_statistics
         held, mains = self.optimizer.state, member.main_params
-        return LiveState(self.param_groups, held, mains, member.update, self.grad_scaler, member.counter, norms)
+        return LiveState(self.param_groups, held, mains, self.grad_scaler, member.counter, norms, member.update)
 
     def state_source(self) -> Source:
         """Return what :attr:`state` shows."""

@@ -24,39 +24,49 @@ from megascale.utils.nests import map_tensors
 
 @dataclass
 class Plan:
-    """All changes of a load, checked and copied, so that applying them cannot fail half way."""
+    """All changes of a load, checked and copied, so that applying them cannot fail half way.
+
+    Attributes:
+        options: of each param group, and what they become.
+        main_params: a model param, its name, and its main param's values.
+        states: of each model param.
+        shared: state that belongs to no parameter.
+        loaded: objects of which an optimizer has one, such as its scaler, and the state that each loads.
+    """
 
     options: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
     main_params: list[tuple[nn.Parameter, str, Tensor]] = field(default_factory=list)
     states: list[tuple[nn.Parameter, dict[str, Any]]] = field(default_factory=list)
     shared: dict[Any, Any] = field(default_factory=dict)
-    scaler: Mapping[str, Any] | None = None
-    step_counts: Mapping[str, int] | None = None
-    norm_statistics: Mapping[str, float] | None = None
-
-
-def shared_values(
-    grad_scaler: MegatronGradScaler | None, counter: StepCounter, norm_statistics: NormStatistics | None
-) -> dict[str, Any]:
-    """Return what a state dict holds once, for all parameters. Waits for the device."""
-    return {
-        "grad_scaler": {} if grad_scaler is None else grad_scaler.state_dict(),
-        "step_counts": counter.state_dict(),
-        **({} if norm_statistics is None else {"norm_statistics": norm_statistics.state_dict()}),
-    }
+    loaded: list[tuple[Any, Mapping[str, Any]]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
-class LiveState:
+class HeldState:
     """References to everything that a state dict covers."""
 
     param_groups: list[dict[str, Any]]
     state: MutableMapping[Any, Any]
     main_params: MainParams
-    update: InnerUpdate
     grad_scaler: MegatronGradScaler | None
     counter: StepCounter
     norm_statistics: NormStatistics | None
+
+    def shared_values(self) -> dict[str, Any]:
+        """Return what a state dict holds once, for all parameters. Waits for the device."""
+        norms = self.norm_statistics
+        return {
+            "grad_scaler": {} if self.grad_scaler is None else self.grad_scaler.state_dict(),
+            "step_counts": self.counter.state_dict(),
+            **({} if norms is None else {"norm_statistics": norms.state_dict()}),
+        }
+
+
+@dataclass(frozen=True)
+class LiveState(HeldState):
+    """All that, and what updates it: it can be packed, and loaded."""
+
+    update: InnerUpdate
 
     def pack(self, *, copy: bool, decode: bool = True) -> dict[str, Any]:
         """Return the state dict; see :mod:`megascale.state.schema`.
@@ -86,7 +96,7 @@ class LiveState:
         return StateDict(
             optimizer={"state": states} | self._pack_options(names, copy=copy),
             main_params=mains,
-            **shared_values(self.grad_scaler, self.counter, self.norm_statistics),
+            **self.shared_values(),
             version=portable_state.VERSION,
         )
 
@@ -169,9 +179,7 @@ class LiveState:
         portable_state.check_shared(state_dict["optimizer"], self.state, strict=strict)
         for index, group in enumerate(groups):
             portable_state.loadable_options(group, index)
-        self._plan_scaler(state_dict.get("grad_scaler"), strict)
-        _planned_counts(state_dict)
-        self._planned_norms(state_dict)
+        self._loaded(state_dict, strict)
 
     def _options(self) -> dict[int, dict[str, Any]]:
         """Return the param group of each parameter, by id."""
@@ -203,12 +211,7 @@ class LiveState:
         """
         states, groups = state_dict["optimizer"]["state"], state_dict["optimizer"]["param_groups"]
         mains = state_dict["main_params"]
-        scaler = self._plan_scaler(state_dict.get("grad_scaler"), strict)
-        plan = Plan(
-            scaler=scaler,
-            step_counts=_planned_counts(state_dict),
-            norm_statistics=self._planned_norms(state_dict),
-        )
+        plan = Plan(loaded=self._loaded(state_dict, strict))
         if len(groups) == len(self.param_groups):
             plan.options = [
                 (live, self._planned_options(live, given, index))
@@ -273,6 +276,21 @@ class LiveState:
             return False
         return is_per_element(key, value, param)
 
+    def _loaded(self, state_dict: Mapping[str, Any], strict: bool) -> list[tuple[Any, Mapping[str, Any]]]:
+        """Return :attr:`Plan.loaded`. Raises StateDictError.
+
+        State dicts of other systems lack step counts; statistics of the norm are read where both sides have them.
+        """
+        loaded: list[tuple[Any, Mapping[str, Any]]] = []
+        scaler = self._plan_scaler(state_dict.get("grad_scaler"), strict)
+        if scaler is not None:
+            loaded.append((self.grad_scaler, scaler))
+        if "step_counts" in state_dict:
+            loaded.append((self.counter, parse_counts(state_dict["step_counts"])))
+        if self.norm_statistics is not None and "norm_statistics" in state_dict:
+            loaded.append((self.norm_statistics, parse_norm_statistics(state_dict["norm_statistics"])))
+        return loaded
+
     def _plan_scaler(self, given: Any, strict: bool) -> Mapping[str, Any] | None:
         """Return the scaler's state if it is to be loaded. ``strict``: a scaler on one side only is an error."""
         if self.grad_scaler is None:
@@ -291,12 +309,6 @@ class LiveState:
                 raise portable_state.no_scaler_state() from None
             raise
         return dict(given)
-
-    def _planned_norms(self, state_dict: Mapping[str, Any]) -> Mapping[str, float] | None:
-        """Return the saved statistics of the gradient norm; None where there are none, or nobody here reads them."""
-        if self.norm_statistics is None or "norm_statistics" not in state_dict:
-            return None
-        return parse_norm_statistics(state_dict["norm_statistics"])
 
     @torch.no_grad()
     def apply(self, plan: Plan) -> None:
@@ -324,12 +336,8 @@ class LiveState:
         self.main_params.wait()
         for group, params in zip(self.param_groups, self._trained(), strict=True):
             self.update.create_states(group, params)
-        if plan.scaler is not None and self.grad_scaler is not None:
-            self.grad_scaler.load_state_dict(plan.scaler)
-        if plan.step_counts is not None:
-            self.counter.load_state_dict(plan.step_counts)
-        if plan.norm_statistics is not None and self.norm_statistics is not None:
-            self.norm_statistics.load_state_dict(plan.norm_statistics)
+        for one, given in plan.loaded:
+            one.load_state_dict(given)
 
     def _trained(self) -> Sequence[Sequence[Any]]:
         self.main_params.sync_from_model(self.param_groups)
@@ -339,11 +347,6 @@ class LiveState:
 def _is_kept(live: Any, value: Any) -> bool:
     """Return whether a live option is a tensor that takes over ``value`` in place."""
     return isinstance(live, Tensor) and isinstance(value, (Tensor, float, int))
-
-
-def _planned_counts(state_dict: Mapping[str, Any]) -> Mapping[str, int] | None:
-    """Return the step counts; None for state dicts of other systems, which lack them."""
-    return parse_counts(state_dict["step_counts"]) if "step_counts" in state_dict else None
 
 
 def _counted(state: Any, required: Collection[str]) -> Any:

@@ -23,13 +23,9 @@ import torch
 from torch import Tensor
 
 from megascale.errors import UsageError
-from megascale.grad_scaler import MegatronGradScaler
-from megascale.main_params.base import MainParams
 from megascale.main_params.main_param import MainParam
 from megascale.state import torch_layout as layout
-from megascale.state.live_state import LiveState, shared_values
-from megascale.step.counter import StepCounter
-from megascale.step.spikes import NormStatistics
+from megascale.state.live_state import HeldState, LiveState
 from megascale.utils.autograd import detached
 from megascale.utils.dtensors import to_local
 
@@ -37,7 +33,7 @@ K = TypeVar("K")
 
 
 @dataclass(frozen=True)
-class Source:
+class Source(HeldState):
     """What one optimizer's entries are read from: a :class:`LiveState` but for what updates it.
 
     Attributes:
@@ -46,12 +42,6 @@ class Source:
             entries of a dropped optimizer keeps their tensors, and not the wrapper of the torch optimizer.
     """
 
-    param_groups: list[dict[str, Any]]
-    state: MutableMapping[Any, Any]
-    main_params: MainParams
-    grad_scaler: MegatronGradScaler | None
-    counter: StepCounter
-    norm_statistics: NormStatistics | None
     sync: "WeakMethod[Callable[[], None]]"
     release: "WeakMethod[Callable[[], None]]"
 
@@ -93,8 +83,7 @@ class Source:
         """Return what every parameter has a copy of; None where there is no such value. Waits for the device."""
         if self.counter.skips.is_meta:
             return None
-        values = shared_values(self.grad_scaler, self.counter, self.norm_statistics)
-        return layout.shared_entries(values).get(name)
+        return layout.shared_entries(self.shared_values()).get(name)
 
 
 class _View(MutableMapping[K, Any]):
