@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megascale.chained import ChainedOptimizer
+from megascale.base_optimizer import MegascaleOptimizer
 from megascale.errors import ArgumentError, ArgumentTypeError, StateDictError, UsageError, listed
 from megascale.host_view import HostView
 from megascale.landed.running_averages import AvgFn, MultiAvgFn, RunningAverages, copy_, rule_of
@@ -17,7 +17,6 @@ from megascale.landed.steps import StepOutcomes
 from megascale.main_params.base import MainParams
 from megascale.main_params.main_param import MainParam
 from megascale.main_params.replicated import ReplicatedMainParams
-from megascale.optimizer import MixedPrecisionOptimizer
 from megascale.utils.collectives import raise_together
 from megascale.utils.dtensors import dtensor_like, to_local
 from megascale.utils.dtypes import HALF_DTYPES
@@ -98,7 +97,7 @@ class AveragedMainParams:
         self._outcomes = StepOutcomes(optimizer)
         self._group = None
         device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
-        if isinstance(optimizer, (MixedPrecisionOptimizer, ChainedOptimizer)):
+        if isinstance(optimizer, MegascaleOptimizer):
             self._group, device = optimizer.groups.grad_stats, optimizer.device
         sources = _sources(model, self._owners)
         self._params = RunningAverages([to_local(source.value()) for _, _, source in sources])
@@ -287,11 +286,8 @@ class AveragedMainParams:
 
 def _owners(optimizer: torch.optim.Optimizer) -> list[MainParams]:
     """Return the MainParams of an optimizer. A torch optimizer's parameters are their own main params."""
-    if isinstance(optimizer, ChainedOptimizer):
-        return [owner for each in optimizer.optimizers for owner in _owners(each)]
-    if isinstance(optimizer, MixedPrecisionOptimizer):
-        optimizer.main_params()  # creates main params of newly unfrozen parameters
-        return [optimizer.live_state().main_params]
+    if isinstance(optimizer, MegascaleOptimizer):  # with main params of newly unfrozen parameters
+        return [live.main_params for live in optimizer.live_states()]
     halves = [p.dtype for group in optimizer.param_groups for p in group["params"] if p.dtype in HALF_DTYPES]
     if halves:
         raise ArgumentError(

@@ -14,10 +14,6 @@ from megascale.utils.spelling import names_arguments
 BACKENDS = ("auto", "reference", "torch", "native", "triton", "apex")
 OFFLOAD_COMPUTE = ("host", "device", "auto")
 HYSTERESIS_RESETS = ("growth", "clean_step")
-OPTIMIZERS = CONFIGURABLE
-MUON_COEFFICIENT_TYPES = tuple(muon.COEFFICIENTS)
-MUON_ADJUST_LR_FNS = muon.ADJUST_LR_FNS
-MUON_NS_DTYPES = muon.NS_DTYPES
 ZCLIP_MODES = ("clip", "skip")
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOMENT_DTYPES = {
@@ -80,7 +76,7 @@ class StepConfig(DecisionConfig):
         super().__post_init__()
         check_offload(self)
         check_moment_dtypes(self)
-        if self.muon_ns_dtype not in MUON_NS_DTYPES:
+        if self.muon_ns_dtype not in muon.NS_DTYPES:
             raise ArgumentError(
                 f"muon_ns_dtype must be torch.bfloat16, torch.float32 or None, got {self.muon_ns_dtype!r}"
             )
@@ -269,7 +265,7 @@ class OptimizerConfig(StepConfig):
         self._validate_loss_scale()
         validate.non_negative("clip_grad", self.clip_grad)
         validate.one_of("backend", self.backend, BACKENDS)
-        validate.one_of("optimizer", self.optimizer, OPTIMIZERS)
+        validate.one_of("optimizer", self.optimizer, CONFIGURABLE)
         if self.lr is not None:
             validate.non_negative("lr", self.lr)
         validate.non_negative("weight_decay", self.weight_decay)
@@ -282,8 +278,8 @@ class OptimizerConfig(StepConfig):
     def _validate_muon(self) -> None:
         validate.non_negative("muon_momentum", self.muon_momentum)
         validate.integer("muon_num_ns_steps", self.muon_num_ns_steps, minimum=1, maximum=99)
-        validate.one_of("muon_coefficient_type", self.muon_coefficient_type, MUON_COEFFICIENT_TYPES)
-        validate.one_of("muon_adjust_lr_fn", self.muon_adjust_lr_fn, MUON_ADJUST_LR_FNS)
+        validate.one_of("muon_coefficient_type", self.muon_coefficient_type, muon.COEFFICIENTS)
+        validate.one_of("muon_adjust_lr_fn", self.muon_adjust_lr_fn, muon.ADJUST_LR_FNS)
         if self.muon_adam_lr is not None:
             validate.non_negative("muon_adam_lr", self.muon_adam_lr)
 

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascale.config import OPTIMIZERS, OptimizerConfig
+from megascale.config import OptimizerConfig
 from megascale.errors import ArgumentError, ArgumentTypeError
+from megascale.rules import CONFIGURABLE
 
-OF_MEGATRON = tuple(name for name in OPTIMIZERS if name != "muon")
+OF_MEGATRON = tuple(name for name in CONFIGURABLE if name != "muon")
 """Optimizers that Megatron and this library name alike and compute alike. Its Muon scales updates in other ways."""
 SAME = (
     "fp16",

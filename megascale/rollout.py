@@ -48,8 +48,7 @@ def rollout_weights(
         dtype: to which floating point tensors are cast; None: as they are, 16 bits for 16-bit weights.
     """
     if optimizer is not None:
-        with whole_weights(optimizer):
-            pass
+        optimizer.finish_param_gather()
     for name, value in model.state_dict().items():
         tensor = value.full_tensor() if is_dtensor(value) else value
         if dtype is not None and tensor.is_floating_point():
