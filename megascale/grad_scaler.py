@@ -7,8 +7,7 @@ A scaler knows no process groups: pass :meth:`MegatronGradScaler.update` the `fo
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,13 +24,12 @@ from megascale.utils.transfer import to_device_async
 LARGEST_TRACKER = 2**62  # int64 with room to count on
 
 
-@dataclass(frozen=True)
-class ScalerState:
-    """A scaler's state as host numbers, validated. A tracker of None means "as freshly constructed"."""
+class ScalerState(NamedTuple):
+    """A scaler's state as host numbers, validated. A constant scale has no trackers: they are 0."""
 
     scale: float
-    growth_tracker: int | None = None
-    hysteresis_tracker: int | None = None
+    growth_tracker: int = 0
+    hysteresis_tracker: int = 0
 
 
 class MegatronGradScaler(ABC):
@@ -232,7 +230,7 @@ class DynamicGradScaler(MegatronGradScaler):
         self.hysteresis_reset = validate.one_of("hysteresis_reset", hysteresis_reset, HYSTERESIS_RESETS)
         self._growth_tracker = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._hysteresis_tracker = torch.full_like(self._growth_tracker, self.hysteresis)
-        self._begun_from: tuple[float, int, int] = (self.initial_scale, 0, self.hysteresis)
+        self._begun_from = ScalerState(self.initial_scale, 0, self.hysteresis)
 
     def __repr__(self) -> str:
         live = (self._scale, self._growth_tracker, self._hysteresis_tracker)
@@ -301,9 +299,11 @@ class DynamicGradScaler(MegatronGradScaler):
         """
         _check_mapping(state_dict)
         if "_growth_tracker" in state_dict:
-            state = ScalerState(_parse_scale(state_dict), _parse_tracker(state_dict, "_growth_tracker"))
+            state = ScalerState(
+                _parse_scale(state_dict), _parse_tracker(state_dict, "_growth_tracker"), self.hysteresis
+            )
         else:
-            hysteresis = max(_parse_tracker(state_dict, "hysteresis_tracker", minimum=None), 0)
+            hysteresis = min(max(_parse_tracker(state_dict, "hysteresis_tracker", minimum=None), 0), self.hysteresis)
             state = ScalerState(_parse_scale(state_dict), _parse_tracker(state_dict, "growth_tracker"), hysteresis)
         if not self.min_scale <= state.scale <= self.max_scale:
             raise StateDictError(
@@ -315,9 +315,7 @@ class DynamicGradScaler(MegatronGradScaler):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state. On StateDictError nothing has changed."""
-        state = self.parse_state_dict(state_dict)
-        hysteresis = self.hysteresis if state.hysteresis_tracker is None else state.hysteresis_tracker
-        self._begun_from = (state.scale, state.growth_tracker or 0, min(hysteresis, self.hysteresis))
+        self._begun_from = self.parse_state_dict(state_dict)
         for live, number in zip(
             (self._scale, self._growth_tracker, self._hysteresis_tracker), self._begun_from, strict=True
         ):
