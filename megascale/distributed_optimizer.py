@@ -1,6 +1,6 @@
 """DistributedOptimizer: the same recipe with main params and optimizer state sharded over data-parallel ranks."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -178,7 +178,8 @@ def _names(chunks: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dic
             "modules holds a DistributedDataParallel, which would reduce every gradient a second time; pass the bare "
             "module"
         )
-    wanted = {id(param): index for index, param in enumerate(_params(optimizer))}
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    wanted = {id(param): index for index, param in enumerate(params)}
     names: dict[str, nn.Parameter] = {}
     for index, chunk in enumerate(chunks):
         prefix = f"{index}." if len(chunks) > 1 else ""
@@ -191,7 +192,3 @@ def _names(chunks: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dic
             "every module whose parameters it updates"
         )
     return names
-
-
-def _params(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
-    return (param for group in optimizer.param_groups for param in group["params"])

@@ -1,6 +1,6 @@
 """An optimizer's live state, packed into a state dict and loaded from one: plan, agree, apply."""
 
-from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -334,14 +334,11 @@ class LiveState(HeldState):
         for unit in self.main_params.units():
             self.main_params.mark_written(unit)
         self.main_params.wait()
-        for group, params in zip(self.param_groups, self._trained(), strict=True):
+        self.main_params.sync_from_model(self.param_groups)
+        for group, params in zip(self.param_groups, self.main_params.ordered, strict=True):
             self.update.create_states(group, params)
         for one, given in plan.loaded:
             one.load_state_dict(given)
-
-    def _trained(self) -> Sequence[Sequence[Any]]:
-        self.main_params.sync_from_model(self.param_groups)
-        return self.main_params.ordered
 
 
 def _is_kept(live: Any, value: Any) -> bool:
