@@ -85,19 +85,6 @@ class ChainedOptimizer(MegascaleOptimizer):
         return scaler_conflict(self.grad_scaler, self.optimizers)
 
     @property
-    def optimizer_offload_fraction(self) -> float:
-        """See :attr:`MixedPrecisionOptimizer.optimizer_offload_fraction`; of the first that is in host memory."""
-        return next((one.optimizer_offload_fraction for one in self._in_host_memory()), 1.0)
-
-    @optimizer_offload_fraction.setter
-    def optimizer_offload_fraction(self, value: float | str) -> None:
-        for optimizer in self._in_host_memory() or self.optimizers:
-            optimizer.optimizer_offload_fraction = value
-
-    def _in_host_memory(self) -> list[MixedPrecisionOptimizer]:
-        return [one for one in self.optimizers if one.config.optimizer_cpu_offload]
-
-    @property
     def param_groups(self) -> list[dict[str, Any]]:
         """All param groups, in the order of the optimizers. The list is new, its dicts are live."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]

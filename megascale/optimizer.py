@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from megascale.base_optimizer import MegascaleOptimizer, require_scaler
-from megascale.config import OptimizerConfig, offload_fraction
+from megascale.config import OptimizerConfig
 from megascale.errors import ArgumentError, UsageError, listed
 from megascale.grad_scaler import MegatronGradScaler
 from megascale.grad_sync.reduced_grads import ReducedGrads
@@ -152,21 +152,6 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
     def reduces_in_backward(self) -> bool:
         """Whether our hooks reduce gradients during backward."""
         return self._member.grad_sync is not None
-
-    @property
-    def optimizer_offload_fraction(self) -> float:
-        """The share of the 16-bit parameters' elements in host memory, at least; starts as the config's.
-
-        May be set between steps, to the same number on all ranks together: main params and state move with every bit,
-        and the host waits for the copies. "auto": all go to host memory, and the next steps are measured anew.
-        UsageError without ``optimizer_cpu_offload``, or in the middle of a step.
-        """
-        return self._member.main_params.offload_fraction
-
-    @optimizer_offload_fraction.setter
-    def optimizer_offload_fraction(self, value: float | str) -> None:
-        overlaps = self.config.overlap_cpu_optimizer_d2h_h2d
-        self._member.set_offload_fraction(offload_fraction(value, overlaps=overlaps))
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
