@@ -1,7 +1,9 @@
 """OptimizerConfig: Megatron-Core's field names, validated once, frozen."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,33 +24,35 @@ MOMENT_DTYPES = {
 }
 
 
+def _checked(default: Any, check: Callable[..., Any], *, scaler: str = "", **bounds: Any) -> Any:
+    """Return a field whose values ``check`` must pass, a function of :mod:`megascale.utils.validate` with ``bounds``.
+
+    None passes where it is the default. ``scaler``: the argument and attribute of a scaler that the field is for.
+    """
+    return field(default=default, metadata={"check": partial(check, **bounds), "scaler": scaler})
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecisionConfig:
     """How a step is decided: the same for every optimizer of a chain. :class:`OptimizerConfig` explains the fields."""
 
     log_num_zeros_in_grad: bool = False
-    zclip: str | None = None
-    zclip_z_thresh: float = 2.5
-    zclip_alpha: float = 0.97
-    zclip_warmup_steps: int = 25
+    zclip: str | None = _checked(None, validate.one_of, choices=ZCLIP_MODES)
+    zclip_z_thresh: float = _checked(2.5, validate.positive)
+    zclip_alpha: float = _checked(0.97, validate.fraction)
+    zclip_warmup_steps: int = _checked(25, validate.integer, minimum=2)
     grad_norm_skip_threshold: float = math.inf
-    max_consecutive_skips: int | None = None
-    max_overflows_at_min_scale: int | None = None
+    max_consecutive_skips: int | None = _checked(None, validate.integer, minimum=1)
+    max_overflows_at_min_scale: int | None = _checked(None, validate.integer, minimum=1)
 
     def __post_init__(self) -> None:
         for one in fields(self):  # those of an OptimizerConfig, too
-            if one.type is bool:
-                validate.flag(one.name, getattr(self, one.name))
-        for name in ("max_consecutive_skips", "max_overflows_at_min_scale"):
-            if getattr(self, name) is not None:
-                validate.integer(name, getattr(self, name), minimum=1)
+            value = getattr(self, one.name)
+            check = validate.flag if one.type is bool else one.metadata.get("check")
+            if check is not None and (value is not None or one.default is not None):
+                check(one.name, value)
         if self.grad_norm_skip_threshold != math.inf:
             validate.positive("grad_norm_skip_threshold", self.grad_norm_skip_threshold)
-        if self.zclip is not None:
-            validate.one_of("zclip", self.zclip, ZCLIP_MODES)
-        validate.positive("zclip_z_thresh", self.zclip_z_thresh)
-        validate.fraction("zclip_alpha", self.zclip_alpha)
-        validate.integer("zclip_warmup_steps", self.zclip_warmup_steps, minimum=2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,11 +84,6 @@ class StepConfig(DecisionConfig):
             raise ArgumentError(
                 f"muon_ns_dtype must be torch.bfloat16, torch.float32 or None, got {self.muon_ns_dtype!r}"
             )
-
-
-def _of_scaler(default: Any, attribute: str) -> Any:
-    """Return a field that says what the scaler is: its argument and attribute ``attribute``."""
-    return field(default=default, metadata={"scaler": attribute})
 
 
 @names_arguments
@@ -222,39 +221,39 @@ class OptimizerConfig(StepConfig):
     # Precision and loss scale
     fp16: bool = False
     bf16: bool = False
-    loss_scale: float | None = _of_scaler(None, "initial_scale")
-    initial_loss_scale: float = _of_scaler(2.0**16, "initial_scale")
-    min_loss_scale: float = _of_scaler(1.0, "min_scale")
-    max_loss_scale: float | None = _of_scaler(None, "max_scale")
-    loss_scale_window: int = _of_scaler(1000, "growth_interval")
-    hysteresis: int = _of_scaler(2, "hysteresis")
-    hysteresis_reset: str = _of_scaler("growth", "hysteresis_reset")
-    loss_scale_growth_factor: float = _of_scaler(2.0, "growth_factor")
-    loss_scale_backoff_factor: float = _of_scaler(0.5, "backoff_factor")
+    loss_scale: float | None = _checked(None, validate.scale, scaler="initial_scale")
+    initial_loss_scale: float = _checked(2.0**16, validate.scale, scaler="initial_scale")
+    min_loss_scale: float = _checked(1.0, validate.scale, scaler="min_scale")
+    max_loss_scale: float | None = _checked(None, validate.scale, scaler="max_scale")
+    loss_scale_window: int = _checked(1000, validate.integer, minimum=1, scaler="growth_interval")
+    hysteresis: int = _checked(2, validate.integer, minimum=1, scaler="hysteresis")
+    hysteresis_reset: str = _checked("growth", validate.one_of, choices=HYSTERESIS_RESETS, scaler="hysteresis_reset")
+    loss_scale_growth_factor: float = _checked(2.0, validate.positive, scaler="growth_factor")
+    loss_scale_backoff_factor: float = _checked(0.5, validate.positive, scaler="backoff_factor")
 
     # What builds the wrapper
-    clip_grad: float = 1.0
-    backend: str = "auto"
+    clip_grad: float = _checked(1.0, validate.non_negative)
+    backend: str = _checked("auto", validate.one_of, choices=BACKENDS)
     use_distributed_optimizer: bool = False
     overlap_param_gather: bool = False
 
     # The optimizer, which build_optimizer makes
-    optimizer: str = "adam"
-    lr: float | None = None
-    weight_decay: float = 0.01
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.999
-    adam_eps: float = 1e-8
+    optimizer: str = _checked("adam", validate.one_of, choices=CONFIGURABLE)
+    lr: float | None = _checked(None, validate.non_negative)
+    weight_decay: float = _checked(0.01, validate.non_negative)
+    adam_beta1: float = _checked(0.9, validate.fraction)
+    adam_beta2: float = _checked(0.999, validate.fraction)
+    adam_eps: float = _checked(1e-8, validate.positive)
     decoupled_weight_decay: bool = True
-    sgd_momentum: float = 0.9
-    lion_beta1: float = 0.9
-    lion_beta2: float = 0.99
-    muon_momentum: float = 0.95
+    sgd_momentum: float = _checked(0.9, validate.non_negative)
+    lion_beta1: float = _checked(0.9, validate.fraction)
+    lion_beta2: float = _checked(0.99, validate.fraction)
+    muon_momentum: float = _checked(0.95, validate.non_negative)
     muon_nesterov: bool = True
-    muon_num_ns_steps: int = 5
-    muon_coefficient_type: str = "quintic"
-    muon_adjust_lr_fn: str = "original"
-    muon_adam_lr: float | None = None
+    muon_num_ns_steps: int = _checked(5, validate.integer, minimum=1, maximum=muon.MOST_ITERATIONS)
+    muon_coefficient_type: str = _checked("quintic", validate.one_of, choices=muon.COEFFICIENTS)
+    muon_adjust_lr_fn: str = _checked("original", validate.one_of, choices=muon.ADJUST_LR_FNS)
+    muon_adam_lr: float | None = _checked(None, validate.non_negative)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -262,52 +261,20 @@ class OptimizerConfig(StepConfig):
             raise ArgumentError("overlap_param_gather=True needs use_distributed_optimizer=True: nothing is gathered")
         if self.fp16 and self.bf16:
             raise ArgumentError("fp16 and bf16 are both True; choose one")
-        self._validate_loss_scale()
-        validate.non_negative("clip_grad", self.clip_grad)
-        validate.one_of("backend", self.backend, BACKENDS)
-        validate.one_of("optimizer", self.optimizer, CONFIGURABLE)
-        if self.lr is not None:
-            validate.non_negative("lr", self.lr)
-        validate.non_negative("weight_decay", self.weight_decay)
-        for name in ("adam_beta1", "adam_beta2", "lion_beta1", "lion_beta2"):
-            validate.fraction(name, getattr(self, name))
-        validate.positive("adam_eps", self.adam_eps)
-        validate.non_negative("sgd_momentum", self.sgd_momentum)
-        self._validate_muon()
-
-    def _validate_muon(self) -> None:
-        validate.non_negative("muon_momentum", self.muon_momentum)
-        validate.integer("muon_num_ns_steps", self.muon_num_ns_steps, minimum=1, maximum=99)
-        validate.one_of("muon_coefficient_type", self.muon_coefficient_type, muon.COEFFICIENTS)
-        validate.one_of("muon_adjust_lr_fn", self.muon_adjust_lr_fn, muon.ADJUST_LR_FNS)
-        if self.muon_adam_lr is not None:
-            validate.non_negative("muon_adam_lr", self.muon_adam_lr)
-
-    def _validate_loss_scale(self) -> None:
-        if self.loss_scale is not None:
-            validate.scale("loss_scale", self.loss_scale)
-        initial = validate.scale("initial_loss_scale", self.initial_loss_scale)
-        lowest = validate.scale("min_loss_scale", self.min_loss_scale)
-        highest = (
-            validate.LARGEST_SCALE
-            if self.max_loss_scale is None
-            else validate.scale("max_loss_scale", self.max_loss_scale)
-        )
+        lowest, initial = float(self.min_loss_scale), float(self.initial_loss_scale)
+        highest = validate.LARGEST_SCALE if self.max_loss_scale is None else float(self.max_loss_scale)
         if not lowest <= initial <= highest:
             raise ArgumentError(
                 "min_loss_scale <= initial_loss_scale <= max_loss_scale must hold, "
                 f"got {lowest} <= {initial} <= {highest}"
             )
-        validate.integer("loss_scale_window", self.loss_scale_window, minimum=1)
-        validate.integer("hysteresis", self.hysteresis, minimum=1)
-        validate.one_of("hysteresis_reset", self.hysteresis_reset, HYSTERESIS_RESETS)
-        if validate.positive("loss_scale_growth_factor", self.loss_scale_growth_factor) <= 1:
+        if self.loss_scale_growth_factor <= 1:
             raise ArgumentError(f"loss_scale_growth_factor must be above 1, got {self.loss_scale_growth_factor!r}")
-        if validate.positive("loss_scale_backoff_factor", self.loss_scale_backoff_factor) >= 1:
+        if self.loss_scale_backoff_factor >= 1:
             raise ArgumentError(f"loss_scale_backoff_factor must be below 1, got {self.loss_scale_backoff_factor!r}")
 
 
-SCALER_FIELDS = {one.name: one.metadata["scaler"] for one in fields(OptimizerConfig) if "scaler" in one.metadata}
+SCALER_FIELDS = {one.name: one.metadata["scaler"] for one in fields(OptimizerConfig) if one.metadata.get("scaler")}
 """The fields that say what the scaler is, and the scaler's argument and attribute for each."""
 
 
