@@ -1,6 +1,6 @@
 """MegascaleOptimizer: what an optimizer offers that steps by a recipe, be it one optimizer or a chain of several."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,7 +40,7 @@ class MegascaleOptimizer(torch.optim.Optimizer):
     device: torch.device
     recipe: StepRecipe
 
-    def parts(self) -> "Sequence[MixedPrecisionOptimizer]":
+    def parts(self) -> "list[MixedPrecisionOptimizer]":
         """Return the optimizers that hold the parameters: a chain's members, or the optimizer itself."""
         raise NotImplementedError
 

@@ -1,8 +1,11 @@
 """ChainedOptimizer: several optimizers that step as one, with one scaler, one decision and one norm."""
 
 import weakref
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from itertools import chain, islice
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -70,7 +73,7 @@ class ChainedOptimizer(MegascaleOptimizer):
         if limit is not None:
             self.clip_grad = limit
 
-    def parts(self) -> Sequence[MixedPrecisionOptimizer]:
+    def parts(self) -> list[MixedPrecisionOptimizer]:
         """Return its members; see :meth:`MegascaleOptimizer.parts`."""
         return self.optimizers
 
@@ -118,7 +121,7 @@ class ChainedOptimizer(MegascaleOptimizer):
                 return optimizer.local_grad(name)
         raise ArgumentError(
             f"name={name!r} is no parameter of these optimizers; they have "
-            f"{listed([name for names in self._names() for name in names])}"
+            f"{listed([*chain.from_iterable(self._names())])}"
         )
 
     @override
@@ -136,14 +139,12 @@ class ChainedOptimizer(MegascaleOptimizer):
     def _names(self) -> list[list[str]]:
         """Return each optimizer's parameter names. Raises ArgumentError if two share one."""
         names = [optimizer.param_names() for optimizer in self.optimizers]
-        seen: set[str] = set()
-        for name in (name for own in names for name in own):
-            if name in seen:
-                raise ArgumentError(
-                    f"two of the optimizers have a parameter called {name!r}; build them from named parameters (a "
-                    "DistributedOptimizer takes names from modules: give each the whole model)"
-                )
-            seen.add(name)
+        twice = [name for name, count in Counter(chain.from_iterable(names)).items() if count > 1]
+        if twice:
+            raise ArgumentError(
+                f"two of the optimizers have a parameter called {twice[0]!r}; build them from named parameters (a "
+                "DistributedOptimizer takes names from modules: give each the whole model)"
+            )
         return names
 
     def _split(self, state_dict: Any, strict: bool) -> list[dict[str, Any]]:
@@ -152,40 +153,36 @@ class ChainedOptimizer(MegascaleOptimizer):
             state_dict = from_torch_layout(state_dict, self.state_dict(copy=False), strict=strict)
         check_layout(state_dict, strict=strict)
         names = self._names()
-        state_dict = under_live_names(state_dict, [name for own in names for name in own])
+        known = [*chain.from_iterable(names)]
+        state_dict = under_live_names(state_dict, known)
         states, mains = state_dict["optimizer"]["state"], state_dict["main_params"]
         groups = state_dict["optimizer"]["param_groups"]
-        known = {name for own in names for name in own}
-        unexpected = sorted((states.keys() | mains.keys()) - known)
+        unexpected = sorted((states.keys() | mains.keys()).difference(known))
         if unexpected and strict:
             raise StateDictError(
                 f"state dict has parameters that no optimizer has: {listed(unexpected)}; load with strict=False to "
                 "take only what both sides have"
             )
-        if len(groups) != len(self.param_groups) and strict:
+        fits = len(groups) == len(self.param_groups)
+        if not fits and strict:
             raise StateDictError(
                 f"state dict has {len(groups)} param groups, the optimizers have {len(self.param_groups)}; build the "
                 "same groups, or load with strict=False to keep the live options"
             )
         shared = shared_by_optimizer(state_dict["optimizer"], len(names), strict=strict)
-        parts = []
-        taken = 0
-        for optimizer, own, own_shared in zip(self.optimizers, names, shared, strict=True):
-            count = len(optimizer.param_groups)
-            fits = len(groups) == len(self.param_groups)
-            parts.append(
-                {
-                    "optimizer": {
-                        "state": _picked(states, own),
-                        "param_groups": groups[taken : taken + count] if fits else [],
-                        SHARED_STATE: own_shared,
-                    },
-                    "main_params": _picked(mains, own),
-                    **{key: state_dict[key] for key in SHARED_KEYS if key in state_dict},
-                }
-            )
-            taken += count
-        return parts
+        rest = iter(groups if fits else ())
+        return [
+            {
+                "optimizer": {
+                    "state": _picked(states, own),
+                    "param_groups": list(islice(rest, len(optimizer.param_groups))),
+                    SHARED_STATE: own_shared,
+                },
+                "main_params": _picked(mains, own),
+                **{key: state_dict[key] for key in SHARED_KEYS if key in state_dict},
+            }
+            for optimizer, own, own_shared in zip(self.optimizers, names, shared, strict=True)
+        ]
 
 
 AnyOptimizer = MixedPrecisionOptimizer | ChainedOptimizer
@@ -194,7 +191,7 @@ AnyOptimizer = MixedPrecisionOptimizer | ChainedOptimizer
 
 def parts_of(optimizer: AnyOptimizer) -> list[MixedPrecisionOptimizer]:
     """Return the optimizers that hold the parameters: a chain's members, or the optimizer itself."""
-    return list(optimizer.parts())
+    return optimizer.parts()
 
 
 def _picked(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
@@ -212,15 +209,11 @@ def _check(optimizers: Sequence[Any], *, clip_alike: bool) -> None:
                 f"{type(optimizer).__name__}"
             )
     first = optimizers[0]
+    deciding = [f"config.{one.name}" for one in fields(DecisionConfig)]
+    alike = ["device", *(["clip_grad"] if clip_alike else []), *deciding]
     for index, optimizer in enumerate(optimizers):
-        for what, mine, theirs in (
-            ("device", optimizer.device, first.device),
-            *([("clip_grad", optimizer.clip_grad, first.clip_grad)] if clip_alike else []),
-            *(
-                (f"config.{one.name}", getattr(optimizer.config, one.name), getattr(first.config, one.name))
-                for one in fields(DecisionConfig)
-            ),
-        ):
+        for what in alike:
+            mine, theirs = map(attrgetter(what), (optimizer, first))
             if mine != theirs:
                 raise ArgumentError(
                     f"optimizers[{index}] has {what}={mine}, optimizers[0] has {theirs}; make them equal"

@@ -1,6 +1,6 @@
 """MixedPrecisionOptimizer: the recipe of a 16-bit step around any torch optimizer."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -140,7 +140,7 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
         """Return the MainParams; here every rank has all of them. ``names``: parameter names by ``id(param)``."""
         return ReplicatedMainParams(names)
 
-    def parts(self) -> "Sequence[MixedPrecisionOptimizer]":
+    def parts(self) -> "list[MixedPrecisionOptimizer]":
         """Return the optimizer itself; see :meth:`MegascaleOptimizer.parts`."""
         return [self]
 
