@@ -46,6 +46,7 @@ class MegatronGradScaler(ABC):
     def __init__(self, initial_scale: float, *, device: torch.device | str | None = None) -> None:
         self.initial_scale = validate.scale("initial_scale", initial_scale)
         self._scale = torch.full((1,), self.initial_scale, dtype=torch.float32, device=device or "cpu")
+        self._begun_from = ScalerState(self.initial_scale)
 
     _times_asked = 0
 
@@ -75,7 +76,7 @@ class MegatronGradScaler(ABC):
 
     def settings(self) -> tuple[Any, ...]:
         """Return what the host knows of the scale: its rule, and what was loaded. Ranks that agree on it share it."""
-        return (type(self).__name__,)
+        return (type(self).__name__, *self._begun_from)
 
     @property
     def lowest_scale(self) -> float | None:
@@ -122,9 +123,10 @@ class MegatronGradScaler(ABC):
         Raises StateDictError naming the key, the value and the remedy.
         """
 
-    @abstractmethod
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state. On StateDictError nothing has changed."""
+        self._begun_from = self.parse_state_dict(state_dict)
+        self._scale.fill_(self._begun_from.scale)
 
 
 @names_arguments
@@ -133,19 +135,14 @@ class ConstantGradScaler(MegatronGradScaler):
 
     def __init__(self, initial_scale: float, *, device: torch.device | str | None = None) -> None:
         super().__init__(initial_scale, device=device)
-        self._on_host = self.initial_scale
 
     def __repr__(self) -> str:
-        return wording.call(type(self).__name__, self._on_host)
+        return wording.call(type(self).__name__, self._begun_from.scale)
 
     @property
     @override
     def needs_scaled_loss(self) -> bool:
-        return self._on_host != 1.0
-
-    @override
-    def settings(self) -> tuple[Any, ...]:
-        return (*super().settings(), self._on_host)
+        return self._begun_from.scale != 1.0
 
     def update(self, found_inf: bool | Tensor) -> None:
         """Check the argument; the scale does not change."""
@@ -161,11 +158,6 @@ class ConstantGradScaler(MegatronGradScaler):
         if not state_dict:
             return ScalerState(float(self._scale))
         return ScalerState(_parse_scale(state_dict))
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state. On StateDictError nothing has changed."""
-        self._on_host = self.parse_state_dict(state_dict).scale
-        self._scale.fill_(self._on_host)
 
 
 @names_arguments
@@ -253,7 +245,7 @@ class DynamicGradScaler(MegatronGradScaler):
     @override
     def settings(self) -> tuple[Any, ...]:
         rule = (self.min_scale, self.max_scale, self.growth_factor, self.backoff_factor, self.growth_interval)
-        return (*super().settings(), *rule, self.hysteresis, self.hysteresis_reset, self._begun_from)
+        return (*super().settings(), *rule, self.hysteresis, self.hysteresis_reset)
 
     @property
     @override
@@ -313,13 +305,11 @@ class DynamicGradScaler(MegatronGradScaler):
             )
         return state
 
+    @override
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state. On StateDictError nothing has changed."""
-        self._begun_from = self.parse_state_dict(state_dict)
-        for live, number in zip(
-            (self._scale, self._growth_tracker, self._hysteresis_tracker), self._begun_from, strict=True
-        ):
-            live.fill_(number)
+        super().load_state_dict(state_dict)
+        self._growth_tracker.fill_(self._begun_from.growth_tracker)
+        self._hysteresis_tracker.fill_(self._begun_from.hysteresis_tracker)
 
 
 def _flag(found_inf: bool | Tensor, device: torch.device) -> Tensor:
