@@ -236,7 +236,7 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
 
     def state_source(self) -> Source:
         """Return what :attr:`state` shows."""
-        return Source.of(self._live(), self._member.sync_from_model)
+        return Source.of(self._live(), self._member)
 
     @override
     def live_states(self) -> list[LiveState]:

@@ -14,10 +14,10 @@ returns: see :func:`megascale.state.torch_layout.from_torch_layout`.
 """
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
-from weakref import WeakMethod
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from megascale.errors import UsageError
 from megascale.main_params.main_param import MainParam
 from megascale.state import torch_layout as layout
 from megascale.state.live_state import HeldState, LiveState
+from megascale.step.member import StepMember
 from megascale.utils.autograd import detached
 from megascale.utils.dtensors import to_local
 
@@ -37,19 +38,17 @@ class Source(HeldState):
     """What one optimizer's entries are read from: a :class:`LiveState` but for what updates it.
 
     Attributes:
-        sync: takes weights that others wrote into the model over into the main params.
-        release: drops what the update keeps of tensors from step to step. Both are weak references: whoever keeps
-            entries of a dropped optimizer keeps their tensors, and not the wrapper of the torch optimizer.
+        member: updates all that. A weak reference: whoever keeps entries of a dropped optimizer keeps their tensors,
+            and not the wrapper of the torch optimizer.
     """
 
-    sync: "WeakMethod[Callable[[], None]]"
-    release: "WeakMethod[Callable[[], None]]"
+    member: "ref[StepMember]"
 
     @classmethod
-    def of(cls, live: LiveState, sync: Callable[[], None]) -> "Source":
-        """Return the source of ``live``. ``sync``: a method."""
+    def of(cls, live: LiveState, member: StepMember) -> "Source":
+        """Return the source of ``live``, which ``member`` updates."""
         held = (live.param_groups, live.state, live.main_params, live.grad_scaler, live.counter, live.norm_statistics)
-        return cls(*held, WeakMethod(sync), WeakMethod(live.update.release_scratch))
+        return cls(*held, ref(member))
 
     @property
     def added(self) -> tuple[str, ...]:
@@ -65,18 +64,18 @@ class Source(HeldState):
 
     def forget(self) -> None:
         """Let tensors go that are replaced: the update kept them for the next step."""
-        release = self.release()
-        if release is not None:
-            release()
+        member = self.member()
+        if member is not None:
+            member.update.release_scratch()
 
     def main_value(self, param: Tensor) -> Tensor | None:
         """Return the live main param of ``param``; None where it has none but itself."""
         main = self.main_params.get(param)
         if main is None or not main.is_copy:
             return None
-        sync = self.sync()
-        if sync is not None and main.is_written():
-            sync()
+        member = self.member()
+        if member is not None and main.is_written():
+            member.sync_from_model()
         return detached(main.value())
 
     def shared_value(self, name: str) -> Tensor | None:
