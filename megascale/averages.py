@@ -17,6 +17,7 @@ from megascale.landed.steps import StepOutcomes
 from megascale.main_params.base import MainParams
 from megascale.main_params.main_param import MainParam
 from megascale.main_params.replicated import ReplicatedMainParams
+from megascale.step.arguments import device_of
 from megascale.utils.collectives import raise_together
 from megascale.utils.dtensors import dtensor_like, to_local
 from megascale.utils.dtypes import HALF_DTYPES
@@ -95,10 +96,7 @@ class AveragedMainParams:
         self._owners = _owners(optimizer)
         self._num_main_params = _count(self._owners)
         self._outcomes = StepOutcomes(optimizer)
-        self._group = None
-        device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
-        if isinstance(optimizer, MegascaleOptimizer):
-            self._group, device = optimizer.groups.grad_stats, optimizer.device
+        self._group = optimizer.groups.grad_stats if isinstance(optimizer, MegascaleOptimizer) else None
         sources = _sources(model, self._owners)
         self._params = RunningAverages([to_local(source.value()) for _, _, source in sources])
         self._entries = [
@@ -106,7 +104,7 @@ class AveragedMainParams:
         ]
         self._buffers = dict(model.named_buffers())
         self._averaged_buffers = RunningAverages([to_local(buffer) for buffer in self._buffers.values()])
-        self.n_averaged = torch.zeros((), dtype=torch.int64, device=device)
+        self.n_averaged = torch.zeros((), dtype=torch.int64, device=device_of(optimizer))
         self._view = HostView()
         self._has_started = False
 
