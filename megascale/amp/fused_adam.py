@@ -87,7 +87,9 @@ def _operands(
         if not tensors:  # max_exp_avg_sq without amsgrad
             continue
         known = reader_of(optimizer, (name, group), _are_steps if name == "step" else _are_moments).read(tensors)
-        if known is None or not (known.devices == params.devices if name == "step" else known.forms.fit(params.forms)):
+        if known is None or not (
+            known.forms.devices == params.forms.devices if name == "step" else known.forms.fit(params.forms)
+        ):
             return None
         read[name] = known
     steps, mains = read.pop("step"), cast("Any", params)

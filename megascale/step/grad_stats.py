@@ -199,7 +199,7 @@ def _measure_by_device(
     grads: Sequence[Tensor], backend: Backend, count_zeros: bool, device: torch.device
 ) -> TensorStats:
     """Measure each device's gradients there and bring the statistics to ``device``, in the order of ``grads``."""
-    devices = TensorList.of(grads).devices
+    devices = TensorList.of(grads).forms.devices
     if devices == {device}:
         return backend.measure(grads, count_zeros)
     parts = {place: backend.measure([grad for grad in grads if grad.device == place], count_zeros) for place in devices}

@@ -260,9 +260,9 @@ class NativeBackend(TorchDecisions, TorchRemainders):
         """Return remainder.h's table; None unless all tensors are contiguous and on the CPU."""
         if held not in self._kept_held:
             columns = [TensorList(column) for column in (held.mains, *held.beside)]
-            rows = np.stack([*(column.pointers for column in columns), columns[1].dtype_codes(TYPES)], axis=1)
-            fits = all(column.contiguous and column.devices <= {CPU} for column in columns)
-            self._kept_held[held] = _Table(_Lengths(columns[0].numels), rows) if fits else None
+            rows = np.stack([*(column.pointers for column in columns), columns[1].forms.dtype_codes(TYPES)], axis=1)
+            fits = all(column.forms.contiguous and column.forms.devices <= {CPU} for column in columns)
+            self._kept_held[held] = _Table(_Lengths(columns[0].forms.numels), rows) if fits else None
         return self._kept_held[held]
 
     def _hold(self, table: _Table, overflowed: Tensor | None) -> None:
@@ -340,14 +340,14 @@ def _whole_table(operands: Operands, names: list[str]) -> _Table | None:
     deque(zip(operands.main, operands.grad, models, *states, strict=True), maxlen=0)  # raises for other lengths
     if operands.remainder:
         lefts = TensorList(operands.remainder)
-        if not (lefts.contiguous and all(map(_all_known, (models, *states)))):
+        if not (lefts.forms.contiguous and all(map(_all_known, (models, *states)))):
             return None
         table = _table(models, models, states, operands.step)
         table.rows[:, MAIN], table.rows[:, MODEL], table.rows[:, REMAINDER] = 0, models.pointers, lefts.pointers
         table.rows[:, FINGERPRINT] = TensorList(operands.fingerprint).pointers
         return table
     mains = models if operands.main is operands.model else TensorList.of(operands.main)
-    if not all(map(_all_known, (mains, models, *states))) or mains.dtypes != {torch.float32}:
+    if not all(map(_all_known, (mains, models, *states))) or mains.forms.kinds != {torch.float32}:
         return None
     return _table(mains, models, states, operands.step)
 
@@ -358,13 +358,13 @@ def _table(mains: TensorList, models: TensorList, states: Sequence[TensorList], 
     columns[:, MAIN] = mains.pointers
     # An fp32 model param is its own main param.
     columns[:, MODEL] = np.where(models.pointers == mains.pointers, 0, models.pointers)
-    columns[:, MODEL_TYPE] = models.dtype_codes(TYPES)
+    columns[:, MODEL_TYPE] = models.forms.dtype_codes(TYPES)
     for index, state in enumerate(states):
         columns[:, STATE + index] = state.pointers
-        columns[:, STATE_TYPE + index] = state.dtype_codes(TYPES)
+        columns[:, STATE_TYPE + index] = state.forms.dtype_codes(TYPES)
     if steps:
         columns[:, STEP] = TensorList.of(steps).pointers
-    return _Table(_Lengths(mains.numels), columns)
+    return _Table(_Lengths(mains.forms.numels), columns)
 
 
 def _constants(hyper: Hyper) -> _Hyper:

@@ -34,11 +34,11 @@ def compact_rows(operands: Operands, types: dict[torch.dtype, int]) -> NDArray[n
     models = TensorList(operands.model)
     mains = models if operands.remainder else TensorList(operands.main)
     lists = [mains, models, *moments.values()]
-    if not all(one.contiguous and one.devices <= {CPU} for one in lists):
+    if not all(one.forms.contiguous and one.forms.devices <= {CPU} for one in lists):
         return None
-    if not operands.remainder and mains.dtypes != {torch.float32}:
+    if not operands.remainder and mains.forms.kinds != {torch.float32}:
         return None
-    dtypes = [one.dtypes for one in moments.values()]
+    dtypes = [one.forms.kinds for one in moments.values()]
     if not all(len(found) == 1 and found <= {torch.float32, *CODE_DTYPES} for found in dtypes):
         return None
     rows: NDArray[np.int64] = np.zeros((len(operands.main), COLUMNS), dtype=np.int64)
@@ -49,11 +49,11 @@ def compact_rows(operands: Operands, types: dict[torch.dtype, int]) -> NDArray[n
         rows[:, MAIN] = mains.pointers
         # An fp32 model param is its own main param.
         rows[:, MODEL] = np.where(models.pointers == mains.pointers, 0, models.pointers)
-    rows[:, MODEL_TYPE] = models.dtype_codes(types)
+    rows[:, MODEL_TYPE] = models.forms.dtype_codes(types)
     for name in moments:
         column, scale = MOMENTS[name]
         rows[:, column] = moments[name].pointers
-        if moments[name].dtypes <= set(CODE_DTYPES):
+        if moments[name].forms.kinds <= set(CODE_DTYPES):
             rows[:, scale] = TensorList(operands.state[name + SCALE_SUFFIX]).pointers
     rows[:, STEP] = TensorList(operands.step).pointers
     rows[:, START] = operands.start or 0
@@ -62,4 +62,4 @@ def compact_rows(operands: Operands, types: dict[torch.dtype, int]) -> NDArray[n
 
 def numels_of(mains: list[Tensor]) -> NDArray[np.int64]:
     """Return the number of elements of each main param."""
-    return TensorList(mains).numels
+    return TensorList(mains).forms.numels

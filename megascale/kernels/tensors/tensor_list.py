@@ -1,12 +1,11 @@
 """Lists of tensors that cache addresses and forms: reading these dominates the cost of many small tensors."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any, overload
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -85,34 +84,10 @@ class TensorList(Sequence[Tensor]):
         """A key of the tensors' addresses and devices."""
         return self.pointers.tobytes()
 
-    @property
-    def form(self) -> tuple[Any, ...]:
-        """A key of the tensors' forms."""
-        return self.forms.key
-
-    @property
-    def numels(self) -> NDArray[np.int64]:
-        """Numbers of elements, shape [len(self)]."""
-        return self.forms.numels
-
-    @property
-    def dtypes(self) -> set[torch.dtype]:
-        """The dtypes that occur."""
-        return self.forms.kinds
-
-    @property
-    def devices(self) -> set[torch.device]:
-        """The devices that occur."""
-        return self.forms.devices
-
-    @property
-    def contiguous(self) -> bool:
-        """Whether all of them are contiguous."""
-        return self.forms.contiguous
-
-    def dtype_codes(self, codes: Mapping[torch.dtype, int]) -> NDArray[np.int64]:
-        """Return the code of each tensor's dtype, shape [len(self)]. ``codes``: never changes."""
-        return self.forms.dtype_codes(codes)
+    @cached
+    def signature(self) -> Hashable:
+        """A key of the tensors' addresses and forms."""
+        return self.places, self.forms.key
 
     def are_plain(self) -> bool:
         """Return whether kernels can read all: strided, with storage for all elements, no conj, neg or zero bit."""

@@ -31,8 +31,9 @@ from megascale.kernels.decision import (
 from megascale.kernels.protocol import HeldParams, Operands
 from megascale.kernels.reference import ReferenceBackend
 from megascale.kernels.remainders import TorchRemainders
+from megascale.kernels.tensors.tensor_list import TensorList
 from megascale.kernels.triton import device_table
-from megascale.kernels.triton.device_table import Column, DeviceTable, Numbers, Plan, PlanCache
+from megascale.kernels.triton.device_table import DeviceTable, Numbers, Plan, PlanCache
 from megascale.kernels.triton.grad_addresses import GradAddresses
 from megascale.kernels.triton.launch import launch
 from megascale.rules import AdamHyper, LionHyper, SgdHyper
@@ -62,8 +63,8 @@ class _CachedColumns(NamedTuple):
     """
 
     names: list[str]
-    tensors: list[Column]
-    beside: dict[int, Column | Numbers]
+    tensors: list[TensorList]
+    beside: dict[int, TensorList | Numbers]
     written: list[Tensor]
 
 
@@ -90,7 +91,7 @@ class TritonBackend(TorchDecisions, TorchRemainders):
         self._plans = PlanCache()
         self._addresses = GradAddresses()
         self._kept: WeakKeyDictionary[Operands, _CachedColumns] = WeakKeyDictionary()
-        self._kept_held: WeakKeyDictionary[HeldParams, tuple[list[Column], dict[int, Column | Numbers]]] = (
+        self._kept_held: WeakKeyDictionary[HeldParams, tuple[list[TensorList], dict[int, TensorList | Numbers]]] = (
             WeakKeyDictionary()
         )
         self._rates: dict[torch.device, tuple[float, Tensor]] = {}
@@ -102,8 +103,8 @@ class TritonBackend(TorchDecisions, TorchRemainders):
     def measure(self, grads: Sequence[Tensor], count_zeros: bool) -> TensorStats:
         """See :class:`megascale.kernels.Backend`."""
         device = self._check(grads[0].device)
-        measured = Column(grads)
-        plan, addresses = self._plans.find([], grads=measured), self._addresses.find(measured.tensors)
+        measured = TensorList.of(grads)
+        plan, addresses = self._plans.find([], grads=measured), self._addresses.find(measured)
         stats = torch.empty(len(grads), 3, dtype=stats_dtype(device), device=device)
         for table in plan.tables:
             partials = torch.empty(len(table.chunk_rows), 4, dtype=stats.dtype, device=device)
@@ -253,7 +254,7 @@ class TritonBackend(TorchDecisions, TorchRemainders):
     def write_back_(self, mains: list[Tensor], models: list[Tensor]) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
         device = self._check(mains[0].device)
-        plan = self._plans.find([Column(mains), Column(models)])
+        plan = self._plans.find([TensorList.of(mains), TensorList.of(models)])
         flags = torch.empty(len(mains), dtype=torch.uint8, device=device)
         for table in plan.tables:
             self._update(self._kernels.write_back_kernel, table, (flags,), {"MODEL_DTYPE": self._dtypes(table)[1]})
@@ -287,8 +288,8 @@ class TritonBackend(TorchDecisions, TorchRemainders):
     def _held_plan(self, held: HeldParams) -> Plan:
         self._check(held.mains[0].device)
         if held not in self._kept_held:
-            tensors = [Column(column) for column in (held.remainders, held.models, held.mains)]
-            self._kept_held[held] = tensors, {device_table.MARK: Column(held.fingerprints)}
+            tensors = [TensorList.of(column) for column in (held.remainders, held.models, held.mains)]
+            self._kept_held[held] = tensors, {device_table.MARK: TensorList.of(held.fingerprints)}
         return self._plans.find(*self._kept_held[held])
 
     def _check(self, device: torch.device) -> torch.device:
@@ -308,9 +309,9 @@ class TritonBackend(TorchDecisions, TorchRemainders):
         kept = self._kept.get(operands)
         if kept is None or kept.names != names or (device_table.STEP in kept.beside) != counts_steps:
             kept = self._kept[operands] = _keep(operands, names, counts_steps)
-        grads = Column(operands.grad)
+        grads = TensorList.of(operands.grad)
         plan = self._plans.find(kept.tensors, kept.beside, grads)
-        return plan, self._addresses.find(grads.tensors)
+        return plan, self._addresses.find(grads)
 
     def _prepared(
         self, operands: Operands, lr: float | Tensor, decision: Decision
@@ -394,17 +395,17 @@ def _keep(operands: Operands, names: list[str], counts_steps: bool) -> _CachedCo
     mains = operands.remainder or operands.main
     copied = [main for main, model in zip(mains, operands.model, strict=True) if main is not model]
     states = [tensor for tensors in operands.state.values() for tensor in tensors]
-    beside: dict[int, Column | Numbers] = {device_table.STEP: Column(operands.step)} if counts_steps else {}
+    beside: dict[int, TensorList | Numbers] = {device_table.STEP: TensorList.of(operands.step)} if counts_steps else {}
     if operands.remainder:
-        beside[device_table.MARK] = Column(operands.fingerprint)
+        beside[device_table.MARK] = TensorList.of(operands.fingerprint)
     if operands.has_codes:
         beside[device_table.START] = device_table.Numbers(operands.start or [0] * len(mains))
         for column, name in zip((device_table.FIRST_SCALE, device_table.SECOND_SCALE), names, strict=False):
             if name + SCALE_SUFFIX in operands.state:
-                beside[column] = Column(operands.state[name + SCALE_SUFFIX])
+                beside[column] = TensorList.of(operands.state[name + SCALE_SUFFIX])
     return _CachedColumns(
         names,
-        [Column(mains), Column(operands.model), *(Column(operands.state[name]) for name in names)],
+        [TensorList.of(mains), TensorList.of(operands.model), *(TensorList.of(operands.state[name]) for name in names)],
         beside,
         [*copied, *operands.fingerprint, *states, *operands.step, *operands.model],
     )

@@ -22,7 +22,6 @@ from megascale.kernels.blocks import flat
 from megascale.kernels.remainders import REMAINDER_DTYPE
 from megascale.kernels.tensors.tensor_list import TensorList
 from megascale.rules import CODE_DTYPES
-from megascale.utils.cached import cached
 from megascale.utils.graph_capture import is_capturing
 
 CHUNK = 1 << 14  # elements; a power of two, and a whole number of vectors
@@ -52,7 +51,7 @@ class _Codes(dict[torch.dtype, int]):
 _CODES = _Codes((dtype, code) for code, dtype in enumerate(DTYPES))
 
 
-NOTHING: Mapping[int, "Column | Numbers"] = MappingProxyType({})
+NOTHING: Mapping[int, "TensorList | Numbers"] = MappingProxyType({})
 """Rows have nothing beside their tensors."""
 
 
@@ -62,35 +61,6 @@ class Numbers:
     def __init__(self, values: list[int]) -> None:
         self.pointers: NDArray[np.int64] = np.array(values, dtype=np.int64)
         self.signature: Hashable = self.pointers.tobytes()
-
-
-class Column:
-    """One tensor of every parameter of a call, with cached addresses and codes.
-
-    Args:
-        tensors: neither they nor their memory change while the column is in use.
-    """
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.tensors = TensorList.of(tensors)
-
-    def __len__(self) -> int:
-        return len(self.tensors)
-
-    @property
-    def pointers(self) -> NDArray[np.int64]:
-        """Addresses, shape [len(self)]."""
-        return self.tensors.pointers
-
-    @cached
-    def codes(self) -> NDArray[np.int64]:
-        """Indices of the dtypes in :data:`DTYPES`, or :data:`UNKNOWN`, shape [len(self)]."""
-        return self.tensors.dtype_codes(_CODES)
-
-    @cached
-    def signature(self) -> Hashable:
-        """A key of the tensors' addresses and forms."""
-        return self.tensors.places, self.tensors.form
 
 
 @dataclass(frozen=True)
@@ -141,7 +111,10 @@ class PlanCache:
         self._captured: dict[Hashable, Plan] = {}
 
     def find(
-        self, columns: Sequence[Column], beside: Mapping[int, Column | Numbers] = NOTHING, grads: Column | None = None
+        self,
+        columns: Sequence[TensorList],
+        beside: Mapping[int, TensorList | Numbers] = NOTHING,
+        grads: TensorList | None = None,
     ) -> Plan:
         """Return the plan of a call, from the cache if it has it.
 
@@ -156,13 +129,13 @@ class PlanCache:
         that is freed. Raises ArgumentError for tensors on several devices.
         """
         [first, *_] = columns if grads is None else (*columns, grads)
-        device = first.tensors[0].device
+        device = first[0].device
         capturing = is_capturing(device)
         key = (
             CHUNK,
             device,
             *((index, one.signature) for index, one in beside.items()),
-            grads and grads.tensors.form,
+            grads and grads.forms.key,
             *(one.signature for one in columns),
         )
         plan = self._captured.get(key)
@@ -199,20 +172,22 @@ def _nbytes(plan: Plan) -> int:
     return sum(table.nbytes for table in plan.tables)
 
 
-def _check_devices(columns: Sequence[Column], device: torch.device) -> None:
+def _check_devices(columns: Sequence[TensorList], device: torch.device) -> None:
     for column in columns:
-        for other in column.tensors.devices - {device}:
+        for other in column.forms.devices - {device}:
             raise ArgumentError(f"tensors of one kernel call are on {device} and on {other}; put them on one")
 
 
-def _make_plan(columns: Sequence[Column], beside: Mapping[int, Column | Numbers], grads: Column | None) -> Plan:
+def _make_plan(
+    columns: Sequence[TensorList], beside: Mapping[int, TensorList | Numbers], grads: TensorList | None
+) -> Plan:
     every = [*columns] if grads is None else [*columns, grads]
-    device, numels = every[0].tensors[0].device, every[0].tensors.numels
-    _check_devices([*every, *(one for one in beside.values() if isinstance(one, Column))], device)
-    codes = np.stack([column.codes for column in every], axis=1)
+    device, numels = every[0][0].device, every[0].forms.numels
+    _check_devices([*every, *(one for one in beside.values() if isinstance(one, TensorList))], device)
+    codes = np.stack([column.forms.dtype_codes(_CODES) for column in every], axis=1)
     takes = _takes(every, codes, has_main=len(columns) > 0)
-    for scales in (one for index, one in beside.items() if index in SCALES and isinstance(one, Column)):
-        takes &= (scales.codes == _CODES[torch.float32]) & [scale.is_contiguous() for scale in scales.tensors]
+    for scales in (one for index, one in beside.items() if index in SCALES and isinstance(one, TensorList)):
+        takes &= (scales.forms.dtype_codes(_CODES) == _CODES[torch.float32]) & list(map(Tensor.is_contiguous, scales))
     columns_beside = {index: one.pointers for index, one in beside.items()}
     pointers = np.empty((len(codes), len(columns)), dtype=np.int64)
     for index, column in enumerate(columns):
@@ -228,15 +203,15 @@ def _make_plan(columns: Sequence[Column], beside: Mapping[int, Column | Numbers]
     return Plan(tuple(tables), tuple(np.flatnonzero(~takes).tolist()))
 
 
-def _takes(columns: Sequence[Column], codes: NDArray[np.int64], *, has_main: bool) -> NDArray[np.bool_]:
+def _takes(columns: Sequence[TensorList], codes: NDArray[np.int64], *, has_main: bool) -> NDArray[np.bool_]:
     """Return, for each row, whether the kernels support it. ``codes``: of all columns, shape [rows, columns]."""
     takes = (codes != UNKNOWN).all(axis=1)
     in_order = np.logical_or.reduce([(codes == _CODES[dtype]).any(axis=1) for dtype in IN_ORDER])
     if has_main:
         takes &= np.isin(codes[:, 0], [_CODES[torch.float32], _CODES[REMAINDER_DTYPE]])
-    if not all(column.tensors.contiguous for column in columns):
+    if not all(column.forms.contiguous for column in columns):
         for index in np.flatnonzero(takes).tolist():
-            row = [column.tensors[index] for column in columns]
+            row = [column[index] for column in columns]
             takes[index] = all(map(Tensor.is_contiguous, row)) or not (in_order[index] or flat(row) is None)
     return takes
 

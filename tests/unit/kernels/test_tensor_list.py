@@ -28,11 +28,11 @@ pytestmark = pytest.mark.usefixtures("reader")
 def _facts(tensors: TensorList) -> tuple[Any, ...]:
     return (
         tensors.pointers.tolist(),
-        tensors.numels.tolist(),
-        tensors.dtype_codes(CODES).tolist(),
-        tensors.dtypes,
-        tensors.devices,
-        tensors.contiguous,
+        tensors.forms.numels.tolist(),
+        tensors.forms.dtype_codes(CODES).tolist(),
+        tensors.forms.kinds,
+        tensors.forms.devices,
+        tensors.forms.contiguous,
     )
 
 
@@ -211,13 +211,13 @@ def test_keys_of_lists_are_equal_for_equal_ones() -> None:
     """`form` tells dtype, length and layout, wherever the tensors lie; `places` tells where."""
     held = [torch.zeros(2, 3), torch.zeros(4, 2).t()]
     one, again, other = TensorList(held), TensorList(list(held)), TensorList([tensor.clone() for tensor in held])
-    assert one.form == again.form == other.form
+    assert one.forms.key == again.forms.key == other.forms.key
     assert one.places == again.places != other.places
     for place, changed in ((0, held[0].double()), (0, torch.zeros(2, 4)), (1, torch.zeros(4, 2)), (1, held[1].t())):
         tensors = [*held[:place], changed, *held[place + 1 :]]
-        assert TensorList(tensors).form != one.form
-    assert TensorList(held[:1]).form != TensorList([torch.zeros(3, 2).t()]).form
-    assert TensorList([torch.zeros(4, 6)[:, :3]]).form != TensorList([torch.zeros(4, 6)[:, ::2]]).form
+        assert TensorList(tensors).forms.key != one.forms.key
+    assert TensorList(held[:1]).forms.key != TensorList([torch.zeros(3, 2).t()]).forms.key
+    assert TensorList([torch.zeros(4, 6)[:, :3]]).forms.key != TensorList([torch.zeros(4, 6)[:, ::2]]).forms.key
 
 
 def _cut_short(tensor: Tensor, nbytes: int) -> Tensor:

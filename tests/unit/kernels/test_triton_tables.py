@@ -99,9 +99,9 @@ def test_parts_of_measured_gradients_are_not_copied_again(copies: list[Tensor]) 
 
 
 def _find(cache: device_table.PlanCache, operands: Operands) -> device_table.Plan:
-    columns = [device_table.Column(tensors) for tensors in (operands.main, operands.model, operands.state["exp_avg"])]
-    beside = {device_table.STEP: device_table.Column(operands.step)}
-    return cache.find(columns, beside, device_table.Column(operands.grad))
+    columns = [TensorList(tensors) for tensors in (operands.main, operands.model, operands.state["exp_avg"])]
+    beside = {device_table.STEP: TensorList(operands.step)}
+    return cache.find(columns, beside, TensorList(operands.grad))
 
 
 def _same_plans(left: device_table.Plan, right: device_table.Plan) -> bool:
@@ -224,8 +224,8 @@ def test_capture_reuses_tables_and_refuses_new_ones(monkeypatch: pytest.MonkeyPa
     operands, backend = operands_of(ROWS[1:3]), TritonBackend()
 
     def found(grads: Sequence[Tensor]) -> tuple[device_table.Plan, Tensor]:
-        column = device_table.Column(grads)
-        return backend._plans.find([], grads=column), backend._addresses.find(column.tensors)
+        column = TensorList(grads)
+        return backend._plans.find([], grads=column), backend._addresses.find(column)
 
     def capture(captures: bool) -> None:
         for module in (device_table, grad_addresses):
