@@ -113,7 +113,7 @@ class TritonBackend(TorchDecisions, TorchRemainders):
                 self._kernels.measure_kernel,
                 len(table.chunk_rows),
                 (table.rows, table.chunk_rows, table.counters, addresses, table.arrivals, partials, stats),
-                {"GRAD_DTYPE": self._grad_dtype(table), "COUNT_ZEROS": count_zeros, **sizes},
+                {"GRAD_DTYPE": self._kernels.LANGUAGE_DTYPES[table.grad_dtype], "COUNT_ZEROS": count_zeros, **sizes},
             )
         if plan.rest:
             theirs = self._reference.measure([grads[index] for index in plan.rest], count_zeros)
@@ -180,76 +180,110 @@ class TritonBackend(TorchDecisions, TorchRemainders):
 
     def adam_(self, operands: Operands, hyper: AdamHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
-        names = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if hyper.amsgrad else [])
-        plan, grads = self._plan(operands, names, True)
-        flags, pointers = self._prepared(operands, hyper.lr, decision)
-        scalars = (
-            *_split_double(hyper.beta1),
-            *_split_double(hyper.beta2),
-            _log(hyper.beta1),
-            _log(hyper.beta2),
-            float(hyper.eps),
-            float(hyper.weight_decay),
+        states = {"exp_avg": "AVG_DTYPE", "exp_avg_sq": "SQ_DTYPE"}
+        return self._apply(
+            self._kernels.adam_kernel,
+            self._reference.adam_,
+            operands,
+            hyper,
+            decision,
+            states=states | {"max_exp_avg_sq": "MAX_DTYPE"} if hyper.amsgrad else states,
+            counts_steps=True,
+            scalars=(
+                *_split_double(hyper.beta1),
+                *_split_double(hyper.beta2),
+                _log(hyper.beta1),
+                _log(hyper.beta2),
+                float(hyper.eps),
+                float(hyper.weight_decay),
+            ),
+            constants={"MAX_DTYPE": None, "DECOUPLED": hyper.decoupled, "L2": hyper.weight_decay != 0},
         )
-        for table in plan.tables:
-            _, model, exp_avg, exp_avg_sq, *largest = self._dtypes(table)
-            constants = {
-                "MODEL_DTYPE": model,
-                "HELD": len(operands.remainder) > 0,
-                "CODES": operands.has_codes,
-                "GRAD_DTYPE": self._grad_dtype(table),
-                "AVG_DTYPE": exp_avg,
-                "SQ_DTYPE": exp_avg_sq,
-                "MAX_DTYPE": largest[0] if largest else None,
-                "DECOUPLED": hyper.decoupled,
-                "L2": hyper.weight_decay != 0,
-                "MAXIMIZE": hyper.maximize,
-            }
-            self._update(self._kernels.adam_kernel, table, (grads, flags, *pointers, *scalars), constants)
-        self._update_rest(operands, plan, flags, decision, partial(self._reference.adam_, hyper=hyper))
-        return self._written(operands, flags)
 
     def sgd_(self, operands: Operands, hyper: SgdHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
         dampened = (hyper.momentum != 0 and hyper.dampening != 0) or operands.has_codes
-        plan, grads = self._plan(operands, ["momentum_buffer"] if hyper.momentum != 0 else [], dampened)
-        flags, pointers = self._prepared(operands, hyper.lr, decision)
-        scalars = (float(hyper.momentum), float(1 - hyper.dampening), float(hyper.weight_decay))
-        for table in plan.tables:
-            _, model, *buffer = self._dtypes(table)
-            constants = {
-                "MODEL_DTYPE": model,
-                "HELD": len(operands.remainder) > 0,
-                "CODES": operands.has_codes,
-                "GRAD_DTYPE": self._grad_dtype(table),
-                "BUFFER_DTYPE": buffer[0] if buffer else None,
+        return self._apply(
+            self._kernels.sgd_kernel,
+            self._reference.sgd_,
+            operands,
+            hyper,
+            decision,
+            states={"momentum_buffer": "BUFFER_DTYPE"} if hyper.momentum != 0 else {},
+            counts_steps=dampened,
+            scalars=(float(hyper.momentum), float(1 - hyper.dampening), float(hyper.weight_decay)),
+            constants={
+                "BUFFER_DTYPE": None,
                 "DAMPENED": dampened,
                 "NESTEROV": hyper.nesterov,
                 "L2": hyper.weight_decay != 0,
-                "MAXIMIZE": hyper.maximize,
-            }
-            self._update(self._kernels.sgd_kernel, table, (grads, flags, *pointers, *scalars), constants)
-        self._update_rest(operands, plan, flags, decision, partial(self._reference.sgd_, hyper=hyper))
-        return self._written(operands, flags)
+            },
+        )
 
     def lion_(self, operands: Operands, hyper: LionHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
-        plan, grads = self._plan(operands, ["exp_avg"], operands.has_codes)
-        flags, pointers = self._prepared(operands, hyper.lr, decision)
-        scalars = (*_split_double(hyper.beta1), *_split_double(hyper.beta2), float(hyper.weight_decay))
+        return self._apply(
+            self._kernels.lion_kernel,
+            self._reference.lion_,
+            operands,
+            hyper,
+            decision,
+            states={"exp_avg": "AVG_DTYPE"},
+            counts_steps=operands.has_codes,
+            scalars=(*_split_double(hyper.beta1), *_split_double(hyper.beta2), float(hyper.weight_decay)),
+            constants={},
+        )
+
+    def _apply(
+        self,
+        kernel: Any,
+        reference: Callable[..., Tensor],
+        operands: Operands,
+        hyper: AdamHyper | SgdHyper | LionHyper,
+        decision: Decision,
+        *,
+        states: dict[str, str],
+        counts_steps: bool,
+        scalars: tuple[float, ...],
+        constants: dict[str, Any],
+    ) -> Tensor:
+        """Update by a rule's kernel what tables hold, and the rest by the reference. Returns the overflow flags.
+
+        Args:
+            states: by name, the states that the rule updates: how the kernel calls their dtypes.
+            counts_steps: whether the kernel reads step counts and adds to them.
+            scalars: what follows the learning rate in the kernel's arguments.
+            constants: constexpr arguments of this rule alone; the dtype of a state that is not there is None.
+        """
+        device = self._check(operands.main[0].device)
+        names = list(states)
+        kept = self._kept.get(operands)
+        if kept is None or kept.names != names or (device_table.STEP in kept.beside) != counts_steps:
+            kept = self._kept[operands] = _keep(operands, names, counts_steps)
+        grads = TensorList.of(operands.grad)
+        plan, addresses = self._plans.find(kept.tensors, kept.beside, grads), self._addresses.find(grads)
+        flags = torch.empty(len(operands.main), dtype=torch.uint8, device=device)
+        numbers = (decision.found_inf, decision.coefficient, self._rate(hyper.lr, device), *scalars)
+        held = len(operands.remainder) > 0
         for table in plan.tables:
-            _, model, exp_avg = self._dtypes(table)
-            constants = {
+            _, model, *dtypes = self._dtypes(table)
+            every = {
+                **constants,
                 "MODEL_DTYPE": model,
-                "HELD": len(operands.remainder) > 0,
+                "HELD": held,
                 "CODES": operands.has_codes,
-                "GRAD_DTYPE": self._grad_dtype(table),
-                "AVG_DTYPE": exp_avg,
                 "MAXIMIZE": hyper.maximize,
+                "GRAD_DTYPE": self._kernels.LANGUAGE_DTYPES[table.grad_dtype],
+                **dict(zip(states.values(), dtypes, strict=True)),
             }
-            self._update(self._kernels.lion_kernel, table, (grads, flags, *pointers, *scalars), constants)
-        self._update_rest(operands, plan, flags, decision, partial(self._reference.lion_, hyper=hyper))
-        return self._written(operands, flags)
+            self._update(kernel, table, (addresses, flags, *numbers), every)
+        if plan.rest:
+            rest, update = operands.pick(list(plan.rest)), partial(reference, hyper=hyper, decision=decision)
+            theirs = self.on_decoded(rest, update, decision.found_inf) if held else update(rest)
+            _scatter(flags, plan.rest, theirs)
+        # Autograd must see the writes, as those of torch's own in-place operations.
+        torch.autograd.graph.increment_version(kept.written)
+        return flags.view(torch.bool)
 
     def write_back_(self, mains: list[Tensor], models: list[Tensor]) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
@@ -303,24 +337,6 @@ class TritonBackend(TorchDecisions, TorchRemainders):
             raise UsageError(f"Triton's interpreter cannot reach tensors on {device}: unset TRITON_INTERPRET")
         return device
 
-    def _plan(self, operands: Operands, names: list[str], counts_steps: bool) -> tuple[Plan, Tensor]:
-        """Return the plan of an update, and its gradients' addresses on the device."""
-        self._check(operands.main[0].device)
-        kept = self._kept.get(operands)
-        if kept is None or kept.names != names or (device_table.STEP in kept.beside) != counts_steps:
-            kept = self._kept[operands] = _keep(operands, names, counts_steps)
-        grads = TensorList.of(operands.grad)
-        plan = self._plans.find(kept.tensors, kept.beside, grads)
-        return plan, self._addresses.find(grads)
-
-    def _prepared(
-        self, operands: Operands, lr: float | Tensor, decision: Decision
-    ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-        """Return the flags to fill, uint8, shape [parameters], and the decision and rate as the kernels read them."""
-        device = operands.main[0].device
-        flags = torch.empty(len(operands.main), dtype=torch.uint8, device=device)
-        return flags, (decision.found_inf, decision.coefficient, self._rate(lr, device))
-
     def _rate(self, lr: float | Tensor, device: torch.device) -> Tensor:
         """Return the learning rate on the device: a float as fp64, written there only where it has changed."""
         if isinstance(lr, Tensor):
@@ -332,9 +348,6 @@ class TritonBackend(TorchDecisions, TorchRemainders):
         if not is_capturing(device):  # a graph's own memory holds no value before its first replay
             self._rates[device] = (lr, rate)
         return rate
-
-    def _grad_dtype(self, table: DeviceTable) -> Any:
-        return self._kernels.LANGUAGE_DTYPES[table.grad_dtype]
 
     def _dtypes(self, table: DeviceTable) -> list[Any]:
         return [self._kernels.LANGUAGE_DTYPES[dtype] for dtype in table.dtypes]
@@ -369,26 +382,6 @@ class TritonBackend(TorchDecisions, TorchRemainders):
         options: dict[str, Any] = OPTIONS,
     ) -> None:
         launch(kernel, programs, arguments, constants, options, self._kernels.INTERPRETED)
-
-    def _update_rest(
-        self,
-        operands: Operands,
-        plan: Plan,
-        flags: Tensor,
-        decision: Decision,
-        update: Callable[..., Tensor],
-    ) -> None:
-        """Run the reference's ``update`` on the parameters that no table has, and fill in their flags."""
-        if not plan.rest:
-            return
-        rest, update = operands.pick(list(plan.rest)), partial(update, decision=decision)
-        held = len(rest.remainder) > 0
-        _scatter(flags, plan.rest, self.on_decoded(rest, update, decision.found_inf) if held else update(rest))
-
-    def _written(self, operands: Operands, flags: Tensor) -> Tensor:
-        """Tell autograd of the writes, as torch's own in-place operations do; return the flags."""
-        torch.autograd.graph.increment_version(self._kept[operands].written)
-        return flags.view(torch.bool)
 
 
 def _keep(operands: Operands, names: list[str], counts_steps: bool) -> _CachedColumns:
