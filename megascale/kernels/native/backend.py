@@ -26,7 +26,7 @@ from megascale.kernels.decision import (
     TensorStats,
     TorchDecisions,
 )
-from megascale.kernels.native.compact import compact_rows, numels_of
+from megascale.kernels.native.compact import compact_rows
 from megascale.kernels.native.library import library
 from megascale.kernels.protocol import HeldParams, Operands
 from megascale.kernels.remainders import TorchRemainders
@@ -128,7 +128,6 @@ class NativeBackend(TorchDecisions, TorchRemainders):
         self._num_threads = num_threads
         self._torch = TorchBackend()
         self._kept: WeakKeyDictionary[Operands, tuple[list[str], _Table | None]] = WeakKeyDictionary()
-        self._kept_codes: WeakKeyDictionary[Operands, _Table | None] = WeakKeyDictionary()
         self._kept_held: WeakKeyDictionary[HeldParams, _Table | None] = WeakKeyDictionary()
         self._measured = _Lengths(np.empty(0, dtype=np.int64))
 
@@ -206,19 +205,6 @@ class NativeBackend(TorchDecisions, TorchRemainders):
         call = _Call(ADAM, _constants(hyper), decision)
         return self._update(operands, names, call, lambda rest: self._torch.adam_(rest, hyper, decision))
 
-    def _update_codes(self, operands: Operands, call: _Call, slow: Callable[[Operands], Tensor]) -> Tensor:
-        """Run compact.h, or ``slow`` on what it does not support: amsgrad, and odd memory layouts."""
-        if operands not in self._kept_codes:
-            rows = compact_rows(operands, TYPES)
-            self._kept_codes[operands] = rows if rows is None else _Table(_Lengths(numels_of(operands.model)), rows)
-        table, grads = self._kept_codes[operands], TensorList.of(operands.grad)
-        if table is None or call.constants.amsgrad or not _all_known(grads):
-            if operands.remainder and call.decision is not None:
-                return self.on_decoded(operands, slow, call.decision.found_inf)
-            return slow(operands)
-        increment_version(operands.model)
-        return self._call(self._library.update_compact, table, grads, call)
-
     def sgd_(self, operands: Operands, hyper: SgdHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
         names = ["momentum_buffer"] if hyper.momentum != 0 else []
@@ -276,20 +262,24 @@ class NativeBackend(TorchDecisions, TorchRemainders):
         )
 
     def _update(self, operands: Operands, names: list[str], call: _Call, slow: Callable[[Operands], Tensor]) -> Tensor:
-        """Run native.c on the rows that it supports and ``slow`` on the others. Returns the overflow flags."""
-        if operands.has_codes:
-            return self._update_codes(operands, call, slow)
+        """Run native.c on the rows that it supports and ``slow`` on the others. Returns the overflow flags.
+
+        8-bit moments are compact.h's, all rows or none.
+        """
         kept = self._kept.get(operands)
         if kept is None or kept[0] != names:
             kept = self._kept[operands] = (names, _whole_table(operands, names))
         table, grads = kept[1], TensorList.of(operands.grad)
-        if operands.remainder and call.decision is not None and (table is None or not _all_known(grads)):
-            update = partial(self._update, names=names, call=call, slow=slow)
-            return self.on_decoded(operands, update, call.decision.found_inf)
-        # Autograd must see that saved weights have changed.
-        increment_version(operands.model)
         if table is not None and _all_known(grads):
-            return self._call(self._library.update, table, grads, call)
+            increment_version(operands.model)  # autograd must see that saved weights have changed
+            kernel = self._library.update_compact if operands.has_codes else self._library.update
+            return self._call(kernel, table, grads, call)
+        if operands.remainder and call.decision is not None:
+            update = slow if operands.has_codes else partial(self._update, names=names, call=call, slow=slow)
+            return self.on_decoded(operands, update, call.decision.found_inf)
+        if operands.has_codes:
+            return slow(operands)
+        increment_version(operands.model)
         split = Split(operands, names, _takes)
         picked = operands.pick(split.taken)
 
@@ -335,6 +325,9 @@ def _all_known(tensors: TensorList) -> bool:
 
 def _whole_table(operands: Operands, names: list[str]) -> _Table | None:
     """Return a table of all operands; None unless all of them are contiguous and supported."""
+    if operands.has_codes:
+        rows = None if "max_exp_avg_sq" in names else compact_rows(operands, TYPES)  # compact.h knows no amsgrad
+        return None if rows is None else _Table(_Lengths(TensorList.of(operands.model).forms.numels), rows)
     models = TensorList.of(operands.model)
     states = [TensorList.of(operands.state[name]) for name in names]
     deque(zip(operands.main, operands.grad, models, *states, strict=True), maxlen=0)  # raises for other lengths

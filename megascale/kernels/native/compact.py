@@ -6,7 +6,6 @@ See :mod:`megascale.kernels.compact_moments` and :mod:`megascale.kernels.compact
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from megascale.kernels.compact_moments import SCALE_SUFFIX
 from megascale.kernels.protocol import Operands
@@ -58,8 +57,3 @@ def compact_rows(operands: Operands, types: dict[torch.dtype, int]) -> NDArray[n
     rows[:, STEP] = TensorList(operands.step).pointers
     rows[:, START] = operands.start or 0
     return rows
-
-
-def numels_of(mains: list[Tensor]) -> NDArray[np.int64]:
-    """Return the number of elements of each main param."""
-    return TensorList(mains).forms.numels
