@@ -26,7 +26,7 @@ def fits(optimizer: torch.optim.Optimizer, backend: Backend) -> TypeGuard[torch.
 
     That must be torch's own ``step()``, with ``fused=True`` and without hooks, on fp32 parameters of one device.
     """
-    if type(optimizer) not in ADAM.kinds or isinstance(backend, TorchBackend):
+    if type(optimizer) not in ADAM.kinds or type(backend) is TorchBackend:
         return False
     # An LR scheduler wraps step() only to see that it was called.
     replaced = "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched")

@@ -9,7 +9,7 @@ Used on CUDA tensors in fp16, bf16 and fp32:
 * Sums of squares: the L2 norm kernel. Its norm of an fp16 tensor is finite exactly where every element is, because fp32
   holds any sum of squares of fp16 numbers. That flags roundings that overflow.
 
-Left to TorchBackend:
+Left to TorchBackend, which this one extends:
 
 * Counts. A norm that is not finite means at least one such element in fp16, and perhaps none in bf16 and fp32.
   Non-finite elements and zeros are counted by torch, one tensor at a time.
@@ -41,12 +41,11 @@ from torch import Tensor
 
 from megascale.errors import UsageError
 from megascale.kernels.blocks import Block, Row, blocks_of, flat
-from megascale.kernels.decision import Decision, TensorStats, TorchDecisions, stats_dtype
+from megascale.kernels.decision import Decision, TensorStats, stats_dtype
 from megascale.kernels.protocol import Operands
-from megascale.kernels.remainders import TorchRemainders
 from megascale.kernels.split import Split
 from megascale.kernels.torch_backend import TorchBackend
-from megascale.rules import AdamHyper, LionHyper, SgdHyper
+from megascale.rules import AdamHyper
 from megascale.utils.graph_capture import is_capturing
 
 CHUNK = 1 << 16  # elements of one thread block; apex's own choice
@@ -58,7 +57,7 @@ REMEDY = "build NVIDIA apex from source with APEX_CPP_EXT=1 APEX_CUDA_EXT=1"
 _VERSION = attrgetter("_version")
 
 
-class ApexBackend(TorchDecisions, TorchRemainders):
+class ApexBackend(TorchBackend):
     """See :class:`megascale.kernels.Backend`.
 
     Raises:
@@ -69,14 +68,14 @@ class ApexBackend(TorchDecisions, TorchRemainders):
     name = "apex"
 
     def __init__(self) -> None:
+        super().__init__()
         self._kernels = _load_kernels()
-        self._torch = TorchBackend()
         self._steps = StepGroups()
 
     def measure(self, grads: Sequence[Tensor], count_zeros: bool) -> TensorStats:
         """See :class:`megascale.kernels.Backend`. Sums of squares are fp32 within PIECE elements, fp64 across them."""
         if not all(_reaches(grad) for grad in grads) or not any(grad.numel() for grad in grads):
-            return self._torch.measure(grads, count_zeros)
+            return super().measure(grads, count_zeros)
         pieces: list[Tensor] = []
         num_pieces = []
         for grad in grads:
@@ -95,31 +94,16 @@ class ApexBackend(TorchDecisions, TorchRemainders):
             table = torch.stack([rows.sum(0) for rows in table.split(num_pieces)])
         return TensorStats(table[:, 0], table[:, 1], table[:, 2] if count_zeros else None)
 
-    def unscale(self, grads: list[Tensor], mains: list[Tensor], coefficient: Tensor) -> list[Tensor]:
-        """See :class:`megascale.kernels.Backend`. TorchBackend's."""
-        return self._torch.unscale(grads, mains, coefficient)
-
     def adam_(self, operands: Operands, hyper: AdamHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
+        slow = super().adam_
         if hyper.amsgrad:
-            return self._torch.adam_(operands, hyper, decision)
+            return slow(operands, hyper, decision)
         split = Split(operands, ["exp_avg", "exp_avg_sq"], _takes)
         return split.joined(
             lambda: self._adam_rows_(split, operands, hyper, decision),
-            lambda rest: self._torch.adam_(rest, hyper, decision),
+            lambda rest: slow(rest, hyper, decision),
         )
-
-    def sgd_(self, operands: Operands, hyper: SgdHyper, decision: Decision) -> Tensor:
-        """See :class:`megascale.kernels.Backend`. TorchBackend's."""
-        return self._torch.sgd_(operands, hyper, decision)
-
-    def lion_(self, operands: Operands, hyper: LionHyper, decision: Decision) -> Tensor:
-        """See :class:`megascale.kernels.Backend`. TorchBackend's."""
-        return self._torch.lion_(operands, hyper, decision)
-
-    def write_back_(self, mains: list[Tensor], models: list[Tensor]) -> Tensor:
-        """See :class:`megascale.kernels.Backend`. TorchBackend's."""
-        return self._torch.write_back_(mains, models)
 
     def _adam_rows_(self, split: Split, operands: Operands, hyper: AdamHyper, decision: Decision) -> Tensor:
         """Update the rows of ``split``; returns a flag per row."""
