@@ -11,7 +11,7 @@ import pytest
 from megascale.errors import ArgumentError, UsageError
 from megascale.kernels import library_build
 from megascale.kernels.compiler import find_compiler
-from megascale.kernels.native import levels, prebuilt
+from megascale.kernels.native import levels
 from megascale.kernels.native import library as native_library
 
 COMPILER = find_compiler("CC", ("cc", "gcc", "clang"))
@@ -64,7 +64,7 @@ def _loaded(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_the_highest_level_of_this_cpu_is_loaded(caplog: pytest.LogCaptureFixture) -> None:
     """Of three libraries the CPU has two levels; none above is loaded, nor one below."""
     _made("baseline", "avx2", "avx512")
-    assert prebuilt.load_highest().answer() == 42
+    assert native_library.load_highest().answer() == 42
     assert _loaded(caplog) == ["avx2"]
 
 
@@ -92,13 +92,13 @@ def test_library_of_other_sources_is_not_loaded(monkeypatch: pytest.MonkeyPatch)
     for attribute, value in {"HEADERS": " ", "FLAGS": ("-O1",), "LINK_FLAGS": ("-lm",)}.items():
         monkeypatch.setattr(levels, attribute, value)
         with pytest.raises(UsageError, match="no library 'avx2' came with this installation"):
-            prebuilt.load("avx2")
+            native_library.load_prebuilt("avx2")
         monkeypatch.setattr(levels, attribute, whole[attribute])
     levels.SOURCE.write_text(SOURCE + " ")
     with pytest.raises(UsageError, match="no library for this machine"):
-        prebuilt.load_highest()
+        native_library.load_highest()
     levels.SOURCE.write_text(SOURCE)
-    assert prebuilt.load("avx2").answer() == 42
+    assert native_library.load_prebuilt("avx2").answer() == 42
 
 
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
@@ -116,8 +116,8 @@ def test_damaged_library_is_named_and_a_lower_one_serves(
     _, damaged = _made("baseline", "avx2")
     damaged.write_bytes(damage(damaged.read_bytes()))
     with pytest.raises(UsageError, match=r"avx2.*is damaged.*reinstall megascale"):
-        prebuilt.load("avx2")
-    assert prebuilt.load_highest().answer() == 42
+        native_library.load_prebuilt("avx2")
+    assert native_library.load_highest().answer() == 42
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
     assert _loaded(caplog) == ["baseline"]
     assert str(damaged) in caplog.text
