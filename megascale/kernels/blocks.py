@@ -135,14 +135,10 @@ class Block:
         return grads
 
     def write_back_(self, watch: RoundingWatch) -> None:
-        """Round main into model where they differ in dtype."""
+        """Round main into model where they differ in dtype, and let ``watch`` see all of them."""
         copied = [piece for piece in self.pieces if piece[2].dtype != piece[0].dtype]
         if copied:
             torch._foreach_copy_([piece[2] for piece in copied], [piece[0] for piece in copied])
-        self.observe_rounding(watch)
-
-    def observe_rounding(self, watch: RoundingWatch) -> None:
-        """Pass all rounded pieces to ``watch``."""
         watch.observe(self.owners, self.column(0), self.column(2))
 
 

@@ -5,7 +5,7 @@ that do not share one dense memory layout, 8-bit moments, and options that torch
 device, are updated by the reference's arithmetic.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -65,8 +65,8 @@ class TorchBackend(TorchDecisions, TorchRemainders):
             # A list, because the overload for a single tensor reads it on the host.
             torch._foreach_add_(steps, [1 - decision.found_inf] * len(steps))
         fused = torch._fused_adamw_ if hyper.decoupled else torch._fused_adam_
-        watch = RoundingWatch(len(split.rows))
-        for block in blocks_of(split.rows):
+
+        def update_(block: Block) -> None:
             moments = [block.widened(3 + index) for index in range(len(names))]
             fused(
                 block.column(0),
@@ -87,43 +87,47 @@ class TorchBackend(TorchDecisions, TorchRemainders):
             )
             for index, copies in enumerate(moments):
                 block.narrow_(3 + index, copies)
-            block.write_back_(watch)
-        return split.joined(
-            lambda: watch.flags(decision.found_inf.device),
-            lambda rest: self._reference.adam_(rest, hyper, decision),
-        )
+
+        return _by_blocks(split, update_, decision, lambda rest: self._reference.adam_(rest, hyper, decision))
 
     def sgd_(self, operands: Operands, hyper: SgdHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
         if operands.has_codes or (hyper.momentum != 0 and hyper.dampening != 0):
             return self._reference.sgd_(operands, hyper, decision)
-        split = Split(operands, ["momentum_buffer"] if hyper.momentum != 0 else [])
-        watch = RoundingWatch(len(split.rows))
-        for block in blocks_of(split.rows):
+
+        def update_(block: Block) -> None:
             buffers = block.widened(3) if hyper.momentum != 0 else []
-            _fused_sgd_(block, buffers, hyper, decision)
+            torch._fused_sgd_(
+                block.column(0),
+                block.unscaled(decision.coefficient),
+                buffers,
+                weight_decay=hyper.weight_decay,
+                momentum=hyper.momentum,
+                lr=_rate(hyper.lr),
+                dampening=hyper.dampening,
+                nesterov=hyper.nesterov,
+                maximize=hyper.maximize,
+                is_first_step=False,  # buffers start as zeros; without dampening that is the same
+                grad_scale=None,
+                found_inf=decision.found_inf,
+            )
             if buffers:
                 block.narrow_(3, buffers)
-            block.write_back_(watch)
-        return split.joined(
-            lambda: watch.flags(decision.found_inf.device),
-            lambda rest: self._reference.sgd_(rest, hyper, decision),
-        )
+
+        split = Split(operands, ["momentum_buffer"] if hyper.momentum != 0 else [])
+        return _by_blocks(split, update_, decision, lambda rest: self._reference.sgd_(rest, hyper, decision))
 
     def lion_(self, operands: Operands, hyper: LionHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`. torch has no Lion kernel: the reference's code runs in cache."""
         if operands.has_codes:
             return self._reference.lion_(operands, hyper, decision)
+
+        def update_(block: Block) -> None:
+            main, grad, exp_avg = (block.column(index) for index in (0, 1, 3))
+            self._reference.lion_(Operands(main, main, grad, {"exp_avg": exp_avg}), hyper, decision)
+
         split = Split(operands, ["exp_avg"])
-        watch = RoundingWatch(len(split.rows))
-        for block in blocks_of(split.rows):
-            main, grad, model, exp_avg = (block.column(index) for index in range(4))
-            self._reference.lion_(Operands(model, main, grad, {"exp_avg": exp_avg}), hyper, decision)
-            block.observe_rounding(watch)
-        return split.joined(
-            lambda: watch.flags(decision.found_inf.device),
-            lambda rest: self._reference.lion_(rest, hyper, decision),
-        )
+        return _by_blocks(split, update_, decision, lambda rest: self._reference.lion_(rest, hyper, decision))
 
     def write_back_(self, mains: list[Tensor], models: list[Tensor]) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
@@ -133,21 +137,15 @@ class TorchBackend(TorchDecisions, TorchRemainders):
         return watch.flags(mains[0].device)
 
 
-def _fused_sgd_(block: Block, buffers: list[Tensor], hyper: SgdHyper, decision: Decision) -> None:
-    torch._fused_sgd_(
-        block.column(0),
-        block.unscaled(decision.coefficient),
-        buffers,
-        weight_decay=hyper.weight_decay,
-        momentum=hyper.momentum,
-        lr=_rate(hyper.lr),
-        dampening=hyper.dampening,
-        nesterov=hyper.nesterov,
-        maximize=hyper.maximize,
-        is_first_step=False,  # buffers start as zeros; without dampening that is the same
-        grad_scale=None,
-        found_inf=decision.found_inf,
-    )
+def _by_blocks(
+    split: Split, update_: Callable[[Block], None], decision: Decision, slow: Callable[[Operands], Tensor]
+) -> Tensor:
+    """Update the rows of ``split`` block by block, and the rest the slow way. Returns the overflow flags."""
+    watch = RoundingWatch(len(split.rows))
+    for block in blocks_of(split.rows):
+        update_(block)
+        block.write_back_(watch)
+    return split.joined(lambda: watch.flags(decision.found_inf.device), slow)
 
 
 def _rate(lr: float | Tensor) -> float | Tensor:
