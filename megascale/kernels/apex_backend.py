@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 
 from megascale.errors import UsageError
-from megascale.kernels.blocks import Block, Row, blocks_of, flat
+from megascale.kernels.blocks import Block, Row, blocks_of, pieces_of
 from megascale.kernels.decision import Decision, TensorStats, stats_dtype
 from megascale.kernels.protocol import Operands
 from megascale.kernels.split import Split
@@ -76,23 +76,14 @@ class ApexBackend(TorchBackend):
         """See :class:`megascale.kernels.Backend`. Sums of squares are fp32 within PIECE elements, fp64 across them."""
         if not all(_reaches(grad) for grad in grads) or not any(grad.numel() for grad in grads):
             return super().measure(grads, count_zeros)
-        pieces: list[Tensor] = []
-        num_pieces = []
-        for grad in grads:
-            [row] = flat([grad]) or [grad.contiguous().view(-1)]
-            # Empty tensors are left out: apex launches nothing for the tensors before a last one that is empty.
-            cut = list(row.split(PIECE)) if row.numel() else []
-            num_pieces.append(len(cut))
-            pieces += cut
+        # Empty tensors have no piece: apex launches nothing for the tensors before a last one that is empty.
+        pieces, num_pieces = pieces_of(grads, PIECE)
         # x - x is 0 where x is finite and NaN, which is not 0, where it is not.
         non_finite = [torch.sub(piece, piece).count_nonzero() for piece in pieces]
         columns = [self._norms(pieces).square(), _stacked(non_finite)]
         if count_zeros:
             columns.append(_stacked([piece.numel() - piece.count_nonzero() for piece in pieces]))
-        table = torch.stack(columns, dim=1)
-        if num_pieces != [1] * len(grads):
-            table = torch.stack([rows.sum(0) for rows in table.split(num_pieces)])
-        return TensorStats(table[:, 0], table[:, 1], table[:, 2] if count_zeros else None)
+        return TensorStats.of_pieces(torch.stack(columns, dim=1), num_pieces)
 
     def adam_(self, operands: Operands, hyper: AdamHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""

@@ -171,6 +171,12 @@ def flat(tensors: list[Tensor]) -> Row | None:
     return None
 
 
+def pieces_of(tensors: Sequence[Tensor], limit: int) -> tuple[list[Tensor], list[int]]:
+    """Return 1-D pieces of at most ``limit`` elements, and how many each tensor has: an empty one has none."""
+    cuts = [[piece for [piece] in _pieces(flat([one]) or [one.reshape(-1)], limit)] for one in tensors]
+    return [piece for cut in cuts for piece in cut], list(map(len, cuts))
+
+
 def _pieces(row: Row, limit: int) -> Iterator[Row]:
     numel = row[0].numel()
     if 0 < numel <= limit:

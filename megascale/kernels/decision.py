@@ -66,6 +66,18 @@ class TensorStats(NamedTuple):
     non_finite: Tensor
     zeros: Tensor | None
 
+    @classmethod
+    def of_pieces(cls, table: Tensor, num_pieces: list[int]) -> "TensorStats":
+        """Add up what was measured in pieces.
+
+        Args:
+            table: of each piece its sum of squares, non-finite count and, where they are counted, zeros.
+            num_pieces: of each tensor, one after the other.
+        """
+        if num_pieces != [1] * len(num_pieces):
+            table = torch.stack([part[0] if len(part) == 1 else part.sum(0) for part in table.split(num_pieces)])
+        return cls(table[:, 0], table[:, 1], table[:, 2] if table.shape[1] > 2 else None)
+
 
 @dataclass(frozen=True)
 class Decision:

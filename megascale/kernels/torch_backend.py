@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from megascale.kernels import foreach
-from megascale.kernels.blocks import Block, RoundingWatch, Scratch, blocks_of, flat, takes_many
-from megascale.kernels.decision import Decision, TensorStats, TorchDecisions, stats_dtype
+from megascale.kernels import block_statistics
+from megascale.kernels.blocks import Block, RoundingWatch, blocks_of
+from megascale.kernels.decision import Decision, TensorStats, TorchDecisions
 from megascale.kernels.protocol import Operands
 from megascale.kernels.reference import ReferenceBackend
 from megascale.kernels.remainders import TorchRemainders
@@ -30,21 +30,7 @@ class TorchBackend(TorchDecisions, TorchRemainders):
 
     def measure(self, grads: Sequence[Tensor], count_zeros: bool) -> TensorStats:
         """See :class:`megascale.kernels.Backend`. Sums of squares are fp32 within a block and fp64 across blocks."""
-        if takes_many(grads[0].device):
-            return foreach.measure(grads, count_zeros, stats_dtype(grads[0].device))
-        scratch = Scratch(grads[0].device)
-        values: list[Tensor] = []
-        num_blocks = []
-        for grad in grads:
-            [row] = flat([grad]) or [grad.reshape(-1)]
-            blocks = [row] if row.numel() <= scratch.block else row.split(scratch.block)
-            num_blocks.append(len(blocks))
-            for block in blocks:
-                values.extend(scratch.measure(block, count_zeros))
-        table = torch.stack(values).to(stats_dtype(grads[0].device)).view(sum(num_blocks), -1)
-        if len(table) > len(grads):
-            table = torch.stack([rows.sum(0) for rows in table.split(num_blocks)])
-        return TensorStats(table[:, 0], table[:, 1], table[:, 2] if count_zeros else None)
+        return block_statistics.measure(grads, count_zeros)
 
     def unscale(self, grads: list[Tensor], mains: list[Tensor], coefficient: Tensor) -> list[Tensor]:
         """See :class:`megascale.kernels.Backend`."""

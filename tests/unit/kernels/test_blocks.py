@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megascale.kernels import Decision, LionHyper, Operands, SgdHyper, blocks, select_backend, torch_backend
+from megascale.kernels import Decision, LionHyper, Operands, SgdHyper, block_statistics, blocks, select_backend
 
 
 def test_blocks_bound_the_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +57,7 @@ def test_overflow_in_any_block_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=[False, True], ids=["one by one", "many at once"])
 def at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """The torch backend as on a CPU, and as on a device, where one launch reads many tensors."""
-    for module in (blocks, torch_backend):
+    for module in (blocks, block_statistics):
         monkeypatch.setattr(module, "takes_many", lambda device: request.param)
     monkeypatch.setattr(blocks, "BLOCK_ON_CPU", 10)
     return bool(request.param)

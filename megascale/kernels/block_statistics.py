@@ -1,6 +1,7 @@
-"""Statistics by torch's foreach kernels: on a device one launch reads many tensors, where blocks would launch for each.
+"""Statistics of gradients by torch's own kernels, block by block.
 
-A CPU has no such kernels. There :mod:`megascale.kernels.blocks` keeps a block in cache from one pass to the next.
+On a device one launch of a foreach kernel reads many tensors. A CPU has no such kernels: there
+:class:`megascale.kernels.blocks.Scratch` keeps a block in cache from one pass to the next.
 """
 
 from collections.abc import Iterator, Sequence
@@ -8,29 +9,27 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from megascale.kernels.blocks import Scratch, flat
-from megascale.kernels.decision import TensorStats
+from megascale.kernels.blocks import Scratch, pieces_of, takes_many
+from megascale.kernels.decision import TensorStats, stats_dtype
 
 
-def measure(grads: Sequence[Tensor], count_zeros: bool, dtype: torch.dtype) -> TensorStats:
-    """Return what :meth:`megascale.kernels.Backend.measure` does, in ``dtype``.
+def measure(grads: Sequence[Tensor], count_zeros: bool) -> TensorStats:
+    """Return what :meth:`megascale.kernels.Backend.measure` does.
 
-    Sums of squares are fp32 within a block, of at most 16M elements, and ``dtype`` across blocks; counts are exact.
+    Sums of squares are fp32 within a block and in the statistics dtype across blocks; counts are exact.
     """
-    scratch = Scratch(grads[0].device)
-    pieces, num_pieces = [], []
-    for grad in grads:
-        [row] = flat([grad]) or [grad.reshape(-1)]
-        cut = list(row.split(scratch.block)) if row.numel() else []
-        num_pieces.append(len(cut))
-        pieces += cut
-    tables = [_of_block(block, scratch, count_zeros, dtype) for block in _blocks_of(pieces, scratch.block)]
-    columns = 3 if count_zeros else 2
-    table = torch.cat(tables) if tables else torch.zeros(0, columns, dtype=dtype, device=grads[0].device)
-    if num_pieces != [1] * len(grads):
-        parts = table.split(num_pieces)
-        table = torch.cat([part if len(part) == 1 else part.sum(0, keepdim=True) for part in parts])
-    return TensorStats(table[:, 0], table[:, 1], table[:, 2] if count_zeros else None)
+    device, columns = grads[0].device, 3 if count_zeros else 2
+    dtype, scratch = stats_dtype(device), Scratch(device)
+    pieces, num_pieces = pieces_of(grads, scratch.block)
+    if not pieces:
+        table = torch.zeros(0, columns, dtype=dtype, device=device)
+    elif takes_many(device):
+        blocks = _blocks_of(pieces, scratch.block)
+        table = torch.cat([_of_block(block, scratch, count_zeros, dtype) for block in blocks])
+    else:
+        values = [value for piece in pieces for value in scratch.measure(piece, count_zeros)]
+        table = torch.stack(values).to(dtype).view(-1, columns)
+    return TensorStats.of_pieces(table, num_pieces)
 
 
 def _of_block(block: list[Tensor], scratch: Scratch, count_zeros: bool, dtype: torch.dtype) -> Tensor:
