@@ -1,5 +1,6 @@
 """Kernels: the passes over memory, behind one Protocol and one selection function."""
 
+from megascale.kernels.block_statistics import describe_non_finite
 from megascale.kernels.decision import (
     CLIP_EPSILON,
     LARGEST_SUM_SQUARES,
@@ -17,7 +18,6 @@ from megascale.kernels.decision import (
     stats_dtype,
 )
 from megascale.kernels.native.backend import NativeBackend
-from megascale.kernels.non_finite import describe_non_finite
 from megascale.kernels.protocol import Backend, HeldParams, Operands
 from megascale.kernels.reference import ReferenceBackend
 from megascale.kernels.selection import host_backend, select_backend, why_not

@@ -1,4 +1,4 @@
-"""Statistics of gradients by torch's own kernels, block by block.
+"""Statistics of gradients by torch's own kernels, block by block; and what is not finite in one of them.
 
 On a device one launch of a foreach kernel reads many tensors. A CPU has no such kernels: there
 :class:`megascale.kernels.blocks.Scratch` keeps a block in cache from one pass to the next.
@@ -30,6 +30,21 @@ def measure(grads: Sequence[Tensor], count_zeros: bool) -> TensorStats:
         values = [value for piece in pieces for value in scratch.measure(piece, count_zeros)]
         table = torch.stack(values).to(dtype).view(-1, columns)
     return TensorStats.of_pieces(table, num_pieces)
+
+
+@torch.no_grad()
+def describe_non_finite(tensor: Tensor) -> Tensor:
+    """Return (elements that are inf, elements that are NaN, largest finite magnitude): fp64 (MPS: fp32), shape [3].
+
+    On the tensor's device, without a host sync. The magnitude is 0 where no element is finite. It reads the tensor
+    several times: for tensors that overflowed.
+    """
+    exact = stats_dtype(tensor.device)
+    size = tensor.abs()
+    num_inf, num_nan = (size == torch.inf).sum(dtype=exact), (size != size).sum(dtype=exact)
+    finite = torch.nan_to_num(size, nan=0.0, posinf=0.0)
+    largest = finite.amax() if tensor.numel() else finite.new_zeros(())
+    return torch.stack([num_inf, num_nan, largest.to(exact)])
 
 
 def _of_block(block: list[Tensor], scratch: Scratch, count_zeros: bool, dtype: torch.dtype) -> Tensor:

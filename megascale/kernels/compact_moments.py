@@ -40,6 +40,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from megascale.kernels.decision import stats_dtype
 from megascale.rules import CODE_DTYPES, FIRST_DTYPE, MOMENT_CODES, SECOND_DTYPE
 
 GROUP = 32
@@ -196,8 +197,7 @@ def encode_moments(
 
 def exact_root(value: Tensor) -> Tensor:
     """Return the correctly rounded square root. torch's own fp32 root is an ulp off on some processors."""
-    exact = torch.float32 if value.device.type == "mps" else torch.float64
-    return value.to(exact).sqrt().to(value.dtype)
+    return value.to(stats_dtype(value.device)).sqrt().to(value.dtype)
 
 
 def grouped(values: Tensor, fill: float = 0) -> Tensor:

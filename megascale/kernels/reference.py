@@ -3,7 +3,7 @@
 Statistics accumulate in fp64 (fp32 where the device has no fp64). The update's arithmetic is in the main param's dtype.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -54,7 +54,8 @@ class ReferenceBackend(TorchDecisions, TorchRemainders):
             new = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
             if operands.has_codes:
                 start = operands.start[index] if operands.start else 0
-                new = encode_moments(exp_avg, exp_avg_sq, _dtypes(state), start, step + 1)
+                dtypes = {name: tensor.dtype for name, tensor in state.items()}
+                new = encode_moments(exp_avg, exp_avg_sq, dtypes, start, step + 1)
             second = exp_avg_sq
             if hyper.amsgrad:
                 second = new["max_exp_avg_sq"] = torch.maximum(state["max_exp_avg_sq"].to(main.dtype), exp_avg_sq)
@@ -149,10 +150,6 @@ def _land_average_(operands: Operands, name: str, index: int, value: Tensor, fou
 def _count(operands: Operands, decision: Decision) -> None:
     for step in operands.step:
         step.add_(1 - decision.found_inf)
-
-
-def _dtypes(state: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
-    return {name: tensor.dtype for name, tensor in state.items()}
 
 
 def _gradient(grad: Tensor, main: Tensor, maximize: bool, decision: Decision) -> Tensor:
