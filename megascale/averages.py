@@ -16,7 +16,6 @@ from megascale.landed.running_averages import AvgFn, MultiAvgFn, RunningAverages
 from megascale.landed.steps import StepOutcomes
 from megascale.main_params.base import MainParams
 from megascale.main_params.main_param import MainParam
-from megascale.main_params.replicated import ReplicatedMainParams
 from megascale.step.arguments import device_of
 from megascale.utils.collectives import raise_together
 from megascale.utils.dtensors import dtensor_like, to_local
@@ -292,7 +291,7 @@ def _owners(optimizer: torch.optim.Optimizer) -> list[MainParams]:
             f"optimizer {type(optimizer).__name__} has {halves[0]} parameters and no main params to average; wrap it "
             "in a MixedPrecisionOptimizer"
         )
-    params = ReplicatedMainParams({})
+    params = MainParams({})
     params.sync_from_model(optimizer.param_groups)
     return [params]
 

@@ -17,7 +17,6 @@ from megascale.grad_sync.reduced_grads import ReducedGrads
 from megascale.kernels import select_backend
 from megascale.main_params.base import MainParams
 from megascale.main_params.replica_check import require_same
-from megascale.main_params.replicated import ReplicatedMainParams
 from megascale.parallel import ParallelGroups
 from megascale.state.live_state import LiveState
 from megascale.state.state_view import Source, StateView
@@ -138,7 +137,7 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
 
     def _make_main_params(self, names: Mapping[int, str]) -> MainParams:
         """Return the MainParams; here every rank has all of them. ``names``: parameter names by ``id(param)``."""
-        return ReplicatedMainParams(names)
+        return MainParams(names)
 
     def parts(self) -> "list[MixedPrecisionOptimizer]":
         """Return the optimizer itself; see :meth:`MegascaleOptimizer.parts`."""

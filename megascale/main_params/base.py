@@ -1,9 +1,8 @@
 """MainParams: which parameters of an optimizer have a main param, and how both are kept in step.
 
-How they are stored is a strategy: :mod:`megascale.main_params.replicated` or :mod:`megascale.main_params.sharded`.
+Here every rank keeps all of them. :mod:`megascale.main_params.sharded` lets each keep its own.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from megascale.config import StepConfig
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.kernels import is_plain, plain
+from megascale.main_params.group_scales import place_scales
 from megascale.main_params.host_twin import HostTwin, host_twins
 from megascale.main_params.main_param import MainParam, check_apart, check_trainable, main_param_of
 from megascale.main_params.offload_meter import OffloadMeter
@@ -24,8 +24,9 @@ from megascale.main_params.slab import Slabs
 from megascale.main_params.update_unit import UpdateUnit, units_of
 from megascale.main_params.weight_arrivals import WeightArrivals
 from megascale.main_params.write_tracker import WriteTracker
-from megascale.utils.autograd import without_grad
-from megascale.utils.dtensors import is_dtensor
+from megascale.utils.autograd import detached, without_grad
+from megascale.utils.collectives import full_tensor
+from megascale.utils.dtensors import distribute_like, is_dtensor
 from megascale.utils.dtypes import HALF_DTYPES
 from megascale.utils.identity import are_same
 
@@ -33,8 +34,8 @@ from megascale.utils.identity import are_same
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
-class MainParams(ABC):
-    """The main params of all trainable parameters of ``param_groups``, in their order.
+class MainParams:
+    """The main params of all trainable parameters of ``param_groups``, in their order; every rank keeps all of them.
 
     A parameter gets its main param when it is first seen with ``requires_grad``: at construction, or at the first step
     after it was unfrozen or added. It keeps it when it is frozen again.
@@ -298,25 +299,38 @@ class MainParams(ABC):
         else:
             self.arrivals.wait_for_weights()
 
-    @abstractmethod
     def make(self, params: Mapping[str, nn.Parameter], group_of: Mapping[str, int]) -> list[MainParam]:
         """Return new main params for ``params`` (by name), with the model's values. ``group_of``: their groups."""
+        twins = self.twins(params, [([name], param.numel()) for name, param in params.items()])
+        slabs = Slabs(twins[name].weights if name in twins else param for name, param in params.items())
+        as_remainder = self.stores_remainders
+        return [
+            main_param_of(name, param, None, slabs, as_remainder=as_remainder, twin=twins.get(name))
+            for name, param in params.items()
+        ]
 
-    @abstractmethod
     def get_or_create(self, param: nn.Parameter, name: str) -> MainParam | None:
         """Return the main param of ``param``, made if ``param`` is frozen and has none; None if it can have none."""
+        if id(param) not in self._by_id:
+            [made] = self.make({name: param}, {})
+            self._by_id[id(param)] = made
+            made.tracker = WriteTracker([param])
+        return self._by_id[id(param)]
 
-    @abstractmethod
     def restore(self) -> None:
-        """Bring model params whose storage was replaced back to where this optimizer keeps them."""
+        """Bring model params whose storage was replaced back to where this optimizer keeps them.
 
-    @abstractmethod
+        Here it does nothing: replaced storage counts as a write.
+        """
+        return
+
     def mark_written(self, unit: UpdateUnit) -> None:
         """Record that the model params of one unit have been written."""
+        unit.record_version()
 
-    @abstractmethod
     def wait(self, *, for_host: bool = True) -> None:
         """Wait until every model param is whole on every rank. ``for_host``: see :meth:`wait_for_arrivals`."""
+        self.wait_for_arrivals(for_host=for_host)
 
     def end_step(self) -> None:
         """End a step: model params are whole on every rank, or will be when a module needs them. Here they are."""
@@ -326,23 +340,25 @@ class MainParams(ABC):
         """Return why :meth:`end_step` cannot be part of a device's graph; None where it can."""
         return None
 
-    @abstractmethod
     def to_local(self, param: nn.Parameter, value: Tensor, dtype: torch.dtype, *, group: int = 1) -> Tensor:
         """Return this rank's part of ``value``, a saved tensor of the parameter's shape, as ``dtype``.
 
         ``group``: group size of a per-group tensor (1-D, such as the scales of codes); 1 for a per-element tensor.
         """
+        known = self._by_id.get(id(param))
+        like = param if known is None or known.twin is None else known.main  # which is in host memory
+        return place_scales(value, like, dtype) if group > 1 else _place_like(value, like, dtype)
 
-    @abstractmethod
     def local_part(self, param: MainParam, value: Tensor) -> Tensor:
         """Return this rank's part of ``value``, a live tensor of the model param's shape."""
+        return value
 
-    @abstractmethod
     def export(self, param: MainParam, values: Mapping[str, Tensor], *, copy: bool) -> dict[str, Tensor]:
         """Return tensors of ``param`` as a state dict holds them: whole, or as ParamShards of the live ones.
 
         With ``copy`` all ranks call it together.
         """
+        return {key: value.detach().clone() if copy else detached(value) for key, value in values.items()}
 
     def model_shards(self) -> dict[int, ParamShard]:
         """Return, by id of the parameter, this rank's piece of every sharded model param, live; here none."""
@@ -374,6 +390,17 @@ class MainParams(ABC):
 def _like(param: MainParam) -> Tensor:
     """Return the tensor that a main param is like: this rank's shard of the model param, or all of it."""
     return param.model if param.shard is None else param.shard
+
+
+def _place_like(value: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a new tensor with the values of ``value`` and the device, strides and placements of ``like``."""
+    with torch.no_grad():
+        if is_dtensor(like) and not is_dtensor(value):
+            value = distribute_like(value, like)
+        elif is_dtensor(value) and not is_dtensor(like):
+            value = full_tensor(value)
+        placed = torch.empty_like(like, dtype=dtype, requires_grad=False, memory_format=torch.preserve_format)
+        return placed.copy_(value)
 
 
 def _make_plain(params: Iterable[Tensor]) -> None:

@@ -69,6 +69,7 @@ class ShardedMainParams(MainParams):
         self._gathers_behind = False
         self._buckets: WeakKeyDictionary[UpdateUnit, list[GatheredBucket]] = WeakKeyDictionary()
 
+    @override
     def make(self, params: Mapping[str, nn.Parameter], group_of: Mapping[str, int]) -> list[MainParam]:
         """See :class:`MainParams`. All ranks call it together.
 
@@ -235,6 +236,7 @@ class ShardedMainParams(MainParams):
         """See :class:`MainParams`. None for a frozen parameter: it has no bucket."""
         return self._by_id.get(id(param))
 
+    @override
     def restore(self) -> None:
         """See :class:`MainParams`. A parameter with storage of its own moves back into its bucket, values and all.
 
@@ -247,6 +249,7 @@ class ShardedMainParams(MainParams):
                 if param.is_copy:
                     param.sync_from_model()
 
+    @override
     def mark_written(self, unit: UpdateUnit) -> None:
         """See :class:`MainParams`. Starts the gather of the bucket that the unit is in."""
         unit.record_version()
