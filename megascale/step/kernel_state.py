@@ -182,11 +182,11 @@ class KernelState:
         busy = {id(param.model) for params, _ in units for param in params}
         pair = _shared(state, [*others, *self._idle_memory(busy, idle)])
         if pair is not None:
-            own, other = pair
-            owner = next(param for params, _ in units for param in params if param.name == own.name)
+            (own, name), (other, other_name) = pair
+            owner = next(param for params, _ in units for param in params if param.name == name)
             raise UsageError(
-                f"{own} shares memory with {other}, so that one update would overwrite what another needs; for this "
-                f"parameter p: {self._remedy(state_of(self._optimizer, owner), own.key)}"
+                f"{own.of(name)} shares memory with {other.of(other_name)}, so that one update would overwrite what "
+                f"another needs; for this parameter p: {self._remedy(state_of(self._optimizer, owner), own.key)}"
             )
 
     def separate(self, units: Sequence[tuple[Sequence[MainParam], Sequence[str]]]) -> None:
@@ -207,7 +207,9 @@ class KernelState:
         """Return the state of ``params``, which :meth:`require_apart` and :meth:`complete` have checked."""
         entries = [self._entry(param) for param in params]
         columns = [[entry[name] for entry in entries] for name in names]
-        watched = [part for param in params for part in (param.memory, param.shard) if _needs_check(part, param)]
+        # Not model params: those are checked elsewhere, each step.
+        mine = ((param.model, part) for param in params for part in (param.memory, param.shard))
+        watched = [part for model, part in mine if part is not None and part is not model]
         parts = [held(tensor) for tensor in (*watched, *(tensor for column in columns for tensor in column))]
         return StateColumns(entries, list(names), columns, list(_values(entries)), MemoryRecord(parts))
 
@@ -340,24 +342,17 @@ _MAIN = "the main param of {name!r}"
 _GRADIENT = "the gradient of {name!r}"
 
 
-class _Place(NamedTuple):
-    """What lies in some memory. ``story``: its kind; ``name``: of its parameter; ``key``: of state."""
-
-    story: str
-    name: str
-    key: str
-
-    def __str__(self) -> str:
-        return self.story.format(name=self.name, key=self.key)
-
-
 class _Memory(NamedTuple):
-    """Tensors of one kind, one for each of the parameters ``names``. For the rest see :class:`_Place`."""
+    """Tensors of one kind, one for each of the parameters ``names``. ``story``: the kind; ``key``: of state."""
 
     story: str
     key: str
     names: Sequence[str]
     tensors: Sequence[Tensor]
+
+    def of(self, name: str) -> str:
+        """Return what a message calls the tensor of parameter ``name``."""
+        return self.story.format(name=name, key=self.key)
 
 
 def _state_memory(names: Sequence[str], entries: Sequence[Mapping[str, Any]], key: str) -> _Memory:
@@ -385,8 +380,11 @@ def named_in(param_groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, T
             position += 1
 
 
-def _shared(state: Sequence[_Memory], others: Sequence[_Memory]) -> tuple[_Place, _Place] | None:
+def _shared(
+    state: Sequence[_Memory], others: Sequence[_Memory]
+) -> tuple[tuple[_Memory, str], tuple[_Memory, str]] | None:
     """Return state, and what it shares a byte with: earlier state, or one of ``others``. None if there is no such pair.
+    Each with the name of its parameter.
 
     What has no memory, or too little, shares none: :func:`_check` refuses it. Step counts at one address are one.
     """
@@ -398,19 +396,19 @@ def _shared(state: Sequence[_Memory], others: Sequence[_Memory]) -> tuple[_Place
     except RuntimeError:  # a tensor has no address
         pass
     counts: set[int] = set()
-    own: list[tuple[_Place, Tensor]] = []
-    theirs: list[tuple[_Place, Tensor]] = []
+    own: list[tuple[_Memory, str, Tensor]] = []
+    theirs: list[tuple[_Memory, str, Tensor]] = []
     for index, (one, some) in enumerate(zip(memory, parts, strict=True)):
         for name, part in zip(one.names, some, strict=True):
             is_counted = one.key == "step" and _address(part) in counts
             if one.key == "step":
                 counts.add(_address(part))
             if not is_counted and _is_there(part):
-                (own if index < len(state) else theirs).append((_Place(one.story, name, one.key), part))
-    pair = sharing([part for _, part in own], [part for _, part in theirs])
+                (own if index < len(state) else theirs).append((one, name, part))
+    pair = sharing([part for *_, part in own], [part for *_, part in theirs])
     if not pair:
         return None
-    first, second = ((*own, *theirs)[index][0] for index in pair)
+    first, second = ((*own, *theirs)[index][:2] for index in pair)
     return (second, first) if pair[1] < len(own) else (first, second)
 
 
@@ -435,11 +433,6 @@ def _has_count(entry: Any) -> bool:
 def _parts(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return the tensor that each holds here: of a DTensor its own local tensor, not a new view of it."""
     return tensors if set(map(type, tensors)) <= {Tensor, torch.nn.Parameter} else list(map(held, tensors))
-
-
-def _needs_check(tensor: Tensor | None, param: MainParam) -> bool:
-    """Return whether a tensor must be checked here: model params are checked elsewhere, each step."""
-    return tensor is not None and tensor is not param.model
 
 
 # Options of param groups

@@ -172,13 +172,13 @@ class KernelUpdate(InnerUpdate):
 
     @override
     def update_signature(self) -> str:
-        if self._hooked() or any(map(self.rule.obstacle, self.optimizer.param_groups)):
+        if self.inner_step.is_hooked or any(map(self.rule.obstacle, self.optimizer.param_groups)):
             return self._general.update_signature()
         return f"{type(self.optimizer).__name__}, backend {self.backend.name}"
 
     @override
     def why_not_capturable(self) -> str | None:
-        if self._hooked():
+        if self.inner_step.is_hooked:
             return f"{type(self.optimizer).__name__} has step hooks, which the host must call: remove them"
         obstacle = next(filter(None, map(self.rule.obstacle, self.optimizer.param_groups)), None)
         return None if obstacle is None else f"{type(self.optimizer).__name__} has {obstacle}"
@@ -214,9 +214,6 @@ class KernelUpdate(InnerUpdate):
     def hyper(self, options: dict[str, Any]) -> Hyper:
         """Return the hyperparameters. Raises ArgumentError for an option of a wrong type, naming it."""
         return self.rule.hyper(options, rate(options), type(self.optimizer))
-
-    def _hooked(self) -> bool:
-        return self._general.inner_step.is_hooked
 
     def _drop_stale_operands(self) -> None:
         """Drop cached operands of parameters whose state is another dict than before."""
@@ -320,54 +317,37 @@ def _prepare(
     prepared = []
     for device, indices in _by_device(params).items():
         whole = [index for index in indices if params[index].remainder is None]
-        if whole:
-            mains = [to_local(params[index].main) for index in whole]
-            models = [params[i].rounded if params[i].is_copy else main for i, main in zip(whole, mains, strict=True)]
-            prepared.append(_prepared(params, whole, mains, models, state))
         held = [index for index in indices if params[index].remainder is not None]
-        if held and fuses:
-            chosen = [params[index] for index in held]
-            mains, models = [to_local(param.main) for param in chosen], [param.rounded for param in chosen]
-            operands, beside = _operands_of(params, held, mains, models, state), held_params(chosen, models, mains)
-            operands.remainder, operands.fingerprint = beside.remainders, beside.fingerprints
-            prepared.append(Prepared(chosen, held, operands, _round_to_fp16(chosen)))
-            continue
-        for places in decoded_together([params[index] for index in held]):
-            together = [held[place] for place in places]
-            decoded = DecodedParams([params[index] for index in together], scratch[device])
-            # As for fp32 model params: the main param is rounded when it is encoded.
-            prepared.append(_prepared(params, together, decoded.mains, decoded.mains, state, decoded))
+        prepared += [_prepared(params, chosen, state) for chosen in (whole, held if fuses else []) if chosen]
+        if not fuses:
+            for places in decoded_together([params[index] for index in held]):
+                together = [held[place] for place in places]
+                decoded = DecodedParams([params[index] for index in together], scratch[device])
+                prepared.append(_prepared(params, together, state, decoded))
     return prepared
 
 
 def _prepared(
     params: Sequence[MainParam],
     indices: list[int],
-    mains: list[Tensor],
-    models: list[Tensor],
     state: Mapping[str, Sequence[Tensor]],
     decoded: DecodedParams | None = None,
 ) -> Prepared:
-    operands = _operands_of(params, indices, mains, models, state)
+    """Return the operands of the parameters at ``indices``: all are held as remainders, or none is."""
     chosen = [params[index] for index in indices]
-    return Prepared(chosen, indices, operands, _round_to_fp16(chosen), decoded)
-
-
-def _round_to_fp16(params: Sequence[MainParam]) -> bool:
-    return any(param.is_copy and param.model.dtype == torch.float16 for param in params)
-
-
-def _operands_of(
-    params: Sequence[MainParam],
-    indices: list[int],
-    mains: list[Tensor],
-    models: list[Tensor],
-    state: Mapping[str, Sequence[Tensor]],
-) -> Operands:
-    return Operands(
+    mains = decoded.mains if decoded is not None else [to_local(param.main) for param in chosen]
+    # As for fp32 model params: a decoded main param is rounded when it is encoded.
+    is_rounded = [param.is_copy and decoded is None for param in chosen]
+    models = [param.rounded if own else main for param, main, own in zip(chosen, mains, is_rounded, strict=True)]
+    operands = Operands(
         model=models,
         main=mains,
         state={name: [to_local(column[i]) for i in indices] for name, column in state.items() if name != "step"},
-        start=[start_of(params[index]) for index in indices] if any(map(is_scale, state)) else [],
+        start=[start_of(param) for param in chosen] if any(map(is_scale, state)) else [],
         step=[state["step"][index] for index in indices] if "step" in state else [],
     )
+    if decoded is None and chosen[0].remainder is not None:
+        beside = held_params(chosen, models, mains)
+        operands.remainder, operands.fingerprint = beside.remainders, beside.fingerprints
+    rounds_to_fp16 = any(param.is_copy and param.model.dtype == torch.float16 for param in chosen)
+    return Prepared(chosen, indices, operands, rounds_to_fp16, decoded)
