@@ -36,22 +36,17 @@ class InnerStep:
 
     def __call__(self) -> None:
         """Take the step."""
-        with self._allowed():
+        self._is_ours = True
+        try:
             self._optimizer.step()
+        finally:
+            self._is_ours = False
 
     @property
     def is_hooked(self) -> bool:
         """Whether the step has hooks other than ours."""
         pre_hooks, post_hooks = self._optimizer._optimizer_step_pre_hooks, self._optimizer._optimizer_step_post_hooks
         return bool(post_hooks) or len(pre_hooks) > (self._hook.id in pre_hooks)
-
-    @contextmanager
-    def _allowed(self) -> Iterator[None]:
-        self._is_ours = True
-        try:
-            yield
-        finally:
-            self._is_ours = False
 
 
 @contextmanager
