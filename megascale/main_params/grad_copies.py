@@ -7,8 +7,8 @@ bytes travel changes, and not which. A write that torch counts nowhere, through 
 a collective, is seen on the device, by a sum of the gradient's bits: nothing is updated then, and the user is told.
 """
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
@@ -65,10 +65,11 @@ class GradCopies:
                 self._slots[param.twin] = len(self._slots)
                 owner = owner_of(param.model)
                 if owner is None:
-                    hook = _AfterBackward(ref(self), param.twin)
+                    hook = _weakly(self, GradCopies.take, param.twin)
                     self._hooks[id(param.model)] = param.model.register_post_accumulate_grad_hook(hook)
                 else:
-                    reduced = _AfterReduction(ref(self), param.twin, param.model)
+                    # The GradSync may live longer than the copies.
+                    reduced = _weakly(self, GradCopies.take_reduced, param.twin, param.model)
                     self._hooks[id(param.model)] = owner.register_reduced_hook(param.model, reduced)
         self._slots = WeakKeyDictionary({twin: at for at, twin in enumerate(self._slots)})  # some may be gone
         self._copied.clear()
@@ -76,7 +77,7 @@ class GradCopies:
         keep(self._sums, self._stream)  # this object may be dropped meanwhile
 
     @torch.no_grad()
-    def take(self, model: nn.Parameter, twin: HostTwin) -> None:
+    def take(self, twin: HostTwin, model: nn.Parameter) -> None:
         """Copy the gradient that backward has just made."""
         passes = self._passes[twin] = self._passes.get(twin, 0) + 1
         is_final = passes >= self._usual_passes.get(twin, 1) and (is_dtensor(model) or is_alone_in_world())
@@ -84,7 +85,7 @@ class GradCopies:
             self._copy(model, twin, model.grad)
 
     @torch.no_grad()
-    def take_reduced(self, model: nn.Parameter, twin: HostTwin, grad: Tensor) -> None:
+    def take_reduced(self, twin: HostTwin, model: nn.Parameter, grad: Tensor) -> None:
         """Copy what this rank keeps of a main grad, which is reduced behind the work of the current stream."""
         if grad.numel():
             self._copy(model, twin, grad)
@@ -155,35 +156,19 @@ class _Copied(NamedTuple):
         return grad is not None and local.data_ptr() == self.address and _versions(grad) == self.versions
 
 
-class _AfterBackward:
-    """Tells of one parameter's gradient. Refers to the copies weakly, as torch keeps it where no cycle is seen."""
+def _weakly(copies: GradCopies, method: Callable[..., None], *first: Any) -> Callable[..., None]:
+    """Return a hook that calls a method of ``copies`` while these live: torch keeps it where no cycle is seen.
 
-    __slots__ = ("_copies", "_twin")
+    ``first``: arguments before those that the hook is given.
+    """
+    there = ref(copies)
 
-    def __init__(self, copies: "ref[GradCopies]", twin: HostTwin) -> None:
-        self._copies = copies
-        self._twin = twin
+    def hook(*given: Any) -> None:
+        own = there()
+        if own is not None:
+            method(own, *first, *given)
 
-    def __call__(self, model: nn.Parameter) -> None:
-        copies = self._copies()
-        if copies is not None:
-            copies.take(model, self._twin)
-
-
-class _AfterReduction:
-    """Tells of what this rank keeps of one reduced main grad. The GradSync may live longer than the copies."""
-
-    __slots__ = ("_copies", "_model", "_twin")
-
-    def __init__(self, copies: "ref[GradCopies]", twin: HostTwin, model: nn.Parameter) -> None:
-        self._copies = copies
-        self._twin = twin
-        self._model = model
-
-    def __call__(self, grad: Tensor) -> None:
-        copies = self._copies()
-        if copies is not None:
-            copies.take_reduced(self._model, self._twin, grad)
+    return hook
 
 
 def _bits(grad: Tensor) -> Tensor:

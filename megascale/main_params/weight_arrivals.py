@@ -5,7 +5,7 @@ from concurrent import futures
 from concurrent.futures import Future
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet, finalize, ref
 
 import torch
@@ -18,6 +18,20 @@ from megascale.main_params.gather_hooks import GatherHooks, params_read_by
 from megascale.main_params.main_param import MainParam
 from megascale.main_params.offload_meter import OffloadMeter
 from megascale.utils.streams import Arrival, current_stream, has_streams, keep
+
+
+class _Sent(NamedTuple):
+    """The newest update of one unit, whose weights have not been awaited by all yet.
+
+    Attributes:
+        done: ends when the thread has updated and queued the copies.
+        wait: lets the calling thread's current stream wait for the copies.
+        arrival: does so once for each stream.
+    """
+
+    done: "Future[None]"
+    wait: Callable[[], None]
+    arrival: Arrival
 
 
 class WeightArrivals:
@@ -41,16 +55,14 @@ class WeightArrivals:
         self._are_gathered = are_gathered
         self._thread = MessageThread()
         self._hooks = GatherHooks(self)
-        self._arrivals: dict[int, Arrival] = {}
-        self._waits: dict[int, Callable[[], None]] = {}
-        self._updates: dict[int, Future[None]] = {}
+        self._sent: dict[int, _Sent] = {}
         self._tracked: set[int] = set()
         self._seen: WeakSet[nn.Module] = WeakSet()
         self._stream: torch.Stream | None = torch.Stream(device) if has_streams(device) else None
         self._finder: RemovableHandle | None = None
         self._owed: list[torch.Event] = []
         # When this object is freed the model is whole; where the thread itself frees it, once its tasks are done.
-        finalize(self, _wait_for_all, self._arrivals).atexit = False
+        finalize(self, _wait_for_all, self._sent).atexit = False
 
     def when_sent(self, note: Callable[[], None]) -> None:
         """Call ``note`` in the thread once all weights that were sent so far have arrived. Nobody else waits."""
@@ -82,26 +94,25 @@ class WeightArrivals:
 
         Any thread may call it, once. None if they have arrived.
         """
-        return self._waits.get(id(params[0].model)) if params else None
+        sent = self._sent.get(id(params[0].model)) if params else None
+        return None if sent is None else sent.wait
 
     def start(self, params: Sequence[MainParam], update: Callable[[], bool]) -> None:
         """Run ``update`` in the thread, after those before it. Where it returns True, send the weights."""
         self._hooks.leave_regions()
         stream = self._stream
-        sent = torch.Event(self.device) if stream is not None else None
+        event = torch.Event(self.device) if stream is not None else None
 
         def task() -> None:
             if update():
                 _send(params, stream)
-            if sent is not None:
-                sent.record(stream)
+            if event is not None:
+                event.record(stream)
 
         done = self._thread.submit(task)
-        wait = partial(_wait, self._thread, done, sent, self.device)
-        arrival = Arrival(wait, self.device)
-        self._updates.update((id(param.model), done) for param in params)
-        self._arrivals.update((id(param.model), arrival) for param in params)
-        self._waits.update((id(param.model), wait) for param in params)
+        wait = partial(_wait, self._thread, done, event, self.device)
+        sent = _Sent(done, wait, Arrival(wait, self.device))
+        self._sent.update((id(param.model), sent) for param in params)
 
     def wait(self) -> None:
         """Let the current stream wait for all weights; the host waits for the thread, and for what the device owes."""
@@ -112,24 +123,21 @@ class WeightArrivals:
 
     def wait_for_weights(self) -> None:
         """Let the current stream wait for all weights; the host waits for the thread alone."""
-        _wait_for_all(self._arrivals)
-        self._waits.clear()
-        self._updates.clear()
+        _wait_for_all(self._sent)
 
     def is_updating(self, param: nn.Parameter) -> bool:
         """Whether the thread may still read what the newest update of ``param`` reads."""
-        done = self._updates.get(id(param))
-        return done is not None and not done.done()
+        sent = self._sent.get(id(param))
+        return sent is not None and not sent.done.done()
 
     def wait_until_read(self, params: Sequence[MainParam]) -> None:
         """Wait until the thread no longer reads what the newest update of ``params``, of one unit, reads.
 
         An error of the thread is not raised here: who waits for the weights is told.
         """
-        done = self._updates.get(id(params[0].model))
-        if done is not None and not done.done():
+        if self.is_updating(params[0].model):
             with nullcontext() if self.meter is None else self.meter.waiting():
-                futures.wait([done])
+                futures.wait([self._sent[id(params[0].model)].done])
 
     def owe(self, event: torch.Event) -> None:
         """Let whoever reads main params or state wait for ``event``, behind which the device has sent them here."""
@@ -137,13 +145,13 @@ class WeightArrivals:
 
     def wait_for(self, params: Iterable[nn.Parameter]) -> None:
         """Let the current stream wait for the weights of ``params``."""
-        if not self._arrivals:
+        if not self._sent:
             return
         with nullcontext() if self.meter is None else self.meter.waiting():
             for param in params:
-                arrival = self._arrivals.get(id(param))
-                if arrival is not None:
-                    arrival.wait()
+                sent = self._sent.get(id(param))
+                if sent is not None:
+                    sent.arrival.wait()
 
     def found(self, module: nn.Module) -> None:
         """Take note of a module that is about to run forward."""
@@ -181,10 +189,10 @@ def _wait(thread: MessageThread, done: "Future[None]", sent: torch.Event | None,
         current_stream(device).wait_event(sent)
 
 
-def _wait_for_all(arrivals: dict[int, Arrival]) -> None:
-    for arrival in {id(one): one for one in arrivals.values()}.values():
-        arrival.wait()
-    arrivals.clear()
+def _wait_for_all(sent: "dict[int, _Sent]") -> None:
+    for one in {id(one): one for one in sent.values()}.values():
+        one.arrival.wait()
+    sent.clear()
 
 
 class _Finder:
