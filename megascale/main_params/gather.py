@@ -143,9 +143,9 @@ class ParamGather:
         if self.overlap:
             self._hooks.add(self._modules)
 
-    def bucket_of(self, param: Tensor) -> GatheredBucket | None:
-        """Return the bucket that holds ``param``, None for one that is not gathered."""
-        return self._bucket_of.get(id(param))
+    def bucket_of(self, param: Tensor) -> GatheredBucket:
+        """Return the bucket that holds ``param``, which is gathered."""
+        return self._bucket_of[id(param)]
 
     def in_forward_order(self) -> list[GatheredBucket]:
         """Return all buckets, in the order in which forward needs them."""

@@ -18,7 +18,6 @@ from typing_extensions import override
 from megascale.config import StepConfig
 from megascale.errors import StateDictError, listed
 from megascale.grad_sync.construction import Construction, exchange, param_forms
-from megascale.grad_sync.layout import Piece
 from megascale.grad_sync.sync import GradSync, check_syncable
 from megascale.kernels.compact_moments import GROUP, is_scale, num_groups
 from megascale.main_params.base import MainParams
@@ -65,7 +64,6 @@ class ShardedMainParams(MainParams):
         self._broadcast = broadcast
         self._place = {name: index for index, name in enumerate(names.values())}
         self._everywhere: dict[str, nn.Parameter] = {}
-        self._pieces: dict[int, Piece | None] = {}
         self._gathers_behind = False
         self._buckets: WeakKeyDictionary[UpdateUnit, list[GatheredBucket]] = WeakKeyDictionary()
 
@@ -84,12 +82,12 @@ class ShardedMainParams(MainParams):
         added = self._grad_sync.add(in_order, group_of)
         self._gather.add(added)
         shards: dict[str, Tensor] = {}
+        starts: dict[str, int] = {}
         owned: set[str] = set()
         for synced in added:
             self._everywhere |= synced.params
             memory = self._gather.buckets[synced.index].memory
-            pieces = memory.pieces(synced.rank)
-            self._pieces |= {id(param): pieces.get(name) for name, param in synced.params.items()}
+            starts |= {name: piece.param_start for name, piece in memory.pieces(synced.rank).items()}
             shards |= memory.parts(synced.rank)
             owned |= {place.name for place in memory.placements if place.owner in (None, synced.rank)}
         # A bucket's parameters are updated in one unit, and gathered after it: they live in one place, on all ranks.
@@ -107,8 +105,8 @@ class ShardedMainParams(MainParams):
             )
             for name, shard in shards.items()
         }
-        for main in made.values():
-            main.start = self.start_of(main.model)
+        for name, start in starts.items():
+            made[name].start = start
         return [made[name] for name in params]
 
     def _compare(
@@ -155,11 +153,6 @@ class ShardedMainParams(MainParams):
             values=digests(readable),
         )
 
-    def start_of(self, param: nn.Parameter) -> int:
-        """Return where this rank's piece begins in the flattened parameter; 0 for an empty one."""
-        piece = self._pieces.get(id(param))
-        return 0 if piece is None else piece.param_start
-
     @override
     def agree(self, error: Exception | None) -> None:
         self._gathered({}, error)
@@ -197,7 +190,7 @@ class ShardedMainParams(MainParams):
     @override
     def model_shards(self) -> dict[int, ParamShard]:
         self.wait()
-        return {id(p.model): ParamShard(p.part.view(-1), p.model.shape, self.start_of(p.model)) for p in self}
+        return {id(p.model): ParamShard(p.part.view(-1), p.model.shape, p.start) for p in self}
 
     @override
     def all_sharded_params(self) -> Mapping[str, nn.Parameter]:
@@ -244,7 +237,7 @@ class ShardedMainParams(MainParams):
         """
         for param in self:
             bucket = self._gather.bucket_of(param.model)
-            if bucket is not None and not bucket.is_view(param.name, param.model):
+            if not bucket.is_view(param.name, param.model):
                 bucket.point(param.name, param.model)
                 if param.is_copy:
                     param.sync_from_model()
@@ -254,7 +247,7 @@ class ShardedMainParams(MainParams):
         """See :class:`MainParams`. Starts the gather of the bucket that the unit is in."""
         unit.record_version()
         if unit not in self._buckets:
-            self._buckets[unit] = list({id(b): b for b in map(self._bucket_of, unit.params)}.values())
+            self._buckets[unit] = list(dict.fromkeys(self._gather.bucket_of(param.model) for param in unit.params))
         behind = self.arrivals.wait_of(unit.params) if self.arrivals is not None and self._gathers_behind else None
         for bucket in self._buckets[unit]:
             bucket.start(behind)
@@ -294,31 +287,32 @@ class ShardedMainParams(MainParams):
     @override
     def to_local(self, param: nn.Parameter, value: Tensor, dtype: torch.dtype, *, group: int = 1) -> Tensor:
         """See :class:`MainParams`. Returns the live piece itself for its own ParamShard in the same dtype."""
-        main = self._by_id[id(param)].main
-        start, numel = self.start_of(param) // group, -(-main.numel() // group)
+        known = self._by_id[id(param)]
+        main = known.main
+        start, numel = known.start // group, -(-main.numel() // group)
         shape = main.shape if group == 1 else torch.Size([numel])
         if not isinstance(value, ParamShard):
             piece = value.detach().reshape(-1)[start : start + numel]
             return piece.to(main.device, dtype, copy=True).view(shape)
         if value.piece.numel() != numel or (value.start != start and numel):
             raise StateDictError(
-                f"a ParamShard holds elements from {value.start} of {self._by_id[id(param)].name!r}, this rank owns "
+                f"a ParamShard holds elements from {value.start} of {known.name!r}, this rank owns "
                 f"those from {start}; read the checkpoint with megascale.checkpoint, which reshards"
             )
         return value.piece.to(main.device, dtype).view(shape)
 
     @override
     def local_part(self, param: MainParam, value: Tensor) -> Tensor:
-        start = self.start_of(param.model)
-        return value.detach().reshape(-1)[start : start + param.main.numel()].clone().view(param.main.shape)
+        end = param.start + param.main.numel()
+        return value.detach().reshape(-1)[param.start : end].clone().view(param.main.shape)
 
     @override
     def export(self, param: MainParam, values: Mapping[str, Tensor], *, copy: bool) -> dict[str, Tensor]:
         """See :class:`MainParams`. Whole tensors are in host memory."""
-        group = self._bucket_of(param).synced.group.shard
+        group = self._gather.bucket_of(param.model).synced.group.shard
         exported: dict[str, Tensor] = {}
         for key, value in values.items():
-            shape, start = param.model.shape, self.start_of(param.model)
+            shape, start = param.model.shape, param.start
             if is_scale(key):
                 shape, start = torch.Size([num_groups(shape.numel())]), start // GROUP
             elif value.shape != param.main.shape:
@@ -329,12 +323,6 @@ class ShardedMainParams(MainParams):
             else:
                 exported[key] = ParamShard(value.detach().reshape(-1), shape, start)
         return exported
-
-    def _bucket_of(self, param: MainParam) -> GatheredBucket:
-        bucket = self._gather.bucket_of(param.model)
-        if bucket is None:
-            raise KeyError(param.name)
-        return bucket
 
     def _sum_of_pieces(
         self, piece: Tensor, shape: torch.Size, start: int, group: ProcessGroup | None, device: torch.device
