@@ -11,7 +11,7 @@ from megascale.estimation.sizes import ModelSizes
 from megascale.grad_sync.layout import Bucket, BufferLayout, ParamSize, build_layouts
 from megascale.grad_sync.owners import OwnerLoads, update_cost
 from megascale.main_params.grad_memory import Layout, layout_of
-from megascale.main_params.offload_share import goes
+from megascale.main_params.host_twin import goes
 from megascale.main_params.update_unit import SLICE
 from megascale.utils.dtypes import HALF_DTYPES
 

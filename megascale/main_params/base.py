@@ -14,10 +14,9 @@ from megascale.config import StepConfig
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.kernels import is_plain, plain
 from megascale.main_params.group_scales import place_scales
-from megascale.main_params.host_twin import HostTwin, host_twins
+from megascale.main_params.host_twin import HostTwin, goes, host_twins
 from megascale.main_params.main_param import MainParam, check_apart, check_trainable, main_param_of
 from megascale.main_params.offload_meter import OffloadMeter
-from megascale.main_params.offload_share import goes
 from megascale.main_params.residence import Residence
 from megascale.main_params.shard import ParamShard
 from megascale.main_params.slab import Slabs

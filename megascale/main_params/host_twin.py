@@ -1,4 +1,4 @@
-"""HostTwin: what a model param has in host memory where its main param and state live there."""
+"""HostTwin: what a model param has in host memory where its main param and state live there; and which ones do."""
 
 from collections.abc import Sequence
 from typing import TypeGuard
@@ -25,6 +25,23 @@ class HostTwin:
         self.weights, self.pins_state = weights, pins_state
         self.grad: Tensor | None = None
         self.slot: int | None = None
+
+
+def goes(numels: Sequence[int], fraction: float) -> list[bool]:
+    """Return which runs of elements go to host memory: at least ``fraction`` of all, the last ones in forward.
+
+    What forward needs first stays on the device.
+
+    Args:
+        numels: elements of parameters that leave or stay together, in the order of forward, the same on all ranks.
+        fraction: above 0, up to 1.
+    """
+    left = (1 - fraction) * sum(numels)
+    found = []
+    for numel in numels:
+        left -= numel
+        found.append(left < 0 or fraction == 1.0)
+    return found
 
 
 def host_twins(parts: Sequence[Tensor], *, pin: bool, pins_state: bool = False) -> list[HostTwin]:
