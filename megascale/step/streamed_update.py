@@ -18,10 +18,9 @@ from megascale.kernels import Decision, Operands
 from megascale.main_params.main_param import MainParam
 from megascale.step.host_update import HostUpdate
 from megascale.step.update import KernelCall, MarkWritten, OverflowFlags, PendingUpdate, Prepared
+from megascale.utils.host_memory import aligned, dense
 from megascale.utils.streams import current_stream, has_streams, keep
 
-ALIGNMENT = 512
-"""In bytes: where each tensor begins in a slot."""
 SLOTS = 2
 """Slices that are on the device at once: one is updated while the next arrives, and leaves while that is updated."""
 
@@ -148,8 +147,8 @@ class StreamedUpdate(HostUpdate):
 
         def in_slot(there: Tensor) -> Tensor:
             nonlocal begin
-            here = _placed(slot.memory, begin, there)
-            begin += -(-there.nbytes // ALIGNMENT) * ALIGNMENT
+            here = dense(slot.memory[begin:], there)
+            begin += aligned(there.nbytes)
             pairs.append((there, here))
             return here
 
@@ -187,13 +186,7 @@ def _travelling(operands: Operands) -> Iterator[Tensor]:
 
 def _nbytes(operands: Operands) -> int:
     """Return the bytes of a slot that these operands need."""
-    return sum(-(-one.nbytes // ALIGNMENT) * ALIGNMENT for one in _travelling(operands))
-
-
-def _placed(memory: Tensor, begin: int, like: Tensor) -> Tensor:
-    """Return a tensor in the form of ``like`` that begins at a byte of ``memory``."""
-    made = torch.empty(0, dtype=like.dtype, device=memory.device)
-    return made.set_(memory.untyped_storage(), begin // like.element_size(), like.shape, like.stride())
+    return sum(aligned(one.nbytes) for one in _travelling(operands))
 
 
 def _without_memory(main: Tensor, device: torch.device) -> Tensor:

@@ -35,11 +35,11 @@ def in_storage(bytes_: Tensor, like: Tensor, begin: int = 0) -> Tensor:
 def dense(memory: Tensor, like: Tensor) -> Tensor:
     """Return a tensor with dtype, shape and order of ``like``, without gaps, that begins where ``memory`` does.
 
-    ``memory``: uint8, 1-D, of host memory.
+    ``memory``: uint8, 1-D.
     """
     strides = torch.empty_like(like, device="meta").stride()
     offset = memory.storage_offset() // like.element_size()
-    made = torch.empty(0, dtype=like.dtype, device="cpu")
+    made = torch.empty(0, dtype=like.dtype, device=memory.device)
     return made.set_(memory.untyped_storage(), offset, like.shape, strides)
 
 
