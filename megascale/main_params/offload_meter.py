@@ -13,7 +13,7 @@ import torch
 
 from megascale.utils.streams import current_stream, has_streams
 
-Mark = torch.Event | float
+Moment = torch.Event | float
 """A moment on a stream, or of the clock in seconds."""
 
 
@@ -43,7 +43,7 @@ class StepRecord:
         self.begun: float | None = None
         self.ended: float | None = None
         self.landed = False
-        self.waits: list[tuple[Mark, Mark]] = []
+        self.waits: list[tuple[Moment, Moment]] = []
 
     def begin(self, *, landed: bool) -> None:
         """Note that gradients of a unit have arrived. Called by the thread."""
@@ -82,14 +82,14 @@ class OffloadMeter:
         if not (self.is_on and self._records):
             yield
             return
-        begin = self._mark()
+        begin = moment(self._device, self._clock)
         yield
-        self._records[-1].waits.append((begin, self._mark()))
+        self._records[-1].waits.append((begin, moment(self._device, self._clock)))
 
     def seconds(self) -> list[OffloadSeconds]:
         """Return what the steps that landed took. All of their updates and waits must be over."""
         return [
-            OffloadSeconds(one.ended - one.begun, sum(_between(*wait) for wait in one.waits))
+            OffloadSeconds(one.ended - one.begun, sum(between(*wait) for wait in one.waits))
             for one in self._records
             if one.landed and one.begun is not None and one.ended is not None
         ]
@@ -99,15 +99,18 @@ class OffloadMeter:
         self.is_on = False
         self._records.clear()
 
-    def _mark(self) -> Mark:
-        if not has_streams(self._device):
-            return self._clock()
-        event = torch.Event(self._device, enable_timing=True)
-        event.record(current_stream(self._device))
-        return event
+
+def moment(device: torch.device, clock: Callable[[], float]) -> Moment:
+    """Return the moment at which the current stream of ``device`` gets here; on a CPU, that of the clock."""
+    if not has_streams(device):
+        return clock()
+    event = torch.Event(device, enable_timing=True)
+    event.record(current_stream(device))
+    return event
 
 
-def _between(begin: Mark, end: Mark) -> float:
+def between(begin: Moment, end: Moment) -> float:
+    """Return the seconds between two moments. Waits for the stream."""
     if isinstance(begin, float) or isinstance(end, float):
         return float(end) - float(begin)  # type: ignore[arg-type]
     end.synchronize()

@@ -16,10 +16,10 @@ from typing_extensions import override
 
 from megascale.kernels import Decision
 from megascale.main_params.main_param import MainParam
+from megascale.main_params.offload_meter import Moment, between, moment
 from megascale.step.host_update import HostUpdate
 from megascale.step.update import InnerUpdate, MarkWritten, OverflowFlags, PendingUpdate
 from megascale.utils.collectives import all_gather_object
-from megascale.utils.streams import current_stream, has_streams
 
 STEPS = 8
 """Steps that each way takes before ranks exchange what they have measured."""
@@ -28,18 +28,11 @@ WARM_UP, LEAST_STEPS = 2, 3
 
 
 class _Timed(NamedTuple):
-    """One update: moments on the stream, or of the clock in seconds, and whether it was skipped, fp32 0-d."""
+    """One update: when it began and ended, and whether it was skipped, fp32 0-d."""
 
-    begin: torch.Event | float
-    end: torch.Event | float
+    begin: Moment
+    end: Moment
     found_inf: Tensor
-
-    def seconds(self) -> float:
-        """Return how long the stream took. Waits for it."""
-        if isinstance(self.begin, float) or isinstance(self.end, float):
-            return float(self.end) - float(self.begin)  # type: ignore[arg-type]
-        self.end.synchronize()
-        return self.begin.elapsed_time(self.end) / 1e3
 
 
 class ComputeChoice(InnerUpdate):
@@ -106,17 +99,11 @@ class ComputeChoice(InnerUpdate):
         self, updates: Sequence[PendingUpdate], decision: Decision, mark_written: MarkWritten
     ) -> list[OverflowFlags]:
         """See :class:`InnerUpdate`, and measure."""
-        begin = self._mark()
+        begin = moment(self._device, self._clock)
         flags = self.way.apply(updates, decision, mark_written)
-        self._timed[self.now].append(_Timed(begin, self._mark(), decision.found_inf.detach().clone()))
+        end = moment(self._device, self._clock)
+        self._timed[self.now].append(_Timed(begin, end, decision.found_inf.detach().clone()))
         return flags
-
-    def _mark(self) -> torch.Event | float:
-        if not has_streams(self._device):
-            return self._clock()
-        event = torch.Event(self._device, enable_timing=True)
-        event.record(current_stream(self._device))
-        return event
 
     @override
     def raise_failure(self) -> None:
@@ -166,5 +153,5 @@ class ComputeChoice(InnerUpdate):
 
 def _median(timed: Sequence[_Timed]) -> float | None:
     """Return the seconds of the steps that landed; None where there are too few."""
-    landed = [one.seconds() for one in timed[WARM_UP:] if one.found_inf.item() == 0]
+    landed = [between(one.begin, one.end) for one in timed[WARM_UP:] if one.found_inf.item() == 0]
     return median(landed) if len(landed) >= LEAST_STEPS else None
