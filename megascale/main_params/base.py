@@ -264,12 +264,11 @@ class MainParams:
         found = []
         for is_gone, params in moving.items():
             twins = self._new_twins([param.part for param in params]) if is_gone else []
-            slabs = Slabs([twin.weights for twin in twins] if is_gone else [_like(param) for param in params])
+            likes = [param.model if param.shard is None else param.shard for param in params]
+            slabs = Slabs([twin.weights for twin in twins] if is_gone else likes)
             for at, param in enumerate(params):
-                like, twin = _like(param), twins[at] if is_gone else None
-                shard = None if like is param.model else like
-                as_remainder = param.remainder is not None
-                made = main_param_of(param.name, param.model, shard, slabs, as_remainder=as_remainder, twin=twin)
+                as_remainder, twin = param.remainder is not None, twins[at] if is_gone else None
+                made = main_param_of(param.name, param.model, param.shard, slabs, as_remainder=as_remainder, twin=twin)
                 found.append((param, made))
         return found
 
@@ -291,12 +290,8 @@ class MainParams:
 
         ``for_host``: wait, too, until main params and state are in host memory, where the device updates them.
         """
-        if self.arrivals is None:
-            return
-        if for_host:
-            self.arrivals.wait()
-        else:
-            self.arrivals.wait_for_weights()
+        if self.arrivals is not None:
+            self.arrivals.wait(for_host=for_host)
 
     def make(self, params: Mapping[str, nn.Parameter], group_of: Mapping[str, int]) -> list[MainParam]:
         """Return new main params for ``params`` (by name), with the model's values. ``group_of``: their groups."""
@@ -384,11 +379,6 @@ class MainParams:
     def own_state(self, param: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return what this rank keeps of a saved state; None where each tensor's shape tells: :meth:`to_local`."""
         return None
-
-
-def _like(param: MainParam) -> Tensor:
-    """Return the tensor that a main param is like: this rank's shard of the model param, or all of it."""
-    return param.model if param.shard is None else param.shard
 
 
 def _place_like(value: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:

@@ -114,16 +114,16 @@ class WeightArrivals:
         sent = _Sent(done, wait, Arrival(wait, self.device))
         self._sent.update((id(param.model), sent) for param in params)
 
-    def wait(self) -> None:
-        """Let the current stream wait for all weights; the host waits for the thread, and for what the device owes."""
-        self.wait_for_weights()
-        for event in self._owed:
-            event.synchronize()
-        self._owed.clear()
+    def wait(self, *, for_host: bool = True) -> None:
+        """Let the current stream wait for all weights. The host waits for the thread.
 
-    def wait_for_weights(self) -> None:
-        """Let the current stream wait for all weights; the host waits for the thread alone."""
+        ``for_host``: and for what the device owes.
+        """
         _wait_for_all(self._sent)
+        if for_host:
+            for event in self._owed:
+                event.synchronize()
+            self._owed.clear()
 
     def is_updating(self, param: nn.Parameter) -> bool:
         """Whether the thread may still read what the newest update of ``param`` reads."""
