@@ -20,13 +20,12 @@ from megascale.step.compute_choice import ComputeChoice
 from megascale.step.counter import StepCounter
 from megascale.step.grad_stats import GradStats
 from megascale.step.held_grads import HeldGrads
-from megascale.step.host_selection import in_host_memory
 from megascale.step.local_grads import Collected, ReadyGrads, absent_of, checked_grads
 from megascale.step.offload_tuner import OffloadTuner, Proposal, hidden_fraction, needed_fraction
 from megascale.step.relocation import among, relocate
 from megascale.step.torch_states import is_per_element
 from megascale.step.update import PendingUpdate
-from megascale.step.update_selection import select_update
+from megascale.step.update_selection import in_host_memory, select_update
 from megascale.utils.autograd import without_grad
 from megascale.utils.device_memory import room_on
 from megascale.utils.dtensors import to_local
