@@ -48,14 +48,14 @@ class StateColumns(NamedTuple):
     Attributes:
         entries: per parameter, its dict in the optimizer's ``state``.
         names: of the state that is read, ``step`` last.
-        columns: per name, one tensor per parameter.
+        by_name: per name, one tensor per parameter.
         values: all that the entries hold, in their order.
         memory: addresses and layouts at the time of the check, of all tensors but model params.
     """
 
     entries: list[dict[str, Any]]
     names: list[str]
-    columns: list[list[Tensor]]
+    by_name: dict[str, list[Tensor]]
     values: list[Any]
     memory: MemoryRecord
 
@@ -65,11 +65,6 @@ class StateColumns(NamedTuple):
             return False
         are_same = sum(map(len, self.entries)) == len(self.values) and all(map(is_, _values(self.entries), self.values))
         return are_same and self.memory.holds()
-
-    @property
-    def by_name(self) -> dict[str, list[Tensor]]:
-        """The columns by their names."""
-        return dict(zip(self.names, self.columns, strict=True))
 
 
 class KernelState:
@@ -206,11 +201,11 @@ class KernelState:
     def columns(self, params: Sequence[MainParam], names: Sequence[str]) -> StateColumns:
         """Return the state of ``params``, which :meth:`require_apart` and :meth:`complete` have checked."""
         entries = [self._entry(param) for param in params]
-        columns = [[entry[name] for entry in entries] for name in names]
+        columns = {name: [entry[name] for entry in entries] for name in names}
         # Not model params: those are checked elsewhere, each step.
         mine = ((param.model, part) for param in params for part in (param.memory, param.shard))
         watched = [part for model, part in mine if part is not None and part is not model]
-        parts = [held(tensor) for tensor in (*watched, *(tensor for column in columns for tensor in column))]
+        parts = [held(tensor) for tensor in (*watched, *(tensor for column in columns.values() for tensor in column))]
         return StateColumns(entries, list(names), columns, list(_values(entries)), MemoryRecord(parts))
 
     def _remedy(self, entry: Mapping[str, Any], key: str) -> str:

@@ -94,20 +94,17 @@ class GeneralUpdate(InnerUpdate):
         """
         for pending in updates:
             self.check_options(pending.options)
-        for pending in updates:
-            for param in pending.params:
-                state = state_of(self.optimizer, param)
-                for name, value in state.items():
-                    if isinstance(value, Tensor) and (fault := memory_fault(to_local(value))):
-                        raise UsageError(
-                            f"the optimizer's state[{param.name!r}][{name!r}] {fault}; load the state anew"
-                        )
-                if param.is_owned:
-                    check_state(self.optimizer, pending.options, param, state)
-        for pending in updates:
-            for param in pending.params:
-                if param.is_owned:
-                    complete_state(self.optimizer, pending.options, param, state_of(self.optimizer, param))
+        every = [(pending.options, param) for pending in updates for param in pending.params]
+        for options, param in every:
+            state = state_of(self.optimizer, param)
+            for name, value in state.items():
+                if isinstance(value, Tensor) and (fault := memory_fault(to_local(value))):
+                    raise UsageError(f"the optimizer's state[{param.name!r}][{name!r}] {fault}; load the state anew")
+            if param.is_owned:
+                check_state(self.optimizer, options, param, state)
+        for options, param in every:
+            if param.is_owned:
+                complete_state(self.optimizer, options, param, state_of(self.optimizer, param))
         return [replace(pending, call=None) for pending in updates]
 
     @override
