@@ -4,6 +4,7 @@ Megatron's scaler before Megatron-Core, the origin of DeepSpeed's, was pickled i
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -156,15 +157,13 @@ def _dynamic(
         )
     clean = iteration - overflow - 1
     late = config.late_first_growth
-    rule = ScalerConfig(
+    rule = replace(
+        config,
         growth_factor=factor,
         backoff_factor=1 / factor,
         growth_interval=window,
-        hysteresis=config.hysteresis,
         min_scale=checked_scale(f"{system}'s min_scale:", values["min_scale"]),
         max_scale=LARGEST_SCALE,
-        hysteresis_reset=config.hysteresis_reset,
-        late_first_growth=late,
     )
     notes = [NO_CEILING.format(system=system)]
     if late:
