@@ -18,34 +18,28 @@ def raise_on_all_ranks(doing: str, group: ProcessGroup | None) -> Iterator[None]
 
     Errors that are not megascale's become CheckpointError ("cannot ``doing``: ...").
     """
-    error: Exception | None = None
+    error: MegascaleError | None = None
     try:
-        yield
-    except Exception as raised:
-        error = _named(raised, doing)
+        with named(doing):
+            yield
+    except MegascaleError as raised:
+        error = raised
     _exchange(doing, None, error, group)
 
 
 def gathered(doing: str, make: Callable[[], T], group: ProcessGroup | None) -> list[T]:
-    """Return what ``make`` returns on each rank, or raise as :func:`together` does: in one exchange for both."""
+    """Return what ``make`` returns on each rank, or raise as :func:`raise_on_all_ranks` does, in one exchange."""
     value: T | None = None
-    error: Exception | None = None
+    error: MegascaleError | None = None
     try:
-        value = make()
-    except Exception as raised:
-        error = _named(raised, doing)
+        with named(doing):
+            value = make()
+    except MegascaleError as raised:
+        error = raised
     return _exchange(doing, cast(T, value), error, group)
 
 
-def _named(error: Exception, doing: str) -> MegascaleError:
-    if isinstance(error, MegascaleError):
-        return error
-    named = CheckpointError(f"cannot {doing}: {type(error).__name__}: {error}")
-    named.__cause__ = error
-    return named
-
-
-def _exchange(doing: str, value: T, error: Exception | None, group: ProcessGroup | None) -> list[T]:
+def _exchange(doing: str, value: T, error: MegascaleError | None, group: ProcessGroup | None) -> list[T]:
     try:
         return gather_or_raise(value, error, group)
     except MegascaleError:
