@@ -122,7 +122,12 @@ class Checkpointer:
                 with raise_on_all_ranks("copy the checkpoint to host memory", self._group):
                     planned.stage(self._staging)
         group = self._thread_group()
-        self._background.start(lambda: self._finish_in_background(step, planned, contents.trees, rank_trees, group))
+
+        def finish() -> None:
+            with named("save the checkpoint in the background"), self._removed_on_error(folder):
+                self._finish(step, planned, contents.trees, rank_trees, group)
+
+        self._background.start(finish)
         return folders.path_of(self.directory, step)
 
     def wait(self) -> None:
@@ -252,17 +257,6 @@ class Checkpointer:
             if planned.rank == 0 and self.keep_last is not None:
                 folders.prune(self.directory, self.keep_last, step)
         return folders.path_of(self.directory, step)
-
-    def _finish_in_background(
-        self,
-        step: int,
-        planned: storage.PlannedWrite,
-        trees: dict[str, Tree],
-        rank_trees: list[Tree],
-        group: ProcessGroup | None,
-    ) -> None:
-        with named("save the checkpoint in the background"), self._removed_on_error(planned.folder):
-            self._finish(step, planned, trees, rank_trees, group)
 
     @contextlib.contextmanager
     def _removed_on_error(self, folder: Path) -> Iterator[None]:
