@@ -3,7 +3,7 @@
 A remainder is int16, see :mod:`megascale.kernels.remainders`; no main param has that dtype otherwise.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -52,14 +52,12 @@ def decode_(folder: Path, manifest: Manifest, metadata: Metadata, tensors: dict[
 
 def _weights(manifest: Manifest) -> dict[str, tuple[str, torch.dtype]]:
     """Return key and dtype of the weights of each main param, by the key of that."""
-    return dict(_weight_keys(manifest))
-
-
-def _weight_keys(manifest: Manifest) -> Iterator[tuple[str, tuple[str, torch.dtype]]]:
     names: Mapping[str, str] = unflatten(manifest.trees.get(PARAM_NAMES, {"dict": []}), {})
-    for name, node in manifest.trees["model"]["dict"]:
-        for key, _, dtype in leaves(node):
-            yield join(MAIN_PARAMS, names.get(name, name)), (key, dtype)
+    return {
+        join(MAIN_PARAMS, names.get(name, name)): (key, dtype)
+        for name, node in manifest.trees["model"]["dict"]
+        for key, _, dtype in leaves(node)
+    }
 
 
 def _like(remainder: Tensor, dtype: torch.dtype) -> Tensor:
