@@ -124,7 +124,8 @@ NAMES = (
     ),
     # Modules
     TorchName("torch.nn.Module._apply", "`module.to()` waits until parameters are whole"),
-    TorchName("torch.nn.Module._parameters", "lends averages to the model"),
+    TorchName("torch.nn.Module._parameters", "lends averages to the model; what a module reads in forward"),
+    TorchName("torch.nn.Module._modules", "tells modules that hold nothing, and need not wait in forward"),
     TorchName("torch.nn.Module._buffers", "lends averages to the model"),
     TorchName("torch.nn.Module._forward_pre_hooks", "copies of a module have no hooks of ours"),
     TorchName("torch.nn.Module._compiled_call_impl", "a module compiled in place waits before its graph begins"),
