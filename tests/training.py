@@ -1,5 +1,6 @@
 """Small models, gradients and comparisons that many tests share."""
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
@@ -141,6 +142,19 @@ def bits_equal(left: Tensor, right: Tensor) -> bool:
     # A clone, as a single element counts as contiguous with any stride, and cannot be viewed as bytes then.
     left, right = (each.detach().cpu().clone(memory_format=torch.contiguous_format) for each in (left, right))
     return left.reshape(-1).view(torch.uint8).equal(right.reshape(-1).view(torch.uint8))
+
+
+def trained(module: nn.Module, inner: Inner, steps: int, **options: Any) -> dict[str, Tensor]:
+    """Return everything after some steps with a constant scale, the third of which overflows and changes nothing."""
+    optimizer = constant(module, inner, 256.0, **options)
+    for step in range(steps):
+        set_grads(module, seed=step, scale=256.0)
+        before = snapshot(optimizer, module)
+        if step == 2:
+            grad_of(next(iter(module.parameters())))[0, 0] = math.inf
+        optimizer.step()
+        assert (step == 2) == same_bits(before, snapshot(optimizer, module))
+    return snapshot(optimizer, module)
 
 
 def check_invariant_6(optimizer: MixedPrecisionOptimizer, module: nn.Module) -> None:

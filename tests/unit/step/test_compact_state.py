@@ -16,7 +16,7 @@ from megascale.errors import ArgumentError, MainParamOverflowError, StateDictErr
 from megascale.kernels import ReferenceBackend
 from megascale.step.compact_state import require_supported
 from tests.counting import OperatorCounter
-from tests.training import INNER, Bag, Inner, bits_equal, constant, grad_of, same_bits, set_grads, snapshot
+from tests.training import INNER, Bag, Inner, bits_equal, constant, grad_of, same_bits, set_grads, snapshot, trained
 
 BACKENDS = ["reference", "native", "torch"]
 if find_spec("triton") and not torch.accelerator.is_available():
@@ -50,20 +50,6 @@ def odd(dtype: torch.dtype, strided: bool = False) -> Bag:
     return Bag(tensors)
 
 
-def trained(make: Callable[[], Bag], inner: Inner, steps: int, **options: Any) -> dict[str, Tensor]:
-    """Return everything after some steps, one of which overflows and changes nothing."""
-    module = make()
-    optimizer = constant(module, inner, 256.0, **options)
-    for step in range(steps):
-        set_grads(module, seed=step, scale=256.0)
-        before = snapshot(optimizer, module)
-        if step == 2:
-            grad_of(next(iter(module.parameters())))[0, 0] = math.inf
-        optimizer.step()
-        assert (step == 2) == same_bits(before, snapshot(optimizer, module))
-    return snapshot(optimizer, module)
-
-
 HELD = [(0, "adamw"), (0, "adam"), (0, "amsgrad"), (1, "adamw"), (2, "adam")]
 
 
@@ -74,7 +60,7 @@ HELD = [(0, "adamw"), (0, "adam"), (0, "amsgrad"), (1, "adamw"), (2, "adam")]
 def test_backends_have_the_same_bits(held: tuple[int, str], dtype: torch.dtype) -> None:
     """Codes, scales, main and model params of native and torch are the reference's. Skips change no bit."""
     kind, inner = held
-    found = [trained(lambda: odd(dtype), ADAM[inner], 5, backend=backend, **KINDS[kind]) for backend in BACKENDS]
+    found = [trained(odd(dtype), ADAM[inner], 5, backend=backend, **KINDS[kind]) for backend in BACKENDS]
     assert {found[0]["state.params.0.exp_avg"].dtype, found[0]["state.params.0.exp_avg_sq"].dtype} >= {
         option for option in KINDS[kind].values() if option in (torch.int8, torch.uint8)
     }
@@ -87,7 +73,7 @@ def test_backends_have_the_same_bits(held: tuple[int, str], dtype: torch.dtype) 
 @pytest.mark.parametrize("inner", AVERAGES)
 def test_backends_have_the_same_bits_of_averages(inner: str, dtype: torch.dtype) -> None:
     """The momentum of SGD and Lion, too; the dither needs a step count, which these optimizers lack."""
-    found = [trained(lambda: odd(dtype, True), AVERAGES[inner], 5, backend=backend, **FIRST) for backend in BACKENDS]
+    found = [trained(odd(dtype, True), AVERAGES[inner], 5, backend=backend, **FIRST) for backend in BACKENDS]
     moment = "exp_avg" if inner == "lion" else "momentum_buffer"
     assert found[0][f"state.params.1.{moment}"].dtype == torch.int8
     assert found[0]["state.params.1.step"] == 4
@@ -105,7 +91,7 @@ def test_rows_of_several_chunks(inner: Inner) -> None:
         )
 
     options = BOTH if inner is ADAM["adamw"] else FIRST
-    found = [trained(make, inner, 4, backend=backend, **options) for backend in ("reference", "native")]
+    found = [trained(make(), inner, 4, backend=backend, **options) for backend in ("reference", "native")]
     assert same_bits(*found)
 
 
@@ -191,7 +177,7 @@ def test_one_call_updates_all_codes(kind: dict[str, Any]) -> None:
 @pytest.mark.native
 def test_strided_parameters() -> None:
     """Groups are cut in row-major order, however a parameter lies in memory."""
-    found = [trained(lambda: odd(torch.float16, True), ADAM["adamw"], 4, backend=b, **BOTH) for b in BACKENDS]
+    found = [trained(odd(torch.float16, True), ADAM["adamw"], 4, backend=b, **BOTH) for b in BACKENDS]
     assert all(same_bits(found[0], other) for other in found[1:])
 
 

@@ -1,19 +1,18 @@
 """Main params that are held as remainders: what trains, what is held, and what others may do to them."""
 
-import math
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megascale import ConstantGradScaler, MixedPrecisionOptimizer, OptimizerConfig, build_optimizer
 from megascale.averages import AveragedMainParams
 from megascale.errors import MainParamOverflowError
 from megascale.kernels.remainders import fingerprint
 from megascale.step.decoded import scratch_numel
-from tests.training import INNER, Bag, Inner, bits_equal, constant, grad_of, same_bits, set_grads, snapshot
+from tests.training import INNER, Bag, Inner, bits_equal, constant, grad_of, same_bits, set_grads, snapshot, trained
 
 DTYPES = [torch.float16, torch.bfloat16]
 HELD: dict[str, Any] = {"store_param_remainders": True}
@@ -37,28 +36,16 @@ def odd(dtype: torch.dtype, seed: int = 0) -> Bag:
     return Bag([tensor.to(dtype) for tensor in tensors])
 
 
-def trained(dtype: torch.dtype, inner: Inner, steps: int = 5, **options: Any) -> dict[str, Tensor]:
-    """Return everything after some steps, one of which overflows and changes nothing."""
-    module = odd(dtype)
-    optimizer = constant(module, inner, 256.0, **options)
-    for step in range(steps):
-        set_grads(module, seed=step, scale=256.0)
-        before = snapshot(optimizer, module)
-        if step == 2:
-            grad_of(next(iter(module.parameters())))[0, 0] = math.inf
-        optimizer.step()
-        assert (step == 2) == same_bits(before, snapshot(optimizer, module))
-    return snapshot(optimizer, module)
-
-
 @pytest.mark.sampled(2)
 @pytest.mark.native
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rule", RULES)
 def test_training_is_that_of_fp32_main_params(rule: str, dtype: torch.dtype) -> None:
     """Main params are those but for bf16's ties, and fp16's below 2**-16; all but torch have the reference's bits."""
-    expected = trained(dtype, RULES[rule], backend="reference")
-    found = [trained(dtype, RULES[rule], backend=name, **HELD) for name in ("reference", "native", "torch", *TRITON)]
+    expected = trained(odd(dtype), RULES[rule], 5, backend="reference")
+    found = [
+        trained(odd(dtype), RULES[rule], 5, backend=name, **HELD) for name in ("reference", "native", "torch", *TRITON)
+    ]
     assert all(same_bits(found[0], other) for other in (found[1], *found[3:]))
     for name, value in found[0].items():  # torch's own kernels round otherwise
         torch.testing.assert_close(found[2][name], value, rtol=1e-2 if name.startswith("model") else 1e-5, atol=1e-5)
@@ -80,7 +67,7 @@ def test_training_is_that_of_fp32_main_params(rule: str, dtype: torch.dtype) -> 
 def test_moments_of_8_bits_beside_remainders() -> None:
     """Both together: the same bits on all backends, and 6.25 bytes a parameter."""
     for dtype in (torch.float16, torch.bfloat16):
-        first, *others = (trained(dtype, RULES["adamw_fused"], backend=name, **HELD, **CODES)
+        first, *others = (trained(odd(dtype), RULES["adamw_fused"], 5, backend=name, **HELD, **CODES)
                           for name in ("reference", "native", "torch", *TRITON))  # fmt: skip
         assert all(same_bits(first, other) for other in others)
     module = Bag([torch.randn(64, 128).half()])
