@@ -13,6 +13,8 @@ from megascale.host_view import HostView
 from megascale.main_params.main_param import MainParam
 from megascale.step.grad_stats import Holders
 from megascale.step.member import StepMember
+from megascale.step.misuse import Statistics
+from megascale.step.observers import StepObserver, StepRecord
 from megascale.utils import validate
 from megascale.utils.collectives import all_gather_object
 from megascale.utils.graph_capture import is_capturing
@@ -24,7 +26,7 @@ MARGIN = 1
 """Powers of two that a suggested scale leaves between the largest gradient and overflow."""
 
 
-class UnderflowMeter:
+class UnderflowMeter(StepObserver):
     """Measures every n-th step's scaled gradients, on the device. The host reads the numbers one step late.
 
     A sample costs some passes over the gradients; other steps cost nothing. Steps that were skipped are not measured.
@@ -57,10 +59,8 @@ class UnderflowMeter:
         self._holders = [
             Holders(self._recipe.groups, sharded=member.main_params.is_sharded) for member in self._recipe.members
         ]
-        self._handles = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-        ]
+        self._handle = optimizer.register_step_post_hook(self._after_step)
+        self._recipe.observers.append(self)
 
     @property
     def latest(self) -> dict[str, float]:
@@ -100,8 +100,9 @@ class UnderflowMeter:
 
     def remove(self) -> None:
         """End the measurements."""
-        for handle in self._handles:
-            handle.remove()
+        self._handle.remove()
+        if self in self._recipe.observers:
+            self._recipe.observers.remove(self)
 
     def _refuse_member(self) -> None:
         """Raise UsageError if a chain steps this optimizer: hooks of its own ``step()`` never run."""
@@ -113,9 +114,10 @@ class UnderflowMeter:
                 "on the member does not see; make the UnderflowMeter of the ChainedOptimizer"
             )
 
-    def _before_step(self, *_: Any) -> None:
+    def on_step(self, agreed: Statistics | None, record: StepRecord) -> None:
+        """Keep the scale of a step that is to be measured, before it changes: clipping may begin the step early."""
         if self._is_due():
-            self._scale = self._recipe.grad_scaler.live_scale.clone() if self._recipe.grad_scaler else None
+            self._scale = None if record.scaler is None else record.scaler.live_scale.clone()
 
     def _is_due(self) -> bool:
         return self._num_steps % self._every == 0 and not is_capturing(self._device)

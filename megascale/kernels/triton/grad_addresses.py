@@ -50,6 +50,9 @@ class GradAddresses:
         return found
 
     def _keep(self, key: Hashable, addresses: Tensor) -> None:
+        replaced = self._columns.pop(key, None)
+        if replaced is not None:
+            self._nbytes -= replaced.nbytes
         self._columns[key] = addresses
         self._nbytes += addresses.nbytes
         while self._nbytes > CACHE_BYTES and len(self._columns) > 2:

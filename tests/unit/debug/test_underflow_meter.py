@@ -14,6 +14,7 @@ from megascale import (
     ChainedOptimizer,
     ConstantGradScaler,
     DistributedOptimizer,
+    DynamicGradScaler,
     MixedPrecisionOptimizer,
     OptimizerConfig,
 )
@@ -59,6 +60,19 @@ def test_shares_and_headroom() -> None:
         "group1/headroom": math.log2(65504) - 12,
         "suggested_scale": SCALE * 2.0**2,
     }
+
+
+def test_scale_of_a_step_that_clipping_began() -> None:
+    """The scale is the one that scaled the loss, although clip_grad_norm_() has updated the scaler before step()."""
+    params, optimizer = _wrapped()
+    optimizer.grad_scaler = DynamicGradScaler(SCALE, 1.0, 2.0, 0.5, 1, 1)
+    meter = UnderflowMeter(optimizer, every=1)
+    for _ in range(2):
+        _give(params)
+        optimizer.clip_grad_norm_(torch.inf)
+        optimizer.step()
+    assert (meter.latest["step"], meter.latest["scale"]) == (0.0, SCALE)
+    assert meter.flush()["scale"] == 2 * SCALE
 
 
 def test_groups_without_gradients_are_left_out() -> None:

@@ -96,6 +96,8 @@ def test_parts_of_measured_gradients_are_not_copied_again(copies: list[Tensor]) 
     parts = [addresses.find(part) for part in (one.grad, other.grad)]
     assert len(copies) == 1
     assert torch.cat(parts).tolist() == whole.tolist() == [grad.data_ptr() for grad in (*one.grad, *other.grad)]
+    addresses.find(TensorList.joined([other.grad, one.grad]))  # the parts' are kept anew
+    assert addresses._nbytes == sum(column.nbytes for column in addresses._columns.values())
 
 
 def _find(cache: device_table.PlanCache, operands: Operands) -> device_table.Plan:
